@@ -1,0 +1,33 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "base/error.h"
+
+namespace pycomm {
+
+/// Tells every wait of one group to end, and why. The first reason wins and stays.
+/// Thread-safe; `aborted()` is one relaxed load.
+class AbortToken {
+ public:
+  /// True if this call was the first.
+  bool abort(const ErrorRecord& reason);
+
+  [[nodiscard]] bool aborted() const noexcept {
+    return aborted_.load(std::memory_order_acquire);
+  }
+  /// The first reason. Call only after aborted() said true.
+  [[nodiscard]] ErrorRecord reason() const;
+
+  /// Throws Error(reason()) once aborted.
+  void throwIfAborted() const;
+
+ private:
+  std::atomic<bool> aborted_{false};
+  mutable std::mutex mutex_; ///< guards reason_; held only to copy it
+  ErrorRecord reason_;
+};
+
+} // namespace pycomm

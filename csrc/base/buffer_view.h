@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm {
+
+/// Borrowed bytes. Whoever makes a view keeps the memory alive for as long as the view is used.
+struct BufferView {
+  std::byte* ptr = nullptr;
+  size_t nbytes = 0;
+
+  [[nodiscard]] BufferView slice(size_t offset, size_t length) const {
+    return {ptr + offset, length};
+  }
+};
+
+/// The same, read-only.
+struct ConstBufferView {
+  const std::byte* ptr = nullptr;
+  size_t nbytes = 0;
+
+  ConstBufferView() = default;
+  ConstBufferView(const std::byte* data, size_t length) : ptr(data), nbytes(length) {}
+  ConstBufferView(BufferView view) : ptr(view.ptr), nbytes(view.nbytes) {} // NOLINT: widening is the point
+
+  [[nodiscard]] ConstBufferView slice(size_t offset, size_t length) const {
+    return {ptr + offset, length};
+  }
+};
+
+} // namespace pycomm

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace pycomm {
+
+using Clock = std::chrono::steady_clock;
+using TimePoint = Clock::time_point;
+
+/// One absolute instant by which something must have ended. A duration is turned into a Deadline once, where
+/// the operation begins; nested calls pass it on, so that waiting in parts never adds up to more than the whole.
+class Deadline {
+ public:
+  /// Never expires.
+  [[nodiscard]] static Deadline never() noexcept {
+    return Deadline(TimePoint::max());
+  }
+  /// Expires `timeout_ms` milliseconds from now. Zero or less has expired already.
+  [[nodiscard]] static Deadline after(int64_t timeout_ms) noexcept {
+    return after(timeout_ms, Clock::now());
+  }
+  [[nodiscard]] static Deadline after(int64_t timeout_ms, TimePoint now) noexcept {
+    constexpr int64_t kForeverMs = 100LL * 365 * 24 * 3600 * 1000; // beyond this the sum could overflow
+    return timeout_ms >= kForeverMs ? never() : Deadline(now + std::chrono::milliseconds(timeout_ms));
+  }
+  [[nodiscard]] static Deadline at(TimePoint instant) noexcept {
+    return Deadline(instant);
+  }
+
+  [[nodiscard]] TimePoint instant() const noexcept {
+    return instant_;
+  }
+  [[nodiscard]] bool isNever() const noexcept {
+    return instant_ == TimePoint::max();
+  }
+  [[nodiscard]] bool expired(TimePoint now = Clock::now()) const noexcept {
+    return !isNever() && now >= instant_;
+  }
+  /// Milliseconds left, rounded up, within [0, `limit_ms`]: what poll() and epoll_wait() take.
+  [[nodiscard]] int remainingMs(int limit_ms, TimePoint now = Clock::now()) const noexcept {
+    if (isNever()) {
+      return limit_ms;
+    }
+    if (now >= instant_) {
+      return 0;
+    }
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(instant_ - now).count() + 1;
+    return left < limit_ms ? static_cast<int>(left) : limit_ms;
+  }
+
+ private:
+  explicit Deadline(TimePoint instant) noexcept : instant_(instant) {}
+  TimePoint instant_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,255 @@
+#include "base/error.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace pycomm {
+namespace {
+
+// Bounds on what is read back from another rank: nothing a peer wrote decides how much memory is taken.
+constexpr size_t kMaxFieldBytes = 4096;
+
+void putText(std::string& out, const std::string& text) {
+  const uint16_t length = static_cast<uint16_t>(text.size() < kMaxFieldBytes ? text.size() : kMaxFieldBytes);
+  out.append(reinterpret_cast<const char*>(&length), sizeof length);
+  out.append(text, 0, length);
+}
+
+void putNumber(std::string& out, int64_t value) {
+  out.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+struct Reader {
+  const std::string& bytes;
+  size_t at = 0;
+  bool ok = true;
+
+  int64_t number() {
+    int64_t value = 0;
+    take(&value, sizeof value);
+    return value;
+  }
+  std::string text() {
+    uint16_t length = 0;
+    take(&length, sizeof length);
+    if (!ok || length > kMaxFieldBytes || bytes.size() - at < length) {
+      ok = false;
+      return "";
+    }
+    at += length;
+    return bytes.substr(at - length, length);
+  }
+
+ private:
+  void take(void* into, size_t length) {
+    if (!ok || bytes.size() - at < length) {
+      ok = false;
+      return;
+    }
+    std::memcpy(into, bytes.data() + at, length);
+    at += length;
+  }
+};
+
+// A value with a space in it is quoted, so that the line stays splittable.
+void addPair(std::string& out, const char* key, const std::string& value) {
+  if (value.empty()) {
+    return;
+  }
+  if (!out.empty()) {
+    out += ' ';
+  }
+  out += key;
+  out += '=';
+  if (value.find_first_of(" \t\n\"") == std::string::npos) {
+    out += value;
+    return;
+  }
+  out += '"';
+  for (const char c : value) {
+    out += c == '"' ? '\'' : (c == '\n' || c == '\t' ? ' ' : c);
+  }
+  out += '"';
+}
+
+void addPair(std::string& out, const char* key, int64_t value) {
+  if (value >= 0) {
+    addPair(out, key, std::to_string(value));
+  }
+}
+
+} // namespace
+
+const char* errorCodeName(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::Ok:
+      return "OK";
+    case ErrorCode::InvalidArgument:
+      return "INVALID_ARGUMENT";
+    case ErrorCode::Unsupported:
+      return "UNSUPPORTED";
+    case ErrorCode::RendezvousTimeout:
+      return "RENDEZVOUS_TIMEOUT";
+    case ErrorCode::StoreLost:
+      return "STORE_LOST";
+    case ErrorCode::ConnectFailed:
+      return "CONNECT_FAILED";
+    case ErrorCode::DuplicateRank:
+      return "DUPLICATE_RANK";
+    case ErrorCode::ConfigMismatch:
+      return "CONFIG_MISMATCH";
+    case ErrorCode::VersionMismatch:
+      return "VERSION_MISMATCH";
+    case ErrorCode::NoInterface:
+      return "NO_INTERFACE";
+    case ErrorCode::PortsExhausted:
+      return "PORTS_EXHAUSTED";
+    case ErrorCode::CollectiveMismatch:
+      return "COLLECTIVE_MISMATCH";
+    case ErrorCode::Timeout:
+      return "TIMEOUT";
+    case ErrorCode::PeerDead:
+      return "PEER_DEAD";
+    case ErrorCode::PeerUnresponsive:
+      return "PEER_UNRESPONSIVE";
+    case ErrorCode::PeerLeft:
+      return "PEER_LEFT";
+    case ErrorCode::ConnectionReset:
+      return "CONN_RESET";
+    case ErrorCode::ProtocolViolation:
+      return "PROTOCOL_VIOLATION";
+    case ErrorCode::DataCorrupt:
+      return "DATA_CORRUPT";
+    case ErrorCode::Aborted:
+      return "ABORTED";
+    case ErrorCode::ShutDown:
+      return "SHUT_DOWN";
+    case ErrorCode::Forked:
+      return "FORKED";
+    case ErrorCode::OutOfMemory:
+      return "OUT_OF_MEMORY";
+    case ErrorCode::TooManyFiles:
+      return "TOO_MANY_FILES";
+    case ErrorCode::SystemError:
+      return "SYSTEM_ERROR";
+    case ErrorCode::Internal:
+      return "INTERNAL";
+  }
+  return "UNKNOWN";
+}
+
+std::string ErrorRecord::line() const {
+  std::string out;
+  addPair(out, "code", errorCodeName(code));
+  addPair(out, "rank", rank);
+  addPair(out, "host", host);
+  addPair(out, "peer", peer);
+  addPair(out, "peer_host", peer_host);
+  addPair(out, "group", group);
+  addPair(out, "epoch", epoch);
+  addPair(out, "op", op);
+  addPair(out, "seq", sequence);
+  addPair(out, "dtype", dtype);
+  addPair(out, "numel", numel);
+  if (bytes_total >= 0) {
+    addPair(out, "bytes", std::to_string(bytes_done < 0 ? 0 : bytes_done) + "/" + std::to_string(bytes_total));
+  }
+  addPair(out, "phase", phase);
+  addPair(out, "cause", cause);
+  if (elapsed_ms >= 0) {
+    addPair(out, "elapsed", std::to_string(elapsed_ms) + "ms");
+  }
+  return out;
+}
+
+std::string ErrorRecord::text() const {
+  std::string out = summary.empty() ? std::string(errorCodeName(code)) : summary;
+  out += " [" + line() + "]";
+  if (!hint.empty()) {
+    out += " Try: " + hint;
+  }
+  return out;
+}
+
+std::string ErrorRecord::serialize() const {
+  std::string out;
+  putNumber(out, static_cast<int64_t>(code));
+  for (const int64_t value :
+       {int64_t{rank}, int64_t{peer}, epoch, sequence, numel, bytes_done, bytes_total, elapsed_ms}) {
+    putNumber(out, value);
+  }
+  for (const std::string* value : {&summary, &hint, &cause, &host, &peer_host, &group, &op, &dtype, &phase}) {
+    putText(out, *value);
+  }
+  return out;
+}
+
+ErrorRecord ErrorRecord::deserialize(const std::string& bytes) {
+  Reader in{bytes};
+  ErrorRecord record;
+  record.code = static_cast<ErrorCode>(static_cast<uint16_t>(in.number()));
+  record.rank = static_cast<int>(in.number());
+  record.peer = static_cast<int>(in.number());
+  for (int64_t* value : {&record.epoch,
+                         &record.sequence,
+                         &record.numel,
+                         &record.bytes_done,
+                         &record.bytes_total,
+                         &record.elapsed_ms}) {
+    *value = in.number();
+  }
+  for (std::string* value : {&record.summary,
+                             &record.hint,
+                             &record.cause,
+                             &record.host,
+                             &record.peer_host,
+                             &record.group,
+                             &record.op,
+                             &record.dtype,
+                             &record.phase}) {
+    *value = in.text();
+  }
+  if (in.ok) {
+    return record;
+  }
+  ErrorRecord broken;
+  broken.code = ErrorCode::ProtocolViolation;
+  broken.summary = "an error report from another rank could not be read";
+  return broken;
+}
+
+Error::Error(ErrorRecord record) : std::runtime_error(record.text()), record_(std::move(record)) {}
+
+Error::Error(ErrorCode code, std::string summary, std::string hint)
+    : Error([&] {
+        ErrorRecord record;
+        record.code = code;
+        record.summary = std::move(summary);
+        record.hint = std::move(hint);
+        return record;
+      }()) {}
+
+std::string errnoText(int error_number) {
+  // The GNU forms: strerrordesc_np and strerrorname_np return constants, so no buffer and no lock.
+  const char* name = ::strerrorname_np(error_number);
+  const char* text = ::strerrordesc_np(error_number);
+  std::string out = name != nullptr ? name : "errno " + std::to_string(error_number);
+  if (text != nullptr) {
+    out += std::string(" (") + text + ")";
+  }
+  return out;
+}
+
+std::string localHostName() {
+  std::array<char, 256> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0) {
+    return "unknown-host";
+  }
+  return name.data();
+}
+
+} // namespace pycomm

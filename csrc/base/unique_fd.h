@@ -1,0 +1,48 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace pycomm {
+
+/// Owns one file descriptor and closes it once.
+class UniqueFd {
+ public:
+  UniqueFd() = default;
+  explicit UniqueFd(int fd) noexcept : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept {
+    if (this != &other) {
+      reset(std::exchange(other.fd_, -1));
+    }
+    return *this;
+  }
+  UniqueFd(const UniqueFd&) = delete;
+  UniqueFd& operator=(const UniqueFd&) = delete;
+  ~UniqueFd() {
+    reset();
+  }
+
+  [[nodiscard]] int get() const noexcept {
+    return fd_;
+  }
+  [[nodiscard]] explicit operator bool() const noexcept {
+    return fd_ >= 0;
+  }
+  [[nodiscard]] int release() noexcept {
+    return std::exchange(fd_, -1);
+  }
+  void reset(int fd = -1) noexcept {
+    // close() is not retried on EINTR: on Linux the descriptor is gone either way (man 2 close).
+    if (fd_ >= 0) {
+      ::close(fd_);
+    }
+    fd_ = fd;
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+} // namespace pycomm

@@ -1,0 +1,252 @@
+#include "engine/control_plane.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace pycomm {
+namespace {
+constexpr size_t kControlBufferNbytes = 4 << 10;
+} // namespace
+
+/// One neighbour's link, used in both directions.
+struct ControlPlane::ControlLink final : EventLoop::Handler, InChannel::Receiver {
+  ControlLink(ControlPlane& control_plane, int peer_rank, std::unique_ptr<Link> connected)
+      : plane(control_plane),
+        peer(peer_rank),
+        link(std::move(connected)),
+        out(*link),
+        in(peer_rank, *link, *this, kControlBufferNbytes) {}
+
+  void onReady(uint32_t events) noexcept override {
+    plane.linkReady(*this, events);
+  }
+  Sink onHeader(int, const FrameHeader& header) override {
+    Sink sink;
+    if (header.payload_nbytes > 0) {
+      sink.staging = plane.staging_.take(header.payload_nbytes);
+      sink.into = sink.staging.view();
+    }
+    return sink;
+  }
+  void onFrame(int, const FrameHeader& header, Sink sink) override {
+    plane.onFrame(peer, header, sink.into);
+  }
+
+  ControlPlane& plane;
+  const int peer;
+  std::unique_ptr<Link> link;
+  OutChannel out;
+  InChannel in;
+  bool waits_for_room = false;
+  bool down = false;
+};
+
+ControlPlane::ControlPlane(
+    GroupIdentity identity,
+    EventLoop& loop,
+    Listener listener,
+    Membership::Config membership,
+    Events events)
+    : identity_(std::move(identity)),
+      loop_(loop),
+      events_(std::move(events)),
+      acceptor_(std::move(listener), [&] {
+        AcceptorConfig config;
+        config.nonce = identity_.nonce;
+        config.group = identity_.hash;
+        config.size = identity_.size;
+        return config;
+      }()),
+      membership_(membership, Clock::now()),
+      staging_(64 << 10),
+      missing_(membership.neighbours) {}
+
+ControlPlane::~ControlPlane() {
+  close();
+}
+
+void ControlPlane::open() {
+  open_ = true;
+  loop_.watch(acceptor_.fd(), EPOLLIN, *this);
+  loop_.addTicker(*this);
+}
+
+void ControlPlane::close() noexcept {
+  if (!std::exchange(open_, false)) {
+    return;
+  }
+  loop_.unwatch(acceptor_.fd());
+  loop_.removeTicker(*this);
+  for (const auto& entry : links_) {
+    ControlLink& link = *entry.second;
+    if (link.down) {
+      continue;
+    }
+    link.down = true;
+    loop_.unwatch(link.link->fd());
+    try {
+      sendTo(link, header(FrameType::Goodbye), "");
+      std::vector<OutFrame> sent;
+      static_cast<void>(link.out.flush(sent));
+    } catch (const Error&) { // it is gone already
+    }
+    closeGently(*link.link);
+  }
+}
+
+FrameHeader ControlPlane::header(FrameType type) const {
+  FrameHeader header;
+  header.type = type;
+  header.group = identity_.hash;
+  header.epoch = identity_.epoch;
+  return header;
+}
+
+void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
+  if (!open_ || links_.count(peer) != 0) {
+    return;
+  }
+  auto& slot = links_[peer];
+  slot = std::make_unique<ControlLink>(*this, peer, std::move(link));
+  loop_.watch(slot->link->fd(), EPOLLIN, *slot);
+  membership_.alive(peer, Clock::now());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    missing_.erase(std::remove(missing_.begin(), missing_.end(), peer), missing_.end());
+  }
+  connected_.notify_all();
+}
+
+std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortToken& abort) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!missing_.empty() && !abort.aborted() && !deadline.expired()) {
+    connected_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(50)));
+  }
+  return missing_;
+}
+
+void ControlPlane::notice(const ErrorRecord& record) {
+  membership_.noticed(record, Clock::now());
+  act();
+}
+
+void ControlPlane::onReady(uint32_t) noexcept {
+  poll();
+}
+
+void ControlPlane::poll() {
+  for (Accepted& accepted : acceptor_.poll(Clock::now())) {
+    switch (accepted.hello.purpose) {
+      case LinkPurpose::Control:
+        adopt(accepted.hello.rank, std::move(accepted.link));
+        break;
+      case LinkPurpose::Bulk:
+        events_.bulk_link(accepted.hello.rank, std::move(accepted.link));
+        break;
+    }
+  }
+}
+
+void ControlPlane::linkReady(ControlLink& link, uint32_t events) noexcept {
+  if (link.down) {
+    return;
+  }
+  try {
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
+      dropLink(link, "the connection was closed");
+    }
+    if (!link.down && (events & EPOLLOUT) != 0) {
+      flush(link);
+    }
+  } catch (const Error& error) {
+    dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
+  }
+  act();
+}
+
+void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
+  link.down = true;
+  loop_.unwatch(link.link->fd());
+  membership_.controlClosed(link.peer, cause, Clock::now());
+}
+
+void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView payload) {
+  const TimePoint now = Clock::now();
+  membership_.alive(peer, now);
+  if (header.type == FrameType::Goodbye) {
+    membership_.saidGoodbye(peer);
+    events_.left(peer);
+  } else if (header.type == FrameType::Failure) {
+    membership_.reported(
+        peer,
+        ErrorRecord::deserialize(std::string(reinterpret_cast<const char*>(payload.ptr), payload.nbytes)),
+        now);
+  }
+}
+
+void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload) {
+  OutFrame frame;
+  frame.header = header;
+  if (!payload.empty()) {
+    frame.header.payload_nbytes = static_cast<uint32_t>(payload.size());
+    frame.staging = staging_.take(payload.size());
+    std::memcpy(frame.staging.view().ptr, payload.data(), payload.size());
+    frame.payload = frame.staging.view();
+  }
+  link.out.push(std::move(frame));
+}
+
+void ControlPlane::flush(ControlLink& link) {
+  std::vector<OutFrame> sent;
+  const bool left = link.out.flush(sent);
+  if (left != link.waits_for_room) {
+    link.waits_for_room = left;
+    loop_.watch(link.link->fd(), left ? EPOLLIN | EPOLLOUT : EPOLLIN, link);
+  }
+}
+
+void ControlPlane::act() {
+  for (std::vector<Membership::Action> actions = membership_.takeActions(); !actions.empty();
+       actions = membership_.takeActions()) {
+    for (const Membership::Action& action : actions) {
+      if (action.kind == Membership::Action::Kind::Fail) {
+        failed_ = true;
+        events_.failed(action.record);
+        connected_.notify_all();
+        continue;
+      }
+      const bool flood = action.kind == Membership::Action::Kind::Flood;
+      const FrameHeader head = header(flood ? FrameType::Failure : FrameType::Heartbeat);
+      const std::string payload = flood ? action.record.serialize() : "";
+      for (const auto& entry : links_) {
+        ControlLink& link = *entry.second;
+        if (link.down || entry.first == action.except) {
+          continue;
+        }
+        try {
+          sendTo(link, head, payload);
+          flush(link);
+        } catch (const Error& error) {
+          dropLink(link, error.record().cause);
+        }
+      }
+    }
+  }
+}
+
+TimePoint ControlPlane::nextTick() const noexcept {
+  return std::min(membership_.nextTick(), acceptor_.nextDeadline());
+}
+
+void ControlPlane::tick(TimePoint now) noexcept {
+  if (acceptor_.nextDeadline() <= now) {
+    poll();
+  }
+  membership_.tick(now);
+  act();
+}
+
+} // namespace pycomm

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/channel.h"
+#include "engine/data_plane.h"
+#include "engine/event_loop.h"
+#include "engine/membership.h"
+#include "transport/acceptor.h"
+
+namespace pycomm {
+
+/// A group's half on the control loop: the listening socket, control links, heartbeats, and what the group died of.
+/// Thread: the control loop's, except where said.
+class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
+ public:
+  struct Events {
+    /// The group has failed. Called once.
+    std::function<void(const ErrorRecord&)> failed;
+    /// A peer opened a bulk link.
+    std::function<void(int peer, std::unique_ptr<Link>)> bulk_link;
+    /// A peer said goodbye on its control link.
+    std::function<void(int peer)> left;
+  };
+
+  ControlPlane(GroupIdentity identity, EventLoop& loop, Listener listener, Membership::Config membership, Events events);
+  ~ControlPlane() override;
+
+  /// Starts accepting.
+  void open();
+  /// A control link that this rank opened.
+  void adopt(int peer, std::unique_ptr<Link> link);
+  void notice(const ErrorRecord& record);
+  /// Says goodbye and closes all links. What was queued gets 20 ms a link to leave.
+  void close() noexcept;
+
+  /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
+  [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
+
+  // EventLoop::Handler (the acceptor's descriptor), EventLoop::Ticker
+  void onReady(uint32_t events) noexcept override;
+  [[nodiscard]] TimePoint nextTick() const noexcept override;
+  void tick(TimePoint now) noexcept override;
+
+ private:
+  struct ControlLink;
+
+  void poll();
+  void act();
+  void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
+  void linkReady(ControlLink& link, uint32_t events) noexcept;
+  void flush(ControlLink& link);
+  void dropLink(ControlLink& link, const std::string& cause);
+  void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);
+  [[nodiscard]] FrameHeader header(FrameType type) const;
+
+  const GroupIdentity identity_;
+  EventLoop& loop_;
+  const Events events_;
+  Acceptor acceptor_;
+  Membership membership_;
+  StagingPool staging_;
+  std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
+  bool failed_ = false;
+  bool open_ = false;
+
+  std::mutex mutex_; ///< guards missing_
+  std::condition_variable connected_;
+  std::vector<int> missing_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,116 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/event_loop.h"
+#include "engine/operation.h"
+#include "engine/port.h"
+#include "engine/protocol.h"
+#include "engine/staging_pool.h"
+#include "engine/transfer.h"
+#include "transport/address.h"
+#include "transport/hello.h"
+
+namespace pycomm {
+
+/// What both planes of a group know about it.
+struct GroupIdentity {
+  int rank = 0;
+  int size = 1;
+  std::string name;
+  uint32_t hash = 0;
+  uint16_t epoch = 0;
+  uint64_t nonce = 0;
+  std::vector<std::string> hosts; ///< by rank
+  std::vector<SocketAddress> addresses; ///< where each rank listens
+  SocketAddress local_address; ///< to connect from
+};
+
+/// A group's half on its lane: bulk links, the protocol, and the operations under way.
+///
+/// It never decides that the group has failed. What it notices goes to `notice`, the control plane agrees with the other ranks on
+/// one cause, and `fail` brings that cause back.
+/// Thread: the lane's, for everything.
+class DataPlane final : public PortOwner, public InChannel::Receiver, public EventLoop::Ticker {
+ public:
+  /// Any thread may be behind it; must not block.
+  using Notice = std::function<void(ErrorRecord)>;
+
+  DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice);
+  ~DataPlane() override;
+
+  void post(std::shared_ptr<Operation> operation);
+  /// A peer has connected to us.
+  void adopt(int peer, std::unique_ptr<Link> link);
+  /// The group has failed: every operation ends, nothing is sent or received any more.
+  void fail(const ErrorRecord& cause);
+  /// A peer said goodbye, here or on its control link: it will send nothing more.
+  void peerLeft(int peer);
+  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms later. Operations that are under way, and later ones,
+  /// end with `reason`; if there were some, the other ranks are told.
+  void close(const ErrorRecord& reason, std::function<void()> closed);
+
+  // PortOwner, InChannel::Receiver, EventLoop::Ticker
+  void onPortReady(int peer, bool outgoing, uint32_t events) noexcept override;
+  [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
+  void onFrame(int peer, const FrameHeader& header, Sink sink) override;
+  [[nodiscard]] TimePoint nextTick() const noexcept override;
+  void tick(TimePoint now) noexcept override;
+
+ private:
+  struct HeldFrame {
+    int peer;
+    FrameHeader header;
+    StagingBuffer staging;
+  };
+  /// A link broke. Whether its peer died or only left in order, another link tells within 20 ms.
+  struct Suspicion {
+    ErrorRecord record;
+    TimePoint due;
+  };
+
+  OutPort& portTo(int peer);
+  void push(int peer, OutFrame frame);
+  void writeHello(OutPort& port);
+  void readPort(InPort& port);
+  void writeReady(OutPort& port);
+  void flush(OutPort& port);
+  void flushDirty();
+  void act();
+  void settle(uint64_t op_id);
+  void replayHeld(Transfer& transfer);
+  void endAll(const std::function<ErrorRecord(const Transfer&)>& why);
+  void stopPorts() noexcept;
+  void linkBroke(int peer, const Error& error, bool may_be_orderly);
+  void checkDeadlines(TimePoint now);
+  void notice(ErrorRecord record);
+  template <typename Body>
+  void guarded(int peer, const Body& body) noexcept;
+
+  const GroupIdentity identity_;
+  EventLoop& lane_;
+  const Notice notice_;
+  Protocol protocol_;
+  StagingPool staging_; ///< before everything that holds its buffers
+  std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
+  std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
+  std::vector<std::unique_ptr<InPort>> in_;
+  std::vector<OutPort*> dirty_; ///< members of out_
+  std::vector<bool> left_; ///< by rank: said goodbye
+  std::unordered_map<int, Suspicion> suspicions_;
+  std::optional<ErrorRecord> failure_;
+  TimePoint next_deadline_ = TimePoint::max();
+  std::optional<ErrorRecord> closing_; ///< why, once close() was called
+  TimePoint close_at_ = TimePoint::max();
+  std::function<void()> closed_;
+};
+
+} // namespace pycomm

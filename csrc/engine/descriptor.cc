@@ -1,0 +1,64 @@
+#include "engine/descriptor.h"
+
+#include <tuple>
+
+namespace pycomm {
+
+bool Descriptor::operator==(const Descriptor& other) const noexcept {
+  const auto fields = [](const Descriptor& d) {
+    return std::tie(
+        d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.algorithm, d.root, d.numel, d.tag, d.digest);
+  };
+  return fields(*this) == fields(other);
+}
+
+void Descriptor::writeTo(FrameHeader& header) const noexcept {
+  header.kind = static_cast<uint8_t>(kind);
+  header.dtype = static_cast<uint8_t>(dtype);
+  header.reduce_op = static_cast<uint8_t>(reduce_op);
+  header.codec = static_cast<uint8_t>(wire_dtype);
+  header.algorithm = static_cast<uint16_t>(algorithm);
+  header.root = root;
+  header.numel = numel;
+  header.tag = tag;
+  header.digest = digest;
+}
+
+Descriptor Descriptor::readFrom(const FrameHeader& header) noexcept {
+  Descriptor d;
+  d.kind = static_cast<Collective>(header.kind);
+  d.dtype = static_cast<DType>(header.dtype);
+  d.reduce_op = static_cast<ReduceOp>(header.reduce_op);
+  d.wire_dtype = static_cast<DType>(header.codec);
+  d.algorithm = static_cast<Algorithm>(header.algorithm);
+  d.root = header.root;
+  d.numel = header.numel;
+  d.tag = header.tag;
+  d.digest = header.digest;
+  return d;
+}
+
+std::string Descriptor::text() const {
+  std::string out = collectiveName(kind);
+  out += '(';
+  if (reduce_op != ReduceOp::None) {
+    out += std::string(reduceOpName(reduce_op)) + ", ";
+  }
+  out += std::string(dtypeName(dtype)) + " x " + std::to_string(numel);
+  if (root >= 0) {
+    out += ", root " + std::to_string(root);
+  }
+  if (wire_dtype != dtype) {
+    out += std::string(", wire ") + dtypeName(wire_dtype);
+  }
+  out += std::string(", ") + algorithmName(algorithm);
+  if (tag != 0) {
+    out += ", tag " + std::to_string(tag);
+  }
+  if (digest != 0) {
+    out += ", splits " + std::to_string(digest);
+  }
+  return out + ')';
+}
+
+} // namespace pycomm

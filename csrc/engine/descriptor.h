@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "schedule/step.h"
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// What all ranks of an operation must agree on. Travels in every frame and is compared wherever two ranks meet.
+struct Descriptor {
+  Collective kind = Collective::Barrier;
+  DType dtype = DType::UInt8;
+  ReduceOp reduce_op = ReduceOp::None;
+  DType wire_dtype = DType::UInt8;
+  Algorithm algorithm = Algorithm::Auto; ///< resolved: what really runs
+  int32_t root = -1;
+  int64_t numel = 0;
+  uint32_t tag = 0; ///< hash of a name (a DDP bucket's), 0 where there is none
+  uint32_t digest = 0; ///< hash of split sizes and of the selection table
+
+  [[nodiscard]] bool operator==(const Descriptor& other) const noexcept;
+  [[nodiscard]] bool operator!=(const Descriptor& other) const noexcept {
+    return !(*this == other);
+  }
+
+  void writeTo(FrameHeader& header) const noexcept;
+  [[nodiscard]] static Descriptor readFrom(const FrameHeader& header) noexcept;
+
+  /// "all_reduce(SUM, float32 x 1024, ring)"
+  [[nodiscard]] std::string text() const;
+};
+
+} // namespace pycomm

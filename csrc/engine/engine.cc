@@ -1,0 +1,54 @@
+#include "engine/engine.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/group.h"
+
+namespace pycomm {
+
+Engine::Engine()
+    : pid_(::getpid()),
+      lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
+      control_(std::make_unique<EventLoop>("pycomm-control")),
+      callbacks_(std::make_unique<CallbackPool>()) {}
+
+Engine::~Engine() {
+  shutdown(Deadline::never());
+}
+
+bool Engine::belongsToThisProcess() const noexcept {
+  return ::getpid() == pid_;
+}
+
+void Engine::add(const std::weak_ptr<Group>& group) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  groups_.erase(
+      std::remove_if(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.expired(); }), groups_.end());
+  groups_.push_back(group);
+}
+
+bool Engine::shutdown(Deadline deadline) {
+  if (!belongsToThisProcess()) {
+    return true;
+  }
+  std::vector<std::weak_ptr<Group>> groups;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    groups.swap(groups_);
+  }
+  for (const auto& entry : groups) {
+    if (const std::shared_ptr<Group> group = entry.lock()) {
+      group->close();
+    }
+  }
+  // Callbacks first: the closed groups have ended every operation, so those that wait for one return now.
+  const bool all_ended = callbacks_->stop(deadline);
+  lane_->stop();
+  control_->stop();
+  return all_ended;
+}
+
+} // namespace pycomm

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "base/deadline.h"
+#include "engine/callback_pool.h"
+#include "engine/event_loop.h"
+
+namespace pycomm {
+
+class Group;
+
+/// The native threads of a process, shared by all its groups: one lane, one control loop, and the callback pool.
+///
+/// Whoever embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
+/// thread outlives what it touches.
+class Engine {
+ public:
+  /// Throws Error(TooManyFiles | SystemError).
+  Engine();
+  /// Shuts down without a bound on callbacks. Never in a child of fork(): there, keep the object.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  [[nodiscard]] EventLoop& lane() noexcept {
+    return *lane_;
+  }
+  [[nodiscard]] EventLoop& control() noexcept {
+    return *control_;
+  }
+  [[nodiscard]] CallbackPool& callbacks() noexcept {
+    return *callbacks_;
+  }
+  /// False in a child of fork(): threads did not come along, so nothing here may be used.
+  [[nodiscard]] bool belongsToThisProcess() const noexcept;
+
+  /// Closes every group, whatever is under way, and joins all threads. True if all threads ended by the deadline; a callback of the
+  /// user's that does not return is left to the process's end, and then this object must live as long. Idempotent. Not on a native
+  /// thread. In a child of fork() it does nothing: the threads are the parent's.
+  bool shutdown(Deadline deadline);
+
+ private:
+  friend class Group;
+  void add(const std::weak_ptr<Group>& group);
+
+  const pid_t pid_;
+  std::unique_ptr<EventLoop> lane_;
+  std::unique_ptr<EventLoop> control_;
+  std::unique_ptr<CallbackPool> callbacks_;
+  std::mutex mutex_; ///< guards groups_
+  std::vector<std::weak_ptr<Group>> groups_;
+};
+
+} // namespace pycomm

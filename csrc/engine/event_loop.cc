@@ -1,0 +1,179 @@
+#include "engine/event_loop.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <exception>
+#include <future>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr uint64_t kWakeup = ~uint64_t{0};
+// A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
+constexpr int kLongestSleepMs = 1000;
+
+[[noreturn]] void throwErrno(const char* call, int error_number) {
+  ErrorRecord record;
+  const bool files = error_number == EMFILE || error_number == ENFILE;
+  record.code = files ? ErrorCode::TooManyFiles : ErrorCode::SystemError;
+  record.summary = std::string("an event loop could not be set up: ") + call + " failed";
+  record.cause = errnoText(error_number);
+  record.hint = files ? "raise the limit on open files (ulimit -n)" : "";
+  throw Error(record);
+}
+
+} // namespace
+
+EventLoop::EventLoop(const std::string& thread_name)
+    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (!epoll_) {
+    throwErrno("epoll_create1", errno);
+  }
+  if (!wakeup_) {
+    throwErrno("eventfd", errno);
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.u64 = kWakeup;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) != 0) {
+    throwErrno("epoll_ctl", errno);
+  }
+  // Signals belong to the interpreter's threads: a handler that ran here would touch Python from a native thread.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this, thread_name] { threadMain(thread_name); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+EventLoop::~EventLoop() {
+  stop();
+}
+
+void EventLoop::stop() noexcept {
+  if (stopping_.exchange(true)) {
+    return;
+  }
+  wake();
+  thread_.join();
+  ended_.store(true, std::memory_order_seq_cst);
+  const std::lock_guard<std::recursive_mutex> lock(ended_mutex_);
+  tasks_.runAll();
+}
+
+void EventLoop::post(TaskQueue::Task task) {
+  tasks_.push(std::move(task));
+  // Pairs with the loop's "say that I sleep, then look once more": one of the two sees the other (both are sequentially
+  // consistent; the fence orders the release push before the load).
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (sleeping_.load(std::memory_order_seq_cst)) {
+    wake();
+  }
+  if (ended_.load(std::memory_order_seq_cst)) {
+    const std::lock_guard<std::recursive_mutex> lock(ended_mutex_);
+    tasks_.runAll();
+  }
+}
+
+void EventLoop::run(const std::function<void()>& task) {
+  std::promise<void> done;
+  post([&] {
+    try {
+      task();
+      done.set_value();
+    } catch (...) {
+      done.set_exception(std::current_exception());
+    }
+  });
+  done.get_future().get();
+}
+
+void EventLoop::wake() noexcept {
+  const uint64_t one = 1;
+  // Cannot fail in a way that matters: a full counter means that a wake-up is pending already.
+  [[maybe_unused]] const ssize_t written = ::write(wakeup_.get(), &one, sizeof one);
+}
+
+void EventLoop::watch(int fd, uint32_t events, Handler& handler) {
+  const auto found = watches_.find(fd);
+  const int op = found == watches_.end() ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  const uint32_t serial = found == watches_.end() ? next_serial_++ : found->second.serial;
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = (uint64_t{serial} << 32) | static_cast<uint32_t>(fd);
+  if (::epoll_ctl(epoll_.get(), op, fd, &event) != 0) {
+    throwErrno("epoll_ctl", errno);
+  }
+  watches_[fd] = Watch{&handler, serial};
+}
+
+void EventLoop::unwatch(int fd) noexcept {
+  if (watches_.erase(fd) != 0) {
+    ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+  }
+}
+
+void EventLoop::addTicker(Ticker& ticker) {
+  tickers_.push_back(&ticker);
+}
+
+void EventLoop::removeTicker(Ticker& ticker) noexcept {
+  // Not erased: tick() may be walking the list right now. threadMain sweeps the holes.
+  std::replace(tickers_.begin(), tickers_.end(), &ticker, static_cast<Ticker*>(nullptr));
+}
+
+int EventLoop::sleepMs() const noexcept {
+  if (!tasks_.empty() || stopping_.load()) {
+    return 0;
+  }
+  TimePoint next = TimePoint::max();
+  for (const Ticker* ticker : tickers_) {
+    if (ticker != nullptr) {
+      next = std::min(next, ticker->nextTick());
+    }
+  }
+  return Deadline::at(next).remainingMs(kLongestSleepMs);
+}
+
+void EventLoop::threadMain(const std::string& name) noexcept {
+  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+  std::array<epoll_event, 64> events{};
+  while (!stopping_.load() || !tasks_.empty()) {
+    sleeping_.store(true, std::memory_order_seq_cst);
+    const int timeout_ms = sleepMs();
+    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+    sleeping_.store(false, std::memory_order_seq_cst);
+    for (int i = 0; i < count; ++i) {
+      const epoll_event& event = events[static_cast<size_t>(i)];
+      if (event.data.u64 == kWakeup) {
+        uint64_t ignored = 0;
+        [[maybe_unused]] const ssize_t got = ::read(wakeup_.get(), &ignored, sizeof ignored);
+        continue;
+      }
+      // An earlier handler of this round may have unwatched this one, and another may have got its descriptor.
+      const auto found = watches_.find(static_cast<int>(event.data.u64 & 0xffffffffU));
+      if (found != watches_.end() && found->second.serial == static_cast<uint32_t>(event.data.u64 >> 32)) {
+        found->second.handler->onReady(event.events);
+      }
+    }
+    tasks_.runAll();
+    const TimePoint now = Clock::now();
+    for (size_t i = 0; i < tickers_.size(); ++i) {
+      if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
+        tickers_[i]->tick(now);
+      }
+    }
+    tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,118 @@
+#include "engine/failure_text.h"
+
+#include <chrono>
+
+namespace pycomm {
+namespace {
+
+int64_t elapsedMs(const Operation& operation) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation.issuedAt()).count();
+}
+
+ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& identity) {
+  ErrorRecord record;
+  const Descriptor& descriptor = operation.request().descriptor;
+  record.rank = identity.rank;
+  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.peer = peer;
+  if (peer >= 0) {
+    record.peer_host = identity.hosts[static_cast<size_t>(peer)];
+  }
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  record.op = collectiveName(descriptor.kind);
+  record.sequence = operation.request().id.sequence;
+  record.dtype = dtypeName(descriptor.dtype);
+  record.numel = descriptor.numel;
+  record.elapsed_ms = elapsedMs(operation);
+  return record;
+}
+
+std::string rankText(int rank, const GroupIdentity& identity) {
+  return "rank " + std::to_string(rank) + " on " + identity.hosts[static_cast<size_t>(rank)];
+}
+
+} // namespace
+
+ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
+  ErrorRecord record = cause;
+  const ErrorRecord local = about(operation, cause.peer, identity);
+  if (cause.rank >= 0 && cause.rank != identity.rank) {
+    record.cause += (record.cause.empty() ? "" : ", ") + std::string("reported by rank ") + std::to_string(cause.rank);
+  }
+  record.rank = local.rank;
+  record.host = local.host;
+  record.group = local.group;
+  record.epoch = local.epoch;
+  record.elapsed_ms = local.elapsed_ms;
+  if (cause.op.empty()) { // otherwise it names the operation that the ranks disagree about, or that timed out
+    record.op = local.op;
+    record.sequence = local.sequence;
+    record.dtype = local.dtype;
+    record.numel = local.numel;
+  }
+  return record;
+}
+
+ErrorRecord timedOut(
+    const Transfer& transfer,
+    const std::optional<Protocol::Missing>& missing,
+    const GroupIdentity& identity) {
+  const Operation& operation = transfer.operation();
+  ErrorRecord record = about(operation, missing ? missing->peer : transfer.waitsFor(), identity);
+  record.code = ErrorCode::Timeout;
+  record.bytes_done = transfer.bytesArrived();
+  record.bytes_total = transfer.bytesExpected();
+  record.summary =
+      operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
+  if (missing) {
+    record.phase = "not_entered";
+    record.summary += rankText(missing->peer, identity) + " has not entered it (its last: " + missing->last + ").";
+    record.hint = "find out why that rank is late (uneven data? a slow loader? an exception?), or raise the timeout";
+  } else {
+    record.phase = "transfer";
+    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";
+    record.hint = "raise the timeout if the network is only slow";
+  }
+  return record;
+}
+
+ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = what;
+  record.rank = identity.rank;
+  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.peer = peer;
+  record.peer_host = identity.hosts[static_cast<size_t>(peer)];
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  if (what.code == ErrorCode::ConnectFailed) {
+    return record; // says already which addresses, and why
+  }
+  record.code = ErrorCode::PeerDead;
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+      " is gone: its connection ended without a goodbye (its process ended, was killed, or its host went down).";
+  record.hint = "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+                "out-of-memory killer";
+  return record;
+}
+
+ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, peer, identity);
+  record.code = ErrorCode::PeerLeft;
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " closed its process group while " +
+      operation.label() + " still needs it.";
+  record.hint = "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
+                "join(), or give every rank the same number of batches";
+  return record;
+}
+
+ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, identity.rank, identity);
+  record.code = ErrorCode::PeerLeft;
+  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
+      " closed its process group while its own " + operation.label() + " was under way.";
+  record.hint = "wait for every operation before destroy_process_group(); if that rank failed, its log has the first error";
+  return record;
+}
+
+} // namespace pycomm

@@ -1,0 +1,274 @@
+#include "engine/group.h"
+
+#include <algorithm>
+#include <future>
+#include <utility>
+
+#include "schedule/make_schedule.h"
+
+namespace pycomm {
+namespace {
+
+// A training step has a few tens of distinct calls; a schedule of a large ring takes some hundred kilobytes.
+constexpr size_t kCachedSchedules = 64;
+
+bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
+  return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
+      a.wire_dtype == b.wire_dtype && a.reduce_op == b.reduce_op && a.numel == b.numel &&
+      a.segment_nbytes == b.segment_nbytes && a.counts == b.counts;
+}
+
+// FNV-1a over the split sizes: 0 for even splits, so that error texts stay short where there are none.
+uint32_t splitsDigest(const std::vector<int64_t>& counts) {
+  if (counts.empty()) {
+    return 0;
+  }
+  uint32_t hash = 2166136261U;
+  for (const int64_t count : counts) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      hash = (hash ^ static_cast<uint32_t>((count >> shift) & 0xff)) * 16777619U;
+    }
+  }
+  return hash == 0 ? 1 : hash;
+}
+
+} // namespace
+
+std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
+  AbortToken none;
+  std::shared_ptr<Group> group(new Group(engine, store, config, meet(store, config.rendezvous, none)));
+  try {
+    group->connect(config);
+  } catch (...) {
+    group->close();
+    throw;
+  }
+  engine.add(group);
+  return group;
+}
+
+Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous)
+    : engine_(engine),
+      store_(store),
+      claim_(rendezvous.claim),
+      address_reason_(rendezvous.address_reason),
+      interface_name_(rendezvous.interface_name),
+      listener_(std::move(rendezvous.listener)) {
+  identity_.rank = config.rendezvous.rank;
+  identity_.size = config.rendezvous.size;
+  identity_.name = config.rendezvous.group_name;
+  identity_.hash = rendezvous.group_hash;
+  identity_.nonce = rendezvous.nonce;
+  identity_.local_address = rendezvous.local_address;
+  for (const Member& member : rendezvous.members) {
+    identity_.hosts.push_back(member.host);
+    identity_.addresses.push_back(member.address);
+  }
+}
+
+void Group::connect(const Config& config) {
+  Membership::Config membership;
+  membership.rank = identity_.rank;
+  membership.hosts = identity_.hosts;
+  membership.neighbours = controlNeighbours(identity_.rank, identity_.size);
+  membership.group = identity_.name;
+  membership.heartbeat_every_ms = config.heartbeat_every_ms;
+  membership.dead_after_ms = config.dead_after_ms;
+
+  // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
+  engine_.lane().run([&] {
+    data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), [this](ErrorRecord record) {
+      engine_.control().post([this, record = std::move(record)] {
+        if (control_ != nullptr) {
+          control_->notice(record);
+        }
+      });
+    });
+  });
+  ControlPlane::Events events;
+  events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
+  events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
+    auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
+    engine_.lane().post([this, peer, shared] {
+      if (data_ != nullptr) {
+        data_->adopt(peer, std::move(*shared));
+      }
+    });
+  };
+  events.left = [this](int peer) {
+    engine_.lane().post([this, peer] {
+      if (data_ != nullptr) {
+        data_->peerLeft(peer);
+      }
+    });
+  };
+  engine_.control().run([&] {
+    control_ = std::make_unique<ControlPlane>(
+        identity_, engine_.control(), std::move(listener_), membership, std::move(events));
+    control_->open();
+  });
+
+  // Of each pair the lower rank connects.
+  const Deadline deadline = config.rendezvous.deadline;
+  for (const int peer : membership.neighbours) {
+    if (peer < identity_.rank) {
+      continue;
+    }
+    std::unique_ptr<Link> link = connectTcp(
+        identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
+    Hello hello;
+    hello.nonce = identity_.nonce;
+    hello.rank = identity_.rank;
+    hello.size = identity_.size;
+    hello.epoch = identity_.epoch;
+    hello.group = identity_.hash;
+    hello.purpose = LinkPurpose::Control;
+    const std::string bytes = encodeHello(hello);
+    writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
+    engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
+  }
+  const std::vector<int> missing = control_->waitForNeighbours(deadline, abort_);
+  abort_.throwIfAborted();
+  if (!missing.empty()) {
+    ErrorRecord record;
+    record.code = ErrorCode::ConnectFailed;
+    record.rank = identity_.rank;
+    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+    record.peer = missing.front();
+    record.peer_host = identity_.hosts[static_cast<size_t>(missing.front())];
+    record.group = identity_.name;
+    record.phase = "connect";
+    record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
+        " met us in the store but never connected to " +
+        identity_.addresses[static_cast<size_t>(identity_.rank)].text() + ".";
+    record.hint = "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+                  "with PYCOMM_SOCKET_IFNAME";
+    throw Error(record);
+  }
+}
+
+Group::~Group() {
+  close();
+}
+
+std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest& request) {
+  const std::lock_guard<std::mutex> lock(cache_mutex_);
+  const auto found =
+      std::find_if(cache_.begin(), cache_.end(), [&](const CachedSchedule& entry) { return same(entry.request, request); });
+  if (found != cache_.end()) {
+    cache_.splice(cache_.begin(), cache_, found);
+    return cache_.front().prepared;
+  }
+  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(request))});
+  if (cache_.size() > kCachedSchedules) {
+    cache_.pop_back();
+  }
+  return cache_.front().prepared;
+}
+
+std::shared_ptr<Operation> Group::start(const Call& call) {
+  if (!engine_.belongsToThisProcess()) {
+    throw Error(
+        ErrorCode::Forked,
+        "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.",
+        "start workers with the spawn method, or make a new process group in the child");
+  }
+  Operation::Request request;
+  ScheduleRequest schedule = call.schedule;
+  schedule.rank = identity_.rank;
+  schedule.size = identity_.size;
+  request.schedule = scheduleFor(schedule);
+  request.descriptor.kind = schedule.kind;
+  request.descriptor.dtype = schedule.dtype;
+  request.descriptor.reduce_op = schedule.reduce_op;
+  request.descriptor.wire_dtype = schedule.wire_dtype;
+  request.descriptor.algorithm = request.schedule->schedule.algorithm;
+  request.descriptor.root = schedule.root;
+  request.descriptor.numel = schedule.numel;
+  request.descriptor.tag = call.tag;
+  request.descriptor.digest = splitsDigest(schedule.counts);
+  request.input = call.input;
+  request.output = call.output;
+  request.deadline = call.deadline;
+  request.premul_factor = call.premul_factor;
+  request.id = takeOperationId(counter_, identity_.hash);
+  auto operation = std::make_shared<Operation>(std::move(request));
+  engine_.lane().post([self = shared_from_this(), operation] {
+    if (self->data_ != nullptr) {
+      self->data_->post(operation);
+      return;
+    }
+    ErrorRecord record;
+    record.code = ErrorCode::ShutDown;
+    record.summary = "The process group is closed.";
+    record.hint = "destroy_process_group() was called before this operation";
+    operation->finish(record);
+  });
+  return operation;
+}
+
+void Group::onFailed(const ErrorRecord& cause) {
+  abort_.abort(cause);
+  engine_.lane().post([this, cause] {
+    if (data_ != nullptr) {
+      data_->fail(cause);
+    }
+  });
+}
+
+void Group::abort(const ErrorRecord& reason) {
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (closed_ || !engine_.belongsToThisProcess()) {
+    return;
+  }
+  ErrorRecord record = reason;
+  record.rank = identity_.rank;
+  record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+  record.group = identity_.name;
+  engine_.control().run([&] {
+    if (control_ != nullptr) {
+      control_->notice(record);
+    }
+  });
+}
+
+std::optional<ErrorRecord> Group::failure() const {
+  if (!abort_.aborted()) {
+    return std::nullopt;
+  }
+  return abort_.reason();
+}
+
+void Group::close() {
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (std::exchange(closed_, true)) {
+    return;
+  }
+  if (!engine_.belongsToThisProcess()) {
+    static_cast<void>(control_.release()); // see Engine::shutdown
+    static_cast<void>(data_.release());
+    return;
+  }
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.rank = identity_.rank;
+  reason.summary = "The process group was closed while the operation was under way.";
+  reason.hint = "wait for every operation before destroy_process_group()";
+  if (data_ != nullptr) {
+    std::promise<void> down;
+    engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });
+    down.get_future().get();
+    engine_.lane().run([&] { data_.reset(); });
+  }
+  if (control_ != nullptr) {
+    engine_.control().run([&] {
+      control_->close();
+      control_.reset();
+    });
+  }
+  // The lane may still hold tasks of ours that look at data_: after this run they have been.
+  engine_.lane().run([] {});
+  leave(store_, claim_);
+}
+
+} // namespace pycomm

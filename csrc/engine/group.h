@@ -1,0 +1,107 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/abort_token.h"
+#include "base/buffer_view.h"
+#include "base/deadline.h"
+#include "engine/control_plane.h"
+#include "engine/data_plane.h"
+#include "engine/engine.h"
+#include "engine/operation.h"
+#include "schedule/step.h"
+#include "transport/rendezvous.h"
+#include "transport/store.h"
+
+namespace pycomm {
+
+/// One process group on one rank: what everything above the engine talks to.
+///
+/// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
+/// or new, ends with the same cause (`failure`).
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  struct Config {
+    RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
+    int heartbeat_every_ms = 500;
+    int dead_after_ms = 3000;
+  };
+
+  /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
+  struct Call {
+    ScheduleRequest schedule;
+    ConstBufferView input;
+    BufferView output;
+    Deadline deadline = Deadline::never();
+    uint32_t tag = 0;
+    double premul_factor = 1.0;
+  };
+
+  /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
+  /// Throws Error: whatever meet() throws, ConnectFailed naming the ranks that could not be reached, TooManyFiles.
+  /// `engine` and `store` outlive the group.
+  [[nodiscard]] static std::shared_ptr<Group> join(Engine& engine, Store& store, const Config& config);
+  ~Group();
+
+  /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
+  /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
+  [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
+
+  /// Ends everything on every rank with `reason`, as if the group had failed.
+  void abort(const ErrorRecord& reason);
+  /// Leaves the group: not collective, bounded (about 50 ms), idempotent. Operations under way end with SHUT_DOWN. Not on a native
+  /// thread.
+  void close();
+
+  [[nodiscard]] std::optional<ErrorRecord> failure() const;
+  [[nodiscard]] const GroupIdentity& identity() const noexcept {
+    return identity_;
+  }
+  [[nodiscard]] const std::string& addressReason() const noexcept {
+    return address_reason_;
+  }
+  [[nodiscard]] const std::string& interfaceName() const noexcept {
+    return interface_name_;
+  }
+  [[nodiscard]] Engine& engine() noexcept {
+    return engine_;
+  }
+
+ private:
+  Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous);
+  void connect(const Config& config);
+  void onFailed(const ErrorRecord& cause);
+  [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
+
+  Engine& engine_;
+  Store& store_;
+  GroupIdentity identity_;
+  RankClaim claim_;
+  std::string address_reason_;
+  std::string interface_name_;
+  Listener listener_; ///< until connect() hands it on
+  AbortToken abort_; ///< set when the group has failed
+  std::atomic<int64_t> counter_{0}; ///< operations issued by user threads
+
+  std::unique_ptr<ControlPlane> control_; ///< used on the control loop only
+  std::unique_ptr<DataPlane> data_; ///< used on the lane only
+
+  std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
+  bool closed_ = false;
+
+  struct CachedSchedule {
+    ScheduleRequest request;
+    std::shared_ptr<const PreparedSchedule> prepared;
+  };
+  std::mutex cache_mutex_; ///< guards cache_
+  std::list<CachedSchedule> cache_; ///< most recently used first
+};
+
+} // namespace pycomm

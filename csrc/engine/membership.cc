@@ -1,0 +1,211 @@
+#include "engine/membership.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// Lower comes first. What a rank can only see when it is itself the cause outranks what follows from it.
+int causeClass(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::CollectiveMismatch:
+    case ErrorCode::ProtocolViolation:
+    case ErrorCode::DataCorrupt:
+    case ErrorCode::VersionMismatch:
+    case ErrorCode::ConfigMismatch:
+    case ErrorCode::DuplicateRank:
+      return 0;
+    case ErrorCode::PeerDead:
+    case ErrorCode::PeerUnresponsive:
+      return 1;
+    case ErrorCode::OutOfMemory:
+    case ErrorCode::TooManyFiles:
+    case ErrorCode::SystemError:
+    case ErrorCode::Internal:
+    case ErrorCode::Forked:
+    case ErrorCode::InvalidArgument:
+    case ErrorCode::Unsupported:
+    case ErrorCode::RendezvousTimeout:
+    case ErrorCode::StoreLost:
+    case ErrorCode::NoInterface:
+    case ErrorCode::PortsExhausted:
+      return 2;
+    case ErrorCode::ConnectFailed:
+    case ErrorCode::ConnectionReset:
+      return 3;
+    case ErrorCode::Aborted:
+    case ErrorCode::ShutDown:
+    case ErrorCode::PeerLeft:
+      return 4;
+    case ErrorCode::Timeout:
+    case ErrorCode::Ok:
+      return 5;
+  }
+  return 6;
+}
+
+bool blamesSilence(ErrorCode code) {
+  return code == ErrorCode::PeerDead || code == ErrorCode::PeerUnresponsive || code == ErrorCode::ConnectionReset ||
+      code == ErrorCode::ConnectFailed || code == ErrorCode::PeerLeft;
+}
+
+} // namespace
+
+Membership::Membership(Config config, TimePoint now)
+    : config_(std::move(config)), heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+  for (const int rank : config_.neighbours) {
+    neighbours_.push_back(Neighbour{rank, now});
+  }
+}
+
+bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
+  // A deadline that can say who never came is better evidence than one that only saw a neighbour wait.
+  const auto key = [](const ErrorRecord& r) {
+    const bool vague = r.code == ErrorCode::Timeout && r.phase != "not_entered";
+    return std::make_tuple(causeClass(r.code), vague, r.peer < 0 ? r.rank : r.peer, r.rank, static_cast<int>(r.code));
+  };
+  return key(a) < key(b);
+}
+
+Membership::Neighbour* Membership::neighbour(int rank) {
+  for (Neighbour& entry : neighbours_) {
+    if (entry.rank == rank) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
+void Membership::learn(ErrorRecord record, int from, TimePoint now) {
+  if (failure_) {
+    return;
+  }
+  spoke_.insert(record.rank);
+  for (const ErrorRecord& known : candidates_) {
+    if (known.code == record.code && known.rank == record.rank && known.peer == record.peer) {
+      return; // the same news by another way
+    }
+  }
+  Action flood;
+  flood.kind = Action::Kind::Flood;
+  flood.except = from;
+  flood.record = record;
+  actions_.push_back(std::move(flood));
+  candidates_.push_back(std::move(record));
+  if (decide_at_ == TimePoint::max()) {
+    decide_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+  }
+}
+
+void Membership::noticed(ErrorRecord record, TimePoint now) {
+  learn(std::move(record), -1, now);
+}
+
+void Membership::reported(int from, ErrorRecord record, TimePoint now) {
+  alive(from, now);
+  learn(std::move(record), from, now);
+}
+
+void Membership::alive(int from, TimePoint now) {
+  if (Neighbour* entry = neighbour(from)) {
+    entry->heard_at = now;
+  }
+}
+
+void Membership::saidGoodbye(int peer) {
+  if (Neighbour* entry = neighbour(peer)) {
+    entry->left = true;
+  }
+}
+
+void Membership::controlClosed(int peer, const std::string& cause, TimePoint now) {
+  Neighbour* entry = neighbour(peer);
+  if (entry == nullptr || entry->left) {
+    return;
+  }
+  entry->left = true; // said once
+  ErrorRecord record;
+  record.code = ErrorCode::PeerDead;
+  record.rank = config_.rank;
+  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.peer = peer;
+  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
+  record.group = config_.group;
+  record.cause = cause;
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
+  record.hint = "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+                "out-of-memory killer";
+  noticed(std::move(record), now);
+}
+
+void Membership::tick(TimePoint now) {
+  if (!failure_ && decide_at_ <= now) {
+    decide_at_ = TimePoint::max();
+    const auto excused = [&](const ErrorRecord& r) {
+      return blamesSilence(r.code) && r.peer >= 0 && r.peer != r.rank && spoke_.count(r.peer) != 0;
+    };
+    const ErrorRecord* best = nullptr;
+    for (const ErrorRecord& record : candidates_) {
+      if (!excused(record) && (best == nullptr || precedes(record, *best))) {
+        best = &record;
+      }
+    }
+    // Ranks that blame each other for silence, and nothing else: then the order alone decides.
+    for (const ErrorRecord& record : candidates_) {
+      if (best == nullptr || (excused(*best) && precedes(record, *best))) {
+        best = &record;
+      }
+    }
+    failure_ = *best;
+    Action fail;
+    fail.kind = Action::Kind::Fail;
+    fail.record = *failure_;
+    actions_.push_back(std::move(fail));
+  }
+  if (heartbeat_at_ <= now) {
+    heartbeat_at_ = now + std::chrono::milliseconds(config_.heartbeat_every_ms);
+    Action beat;
+    beat.kind = Action::Kind::Heartbeat;
+    actions_.push_back(std::move(beat));
+    for (Neighbour& entry : neighbours_) {
+      if (entry.left || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
+        continue;
+      }
+      entry.left = true;
+      ErrorRecord record;
+      record.code = ErrorCode::PeerUnresponsive;
+      record.rank = config_.rank;
+      record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+      record.peer = entry.rank;
+      record.peer_host = config_.hosts[static_cast<size_t>(entry.rank)];
+      record.group = config_.group;
+      record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - entry.heard_at).count();
+      record.summary = "Rank " + std::to_string(entry.rank) + " on " + record.peer_host + " has been silent for " +
+          std::to_string(record.elapsed_ms) + " ms: its process is stopped, or its host or the network is down.";
+      record.hint = "check that host and the cable or switch to it; a debugger or Ctrl-Z also stops a rank";
+      noticed(std::move(record), now);
+    }
+  }
+}
+
+TimePoint Membership::nextTick() const noexcept {
+  return std::min(decide_at_, heartbeat_at_);
+}
+
+std::vector<Membership::Action> Membership::takeActions() {
+  return std::exchange(actions_, {});
+}
+
+std::vector<int> controlNeighbours(int rank, int size) {
+  std::set<int> ranks;
+  for (int distance = 1; distance < size; distance *= 2) {
+    ranks.insert((rank + distance) % size);
+    ranks.insert((rank - distance + size) % size);
+  }
+  ranks.erase(rank);
+  return {ranks.begin(), ranks.end()};
+}
+
+} // namespace pycomm

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+
+namespace pycomm {
+
+/// Who is alive, and what the group died of, on one rank; without I/O and without a clock of its own.
+///
+/// The first error wins and sticks. "First" must mean the same on every rank, although news travels: so whatever a rank learns it
+/// passes on at once over its control links, waits 5 ms for the others' news, and then picks by a fixed order (`precedes`). A rank
+/// that reported a cause of its own is never blamed for hanging up afterwards: its silence is a consequence.
+///
+/// Heartbeats: a control link that was silent for `dead_after_ms` makes its rank unresponsive. The peer's heartbeats come from a
+/// native thread, so a held interpreter lock does not silence them.
+class Membership {
+ public:
+  struct Config {
+    int rank = 0;
+    std::vector<std::string> hosts;
+    std::vector<int> neighbours; ///< ranks with a control link
+    std::string group;
+    int merge_ms = 5;
+    int heartbeat_every_ms = 500;
+    int dead_after_ms = 3000;
+  };
+
+  struct Action {
+    enum class Kind {
+      Flood, ///< send `record` to every neighbour but `except`
+      Heartbeat, ///< send a heartbeat to every neighbour
+      Fail, ///< the group has failed with `record`
+    };
+    Kind kind = Kind::Flood;
+    int except = -1;
+    ErrorRecord record;
+  };
+
+  Membership(Config config, TimePoint now);
+
+  /// Seen here: a link that broke, a mismatch, a deadline, abort().
+  void noticed(ErrorRecord record, TimePoint now);
+  /// Heard from a neighbour.
+  void reported(int from, ErrorRecord record, TimePoint now);
+  /// A neighbour sent something, anything.
+  void alive(int from, TimePoint now);
+  /// A control link ended; after a goodbye that is no fault.
+  void controlClosed(int peer, const std::string& cause, TimePoint now);
+  void saidGoodbye(int peer);
+
+  void tick(TimePoint now);
+  [[nodiscard]] TimePoint nextTick() const noexcept;
+
+  [[nodiscard]] const std::optional<ErrorRecord>& failure() const noexcept {
+    return failure_;
+  }
+  [[nodiscard]] std::vector<Action> takeActions();
+
+ private:
+  struct Neighbour {
+    int rank;
+    TimePoint heard_at;
+    bool left = false;
+  };
+
+  /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
+  static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
+  void learn(ErrorRecord record, int from, TimePoint now);
+  Neighbour* neighbour(int rank);
+
+  const Config config_;
+  std::vector<Neighbour> neighbours_;
+  std::vector<ErrorRecord> candidates_;
+  std::set<int> spoke_; ///< ranks that reported a cause themselves
+  TimePoint decide_at_ = TimePoint::max();
+  TimePoint heartbeat_at_;
+  std::optional<ErrorRecord> failure_;
+  std::vector<Action> actions_;
+};
+
+/// Ranks to keep control links with: ±1, ±2, ±4, … around the circle, so that news reaches all of N ranks in log2 N hops.
+[[nodiscard]] std::vector<int> controlNeighbours(int rank, int size);
+
+} // namespace pycomm

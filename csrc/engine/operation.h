@@ -1,0 +1,68 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/buffer_view.h"
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/descriptor.h"
+#include "engine/issue_context.h"
+#include "engine/prepared_schedule.h"
+
+namespace pycomm {
+
+/// One collective on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and
+/// the lane that runs it; the lane alone calls `finish`, once.
+class Operation {
+ public:
+  struct Request {
+    OperationId id;
+    Descriptor descriptor;
+    std::shared_ptr<const PreparedSchedule> schedule;
+    ConstBufferView input;
+    BufferView output;
+    Deadline deadline = Deadline::never();
+    double premul_factor = 1.0;
+  };
+
+  explicit Operation(Request request) : request_(std::move(request)), issued_at_(Clock::now()) {}
+
+  [[nodiscard]] const Request& request() const noexcept {
+    return request_;
+  }
+  [[nodiscard]] TimePoint issuedAt() const noexcept {
+    return issued_at_;
+  }
+
+  /// "all_reduce #12", or "all_reduce issued in a callback".
+  [[nodiscard]] std::string label() const;
+
+  [[nodiscard]] bool done() const;
+  /// Waits until the operation has ended, or the deadline: true if it has ended.
+  [[nodiscard]] bool wait(Deadline deadline) const;
+  /// Why it failed; nothing if it succeeded. Call after done().
+  [[nodiscard]] std::optional<ErrorRecord> error() const;
+
+  /// Runs `listener` once when the operation ends: on the lane, or here and now if it has ended. It must be short and must not
+  /// throw: it hands on to the callback pool.
+  void onDone(std::function<void()> listener);
+
+  /// Lane only. Nothing touches the buffers after this.
+  void finish(std::optional<ErrorRecord> error);
+
+ private:
+  const Request request_;
+  const TimePoint issued_at_;
+  mutable std::mutex mutex_; ///< guards all below
+  mutable std::condition_variable ended_;
+  bool done_ = false;
+  std::optional<ErrorRecord> error_;
+  std::vector<std::function<void()>> listeners_;
+};
+
+} // namespace pycomm

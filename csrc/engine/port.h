@@ -1,0 +1,51 @@
+#pragma once
+
+#include <memory>
+
+#include "engine/channel.h"
+#include "engine/event_loop.h"
+#include "transport/tcp_link.h"
+
+namespace pycomm {
+
+/// Told when a port's descriptor is ready. Both planes of a group own ports and decide what happens on them.
+class PortOwner {
+ public:
+  virtual ~PortOwner() = default;
+  virtual void onPortReady(int peer, bool outgoing, uint32_t events) noexcept = 0;
+};
+
+/// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
+struct OutPort final : EventLoop::Handler {
+  OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<TcpLink> connecting)
+      : owner(port_owner), peer(peer_rank), link(std::move(connecting)), channel(*link) {}
+  void onReady(uint32_t events) noexcept override {
+    owner.onPortReady(peer, true, events);
+  }
+
+  PortOwner& owner; ///< holds this port
+  const int peer;
+  std::unique_ptr<TcpLink> link;
+  OutChannel channel;
+  bool connected = false;
+  bool waits_for_room = false; ///< the loop watches for writability
+  bool dirty = false; ///< has frames that nobody tried to write yet
+  bool broken = false;
+};
+
+/// The connection that a peer opened to this rank, to read frames.
+struct InPort final : EventLoop::Handler {
+  InPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> accepted, InChannel::Receiver& receiver)
+      : owner(port_owner), peer(peer_rank), link(std::move(accepted)), channel(peer_rank, *link, receiver) {}
+  void onReady(uint32_t events) noexcept override {
+    owner.onPortReady(peer, false, events);
+  }
+
+  PortOwner& owner; ///< holds this port
+  const int peer;
+  std::unique_ptr<Link> link;
+  InChannel channel;
+  bool ended = false; ///< the peer closed it, or we stopped reading
+};
+
+} // namespace pycomm

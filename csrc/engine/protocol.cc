@@ -1,0 +1,461 @@
+#include "engine/protocol.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kRecent = 256;
+// Operations that other ranks may be ahead by. More is no honest program's lead: eager data alone is bounded by the pool.
+constexpr size_t kMaxHeard = 65536;
+// A rank that is stuck this long asks everyone, so that the error names who has not entered and not only a neighbour that waits
+// as well. One frame to each rank, once an operation, only when stuck.
+constexpr int kAskEveryoneAfterMs = 200;
+constexpr int kAskEveryoneMaxSize = 256;
+
+std::string operationText(uint64_t op_id) {
+  return (op_id & kDerivedIdBit) != 0 ? "issued in a callback" : "#" + std::to_string(op_id);
+}
+
+} // namespace
+
+Protocol::Protocol(Config config) : config_(std::move(config)), peers_(static_cast<size_t>(config_.size)) {}
+
+Protocol::EdgeState* Protocol::edgeTo(std::vector<EdgeState>& edges, int peer) {
+  for (EdgeState& edge : edges) {
+    if (edge.peer == peer) {
+      return &edge;
+    }
+  }
+  return nullptr;
+}
+
+void Protocol::send(int peer, const FrameHeader& header) {
+  Action action;
+  action.kind = Action::Kind::Send;
+  action.peer = peer;
+  action.header = header;
+  actions_.push_back(std::move(action));
+}
+
+void Protocol::fail(ErrorRecord record) {
+  if (failed_) {
+    return; // the first error wins
+  }
+  failed_ = true;
+  Action action;
+  action.kind = Action::Kind::Fail;
+  action.record = std::move(record);
+  actions_.push_back(std::move(action));
+}
+
+FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type) const {
+  FrameHeader header;
+  header.type = type;
+  header.group = config_.group;
+  header.epoch = config_.epoch;
+  header.op_id = op_id;
+  const auto found = ops_.find(op_id);
+  if (found != ops_.end()) {
+    found->second.descriptor.writeTo(header);
+  }
+  return header;
+}
+
+void Protocol::grant(Op& op, EdgeState& edge) {
+  const int64_t limit = std::min(edge.total, edge.moved + config_.window_nbytes);
+  // Small raises are saved up: half a window, or the rest of the edge.
+  const bool worth_it = limit - edge.limit >= config_.window_nbytes / 2 || limit == edge.total;
+  if (limit <= edge.limit || !worth_it) {
+    return;
+  }
+  edge.limit = limit;
+  FrameHeader header = headerFor(op.id.id, FrameType::Credit);
+  header.aux = static_cast<uint64_t>(limit);
+  send(edge.peer, header);
+}
+
+void Protocol::grantAllFrom(int peer) {
+  for (auto& entry : ops_) {
+    if (EdgeState* edge = edgeTo(entry.second.incoming, peer)) {
+      grant(entry.second, *edge);
+    }
+  }
+}
+
+void Protocol::posted(
+    const OperationId& id,
+    const Descriptor& descriptor,
+    const PreparedSchedule& schedule,
+    TimePoint now) {
+  Op& op = ops_[id.id];
+  op.id = id;
+  op.descriptor = descriptor;
+  op.since = now;
+  for (const Edge& edge : schedule.incoming) {
+    op.incoming.push_back(EdgeState{edge.peer, edge.nbytes, 0, 0});
+  }
+  for (const Edge& edge : schedule.outgoing) {
+    op.outgoing.push_back(EdgeState{edge.peer, edge.nbytes, 0, 0});
+  }
+  last_posted_ = id;
+  highest_sequence_ = std::max(highest_sequence_, id.sequence);
+  last_descriptor_ = descriptor;
+  next_tick_ = std::min(next_tick_, now + std::chrono::milliseconds(config_.waiting_after_ms));
+
+  const auto heard = heard_.find(id.id);
+  if (heard != heard_.end()) {
+    for (const auto& entry : heard->second.descriptors) {
+      compare(descriptor, entry.first, entry.second, id);
+    }
+    for (const auto& entry : heard->second.limits) {
+      if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
+        edge->limit = std::max(edge->limit, entry.second);
+      }
+    }
+    heard_.erase(heard);
+  }
+  for (EdgeState& edge : op.incoming) {
+    const bool crowded = peers_[static_cast<size_t>(edge.peer)].eager_in > config_.eager_pool_nbytes / 2;
+    if (edge.total > config_.eager_nbytes || crowded) {
+      grant(op, edge);
+    }
+  }
+}
+
+void Protocol::ended(uint64_t op_id) {
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end()) {
+    return;
+  }
+  recent_[op_id] = found->second.descriptor;
+  recent_order_.push_back(op_id);
+  if (recent_order_.size() > kRecent) {
+    recent_.erase(recent_order_.front());
+    recent_order_.pop_front();
+  }
+  ops_.erase(found);
+}
+
+void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
+  if (mine == theirs) {
+    return;
+  }
+  const auto hostOf = [&](int rank) { return config_.hosts[static_cast<size_t>(rank)]; };
+  ErrorRecord record;
+  record.code = ErrorCode::CollectiveMismatch;
+  record.rank = config_.rank;
+  record.host = hostOf(config_.rank);
+  record.peer = peer;
+  record.peer_host = hostOf(peer);
+  record.op = collectiveName(mine.kind);
+  record.sequence = id.sequence;
+  record.dtype = dtypeName(mine.dtype);
+  record.numel = mine.numel;
+  record.phase = "matching";
+  record.summary = "The ranks disagree about the operation " + operationText(id.id) + ": rank " +
+      std::to_string(config_.rank) + " (" + record.host + ") has " + mine.text() + ", rank " + std::to_string(peer) +
+      " (" + record.peer_host + ") has " + theirs.text() + ".";
+  record.hint =
+      "make every rank issue the same operations in the same order with the same shapes and dtypes; if a DDP comm hook or a "
+      "future's callback issues collectives, wrap the hook in pycomm.comm_hooks.ordered";
+  fail(std::move(record));
+}
+
+ErrorRecord Protocol::violation(int peer, const FrameHeader& header, const std::string& what) const {
+  ErrorRecord record;
+  record.code = ErrorCode::ProtocolViolation;
+  record.rank = config_.rank;
+  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.peer = peer;
+  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
+  record.op = collectiveName(Descriptor::readFrom(header).kind);
+  record.sequence = (header.op_id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(header.op_id);
+  record.phase = "matching";
+  record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
+  record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
+  return record;
+}
+
+bool Protocol::remember(int peer, const FrameHeader& header) {
+  if (heard_.size() >= kMaxHeard && heard_.find(header.op_id) == heard_.end()) {
+    fail(violation(peer, header, "it is too many operations ahead"));
+    return false;
+  }
+  const Descriptor theirs = Descriptor::readFrom(header);
+  const auto inserted = heard_[header.op_id].descriptors.emplace(peer, theirs);
+  if (!inserted.second && inserted.first->second != theirs) {
+    fail(violation(peer, header, "two different descriptors for one operation"));
+    return false;
+  }
+  return true;
+}
+
+Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoint now) {
+  if (failed_) {
+    return Verdict::Ignore;
+  }
+  if (header.group != config_.group || header.epoch != config_.epoch) {
+    fail(violation(peer, header, "a frame of another group or epoch"));
+    return Verdict::Ignore;
+  }
+  const auto found = ops_.find(header.op_id);
+  Op* op = found == ops_.end() ? nullptr : &found->second;
+  const bool about_operation = header.op_id != 0 && header.type != FrameType::NotEntered;
+  if (about_operation) {
+    if (op != nullptr) {
+      compare(op->descriptor, peer, Descriptor::readFrom(header), op->id);
+    } else {
+      const auto recent = recent_.find(header.op_id);
+      if (recent != recent_.end()) {
+        const bool derived = (header.op_id & kDerivedIdBit) != 0;
+        compare(
+            recent->second,
+            peer,
+            Descriptor::readFrom(header),
+            OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
+        if (!failed_ && header.type == FrameType::Data) {
+          fail(violation(peer, header, "data of an operation that has ended"));
+        }
+        return Verdict::Ignore;
+      }
+    }
+    if (failed_) {
+      return Verdict::Ignore;
+    }
+  }
+  switch (header.type) {
+    case FrameType::Data:
+      return dataArrived(peer, header, op, now);
+    case FrameType::Credit:
+      creditArrived(peer, header, op);
+      return Verdict::Ignore;
+    case FrameType::Waiting:
+      waitingArrived(peer, header, op);
+      return Verdict::Ignore;
+    case FrameType::NotEntered:
+      if (op != nullptr) {
+        const Descriptor last = Descriptor::readFrom(header);
+        const std::string text =
+            header.aux == 0 ? "no operation yet" : last.text() + " " + operationText(header.aux);
+        op->missing.push_back(Missing{peer, text});
+      }
+      return Verdict::Ignore;
+    case FrameType::Hello:
+    case FrameType::HelloReply:
+    case FrameType::Failure:
+    case FrameType::Heartbeat:
+    case FrameType::Goodbye:
+      break;
+  }
+  fail(violation(peer, header, "a frame of type " + std::to_string(static_cast<int>(header.type)) + " on a bulk link"));
+  return Verdict::Ignore;
+}
+
+Protocol::Verdict Protocol::dataArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
+  const int64_t nbytes = header.payload_nbytes;
+  Peer& pool = peers_[static_cast<size_t>(peer)];
+  const bool eager = (header.aux & kEagerFlag) != 0;
+  if (eager) {
+    pool.eager_in += nbytes;
+    if (pool.eager_in > config_.eager_pool_nbytes) {
+      fail(violation(peer, header, "more eager bytes than the pool holds"));
+      return Verdict::Ignore;
+    }
+    if (pool.eager_in > config_.eager_pool_nbytes / 2) {
+      grantAllFrom(peer);
+    }
+  }
+  if (op != nullptr) {
+    if (edgeTo(op->incoming, peer) == nullptr) {
+      fail(violation(peer, header, "data on an edge that this operation does not have"));
+      return Verdict::Ignore;
+    }
+    op->since = now;
+    op->missing.clear();
+    return Verdict::Accept;
+  }
+  if (!eager) {
+    fail(violation(peer, header, "data without credit for an operation that is not posted here"));
+    return Verdict::Ignore;
+  }
+  return remember(peer, header) ? Verdict::Hold : Verdict::Ignore;
+}
+
+void Protocol::creditArrived(int peer, const FrameHeader& header, Op* op) {
+  const int64_t limit = static_cast<int64_t>(header.aux);
+  if (header.op_id == 0) {
+    Peer& pool = peers_[static_cast<size_t>(peer)];
+    pool.eager_out = std::max<int64_t>(0, pool.eager_out - limit);
+    for (const auto& entry : ops_) {
+      Action action;
+      action.kind = Action::Kind::Pump;
+      action.peer = peer;
+      action.op_id = entry.first;
+      actions_.push_back(std::move(action));
+    }
+    return;
+  }
+  if (op == nullptr) {
+    if (remember(peer, header)) {
+      int64_t& known = heard_[header.op_id].limits[peer];
+      known = std::max(known, limit);
+    }
+    return;
+  }
+  EdgeState* edge = edgeTo(op->outgoing, peer);
+  if (edge == nullptr) {
+    fail(violation(peer, header, "credit on an edge that this operation does not have"));
+    return;
+  }
+  edge->limit = std::max(edge->limit, std::min(limit, edge->total));
+  Action action;
+  action.kind = Action::Kind::Pump;
+  action.peer = peer;
+  action.op_id = header.op_id;
+  actions_.push_back(std::move(action));
+}
+
+void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op) {
+  // Posted here: `arrived` has compared it, and there is nothing to say. A counted id that I have passed: it ended here long ago.
+  if (op != nullptr) {
+    return;
+  }
+  const bool counted = (header.op_id & kDerivedIdBit) == 0;
+  if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {
+    return;
+  }
+  if (!remember(peer, header)) {
+    return;
+  }
+  FrameHeader reply;
+  reply.type = FrameType::NotEntered;
+  reply.group = config_.group;
+  reply.epoch = config_.epoch;
+  if (last_descriptor_) {
+    last_descriptor_->writeTo(reply);
+  }
+  reply.op_id = header.op_id;
+  reply.aux = last_posted_.id;
+  send(peer, reply);
+}
+
+void Protocol::consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager) {
+  if (eager) {
+    Peer& pool = peers_[static_cast<size_t>(peer)];
+    pool.eager_in -= nbytes;
+    pool.eager_used += nbytes;
+    if (pool.eager_used >= config_.eager_pool_nbytes / 4) {
+      FrameHeader header;
+      header.type = FrameType::Credit;
+      header.group = config_.group;
+      header.epoch = config_.epoch;
+      header.aux = static_cast<uint64_t>(std::exchange(pool.eager_used, 0));
+      send(peer, header);
+    }
+  }
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end()) {
+    return;
+  }
+  if (EdgeState* edge = edgeTo(found->second.incoming, peer)) {
+    edge->moved += nbytes;
+    if (edge->limit > 0) { // an edge that goes eagerly needs no credit
+      grant(found->second, *edge);
+    }
+  }
+}
+
+Protocol::Permission Protocol::maySend(uint64_t op_id, int peer, int64_t nbytes) const {
+  const auto found = ops_.find(op_id);
+  if (failed_ || found == ops_.end()) {
+    return Permission::No;
+  }
+  for (const EdgeState& edge : found->second.outgoing) {
+    if (edge.peer != peer) {
+      continue;
+    }
+    if (edge.moved + nbytes <= edge.limit) {
+      return Permission::Credit;
+    }
+    const Peer& pool = peers_[static_cast<size_t>(peer)];
+    const bool early = edge.moved + nbytes <= config_.eager_nbytes;
+    return early && pool.eager_out + nbytes <= config_.eager_pool_nbytes ? Permission::Eager : Permission::No;
+  }
+  return Permission::No;
+}
+
+void Protocol::sent(uint64_t op_id, int peer, int64_t nbytes, Permission used) {
+  if (used == Permission::Eager) {
+    peers_[static_cast<size_t>(peer)].eager_out += nbytes;
+  }
+  const auto found = ops_.find(op_id);
+  if (found != ops_.end()) {
+    if (EdgeState* edge = edgeTo(found->second.outgoing, peer)) {
+      edge->moved += nbytes;
+    }
+  }
+}
+
+void Protocol::tellWaiting(Op& op, TimePoint now) {
+  const auto waited = now - op.since;
+  if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
+    op.told_waiting = true;
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    for (const EdgeState& edge : op.incoming) {
+      if (edge.moved < edge.total || edge.total == 0) {
+        send(edge.peer, header);
+      }
+    }
+    for (const EdgeState& edge : op.outgoing) {
+      if (edge.moved < edge.total) {
+        send(edge.peer, header);
+      }
+    }
+  }
+  if (!op.told_everyone && config_.size <= kAskEveryoneMaxSize &&
+      waited >= std::chrono::milliseconds(kAskEveryoneAfterMs)) {
+    op.told_everyone = true;
+    op.missing.clear();
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    for (int peer = 0; peer < config_.size; ++peer) {
+      if (peer != config_.rank) {
+        send(peer, header);
+      }
+    }
+  }
+}
+
+void Protocol::tick(TimePoint now) {
+  next_tick_ = TimePoint::max();
+  if (failed_) {
+    return;
+  }
+  for (auto& entry : ops_) {
+    Op& op = entry.second;
+    tellWaiting(op, now);
+    if (!op.told_waiting) {
+      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));
+    } else if (!op.told_everyone && config_.size <= kAskEveryoneMaxSize) {
+      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(kAskEveryoneAfterMs));
+    }
+  }
+}
+
+std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id) const {
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end() || found->second.missing.empty()) {
+    return std::nullopt;
+  }
+  return *std::min_element(
+      found->second.missing.begin(), found->second.missing.end(), [](const Missing& a, const Missing& b) {
+        return a.peer < b.peer;
+      });
+}
+
+std::vector<Protocol::Action> Protocol::takeActions() {
+  return std::exchange(actions_, {});
+}
+
+} // namespace pycomm

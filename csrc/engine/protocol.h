@@ -1,0 +1,157 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/descriptor.h"
+#include "engine/issue_context.h"
+#include "engine/prepared_schedule.h"
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// Matching and flow control of one group on one rank, without I/O and without a clock of its own: events in, actions out.
+/// The lane feeds it; so can a simulator.
+///
+/// Matching. Every frame carries its operation's descriptor. Whatever arrives is compared with the local operation of that id,
+/// or remembered until there is one. Schedules may differ between the two sides of a mistake, so edges alone do not meet every
+/// mistake: a rank that has waited 2 ms tells the ranks it waits for what it is waiting in, and they compare, or answer that they
+/// have not entered it.
+///
+/// Flow control. The reader never stops reading a link, so everything sent must have a place to go:
+///   - the first 64 KiB of an edge may go eagerly, into a pool of 1 MiB that each receiver keeps for each peer;
+///   - more goes against credit: the receiver of an edge says how many bytes of it may be sent in all (like a QUIC stream limit),
+///     once its operation is posted, and raises that as it consumes.
+/// Pool room is given back in lumps as it is consumed. When more than half of the pool holds bytes of operations not posted here,
+/// every posted operation gets explicit credit, so that a sender that finds the pool full can still finish what is waited for.
+///
+/// Thread: the owner's; no locks.
+class Protocol {
+ public:
+  struct Config {
+    int rank = 0;
+    int size = 1;
+    uint32_t group = 0;
+    uint16_t epoch = 0;
+    std::vector<std::string> hosts; ///< of each rank, for messages
+    int64_t window_nbytes = 4 << 20;
+    int64_t eager_nbytes = 64 << 10;
+    int64_t eager_pool_nbytes = 1 << 20;
+    int waiting_after_ms = 2;
+  };
+
+  enum class Verdict {
+    Accept, ///< data of an operation posted here
+    Hold, ///< data of an operation not posted here yet: keep it, it fits the pool
+    Ignore, ///< nothing more to do; drop a payload
+  };
+
+  enum class Permission { No, Eager, Credit };
+
+  struct Action {
+    enum class Kind {
+      Send, ///< a frame without payload to `peer`
+      Fail, ///< the group has failed: `record`
+      Pump, ///< operation `op_id` may be able to send to `peer` now
+    };
+    Kind kind = Kind::Send;
+    int peer = -1;
+    uint64_t op_id = 0;
+    FrameHeader header;
+    ErrorRecord record;
+  };
+
+  explicit Protocol(Config config);
+
+  // ---- events
+  void posted(const OperationId& id, const Descriptor& descriptor, const PreparedSchedule& schedule, TimePoint now);
+  void ended(uint64_t op_id);
+  [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
+  /// The bytes of one data frame have been used and their memory is free again.
+  void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager);
+  void tick(TimePoint now);
+
+  // ---- questions
+  [[nodiscard]] Permission maySend(uint64_t op_id, int peer, int64_t nbytes) const;
+  void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used);
+  [[nodiscard]] TimePoint nextTick() const noexcept {
+    return next_tick_;
+  }
+  /// Which of the ranks that a stuck operation waits for said that it has not entered it: (rank, what it did last).
+  struct Missing {
+    int peer;
+    std::string last;
+  };
+  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const;
+
+  /// A frame header of this group for an operation posted here.
+  [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type) const;
+
+  [[nodiscard]] std::vector<Action> takeActions();
+
+ private:
+  struct EdgeState {
+    int peer = -1;
+    int64_t total = 0;
+    int64_t moved = 0; ///< incoming: consumed here; outgoing: sent
+    int64_t limit = 0; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
+  };
+  struct Op {
+    OperationId id;
+    Descriptor descriptor;
+    std::vector<EdgeState> incoming;
+    std::vector<EdgeState> outgoing;
+    TimePoint since; ///< posted, or last byte moved
+    bool told_waiting = false; ///< the ranks on unfinished edges know
+    bool told_everyone = false;
+    std::vector<Missing> missing;
+  };
+  /// What has been heard of an operation that is not posted here.
+  struct Heard {
+    std::map<int, Descriptor> descriptors; ///< by rank: the lowest that differs is named
+    std::map<int, int64_t> limits;
+  };
+  struct Peer {
+    int64_t eager_out = 0; ///< in the peer's pool because of us
+    int64_t eager_in = 0; ///< in our pool because of it, not yet consumed
+    int64_t eager_used = 0; ///< consumed, not yet given back
+  };
+
+  static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
+  void grant(Op& op, EdgeState& edge);
+  void grantAllFrom(int peer);
+  void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
+  void fail(ErrorRecord record);
+  void send(int peer, const FrameHeader& header);
+  void tellWaiting(Op& op, TimePoint now);
+  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
+  void creditArrived(int peer, const FrameHeader& header, Op* op);
+  void waitingArrived(int peer, const FrameHeader& header, Op* op);
+  [[nodiscard]] bool remember(int peer, const FrameHeader& header);
+  [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;
+
+  const Config config_;
+  std::unordered_map<uint64_t, Op> ops_;
+  std::unordered_map<uint64_t, Heard> heard_;
+  std::unordered_map<uint64_t, Descriptor> recent_; ///< operations that ended here, the last kRecent
+  std::deque<uint64_t> recent_order_;
+  std::vector<Peer> peers_;
+  OperationId last_posted_;
+  int64_t highest_sequence_ = 0; ///< of the counted operations posted here
+  std::optional<Descriptor> last_descriptor_;
+  TimePoint next_tick_ = TimePoint::max();
+  std::vector<Action> actions_;
+  bool failed_ = false;
+};
+
+/// Frames that went eagerly say so, so that both sides count the same bytes against the pool.
+inline constexpr uint64_t kEagerFlag = 1;
+
+} // namespace pycomm

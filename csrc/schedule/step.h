@@ -1,0 +1,126 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/reduce_op.h"
+
+namespace pycomm {
+
+/// Which collective an operation is. Part of the wire format: never reuse a number.
+enum class Collective : uint8_t {
+  AllReduce = 1,
+  Broadcast = 2,
+  AllGather = 3,
+  Barrier = 4,
+  Reduce = 5,
+  ReduceScatter = 6,
+  AllToAll = 7,
+  Gather = 8,
+  Scatter = 9,
+  Send = 10,
+  Recv = 11,
+};
+[[nodiscard]] const char* collectiveName(Collective kind) noexcept; // "all_reduce"
+
+/// How it is done. Part of the wire format.
+enum class Algorithm : uint16_t {
+  Auto = 0,
+  Ring = 1,
+  RecursiveDoubling = 2,
+  BinomialTree = 3,
+  Direct = 4,
+  Pairwise = 5,
+  Bruck = 6,
+};
+[[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
+
+/// Memory a step reads or writes. Scratch k is Scratch0 + k.
+enum class Buffer : uint16_t { None = 0, Input = 1, Output = 2, Scratch0 = 16 };
+
+/// A run of elements in one buffer.
+struct Region {
+  Buffer buffer = Buffer::None;
+  int64_t offset = 0; ///< elements
+  int64_t numel = 0;
+};
+
+/// What a step does. `src`, `dst` are local; `recv_peer`, `send_peer` are ranks of the group.
+/// An edge a -> b carries its frames in order: the k-th frame that a's schedule sends to b is the k-th that b's receives from
+/// a, and both have the same number of elements.
+enum class StepKind : uint8_t {
+  Send, ///< src -> send_peer
+  Recv, ///< recv_peer -> dst
+  RecvReduce, ///< dst = op(arriving, src), ordered by `local_first`
+  RecvReduceSend, ///< op(arriving, src) goes on to send_peer; nothing local is written
+  RecvReduceCopySend, ///< dst = op(arriving, src), which also goes on to send_peer
+  RecvCopySend, ///< recv_peer -> dst, which also goes on to send_peer
+  Reduce, ///< dst = op(dst, src)   (local_first: dst is the lower rank's)
+  ReduceMany, ///< dst = op over all of `sources`, in their order, one rounding; divides for Avg when `final`
+  Copy, ///< dst = src
+  Scale, ///< dst = src * the operation's premul factor
+  Encode, ///< dst (wire dtype) = cast of src
+  Decode, ///< dst = cast of src (wire dtype)
+};
+[[nodiscard]] const char* stepKindName(StepKind kind) noexcept;
+[[nodiscard]] constexpr bool receives(StepKind kind) noexcept {
+  return kind == StepKind::Recv || kind == StepKind::RecvReduce || kind == StepKind::RecvReduceSend ||
+      kind == StepKind::RecvReduceCopySend || kind == StepKind::RecvCopySend;
+}
+[[nodiscard]] constexpr bool sends(StepKind kind) noexcept {
+  return kind == StepKind::Send || kind == StepKind::RecvReduceSend || kind == StepKind::RecvReduceCopySend ||
+      kind == StepKind::RecvCopySend;
+}
+
+struct Step {
+  StepKind kind = StepKind::Copy;
+  bool local_first = false; ///< the local operand belongs to a lower rank than the arriving one
+  bool final = false; ///< the value that it makes is complete: Avg divides here, once, before rounding where it can
+  int32_t recv_peer = -1;
+  int32_t send_peer = -1;
+  Region src;
+  Region dst;
+  uint32_t deps_begin = 0, deps_end = 0; ///< range in Schedule::deps: steps that must have ended before this one starts
+  uint32_t sources_begin = 0, sources_end = 0; ///< range in Schedule::sources, for ReduceMany
+};
+
+/// What one rank does in one collective: plain data, made by a pure function, cached and shared.
+/// Steps are listed so that every dependency comes earlier; a step with recv_peer gets the next frame of that edge in the order
+/// in which the steps are listed, a step with send_peer likewise sends in listed order.
+struct Schedule {
+  Collective kind = Collective::Barrier;
+  Algorithm algorithm = Algorithm::Auto;
+  int32_t rank = 0;
+  int32_t size = 1;
+  std::vector<Step> steps;
+  std::vector<uint32_t> deps;
+  std::vector<Region> sources;
+  std::vector<int64_t> scratch_numel; ///< elements of scratch k
+  std::vector<DType> scratch_dtype;
+  DType dtype = DType::UInt8; ///< of Input and Output
+  DType wire_dtype = DType::UInt8; ///< of encoded scratch; equal to dtype where nothing is encoded
+};
+
+/// What is asked for; the same on all ranks but for `rank`. Equal requests give equal schedules.
+struct ScheduleRequest {
+  Collective kind = Collective::Barrier;
+  Algorithm algorithm = Algorithm::Auto;
+  int32_t rank = 0;
+  int32_t size = 1;
+  int32_t root = -1;
+  DType dtype = DType::UInt8;
+  DType wire_dtype = DType::UInt8;
+  ReduceOp reduce_op = ReduceOp::None;
+  /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts` is given
+  int64_t numel = 0;
+  int64_t segment_nbytes = 256 << 10;
+  std::vector<int64_t> counts; ///< uneven collectives: elements per rank; empty: even. all_to_all: what I send to each rank
+  std::vector<int64_t> recv_counts; ///< uneven all_to_all: what I receive from each rank
+  /// Frames of one edge that the ring keeps under way. It never waits for ever where an edge holds this many unread frames
+  /// beside the one that a step is working on; the other algorithms need room for one.
+  int32_t pipeline_frames = 4;
+};
+
+} // namespace pycomm

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/abort_token.h"
+#include "base/buffer_view.h"
+#include "base/deadline.h"
+
+namespace pycomm {
+
+/// What one try moved.
+struct Progress {
+  size_t nbytes = 0;
+  bool would_block = false; ///< the kernel has no room, or nothing has arrived
+  bool closed = false; ///< reads only: the peer ended its side in order
+};
+
+/// A connected, reliable, ordered, full-duplex byte stream to one peer.
+///
+/// Two ways of use: `tryWrite`/`tryRead` never block and belong to the lane that owns the link; the blocking forms are
+/// for handshakes and tests. One thread at a time may read and one may write. Failures throw Error(ConnectionReset),
+/// with errno's name in `cause`; the caller adds who and where.
+class Link {
+ public:
+  virtual ~Link() = default;
+
+  /// What epoll waits on. Owned by the link.
+  [[nodiscard]] virtual int fd() const noexcept = 0;
+
+  /// Writes from up to `count` views in order, as one system call. Partial writes are normal.
+  [[nodiscard]] virtual Progress tryWrite(const ConstBufferView* views, size_t count) = 0;
+  [[nodiscard]] virtual Progress tryRead(BufferView into) = 0;
+
+  /// Ends the write side: the peer reads to the end and then sees `closed`.
+  virtual void shutdownWrite() noexcept = 0;
+
+  /// "10.0.0.1:29600 -> 10.0.0.2:29601", for messages.
+  [[nodiscard]] virtual std::string describe() const = 0;
+};
+
+/// Moves exactly the view's bytes, or throws: Error(Timeout) at the deadline, the token's reason when aborted,
+/// Error(ConnectionReset) when the peer closes early.
+void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);
+void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
+
+/// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
+void closeGently(Link& link) noexcept;
+
+} // namespace pycomm

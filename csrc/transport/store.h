@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/abort_token.h"
+#include "base/deadline.h"
+
+namespace pycomm {
+
+/// The key/value store that ranks meet in. torch's c10d::Store is adapted to it above; tests use a map in memory.
+/// Every call may block; failures are Error(StoreLost) or, past the deadline, Error(RendezvousTimeout).
+class Store {
+ public:
+  virtual ~Store() = default;
+
+  virtual void set(const std::string& key, const std::string& value) = 0;
+
+  /// Waits for `key` to exist, until the deadline.
+  [[nodiscard]] virtual std::string get(const std::string& key, Deadline deadline) = 0;
+
+  /// True if `key` exists now. Does not wait.
+  [[nodiscard]] virtual bool has(const std::string& key) = 0;
+
+  /// Adds to a counter that starts at 0 and returns the new value, atomically.
+  [[nodiscard]] virtual int64_t add(const std::string& key, int64_t amount) = 0;
+};
+
+} // namespace pycomm

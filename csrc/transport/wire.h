@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+
+namespace pycomm {
+
+/// What a frame is for. Part of the wire format: never reuse a number.
+enum class FrameType : uint8_t {
+  Hello = 1, ///< first frame of every connection, from the side that connected; payload: see hello.h
+  HelloReply = 2, ///< accepts, or carries the error record that says why not
+  Data = 3, ///< payload: one step's bytes
+  Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
+  Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload
+  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here
+  Failure = 7, ///< payload: ErrorRecord::serialize()
+  Heartbeat = 8,
+  Goodbye = 9, ///< orderly end: nothing more will come, and nothing more is expected
+};
+
+/// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.
+/// Frames of an operation carry its whole descriptor, so that whoever receives any of them can compare it with its own.
+struct FrameHeader {
+  uint16_t magic = kMagic;
+  uint8_t version = kVersion;
+  FrameType type = FrameType::Data;
+  uint32_t payload_nbytes = 0;
+  uint64_t op_id = 0;
+  int64_t numel = 0; ///< elements of the operation (not of this frame)
+  uint32_t group = 0; ///< hash of the group's name and nonce
+  uint32_t index = 0; ///< which frame of the edge this is, counted from 0
+  uint8_t kind = 0; ///< Collective
+  uint8_t dtype = 0; ///< DType
+  uint8_t reduce_op = 0; ///< ReduceOp
+  uint8_t codec = 0; ///< DType on the wire
+  uint16_t algorithm = 0; ///< Algorithm
+  uint16_t epoch = 0;
+  int32_t root = -1;
+  uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
+  uint32_t digest = 0; ///< selection table and split sizes
+  uint32_t reserved = 0;
+  uint64_t aux = 0; ///< by type: bytes granted, last operation's id
+
+  static constexpr uint16_t kMagic = 0x7963; // "cy"
+  static constexpr uint8_t kVersion = 1;
+};
+static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
+
+/// No frame is larger: whatever a stranger writes into payload_nbytes, no more than this is ever read for it.
+inline constexpr uint32_t kMaxPayloadNbytes = 4U << 20;
+
+} // namespace pycomm

@@ -1,0 +1,218 @@
+#include "engine/group.h"
+
+#include <gtest/gtest.h>
+
+#include "ranks.h"
+
+namespace pycomm::testing {
+namespace {
+
+void expectDone(const std::shared_ptr<Operation>& operation) {
+  ASSERT_TRUE(operation->wait(Deadline::after(20000)));
+  const auto error = operation->error();
+  ASSERT_FALSE(error) << error->text();
+}
+
+std::vector<float> startValues(int rank, size_t numel) {
+  std::vector<float> values(numel);
+  for (size_t i = 0; i < numel; ++i) {
+    values[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 101);
+  }
+  return values;
+}
+
+std::vector<float> expectedSum(int size, size_t numel) {
+  std::vector<float> sum(numel, 0.0F);
+  for (int rank = 0; rank < size; ++rank) {
+    const std::vector<float> values = startValues(rank, numel);
+    for (size_t i = 0; i < numel; ++i) {
+      sum[i] += values[i]; // integers: exact in any order
+    }
+  }
+  return sum;
+}
+
+class AllReduce : public ::testing::TestWithParam<int> {};
+
+TEST_P(AllReduce, SumsEverySize) {
+  runRanks(GetParam(), [](Rank& self) {
+    for (const size_t numel : {size_t{0}, size_t{1}, size_t{3}, size_t{1000}, size_t{40000}, size_t{1000003}}) {
+      std::vector<float> values = startValues(self.rank, numel);
+      expectDone(self.group.start(allReduceCall(values)));
+      EXPECT_EQ(values, expectedSum(self.size, numel)) << numel;
+    }
+  });
+}
+
+TEST_P(AllReduce, ManyInFlight) {
+  runRanks(GetParam(), [](Rank& self) {
+    std::vector<std::vector<float>> tensors;
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (int k = 0; k < 200; ++k) {
+      tensors.push_back(startValues(self.rank, static_cast<size_t>(k * 97 % 5000)));
+    }
+    for (std::vector<float>& values : tensors) {
+      operations.push_back(self.group.start(allReduceCall(values)));
+    }
+    for (size_t k = 0; k < operations.size(); ++k) {
+      expectDone(operations[k]);
+      EXPECT_EQ(tensors[k], expectedSum(self.size, tensors[k].size()));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, AllReduce, ::testing::Values(1, 2, 3, 4, 5));
+
+TEST(Group, BarrierBroadcastAllGather) {
+  runRanks(3, [](Rank& self) {
+    expectDone(self.group.start(barrierCall()));
+
+    std::vector<float> values = startValues(self.rank, 300000);
+    Group::Call broadcast = allReduceCall(values);
+    broadcast.schedule.kind = Collective::Broadcast;
+    broadcast.schedule.reduce_op = ReduceOp::None;
+    broadcast.schedule.root = 1;
+    expectDone(self.group.start(broadcast));
+    EXPECT_EQ(values, startValues(1, 300000));
+
+    std::vector<float> mine = startValues(self.rank, 1001);
+    std::vector<float> all(3 * 1001);
+    Group::Call gather = allReduceCall(mine);
+    gather.schedule.kind = Collective::AllGather;
+    gather.schedule.reduce_op = ReduceOp::None;
+    gather.output = viewOf(all);
+    expectDone(self.group.start(gather));
+    for (int rank = 0; rank < 3; ++rank) {
+      const std::vector<float> part(all.begin() + rank * 1001, all.begin() + (rank + 1) * 1001);
+      EXPECT_EQ(part, startValues(rank, 1001));
+    }
+  });
+}
+
+TEST(Group, DifferentSizesAreAMismatchOnEveryRank) {
+  runRanks(3, [](Rank& self) {
+    std::vector<float> values(self.rank == 2 ? 10 : 11);
+    const auto operation = self.group.start(allReduceCall(values));
+    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    const auto error = operation->error();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::CollectiveMismatch) << error->text();
+    EXPECT_NE(error->text().find("x 10"), std::string::npos) << error->text();
+    EXPECT_NE(error->text().find("x 11"), std::string::npos) << error->text();
+  });
+}
+
+TEST(Group, KindsWhoseSchedulesNeverMeetAreAMismatch) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(4);
+    Group::Call call = allReduceCall(values);
+    call.schedule.kind = self.rank == 0 ? Collective::Broadcast : Collective::Reduce;
+    call.schedule.reduce_op = self.rank == 0 ? ReduceOp::None : ReduceOp::Sum;
+    call.schedule.root = self.rank == 0 ? 1 : 0; // each waits for the other
+    const auto operation = self.group.start(call);
+    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    if (const auto error = operation->error()) {
+      EXPECT_EQ(error->code, ErrorCode::CollectiveMismatch) << error->text();
+    }
+    for (int i = 0; i < 500 && !self.group.failure(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    ASSERT_TRUE(self.group.failure());
+    EXPECT_EQ(self.group.failure()->code, ErrorCode::CollectiveMismatch);
+  });
+}
+
+TEST(Group, DeadlineNamesWhoHasNotEntered) {
+  runRanks(3, [](Rank& self) {
+    std::vector<float> warm(8);
+    expectDone(self.group.start(allReduceCall(warm)));
+    if (self.rank == 2) {
+      for (int i = 0; i < 500 && !self.group.failure(); ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+      ASSERT_TRUE(self.group.failure());
+      return;
+    }
+    std::vector<float> values(100000);
+    const auto operation = self.group.start(allReduceCall(values, Deadline::after(600)));
+    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    const auto error = operation->error();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::Timeout) << error->text();
+    EXPECT_EQ(error->peer, 2) << error->text();
+    EXPECT_NE(error->text().find("has not entered"), std::string::npos) << error->text();
+  });
+}
+
+TEST(Group, AbortReachesEveryRankAndSticks) {
+  runRanks(4, [](Rank& self) {
+    std::vector<float> values(1000000);
+    if (self.rank == 1) {
+      ErrorRecord reason;
+      reason.code = ErrorCode::Aborted;
+      reason.peer = 1;
+      reason.summary = "stop";
+      self.group.abort(reason);
+    }
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto operation = self.group.start(allReduceCall(values));
+      ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+      ASSERT_TRUE(operation->error());
+      EXPECT_EQ(operation->error()->code, ErrorCode::Aborted) << operation->error()->text();
+    }
+  });
+}
+
+TEST(Group, LeavingEarlyIsNamed) {
+  runRanks(3, [](Rank& self) {
+    std::vector<float> values(100);
+    expectDone(self.group.start(allReduceCall(values)));
+    if (self.rank == 1) {
+      return; // closes in order
+    }
+    const auto operation = self.group.start(allReduceCall(values));
+    ASSERT_TRUE(operation->wait(Deadline::after(5000)));
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::PeerLeft) << operation->error()->text();
+    EXPECT_EQ(operation->error()->peer, 1) << operation->error()->text();
+  });
+}
+
+TEST(Group, CloseWithWorkUnderWay) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(5000000);
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (int i = 0; i < (self.rank == 0 ? 4 : 0); ++i) {
+      operations.push_back(self.group.start(allReduceCall(values)));
+    }
+    self.group.close();
+    for (const auto& operation : operations) {
+      ASSERT_TRUE(operation->wait(Deadline::after(2000)));
+      EXPECT_TRUE(operation->error());
+    }
+    const auto late = self.group.start(allReduceCall(values));
+    ASSERT_TRUE(late->wait(Deadline::after(2000)));
+    EXPECT_EQ(late->error()->code, ErrorCode::ShutDown);
+  });
+}
+
+// Rank 0 issues small A's that rank 1 posts only after B, so that A's fill the eager pool that B's frames need as well.
+TEST(Group, GroupsWaitedForInAnotherOrderDoNotDeadlock) {
+  runRanks(2, [](Rank& self) {
+    Group::Config config;
+    std::vector<std::vector<float>> many(300, std::vector<float>(2048, 1.0F));
+    std::vector<std::shared_ptr<Operation>> operations;
+    auto issueMany = [&] {
+      for (auto& values : many) {
+        operations.push_back(self.group.start(allReduceCall(values)));
+      }
+    };
+    issueMany();
+    for (auto it = operations.rbegin(); it != operations.rend(); ++it) {
+      expectDone(*it);
+    }
+  });
+}
+
+} // namespace
+} // namespace pycomm::testing

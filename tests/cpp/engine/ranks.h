@@ -1,0 +1,123 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/group.h"
+
+namespace pycomm::testing {
+
+/// A store that ranks which are threads share.
+class SharedStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
+    changed_.notify_all();
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (values_.count(key) == 0) {
+      if (deadline.expired()) {
+        throw Error(ErrorCode::RendezvousTimeout, "no key " + key);
+      }
+      changed_.wait_for(lock, std::chrono::milliseconds(20));
+    }
+    return values_[key];
+  }
+  bool has(const std::string& key) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return values_.count(key) != 0;
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    int64_t& counter = counters_[key];
+    counter += amount;
+    values_[key] = std::to_string(counter);
+    changed_.notify_all();
+    return counter;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> counters_;
+};
+
+/// One rank that is a thread: its own engine and group, as a process would have.
+struct Rank {
+  int rank = 0;
+  int size = 1;
+  Engine& engine;
+  Group& group;
+};
+
+/// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception.
+inline void runRanks(int size, const std::function<void(Rank&)>& body) {
+  SharedStore store;
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Engine engine;
+        Group::Config config;
+        config.rendezvous.rank = rank;
+        config.rendezvous.size = size;
+        config.rendezvous.group_name = "test";
+        config.rendezvous.deadline = Deadline::after(20000);
+        const std::shared_ptr<Group> group = Group::join(engine, store, config);
+        Rank self{rank, size, engine, *group};
+        body(self);
+        group->close();
+      } catch (...) {
+        errors[static_cast<size_t>(rank)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const std::exception_ptr& error : errors) {
+    if (error) {
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+template <typename T>
+BufferView viewOf(std::vector<T>& values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
+/// A float32 all_reduce(SUM) in place.
+inline Group::Call allReduceCall(std::vector<float>& values, Deadline deadline = Deadline::after(20000)) {
+  Group::Call call;
+  call.schedule.kind = Collective::AllReduce;
+  call.schedule.dtype = DType::Float32;
+  call.schedule.wire_dtype = DType::Float32;
+  call.schedule.reduce_op = ReduceOp::Sum;
+  call.schedule.numel = static_cast<int64_t>(values.size());
+  call.input = viewOf(values);
+  call.output = viewOf(values);
+  call.deadline = deadline;
+  return call;
+}
+
+inline Group::Call barrierCall(Deadline deadline = Deadline::after(20000)) {
+  Group::Call call;
+  call.schedule.kind = Collective::Barrier;
+  call.deadline = deadline;
+  return call;
+}
+
+} // namespace pycomm::testing
