@@ -258,7 +258,7 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
     next_deadline_ = std::min(next_deadline_, request.deadline.instant());
     act();
-    if (failure_) {
+    if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
       return;
     }
     running.start();
@@ -298,7 +298,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   act();
   switch (verdict) {
     case Protocol::Verdict::Accept:
-      if (!failure_) {
+      if (!protocol_.failed()) {
         sink = transfers_.at(header.op_id)->place(peer, header);
       }
       break;
@@ -316,7 +316,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
 }
 
 void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
-  if (failure_) {
+  if (failure_ || protocol_.failed()) {
     return;
   }
   if (header.type == FrameType::Goodbye) {

@@ -15,7 +15,8 @@ constexpr size_t kCachedSchedules = 64;
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
       a.wire_dtype == b.wire_dtype && a.reduce_op == b.reduce_op && a.numel == b.numel &&
-      a.segment_nbytes == b.segment_nbytes && a.counts == b.counts;
+      a.segment_nbytes == b.segment_nbytes && a.counts == b.counts && a.recv_counts == b.recv_counts &&
+      a.pipeline_frames == b.pipeline_frames;
 }
 
 // FNV-1a over the split sizes: 0 for even splits, so that error texts stay short where there are none.
@@ -186,7 +187,8 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   request.descriptor.root = schedule.root;
   request.descriptor.numel = schedule.numel;
   request.descriptor.tag = call.tag;
-  request.descriptor.digest = splitsDigest(schedule.counts);
+  // In an all_to_all every rank has splits of its own; what matters there is compared pair by pair, as frames meet.
+  request.descriptor.digest = schedule.kind == Collective::AllToAll ? 0 : splitsDigest(schedule.counts);
   request.input = call.input;
   request.output = call.output;
   request.deadline = call.deadline;

@@ -64,6 +64,10 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return identity_;
   }
+  /// How many operations user threads have issued on this rank.
+  [[nodiscard]] int64_t operationsIssued() const noexcept {
+    return counter_.load(std::memory_order_relaxed);
+  }
   [[nodiscard]] const std::string& addressReason() const noexcept {
     return address_reason_;
   }

@@ -376,7 +376,7 @@ Protocol::Permission Protocol::maySend(uint64_t op_id, int peer, int64_t nbytes)
     if (edge.peer != peer) {
       continue;
     }
-    if (edge.moved + nbytes <= edge.limit) {
+    if (edge.limit > 0 && edge.moved + nbytes <= edge.limit) { // no limit yet: the peer may not have posted it
       return Permission::Credit;
     }
     const Peer& pool = peers_[static_cast<size_t>(peer)];

@@ -79,6 +79,10 @@ class Protocol {
   void tick(TimePoint now);
 
   // ---- questions
+  /// A Fail action was made: nothing is accepted or sent any more.
+  [[nodiscard]] bool failed() const noexcept {
+    return failed_;
+  }
   [[nodiscard]] Permission maySend(uint64_t op_id, int peer, int64_t nbytes) const;
   void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used);
   [[nodiscard]] TimePoint nextTick() const noexcept {

@@ -48,8 +48,8 @@ struct Region {
 };
 
 /// What a step does. `src`, `dst` are local; `recv_peer`, `send_peer` are ranks of the group.
-/// An edge a -> b carries its frames in order: the k-th frame that a's schedule sends to b is the k-th that b's receives from
-/// a, and both have the same number of elements.
+/// An edge a -> b carries its frames in order: the k-th frame that a's schedule sends to b is the k-th that b's
+/// receives from a, and both have the same number of elements.
 enum class StepKind : uint8_t {
   Send, ///< src -> send_peer
   Recv, ///< recv_peer -> dst
@@ -86,9 +86,9 @@ struct Step {
   uint32_t sources_begin = 0, sources_end = 0; ///< range in Schedule::sources, for ReduceMany
 };
 
-/// What one rank does in one collective: plain data, made by a pure function, cached and shared.
-/// Steps are listed so that every dependency comes earlier; a step with recv_peer gets the next frame of that edge in the order
-/// in which the steps are listed, a step with send_peer likewise sends in listed order.
+/// What one rank does in one collective: plain data, made by a pure function, cached and shared. Steps are listed so
+/// that every dependency comes earlier; a step with recv_peer gets the next frame of that edge in the order in which
+/// the steps are listed, a step with send_peer likewise sends in listed order.
 struct Schedule {
   Collective kind = Collective::Barrier;
   Algorithm algorithm = Algorithm::Auto;
@@ -113,13 +113,15 @@ struct ScheduleRequest {
   DType dtype = DType::UInt8;
   DType wire_dtype = DType::UInt8;
   ReduceOp reduce_op = ReduceOp::None;
-  /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts` is given
+  /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts`
+  /// is given
   int64_t numel = 0;
   int64_t segment_nbytes = 256 << 10;
-  std::vector<int64_t> counts; ///< uneven collectives: elements per rank; empty: even. all_to_all: what I send to each rank
+  std::vector<int64_t> counts; ///< uneven collectives: elements per rank (all_to_all: to each rank); empty: even
   std::vector<int64_t> recv_counts; ///< uneven all_to_all: what I receive from each rank
-  /// Frames of one edge that the ring keeps under way. It never waits for ever where an edge holds this many unread frames
-  /// beside the one that a step is working on; the other algorithms need room for one.
+  /// Frames of one edge that the ring keeps under way, fewer where they would be more than 2 MiB. It never waits for
+  /// ever where an edge holds this many unread frames beside the one that a step is working on, so where the sender
+  /// may be this many and one more frames ahead of the steps that have ended. The other algorithms need room for one.
   int32_t pipeline_frames = 4;
 };
 

@@ -1,0 +1,87 @@
+# Everything that developers and CI run, each by one name. `make` alone lists the names.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+# The first Python that is new enough; tools/bootstrap.py makes .venv with it. PYTHON=... chooses another.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do \
+  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$$p"; break; }; done)
+endif
+BOOTSTRAP = @test -n "$(PYTHON)" || { echo "pycomm needs Python 3.10 or newer. Debian, Ubuntu: \
+sudo apt-get install python3 python3-venv   Fedora: sudo dnf install python3.12" >&2; exit 1; }; \
+"$(PYTHON)" tools/bootstrap.py
+BIN := .venv/bin
+# What was installed into .venv (ninja, cmake, torchrun) goes before the system's.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+help: ## list these names
+	@sed -n 's/^\([a-z0-9_]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+venv: ## make .venv with every development package, and the extension built in place
+	$(BOOTSTRAP) --group demo --group test --group lint
+
+demo: ## train on handwritten digits over two ranks
+	$(BOOTSTRAP) --group demo
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_digits.py
+
+test: ## C++ and Python tests
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/run_tests.py
+
+cpp: ## C++ tests only, as C++17
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/cpp.py plain
+
+cxx20: ## the same as C++20
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/cpp.py cxx20
+
+asan: ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/cpp.py asan
+
+tsan: ## C++ tests under ThreadSanitizer
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/cpp.py tsan
+
+py: ## Python tests only; ARGS="-k name" passes options to pytest
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python -m pytest --require-native $(ARGS)
+
+faults: ## the Python tests that kill, stop or starve ranks
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python -m pytest --require-native -m faults $(ARGS)
+
+bench: ## pycomm beside gloo, all_reduce from 4 B to 100 MiB
+	$(BOOTSTRAP) --group demo
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/allreduce.py $(ARGS)
+
+lint: ## formatting and ruff
+	$(BOOTSTRAP) --group lint --no-build
+	@$(BIN)/python tools/lint.py
+
+format: ## mend what lint complains about, where that can be done by machine
+	$(BOOTSTRAP) --group lint --no-build
+	@$(BIN)/python tools/lint.py --fix
+
+layers: ## the floors: who may include and import whom
+	@"$(PYTHON)" tools/check_layers.py
+
+typecheck: ## mypy --strict
+	$(BOOTSTRAP) --group lint --no-build
+	@$(BIN)/python -m mypy
+
+stubs: ## write pycomm/_C.pyi from the built extension
+	$(BOOTSTRAP) --group lint
+	@$(BIN)/python tools/make_stubs.py
+
+stubs_check: ## fail where pycomm/_C.pyi is not what the built extension says
+	$(BOOTSTRAP) --group lint
+	@$(BIN)/python tools/make_stubs.py --check
+
+docs: ## fail where a document links to a file that is not there
+	@"$(PYTHON)" tools/check_docs.py
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help venv demo test cpp cxx20 asan tsan py faults bench lint format layers typecheck stubs stubs_check docs clean

@@ -1,0 +1,249 @@
+"""The one harness behind every table: backends take turns, in the same processes, in one run.
+
+All backends live side by side as process groups over the same ranks. For each size every backend
+runs a block of operations in turn, A B, B A, A B and so on, so that whatever else the machine does
+falls on both. Blocks begin at a barrier in the key/value store, which belongs to none of them.
+
+    one block:  fresh checked inputs | barrier | warm-up | timed operations | checked operations
+                                                         '- CPU time too -'  back to back, compared
+
+A table is a script that passes a Workload to main(); allreduce.py is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from launching import RankFailedError, die_with_parent, run_ranks
+from options import make_parser
+from report import Floats, Report, Row, header, paired_ratio
+from world import World
+
+_MAX_BLOCK_LENGTH = 5000
+_DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs: which rank, over which group, with what operands."""
+
+    backend: str
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    nbytes: int
+    dtype: torch.dtype
+    redop: str
+
+    @property
+    def reduce_op(self) -> dist.ReduceOp:
+        names = {"prod": "PRODUCT"}
+        op: dist.ReduceOp = getattr(dist.ReduceOp, names.get(self.redop, self.redop.upper()))
+        return op
+
+
+class Case(Protocol):
+    """One rank's part in one operation, on one backend, at one size."""
+
+    numel: int
+    nbytes: int
+
+    def run(self) -> None:
+        """Do the operation that is timed, to completion."""
+
+    def arm(self, seed: int) -> None:
+        """Make fresh inputs for the checked operations."""
+
+    def burst(self) -> None:
+        """Do the checked operations, one after the other without a pause."""
+
+    def wrong(self) -> tuple[int, int]:
+        """Return how many elements of the results are wrong, and how many were compared."""
+
+
+class Workload(Protocol):
+    """What a table measures."""
+
+    name: str
+
+    def bus_factor(self, ranks: int) -> float | None:
+        """Return busbw / algbw, None where bytes on the bus mean nothing."""
+
+    def prepare(self, place: Place) -> Case: ...
+
+
+@dataclass
+class _Tally:
+    """What one backend did at one size, as rank 0 sees it."""
+
+    times: list[Floats] = field(default_factory=list)
+    cpu_s: float = 0.0
+    wrong: int = 0
+    checked: int = 0
+
+    def block_medians(self) -> list[float]:
+        return [float(np.median(times)) for times in self.times]
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _time_ops(case: Case, count: int) -> Floats:
+    times = np.empty(count)
+    clock = time.perf_counter
+    for index in range(count):
+        begin = clock()
+        case.run()
+        times[index] = clock() - begin
+    return times
+
+
+def _block_length(world: World, case: Case, seconds: float) -> int:
+    """Choose, on rank 0, how many operations fill a block's share of the time budget."""
+    case.run()
+    guess = 3
+    for _ in range(2):
+        each = float(np.median(_time_ops(case, guess)))
+        length = world.agree(max(1, min(_MAX_BLOCK_LENGTH, int(seconds / each))))
+        guess = min(length, 50)
+    return length
+
+
+def _run_block(world: World, case: Case, length: int, seed: int, tally: _Tally) -> None:
+    case.arm(seed)
+    world.barrier()
+    for _ in range(max(1, length // 10)):
+        case.run()
+    cpu_s = _cpu_s()
+    times = _time_ops(case, length)
+    cpu_s = _cpu_s() - cpu_s
+    case.burst()
+    wrong, checked = case.wrong()
+    parts = world.gather(np.concatenate([[cpu_s, wrong, checked], times]))
+    if parts:
+        stacked = np.stack(parts)
+        # An operation has ended when it has ended on every rank.
+        tally.times.append(stacked[:, 3:].max(axis=0))
+        tally.cpu_s += float(stacked[:, 0].sum())
+        tally.wrong += int(stacked[:, 1].sum())
+        tally.checked += int(stacked[:, 2].sum())
+
+
+def _measure(
+    world: World, workload: Workload, nbytes: int, options: argparse.Namespace
+) -> list[Row]:
+    """Measure all backends at one size. Returns the rows on rank 0, nothing elsewhere."""
+    dtype = getattr(torch, options.dtype)
+    cases: dict[str, Case] = {}
+    lengths: dict[str, int] = {}
+    tallies = {backend: _Tally() for backend in options.backends}
+    for backend in options.backends:
+        place = Place(
+            backend, world.groups[backend], world.rank, world.ranks, nbytes, dtype, options.redop
+        )
+        cases[backend] = workload.prepare(place)
+        lengths[backend] = _block_length(world, cases[backend], options.seconds / options.blocks)
+    for block in range(options.blocks):
+        turn = options.backends if block % 2 == 0 else options.backends[::-1]
+        for backend in turn:
+            seed = 1000 * block
+            _run_block(world, cases[backend], lengths[backend], seed, tallies[backend])
+    if world.rank != 0:
+        return []
+    return [
+        _row(workload, world.ranks, cases[backend], backend, tallies, options)
+        for backend in options.backends
+    ]
+
+
+def _row(
+    workload: Workload,
+    ranks: int,
+    case: Case,
+    backend: str,
+    tallies: dict[str, _Tally],
+    options: argparse.Namespace,
+) -> Row:
+    tally, first = tallies[backend], options.backends[0]
+    times = np.concatenate(tally.times)
+    p50 = float(np.median(times))
+    algbw = case.nbytes / p50 / 1e9
+    factor = workload.bus_factor(ranks)
+    versus = None
+    if backend != first:
+        versus = paired_ratio(first, tallies[first].block_medians(), tally.block_medians())
+    return Row(
+        backend=backend,
+        ranks=ranks,
+        size_bytes=case.nbytes,
+        count=case.numel,
+        dtype=options.dtype,
+        redop=options.redop,
+        ops=len(times),
+        p50_us=p50 * 1e6,
+        p99_us=float(np.percentile(times, 99)) * 1e6,
+        algbw_gbps=algbw,
+        busbw_gbps=None if factor is None else algbw * factor,
+        wrong=tally.wrong,
+        checked=tally.checked,
+        cpu_s_per_op=tally.cpu_s / len(times),
+        cpu_s_per_gb=tally.cpu_s / len(times) / case.nbytes * 1e9,
+        versus=versus,
+    )
+
+
+def _run_as_rank(
+    workload: Workload, options: argparse.Namespace, on_row: Callable[[Row], None]
+) -> None:
+    world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
+    world.open_groups(options.backends)
+    for nbytes in options.sizes:
+        for row in _measure(world, workload, nbytes, options):
+            on_row(row)
+    world.close()
+
+
+def main(workload: Workload, argv: Sequence[str] | None = None) -> int:
+    """Run a table: as a rank where a launcher says so, else start the ranks and print the table.
+
+    Returns:
+        The exit status: 0, or 1 where a result was wrong or a rank failed.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options = make_parser(workload.name).parse_args(argv)
+    if options.results_fd is not None or options.parent_pid is not None:
+        die_with_parent(options.parent_pid)
+
+        def send(row: Row) -> None:
+            os.write(options.results_fd, row.to_json().encode() + b"\n")
+
+        _run_as_rank(workload, options, send)
+        return 0
+    if "RANK" in os.environ:
+        rank_zero = os.environ["RANK"] == "0"
+        report = Report(header(workload.name, argv)) if rank_zero else None
+        _run_as_rank(workload, options, report.add if report is not None else lambda row: None)
+        return report.finish(options.out, options.json) if report is not None else 0
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    report = Report(header(workload.name, argv))
+    for ranks in options.ranks:
+        try:
+            run_ranks(ranks, argv, options.timeout, lambda line: report.add(Row.from_json(line)))
+        except RankFailedError as error:
+            print(f"benchmark over {ranks} ranks failed: {error}", file=sys.stderr)
+            return 1
+    return report.finish(options.out, options.json)

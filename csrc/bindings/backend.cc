@@ -1,0 +1,140 @@
+#include "bindings/backend.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <string>
+
+#include "c10d/backend.h"
+#include "c10d/process_engine.h"
+#include "c10d/raising.h"
+#include "c10d/record_dict.h"
+#include "c10d/store_adapter.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+/// What pycomm.backend.native_options makes, read while the lock is held.
+struct NativeOptions {
+  std::string interface;
+  std::string interface_origin;
+  std::string socket_family;
+  std::string algorithm;
+  std::string transport;
+  std::string store_host;
+  int port_first = 0;
+  int port_last = 0;
+  int64_t segment_nbytes = 0;
+
+  explicit NativeOptions(const py::dict& options)
+      : interface(options["interface"].cast<std::string>()),
+        interface_origin(options["interface_origin"].cast<std::string>()),
+        socket_family(options["socket_family"].cast<std::string>()),
+        algorithm(options["algorithm"].cast<std::string>()),
+        transport(options["transport"].cast<std::string>()),
+        store_host(options["store_host"].cast<std::string>()),
+        port_first(options["port_first"].cast<int>()),
+        port_last(options["port_last"].cast<int>()),
+        segment_nbytes(options["segment_nbytes"].cast<int64_t>()) {}
+};
+
+Algorithm algorithmNamed(const std::string& name) {
+  for (const Algorithm algorithm :
+       {Algorithm::Auto, Algorithm::Ring, Algorithm::RecursiveDoubling, Algorithm::Direct}) {
+    if (name == algorithmName(algorithm)) {
+      return algorithm;
+    }
+  }
+  throw Error(ErrorCode::InvalidArgument, "algorithm=" + name + " is not an algorithm for all_reduce.", "auto");
+}
+
+AddressFamily familyNamed(const std::string& name) {
+  return name == "ipv4" ? AddressFamily::IPv4 : (name == "ipv6" ? AddressFamily::IPv6 : AddressFamily::Any);
+}
+
+// FNV-1a.
+uint32_t digestOf(const std::string& text) {
+  uint32_t hash = 2166136261U;
+  for (const char c : text) {
+    hash = (hash ^ static_cast<uint8_t>(c)) * 16777619U;
+  }
+  return hash;
+}
+
+c10::intrusive_ptr<c10d::Backend> createBackend(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    const std::string& group_name,
+    int64_t timeout_ms,
+    const py::dict& dict) {
+  const NativeOptions options(dict);
+  const py::gil_scoped_release no_gil;
+  return raising([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    PycommBackend::Settings settings;
+    settings.timeout = std::chrono::milliseconds(timeout_ms);
+    settings.algorithm = algorithmNamed(options.algorithm);
+    settings.segment_nbytes = options.segment_nbytes;
+
+    Group::Config config;
+    RendezvousConfig& meeting = config.rendezvous;
+    meeting.rank = rank;
+    meeting.size = size;
+    meeting.group_name = group_name;
+    meeting.store_host = options.store_host;
+    meeting.spec = InterfaceSpec::parse(options.interface);
+    meeting.family = familyNamed(options.socket_family);
+    meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
+    meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
+        " segment_nbytes=" + std::to_string(options.segment_nbytes);
+    meeting.config_digest = digestOf(meeting.config_text);
+    meeting.deadline = Deadline::after(timeout_ms);
+
+    auto adapter = std::make_shared<StoreAdapter>(store);
+    return c10::make_intrusive<PycommBackend>(
+        adapter, Group::join(processEngine(), *adapter, config), settings);
+  });
+}
+
+PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto* ours = dynamic_cast<PycommBackend*>(backend.get());
+  if (ours == nullptr) {
+    throw py::type_error("this backend is not pycomm's");
+  }
+  return *ours;
+}
+
+std::string describe(const Group& group) {
+  const GroupIdentity& identity = group.identity();
+  return "pycomm: " + std::to_string(identity.size) + " ranks over TCP on " + group.interfaceName() + " (" +
+      identity.local_address.ip() + "; " + group.addressReason() + ")";
+}
+
+} // namespace
+
+void bindBackend(py::module_& m) {
+  m.def(
+      "create_backend",
+      &createBackend,
+      py::arg("store"),
+      py::arg("rank"),
+      py::arg("size"),
+      py::arg("group_name"),
+      py::arg("timeout_ms"),
+      py::arg("options"));
+  m.def(
+      "last_error",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) -> py::object {
+        const auto failure = asPycomm(backend).group().failure();
+        return failure ? py::object(recordDict(*failure)) : py::none();
+      },
+      py::arg("backend"));
+  m.def(
+      "describe_backend",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(asPycomm(backend).group()); },
+      py::arg("backend"));
+}
+
+} // namespace pycomm

@@ -1,0 +1,141 @@
+#include "bindings/ddp.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "ddp/logger.h"
+#include "ddp/reducer.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
+
+std::shared_ptr<Reducer> makeReducer(
+    std::vector<at::Tensor> params,
+    std::vector<std::string> names,
+    std::vector<std::vector<size_t>> bucket_indices,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    std::optional<at::ScalarType> wire_dtype,
+    bool find_unused_parameters,
+    bool gradient_as_bucket_view,
+    bool native_hooks) {
+  ReducerOptions options;
+  options.wire_dtype = wire_dtype;
+  options.find_unused_parameters = find_unused_parameters;
+  options.gradient_as_bucket_view = gradient_as_bucket_view;
+  options.native_hooks = native_hooks;
+  return std::make_shared<Reducer>(
+      std::move(params), std::move(names), std::move(bucket_indices), std::move(group), options);
+}
+
+void registerPythonHook(Reducer& reducer, py::object state, py::object hook) {
+  auto wrapped = std::make_unique<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  const py::gil_scoped_release no_gil;
+  reducer.registerCommHook(std::move(wrapped));
+}
+
+void registerBuiltinHook(Reducer& reducer, c10d::BuiltinCommHookType type) {
+  switch (type) {
+    case c10d::BuiltinCommHookType::ALLREDUCE:
+      return; // what happens without a hook: the mean
+    case c10d::BuiltinCommHookType::FP16_COMPRESS:
+      reducer.compressToFp16();
+      return;
+  }
+}
+
+// Methods that torch's wrapper calls only under options that ours refuses. They exist so that a new way to get here is a
+// sentence and not an AttributeError.
+template <typename Class>
+void defUnsupported(Class& bound, const char* method, const char* what) {
+  bound.def(method, [method, what](const py::object& /*self*/, const py::args& /*args*/, const py::kwargs& /*kwargs*/) {
+    PyErr_SetString(
+        PyExc_NotImplementedError,
+        (std::string(what) + " is not supported by pycomm.DistributedDataParallel (" + method + ")").c_str());
+    throw py::error_already_set();
+  });
+}
+
+void bindReducer(py::module_& m) {
+  py::class_<ReducerStats>(m, "ReducerStats")
+      .def_readonly("steps", &ReducerStats::steps)
+      .def_readonly("buckets_reduced", &ReducerStats::buckets_reduced)
+      .def_readonly("wire_nbytes", &ReducerStats::wire_nbytes)
+      .def_readonly("exposed_ns", &ReducerStats::exposed_ns)
+      .def_readonly("overflowed_buckets", &ReducerStats::overflowed_buckets)
+      .def_readonly("underflowed_buckets", &ReducerStats::underflowed_buckets)
+      .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets);
+
+  ReducerClass reducer(m, "Reducer");
+  reducer
+      .def(
+          py::init(torch::wrap_pybind_function(makeReducer)),
+          py::arg("params"),
+          py::arg("names"),
+          py::arg("bucket_indices"),
+          py::arg("process_group"),
+          py::kw_only(),
+          py::arg("wire_dtype"),
+          py::arg("find_unused_parameters"),
+          py::arg("gradient_as_bucket_view"),
+          py::arg("native_hooks"))
+      .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
+      .def(
+          "prepare_for_backward",
+          torch::wrap_pybind_function_no_gil(
+              [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepareForBackward(outputs); }))
+      .def("_rebuild_buckets", [](const Reducer& /*self*/) { return false; }) // the order stays as it was built
+      .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {})
+      .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
+      .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))
+      .def("_remove_autograd_hooks", torch::wrap_pybind_function_no_gil(&Reducer::removeAutogradHooks))
+      .def("_check_reducer_finalized", torch::wrap_pybind_function_no_gil(&Reducer::checkFinalized))
+      .def("_reset_state", torch::wrap_pybind_function_no_gil(&Reducer::resetState))
+      .def(
+          "_update_process_group",
+          torch::wrap_pybind_function_no_gil(&Reducer::updateProcessGroup),
+          py::arg("new_process_group"))
+      .def("stats", torch::wrap_pybind_function_no_gil(&Reducer::stats))
+      .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed
+      .def("_set_ddp_runtime_logging_sample_rate", [](const Reducer& /*self*/, int /*rate*/) {}); // counts every step
+
+  defUnsupported(reducer, "_set_static_graph", "static_graph");
+  defUnsupported(reducer, "_delay_all_reduce", "static_graph");
+  defUnsupported(reducer, "_autograd_hook", "mixed_precision");
+  defUnsupported(reducer, "_set_mixed_precision_param_dtype", "mixed_precision");
+  defUnsupported(reducer, "_set_optimizer_in_backward", "an optimizer applied in backward");
+  defUnsupported(reducer, "_run_allreduce_hook", "an optimizer applied in backward");
+  defUnsupported(reducer, "_set_forward_pass_work_handle", "join()");
+  defUnsupported(reducer, "_get_zeros_like_grad_buckets", "join()");
+  defUnsupported(reducer, "_run_comm_hook", "join()");
+  defUnsupported(reducer, "_get_local_used_map", "join()");
+  defUnsupported(reducer, "_install_post_backward_futures", "a buffer comm hook that returns futures");
+  defUnsupported(reducer, "_set_sparse_metadata", "a sparse gradient");
+}
+
+void bindLogger(py::module_& m) {
+  py::class_<DdpLogger, std::shared_ptr<DdpLogger>> logger(m, "DdpLogger");
+  logger
+      .def(py::init<std::shared_ptr<Reducer>>(), py::arg("reducer"))
+      .def("set_construction_data_and_log", torch::wrap_pybind_function(&DdpLogger::setConstructionData))
+      .def("set_error_and_log", torch::wrap_pybind_function(&DdpLogger::setError))
+      .def("set_runtime_stats_and_log", [](const DdpLogger& /*self*/) {}) // the reducer counts
+      .def("_set_comm_hook_name", torch::wrap_pybind_function(&DdpLogger::setCommHookName))
+      .def("_get_ddp_logging_data", torch::wrap_pybind_function_no_gil(&DdpLogger::table));
+  defUnsupported(logger, "_set_static_graph", "static_graph");
+  defUnsupported(logger, "_set_uneven_input_join", "join()");
+}
+
+} // namespace
+
+void bindDdp(py::module_& m) {
+  bindReducer(m);
+  bindLogger(m);
+}
+
+} // namespace pycomm

@@ -1,0 +1,14 @@
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings/backend.h"
+#include "bindings/ddp.h"
+#include "bindings/futures.h"
+#include "bindings/process.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "pycomm's native part. Internal: use the pycomm package.";
+  pycomm::bindProcess(m);
+  pycomm::bindBackend(m);
+  pycomm::bindFutures(m);
+  pycomm::bindDdp(m);
+}

@@ -1,0 +1,106 @@
+#include "bindings/process.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/log.h"
+#include "c10d/process_engine.h"
+#include "c10d/python_errors.h"
+#include "numeric/simd_level.h"
+#include "transport/interfaces.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+// Never freed: native threads may log until the process ends.
+py::object& logCallback() {
+  static py::object* callback = new py::object();
+  return *callback;
+}
+
+const char* levelName(LogLevel level) {
+  switch (level) {
+    case LogLevel::Trace:
+      return "TRACE";
+    case LogLevel::Info:
+      return "INFO";
+    case LogLevel::Warn:
+    case LogLevel::Off:
+      break;
+  }
+  return "WARN";
+}
+
+// Lines come from lanes, which never wait for the interpreter: a callback thread carries them there.
+void passOn(LogLevel level, const char* line) {
+  processEngine().callbacks().submit([level, text = std::string(line)] {
+    const py::gil_scoped_acquire lock;
+    try {
+      if (const py::object callback = logCallback(); callback && !callback.is_none()) {
+        callback(levelName(level), text);
+      }
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("pycomm's log callback");
+    }
+  });
+}
+
+void setLogCallback(const py::object& callback, const std::string& level) {
+  logCallback() = callback;
+  const LogLevel minimum =
+      level == "TRACE" ? LogLevel::Trace : (level == "INFO" ? LogLevel::Info : LogLevel::Warn);
+  setLogSink(callback.is_none() ? nullptr : passOn, minimum);
+}
+
+py::list interfaces() {
+  py::list list;
+  for (const Interface& interface : listInterfaces()) {
+    for (const SocketAddress& address : interface.addresses) {
+      py::dict entry;
+      entry["name"] = interface.name;
+      entry["address"] = address.ip();
+      entry["family"] = addressFamilyName(address.family());
+      entry["loopback"] = interface.loopback;
+      list.append(entry);
+    }
+  }
+  return list;
+}
+
+py::dict buildInfo() {
+  py::dict info;
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#elif defined(__GNUC__)
+  info["compiler"] = "gcc " __VERSION__;
+#else
+  info["compiler"] = "unknown";
+#endif
+  info["cxx_standard"] = std::to_string(__cplusplus / 100 % 100);
+  return info;
+}
+
+} // namespace
+
+void bindProcess(py::module_& m) {
+  m.def("set_exception_types", [](const py::dict& types) { setExceptionTypes(types.ptr()); }, py::arg("types"));
+  m.def("set_log_callback", &setLogCallback, py::arg("callback"), py::arg("level"));
+  m.def(
+      "shutdown_all",
+      [](int64_t timeout_ms) {
+        setLogSink(nullptr, LogLevel::Off);
+        shutdownProcessEngine(Deadline::after(timeout_ms));
+      },
+      py::arg("timeout_ms"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def("list_interfaces", &interfaces);
+  m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });
+  m.def("build_info", &buildInfo);
+}
+
+} // namespace pycomm

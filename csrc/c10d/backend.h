@@ -1,0 +1,114 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10d/work.h"
+#include "engine/group.h"
+#include "schedule/step.h"
+#include "transport/store.h"
+
+namespace pycomm {
+
+/// torch's view of a Group. One instance serves CPU and CUDA tensors of its process group.
+///
+/// Every collective checks its tensors before anything moves, starts one or more operations, and returns at once with a PycommWork.
+/// Errors of arguments are raised here; everything later is raised by wait() or through the future.
+class PycommBackend final : public c10d::Backend {
+ public:
+  struct Settings {
+    std::chrono::milliseconds timeout{0}; ///< of every operation that brings none of its own
+    Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
+    int64_t segment_nbytes = 256 << 10;
+  };
+
+  /// `store` is what the group met in: it is left when the group closes.
+  PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings);
+  ~PycommBackend() override;
+
+  const std::string getBackendName() const override {
+    return "pycomm";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> gather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::GatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+
+  [[nodiscard]] Group& group() noexcept {
+    return *group_;
+  }
+
+ private:
+  struct Titled {
+    c10d::OpType type;
+    const char* title; ///< of the profiler's event
+  };
+
+  [[nodiscard]] Group::Call call(Collective kind, std::chrono::milliseconds timeout) const;
+  [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
+  [[nodiscard]] std::shared_ptr<Operation> startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+
+  std::shared_ptr<Store> store_; ///< outlives the group
+  std::shared_ptr<Group> group_;
+  Settings settings_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,82 @@
+#include "c10d/python_errors.h"
+
+#include <pybind11/pybind11.h>
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "c10d/record_dict.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+// Never freed: native threads may look at it until the process ends.
+py::object& exceptionTypes() {
+  static py::object* types = new py::object();
+  return *types;
+}
+
+bool interpreterIsUsable() {
+  if (Py_IsInitialized() == 0) {
+    return false;
+  }
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() == 0;
+#else
+  return _Py_IsFinalizing() == 0;
+#endif
+}
+
+} // namespace
+
+void setExceptionTypes(void* dict) {
+  exceptionTypes() = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(dict));
+}
+
+std::exception_ptr toException(const ErrorRecord& record) {
+  if (!interpreterIsUsable()) {
+    return std::make_exception_ptr(std::runtime_error(record.text()));
+  }
+  const py::gil_scoped_acquire lock;
+  try {
+    const py::object& types = exceptionTypes();
+    const py::str code(errorCodeName(record.code));
+    if (!types || !types.contains(code)) {
+      return std::make_exception_ptr(std::runtime_error(record.text()));
+    }
+    const py::object type = types[code];
+    const py::object error = type(record.text(), recordDict(record));
+    PyErr_SetObject(type.ptr(), error.ptr());
+    return std::make_exception_ptr(py::error_already_set());
+  } catch (py::error_already_set& error) { // the class itself failed: tell that
+    return std::make_exception_ptr(error);
+  }
+}
+
+void throwToPython(const ErrorRecord& record) {
+  std::rethrow_exception(toException(record));
+}
+
+void checkSignals() {
+  // Python runs signal handlers on the main thread only, so no other one needs to ask for the lock.
+  if (::syscall(SYS_gettid) != ::getpid() || !interpreterIsUsable()) {
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+void passInterpreterLock() {
+  if (interpreterIsUsable()) {
+    const py::gil_scoped_acquire lock;
+  }
+}
+
+} // namespace pycomm

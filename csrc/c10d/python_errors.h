@@ -1,0 +1,28 @@
+#pragma once
+
+#include <exception>
+
+#include "base/error.h"
+
+namespace pycomm {
+
+// Where a torch-free error meets Python. A C++ exception class would arrive in Python as torch's bare base class, and a pybind
+// translator is not asked when the exception comes out of loss.backward(): so the Python object is made here.
+
+/// The exception to throw, or to put into a future, for a record. Takes the interpreter's lock: call it with no lock held and never
+/// on a lane. While the interpreter is ending it is a plain C++ exception.
+[[nodiscard]] std::exception_ptr toException(const ErrorRecord& record);
+
+/// Throws toException(record).
+[[noreturn]] void throwToPython(const ErrorRecord& record);
+
+/// Raises KeyboardInterrupt (or whatever a signal handler raised) if a signal waits and this is the main thread.
+void checkSignals();
+
+/// Lets the thread that holds the interpreter's lock finish what it is doing: takes the lock and gives it back.
+void passInterpreterLock();
+
+/// Remembers the classes (name of code -> class) that pycomm.errors defines; a Python dict, borrowed. Needs the lock.
+void setExceptionTypes(void* dict);
+
+} // namespace pycomm

@@ -1,0 +1,52 @@
+#include "c10d/store_adapter.h"
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <limits>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+// torch tells a time-out from a lost server only by the exception's type, and the types differ between its stores.
+template <typename Call>
+auto translated(const char* what, Deadline deadline, const Call& call) -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    ErrorRecord record;
+    record.code = deadline.expired() ? ErrorCode::RendezvousTimeout : ErrorCode::StoreLost;
+    record.phase = "rendezvous";
+    record.summary = std::string("The store of the process group did not answer (") + what + ").";
+    const std::string text = error.what();
+    record.cause = text.substr(0, text.find('\n'));
+    record.hint = "check that rank 0 is alive and that MASTER_ADDR and MASTER_PORT name it";
+    throw Error(record);
+  }
+}
+
+} // namespace
+
+void StoreAdapter::set(const std::string& key, const std::string& value) {
+  translated("set", Deadline::never(), [&] { store_->set(key, value); });
+}
+
+std::string StoreAdapter::get(const std::string& key, Deadline deadline) {
+  return translated("get", deadline, [&] {
+    const int left = deadline.remainingMs(std::numeric_limits<int>::max());
+    store_->wait({key}, std::chrono::milliseconds(left > 0 ? left : 1));
+    return store_->get_to_str(key);
+  });
+}
+
+bool StoreAdapter::has(const std::string& key) {
+  return translated("check", Deadline::never(), [&] { return store_->check({key}); });
+}
+
+int64_t StoreAdapter::add(const std::string& key, int64_t amount) {
+  return translated("add", Deadline::never(), [&] { return store_->add(key, amount); });
+}
+
+} // namespace pycomm

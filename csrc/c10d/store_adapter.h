@@ -1,0 +1,24 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "transport/store.h"
+
+namespace pycomm {
+
+/// torch's store as the rendezvous sees it. Blocks without the interpreter's lock, which the caller must not hold: a store may
+/// be written in Python.
+class StoreAdapter final : public Store {
+ public:
+  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override;
+  [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override;
+  [[nodiscard]] bool has(const std::string& key) override;
+  [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,88 @@
+#include "c10d/tensor_checks.h"
+
+#include <ATen/core/TensorBody.h>
+
+#include <string>
+
+#include "base/error.h"
+#include "c10d/dtypes.h"
+
+namespace pycomm {
+namespace {
+
+[[noreturn]] void refuse(
+    ErrorCode code,
+    const at::Tensor& tensor,
+    const char* op,
+    const char* role,
+    const std::string& why,
+    const char* hint) {
+  ErrorRecord record;
+  record.code = code;
+  record.op = op;
+  record.dtype = c10::toString(tensor.scalar_type());
+  record.numel = tensor.numel();
+  record.summary = std::string(op) + ": the " + role + " tensor " + why + ".";
+  record.hint = hint;
+  throw Error(record);
+}
+
+} // namespace
+
+void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
+  if (!tensor.defined()) {
+    throw Error(ErrorCode::InvalidArgument, std::string(op) + ": the " + role + " tensor is undefined.");
+  }
+  if (tensor.layout() != c10::kStrided) {
+    refuse(
+        ErrorCode::Unsupported, tensor, op, role, "is not dense (layout " + c10::str(tensor.layout()) + ")", "tensor.to_dense()");
+  }
+  if (!tensor.device().is_cpu()) {
+    refuse(
+        ErrorCode::Unsupported,
+        tensor,
+        op,
+        role,
+        "is on " + tensor.device().str() + ", which this build does not serve",
+        "tensor.cpu(), or a process group of another backend for that device");
+  }
+  if (!tensor.is_contiguous()) {
+    refuse(ErrorCode::InvalidArgument, tensor, op, role, "is not contiguous", "tensor.contiguous(), and copy the result back");
+  }
+  static_cast<void>(toDType(tensor.scalar_type()));
+}
+
+void checkTensors(const std::vector<at::Tensor>& tensors, const char* op, const char* role) {
+  for (const at::Tensor& tensor : tensors) {
+    checkTensor(tensor, op, role);
+    if (tensor.scalar_type() != tensors.front().scalar_type()) {
+      refuse(
+          ErrorCode::InvalidArgument,
+          tensor,
+          op,
+          role,
+          std::string("has another dtype than the first one (") + c10::toString(tensors.front().scalar_type()) + ")",
+          "convert all to one dtype");
+    }
+  }
+}
+
+at::Tensor& onlyTensor(std::vector<at::Tensor>& tensors, const char* op) {
+  checkCount(tensors.size(), 1, op, "tensors");
+  return tensors.front();
+}
+
+void checkCount(size_t count, int size, const char* op, const char* what) {
+  if (count != static_cast<size_t>(size)) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        std::string(op) + ": " + std::to_string(count) + " " + what + " were given where " + std::to_string(size) + " are needed.",
+        "pass one for each rank of the group");
+  }
+}
+
+BufferView viewOf(const at::Tensor& tensor) {
+  return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.numel()) * tensor.element_size()};
+}
+
+} // namespace pycomm

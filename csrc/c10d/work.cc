@@ -1,0 +1,226 @@
+#include "c10d/work.h"
+
+#include <ATen/core/ivalue.h>
+#include <Python.h>
+
+#include <atomic>
+#include <utility>
+
+#include "c10d/python_errors.h"
+
+namespace pycomm {
+namespace {
+
+// How often a waiting main thread looks for Ctrl-C.
+constexpr int kSignalCheckMs = 100;
+
+c10::TypePtr futureType(bool lists) {
+  const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
+  return lists ? c10::ListType::create(tensors) : tensors;
+}
+
+} // namespace
+
+struct PycommWork::State {
+  Content content;
+  std::shared_ptr<Group> group;
+  std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
+  std::function<void()> profiling_end;
+  std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
+  std::mutex mutex; ///< guards future
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  bool pass_lock = false; ///< written before the future is, read after
+
+  bool done() const {
+    for (const auto& operation : content.operations) {
+      if (!operation->done()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::optional<ErrorRecord> error() const {
+    for (const auto& operation : content.operations) {
+      if (auto record = operation->error()) {
+        return record;
+      }
+    }
+    return std::nullopt;
+  }
+
+  /// Call when done().
+  void finish() {
+    std::call_once(finished, [&] {
+      if (content.unpack && !error()) {
+        content.unpack();
+      }
+      if (profiling_end) {
+        profiling_end();
+      }
+    });
+  }
+
+  c10::IValue value() const {
+    return content.output_lists.empty() ? c10::IValue(content.outputs) : c10::IValue(content.output_lists);
+  }
+};
+
+PycommWork::PycommWork(
+    std::shared_ptr<Group> group,
+    int rank,
+    c10d::OpType type,
+    const char* profiling_title,
+    Content content)
+    : Work(rank, type, profiling_title, content.inputs), state_(std::make_shared<State>()) {
+  state_->content = std::move(content);
+  state_->group = std::move(group);
+  state_->issuer = IssueContext::current();
+  state_->profiling_end = std::move(recordFunctionEndCallback_);
+  if (state_->profiling_end) {
+    // The event ends with the operation, also when nobody waits for it.
+    inPoolWhenAllEnd(state_, [](State& state) { state.finish(); });
+  }
+}
+
+PycommWork::~PycommWork() {
+  if (!state_->done()) {
+    // Tensors must outlive the operations, and must not be freed on the lane: freeing one may take Python's lock.
+    inPoolWhenAllEnd(state_, [](State&) {});
+  }
+}
+
+void PycommWork::inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&)) {
+  struct Countdown {
+    std::atomic<size_t> left;
+    std::shared_ptr<State> state;
+  };
+  CallbackPool& pool = state->group->engine().callbacks();
+  const size_t count = state->content.operations.size();
+  auto countdown = std::make_shared<Countdown>();
+  countdown->left.store(count == 0 ? 1 : count);
+  countdown->state = state;
+  const auto one_less = [countdown, &pool, then] {
+    if (countdown->left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      // Moved, so that the lane keeps no reference: the last one frees tensors and perhaps the group, which is no work for a lane.
+      pool.submit([state = std::move(countdown->state), then] { then(*state); });
+    }
+  };
+  if (count == 0) {
+    one_less();
+  }
+  for (const auto& operation : state->content.operations) {
+    operation->onDone(one_less);
+  }
+}
+
+bool PycommWork::isCompleted() {
+  if (!state_->done()) {
+    return false;
+  }
+  state_->finish();
+  return true;
+}
+
+bool PycommWork::isSuccess() const {
+  return state_->done() && !state_->error();
+}
+
+std::exception_ptr PycommWork::exception() const {
+  const auto record = state_->done() ? state_->error() : std::nullopt;
+  return record ? toException(*record) : nullptr;
+}
+
+std::vector<at::Tensor> PycommWork::result() {
+  return state_->content.outputs;
+}
+
+void PycommWork::synchronize() {
+  wait(kNoTimeout);
+}
+
+bool PycommWork::wait(std::chrono::milliseconds timeout) {
+  const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
+  for (const auto& operation : state_->content.operations) {
+    while (!operation->wait(Deadline::after(deadline.remainingMs(kSignalCheckMs)))) {
+      if (deadline.expired()) {
+        ErrorRecord record;
+        record.code = ErrorCode::Timeout;
+        record.rank = rank_;
+        record.op = collectiveName(operation->request().descriptor.kind);
+        record.sequence = operation->request().id.sequence;
+        record.elapsed_ms = timeout.count();
+        record.summary = operation->label() + " had not ended after the " + std::to_string(timeout.count()) +
+            " ms that wait() was given; it goes on.";
+        record.hint = "wait again, with more time";
+        throwToPython(record);
+      }
+      checkSignals();
+    }
+  }
+  state_->finish();
+  if (const auto record = state_->error()) {
+    throwToPython(*record);
+  }
+  return true;
+}
+
+void PycommWork::blockCurrentStream() {
+  throwToPython(Error(
+                    ErrorCode::Unsupported,
+                    "block_current_stream() is refused: before the bytes have arrived there is no event that a stream could wait for.",
+                    "use wait()")
+                    .record());
+}
+
+void PycommWork::abort() {
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  reason.peer = rank_;
+  reason.summary = "Rank " + std::to_string(rank_) + " aborted an operation.";
+  state_->group->abort(reason);
+}
+
+uint64_t PycommWork::getSequencenumber() const {
+  const auto& operations = state_->content.operations;
+  return operations.empty() ? 0 : operations.front()->request().id.id;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->future) {
+    return state_->future;
+  }
+  // Made only now, and completed by the pool even if the operation has ended: a future that is complete when `.then` is called
+  // runs the callback on the calling thread, where the operations that it issues would take other numbers than on a rank that
+  // was slower. A caller that holds Python's lock is about to chain its callbacks; the pool waits for that lock first.
+  state_->future = c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()));
+  state_->pass_lock = PyGILState_Check() != 0;
+  inPoolWhenAllEnd(state_, completeFuture);
+  return state_->future;
+}
+
+void PycommWork::completeFuture(State& state) {
+  if (state.pass_lock) {
+    passInterpreterLock();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    future = state.future;
+  }
+  const uint64_t op_id = state.content.operations.empty() ? 0 : state.content.operations.front()->request().id.id;
+  const IssueScope scope(callbackContext(state.issuer, op_id, state.group->identity().hash));
+  try {
+    state.finish();
+    if (const auto record = state.error()) {
+      future->setError(toException(*record));
+    } else {
+      future->markCompleted(state.value());
+    }
+  } catch (...) { // unpack failed: whoever waits must hear of it
+    future->setErrorIfNeeded(std::current_exception());
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/group.h"
+#include "engine/operation.h"
+
+namespace pycomm {
+
+/// What a call to the backend leaves in the user's hands.
+///
+/// Holds every tensor that the engine reads or writes until the operations have ended, also when the user drops it before.
+class PycommWork final : public c10d::Work {
+ public:
+  struct Content {
+    std::vector<std::shared_ptr<Operation>> operations;
+    std::vector<at::Tensor> inputs; ///< also what the profiler shows
+    std::vector<at::Tensor> keep_alive; ///< staging tensors
+    std::vector<at::Tensor> outputs; ///< the future's value
+    std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with a list a rank
+    std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
+  };
+
+  PycommWork(
+      std::shared_ptr<Group> group,
+      int rank,
+      c10d::OpType type,
+      const char* profiling_title,
+      Content content);
+  ~PycommWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  /// Blocks until all operations have ended; raises what made one fail. The engine's deadline ends it in any case.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void blockCurrentStream() override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+
+ private:
+  /// Outlives the Work: the lane's listeners hold it.
+  struct State;
+
+  static void inPoolWhenAllEnd(const std::shared_ptr<State>& state, void (*then)(State&));
+  static void completeFuture(State& state);
+
+  std::shared_ptr<State> state_;
+};
+
+} // namespace pycomm

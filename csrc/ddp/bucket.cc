@@ -1,0 +1,253 @@
+#include "ddp/bucket.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "c10d/dtypes.h"
+#include "numeric/convert.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kBlock = 4096; // elements looked at and cast while they are in the first-level cache
+
+// Where AccumulateGrad puts a gradient of this parameter: in the parameter's own memory order if that order has no
+// holes, else contiguous.
+std::vector<int64_t> gradStrides(const at::Tensor& param) {
+  if (param.is_non_overlapping_and_dense()) {
+    return param.strides().vec();
+  }
+  std::vector<int64_t> strides(static_cast<size_t>(param.dim()));
+  int64_t step = 1;
+  for (size_t d = strides.size(); d-- > 0;) {
+    strides[d] = step;
+    step *= std::max<int64_t>(param.size(static_cast<int64_t>(d)), 1);
+  }
+  return strides;
+}
+
+bool hasStrides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  for (size_t d = 0; d < strides.size(); ++d) {
+    const auto dim = static_cast<int64_t>(d);
+    if (tensor.size(dim) != 1 && tensor.stride(dim) != strides[d]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Is `grad` the very memory of `view`?
+bool sameMemory(const at::Tensor& grad, const at::Tensor& view, const std::vector<int64_t>& strides) {
+  return grad.is_alias_of(view) && grad.data_ptr() == view.data_ptr() && hasStrides(grad, strides);
+}
+
+void bumpVersion(const at::Tensor& written) {
+  if (!written.is_inference()) {
+    written.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+} // namespace
+
+Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices, const BucketLayout& layout)
+    : layout_(layout), dtype_(params.at(indices.at(0)).scalar_type()) {
+  for (const size_t index : indices) {
+    Slot slot;
+    slot.param = params.at(index);
+    slot.index = index;
+    slot.offset = numel_;
+    slot.numel = static_cast<size_t>(slot.param.numel());
+    slot.strides = gradStrides(slot.param);
+    numel_ += slot.numel;
+    slots_.push_back(std::move(slot));
+  }
+  const at::ScalarType wire = layout.wire_dtype.value_or(dtype_);
+  const bool scaled = layout.wire_dtype == at::kHalf;
+  const bool travels_cast = wire != dtype_ || scaled;
+  const auto options = slots_[0].param.options().requires_grad(false);
+  if (travels_cast) {
+    const size_t tail = scaled ? static_cast<size_t>(layout.world_size) : 0;
+    wire_ = at::zeros({static_cast<int64_t>(numel_ + tail)}, options.dtype(wire));
+  }
+  if (scaled) {
+    scale_.emplace(layout.world_size);
+  }
+  if (!travels_cast || layout.grads_are_views) {
+    home_ = at::empty({static_cast<int64_t>(numel_)}, options);
+    for (Slot& slot : slots_) {
+      slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
+    }
+  }
+  beginStep();
+}
+
+at::Tensor Bucket::wire() const {
+  if (cast()) {
+    return wire_;
+  }
+  return home_.is_complex() ? at::view_as_real(home_) : home_;
+}
+
+void Bucket::beginStep() noexcept {
+  pending_ = slots_.size();
+  max_abs_bits_ = 0;
+}
+
+void Bucket::pack(size_t slot) {
+  const at::NoGradGuard no_grad;
+  if (home_.defined()) {
+    packHome(slots_[slot]);
+  }
+  if (cast()) {
+    packWire(slots_[slot]);
+  }
+  --pending_;
+}
+
+void Bucket::packHome(const Slot& slot) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  const bool average_here = !cast() && !layout_.hook_averages && layout_.world_size > 1;
+  const double factor = average_here ? 1.0 / layout_.world_size : 1.0;
+  if (!grad.defined()) {
+    slot.view.zero_();
+    return;
+  }
+  if (layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides)) {
+    if (average_here) {
+      slot.view.mul_(factor);
+    }
+    return;
+  }
+  if (average_here && grad.scalar_type() == dtype_) {
+    at::Tensor out = slot.view;
+    at::mul_out(out, grad, at::scalar_tensor(factor, at::kDouble)); // no dimensions: does not promote
+  } else {
+    slot.view.copy_(grad);
+    if (average_here) {
+      slot.view.mul_(factor);
+    }
+  }
+  if (layout_.grads_are_views) {
+    grad = slot.view;
+  }
+}
+
+void Bucket::packWire(const Slot& slot) {
+  if (slot.numel == 0) {
+    return;
+  }
+  const size_t element = wire_.element_size();
+  auto* out = static_cast<char*>(wire_.data_ptr()) + slot.offset * element;
+  at::Tensor grad = slot.param.grad();
+  if (!grad.defined()) {
+    std::fill_n(out, slot.numel * element, char{0});
+    return;
+  }
+  // maxAbsBits() wants fp32, and flat memory wants the slot's order; gradients have both nearly always.
+  const at::ScalarType source_type = scale_.has_value() ? at::kFloat : dtype_;
+  if (grad.scalar_type() != source_type || !hasStrides(grad, slot.strides)) {
+    grad = at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(source_type)).copy_(grad);
+  }
+  const float factor = scale_.has_value() ? scale_->packFactor() : 1.0F;
+  const auto* in = static_cast<const char*>(grad.const_data_ptr());
+  const size_t source_element = grad.element_size();
+  for (size_t at = 0; at < slot.numel; at += kBlock) {
+    const size_t count = std::min(kBlock, slot.numel - at);
+    const char* block = in + at * source_element;
+    if (scale_.has_value()) {
+      max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
+    }
+    convert(toDType(wire_.scalar_type()), out + at * element, toDType(source_type), block, count, factor);
+  }
+}
+
+void Bucket::seal() {
+  if (!scale_.has_value()) {
+    return;
+  }
+  auto* tail = static_cast<at::Half*>(wire_.data_ptr()) + numel_;
+  std::fill_n(tail, layout_.world_size, at::Half(0.0F));
+  tail[layout_.rank] = at::Half(WireScale::slotValue(max_abs_bits_));
+}
+
+Bucket::Verdict Bucket::judge() {
+  if (!scale_.has_value()) {
+    return Verdict::Good;
+  }
+  const auto* tail = static_cast<const at::Half*>(wire_.const_data_ptr()) + numel_;
+  const int exponent_before = scale_->exponent();
+  switch (scale_->judge(std::vector<float>(tail, tail + layout_.world_size))) {
+    case WireScale::Outcome::Good:
+      return Verdict::Good;
+    case WireScale::Outcome::NonFinite:
+      return Verdict::NonFinite;
+    case WireScale::Outcome::PackAgain:
+      break;
+  }
+  // The local gradients are still where they were: unpack() is what overwrites them.
+  const at::NoGradGuard no_grad;
+  max_abs_bits_ = 0;
+  for (const Slot& slot : slots_) {
+    packWire(slot);
+  }
+  seal();
+  return scale_->exponent() < exponent_before ? Verdict::RepackedAfterOverflow : Verdict::RepackedAfterUnderflow;
+}
+
+void Bucket::takeHookResult(const at::Tensor& result) {
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(
+      result.numel() == home_.numel(),
+      "the comm hook returned ", result.numel(), " elements for a bucket of ", home_.numel());
+  const bool in_place = result.dim() == 1 && result.scalar_type() == dtype_ && sameMemory(result, home_, {1});
+  if (!in_place) {
+    home_.copy_(result.reshape({-1}));
+  }
+}
+
+void Bucket::unpack(size_t index) {
+  const at::NoGradGuard no_grad;
+  const Slot& slot = slots_[index];
+  at::Tensor& grad = slot.param.mutable_grad();
+  if (!grad.defined()) {
+    grad = layout_.grads_are_views
+        ? slot.view
+        : at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
+  }
+  if (!cast()) {
+    if (!sameMemory(grad, slot.view, slot.strides)) {
+      grad.copy_(slot.view);
+    }
+    return;
+  }
+  if (slot.numel == 0) {
+    return;
+  }
+  const float factor =
+      scale_.has_value() ? scale_->unpackFactor() : 1.0F / static_cast<float>(layout_.world_size);
+  const bool direct = grad.scalar_type() == dtype_ && hasStrides(grad, slot.strides);
+  at::Tensor target =
+      direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
+  const auto* in = static_cast<const char*>(wire_.const_data_ptr()) + slot.offset * wire_.element_size();
+  convert(toDType(dtype_), target.data_ptr(), toDType(wire_.scalar_type()), in, slot.numel, factor);
+  if (direct) {
+    bumpVersion(grad);
+  } else {
+    grad.copy_(target);
+  }
+}
+
+void Bucket::finishStep() noexcept {
+  if (scale_.has_value()) {
+    scale_->finishStep();
+  }
+}
+
+} // namespace pycomm

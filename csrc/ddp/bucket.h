@@ -1,0 +1,97 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "ddp/wire_scale.h"
+
+namespace pycomm {
+
+/// What all buckets of one reducer have in common.
+struct BucketLayout {
+  int rank = 0;
+  int world_size = 1;
+  std::optional<at::ScalarType> wire_dtype; ///< none: the parameters' own
+  bool grads_are_views = false; ///< .grad points into the bucket
+  bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
+};
+
+/// Gradients of one dtype that are reduced together.
+///
+/// Two flat buffers, either of which may be missing. `home` has the parameters' dtype: it is what .grad points into
+/// when gradients are views, and what comm hooks see. `wire` is what the all-reduce gets: home itself, or the cast
+/// gradients, with one element a rank behind them when the wire is fp16 (see WireScale).
+/// Both hold each gradient in the memory order of its parameter, which all ranks share.
+///
+///     dtype on the wire     pack                          reduce     unpack
+///     the parameters' own   home = g / N                  SUM home   .grad = home
+///     fp32, bf16            wire = cast(g)                SUM wire   .grad = wire * 1/N
+///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or once more from the start
+///     any, comm hook        home = g                      hook       .grad = what the hook returned
+///
+/// Not thread-safe; the reducer's mutex guards it.
+class Bucket {
+ public:
+  struct Slot {
+    at::Tensor param;
+    size_t index = 0; ///< in the reducer's list of parameters
+    size_t offset = 0; ///< in elements
+    size_t numel = 0;
+    std::vector<int64_t> strides; ///< of the gradient in memory
+    at::Tensor view; ///< into home, if there is one
+  };
+
+  Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices, const BucketLayout& layout);
+
+  [[nodiscard]] const std::vector<Slot>& slots() const noexcept {
+    return slots_;
+  }
+  /// The flat gradients in the parameters' dtype. Defined unless wire_dtype changes them and .grad is no view.
+  [[nodiscard]] const at::Tensor& home() const noexcept {
+    return home_;
+  }
+  /// What to all-reduce, by SUM. Complex gradients are seen as pairs of reals.
+  [[nodiscard]] at::Tensor wire() const;
+
+  void beginStep() noexcept;
+  /// Slots that have not been packed in this step.
+  [[nodiscard]] size_t pending() const noexcept {
+    return pending_;
+  }
+  /// Takes the gradient of one slot in; a parameter without one counts as zero.
+  void pack(size_t slot);
+  /// After the last pack(), before the all-reduce.
+  void seal();
+
+  enum class Verdict { Good, RepackedAfterOverflow, RepackedAfterUnderflow, NonFinite };
+  /// After the all-reduce. The Repacked… ones mean: reduce wire() again, then judge again.
+  [[nodiscard]] Verdict judge();
+
+  /// What a comm hook returned becomes the content of home.
+  void takeHookResult(const at::Tensor& result);
+  /// Writes the reduced gradient of one slot to its parameter's .grad.
+  void unpack(size_t slot);
+  void finishStep() noexcept;
+
+ private:
+  [[nodiscard]] bool cast() const noexcept {
+    return wire_.defined();
+  }
+  void packHome(const Slot& slot);
+  void packWire(const Slot& slot);
+
+  BucketLayout layout_;
+  at::ScalarType dtype_;
+  std::vector<Slot> slots_;
+  size_t numel_ = 0;
+  at::Tensor home_;
+  at::Tensor wire_; ///< undefined when home is what travels
+  std::optional<WireScale> scale_; ///< fp16 wire only
+  uint32_t max_abs_bits_ = 0;
+  size_t pending_ = 0;
+};
+
+} // namespace pycomm

@@ -1,0 +1,83 @@
+#include "ddp/grad_hooks.h"
+
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+#include <memory>
+#include <unordered_set>
+
+namespace pycomm {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+GradHooks::GradHooks(const std::vector<at::Tensor>& params, const OnGradient& on_gradient)
+    : param_count_(params.size()) {
+  hooked_.reserve(params.size());
+  for (size_t index = 0; index < params.size(); ++index) {
+    NodePtr accumulator = torch::autograd::impl::grad_accumulator(params[index]);
+    TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
+    auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
+          on_gradient(index);
+          return outputs;
+        },
+        [](torch::autograd::CompiledNodeArgs& /*args*/) {
+          // Compiled autograd records a node's hooks through this function and never calls the C++ ones: without an
+          // error here gradients would silently stay local.
+          TORCH_CHECK_NOT_IMPLEMENTED(
+              false,
+              "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
+              "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model.");
+        });
+    const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+    index_of_[accumulator.get()] = index;
+    hooked_.push_back({std::move(accumulator), key});
+  }
+}
+
+GradHooks::~GradHooks() {
+  remove();
+}
+
+void GradHooks::remove() {
+  for (const Hooked& hooked : hooked_) {
+    hooked.accumulator->del_post_hook(hooked.key);
+  }
+  hooked_.clear();
+  index_of_.clear();
+}
+
+std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& outputs) const {
+  std::vector<bool> reached(param_count_, false);
+  std::unordered_set<const Node*> seen;
+  std::vector<const Node*> open;
+  const auto visit = [&](const Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      open.push_back(node);
+    }
+  };
+  for (const at::Tensor& output : outputs) {
+    // An output may be a parameter itself: then its edge leads to the accumulator at once.
+    visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!open.empty()) {
+    const Node* node = open.back();
+    open.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+    const auto found = index_of_.find(node);
+    if (found != index_of_.end()) {
+      reached[found->second] = true;
+    }
+  }
+  std::vector<size_t> unreached;
+  for (size_t index = 0; index < param_count_; ++index) {
+    if (!reached[index]) {
+      unreached.push_back(index);
+    }
+  }
+  return unreached;
+}
+
+} // namespace pycomm

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <functional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace pycomm {
+
+/// Calls back when autograd has accumulated a parameter's gradient, and finds parameters that a graph does not reach.
+///
+/// Each leaf has one gradient accumulator, a graph node that autograd itself holds only weakly: here they are kept
+/// alive, or the hooks would vanish with the first graph.
+class GradHooks {
+ public:
+  /// Called with the parameter's index on the thread that runs backward, without the GIL. It may throw: the error comes
+  /// out of backward().
+  using OnGradient = std::function<void(size_t index)>;
+
+  GradHooks(const std::vector<at::Tensor>& params, const OnGradient& on_gradient);
+  GradHooks(const GradHooks&) = delete;
+  GradHooks& operator=(const GradHooks&) = delete;
+  ~GradHooks();
+
+  void remove();
+
+  /// Indices of parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
+  [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
+
+ private:
+  // A shared_ptr up to torch 2.12, an intrusive_ptr since: taken as torch has it.
+  using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+  struct Hooked {
+    NodePtr accumulator;
+    uintptr_t key; ///< what del_post_hook() takes
+  };
+  std::vector<Hooked> hooked_;
+  std::unordered_map<const torch::autograd::Node*, size_t> index_of_; ///< keys live as long as hooked_ holds them
+  size_t param_count_ = 0;
+};
+
+} // namespace pycomm

@@ -1,0 +1,120 @@
+#include "ddp/wire_scale.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kTopAim = 9;
+constexpr int kTopHighest = 15;
+constexpr int kTopLowest = 0;
+
+// 2^s and 2^-s must both be normal fp32 numbers.
+constexpr int kExponentLimit = 126;
+
+// frexp() of an fp32 number gives -148 (the least subnormal) to 128, so codes are 52 to 328: exact in fp16.
+constexpr int kBias = 200;
+constexpr int kLowestCode = kBias - 148;
+constexpr int kHighestCode = kBias + 128;
+constexpr int kAllZeroCode = 0;
+constexpr int kNonFiniteCode = 1000;
+
+constexpr uint32_t kInfinityBits = 0x7f800000U;
+
+int ceilLog2(int value) {
+  int log = 0;
+  while ((int64_t{1} << log) < value) {
+    ++log;
+  }
+  return log;
+}
+
+} // namespace
+
+WireScale::WireScale(int world_size) : world_size_(world_size), log2_world_(ceilLog2(world_size)) {}
+
+float WireScale::packFactor() const {
+  return std::ldexp(1.0F, exponent_);
+}
+
+float WireScale::unpackFactor() const {
+  return std::ldexp(1.0F, -exponent_) / static_cast<float>(world_size_);
+}
+
+float WireScale::slotValue(uint32_t max_abs_bits) {
+  if (max_abs_bits == 0) {
+    return static_cast<float>(kAllZeroCode);
+  }
+  if (max_abs_bits >= kInfinityBits) {
+    return static_cast<float>(kNonFiniteCode);
+  }
+  float largest = 0;
+  std::memcpy(&largest, &max_abs_bits, sizeof largest);
+  int exponent = 0;
+  (void)std::frexp(largest, &exponent);
+  return static_cast<float>(exponent + kBias);
+}
+
+WireScale::Outcome WireScale::judge(const std::vector<float>& slots) {
+  int highest = kAllZeroCode;
+  for (size_t rank = 0; rank < slots.size(); ++rank) {
+    const float value = slots[rank];
+    const bool known = value == static_cast<float>(kAllZeroCode) || value == static_cast<float>(kNonFiniteCode) ||
+        (value >= static_cast<float>(kLowestCode) && value <= static_cast<float>(kHighestCode) &&
+         value == std::floor(value));
+    if (!known) {
+      throw Error(
+          ErrorCode::DataCorrupt,
+          "the fp16 gradient bucket came back from the all-reduce with " + std::to_string(value) +
+              " where rank " + std::to_string(rank) + " had written the size of its gradients",
+          "a backend that adds fp16 elements exactly when all but one are zero; lossy codecs cannot carry this bucket");
+    }
+    highest = std::max(highest, static_cast<int>(value));
+  }
+  next_exponent_ = exponent_;
+  if (highest == kNonFiniteCode) {
+    return Outcome::NonFinite;
+  }
+  if (highest == kAllZeroCode) {
+    return Outcome::Good;
+  }
+  const int sum_exponent = highest - kBias + log2_world_; // E + L
+  const int top = sum_exponent + exponent_;
+  next_exponent_ = std::clamp(kTopAim - sum_exponent, -kExponentLimit, kExponentLimit);
+  if ((top >= kTopLowest && top <= kTopHighest) || next_exponent_ == exponent_) {
+    return Outcome::Good;
+  }
+  exponent_ = next_exponent_;
+  return Outcome::PackAgain;
+}
+
+void WireScale::finishStep() noexcept {
+  exponent_ = next_exponent_;
+}
+
+uint32_t maxAbsBits(const float* values, size_t numel) noexcept {
+  // Blocks of constant length, so that compilers vectorise also at -O2; signed, because SSE2 compares only signed.
+  constexpr size_t kBlock = 1024;
+  const auto fold = [](int32_t largest, const float* at, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      int32_t bits = 0;
+      std::memcpy(&bits, at + i, sizeof bits);
+      bits &= 0x7fffffff;
+      largest = bits > largest ? bits : largest;
+    }
+    return largest;
+  };
+  int32_t largest = 0;
+  size_t done = 0;
+  for (; done + kBlock <= numel; done += kBlock) {
+    largest = fold(largest, values + done, kBlock);
+  }
+  return static_cast<uint32_t>(fold(largest, values + done, numel - done));
+}
+
+} // namespace pycomm

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pycomm {
+
+/// The power of two that one fp16 bucket is multiplied by before its gradients are cast, the same on every rank.
+///
+/// Rank r holds gradients g_r, its largest magnitude lies below 2^e_r (frexp's exponent), N ranks average:
+///
+///     packed    q_r = fp16(g_r * 2^s)
+///     reduced   Q   = q_0 + … + q_(N-1)               (the group's SUM)
+///     unpacked  g   = fp32(Q) * 2^-s / N
+///
+/// Multiplying by 2^s rounds nothing, so s only decides what falls off the two ends of fp16: sums of 65520 and more
+/// become Inf, values under 2^-14 lose bits. With E = max_r e_r and L = ceil(log2 N) every |Q| stays below
+/// 2^(E + L + s). That `top` is what the rule holds in a window:
+///
+///     aim at          top = 9           gradients down to 2^(L-23) of the largest keep all 11 bits, growth by 64 fits
+///     good as it is   0 <= top <= 15    … down to 2^(L-14) at the lower end
+///     otherwise       the bucket is packed and reduced once more, with the s that makes top = 9
+///
+/// The first step starts with s = 0.
+///
+/// How the ranks agree on E without another message: a bucket ends with N further elements, one a rank. A rank writes
+/// e_r + kBias into its own and zero into the others, so that the SUM hands every rank all e_r, exactly, whatever the
+/// algorithm: each is an integer below 2048 plus zeros. All decisions follow from these numbers and from s, which all
+/// ranks share, so they need no look at the result, and a cancelling sum (large gradients, small average) cannot
+/// mislead them. Gradients that are Inf or NaN on some rank before packing say so in the same place: no scale can help,
+/// the result keeps its Inf or NaN as an fp32 sum would, s stays, and the step is counted.
+///
+/// Example, N = 2, s = 0: rank 0 has a largest gradient 100000 (e = 17), rank 1 has 3 (e = 2). E = 17, L = 1, top = 18:
+/// the fp16 sum holds Inf. Both ranks read 17 and 2, take s = 9 - 17 - 1 = -9, pack again: 100000 * 2^-9 = 195.3 fits.
+class WireScale {
+ public:
+  enum class Outcome {
+    Good, ///< unpack; the next step uses the exponent that aims at top = 9
+    PackAgain, ///< exponent() has changed; pack and reduce the same gradients once more
+    NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
+  };
+
+  explicit WireScale(int world_size);
+
+  [[nodiscard]] int exponent() const noexcept {
+    return exponent_;
+  }
+  /// 2^s.
+  [[nodiscard]] float packFactor() const;
+  /// 2^-s / N.
+  [[nodiscard]] float unpackFactor() const;
+
+  /// What a rank writes into its own element. `max_abs_bits` as maxAbsBits() gives it. An integer from 0 to 1000.
+  [[nodiscard]] static float slotValue(uint32_t max_abs_bits);
+
+  /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) when they are not what slotValue() of N
+  /// ranks adds up to: the backend did not sum.
+  [[nodiscard]] Outcome judge(const std::vector<float>& slots);
+  /// The outcome was used up: the next pack takes the exponent that aims at the middle of the window.
+  void finishStep() noexcept;
+
+ private:
+  int world_size_;
+  int log2_world_; ///< L
+  int exponent_ = 0; ///< s
+  int next_exponent_ = 0;
+};
+
+/// The bits of the largest magnitude, as an unsigned number. Bit patterns without their sign order like magnitudes,
+/// with Inf above every number and NaN above Inf, so integers do for all of them.
+[[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
+
+} // namespace pycomm

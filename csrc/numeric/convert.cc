@@ -1,0 +1,77 @@
+#include "numeric/convert.h"
+
+#include <string>
+
+#include "base/error.h"
+#include "numeric/fp_environment.h"
+#include "numeric/kernels.h"
+#include "numeric/small_float.h"
+
+namespace pycomm {
+namespace {
+
+void convertWith(
+    const numeric::KernelSet& set,
+    DType to,
+    void* dst,
+    DType from,
+    const void* src,
+    size_t numel,
+    float factor) {
+  auto kernel = set.convert(to, from);
+  if (kernel == nullptr) {
+    kernel = numeric::kScalarKernels.convert(to, from);
+  }
+  if (kernel == nullptr) {
+    throw Error(
+        ErrorCode::Unsupported,
+        std::string("no conversion from ") + dtypeName(from) + " to " + dtypeName(to) +
+            ": only float32, float16, bfloat16 and the two float8 formats are converted");
+  }
+  const numeric::FpEnvironment environment;
+  kernel(dst, src, numel, factor);
+}
+
+} // namespace
+
+void convert(DType to, void* dst, DType from, const void* src, size_t numel, float factor) {
+  convertWith(numeric::activeKernels(), to, dst, from, src, numel, factor);
+}
+
+void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor) {
+  convertWith(numeric::kScalarKernels, to, dst, from, src, numel, factor);
+}
+
+float halfToFloat(uint16_t bits) noexcept {
+  return numeric::HalfFormat::decode(bits);
+}
+
+uint16_t floatToHalf(float value) noexcept {
+  return numeric::HalfFormat::encode(value);
+}
+
+float bfloat16ToFloat(uint16_t bits) noexcept {
+  return numeric::Bfloat16Format::decode(bits);
+}
+
+uint16_t floatToBfloat16(float value) noexcept {
+  return numeric::Bfloat16Format::encode(value);
+}
+
+float e4m3ToFloat(uint8_t bits) noexcept {
+  return numeric::E4m3Format::decode(bits);
+}
+
+uint8_t floatToE4m3(float value) noexcept {
+  return numeric::E4m3Format::encode(value);
+}
+
+float e5m2ToFloat(uint8_t bits) noexcept {
+  return numeric::E5m2Format::decode(bits);
+}
+
+uint8_t floatToE5m2(float value) noexcept {
+  return numeric::E5m2Format::encode(value);
+}
+
+} // namespace pycomm

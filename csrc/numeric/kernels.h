@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstddef>
+
+#include "base/dtype.h"
+#include "base/reduce_op.h"
+
+// What an instruction set offers: loops over elements, found by dtype and op. The public functions validate, set up the
+// floating-point environment and call one of these.
+
+namespace pycomm::numeric {
+
+using ReduceKernel = void (*)(void* dst, const void* a, const void* b, size_t numel);
+
+/// `divisor` is applied to the accumulator when it is not 1; only float kernels look at it.
+using ReduceManyKernel =
+    void (*)(void* dst, const void* const* sources, size_t source_count, size_t numel, double divisor);
+
+using ScaleKernel = void (*)(void* dst, const void* src, size_t numel, double factor);
+using ConvertKernel = void (*)(void* dst, const void* src, size_t numel, float factor);
+
+/// Each may return nullptr: this instruction set has nothing better than the scalar loop, or, from the scalar set, the
+/// combination is undefined. `op` is never Avg or PremulSum, which add like Sum, and `dtype` is complex only for Product:
+/// the rest treats a complex number as two reals.
+struct KernelSet {
+  ReduceKernel (*reduce)(DType dtype, ReduceOp op);
+  ReduceManyKernel (*reduceMany)(DType dtype, ReduceOp op);
+  ScaleKernel (*scale)(DType dtype);
+  ScaleKernel (*divide)(DType dtype);
+  ConvertKernel (*convert)(DType to, DType from);
+};
+
+extern const KernelSet kScalarKernels;
+#if defined(__x86_64__)
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+#elif defined(__aarch64__)
+extern const KernelSet kNeonKernels;
+#endif
+
+/// The set for simdLevel().
+[[nodiscard]] const KernelSet& activeKernels() noexcept;
+
+} // namespace pycomm::numeric

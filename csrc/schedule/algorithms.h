@@ -1,0 +1,28 @@
+#pragma once
+
+#include "schedule/step.h"
+
+namespace pycomm {
+
+// One function an algorithm. The request has been checked, and size is at least 2. Only makeSchedule() calls these.
+
+[[nodiscard]] Schedule ringAllReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule ringReduceScatter(const ScheduleRequest& request);
+[[nodiscard]] Schedule ringAllGather(const ScheduleRequest& request);
+
+[[nodiscard]] Schedule recursiveDoublingAllReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule disseminationBarrier(const ScheduleRequest& request);
+
+[[nodiscard]] Schedule binomialBroadcast(const ScheduleRequest& request);
+[[nodiscard]] Schedule binomialReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule chainBroadcast(const ScheduleRequest& request);
+[[nodiscard]] Schedule chainReduce(const ScheduleRequest& request);
+
+[[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
+
+[[nodiscard]] Schedule pairwiseAllToAll(const ScheduleRequest& request);
+[[nodiscard]] Schedule directGather(const ScheduleRequest& request);
+[[nodiscard]] Schedule directScatter(const ScheduleRequest& request);
+[[nodiscard]] Schedule pointToPoint(const ScheduleRequest& request);
+
+} // namespace pycomm

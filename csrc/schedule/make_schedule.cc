@@ -1,0 +1,152 @@
+#include "schedule/make_schedule.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "schedule/algorithms.h"
+#include "schedule/partition.h"
+#include "schedule/request_checks.h"
+#include "schedule/schedule_builder.h"
+#include "schedule/select.h"
+
+namespace pycomm {
+namespace {
+
+using MakeFunction = Schedule (*)(const ScheduleRequest&);
+
+struct Entry {
+  Collective kind;
+  Algorithm algorithm;
+  MakeFunction make;
+};
+
+constexpr Entry kTable[] = {
+    {Collective::AllReduce, Algorithm::Ring, ringAllReduce},
+    {Collective::AllReduce, Algorithm::RecursiveDoubling, recursiveDoublingAllReduce},
+    {Collective::AllReduce, Algorithm::Direct, directAllReduce},
+    {Collective::Broadcast, Algorithm::BinomialTree, binomialBroadcast},
+    {Collective::Broadcast, Algorithm::Ring, chainBroadcast},
+    {Collective::Reduce, Algorithm::BinomialTree, binomialReduce},
+    {Collective::Reduce, Algorithm::Ring, chainReduce},
+    {Collective::AllGather, Algorithm::Ring, ringAllGather},
+    {Collective::ReduceScatter, Algorithm::Ring, ringReduceScatter},
+    {Collective::Barrier, Algorithm::RecursiveDoubling, disseminationBarrier},
+    {Collective::AllToAll, Algorithm::Pairwise, pairwiseAllToAll},
+    {Collective::Gather, Algorithm::Direct, directGather},
+    {Collective::Scatter, Algorithm::Direct, directScatter},
+    {Collective::Send, Algorithm::Direct, pointToPoint},
+    {Collective::Recv, Algorithm::Direct, pointToPoint},
+};
+
+[[noreturn]] void refuseAlgorithm(const ScheduleRequest& request, Algorithm algorithm, const std::string& hint) {
+  ErrorRecord record;
+  record.code = ErrorCode::Unsupported;
+  record.op = collectiveName(request.kind);
+  record.rank = request.rank;
+  record.summary = record.op + " has no " + algorithmName(algorithm) + " algorithm" +
+      (request.wire_dtype != request.dtype ? " that encodes" : "");
+  record.hint = hint;
+  throw Error(record);
+}
+
+const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
+  std::string others;
+  for (const Entry& entry : kTable) {
+    const bool can_encode = entry.algorithm == Algorithm::Direct;
+    if (entry.kind != request.kind || (request.wire_dtype != request.dtype && !can_encode)) {
+      continue;
+    }
+    if (entry.algorithm == algorithm) {
+      return entry;
+    }
+    others += std::string(others.empty() ? "use " : " or ") + algorithmName(entry.algorithm);
+  }
+  refuseAlgorithm(request, algorithm, others);
+}
+
+/// One rank alone: what it has is the result. Nothing travels, so nothing is encoded either.
+Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
+  ScheduleBuilder builder(request, algorithm);
+  if (request.kind == Collective::Barrier) {
+    return std::move(builder).finish();
+  }
+  const Run whole = {0, inputNumel(request)};
+  const bool final = isReduction(request.kind);
+  if (final && request.reduce_op == ReduceOp::PremulSum) {
+    builder.scale(inputRegion(whole), outputRegion(whole), final);
+  } else {
+    builder.copy(inputRegion(whole), outputRegion(whole), final);
+  }
+  return std::move(builder).finish();
+}
+
+} // namespace
+
+Schedule makeSchedule(const ScheduleRequest& request) {
+  checkRequest(request);
+  Algorithm algorithm = request.algorithm;
+  if (algorithm == Algorithm::Auto) {
+    SelectionKey key;
+    key.kind = request.kind;
+    key.size = request.size;
+    key.nbytes = request.numel * static_cast<int64_t>(elementSize(request.dtype));
+    key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
+    key.encoded = request.wire_dtype != request.dtype;
+    algorithm = selectAlgorithm(key);
+  }
+  const Entry& entry = findEntry(request, algorithm);
+  return request.size == 1 ? makeForOneRank(request, algorithm) : entry.make(request);
+}
+
+int64_t inputNumel(const ScheduleRequest& request) {
+  const Partition parts = Partition::ofParts(request.numel, request.size, request.counts);
+  switch (request.kind) {
+    case Collective::AllReduce:
+    case Collective::Reduce:
+    case Collective::Send:
+      return request.numel;
+    case Collective::Broadcast:
+      return request.rank == request.root ? request.numel : 0;
+    case Collective::AllGather:
+    case Collective::Gather:
+      return parts[request.rank].numel;
+    case Collective::ReduceScatter:
+    case Collective::AllToAll:
+      return parts.numel();
+    case Collective::Scatter:
+      return request.rank == request.root ? parts.numel() : 0;
+    case Collective::Barrier:
+    case Collective::Recv:
+      return 0;
+  }
+  return 0;
+}
+
+int64_t outputNumel(const ScheduleRequest& request) {
+  const Partition parts = Partition::ofParts(request.numel, request.size, request.counts);
+  switch (request.kind) {
+    case Collective::AllReduce:
+    case Collective::Broadcast:
+    case Collective::Recv:
+      return request.numel;
+    case Collective::Reduce:
+      return request.rank == request.root ? request.numel : 0;
+    case Collective::AllGather:
+      return parts.numel();
+    case Collective::Gather:
+      return request.rank == request.root ? parts.numel() : 0;
+    case Collective::ReduceScatter:
+    case Collective::Scatter:
+      return parts[request.rank].numel;
+    case Collective::AllToAll:
+      return Partition::ofParts(request.numel, request.size, request.recv_counts).numel();
+    case Collective::Barrier:
+    case Collective::Send:
+      return 0;
+  }
+  return 0;
+}
+
+} // namespace pycomm

@@ -1,0 +1,118 @@
+// Recursive doubling: few rounds for small tensors. In each round a rank exchanges its whole partial sum with one
+// partner, twice as far away as in the round before, and both compute op(lower, higher), so both hold the same bits;
+// after log2(size) rounds all ranks do. Where size is not a power of two, the first ranks go in pairs: the odd one
+// gives its input to the even one before the rounds and gets the result after them, so that the `members` of the
+// rounds are a power of two, and each member stands for consecutive ranks.
+//
+// Three ranks with inputs a, b, c. Two members: rank 0 (for ranks 0 and 1) and rank 2.
+//
+//   fold     rank 1 sends b to rank 0          rank 0: scratch = a+b
+//   round 0  ranks 0 and 2 exchange            both: Output = (a+b)+c, final
+//   return   rank 0 sends Output to rank 1     rank 1: Output
+//
+// Only the last round writes Output, because only there the sum contains every rank; until then it is in scratch. A
+// round's receive waits for its send: it writes over what the send reads, which in the last round may be Input itself
+// (in place).
+//
+// The sum is a balanced tree over consecutive ranks, the lower half always first. The small floats are rounded once a
+// round.
+#include <cstdint>
+
+#include "schedule/algorithms.h"
+#include "schedule/schedule_builder.h"
+
+namespace pycomm {
+namespace {
+
+/// Who takes part in the rounds.
+struct Members {
+  int32_t count = 1; ///< the largest power of two that is not above size
+  int32_t pairs = 0; ///< ranks 0 .. 2 * pairs - 1 share a member, two by two
+
+  explicit Members(int32_t size) {
+    while (count * 2 <= size) {
+      count *= 2;
+    }
+    pairs = size - count;
+  }
+  [[nodiscard]] bool paired(int32_t rank) const {
+    return rank < 2 * pairs;
+  }
+  [[nodiscard]] int32_t memberOf(int32_t rank) const {
+    return paired(rank) ? rank / 2 : rank - pairs;
+  }
+  [[nodiscard]] int32_t rankOf(int32_t member) const {
+    return member < pairs ? 2 * member : member + pairs;
+  }
+};
+
+} // namespace
+
+Schedule recursiveDoublingAllReduce(const ScheduleRequest& request) {
+  ScheduleBuilder builder(request, Algorithm::RecursiveDoubling);
+  const Members members(request.size);
+  const int64_t segments = builder.segmentCount(request.numel, request.dtype);
+  const auto segmentAt = [&](int64_t s) { return splitBalanced({0, request.numel}, segments, s); };
+
+  if (members.paired(request.rank) && request.rank % 2 == 1) {
+    const int32_t partner = request.rank - 1;
+    for (int64_t s = 0; s < segments; ++s) {
+      const auto local = builder.operand(segmentAt(s));
+      builder.send(local.region, partner, {local.ready});
+    }
+    for (int64_t s = 0; s < segments; ++s) {
+      builder.recv(partner, outputRegion(segmentAt(s))); // made from what was sent, so Input is no longer needed
+    }
+    return std::move(builder).finish();
+  }
+
+  std::vector<ScheduleBuilder::Operand> partial;
+  for (int64_t s = 0; s < segments; ++s) {
+    partial.push_back(builder.operand(segmentAt(s)));
+  }
+  Buffer scratch = Buffer::None;
+  if (members.paired(request.rank) || members.count > 2) {
+    scratch = builder.addScratch(request.dtype, request.numel);
+  }
+  if (members.paired(request.rank)) {
+    for (int64_t s = 0; s < segments; ++s) {
+      auto& operand = partial[static_cast<size_t>(s)];
+      const Region sum = bufferRegion(scratch, segmentAt(s));
+      operand = {sum, builder.recvReduce(request.rank + 1, operand, sum, /*final=*/false)};
+    }
+  }
+  for (int32_t distance = 1; distance < members.count; distance *= 2) {
+    const int32_t partner = members.rankOf(members.memberOf(request.rank) ^ distance);
+    const bool final = distance * 2 == members.count;
+    std::vector<StepId> sent;
+    for (const auto& operand : partial) {
+      sent.push_back(builder.send(operand.region, partner, {operand.ready}));
+    }
+    for (int64_t s = 0; s < segments; ++s) {
+      auto& operand = partial[static_cast<size_t>(s)];
+      const Region sum = bufferRegion(final ? Buffer::Output : scratch, segmentAt(s));
+      operand = {sum, builder.recvReduce(partner, operand, sum, final, {sent[static_cast<size_t>(s)]})};
+    }
+  }
+  if (members.paired(request.rank)) {
+    for (const auto& result : partial) {
+      builder.send(result.region, request.rank + 1, {result.ready});
+    }
+  }
+  return std::move(builder).finish();
+}
+
+// Dissemination: in round k each rank tells the one 2^k further on that it, and all it has heard of, have entered.
+// After ceil(log2(size)) rounds everyone has heard of everyone, for any size. Frames are empty.
+Schedule disseminationBarrier(const ScheduleRequest& request) {
+  ScheduleBuilder builder(request, Algorithm::RecursiveDoubling);
+  const Region nothing;
+  StepId heard = kNoStep;
+  for (int64_t distance = 1; distance < request.size; distance *= 2) {
+    builder.send(nothing, builder.around(distance), {heard});
+    heard = builder.recv(builder.around(-distance), nothing, {heard});
+  }
+  return std::move(builder).finish();
+}
+
+} // namespace pycomm

@@ -1,0 +1,193 @@
+#include "schedule/schedule_builder.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/error.h"
+#include "schedule/make_schedule.h"
+
+namespace pycomm {
+namespace {
+
+// 4 Mi steps are 320 MiB of schedule. More is a mistake in segment_nbytes, and would run out of memory first.
+constexpr size_t kMaxSteps = size_t{4} << 20;
+
+} // namespace
+
+ScheduleBuilder::ScheduleBuilder(const ScheduleRequest& request, Algorithm algorithm) : request_(request) {
+  schedule_.kind = request.kind;
+  schedule_.algorithm = algorithm;
+  schedule_.rank = request.rank;
+  schedule_.size = request.size;
+  schedule_.dtype = request.dtype;
+  schedule_.wire_dtype = request.wire_dtype;
+}
+
+int32_t ScheduleBuilder::around(int64_t distance) const noexcept {
+  const int64_t rank = (request_.rank + distance) % request_.size;
+  return static_cast<int32_t>(rank < 0 ? rank + request_.size : rank);
+}
+
+int64_t ScheduleBuilder::segmentCount(int64_t numel, DType dtype) const noexcept {
+  const auto element_nbytes = static_cast<int64_t>(elementSize(dtype));
+  const int64_t segment_numel =
+      std::max<int64_t>(1, std::min(request_.segment_nbytes, kMaxSegmentNbytes) / element_nbytes);
+  return numel == 0 ? 1 : (numel - 1) / segment_numel + 1;
+}
+
+int64_t ScheduleBuilder::pipelineFrames() const noexcept {
+  const int64_t frame_nbytes = std::min(request_.segment_nbytes, kMaxSegmentNbytes);
+  return std::min<int64_t>(request_.pipeline_frames, kEdgeRoomNbytes / frame_nbytes - 1);
+}
+
+Buffer ScheduleBuilder::addScratch(DType dtype, int64_t numel) {
+  schedule_.scratch_numel.push_back(numel);
+  schedule_.scratch_dtype.push_back(dtype);
+  return static_cast<Buffer>(static_cast<size_t>(Buffer::Scratch0) + schedule_.scratch_numel.size() - 1);
+}
+
+ScheduleBuilder::Operand ScheduleBuilder::operand(Run input) {
+  if (request_.reduce_op != ReduceOp::PremulSum) {
+    return {inputRegion(input), kNoStep};
+  }
+  if (scaled_ == Buffer::None) {
+    scaled_ = addScratch(request_.dtype, inputNumel(request_));
+  }
+  const Region scaled = bufferRegion(scaled_, input);
+  return {scaled, scale(inputRegion(input), scaled)};
+}
+
+StepId ScheduleBuilder::send(Region src, int32_t to, const Deps& deps) {
+  Step step;
+  step.kind = StepKind::Send;
+  step.send_peer = to;
+  step.src = src;
+  return add(step, deps);
+}
+
+StepId ScheduleBuilder::recv(int32_t from, Region dst, const Deps& deps) {
+  Step step = receiving(StepKind::Recv, from);
+  step.dst = dst;
+  return add(step, deps);
+}
+
+StepId ScheduleBuilder::recvCopySend(int32_t from, Region dst, int32_t to, const Deps& deps) {
+  Step step = receiving(StepKind::RecvCopySend, from);
+  step.send_peer = to;
+  step.dst = dst;
+  return add(step, deps);
+}
+
+StepId ScheduleBuilder::recvReduce(
+    int32_t from,
+    const Operand& local,
+    Region dst,
+    bool final,
+    const Deps& deps) {
+  Step step = receiving(StepKind::RecvReduce, from);
+  step.final = final;
+  step.src = local.region;
+  step.dst = dst;
+  Deps all = deps;
+  all.push_back(local.ready);
+  return add(step, all);
+}
+
+StepId ScheduleBuilder::recvReduceSend(int32_t from, const Operand& local, int32_t to, const Deps& deps) {
+  Step step = receiving(StepKind::RecvReduceSend, from);
+  step.send_peer = to;
+  step.src = local.region;
+  Deps all = deps;
+  all.push_back(local.ready);
+  return add(step, all);
+}
+
+StepId ScheduleBuilder::recvReduceCopySend(
+    int32_t from,
+    const Operand& local,
+    Region dst,
+    int32_t to,
+    const Deps& deps) {
+  Step step = receiving(StepKind::RecvReduceCopySend, from);
+  step.final = true;
+  step.send_peer = to;
+  step.src = local.region;
+  step.dst = dst;
+  Deps all = deps;
+  all.push_back(local.ready);
+  return add(step, all);
+}
+
+StepId ScheduleBuilder::reduceMany(const std::vector<Region>& sources, Region dst, const Deps& deps) {
+  Step step;
+  step.kind = StepKind::ReduceMany;
+  step.final = true;
+  step.dst = dst;
+  step.sources_begin = static_cast<uint32_t>(schedule_.sources.size());
+  schedule_.sources.insert(schedule_.sources.end(), sources.begin(), sources.end());
+  step.sources_end = static_cast<uint32_t>(schedule_.sources.size());
+  return add(step, deps);
+}
+
+StepId ScheduleBuilder::copy(Region src, Region dst, bool final) {
+  Step step;
+  step.kind = StepKind::Copy;
+  step.final = final;
+  step.src = src;
+  step.dst = dst;
+  return add(step, {});
+}
+
+StepId ScheduleBuilder::scale(Region src, Region dst, bool final) {
+  Step step;
+  step.kind = StepKind::Scale;
+  step.final = final;
+  step.src = src;
+  step.dst = dst;
+  return add(step, {});
+}
+
+StepId ScheduleBuilder::encode(Region src, Region dst, const Deps& deps) {
+  Step step;
+  step.kind = StepKind::Encode;
+  step.src = src;
+  step.dst = dst;
+  return add(step, deps);
+}
+
+StepId ScheduleBuilder::decode(Region src, Region dst, const Deps& deps) {
+  Step step;
+  step.kind = StepKind::Decode;
+  step.src = src;
+  step.dst = dst;
+  return add(step, deps);
+}
+
+Step ScheduleBuilder::receiving(StepKind kind, int32_t from) const {
+  Step step;
+  step.kind = kind;
+  step.recv_peer = from;
+  step.local_first = request_.rank < from;
+  return step;
+}
+
+StepId ScheduleBuilder::add(Step step, const Deps& deps) {
+  if (schedule_.steps.size() >= kMaxSteps) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        std::string(collectiveName(request_.kind)) + " needs more than " + std::to_string(kMaxSteps) +
+            " steps with segment_nbytes=" + std::to_string(request_.segment_nbytes),
+        "raise segment_nbytes");
+  }
+  step.deps_begin = static_cast<uint32_t>(schedule_.deps.size());
+  for (const StepId dep : deps) {
+    if (dep != kNoStep) {
+      schedule_.deps.push_back(dep);
+    }
+  }
+  step.deps_end = static_cast<uint32_t>(schedule_.deps.size());
+  schedule_.steps.push_back(step);
+  return static_cast<StepId>(schedule_.steps.size() - 1);
+}
+
+} // namespace pycomm

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "schedule/partition.h"
+#include "schedule/step.h"
+
+namespace pycomm {
+
+/// A step's index in its schedule.
+using StepId = uint32_t;
+inline constexpr StepId kNoStep = UINT32_MAX;
+using Deps = std::vector<StepId>; ///< kNoStep entries are skipped
+
+/// Bytes of one edge that an executor always takes from the sender, whatever has become of the steps that receive them.
+/// The ring needs this promise: there everybody waits for everybody's room.
+inline constexpr int64_t kEdgeRoomNbytes = 2 << 20;
+/// No segment is larger, whatever the request says: one under way and one more have room.
+inline constexpr int64_t kMaxSegmentNbytes = kEdgeRoomNbytes / 2;
+
+[[nodiscard]] constexpr Region inputRegion(Run run) noexcept {
+  return {Buffer::Input, run.offset, run.numel};
+}
+[[nodiscard]] constexpr Region outputRegion(Run run) noexcept {
+  return {Buffer::Output, run.offset, run.numel};
+}
+[[nodiscard]] constexpr Region bufferRegion(Buffer buffer, Run run) noexcept {
+  return {buffer, run.offset, run.numel};
+}
+
+/// Lists the steps of one rank. One function a step kind, so that no algorithm fills a Step by hand.
+///
+/// One rule for the order of operands, everywhere: where an arriving and a local operand meet, that of the lower rank
+/// comes first, counting as the arriving operand's rank the one that sent it.
+class ScheduleBuilder {
+ public:
+  ScheduleBuilder(const ScheduleRequest& request, Algorithm algorithm);
+
+  [[nodiscard]] int32_t rank() const noexcept {
+    return request_.rank;
+  }
+  [[nodiscard]] int32_t size() const noexcept {
+    return request_.size;
+  }
+  /// The rank `distance` places further round the ring; negative distances go back.
+  [[nodiscard]] int32_t around(int64_t distance) const noexcept;
+
+  /// Segments that `numel` elements of `dtype` travel in: at least one, since an empty frame is still a frame. What
+  /// two ranks exchange is cut the same way on both, because this depends on nothing else.
+  [[nodiscard]] int64_t segmentCount(int64_t numel, DType dtype) const noexcept;
+
+  /// Frames of one edge to keep under way: what the request says, but so few that they and one more have room.
+  [[nodiscard]] int64_t pipelineFrames() const noexcept;
+
+  [[nodiscard]] Buffer addScratch(DType dtype, int64_t numel);
+
+  /// This rank's contribution to a sum: the input, or for PremulSum its scaled copy. Ask once for each element.
+  struct Operand {
+    Region region;
+    StepId ready = kNoStep; ///< the step that made it
+  };
+  [[nodiscard]] Operand operand(Run input);
+
+  StepId send(Region src, int32_t to, const Deps& deps = {});
+  StepId recv(int32_t from, Region dst, const Deps& deps = {});
+  StepId recvCopySend(int32_t from, Region dst, int32_t to, const Deps& deps = {});
+  StepId recvReduce(int32_t from, const Operand& local, Region dst, bool final, const Deps& deps = {});
+  StepId recvReduceSend(int32_t from, const Operand& local, int32_t to, const Deps& deps = {});
+  /// The value is complete: Avg divides here.
+  StepId recvReduceCopySend(int32_t from, const Operand& local, Region dst, int32_t to, const Deps& deps = {});
+  /// All regions have the dtype of `dst`. The value is complete: Avg divides here.
+  StepId reduceMany(const std::vector<Region>& sources, Region dst, const Deps& deps);
+  StepId copy(Region src, Region dst, bool final = false);
+  StepId scale(Region src, Region dst, bool final = false);
+  StepId encode(Region src, Region dst, const Deps& deps);
+  StepId decode(Region src, Region dst, const Deps& deps);
+
+  [[nodiscard]] Schedule finish() && {
+    return std::move(schedule_);
+  }
+
+ private:
+  StepId add(Step step, const Deps& deps);
+  Step receiving(StepKind kind, int32_t from) const;
+
+  const ScheduleRequest& request_; ///< outlives the builder: both live within one makeSchedule()
+  Schedule schedule_;
+  Buffer scaled_ = Buffer::None; ///< PremulSum's inputs after scaling, with the input's offsets
+};
+
+} // namespace pycomm

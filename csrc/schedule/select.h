@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+
+#include "schedule/step.h"
+
+namespace pycomm {
+
+/// What the choice of an algorithm depends on: nothing that could differ between ranks.
+struct SelectionKey {
+  Collective kind = Collective::Barrier;
+  int32_t size = 1;
+  int64_t nbytes = 0; ///< of the whole tensor, in its own dtype
+  int64_t segment_nbytes = 1;
+  bool encoded = false; ///< wire_dtype differs from dtype
+};
+
+/// The static table behind Algorithm::Auto. Pure, so that all ranks choose alike by construction.
+[[nodiscard]] Algorithm selectAlgorithm(const SelectionKey& key) noexcept;
+
+} // namespace pycomm

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/unique_fd.h"
+#include "transport/hello.h"
+#include "transport/link.h"
+#include "transport/listener.h"
+#include "transport/tcp_link.h"
+
+namespace pycomm {
+
+/// A peer that said who it is. Its Hello has been read and nothing beyond it.
+struct Accepted {
+  Hello hello;
+  std::unique_ptr<Link> link;
+};
+
+/// Which peers belong here.
+struct AcceptorConfig {
+  uint64_t nonce = 0;
+  uint32_t group = 0;
+  int32_t size = 0;
+  TcpOptions tcp;
+};
+
+/// Turns incoming connections into introduced peers without ever blocking and without trusting anybody.
+///
+/// Strangers get 2 s and at most 512 bytes are read from one; at most 64 wait at a time. When all 64 places are taken,
+/// the oldest one that has been silent for 100 ms gives way, so that a crowd of silent connections cannot keep a peer
+/// out for long. Garbage is dropped without an answer; a pycomm of another version or job is told why. Accepting sends
+/// nothing: whoever takes the link may answer with encodeHelloAccepted().
+/// One thread at a time.
+class Acceptor {
+ public:
+  Acceptor(Listener listener, const AcceptorConfig& config);
+  ~Acceptor();
+  Acceptor(const Acceptor&) = delete;
+  Acceptor& operator=(const Acceptor&) = delete;
+
+  /// An epoll descriptor that is readable when poll() has something to do. Put it into another epoll set.
+  [[nodiscard]] int fd() const noexcept {
+    return epoll_.get();
+  }
+  [[nodiscard]] const SocketAddress& address() const noexcept {
+    return listener_.address();
+  }
+
+  /// Does what can be done now and returns the peers that completed their Hello. Call when fd() is readable or
+  /// nextDeadline() has passed. Never throws for anything that came over the network.
+  [[nodiscard]] std::vector<Accepted> poll(TimePoint now);
+
+  /// When poll() is due even though fd() is silent. TimePoint::max() if never.
+  [[nodiscard]] TimePoint nextDeadline() const noexcept;
+
+  /// Why no connection can be accepted at the moment (TOO_MANY_FILES …), for the error of whoever waits for a peer;
+  /// empty when all is well.
+  [[nodiscard]] const std::string& trouble() const noexcept {
+    return trouble_;
+  }
+  /// Connections turned away so far.
+  [[nodiscard]] int64_t rejected() const noexcept {
+    return rejected_;
+  }
+
+ private:
+  struct Stranger {
+    std::unique_ptr<TcpLink> link;
+    TimePoint arrived;
+    std::array<std::byte, kHelloNbytes> bytes{};
+    size_t nbytes = 0; ///< of `bytes`
+    size_t drained = 0; ///< read and thrown away after a refusal
+    bool refused = false; ///< the reason is sent; stays until the peer hangs up
+  };
+  enum class Verdict : uint8_t { Wait, Introduced, Drop };
+
+  void acceptNew(TimePoint now);
+  [[nodiscard]] bool makeRoom(TimePoint now);
+  [[nodiscard]] Verdict hear(Stranger& stranger);
+  [[nodiscard]] Verdict drain(Stranger& stranger);
+  [[nodiscard]] Verdict refuse(Stranger& stranger, ErrorCode code, const std::string& why);
+  void reject(const Stranger& stranger, const std::string& why, TimePoint now);
+  void pauseUntil(TimePoint instant);
+  void listen(bool on);
+
+  Listener listener_;
+  AcceptorConfig config_;
+  UniqueFd epoll_;
+  std::list<Stranger> strangers_; ///< oldest first, at most kMaxStrangers
+  bool listening_ = false;
+  TimePoint listen_again_ = TimePoint::max(); ///< when a pause in accepting ends
+  std::string why_dropped_; ///< of the stranger that hear() or drain() gave up
+  std::string trouble_;
+  int64_t rejected_ = 0;
+  TimePoint last_log_{};
+  int64_t unlogged_ = 0;
+};
+
+} // namespace pycomm

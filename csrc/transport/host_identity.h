@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace pycomm {
+
+/// Which running kernel and network namespace a process lives in. Equal identities reach each other over loopback.
+/// The host's name counts too: cloned virtual machines can wake with the same boot id, and a wrong "different" only
+/// costs the detour over a real interface, while a wrong "same" fails.
+struct HostIdentity {
+  std::string boot_id; ///< /proc/sys/kernel/random/boot_id
+  uint64_t network_namespace = 0; ///< inode of /proc/self/ns/net
+  std::string hostname;
+
+  [[nodiscard]] static HostIdentity ofThisProcess();
+
+  /// One token without spaces.
+  [[nodiscard]] std::string wireText() const;
+  /// Reads wireText() of any content; empty for anything else.
+  [[nodiscard]] static std::optional<HostIdentity> fromWireText(const std::string& text);
+
+  friend bool operator==(const HostIdentity& a, const HostIdentity& b) {
+    return a.boot_id == b.boot_id && a.network_namespace == b.network_namespace && a.hostname == b.hostname;
+  }
+  friend bool operator!=(const HostIdentity& a, const HostIdentity& b) {
+    return !(a == b);
+  }
+};
+
+/// One process, told apart from any other on its host, also from a later one with the same pid.
+struct ProcessIdentity {
+  int64_t pid = 0;
+  uint64_t pid_namespace = 0;
+  uint64_t start_ticks = 0; ///< since boot, from /proc/self/stat
+
+  [[nodiscard]] static ProcessIdentity ofThisProcess();
+  /// False only when the process certainly has ended. Call for processes of this host.
+  [[nodiscard]] bool mayBeAlive() const;
+
+  [[nodiscard]] std::string wireText() const;
+  [[nodiscard]] static std::optional<ProcessIdentity> fromWireText(const std::string& text);
+
+  friend bool operator==(const ProcessIdentity& a, const ProcessIdentity& b) {
+    return a.pid == b.pid && a.pid_namespace == b.pid_namespace && a.start_ticks == b.start_ticks;
+  }
+};
+
+} // namespace pycomm

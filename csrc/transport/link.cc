@@ -1,0 +1,100 @@
+#include "transport/link.h"
+
+#include <poll.h>
+
+#include <array>
+#include <cerrno>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kSliceMs = 50; // how long a wait goes without looking at the abort token
+constexpr int kGentleCloseMs = 20;
+
+struct Transfer {
+  const char* what;
+  size_t done = 0;
+  size_t total = 0;
+};
+
+ErrorRecord broken(const Link& link, const Transfer& transfer, ErrorCode code, const std::string& why) {
+  ErrorRecord record;
+  record.code = code;
+  record.summary = std::string(transfer.what) + " " + why + " on " + link.describe();
+  record.bytes_done = static_cast<int64_t>(transfer.done);
+  record.bytes_total = static_cast<int64_t>(transfer.total);
+  return record;
+}
+
+// Called between two tries: throws at the deadline or when aborted, and waits a slice where the last try moved nothing.
+void wait(
+    const Link& link,
+    short event,
+    bool moved,
+    const Transfer& transfer,
+    Deadline deadline,
+    const AbortToken& abort) {
+  abort.throwIfAborted();
+  if (deadline.expired()) {
+    throw Error(broken(link, transfer, ErrorCode::Timeout, "did not end in time"));
+  }
+  if (!moved) {
+    pollfd ready{link.fd(), event, 0};
+    (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: the caller tries and comes back
+  }
+}
+
+} // namespace
+
+void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort) {
+  Transfer transfer{"writing", 0, bytes.nbytes};
+  abort.throwIfAborted();
+  while (transfer.done < transfer.total) {
+    const ConstBufferView rest = bytes.slice(transfer.done, transfer.total - transfer.done);
+    const Progress progress = link.tryWrite(&rest, 1);
+    transfer.done += progress.nbytes;
+    if (transfer.done < transfer.total) {
+      wait(link, POLLOUT, progress.nbytes > 0, transfer, deadline, abort);
+    }
+  }
+}
+
+void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort) {
+  Transfer transfer{"reading", 0, into.nbytes};
+  abort.throwIfAborted();
+  while (transfer.done < transfer.total) {
+    const Progress progress = link.tryRead(into.slice(transfer.done, transfer.total - transfer.done));
+    transfer.done += progress.nbytes;
+    if (progress.closed) {
+      throw Error(broken(link, transfer, ErrorCode::ConnectionReset, "met the end: the peer closed the connection"));
+    }
+    if (transfer.done < transfer.total) {
+      wait(link, POLLIN, progress.nbytes > 0, transfer, deadline, abort);
+    }
+  }
+}
+
+void closeGently(Link& link) noexcept {
+  // A socket closed with unread bytes sends a reset, and on a reset the peer's kernel drops what it had not read yet.
+  link.shutdownWrite();
+  const Deadline end = Deadline::after(kGentleCloseMs);
+  std::array<std::byte, 4096> dropped; // NOLINT: only written
+  try {
+    while (!end.expired()) {
+      const Progress progress = link.tryRead({dropped.data(), dropped.size()});
+      if (progress.closed) {
+        return;
+      }
+      if (progress.would_block) {
+        pollfd ready{link.fd(), POLLIN, 0};
+        (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
+      }
+    }
+  } catch (const std::exception&) {
+    // the peer was faster
+  }
+}
+
+} // namespace pycomm

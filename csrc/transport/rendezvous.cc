@@ -1,0 +1,214 @@
+#include "transport/rendezvous.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/rank_record.h"
+#include "transport/select_address.h"
+#include "transport/socket_error.h"
+#include "transport/store_round.h"
+#include "transport/wire.h"
+
+// Two rounds, because the address to listen on can only be chosen once everybody is known:
+//
+//   1. every rank writes  member/<rank>  = who and where I am;  rank 0 reads them all and writes  member/all
+//   2. every rank binds and writes  address/<rank>;             rank 0 reads them all and writes  address/all
+//
+// So N ranks make O(N) store calls instead of N^2. While they wait, ranks other than 0 read some single records too:
+// a difference in what is already there is found without waiting for whoever is late. Whatever ends the rendezvous on
+// one rank is written to  error  and ends it on all.
+
+namespace pycomm {
+namespace {
+
+constexpr int kMaxSize = 1 << 20;
+
+uint64_t randomNonce() {
+  uint64_t nonce = 0;
+  while (::getrandom(&nonce, sizeof nonce, 0) != static_cast<ssize_t>(sizeof nonce)) {
+    if (errno != EINTR) {
+      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
+    }
+  }
+  return nonce;
+}
+
+// FNV-1a, folded to 32 bits.
+uint32_t hashOf(const std::string& name, uint64_t nonce) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&](unsigned char byte) { hash = (hash ^ byte) * 0x100000001b3U; };
+  for (const char c : name) {
+    add(static_cast<unsigned char>(c));
+  }
+  for (int shift = 0; shift < 64; shift += 8) {
+    add(static_cast<unsigned char>(nonce >> shift));
+  }
+  return static_cast<uint32_t>(hash ^ (hash >> 32));
+}
+
+void checkConfig(const RendezvousConfig& config) {
+  if (config.size < 1 || config.size > kMaxSize || config.rank < 0 || config.rank >= config.size) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "rank " + std::to_string(config.rank) + " does not exist in a world of size " + std::to_string(config.size),
+        "RANK counts from 0 to WORLD_SIZE - 1");
+  }
+}
+
+RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route) {
+  RankRecord record;
+  record.version = FrameHeader::kVersion;
+  record.rank = config.rank;
+  record.size = config.size;
+  record.host = localHostName();
+  record.identity = HostIdentity::ofThisProcess();
+  record.process = ProcessIdentity::ofThisProcess();
+  record.route = route;
+  record.config_digest = config.config_digest;
+  record.config_text = config.config_text;
+  record.nonce = config.rank == 0 ? randomNonce() : 0;
+  return record;
+}
+
+std::vector<RankRecord> introduce(const StoreRound& round, const RankRecord& mine) {
+  const auto judge = [&](int rank, const std::string& text) {
+    checkCompatible(mine, RankRecord::fromWireText(text, rank));
+  };
+  const auto name = [&](int rank, const std::string& text) {
+    return text.empty() ? "rank " + std::to_string(rank) : RankRecord::fromWireText(text, rank).who();
+  };
+  std::vector<RankRecord> records;
+  for (const std::string& text : round.gather("member", mine.wireText(), judge, name)) {
+    records.push_back(RankRecord::fromWireText(text, static_cast<int>(records.size())));
+  }
+  return records;
+}
+
+SocketAddress readAddress(int rank, const std::string& text) {
+  const auto address = SocketAddress::fromWireText(text);
+  if (!address || address->port() == 0 || address->isUnspecified()) {
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "the store holds an address of rank " + std::to_string(rank) + " that no pycomm wrote",
+        "is the store shared with another program?");
+  }
+  return *address;
+}
+
+// Whether all can connect to all, said now and not by connections that never come. Every rank looks at the whole list,
+// so that all come to the same verdict.
+void checkReachable(const std::vector<Member>& members) {
+  const auto where = [](const Member& member) {
+    return "rank " + std::to_string(member.rank) + " (host " + member.host + ") listens on " + member.address.text();
+  };
+  const Member& first = members.front();
+  const bool one_host = std::all_of(
+      members.begin(), members.end(), [&](const Member& member) { return member.identity == first.identity; });
+  for (const Member& member : members) {
+    if (member.address.family() != first.address.family()) {
+      throw Error(
+          ErrorCode::ConfigMismatch,
+          where(first) + " and " + where(member) + ": one is IPv4, the other IPv6",
+          "choose one address family, or interfaces that have the same one on all hosts");
+    }
+    if (!one_host && member.address.isLoopback()) {
+      throw Error(
+          ErrorCode::NoInterface,
+          where(member) + ", which other hosts cannot reach",
+          "set PYCOMM_SOCKET_IFNAME there to an interface that the other hosts reach");
+    }
+  }
+}
+
+std::vector<Member> exchangeAddresses(
+    const StoreRound& round,
+    const std::vector<RankRecord>& records,
+    const SocketAddress& address) {
+  const auto name = [&](int rank, const std::string&) { return records[static_cast<size_t>(rank)].who(); };
+  std::vector<Member> members;
+  for (const std::string& text : round.gather("address", address.wireText(), readAddress, name)) {
+    const RankRecord& record = records[members.size()];
+    Member member;
+    member.rank = record.rank;
+    member.host = record.host;
+    member.identity = record.identity;
+    member.pid = record.process.pid;
+    member.address = readAddress(record.rank, text);
+    members.push_back(std::move(member));
+  }
+  checkReachable(members);
+  return members;
+}
+
+Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
+  AddressPolicy policy;
+  policy.spec = config.spec;
+  policy.family = config.family;
+  policy.store_host = config.store_host;
+  const HostNetwork network = HostNetwork::ofThisHost();
+  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address);
+  const std::vector<RankRecord> records = introduce(round, mine);
+
+  std::vector<RankRoute> routes;
+  for (const RankRecord& record : records) {
+    routes.push_back({record.identity, record.route});
+  }
+  const AddressChoice choice = chooseAddress(policy, network, routes, static_cast<size_t>(config.rank));
+  Rendezvous met;
+  met.nonce = records.front().nonce;
+  met.group_hash = hashOf(config.group_name, met.nonce);
+  met.interface_name = choice.interface_name;
+  met.address_reason = choice.why;
+  met.listener = Listener::bind(choice.address, config.ports);
+  met.local_address = met.listener.address();
+  met.members = exchangeAddresses(round, records, met.local_address);
+  return met;
+}
+
+// What stopped this rank, with everything that it knows about itself.
+ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
+  ErrorRecord record;
+  if (const auto* error = dynamic_cast<const Error*>(&exception)) {
+    record = error->record();
+  } else {
+    record.summary = std::string("the rendezvous failed: ") + exception.what();
+  }
+  record.rank = config.rank;
+  record.host = localHostName();
+  record.group = config.group_name;
+  record.phase = "rendezvous";
+  record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  return record;
+}
+
+} // namespace
+
+Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort) {
+  const TimePoint begin = Clock::now();
+  const std::string prefix = "pycomm/" + config.group_name + "/";
+  RankClaim claim;
+  try {
+    checkConfig(config);
+    claim = claimRank(store, prefix, config.rank, config.deadline, abort);
+  } catch (const std::exception& exception) {
+    throw Error(describe(exception, config, begin)); // no concern of the ranks that meet
+  }
+  const std::string generation = prefix + std::to_string(claim.generation) + "/";
+  const StoreRound round{store, abort, generation, config.rank, config.size, config.deadline, begin};
+  try {
+    Rendezvous met = meetAs(round, config);
+    met.claim = claim;
+    return met;
+  } catch (const std::exception& exception) {
+    const ErrorRecord record = round.failTogether(describe(exception, config, begin));
+    leave(store, claim);
+    throw Error(record);
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/abort_token.h"
+#include "base/deadline.h"
+#include "transport/address.h"
+#include "transport/host_identity.h"
+#include "transport/interfaces.h"
+#include "transport/listener.h"
+#include "transport/rank_claim.h"
+#include "transport/store.h"
+
+namespace pycomm {
+
+struct RendezvousConfig {
+  int rank = -1;
+  int size = 0;
+  std::string group_name;
+  std::string store_host; ///< as the user wrote it (MASTER_ADDR); empty for a file store
+  InterfaceSpec spec;
+  AddressFamily family = AddressFamily::Any;
+  PortRange ports;
+  uint32_t config_digest = 0; ///< of every option that must be the same on all ranks
+  std::string config_text; ///< "key=value key=value …", for the report of a mismatch
+  Deadline deadline = Deadline::never();
+};
+
+/// One rank, as it presented itself.
+struct Member {
+  int rank = -1;
+  std::string host;
+  HostIdentity identity;
+  int64_t pid = 0;
+  SocketAddress address; ///< where it listens
+};
+
+struct Rendezvous {
+  std::vector<Member> members; ///< by rank
+  uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0
+  uint32_t group_hash = 0; ///< of the group's name and the nonce
+  SocketAddress local_address;
+  std::string interface_name;
+  std::string address_reason; ///< why this address: "route to the store's host 10.0.0.1"
+  Listener listener;
+  RankClaim claim;
+};
+
+/// Meets the other ranks of a group in the store. Blocks until all are there. leave(store, claim) ends it in good order
+/// (rank_claim.h).
+///
+/// Throws Error: InvalidArgument (rank, size), DuplicateRank, ConfigMismatch, VersionMismatch (both values printed),
+/// NoInterface, PortsExhausted, RendezvousTimeout naming who is missing and who is there, StoreLost, or the token's
+/// reason. What one rank finds ends the rendezvous on all, with the same record.
+/// Cost: O(size) store calls on rank 0, O(1) plus polling on the others.
+[[nodiscard]] Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort);
+
+} // namespace pycomm

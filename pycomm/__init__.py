@@ -1,0 +1,44 @@
+"""pycomm: a collective-communication backend for PyTorch, for training over ordinary networks.
+
+    torch.distributed.init_process_group("pycomm")
+
+Importing this package registers the backend and does nothing else; its native part is loaded when a
+group is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pycomm import comm_hooks, errors
+from pycomm._version import __version__
+from pycomm.backend import last_error, register
+from pycomm.options import Options
+
+if TYPE_CHECKING:
+    from pycomm.ddp import DistributedDataParallel
+
+__all__ = [
+    "DistributedDataParallel",
+    "Options",
+    "__version__",
+    "comm_hooks",
+    "errors",
+    "last_error",
+    "register",
+]
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    # The wrapper needs the native part; whoever wants the backend alone should not have to load it.
+    if name == "DistributedDataParallel":
+        from pycomm.ddp import DistributedDataParallel
+
+        return DistributedDataParallel
+    raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,145 @@
+"""Loads the native part, ``pycomm._C``, once, and only into the torch that it was built for."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from pycomm import errors
+
+_NAME = "pycomm._C"
+_REBUILD = "build pycomm in this environment, from its sources: pip install --no-build-isolation ."
+_EXIT_TIMEOUT_MS = 2000
+LOG_LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}
+
+logger = logging.getLogger("pycomm")
+
+_extension: Extension | None = None
+
+
+class Extension(Protocol):
+    """What Python calls in ``pycomm._C``."""
+
+    def create_backend(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        group_name: str,
+        timeout_ms: int,
+        options: dict[str, Any],
+    ) -> Any:
+        """Joins the group: blocks, without the GIL, until all ranks are there."""
+
+    def last_error(self, backend: Any) -> dict[str, Any] | None:
+        """The record of the group's first error. Raises TypeError for another library's backend."""
+
+    def describe_backend(self, backend: Any) -> str:
+        """How the ranks reach each other, in a few words."""
+
+    def set_exception_types(self, types: Mapping[str, type[Exception]]) -> None:
+        """By error code; each is called as ``cls(text, record)``."""
+
+    def set_log_callback(self, callback: Callable[[str, str], None] | None, level: str) -> None:
+        """``callback(level, line)`` is called from a thread that may wait for the GIL."""
+
+    def shutdown_all(self, timeout_ms: int) -> None:
+        """Aborts what is outstanding in all groups and joins all native threads. Idempotent."""
+
+    def fail_future(self, future: Any, error: BaseException) -> None:
+        """Completes a ``torch.futures.Future`` with this very exception."""
+
+    def IssueChain(self, hook_ordinal: int, index: int) -> AbstractContextManager[object]:
+        """While entered, what this thread and its futures' callbacks issue belongs to one chain."""
+
+    def list_interfaces(self) -> Sequence[Mapping[str, Any]]:
+        """``name``, ``address``, ``family`` ("ipv4" or "ipv6") and ``loopback`` of each address."""
+
+    def simd_level(self) -> str:
+        """The instructions chosen for reducing, "avx2"."""
+
+    def build_info(self) -> Mapping[str, str]:
+        """Compiler, its version and the language standard."""
+
+
+def torch_minor(version: str) -> str:
+    """ "2.13.0+cpu" → "2.13"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def built_for() -> str | None:
+    """The minor version of torch that the extension was built for; None if it is not built."""
+    try:
+        return str(importlib.import_module("pycomm._build_info").TORCH_VERSION)
+    except ImportError:
+        return None
+
+
+def check_torch(built: str | None, installed: str) -> None:
+    """Raises TorchVersionError unless what was built for torch ``built`` fits ``installed``.
+
+    Loading it anyway would fail with an undefined symbol, or worse, would not fail.
+    """
+    if built is None:
+        raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
+    if torch_minor(built) != torch_minor(installed):
+        raise errors.TorchVersionError(
+            f"pycomm was built for torch {torch_minor(built)} and torch {installed} is installed. "
+            f"Try: {_REBUILD} Or: pip install 'torch=={torch_minor(built)}.*'"
+        )
+
+
+def load() -> Extension:
+    """The extension, loaded and set up.
+
+    Raises:
+        TorchVersionError: It is not built, or for another torch.
+    """
+    global _extension
+    if _extension is not None:
+        return _extension
+    check_torch(built_for(), torch.__version__)
+    try:
+        module = importlib.import_module(_NAME)
+    except ImportError as error:
+        raise errors.TorchVersionError(
+            f"pycomm's extension could not be loaded: {error}. Try: {_REBUILD}"
+        ) from error
+    extension = cast(Extension, module)
+    extension.set_exception_types(dict(errors.BY_CODE))
+    _join_threads_at_exit(extension)
+    _extension = extension
+    return extension
+
+
+def loaded() -> Extension | None:
+    """The extension if this process uses it already; never loads it."""
+    return _extension
+
+
+def set_debug_level(extension: Extension, level: str) -> None:
+    """Sends the native part's lines of ``level`` and above to the logger "pycomm"."""
+    extension.set_log_callback(_log_line, level)
+
+
+def _log_line(level: str, line: str) -> None:
+    logger.log(LOG_LEVELS.get(level, logging.WARNING), "%s", line)
+
+
+def _join_threads_at_exit(extension: Extension) -> None:
+    owner = os.getpid()
+
+    def join() -> None:
+        # A forked child has no such threads to join, and must not speak for its parent.
+        if os.getpid() == owner:
+            extension.shutdown_all(_EXIT_TIMEOUT_MS)
+
+    atexit.register(join)

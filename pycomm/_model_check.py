@@ -1,0 +1,94 @@
+"""Finds out, before anything is averaged, whether all ranks train the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.errors import ConfigMismatchError
+
+_HASH_PARTS = 2  # 64 bits each: one int64 tensor carries them on any backend
+
+
+def check_same_on_all_ranks(
+    group: Any,
+    device: torch.device,
+    *,
+    options: Mapping[str, object],
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    buffers: Iterable[tuple[str, torch.Tensor]],
+) -> None:
+    """Compares names, shapes, dtypes, strides and options; not values.
+
+    All ranks see the same bytes, so either none raises or all do, with the same text.
+
+    Raises:
+        ConfigMismatchError: Naming the first thing that differs, and the ranks.
+
+    Cost: an all-gather of 24 bytes a rank; another, of the descriptions, only where they differ.
+    """
+    lines = [f"option\t{name}\t{value!r}" for name, value in options.items()]
+    lines += [_describe("parameter", name, tensor) for name, tensor in parameters]
+    lines += [_describe("buffer", name, tensor) for name, tensor in buffers]
+    text = "\n".join(lines).encode()
+    digest = hashlib.sha256(text).digest()
+    parts = [
+        int.from_bytes(digest[8 * part : 8 * part + 8], "little", signed=True)
+        for part in range(_HASH_PARTS)
+    ]
+    mine = torch.tensor([len(text), *parts], dtype=torch.int64, device=device)
+    digests = _gather(mine, group)
+    if all(torch.equal(other, mine) for other in digests):
+        return
+    sizes = [int(other[0]) for other in digests]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    texts = [
+        bytes(other[:size].tolist()).decode()
+        for other, size in zip(_gather(padded, group), sizes, strict=True)
+    ]
+    raise ConfigMismatchError(_first_difference(texts))
+
+
+def _describe(kind: str, name: str, tensor: torch.Tensor) -> str:
+    """What, its name, its properties, separated by tabs."""
+    strided = tensor.layout == torch.strided
+    layout = f"strides {tuple(tensor.stride())}" if strided else str(tensor.layout)
+    shape = "×".join(str(size) for size in tensor.shape) or "scalar"
+    return f"{kind}\t{name}\t{shape} {tensor.dtype} ({layout})"
+
+
+def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
+def _first_difference(texts: Sequence[str]) -> str:
+    """What the first rank that differs from rank 0 has otherwise."""
+    different = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    rank = different[0]
+    lines = itertools.zip_longest(texts[0].split("\n"), texts[rank].split("\n"))
+    mine, other = next((mine, other) for mine, other in lines if mine != other)
+    others = f"; ranks {different} differ from rank 0" if len(different) > 1 else ""
+    return (
+        f"the models on the ranks differ: {_compare(mine, other, rank)}{others}. "
+        "All ranks must wrap the same model with the same options."
+    )
+
+
+def _compare(first: str | None, other: str | None, rank: int) -> str:
+    if first is None or other is None:
+        kind, name, what = (first or other or "").split("\t")
+        has, lacks = (0, rank) if other is None else (rank, 0)
+        return f"{kind} {name!r}, {what}, exists on rank {has} and not on rank {lacks}"
+    kind, name, what = first.split("\t")
+    other_kind, other_name, other_what = other.split("\t")
+    if (kind, name) == (other_kind, other_name):
+        return f"{kind} {name!r} is {what} on rank 0 and {other_what} on rank {rank}"
+    return f"where rank 0 has {kind} {name!r}, rank {rank} has {other_kind} {other_name!r}"

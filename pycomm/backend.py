@@ -1,0 +1,175 @@
+"""What torch calls to make a group, and what users ask a group."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+import _pycomm_autoload
+from pycomm import _extension
+from pycomm.options import Options, ResolvedOptions
+
+logger = logging.getLogger("pycomm")
+
+_default_group_options: Options | None = None
+_told = False
+
+
+def register() -> None:
+    """Registers the backend "pycomm" with torch, as importing pycomm does. Idempotent."""
+    _pycomm_autoload.register()
+
+
+def create_group(group: Any, pg_options: object) -> Any:
+    """Makes this rank's end of a group; torch calls it through the registration.
+
+    Args:
+        group: torch's ``_DistributedBackendOptions``.
+        pg_options: What the user passed as ``pg_options``.
+
+    Returns:
+        The native backend.
+
+    Raises:
+        TypeError: ``pg_options`` is not a ``pycomm.Options``.
+        ValueError: A setting, the rank or the world size is wrong.
+        TorchVersionError: The extension does not fit this torch.
+        PycommError: The ranks did not come together.
+    """
+    options = _options_of(group, pg_options)
+    resolved = options.resolve()
+    rank, size = int(group.group_rank), int(group.group_size)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"rank {rank} is not in a group of {size}: ranks go from 0 to world_size - 1. "
+            "Try: compare RANK and WORLD_SIZE on every host"
+        )
+    extension = _extension.load()
+    _set_up_logging(extension, resolved, rank)
+    backend = extension.create_backend(
+        group.store,
+        rank,
+        size,
+        str(group.group_id),
+        _timeout_ms(resolved, group.timeout),
+        native_options(resolved, store_host(group.store), list(group.global_ranks_in_group)),
+    )
+    _tell_once(extension, backend, rank)
+    return backend
+
+
+def last_error(group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
+    """The record of the first error of a group on this rank.
+
+    Args:
+        group: Default: the default group.
+
+    Returns:
+        The fields of ``pycomm.errors.PycommError.record``, or None if nothing has failed.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    extension = _extension.loaded()
+    backend = native_backend(group)
+    return None if extension is None else extension.last_error(backend)
+
+
+def native_backend(group: dist.ProcessGroup | None = None) -> Any:
+    """The backend object of pycomm inside a group; None is the default group.
+
+    Raises:
+        ValueError: The group has none.
+    """
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if backend.name() == "pycomm":
+            return backend
+    raise ValueError(f"group {group.group_name!r} is not a group of pycomm")
+
+
+def store_host(store: Any) -> str:
+    """The host of the store's server, as this rank calls it; "" where there is none."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return str(getattr(store, "host", "") or "")
+
+
+def native_options(
+    resolved: ResolvedOptions, store_host: str, global_ranks: list[int]
+) -> dict[str, Any]:
+    """What ``create_backend`` takes as ``options``."""
+    return {
+        "interface": resolved.interface,
+        "interface_origin": resolved.origins["interface"],
+        "socket_family": resolved.socket_family,
+        "port_first": resolved.port_range[0],
+        "port_last": resolved.port_range[1],
+        "port_origin": resolved.origins["port_range"],
+        "algorithm": resolved.algorithm,
+        "transport": resolved.transport,
+        "segment_nbytes": resolved.segment_nbytes,
+        "store_host": store_host,
+        "global_ranks": global_ranks,
+    }
+
+
+def _options_of(group: Any, pg_options: object) -> Options:
+    global _default_group_options
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise TypeError(
+            f"pg_options must be a pycomm.Options, not {type(pg_options).__qualname__}. "
+            "Try: init_process_group('pycomm', pg_options=pycomm.Options(interface='eth0'))"
+        )
+    if not group.global_ranks_in_group:  # this is how torch marks the default group
+        _default_group_options = pg_options
+    if pg_options is not None:
+        return pg_options
+    # Libraries make groups of their own without options: what the user said of the default group
+    # holds for them.
+    return _default_group_options or Options()
+
+
+def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
+    # torch always passes a timeout; only one that differs from its default was somebody's wish, and
+    # a wish in the program goes before a variable.
+    wished = from_torch != default_pg_timeout
+    explicit = resolved.origins["timeout"].startswith("Options.")
+    if (wished and not explicit) or resolved.is_default("timeout"):
+        seconds = from_torch.total_seconds()
+    else:
+        seconds = resolved.timeout
+    return max(1, round(seconds * 1000))
+
+
+def _set_up_logging(extension: _extension.Extension, resolved: ResolvedOptions, rank: int) -> None:
+    configured = logger.handlers or logging.getLogger().handlers
+    if not configured:
+        handler = logging.StreamHandler()
+        prefix = f"[rank{_world_rank(rank)}@{socket.gethostname()}]"
+        handler.setFormatter(logging.Formatter(f"{prefix} pycomm %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+    if not resolved.is_default("debug"):
+        logger.setLevel(_extension.LOG_LEVELS[resolved.debug])
+    elif not configured:
+        logger.setLevel(logging.INFO)  # for the one line of _tell_once; native lines start at WARN
+    _extension.set_debug_level(extension, resolved.debug)
+
+
+def _world_rank(rank: int) -> int:
+    return dist.get_rank() if dist.is_initialized() else rank
+
+
+def _tell_once(extension: _extension.Extension, backend: Any, rank: int) -> None:
+    global _told
+    if not _told and _world_rank(rank) == 0:
+        logger.info("%s", extension.describe_backend(backend))
+    _told = True

@@ -1,0 +1,34 @@
+"""The command line, ``python -m pycomm COMMAND``.
+
+Exit codes: 0 fine, 1 a problem was found, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pycomm._version import __version__
+from pycomm.cli import env
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm", description="Collective communication for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"pycomm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    env.add_parser(commands)
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = parser.parse_args([_with_dashes(argument) for argument in given])
+    return int(parsed.run(parsed))
+
+
+def _with_dashes(argument: str) -> str:
+    """torchrun takes --nproc_per_node as well as --nproc-per-node, and so does every flag here."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value

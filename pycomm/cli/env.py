@@ -1,0 +1,155 @@
+"""``python -m pycomm env``: what is installed, what is set and where, what does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import _pycomm_autoload
+from pycomm import _extension, errors
+from pycomm._version import __version__
+from pycomm.options import SETTINGS, Options, unknown_variables, variable_error
+
+_DISTRIBUTION = "torch-pycomm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything that the command prints."""
+
+    versions: Mapping[str, str]
+    interfaces: Sequence[Mapping[str, Any]]
+    options: Sequence[Mapping[str, Any]]
+    problems: Sequence[str]
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of ``pycomm.cli``."""
+    text = "print versions, network interfaces and every setting with its origin"
+    parser = commands.add_parser("env", help=text, description=text.capitalize() + ".")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; 1 if it has problems."""
+    report = collect(os.environ)
+    print(json.dumps(dataclasses.asdict(report), indent=2) if arguments.json else as_text(report))
+    return 1 if report.problems else 0
+
+
+def collect(environ: Mapping[str, str]) -> Report:
+    """Gathers the report. Never raises for what it finds: that is what it is there to tell."""
+    problems = [*_registration_problems(), *_name_clashes()]
+    versions = {
+        "pycomm": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "built for torch": _extension.built_for() or "not built",
+        "numpy": _version_of("numpy"),
+        "platform": platform.platform(),
+    }
+    interfaces: list[Mapping[str, Any]] = []
+    try:
+        extension = _extension.load()
+        versions |= {"simd": extension.simd_level(), **extension.build_info()}
+        interfaces = [dict(interface) for interface in extension.list_interfaces()]
+    except errors.TorchVersionError as error:
+        problems.append(str(error))
+    options, wrong = _options(environ)
+    return Report(versions, interfaces, options, [*problems, *wrong])
+
+
+def as_text(report: Report) -> str:
+    """The report for a terminal."""
+    parts = [
+        _table("", [(name, value) for name, value in report.versions.items()]),
+        _table(
+            "interfaces",
+            [
+                (row["name"], row["address"], "loopback" if row["loopback"] else "")
+                for row in report.interfaces
+            ],
+        ),
+        _table(
+            "options",
+            [(row["option"], _shown(row["value"]), row["origin"]) for row in report.options],
+        ),
+        _table("problems", [(problem,) for problem in report.problems]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _shown(value: object) -> str:
+    return "automatic" if value in ("", (0, 0)) else str(value)
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([title + ":", *("  " + line for line in lines)] if title else lines)
+
+
+def _options(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[str]]:
+    rows: list[dict[str, Any]] = []
+    problems = [variable_error(name) for name in unknown_variables(environ)]
+    for setting in SETTINGS:
+        value: object = None
+        try:
+            value, origin = Options().find(setting, environ)
+        except ValueError as error:
+            problems.append(str(error))
+            origin = "not allowed"
+        rows.append(
+            {
+                "option": setting.field,
+                "value": value,
+                "origin": origin,
+                "variable": setting.variable,
+            }
+        )
+    return rows, problems
+
+
+def _registration_problems() -> list[str]:
+    problems = []
+    if _pycomm_autoload.failure is not None:
+        problems.append(f"torch could not register the backend: {_pycomm_autoload.failure!r}")
+    group = importlib.metadata.entry_points(group="torch.backends", name="pycomm")
+    if not list(group):
+        problems.append(
+            "torch does not find the backend by itself, as pycomm is not installed: "
+            "import pycomm before init_process_group"
+        )
+    return problems
+
+
+def _name_clashes() -> list[str]:
+    """Another distribution, a driver for industrial controllers, has a package of the same name."""
+    owners = set(importlib.metadata.packages_distributions().get("pycomm", []))
+    return [
+        f"the distribution {owner!r} has a package named pycomm, too. "
+        f"Try: pip uninstall {owner}, then install {_DISTRIBUTION} again"
+        for owner in sorted(owners - {_DISTRIBUTION})
+    ]
+
+
+def _version_of(module: str) -> str:
+    try:
+        return str(importlib.import_module(module).__version__)
+    except ImportError:
+        return "not installed"

@@ -1,0 +1,263 @@
+"""The exceptions that pycomm raises.
+
+Each belongs to one error code and derives from ``PycommError`` and from torch's own
+``DistBackendError`` or ``DistNetworkError``, so that code which knows only torch catches it too.
+``record`` holds everything that is known about the failure; the text is one sentence, the same
+facts as ``key=value``, and what to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import DistBackendError, DistError, DistNetworkError
+
+__all__ = [
+    "BY_CODE",
+    "AbortedError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "ConfigMismatchError",
+    "ConnectFailedError",
+    "ConnectionBrokenError",
+    "DataCorruptError",
+    "DuplicateRankError",
+    "ForkedError",
+    "InternalError",
+    "InvalidArgumentError",
+    "NoInterfaceError",
+    "OutOfMemoryError",
+    "PeerDeadError",
+    "PeerLeftError",
+    "PeerUnresponsiveError",
+    "PortsExhaustedError",
+    "ProtocolViolationError",
+    "PycommBackendError",
+    "PycommError",
+    "PycommNetworkError",
+    "RendezvousTimeoutError",
+    "ShutDownError",
+    "StoreLostError",
+    "SystemCallError",
+    "TooManyFilesError",
+    "TorchVersionError",
+    "UnsupportedError",
+    "VersionMismatchError",
+]
+
+
+class TorchVersionError(ImportError):
+    """pycomm's extension is missing, or was built for another torch than is installed."""
+
+
+class PycommError(DistError):
+    """Anything that went wrong in pycomm's native part.
+
+    Args:
+        text: The whole message.
+        record: What is known: ``code``, ``summary``, ``hint``, ``cause``, ``rank``, ``host``,
+            ``peer``, ``peer_host``, ``group``, ``epoch``, ``op``, ``sequence``, ``dtype``,
+            ``numel``, ``bytes_done``, ``bytes_total``, ``phase``, ``elapsed_ms``. What is not known
+            is left out.
+    """
+
+    record: Mapping[str, Any]
+
+    def __init__(self, text: str, record: Mapping[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.record = dict(record or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), dict(self.record))
+
+    @property
+    def code(self) -> str | None:
+        """The error code, "PEER_DEAD"."""
+        return self._text("code")
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that noticed."""
+        return self._number("rank")
+
+    @property
+    def host(self) -> str | None:
+        """The host of ``rank``."""
+        return self._text("host")
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that is to blame, or that was waited for."""
+        return self._number("peer")
+
+    @property
+    def peer_host(self) -> str | None:
+        """The host of ``peer``."""
+        return self._text("peer_host")
+
+    @property
+    def op(self) -> str | None:
+        """The operation, "all_reduce"."""
+        return self._text("op")
+
+    @property
+    def sequence(self) -> int | None:
+        """The operation's number within its group."""
+        return self._number("sequence")
+
+    @property
+    def hint(self) -> str | None:
+        """What to try."""
+        return self._text("hint")
+
+    @property
+    def elapsed_ms(self) -> int | None:
+        """How long the operation had run."""
+        return self._number("elapsed_ms")
+
+    def _text(self, key: str) -> str | None:
+        value = self.record.get(key)
+        return None if value is None else str(value)
+
+    def _number(self, key: str) -> int | None:
+        value = self.record.get(key)
+        return None if value is None else int(value)
+
+
+class PycommBackendError(PycommError, DistBackendError):
+    """An operation was used wrongly, ran out of time, or this process cannot go on."""
+
+
+class PycommNetworkError(PycommError, DistNetworkError):
+    """Another rank, its host or the way there has failed."""
+
+
+class InvalidArgumentError(PycommBackendError, ValueError):
+    """An argument that no rank could have served; nothing was sent."""
+
+
+class UnsupportedError(PycommBackendError, NotImplementedError):
+    """Something that pycomm does not do."""
+
+
+class RendezvousTimeoutError(PycommNetworkError):
+    """Not all ranks came to the store in time; the text names the missing ones."""
+
+
+class StoreLostError(PycommNetworkError):
+    """The store could not be reached any more."""
+
+
+class ConnectFailedError(PycommNetworkError):
+    """A rank could not be connected to."""
+
+
+class DuplicateRankError(PycommBackendError):
+    """Two processes claim the same rank of one group."""
+
+
+class ConfigMismatchError(PycommBackendError):
+    """Ranks were started with settings that do not fit together, as another world size."""
+
+
+class VersionMismatchError(PycommBackendError):
+    """A rank runs another version of pycomm's protocol."""
+
+
+class NoInterfaceError(PycommBackendError):
+    """No network interface fits the setting; the text lists those that exist."""
+
+
+class PortsExhaustedError(PycommBackendError):
+    """Every port of the range is taken."""
+
+
+class CollectiveMismatchError(PycommBackendError):
+    """Ranks called different operations, or one operation with different arguments."""
+
+
+class CollectiveTimeoutError(PycommBackendError):
+    """An operation's deadline has passed; the text names the rank that was waited for."""
+
+
+class PeerDeadError(PycommNetworkError):
+    """A rank's process ended without a goodbye."""
+
+
+class PeerUnresponsiveError(PycommNetworkError):
+    """A rank is connected and silent."""
+
+
+class PeerLeftError(PycommNetworkError):
+    """A rank left the group in good order while it was still needed."""
+
+
+class ConnectionBrokenError(PycommNetworkError):
+    """A connection broke, and it is not known why."""
+
+
+class ProtocolViolationError(PycommNetworkError):
+    """Something arrived that no pycomm of this version sends."""
+
+
+class DataCorruptError(PycommNetworkError):
+    """Bytes arrived other than they were sent."""
+
+
+class AbortedError(PycommBackendError):
+    """The group was aborted on this rank."""
+
+
+class ShutDownError(PycommBackendError):
+    """The group was shut down on this rank."""
+
+
+class ForkedError(PycommBackendError):
+    """The group was used in a forked child of the process that made it."""
+
+
+class OutOfMemoryError(PycommBackendError):
+    """Memory could not be had."""
+
+
+class TooManyFilesError(PycommBackendError):
+    """The limit of open files is reached."""
+
+
+class SystemCallError(PycommBackendError):
+    """The kernel refused something."""
+
+
+class InternalError(PycommBackendError):
+    """A mistake in pycomm; please report it."""
+
+
+BY_CODE: Mapping[str, type[PycommError]] = {
+    "INVALID_ARGUMENT": InvalidArgumentError,
+    "UNSUPPORTED": UnsupportedError,
+    "RENDEZVOUS_TIMEOUT": RendezvousTimeoutError,
+    "STORE_LOST": StoreLostError,
+    "CONNECT_FAILED": ConnectFailedError,
+    "DUPLICATE_RANK": DuplicateRankError,
+    "CONFIG_MISMATCH": ConfigMismatchError,
+    "VERSION_MISMATCH": VersionMismatchError,
+    "NO_INTERFACE": NoInterfaceError,
+    "PORTS_EXHAUSTED": PortsExhaustedError,
+    "COLLECTIVE_MISMATCH": CollectiveMismatchError,
+    "TIMEOUT": CollectiveTimeoutError,
+    "PEER_DEAD": PeerDeadError,
+    "PEER_UNRESPONSIVE": PeerUnresponsiveError,
+    "PEER_LEFT": PeerLeftError,
+    "CONN_RESET": ConnectionBrokenError,
+    "PROTOCOL_VIOLATION": ProtocolViolationError,
+    "DATA_CORRUPT": DataCorruptError,
+    "ABORTED": AbortedError,
+    "SHUT_DOWN": ShutDownError,
+    "FORKED": ForkedError,
+    "OUT_OF_MEMORY": OutOfMemoryError,
+    "TOO_MANY_FILES": TooManyFilesError,
+    "SYSTEM_ERROR": SystemCallError,
+    "INTERNAL": InternalError,
+}
+"""The class of every error code; the extension raises by this table."""

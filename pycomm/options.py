@@ -1,0 +1,296 @@
+"""What a user may set, and the one reader of ``PYCOMM_*`` variables.
+
+A setting is looked for in ``pycomm.Options`` (passed as ``pg_options``), then in its own variable,
+then in the variables that gloo and NCCL users have set already, and then it has its default.
+Whatever is misspelled or out of range is an error that names where the value stands, the value, and
+what is allowed: nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+_PREFIX = "PYCOMM_"
+_DEFAULT_ORIGIN = "default"
+_KIB = 1024
+_SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
+_MIN_SEGMENT_NBYTES = 4 * _KIB
+_MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
+_MIN_PORT, _MAX_PORT = 1024, 65535
+_LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
+
+
+def _bad(where: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{where}={value!r} is not allowed: use {allowed}")
+
+
+def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
+    def parse(where: str, value: object) -> str:
+        text = value.strip() if isinstance(value, str) else ""
+        text = text.upper() if upper else text.lower()
+        if text not in allowed:
+            raise _bad(where, value, " or ".join(repr(name) for name in allowed))
+        return text
+
+    return parse
+
+
+def _interface(where: str, value: object) -> str:
+    allowed = (
+        "interface names or their beginnings, as 'eth0', 'eth0,ib', '=eth0' (exactly this) "
+        "or '^lo,docker' (all but these)"
+    )
+    if not isinstance(value, str):
+        raise _bad(where, value, allowed)
+    names = value.strip().lstrip("^=").split(",")
+    if any(not name.strip() or any(sign in name for sign in "^=/ ") for name in names):
+        raise _bad(where, value, allowed)
+    return value.strip()
+
+
+def _port_range(where: str, value: object) -> tuple[int, int]:
+    allowed = f"FIRST-LAST within {_MIN_PORT}-{_MAX_PORT}, as '29600-29699'"
+    parts: list[object] = []
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split("-")]
+        parts = parts * 2 if len(parts) == 1 else parts
+    elif isinstance(value, tuple | list):
+        parts = list(value)
+    if len(parts) != 2:
+        raise _bad(where, value, allowed)
+    first, last = (_whole_number(part) for part in parts)
+    if first is None or last is None or not _MIN_PORT <= first <= last <= _MAX_PORT:
+        raise _bad(where, value, allowed)
+    return first, last
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _timeout(where: str, value: object) -> float:
+    seconds: float | None = None
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = None
+    if seconds is None or not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
+        raise _bad(where, value, "seconds above 0 and up to one year, as 300 or 2.5")
+    return seconds
+
+
+def _segment_nbytes(where: str, value: object) -> int:
+    number = _whole_number(value)
+    if isinstance(value, str) and number is None:
+        text = value.strip().upper()
+        digits = text.rstrip("KMIB")
+        scale = _SUFFIXES.get(text[len(digits) :])
+        count = _whole_number(digits)
+        number = None if scale is None or count is None else count * scale
+    if number is None or not _MIN_SEGMENT_NBYTES <= number <= _MAX_SEGMENT_NBYTES:
+        raise _bad(where, value, "bytes from 4K to 4M, as 262144, '256K' or '1M'")
+    return number
+
+
+def _transport(where: str, value: object) -> str:
+    if isinstance(value, str) and value.strip().lower() == "shm":
+        raise ValueError(
+            f"{where}={value!r} is not available: this pycomm has no shared-memory transport; "
+            "use 'auto' or 'tcp'"
+        )
+    return _one_of("auto", "tcp")(where, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One thing that can be set."""
+
+    field: str
+    parse: Callable[[str, object], Any]
+    default: object
+    variable: str
+    fallbacks: tuple[str, ...] = ()
+    """Variables of other libraries with the same meaning, the first one found wins."""
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "interface",
+        _interface,
+        "",
+        "PYCOMM_SOCKET_IFNAME",
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    ),
+    Setting("socket_family", _one_of("auto", "ipv4", "ipv6"), "auto", "PYCOMM_SOCKET_FAMILY"),
+    Setting("port_range", _port_range, (0, 0), "PYCOMM_PORT_RANGE"),
+    Setting("timeout", _timeout, 1800.0, "PYCOMM_TIMEOUT"),
+    Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
+    Setting(
+        "algorithm",
+        _one_of("auto", "ring", "recursive_doubling", "direct"),
+        "auto",
+        "PYCOMM_ALGO",
+    ),
+    Setting("transport", _transport, "auto", "PYCOMM_TRANSPORT"),
+    Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+)
+_BY_FIELD = {setting.field: setting for setting in SETTINGS}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one process group, passed as ``init_process_group("pycomm", pg_options=...)``.
+
+    A field left at None is looked for in the environment. Groups made later by ``new_group``
+    without options of their own take those of the default group. All ranks of a group must be given
+    the same ``algorithm`` and ``segment_nbytes``; the others may differ.
+
+    Args:
+        interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
+            "=eth0" is exactly one, "^lo,docker" all but these. Default: the one that routes to the
+            store's host. ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
+            ``NCCL_SOCKET_IFNAME``.
+        socket_family: "auto", "ipv4" or "ipv6". ``PYCOMM_SOCKET_FAMILY``.
+        port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": a port a
+            rank of a host. Default: the kernel chooses. ``PYCOMM_PORT_RANGE``.
+        timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
+            ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
+            goes before the variable.
+        debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
+        algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
+            "direct". ``PYCOMM_ALGO``.
+        transport: "auto" or "tcp". ``PYCOMM_TRANSPORT``.
+        segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
+            ``PYCOMM_SEGMENT_NBYTES``.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A keyword is unknown; the text offers the nearest one.
+    """
+
+    interface: str | None = None
+    socket_family: str | None = None
+    port_range: tuple[int, int] | str | None = None
+    timeout: float | timedelta | None = None
+    debug: str | None = None
+    algorithm: str | None = None
+    transport: str | None = None
+    segment_nbytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        for setting in SETTINGS:
+            value = getattr(self, setting.field)
+            if value is not None:
+                parsed = setting.parse(f"Options.{setting.field}", value)
+                object.__setattr__(self, setting.field, parsed)
+
+    def resolve(self, environ: Mapping[str, str] | None = None) -> ResolvedOptions:
+        """Fills what is not set here from the environment and the defaults.
+
+        Args:
+            environ: Variables to read; default ``os.environ``.
+
+        Raises:
+            ValueError: A variable has a value that is not allowed, or there is an unknown PYCOMM_*
+                variable.
+        """
+        environ = os.environ if environ is None else environ
+        check_variable_names(environ)
+        values: dict[str, Any] = {}
+        origins: dict[str, str] = {}
+        for setting in SETTINGS:
+            values[setting.field], origins[setting.field] = self.find(setting, environ)
+        return ResolvedOptions(**values, origins=origins)
+
+    def find(self, setting: Setting, environ: Mapping[str, str]) -> tuple[Any, str]:
+        """The value of one setting and where it comes from. Raises ValueError as ``resolve``."""
+        explicit = getattr(self, setting.field)
+        if explicit is not None:
+            return explicit, f"Options.{setting.field}"
+        for variable in (setting.variable, *setting.fallbacks):
+            # An empty variable counts as unset: `PYCOMM_DEBUG= torchrun …` is how shells switch one
+            # off.
+            if text := environ.get(variable, "").strip():
+                return setting.parse(variable, text), variable
+        return setting.default, _DEFAULT_ORIGIN
+
+
+_generated_init = Options.__init__
+
+
+def _init_with_nearest_name(self: Options, *args: Any, **values: Any) -> None:
+    if args:
+        raise TypeError("pycomm.Options takes keywords only, as Options(interface='eth0')")
+    for name in values:
+        if name not in _BY_FIELD:
+            raise TypeError(f"pycomm.Options has no {name!r}{_suggestion(name, _BY_FIELD)}")
+    _generated_init(self, **values)
+
+
+# Replaced, not written by hand: the generated one keeps its signature for type checkers and
+# editors.
+_init_with_nearest_name.__wrapped__ = _generated_init  # type: ignore[attr-defined]
+Options.__init__ = _init_with_nearest_name  # type: ignore[method-assign]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedOptions:
+    """Every setting with its value and where it comes from. Made by ``Options.resolve``."""
+
+    interface: str
+    """Empty: choose by the route to the store's host."""
+    socket_family: str
+    port_range: tuple[int, int]
+    """(0, 0): the kernel chooses."""
+    timeout: float
+    debug: str
+    algorithm: str
+    transport: str
+    segment_nbytes: int
+    origins: Mapping[str, str]
+    """By field: "Options.timeout", "PYCOMM_TIMEOUT", "GLOO_SOCKET_IFNAME" or "default"."""
+
+    def is_default(self, field: str) -> bool:
+        """Whether nobody has set this field."""
+        return self.origins[field] == _DEFAULT_ORIGIN
+
+
+def check_variable_names(environ: Iterable[str]) -> None:
+    """Raises ValueError for the first ``PYCOMM_*`` name that pycomm does not know."""
+    if unknown := unknown_variables(environ):
+        raise ValueError(variable_error(unknown[0]))
+
+
+def variable_error(name: str) -> str:
+    """What is wrong with an unknown name, offering the nearest known one."""
+    return f"{name} is not a variable of pycomm{_suggestion(name, variables())}"
+
+
+def unknown_variables(environ: Iterable[str]) -> list[str]:
+    """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
+    known = set(variables())
+    return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+
+
+def variables() -> list[str]:
+    """Names of all variables of pycomm's own."""
+    return [setting.variable for setting in SETTINGS]
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    known = list(known)
+    # Compared in lower case: options and variables are misspelled in case, too.
+    lowered = {candidate.lower(): candidate for candidate in known}
+    nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
+    hint = f"; did you mean {lowered[nearest[0]]}?" if nearest else ""
+    return f"{hint} Known: {', '.join(known)}"

@@ -1,0 +1,119 @@
+"""Builds pycomm._C with torch's BuildExtension. Everything static stands in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import setuptools
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from machine import jobs  # noqa: E402
+
+TORCH_MISSING = """\
+torch is needed to build: pip install torch==2.13.0 --index-url \
+https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
+SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
+
+# A file that includes torch's headers keeps its compiler at up to this much memory.
+GIB_PER_COMPILER = 3.0
+
+COMPILE_ARGS = [
+    "-O3",
+    "-fvisibility=hidden",
+    "-D_GNU_SOURCE",
+    # The same bits on every CPU: see cmake/Flags.cmake.
+    "-ffp-contract=off",
+    "-Wall",
+    # A method of c10d::Backend that a torch release renames must not silently stop being an
+    # override.
+    "-Werror=suggest-override",
+]
+
+
+def floor_folders(*kinds: str) -> list[Path]:
+    """The folders of csrc/floors.txt that are of these kinds, lowest floor first."""
+    lines = (ROOT / "csrc" / "floors.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    return [ROOT / "csrc" / folder for _, folder, kind in rows if kind in kinds]
+
+
+def files(pattern: str) -> list[str]:
+    found = [
+        path for folder in floor_folders("core", "torch") for path in sorted(folder.rglob(pattern))
+    ]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def git_commit() -> str:
+    """HEAD of this checkout; empty in an sdist, also in one unpacked inside another checkout."""
+    try:
+        git = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "HEAD"]
+        top, commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split(
+            "\n"
+        )[:2]
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return ""
+    return commit if Path(top) == ROOT else ""
+
+
+def extension_keywords() -> dict[str, object]:
+    """What setup() needs to build the extension; imports torch."""
+    # This checkout may be installed in place already: do not load it while it is being built.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+    os.environ.setdefault("MAX_JOBS", str(jobs(GIB_PER_COMPILER)))
+    torch_minor = ".".join(torch.__version__.split(".")[:2])
+
+    class BuildCExtension(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # One object folder per Python and torch, also for pip's temporary builds: ninja then
+            # finds what is still good. It compares files better than setuptools does, so setuptools
+            # always asks it.
+            tag = f"{sys.implementation.cache_tag}-torch{torch_minor}-{platform.machine()}"
+            self.build_temp = str(ROOT / "build" / f"extension-{tag}")
+            self.force = True
+
+        def run(self) -> None:
+            super().run()
+            lines = f'TORCH_VERSION = "{torch_minor}"\nGIT_COMMIT = "{git_commit()}"\n'
+            package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
+            package.mkdir(parents=True, exist_ok=True)
+            (package / "_build_info.py").write_text(f'"""Written by setup.py."""\n\n{lines}')
+
+    debug = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]
+    extension = CppExtension(
+        "pycomm._C",
+        sources=files("*.cc"),
+        depends=files("*.h"),
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": [*COMPILE_ARGS, *debug]},
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildCExtension}}
+
+
+def main() -> None:
+    if tuple(int(part) for part in setuptools.__version__.split(".")[:2]) < (77, 0):
+        raise SystemExit(SETUPTOOLS_OLD)
+    # An sdist is only files; egg_info is what pip asks for before it knows what it will do.
+    if set(sys.argv[1:]) & {"sdist", "egg_info", "clean"}:
+        setuptools.setup()
+        return
+    try:
+        keywords = extension_keywords()
+    except ImportError as error:
+        if error.name != "torch":
+            raise
+        raise SystemExit(TORCH_MISSING) from None
+    setuptools.setup(**keywords)
+
+
+main()

@@ -1,0 +1,324 @@
+#include "transport/acceptor.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "base/log.h"
+#include "transport/error_matchers.h"
+#include "transport/process.h"
+
+namespace pycomm {
+namespace {
+
+using ::testing::HasSubstr;
+using std::chrono::milliseconds;
+using testing::elapsedMs;
+using testing::errorOf;
+using testing::Process;
+
+const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
+const AbortToken kNoAbort;
+constexpr uint64_t kNonce = 77;
+
+AcceptorConfig config() {
+  AcceptorConfig result;
+  result.nonce = kNonce;
+  result.group = 5;
+  result.size = 4;
+  return result;
+}
+
+Hello helloOf(int rank) {
+  Hello hello;
+  hello.nonce = kNonce;
+  hello.rank = rank;
+  hello.size = 4;
+  hello.group = 5;
+  hello.lane = 3;
+  return hello;
+}
+
+ConstBufferView view(const std::string& bytes) {
+  return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
+}
+
+/// Runs an acceptor as its owner does: waits on its descriptor until the next deadline, then polls.
+class Desk {
+ public:
+  Desk() : acceptor(Listener::bind(kLoopback, {}), config()) {}
+
+  // Serves until `enough` says so or `timeout_ms` have passed; false at the timeout.
+  bool serve(const std::function<bool()>& enough, int timeout_ms = 20000) {
+    for (const Deadline deadline = Deadline::after(timeout_ms); !enough();) {
+      if (deadline.expired()) {
+        return false;
+      }
+      const Deadline next = Deadline::at(std::min(deadline.instant(), acceptor.nextDeadline()));
+      pollfd wait{acceptor.fd(), POLLIN, 0};
+      (void)::poll(&wait, 1, next.remainingMs(100));
+      ++wakes;
+      for (Accepted& peer : acceptor.poll(Clock::now())) {
+        accepted.push_back(std::move(peer));
+      }
+    }
+    return true;
+  }
+
+  [[nodiscard]] std::unique_ptr<TcpLink> dial() const {
+    return connectTcp(kLoopback, acceptor.address(), Deadline::after(20000), kNoAbort);
+  }
+  [[nodiscard]] std::unique_ptr<TcpLink> dial(const std::string& bytes) const {
+    auto link = dial();
+    writeAll(*link, view(bytes), Deadline::after(20000), kNoAbort);
+    return link;
+  }
+
+  Acceptor acceptor;
+  std::vector<Accepted> accepted;
+  int64_t wakes = 0;
+};
+
+std::string readReply(Link& link, FrameHeader& header) {
+  readAll(link, {reinterpret_cast<std::byte*>(&header), sizeof header}, Deadline::after(5000), kNoAbort);
+  std::string payload(header.payload_nbytes, '\0');
+  readAll(link, {reinterpret_cast<std::byte*>(payload.data()), payload.size()}, Deadline::after(5000), kNoAbort);
+  return payload;
+}
+
+bool isClosed(Link& link) {
+  std::byte byte{};
+  try {
+    return link.tryRead({&byte, 1}).closed;
+  } catch (const Error&) {
+    return true; // a reset: the other side closed over unread bytes
+  }
+}
+
+TEST(Acceptor, IntroducesAPeerAndLeavesItsNextBytesAlone) {
+  Desk desk;
+  EXPECT_EQ(desk.acceptor.nextDeadline(), TimePoint::max());
+  EXPECT_TRUE(desk.acceptor.poll(Clock::now()).empty());
+  const auto link = desk.dial(encodeHello(helloOf(2)) + "next");
+  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }));
+  EXPECT_EQ(desk.accepted[0].hello.rank, 2);
+  EXPECT_EQ(desk.accepted[0].hello.lane, 3U);
+  std::string next(4, '\0');
+  readAll(
+      *desk.accepted[0].link,
+      {reinterpret_cast<std::byte*>(next.data()), next.size()},
+      Deadline::after(5000),
+      kNoAbort);
+  EXPECT_EQ(next, "next");
+  EXPECT_EQ(desk.acceptor.rejected(), 0);
+  // Its descriptor is quiet again, though the link is still open.
+  pollfd wait{desk.acceptor.fd(), POLLIN, 0};
+  writeAll(*link, view("more"), Deadline::after(5000), kNoAbort);
+  EXPECT_EQ(::poll(&wait, 1, 50), 0);
+}
+
+TEST(Acceptor, WaitsForAHelloInPieces) {
+  Desk desk;
+  const std::string hello = encodeHello(helloOf(1));
+  const auto link = desk.dial(hello.substr(0, 1));
+  for (size_t at = 1; at < hello.size(); ++at) {
+    const int64_t before = desk.wakes;
+    writeAll(*link, view(hello.substr(at, 1)), Deadline::after(5000), kNoAbort);
+    ASSERT_TRUE(desk.serve([&] { return desk.wakes > before; }));
+    ASSERT_TRUE(desk.accepted.empty() || at + 1 == hello.size());
+  }
+  EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == 1; }));
+}
+
+TEST(Acceptor, DropsGarbageWithoutAnAnswer) {
+  Desk desk;
+  const auto link = desk.dial("GET / HTTP/1.1\r\nHost: here\r\n\r\n" + std::string(5000, 'x'));
+  const TimePoint begin = Clock::now();
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  EXPECT_LT(elapsedMs(begin), 2000);
+  std::byte byte{};
+  const ErrorRecord record = errorOf([&] { readAll(*link, {&byte, 1}, Deadline::after(5000), kNoAbort); });
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+  EXPECT_TRUE(desk.accepted.empty());
+}
+
+TEST(Acceptor, TellsAnotherVersionWhy) {
+  Desk desk;
+  std::string hello = encodeHello(helloOf(1));
+  hello[2] = 9;
+  const auto link = desk.dial(hello + std::string(200, 'z')); // a longer hello than ours
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  FrameHeader header;
+  const auto reason = decodeHelloReply(view(readReply(*link, header)));
+  EXPECT_EQ(header.type, FrameType::HelloReply);
+  ASSERT_TRUE(reason);
+  EXPECT_EQ(reason->code, ErrorCode::VersionMismatch);
+  EXPECT_THAT(reason->summary, HasSubstr("wire version 9 meets version 1"));
+  EXPECT_TRUE(desk.serve([&] { return isClosed(*link); }));
+}
+
+TEST(Acceptor, TellsAnotherJobWhy) {
+  Desk desk;
+  Hello other_job = helloOf(1);
+  other_job.nonce = kNonce + 1;
+  Hello other_group = helloOf(1);
+  other_group.group = 6;
+  Hello other_size = helloOf(1);
+  other_size.size = 9;
+  int64_t count = 0;
+  for (const Hello& hello : {other_job, other_group, other_size}) {
+    const auto link = desk.dial(encodeHello(hello));
+    ++count;
+    ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == count; }));
+    FrameHeader header;
+    const auto reason = decodeHelloReply(view(readReply(*link, header)));
+    ASSERT_TRUE(reason);
+    EXPECT_EQ(reason->code, ErrorCode::ConfigMismatch);
+    EXPECT_THAT(reason->summary, HasSubstr(hello.size == 9 ? "4 and 9" : "another pycomm job"));
+  }
+  EXPECT_TRUE(desk.accepted.empty());
+}
+
+TEST(Acceptor, GivesStrangersTwoSeconds) {
+  Desk desk;
+  const auto silent = desk.dial();
+  const auto half = desk.dial(encodeHello(helloOf(1)).substr(0, 70));
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
+  const TimePoint due = desk.acceptor.nextDeadline();
+  EXPECT_LE(due, Clock::now() + milliseconds(2000));
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 2; }, 6000));
+  EXPECT_GE(Clock::now(), due);
+  EXPECT_EQ(desk.acceptor.nextDeadline(), TimePoint::max());
+  EXPECT_TRUE(isClosed(*silent));
+  EXPECT_TRUE(isClosed(*half));
+  EXPECT_LT(desk.wakes, 50); // it slept in between
+}
+
+TEST(Acceptor, DoesNotLetOneTrickleForever) {
+  // One byte now and then must not renew the two seconds. Time is passed in, so nothing has to be waited for.
+  Desk desk;
+  const auto link = desk.dial();
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
+  const std::string hello = encodeHello(helloOf(1));
+  const TimePoint arrived = desk.acceptor.nextDeadline() - milliseconds(2000);
+  for (int i = 0; i < 19; ++i) {
+    writeAll(*link, view(hello.substr(static_cast<size_t>(i), 1)), Deadline::after(5000), kNoAbort);
+    EXPECT_TRUE(desk.acceptor.poll(arrived + milliseconds(100 * (i + 1))).empty());
+    ASSERT_EQ(desk.acceptor.rejected(), 0) << i;
+  }
+  EXPECT_TRUE(desk.acceptor.poll(arrived + milliseconds(2000)).empty());
+  EXPECT_EQ(desk.acceptor.rejected(), 1);
+}
+
+TEST(Acceptor, KeepsNoStrangerPastItsBounds) {
+  // A refused peer that goes on talking is cut off after 512 bytes.
+  Desk desk;
+  std::string hello = encodeHello(helloOf(1));
+  hello[2] = 9;
+  const auto link = desk.dial(hello + std::string(100000, 'z'));
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() == TimePoint::max(); }, 1500));
+}
+
+TEST(Acceptor, LetsAPeerThroughACrowdOfSilentConnections) {
+  Desk desk;
+  std::vector<std::unique_ptr<TcpLink>> crowd;
+  for (int i = 0; i < 200; ++i) {
+    crowd.push_back(desk.dial());
+  }
+  const auto peer = desk.dial(encodeHello(helloOf(3)));
+  const TimePoint begin = Clock::now();
+  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }, 10000));
+  EXPECT_EQ(desk.accepted[0].hello.rank, 3);
+  // 64 places, 100 ms each: three rounds. Two seconds for each would be six.
+  EXPECT_LT(elapsedMs(begin), 1900);
+}
+
+TEST(Acceptor, ServesPeersDuringAStormOfGarbage) {
+  Desk desk;
+  std::atomic<bool> stop{false};
+  std::thread storm([&] {
+    const std::vector<std::string> junk = {
+        "", "x", std::string(3, '\0'), std::string(600, 'A'), encodeHello(helloOf(1)).substr(0, 64), "SSH-2.0-x\r\n"};
+    for (size_t i = 0; !stop && i < 3000; ++i) {
+      try {
+        auto link = desk.dial();
+        const ConstBufferView bytes = view(junk[i % junk.size()]);
+        (void)link->tryWrite(&bytes, 1);
+      } catch (const Error&) {
+        // the acceptor was faster
+      }
+    }
+  });
+  std::vector<std::unique_ptr<TcpLink>> peers;
+  for (int rank = 0; rank < 4; ++rank) {
+    peers.push_back(desk.dial(encodeHello(helloOf(rank))));
+    EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == peers.size(); })) << rank;
+  }
+  stop = true;
+  storm.join();
+  EXPECT_EQ(desk.accepted.size(), 4U);
+}
+
+std::atomic<int> g_lines{0};
+
+TEST(Acceptor, LogsFewLinesForManyStrangers) {
+  g_lines = 0;
+  setLogSink([](LogLevel, const char*) { ++g_lines; }, LogLevel::Warn);
+  {
+    Desk desk;
+    for (int i = 1; i <= 50; ++i) {
+      const auto link = desk.dial("garbage");
+      EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == i; }));
+    }
+  }
+  setLogSink(nullptr, LogLevel::Off);
+  EXPECT_GE(g_lines, 1);
+  EXPECT_LE(g_lines, 2);
+}
+
+TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {
+  // In a process of its own: the limit must not hit anything else.
+  EXPECT_TRUE(Process([] {
+                Desk desk;
+                const auto link = desk.dial(encodeHello(helloOf(1)));
+                rlimit limit{64, 64};
+                ::setrlimit(RLIMIT_NOFILE, &limit);
+                std::vector<UniqueFd> hoard;
+                while (hoard.empty() || hoard.back()) {
+                  hoard.emplace_back(::fcntl(link->fd(), F_DUPFD_CLOEXEC, 0));
+                }
+                const TimePoint begin = Clock::now();
+                const bool waited = !desk.serve([&] { return !desk.accepted.empty(); }, 500);
+                const bool calm = desk.wakes < 30 && elapsedMs(begin) >= 500;
+                const bool told = desk.acceptor.trouble().find("TOO_MANY_FILES") != std::string::npos;
+                hoard.clear();
+                const bool served = desk.serve([&] { return !desk.accepted.empty(); });
+                return waited && calm && told && served && desk.acceptor.trouble().empty();
+              }).join());
+}
+
+TEST(Acceptor, CanBeNestedInAnotherEpollSet) {
+  Desk desk;
+  const UniqueFd outer(::epoll_create1(EPOLL_CLOEXEC));
+  epoll_event event{};
+  event.events = EPOLLIN;
+  ASSERT_EQ(::epoll_ctl(outer.get(), EPOLL_CTL_ADD, desk.acceptor.fd(), &event), 0);
+  EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 0), 0);
+  const auto link = desk.dial(encodeHello(helloOf(0)));
+  EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 5000), 1);
+  EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == 1; }));
+  EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 0), 0);
+}
+
+} // namespace
+} // namespace pycomm

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <optional>
+
+#include "base/deadline.h"
+#include "base/error.h"
+
+namespace pycomm::testing {
+
+/// The error that `body` throws; a test failure if it throws none.
+inline ErrorRecord errorOf(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.record();
+  }
+  ADD_FAILURE() << "no error was thrown";
+  ErrorRecord none;
+  none.code = ErrorCode::Ok;
+  return none;
+}
+
+inline int64_t elapsedMs(TimePoint begin) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+}
+
+} // namespace pycomm::testing

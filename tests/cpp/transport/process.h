@@ -1,0 +1,102 @@
+#pragma once
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <new>
+#include <utility>
+
+#include "base/deadline.h"
+
+namespace pycomm::testing {
+
+/// A forked child that runs `body` and exits with 0 if it returned true. The destructor kills what is left of it.
+class Process {
+ public:
+  explicit Process(const std::function<bool()>& body) : pid_(::fork()) {
+    if (pid_ == 0) {
+      bool good = false;
+      try {
+        good = body();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      ::_exit(good ? 0 : 1);
+    }
+  }
+  Process(Process&& other) noexcept : pid_(std::exchange(other.pid_, -1)) {}
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+  ~Process() {
+    if (pid_ > 0) {
+      kill();
+      (void)join();
+    }
+  }
+
+  [[nodiscard]] pid_t pid() const {
+    return pid_;
+  }
+  void kill() const {
+    if (pid_ > 0) {
+      (void)::kill(pid_, SIGKILL);
+    }
+  }
+  /// True if it exited with 0. Waits at most `timeout_ms`, then kills it.
+  [[nodiscard]] bool join(int timeout_ms = 20000) {
+    const Deadline deadline = Deadline::after(timeout_ms);
+    int status = -1;
+    while (pid_ > 0 && ::waitpid(pid_, &status, WNOHANG) == 0) {
+      if (deadline.expired()) {
+        kill();
+        (void)::waitpid(pid_, &status, 0);
+        break;
+      }
+      (void)::poll(nullptr, 0, 1);
+    }
+    pid_ = -1;
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+
+ private:
+  pid_t pid_ = -1;
+};
+
+/// A flag that threads and forked children of its maker share.
+class SharedFlag {
+ public:
+  SharedFlag()
+      : flag_(new (::mmap(nullptr, sizeof *flag_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                  std::atomic<bool>(false)) {}
+  ~SharedFlag() {
+    (void)::munmap(flag_, sizeof *flag_);
+  }
+  SharedFlag(const SharedFlag&) = delete;
+  SharedFlag& operator=(const SharedFlag&) = delete;
+
+  void raise() {
+    flag_->store(true);
+  }
+  /// False if nobody raised it for `timeout_ms`.
+  [[nodiscard]] bool wait(int timeout_ms = 20000) const {
+    for (const Deadline deadline = Deadline::after(timeout_ms); !flag_->load();) {
+      if (deadline.expired()) {
+        return false;
+      }
+      (void)::poll(nullptr, 0, 1);
+    }
+    return true;
+  }
+
+ private:
+  std::atomic<bool>* flag_; ///< in memory of our own mapping, until the destructor
+};
+
+} // namespace pycomm::testing

@@ -1,0 +1,472 @@
+#include "transport/rendezvous.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <set>
+#include <thread>
+
+#include "transport/directory_store.h"
+#include "transport/error_matchers.h"
+#include "transport/memory_store.h"
+#include "transport/process.h"
+#include "transport/rank_record.h"
+#include "transport/tcp_link.h"
+
+namespace pycomm {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+using testing::DirectoryStore;
+using testing::elapsedMs;
+using testing::errorOf;
+using testing::MemoryStore;
+using testing::Process;
+
+const AbortToken kNoAbort;
+
+RendezvousConfig configOf(int rank, int size, int timeout_ms = 20000) {
+  RendezvousConfig config;
+  config.rank = rank;
+  config.size = size;
+  config.group_name = "world";
+  config.store_host = "127.0.0.1";
+  config.config_digest = 1;
+  config.config_text = "lanes=1 codec=none";
+  config.deadline = Deadline::after(timeout_ms);
+  return config;
+}
+
+struct Outcome {
+  Rendezvous met;
+  ErrorRecord error;
+  int64_t elapsed_ms = 0;
+
+  [[nodiscard]] bool good() const {
+    return error.code == ErrorCode::Ok;
+  }
+};
+
+Outcome tryToMeet(Store& store, const RendezvousConfig& config, const AbortToken& abort = kNoAbort) {
+  const TimePoint begin = Clock::now();
+  Outcome outcome;
+  outcome.error.code = ErrorCode::Ok;
+  try {
+    outcome.met = meet(store, config, abort);
+  } catch (const Error& error) {
+    outcome.error = error.record();
+  }
+  outcome.elapsed_ms = elapsedMs(begin);
+  return outcome;
+}
+
+// All of `configs` at once, one thread each.
+std::vector<Outcome> meetAll(Store& store, const std::vector<RendezvousConfig>& configs) {
+  std::vector<Outcome> outcomes(configs.size());
+  std::vector<std::thread> ranks;
+  for (size_t i = 0; i < configs.size(); ++i) {
+    ranks.emplace_back([&, i] { outcomes[i] = tryToMeet(store, configs[i]); });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  return outcomes;
+}
+
+std::vector<RendezvousConfig> world(int size) {
+  std::vector<RendezvousConfig> configs;
+  for (int rank = 0; rank < size; ++rank) {
+    configs.push_back(configOf(rank, size));
+  }
+  return configs;
+}
+
+TEST(Meet, BringsEightRanksTogether) {
+  MemoryStore store;
+  const std::vector<Outcome> outcomes = meetAll(store, world(8));
+  std::set<uint16_t> ports;
+  for (size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const Outcome& outcome = outcomes[rank];
+    ASSERT_TRUE(outcome.good()) << outcome.error.text();
+    const Rendezvous& met = outcome.met;
+    ASSERT_EQ(met.members.size(), 8U);
+    EXPECT_EQ(met.nonce, outcomes[0].met.nonce);
+    EXPECT_EQ(met.group_hash, outcomes[0].met.group_hash);
+    EXPECT_EQ(met.claim.generation, 1);
+    EXPECT_TRUE(met.local_address.isLoopback());
+    EXPECT_EQ(met.interface_name, "lo");
+    EXPECT_EQ(met.address_reason, "all ranks are on this host");
+    EXPECT_EQ(met.listener.address(), met.local_address);
+    EXPECT_EQ(met.members[rank].address, met.local_address);
+    for (size_t other = 0; other < 8; ++other) {
+      EXPECT_EQ(met.members[other].rank, static_cast<int>(other));
+      EXPECT_EQ(met.members[other].address, outcomes[other].met.local_address);
+      EXPECT_EQ(met.members[other].pid, ::getpid());
+      EXPECT_EQ(met.members[other].host, localHostName());
+    }
+    ports.insert(met.local_address.port());
+    // Everybody can be connected to.
+    EXPECT_NO_THROW(
+        (void)connectTcp(met.local_address, outcomes[0].met.local_address, Deadline::after(5000), kNoAbort));
+  }
+  EXPECT_EQ(ports.size(), 8U);
+}
+
+TEST(Meet, WorksAlone) {
+  MemoryStore store;
+  const Outcome outcome = tryToMeet(store, configOf(0, 1));
+  ASSERT_TRUE(outcome.good()) << outcome.error.text();
+  EXPECT_EQ(outcome.met.members.size(), 1U);
+}
+
+TEST(Meet, DrawsANewNonceEachTime) {
+  MemoryStore one;
+  MemoryStore two;
+  EXPECT_NE(tryToMeet(one, configOf(0, 1)).met.nonce, tryToMeet(two, configOf(0, 1)).met.nonce);
+}
+
+TEST(Meet, AsksTheStoreOncePerRankAndNotPerPair) {
+  MemoryStore store;
+  for (const Outcome& outcome : meetAll(store, world(24))) {
+    ASSERT_TRUE(outcome.good()) << outcome.error.text();
+  }
+  // 24 * 24 pairs read twice, each with two calls, would be 2304 and more without any waiting.
+  EXPECT_LT(store.calls(), 24 * 24 * 40);
+}
+
+TEST(Meet, KeepsGroupsOfOneStoreApart) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = world(2);
+  for (RendezvousConfig config : world(2)) {
+    config.group_name = "other";
+    configs.push_back(config);
+  }
+  const std::vector<Outcome> outcomes = meetAll(store, configs);
+  for (const Outcome& outcome : outcomes) {
+    ASSERT_TRUE(outcome.good()) << outcome.error.text();
+  }
+  EXPECT_NE(outcomes[0].met.nonce, outcomes[2].met.nonce);
+  EXPECT_NE(outcomes[0].met.group_hash, outcomes[2].met.group_hash);
+}
+
+TEST(Meet, StaysInItsPortRange) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = world(3);
+  for (RendezvousConfig& config : configs) {
+    config.ports = {29600, 30600};
+  }
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    ASSERT_TRUE(outcome.good()) << outcome.error.text();
+    EXPECT_GE(outcome.met.local_address.port(), 29600);
+    EXPECT_LE(outcome.met.local_address.port(), 30600);
+  }
+}
+
+TEST(Meet, WorksOverIPv6) {
+  MemoryStore store;
+  try {
+    (void)Listener::bind(SocketAddress::loopback(AddressFamily::IPv6), {});
+  } catch (const Error&) {
+    GTEST_SKIP() << "this host has no IPv6 loopback";
+  }
+  std::vector<RendezvousConfig> configs = world(2);
+  for (RendezvousConfig& config : configs) {
+    config.family = AddressFamily::IPv6;
+  }
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    ASSERT_TRUE(outcome.good()) << outcome.error.text();
+    EXPECT_EQ(outcome.met.local_address.ip(), "::1");
+  }
+}
+
+TEST(Meet, RefusesRanksThatDoNotExist) {
+  MemoryStore store;
+  for (const auto& [rank, size] : std::vector<std::pair<int, int>>{{2, 2}, {-1, 2}, {0, 0}, {0, -3}}) {
+    EXPECT_EQ(tryToMeet(store, configOf(rank, size)).error.code, ErrorCode::InvalidArgument);
+  }
+  EXPECT_EQ(store.calls(), 0);
+}
+
+TEST(Meet, NamesWhoIsMissingAndWhoIsThere) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = {configOf(0, 4, 400), configOf(2, 4, 20000)};
+  const std::vector<Outcome> outcomes = meetAll(store, configs);
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout) << outcome.error.text();
+    EXPECT_EQ(outcome.error.rank, 0); // it ran out of time first, and that ended it for both
+    EXPECT_EQ(outcome.error.peer, 1);
+    EXPECT_EQ(outcome.error.phase, "rendezvous");
+    EXPECT_EQ(outcome.error.group, "world");
+    EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 1, 3;"));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("present: rank 0 (host " + localHostName()));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 2 (host " + localHostName()));
+    EXPECT_GE(outcome.elapsed_ms, 390);
+    EXPECT_LT(outcome.elapsed_ms, 3400);
+  }
+}
+
+TEST(Meet, FailsWithinASecondOnAWrongWorldSize) {
+  // Rank 0 never comes: the difference is seen without it.
+  MemoryStore store;
+  const std::vector<Outcome> outcomes = meetAll(store, {configOf(1, 4), configOf(2, 3), configOf(3, 4)});
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::ConfigMismatch) << outcome.error.text();
+    EXPECT_EQ(outcome.error.summary, outcomes[0].error.summary); // one verdict for all
+    EXPECT_THAT(outcome.error.summary, HasSubstr("4"));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("3"));
+    EXPECT_LT(outcome.elapsed_ms, 1000);
+  }
+}
+
+TEST(Meet, FailsAtOnceForARankBeyondTheOthersWorld) {
+  MemoryStore store;
+  for (const Outcome& outcome : meetAll(store, world(2))) {
+    ASSERT_TRUE(outcome.good());
+  }
+  const Outcome late = tryToMeet(store, configOf(2, 3));
+  EXPECT_EQ(late.error.code, ErrorCode::ConfigMismatch);
+  EXPECT_THAT(late.error.summary, HasSubstr("world size 3"));
+  EXPECT_LT(late.elapsed_ms, 1000);
+}
+
+TEST(Meet, FailsWithinASecondOnDifferentOptions) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = world(4);
+  configs.erase(configs.begin());
+  configs[2].config_digest = 2;
+  configs[2].config_text = "lanes=1 codec=fp16";
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::ConfigMismatch) << outcome.error.text();
+    EXPECT_THAT(outcome.error.summary, HasSubstr("codec=none"));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("codec=fp16"));
+    EXPECT_THAT(outcome.error.summary, Not(HasSubstr("lanes")));
+    EXPECT_LT(outcome.elapsed_ms, 1000);
+  }
+}
+
+TEST(Meet, FailsWithinASecondOnAnotherVersion) {
+  MemoryStore store;
+  store.set("pycomm/world/1/member/1", "pycomm 2\nhost=beta\nsomething=new\n");
+  const std::vector<Outcome> outcomes = meetAll(store, {configOf(0, 4), configOf(2, 4)});
+  for (const Outcome& outcome : outcomes) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::VersionMismatch) << outcome.error.text();
+    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 (host beta) version 2"));
+    EXPECT_LT(outcome.elapsed_ms, 1000);
+  }
+}
+
+TEST(Meet, FailsOnRecordsThatNoPycommWrote) {
+  for (const char* key : {"member/1", "member/all", "address/1", "address/all", "error"}) {
+    MemoryStore store;
+    store.set(std::string("pycomm/world/1/") + key, std::string("\0\xff garbage 999999999:", 22));
+    // Rank 1 overwrites its own keys: where that would hide the garbage it does not come.
+    const bool alone = std::string(key) == "member/1";
+    std::vector<RendezvousConfig> configs = world(2);
+    if (alone) {
+      configs.pop_back();
+    }
+    int failed = 0;
+    for (const Outcome& outcome : meetAll(store, configs)) {
+      failed += outcome.good() ? 0 : 1;
+      EXPECT_TRUE(outcome.good() || outcome.error.code == ErrorCode::ProtocolViolation) << outcome.error.text();
+      EXPECT_LT(outcome.elapsed_ms, 3000) << key;
+    }
+    EXPECT_TRUE(failed > 0 || std::string(key) != "error") << key;
+  }
+}
+
+TEST(Meet, EndsOnAllRanksWhenOneCannotGoOn) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = world(3);
+  configs[2].spec = InterfaceSpec::parse("nosuchinterface");
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::NoInterface) << outcome.error.text();
+    EXPECT_EQ(outcome.error.rank, 2);
+    EXPECT_THAT(outcome.error.summary, HasSubstr("lo ("));
+    EXPECT_LT(outcome.elapsed_ms, 3000);
+  }
+}
+
+TEST(Meet, EndsOnAllRanksWhenOneFindsNoPort) {
+  MemoryStore store;
+  const Listener taken = Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {});
+  std::vector<RendezvousConfig> configs = world(3);
+  configs[1].ports = {taken.address().port(), taken.address().port()};
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::PortsExhausted) << outcome.error.text();
+    EXPECT_EQ(outcome.error.rank, 1);
+    EXPECT_LT(outcome.elapsed_ms, 3000);
+  }
+}
+
+TEST(Meet, EndsWhenAborted) {
+  MemoryStore store;
+  AbortToken abort;
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  reason.summary = "interrupted";
+  Outcome waiting;
+  std::thread rank0([&] { waiting = tryToMeet(store, configOf(0, 3), abort); });
+  std::thread rank1([&] {
+    while (!store.has("pycomm/world/1/member/0")) {
+      std::this_thread::yield();
+    }
+    abort.abort(reason);
+  });
+  rank1.join();
+  rank0.join();
+  EXPECT_EQ(waiting.error.code, ErrorCode::Aborted);
+  EXPECT_LT(waiting.elapsed_ms, 3000);
+  // Whoever comes later learns it at once.
+  const Outcome late = tryToMeet(store, configOf(1, 3));
+  EXPECT_EQ(late.error.code, ErrorCode::Aborted);
+  EXPECT_EQ(late.error.rank, 0);
+}
+
+TEST(Meet, MayBeRepeatedByTheSameProcesses) {
+  MemoryStore store;
+  uint64_t last_nonce = 0;
+  for (int64_t generation = 1; generation <= 3; ++generation) {
+    const std::vector<Outcome> outcomes = meetAll(store, world(3));
+    for (const Outcome& outcome : outcomes) {
+      ASSERT_TRUE(outcome.good()) << outcome.error.text();
+      EXPECT_EQ(outcome.met.claim.generation, generation);
+      if (generation == 2) {
+        leave(store, outcome.met.claim);
+      }
+    }
+    EXPECT_NE(outcomes[0].met.nonce, last_nonce);
+    last_nonce = outcomes[0].met.nonce;
+  }
+}
+
+TEST(Meet, MayBeRepeatedAfterAFailure) {
+  MemoryStore store;
+  std::vector<RendezvousConfig> configs = world(2);
+  configs[1].config_digest = 7;
+  for (const Outcome& outcome : meetAll(store, configs)) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::ConfigMismatch);
+  }
+  for (const Outcome& outcome : meetAll(store, world(2))) {
+    EXPECT_TRUE(outcome.good()) << outcome.error.text();
+  }
+}
+
+/// Fails every call once told to.
+class DyingStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    check();
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    check();
+    return store_.get(key, deadline);
+  }
+  bool has(const std::string& key) override {
+    check();
+    return store_.has(key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    check();
+    return store_.add(key, amount);
+  }
+  int lives = 1 << 30;
+
+ private:
+  void check() {
+    if (--lives < 0) {
+      throw Error(ErrorCode::StoreLost, "the store at 127.0.0.1:29500 is gone");
+    }
+  }
+  MemoryStore store_;
+};
+
+TEST(Meet, ReportsALostStoreWhereverItDies) {
+  for (int lives = 0; lives < 14; ++lives) {
+    DyingStore store;
+    store.lives = lives;
+    const Outcome outcome = tryToMeet(store, configOf(0, 2, 10000));
+    EXPECT_EQ(outcome.error.code, ErrorCode::StoreLost) << outcome.error.text();
+    EXPECT_EQ(outcome.error.rank, 0);
+    EXPECT_LT(outcome.elapsed_ms, 5000);
+    leave(store, outcome.met.claim); // must not throw
+  }
+}
+
+// Below, ranks are processes: what counts is which process holds a rank.
+
+TEST(MeetInProcesses, BringsThreeTogether) {
+  DirectoryStore store;
+  std::vector<Process> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&store, rank] {
+      const Outcome outcome = tryToMeet(store, configOf(rank, 3));
+      return outcome.good() && outcome.met.members[static_cast<size_t>(rank)].pid == ::getpid() &&
+          outcome.met.members[0].pid != outcome.met.members[1].pid;
+    });
+  }
+  for (Process& rank : ranks) {
+    EXPECT_TRUE(rank.join());
+  }
+}
+
+TEST(MeetInProcesses, RefusesASecondOwnerOfARankAndLetsTheFirstLive) {
+  DirectoryStore store;
+  Process first([&] { return tryToMeet(store, configOf(1, 2)).good(); });
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  const pid_t first_pid = first.pid();
+  // Twice: a refused attempt must not open the door for the next.
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(Process([&] {
+                  const Outcome second = tryToMeet(store, configOf(1, 2));
+                  const std::string us = localHostName() + ":" + std::to_string(::getpid());
+                  const std::string them = localHostName() + ":" + std::to_string(first_pid);
+                  EXPECT_EQ(second.error.code, ErrorCode::DuplicateRank) << second.error.text();
+                  EXPECT_THAT(second.error.summary, HasSubstr(them + " came first, " + us + " is refused"));
+                  EXPECT_LT(second.elapsed_ms, 3000);
+                  return !::testing::Test::HasFailure();
+                }).join());
+  }
+  EXPECT_TRUE(tryToMeet(store, configOf(0, 2)).good());
+  EXPECT_TRUE(first.join());
+}
+
+TEST(MeetInProcesses, TellsAStaleStoreFromALivingRank) {
+  DirectoryStore store;
+  Process dead([&] { return !tryToMeet(store, configOf(0, 2)).good(); });
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  dead.kill();
+  EXPECT_FALSE(dead.join());
+  const Outcome outcome = tryToMeet(store, configOf(0, 2));
+  EXPECT_EQ(outcome.error.code, ErrorCode::DuplicateRank);
+  EXPECT_THAT(outcome.error.summary, HasSubstr("earlier run"));
+  EXPECT_THAT(outcome.error.hint, HasSubstr("delete the store's file"));
+}
+
+TEST(MeetInProcesses, TakesARankOverAfterAnOrderlyEnd) {
+  DirectoryStore store;
+  for (int64_t generation = 1; generation <= 2; ++generation) {
+    EXPECT_TRUE(Process([&] {
+                  const Outcome outcome = tryToMeet(store, configOf(0, 1));
+                  leave(store, outcome.met.claim);
+                  return outcome.good() && outcome.met.claim.generation == generation;
+                }).join());
+  }
+}
+
+TEST(MeetInProcesses, NamesARankThatWasKilledOnTheWay) {
+  DirectoryStore store;
+  Process dead([&] { return tryToMeet(store, configOf(1, 3)).good(); });
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  dead.kill();
+  (void)dead.join();
+  const Outcome outcome = tryToMeet(store, configOf(0, 3, 300));
+  EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+  EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 2;"));
+}
+
+} // namespace
+} // namespace pycomm

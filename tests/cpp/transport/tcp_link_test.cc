@@ -1,0 +1,185 @@
+#include "transport/tcp_link.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+
+#include <thread>
+
+#include "transport/error_matchers.h"
+#include "transport/link_conformance.h"
+#include "transport/listener.h"
+
+namespace pycomm {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::elapsedMs;
+using testing::errorOf;
+using testing::LinkCase;
+using testing::LinkConformance;
+using testing::LinkPair;
+using testing::PeerPlace;
+
+const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
+
+std::unique_ptr<TcpLink> acceptOne(Listener& listener) {
+  pollfd wait{listener.fd(), POLLIN, 0};
+  (void)::poll(&wait, 1, 10000);
+  auto incoming = listener.accept();
+  if (!incoming) {
+    throw Error(ErrorCode::Timeout, "nobody connected");
+  }
+  return std::make_unique<TcpLink>(std::move(incoming->fd));
+}
+
+LinkPair tcpPair(const SocketAddress& local) {
+  Listener listener = Listener::bind(local, {});
+  auto first = connectTcp(local, listener.address(), Deadline::after(10000), AbortToken());
+  return {std::move(first), acceptOne(listener)};
+}
+
+bool hasIPv6Loopback() {
+  try {
+    (void)Listener::bind(SocketAddress::parse("::1", 0), {});
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+std::vector<LinkCase> tcpCases() {
+  std::vector<LinkCase> cases = {{"TcpIPv4", [] { return tcpPair(kLoopback); }}};
+  if (hasIPv6Loopback()) {
+    cases.push_back({"TcpIPv6", [] { return tcpPair(SocketAddress::parse("::1", 0)); }});
+  }
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Tcp,
+    LinkConformance,
+    ::testing::Combine(::testing::ValuesIn(tcpCases()), ::testing::Values(PeerPlace::Thread, PeerPlace::Process)),
+    [](const auto& test) {
+      return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
+    });
+
+int option(int fd, int level, int name) {
+  int value = -1;
+  socklen_t length = sizeof value;
+  (void)::getsockopt(fd, level, name, &value, &length);
+  return value;
+}
+
+TEST(TcpLink, SetsItsSocketUp) {
+  Listener listener = Listener::bind(kLoopback, {});
+  TcpOptions options;
+  options.user_timeout_ms = 2000;
+  options.keepalive_idle_s = 7;
+  const auto link = connectTcp(kLoopback, listener.address(), Deadline::after(10000), AbortToken(), options);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_NODELAY), 1);
+  EXPECT_EQ(option(link->fd(), SOL_SOCKET, SO_KEEPALIVE), 1);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPIDLE), 7);
+  EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_USER_TIMEOUT), 2000);
+  EXPECT_NE(::fcntl(link->fd(), F_GETFL) & O_NONBLOCK, 0);
+  EXPECT_NE(::fcntl(link->fd(), F_GETFD) & FD_CLOEXEC, 0);
+  EXPECT_EQ(link->describe(), link->local().text() + " -> " + listener.address().text());
+  EXPECT_EQ(acceptOne(listener)->remote(), link->local());
+}
+
+TEST(TcpLink, ConnectsFromTheGivenAddress) {
+  Listener listener = Listener::bind(kLoopback, {});
+  const auto link = connectTcp(
+      SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
+  EXPECT_EQ(link->local().ip(), "127.0.0.5");
+}
+
+TEST(StartConnect, FinishesLater) {
+  Listener listener = Listener::bind(kLoopback, {});
+  const auto link = startConnect(kLoopback, listener.address());
+  for (const Deadline deadline = Deadline::after(10000); !link->finishConnect() && !deadline.expired();) {
+    pollfd wait{link->fd(), POLLOUT, 0};
+    (void)::poll(&wait, 1, 100);
+  }
+  EXPECT_TRUE(link->finishConnect());
+  EXPECT_TRUE(link->finishConnect());
+  EXPECT_EQ(acceptOne(listener)->remote(), link->local());
+}
+
+SocketAddress closedPort() {
+  return Listener::bind(kLoopback, {}).address(); // free again when this returns
+}
+
+TEST(StartConnect, SaysWhyItFailed) {
+  const SocketAddress remote = closedPort();
+  const ErrorRecord record = errorOf([&] {
+    const auto link = startConnect(kLoopback, remote);
+    for (const Deadline deadline = Deadline::after(10000); !link->finishConnect() && !deadline.expired();) {
+      pollfd wait{link->fd(), POLLOUT, 0};
+      (void)::poll(&wait, 1, 100);
+    }
+  });
+  EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+  EXPECT_THAT(record.cause, HasSubstr("ECONNREFUSED"));
+  EXPECT_THAT(record.summary, HasSubstr(remote.text()));
+}
+
+TEST(ConnectTcp, TriesUntilThePeerListens) {
+  const SocketAddress remote = closedPort();
+  std::unique_ptr<TcpLink> link;
+  std::thread connecting([&] { link = connectTcp(kLoopback, remote, Deadline::after(20000), AbortToken()); });
+  // Listen only after a refusal has surely happened.
+  (void)::poll(nullptr, 0, 50);
+  Listener listener = Listener::bind(kLoopback, {remote.port(), remote.port()});
+  connecting.join();
+  ASSERT_TRUE(link);
+  EXPECT_EQ(acceptOne(listener)->remote(), link->local());
+}
+
+TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
+  const SocketAddress remote = closedPort();
+  const TimePoint begin = Clock::now();
+  const ErrorRecord record =
+      errorOf([&] { (void)connectTcp(kLoopback, remote, Deadline::after(200, begin), AbortToken()); });
+  EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+  EXPECT_THAT(record.summary, HasSubstr(remote.text()));
+  EXPECT_THAT(record.summary, HasSubstr("from 127.0.0.1 on lo"));
+  EXPECT_THAT(record.summary, HasSubstr("attempts"));
+  EXPECT_THAT(record.cause, HasSubstr("ECONNREFUSED"));
+  EXPECT_GE(record.elapsed_ms, 200);
+  EXPECT_GE(elapsedMs(begin), 200);
+  EXPECT_LT(elapsedMs(begin), 3200);
+}
+
+TEST(ConnectTcp, GivesUpAtOnceWhereTryingAgainCannotHelp) {
+  const TimePoint begin = Clock::now();
+  const ErrorRecord record = errorOf([] {
+    (void)connectTcp(
+        kLoopback, SocketAddress::parse("::1", 1), Deadline::after(20000), AbortToken()); // two families
+  });
+  EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+  EXPECT_THAT(record.summary, HasSubstr("after 1 attempt"));
+  EXPECT_LT(elapsedMs(begin), 3000);
+}
+
+TEST(ConnectTcp, EndsWhenAborted) {
+  const SocketAddress remote = closedPort();
+  AbortToken abort;
+  ErrorRecord reason;
+  reason.code = ErrorCode::Aborted;
+  std::thread aborting([&] {
+    (void)::poll(nullptr, 0, 50);
+    abort.abort(reason);
+  });
+  const TimePoint begin = Clock::now();
+  EXPECT_EQ(
+      errorOf([&] { (void)connectTcp(kLoopback, remote, Deadline::after(30000), abort); }).code, ErrorCode::Aborted);
+  EXPECT_LT(elapsedMs(begin), 3000);
+  aborting.join();
+}
+
+} // namespace
+} // namespace pycomm

@@ -1,0 +1,95 @@
+"""What every test here has: options, marks, and the promise that no process outlives its test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS_DIR = Path(__file__).resolve().parent
+if str(TESTS_DIR) not in sys.path:
+    sys.path.insert(0, str(TESTS_DIR))
+if importlib.util.find_spec("pycomm") is None:
+    sys.path.insert(0, str(TESTS_DIR.parent.parent))
+
+import ranks  # noqa: E402
+
+DEFAULT_TIMEOUT_S = 120
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-native", action="store_true", help="fail, not skip, where pycomm._C is not built"
+    )
+    parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_native: needs the built extension pycomm._C")
+
+
+def native_is_built() -> bool:
+    """Whether the extension can be found, without loading it."""
+    return importlib.util.find_spec("pycomm._C") is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(DEFAULT_TIMEOUT_S))
+    if config.getoption("--require-native"):
+        if not native_is_built():
+            raise pytest.UsageError("--require-native, and pycomm._C is not built")
+        return
+    if not native_is_built():
+        skip = pytest.mark.skip(reason="pycomm._C is not built")
+        for item in items:
+            if item.get_closest_marker("needs_native") is not None:
+                item.add_marker(skip)
+
+
+def child_processes() -> dict[int, str]:
+    """This process's children by pid, with their command lines; also those not waited for."""
+    children = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            # "pid (name) state ppid …": the name may hold anything, so look from its end.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                command = (folder / "cmdline").read_text(errors="replace")
+                children[int(folder.name)] = command.replace("\0", " ")
+        except OSError:
+            continue  # it has ended meanwhile
+    return children
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    before = child_processes()
+    yield
+    left = {pid: command for pid, command in child_processes().items() if pid not in before}
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own settings must not decide a test."""
+    for name in list(os.environ):
+        if name.startswith(("PYCOMM_", "GLOO_SOCKET", "NCCL_SOCKET")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def free_port() -> int:
+    return ranks.free_port()
+
+
+@pytest.fixture
+def repeats(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--repeats"))

@@ -1,0 +1,93 @@
+"""Ports, environments and single processes for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+TESTS_DIR = Path(__file__).resolve().parent
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def free_port_range(count: int) -> tuple[int, int]:
+    """First and last of ``count`` neighbouring ports that were all free a moment ago."""
+    for _ in range(200):
+        first = free_port()
+        if first + count > 65535:
+            continue
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return first, first + count - 1
+    raise RuntimeError(f"no {count} neighbouring free ports on {LOOPBACK}")
+
+
+def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment for a rank or any other child.
+
+    None of the caller's PYCOMM_* or launcher variables, one thread a process, and this very pycomm
+    on the path. A value of None in ``extra`` removes a variable.
+    """
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("PYCOMM_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(prefixes)
+    }
+    env["OMP_NUM_THREADS"] = "1"
+    paths = [str(TESTS_DIR)]
+    spec = importlib.util.find_spec("pycomm")
+    if spec is not None and spec.origin is not None:
+        paths.append(str(Path(spec.origin).resolve().parent.parent))
+    if env.get("PYTHONPATH"):
+        paths.append(env["PYTHONPATH"])
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    for name, value in (extra or {}).items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def run_python(
+    arguments: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` in a session of its own, which is killed whole when time is up."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=child_environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"{arguments} ran longer than {timeout_s} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

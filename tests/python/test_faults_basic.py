@@ -1,0 +1,186 @@
+"""Ranks that die, and ranks that leave with work under way: named errors, no abort, no hang."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import describe_exception, mark, run_ranks, start_ranks
+
+import pycomm
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+
+MIB = 1 << 20
+
+
+def reduce_until_it_fails(rank: int, world_size: int, numel: int) -> dict[str, Any]:
+    tensor = torch.ones(numel)
+    work = tensor.clone()
+    for step in range(100_000):
+        if step == 2:
+            mark("in the middle")
+        try:
+            work.copy_(tensor)
+            dist.all_reduce(work)
+        except Exception as error:
+            return second_look(error)
+    raise AssertionError("nobody was killed")
+
+
+def second_look(error: Exception) -> dict[str, Any]:
+    seen: dict[str, Any] = {"error": describe_exception(error), "record": pycomm.last_error()}
+    seen["types"] = (
+        isinstance(error, pycomm.errors.PeerDeadError),
+        isinstance(error, dist.DistNetworkError),
+    )
+    started_s = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3))
+    except pycomm.errors.PycommError as again:
+        seen["again"] = describe_exception(again)
+    seen["again_s"] = time.monotonic() - started_s
+    return seen
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_by_all_others_within_a_second(victim: int) -> None:
+    with start_ranks(3, reduce_until_it_fails, args=(100 * MIB // 4,)) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "in the middle")
+        killed_s = running.kill(victim)
+        results = running.collect(60)
+    for result in results:
+        if result.rank == victim:
+            assert result.exit_code == -signal.SIGKILL
+            continue
+        assert result.exit_code == 0, results.describe()
+        seen = result.value
+        error = seen["error"]
+        assert seen["types"] == (True, True), error.traceback
+        assert error.record["peer"] == victim
+        assert error.record["peer_host"] == socket.gethostname()
+        assert error.record["op"] == "all_reduce"
+        for text in (f"ank {victim} on {socket.gethostname()}", "code=PEER_DEAD", f"peer={victim}"):
+            assert text in error.text
+        assert "\n" not in error.text
+        assert error.monotonic_s - killed_s < 1.0
+        assert seen["record"]["code"] == "PEER_DEAD" and seen["record"]["peer"] == victim
+        assert seen["again"].code == "PEER_DEAD", "the first error sticks"
+        assert seen["again_s"] < 0.5
+
+
+def raise_while_others_reduce(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        raise ValueError("this rank's own mistake")
+    for _ in range(100):
+        dist.all_reduce(torch.ones(MIB))
+
+
+def test_a_rank_that_ends_with_an_exception_releases_the_others() -> None:
+    started_s = time.monotonic()
+    results = run_ranks(3, raise_while_others_reduce, check=False)
+    assert time.monotonic() - started_s < 30
+    for result in results:
+        assert result.error is not None and result.exit_code == 1, results.describe()
+        if result.rank != 1:
+            assert result.error.code in ("PEER_LEFT", "PEER_DEAD"), results.describe()
+            assert result.error.record["peer"] == 1
+
+
+def one_rank_is_late(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        signal.sigtimedwait([signal.SIGTERM], 8)  # never sent: this rank is just late
+    dist.all_reduce(torch.ones(10))
+
+
+def test_a_rank_that_is_late_is_named_at_the_deadline() -> None:
+    results = run_ranks(3, one_rank_is_late, pg_options={"timeout": 2}, check=False)
+    for result in results:
+        assert result.error is not None, results.describe()
+        if result.rank != 1:
+            assert result.error.code == "TIMEOUT", results.describe()
+            assert result.error.record["peer"] == 1
+            assert "CollectiveTimeoutError" in result.error.classes
+
+
+def interrupted(rank: int, world_size: int) -> str:
+    dist.all_reduce(torch.ones(10))
+    if rank == 0:
+        mark("waiting")
+        try:
+            dist.all_reduce(torch.ones(10))
+        except KeyboardInterrupt:
+            return f"interrupted {time.monotonic()}"
+    mark("waiting")
+    try:
+        threading.Event().wait(30)
+    except KeyboardInterrupt:
+        return "asked to leave"
+    return "nothing came"
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    with start_ranks(2, interrupted, init_timeout_s=30) as running:
+        for rank in range(2):
+            running.wait_for_mark(rank, "waiting")
+        sent_s = running.kill(0, signal.SIGINT)
+        running.kill(1, signal.SIGINT)
+        results = running.collect(60)
+    text, caught_s = str(results[0].value).split()
+    assert text == "interrupted", results.describe()
+    assert float(caught_s) - sent_s < 1.0
+
+
+def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:
+    tensors = [torch.ones(1 + 100_000 * index) for index in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if how == "futures":
+        for work in works:
+            work.get_future().then(lambda done: done.value()[0] * 2)
+    elif how == "never entered" and rank == 0:
+        dist.all_reduce(torch.ones(MIB), async_op=True)  # the others never do
+    elif how == "dropped":
+        del works, tensors
+    elif how == "sys.exit":
+        sys.exit(0)
+
+
+@pytest.mark.parametrize("how", ["works", "futures", "never entered", "dropped"])
+def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
+    for attempt in range(repeats):
+        started_s = time.monotonic()
+        results = run_ranks(2, leave_with_work_outstanding, args=(how,), destroy=False, check=False)
+        assert [result.exit_code for result in results] == [0, 0], (
+            f"{attempt}\n{results.describe()}"
+        )
+        for result in results:
+            assert "terminate" not in result.stderr and "Fatal" not in result.stderr
+        assert time.monotonic() - started_s < 30
+
+
+def use_after_destroy(rank: int, world_size: int) -> tuple[str | None, str | None]:
+    group = dist.group.WORLD
+    assert group is not None
+    backend = pycomm.backend.native_backend(group)
+    dist.all_reduce(torch.ones(3))
+    before = pycomm.last_error()
+    dist.destroy_process_group()
+    try:
+        backend.barrier().wait()
+    except pycomm.errors.PycommError as error:
+        return (None if before is None else str(before), error.code)
+    return (str(before), "nothing raised")
+
+
+def test_use_after_destroy() -> None:
+    assert run_ranks(2, use_after_destroy).values() == [(None, "SHUT_DOWN")] * 2

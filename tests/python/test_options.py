@@ -1,0 +1,212 @@
+"""Settings: where they come from, what is refused, and that nothing is ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm import Options
+from pycomm.options import SETTINGS, ResolvedOptions, unknown_variables, variables
+
+
+def test_defaults() -> None:
+    resolved = Options().resolve({})
+    assert resolved == ResolvedOptions(
+        interface="",
+        socket_family="auto",
+        port_range=(0, 0),
+        timeout=1800.0,
+        debug="WARN",
+        algorithm="auto",
+        transport="auto",
+        segment_nbytes=256 * 1024,
+        origins={setting.field: "default" for setting in SETTINGS},
+    )
+    assert resolved.is_default("interface")
+
+
+def test_every_field_has_one_setting_and_stands_in_the_docstring() -> None:
+    fields = [field.name for field in dataclasses.fields(Options)]
+    assert fields == [setting.field for setting in SETTINGS]
+    resolved = [field.name for field in dataclasses.fields(ResolvedOptions)]
+    assert resolved == [*fields, "origins"]
+    for setting in SETTINGS:
+        assert f"        {setting.field}: " in str(Options.__doc__)
+        assert f"``{setting.variable}``" in str(Options.__doc__)
+
+
+# field, text of the variable, the same as a field's value, what both must become
+SAME_EITHER_WAY = [
+    ("interface", "^lo,docker", "^lo,docker", "^lo,docker"),
+    ("interface", " =eth0 ", "=eth0", "=eth0"),
+    ("socket_family", "IPv6", "ipv6", "ipv6"),
+    ("port_range", "29600-29699", (29600, 29699), (29600, 29699)),
+    ("port_range", "29600", "29600-29600", (29600, 29600)),
+    ("timeout", "2.5", 2.5, 2.5),
+    ("timeout", "300", timedelta(minutes=5), 300.0),
+    ("debug", "info", "INFO", "INFO"),
+    ("algorithm", "Recursive_Doubling", "recursive_doubling", "recursive_doubling"),
+    ("transport", "TCP", "tcp", "tcp"),
+    ("segment_nbytes", "64K", 65536, 65536),
+    ("segment_nbytes", "1MiB", "1M", 1 << 20),
+    ("segment_nbytes", "4096", "4096", 4096),
+]
+
+
+@pytest.mark.parametrize(("field", "text", "value", "wanted"), SAME_EITHER_WAY)
+def test_a_field_and_its_variable_mean_the_same(
+    field: str, text: str, value: object, wanted: object
+) -> None:
+    variable = next(setting.variable for setting in SETTINGS if setting.field == field)
+    from_variable = Options().resolve({variable: text})
+    assert getattr(from_variable, field) == wanted
+    assert from_variable.origins[field] == variable
+    arguments: dict[str, Any] = {field: value}
+    from_field = Options(**arguments).resolve({variable: "nonsense that nobody must read"})
+    assert getattr(from_field, field) == wanted
+    assert from_field.origins[field] == f"Options.{field}"
+
+
+def test_precedence_of_interfaces() -> None:
+    environ = {
+        "NCCL_SOCKET_IFNAME": "nccl0",
+        "GLOO_SOCKET_IFNAME": "gloo0",
+        "PYCOMM_SOCKET_IFNAME": "own0",
+    }
+    found = [("explicit0", "Options.interface")]
+    resolved = Options(interface="explicit0").resolve(environ)
+    assert [(resolved.interface, resolved.origins["interface"])] == found
+    for variable in ("PYCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        resolved = Options().resolve(environ)
+        assert resolved.origins["interface"] == variable
+        assert resolved.interface == environ.pop(variable)
+    assert Options().resolve(environ).is_default("interface")
+
+
+def test_an_empty_variable_is_an_unset_one() -> None:
+    assert Options().resolve({"PYCOMM_DEBUG": "", "PYCOMM_TIMEOUT": " "}).is_default("debug")
+
+
+REFUSED = [
+    ("interface", "", "interface names"),
+    ("interface", "eth0,,eth1", "interface names"),
+    ("interface", "eth0,^eth1", "interface names"),
+    ("interface", 7, "interface names"),
+    ("socket_family", "ipv5", "'auto' or 'ipv4' or 'ipv6'"),
+    ("port_range", "29699-29600", "29600-29699"),
+    ("port_range", "80-90", "1024-65535"),
+    ("port_range", "29600-70000", "1024-65535"),
+    ("port_range", "a-b", "FIRST-LAST"),
+    ("port_range", (1, 2, 3), "FIRST-LAST"),
+    ("port_range", (29600, True), "FIRST-LAST"),
+    ("timeout", "0", "above 0"),
+    ("timeout", -1, "above 0"),
+    ("timeout", math.nan, "above 0"),
+    ("timeout", math.inf, "above 0"),
+    ("timeout", "soon", "above 0"),
+    ("timeout", True, "above 0"),
+    ("debug", "LOUD", "'WARN' or 'INFO' or 'TRACE'"),
+    ("algorithm", "rign", "'ring'"),
+    ("transport", "shm", "no shared-memory transport"),
+    ("transport", "rdma", "'auto' or 'tcp'"),
+    ("segment_nbytes", "1K", "4K to 4M"),
+    ("segment_nbytes", "5M", "4K to 4M"),
+    ("segment_nbytes", "64KM", "4K to 4M"),
+    ("segment_nbytes", "K", "4K to 4M"),
+    ("segment_nbytes", 65536.0, "4K to 4M"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), REFUSED)
+def test_a_bad_value_names_place_value_and_what_is_allowed(
+    field: str, value: object, allowed: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        Options(**{field: value})  # type: ignore[arg-type]
+    for part in (f"Options.{field}={value!r}", allowed):
+        assert part in str(caught.value)
+    if not isinstance(value, str) or not value:
+        return
+    variable = next(setting.variable for setting in SETTINGS if setting.field == field)
+    with pytest.raises(ValueError) as caught:
+        Options().resolve({variable: value})
+    for part in (f"{variable}={value!r}", allowed):
+        assert part in str(caught.value)
+
+
+def test_a_fallback_with_a_bad_value_is_named_as_itself() -> None:
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME='a,,b'"):
+        Options().resolve({"GLOO_SOCKET_IFNAME": "a,,b"})
+
+
+@pytest.mark.parametrize(
+    ("misspelled", "nearest"),
+    [
+        ("PYCOMM_ALOG", "PYCOMM_ALGO"),
+        ("PYCOMM_SOCKET_IFNAMES", "PYCOMM_SOCKET_IFNAME"),
+        ("PYCOMM_PORTRANGE", "PYCOMM_PORT_RANGE"),
+        ("PYCOMM_debug", "PYCOMM_DEBUG"),
+    ],
+)
+def test_an_unknown_variable_is_an_error_with_the_nearest_name(
+    misspelled: str, nearest: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        Options().resolve({misspelled: "1", "PATH": "/bin"})
+    assert f"{misspelled} is not a variable of pycomm; did you mean {nearest}?" in str(caught.value)
+    assert all(variable in str(caught.value) for variable in variables())
+
+
+def test_unknown_variables_are_only_those_of_pycomm() -> None:
+    environ = ["PYCOMM_B", "PYCOMM_A", "PYCOMM_ALGO", "PYCOMMX", "GLOO_WHATEVER"]
+    assert unknown_variables(environ) == ["PYCOMM_A", "PYCOMM_B"]
+
+
+def test_an_unknown_keyword_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"no 'interfaces'; did you mean interface\?"):
+        Options(interfaces="eth0")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"did you mean segment_nbytes\?"):
+        Options(segment_bytes=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="keywords only"):
+        Options("eth0")  # type: ignore[call-arg]
+
+
+def test_options_are_values() -> None:
+    options = Options(timeout=3)
+    assert options == Options(timeout=3.0) != Options()
+    assert dataclasses.replace(options, debug="info") == Options(timeout=3, debug="INFO")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.timeout = 4.0  # type: ignore[misc]
+
+
+@given(st.sampled_from(SETTINGS), st.text())
+def test_any_text_is_either_taken_or_refused_with_a_sentence(setting: object, text: str) -> None:
+    variable = setting.variable  # type: ignore[attr-defined]
+    try:
+        Options().resolve({variable: text})
+    except ValueError as error:
+        assert re.match(rf"{variable}=", str(error))
+
+
+@given(st.integers(4096, 4 << 20))
+def test_segment_sizes_survive(nbytes: int) -> None:
+    assert Options(segment_nbytes=str(nbytes)).segment_nbytes == nbytes
+
+
+def test_nothing_else_reads_the_variables() -> None:
+    """One reader: elsewhere in the package a variable's name may only stand in prose."""
+    package = Path(str(__import__("pycomm").__file__)).parent
+    readers = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"(environ|getenv)\W+(get\W+)?PYCOMM_", path.read_text())
+    ]
+    assert readers == []

@@ -1,0 +1,322 @@
+"""The project's own checks must fail when they should: each is fed something that is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOOLS = ROOT / "tools"
+
+
+def tool(name: str) -> ModuleType:
+    if str(TOOLS) not in sys.path:
+        sys.path.insert(0, str(TOOLS))
+    return importlib.import_module(name)
+
+
+# --- floors ---------------------------------------------------------------------------------------
+
+FLOORS = """\
+# a comment
+0 base core
+1 numeric core
+1 transport core
+1 schedule core
+1 cuda cuda
+2 engine core
+3 sim sim
+4 c10d torch
+5 ddp torch
+6 bindings torch
+"""
+
+GOOD_TREE = {
+    "csrc/base/error.h": "#pragma once\n#include <string>\n// abort() is not called here\n",
+    "csrc/base/error.cc": '#include "base/error.h"\n',
+    "csrc/transport/link.h": '#include <sys/socket.h>\n#include "base/error.h"\n',
+    "csrc/engine/lane.cc": '#include "engine/lane.h"\n#include "base/error.h"\n#include <thread>\n',
+    "csrc/engine/lane.h": "bool abort(int reason);\nvoid f() { token.abort(1); link->exit(); }\n",
+    "csrc/cuda/pack.cu": '#include <cuda_runtime.h>\n#include "base/error.h"\n',
+    "csrc/c10d/work.h": '#include <torch/types.h>\n#include "engine/lane.h"\n',
+    "csrc/bindings/module.cc": '#include <pybind11/pybind11.h>\n#include "c10d/work.h"\n',
+    "tests/cpp/base/error_test.cc": '#include <gtest/gtest.h>\n#include "base/error.h"\n',
+    "_pycomm_autoload.py": (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import torch\n"
+        "def autoload():\n    from torch.distributed import Backend\n    import pycomm.backend\n"
+    ),
+    "pycomm/__init__.py": "from pycomm import errors\nfrom pycomm.options import Options\n",
+    "pycomm/errors.py": "import os\na = os.environ.get('LOCAL_RANK')\nb = os.environ['PORT']\n",
+    "pycomm/options.py": "import os\nfrom .errors import Error\nx = os.environ['PYCOMM_TIMEOUT']\n",
+    "pycomm/backend.py": "import os\nfrom pycomm import errors, options\nx = os.getenv('HOME')\n",
+    "pycomm/cli/__init__.py": "import pycomm\nfrom pycomm.cli import env\n",
+    "pycomm/cli/env.py": "import os\nfrom pycomm.options import read\nread(os.environ)\n",
+}
+
+BAD_FILES = {
+    "up": (
+        "csrc/base/a.h",
+        '#include "engine/lane.h"\n',
+        "base [floor 0] must not see engine [floor 2]",
+    ),
+    "sideways": ("csrc/numeric/a.h", '#include "transport/link.h"\n', "must not see transport"),
+    "engine to torch seam": ("csrc/engine/a.cc", '#include "c10d/work.h"\n', "must not see c10d"),
+    "test code": ("csrc/c10d/a.cc", '#include "sim/clock.h"\n', "used by nothing else"),
+    "cuda library": ("csrc/c10d/a.cc", '#include "cuda/pack.h"\n', "used by nothing else"),
+    "no folder": ("csrc/base/a.cc", '#include "error.h"\n', 'write the folder: "base/error.h"'),
+    "unknown quoted": (
+        "csrc/base/a.cc",
+        '#include "gloo/x.h"\n',
+        'no folder of csrc/ is named "gloo"',
+    ),
+    "torch": ("csrc/engine/a.cc", "#include <torch/torch.h>\n", "engine must not see torch"),
+    "torch, quoted": ("csrc/engine/a.cc", '#include "ATen/ATen.h"\n', "engine must not see torch"),
+    "c10": ("csrc/sim/a.h", "  #  include <c10/util/Half.h>\n", "sim must not see torch"),
+    "torch in cuda": (
+        "csrc/cuda/a.cu",
+        "#include <torch/extension.h>\n",
+        "cuda must not see torch",
+    ),
+    "pybind11": ("csrc/engine/a.cc", "#include <pybind11/gil.h>\n", "engine must not see Python"),
+    "Python": ("csrc/base/a.cc", "#include <Python.h>\n", "base must not see Python"),
+    "cuda in seam": ("csrc/c10d/a.cc", "#include <cuda_runtime.h>\n", "c10d must not see CUDA"),
+    "torch's cuda": ("csrc/c10d/a.cc", "#include <c10/cuda/CUDAStream.h>\n", "must not see CUDA"),
+    "nccl": ("csrc/c10d/a.cc", "#include <nccl.h>\n", "must not see CUDA"),
+    "sockets": ("csrc/base/a.cc", "#include <netinet/in.h>\n", "base knows no sockets"),
+    "threads": ("csrc/schedule/a.cc", "#include <thread>\n", "schedule is pure"),
+    "abort": ("csrc/engine/a.cc", "void f() { std::abort(); }\n", "ends the process"),
+    "global abort": ("csrc/engine/a.cc", "void f() { ::abort(); }\n", "ends the process"),
+    "exit": ("csrc/engine/a.cc", "void f() { exit(1); }\n", "ends the process"),
+    "print": ("csrc/engine/a.cc", 'void f() { std::cerr << "x"; }\n', "prints"),
+    "printf": ("csrc/engine/a.cc", 'void f() { printf("x"); }\n', "prints"),
+    "getenv": ("csrc/engine/a.cc", 'auto x = std::getenv("X");\n', "reads the environment"),
+    "new folder": ("csrc/rdma/a.cc", "\n", "csrc/floors.txt does not say on which floor rdma is"),
+    "torch in a C++ test": (
+        "tests/cpp/base/a.h",
+        "#include <ATen/ATen.h>\n",
+        "C++ tests see no torch",
+    ),
+    "long C++": ("csrc/base/long.cc", "\n" * 401, "split at 400"),
+    "long Python": ("pycomm/errors.py", "\n" * 401, "split at 400"),
+    "autoload torch": (
+        "_pycomm_autoload.py",
+        "from torch import nn\n",
+        "imports torch when loaded",
+    ),
+    "autoload pycomm": (
+        "_pycomm_autoload.py",
+        "import pycomm.errors\n",
+        "imports pycomm when loaded",
+    ),
+    "autoload in try": (
+        "_pycomm_autoload.py",
+        "try:\n    import torch\nexcept ImportError:\n    pass\n",
+        "imports torch when loaded",
+    ),
+    "autoload in class": ("_pycomm_autoload.py", "class A:\n    import torch\n", "imports torch"),
+    "Python up": (
+        "pycomm/errors.py",
+        "from pycomm.options import Options\n",
+        "errors must not import",
+    ),
+    "Python up, lazily": (
+        "pycomm/errors.py",
+        "def f():\n    import pycomm.ddp\n",
+        "must not import",
+    ),
+    "Python up, relative": ("pycomm/options.py", "from . import backend\n", "must not import"),
+    "Python top": ("pycomm/backend.py", "import pycomm\n", "backend must not import pycomm"),
+    "new module": ("pycomm/magic.py", "\n", "does not say where magic stands"),
+    "variable": ("pycomm/backend.py", "import os\nos.environ['PYCOMM_X']\n", "reads PYCOMM_X"),
+    "variable, get": ("pycomm/backend.py", "import os\nos.environ.get('PYCOMM_X')\n", "PYCOMM_X"),
+    "variable, getenv": ("pycomm/backend.py", "import os\nos.getenv('PYCOMM_X')\n", "PYCOMM_X"),
+    "variable, in": ("pycomm/backend.py", "import os\n'PYCOMM_X' in os.environ\n", "PYCOMM_X"),
+    "variable, computed": (
+        "pycomm/cli/env.py",
+        "import os\nos.environ['PYCOMM' + x]\n",
+        "no literal",
+    ),
+    "all variables": ("pycomm/backend.py", "import os\nd = dict(os.environ)\n", "no literal name"),
+    "environ by name": ("pycomm/backend.py", "from os import environ\n", "imports environ by name"),
+}
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in {"csrc/floors.txt": FLOORS, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_good_tree_has_no_violation(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD_TREE)
+    assert tool("check_layers").violations(tmp_path) == []
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_each_violation_is_found_once(tmp_path: Path, case: str) -> None:
+    name, text, expected = BAD_FILES[case]
+    write_tree(tmp_path, {**GOOD_TREE, name: text})
+    found = tool("check_layers").violations(tmp_path)
+    assert len(found) == 1, found
+    assert found[0].path == Path(name)
+    assert expected in str(found[0])
+
+
+def test_violation_names_the_line(tmp_path: Path) -> None:
+    text = '/* two\n lines */\n#include "base/error.h"\nvoid f() { std::abort(); }\n'
+    write_tree(tmp_path, {**GOOD_TREE, "csrc/engine/a.cc": text})
+    (violation,) = tool("check_layers").violations(tmp_path)
+    assert str(violation).startswith("csrc/engine/a.cc:4: ")
+
+
+def test_this_tree_is_clean() -> None:
+    assert [str(violation) for violation in tool("check_layers").violations(ROOT)] == []
+
+
+# --- what the machine lacks -----------------------------------------------------------------------
+
+
+def test_everything_missing_is_one_line() -> None:
+    machine = tool("machine")
+    line = machine.sentence([machine.COMPILER_LACK, machine.HEADERS_LACK])
+    assert "\n" not in line
+    assert re.search(r"C\+\+20 compiler .* and Python's C headers\.", line)
+    assert re.search(
+        r"sudo apt-get install g\+\+ python3\.\d+-dev .*dnf install gcc-c\+\+ python3-devel", line
+    )
+
+
+def test_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = tool("machine")
+    assert machine.lacks(tmp_path) == []
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    with pytest.raises(SystemExit, match=r"pycomm needs a C\+\+20 compiler"):
+        machine.require(tmp_path)
+
+
+def test_missing_venv_and_headers_are_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = tool("machine")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        machine.importlib.util,
+        "find_spec",
+        lambda name: None if name == "ensurepip" else find_spec(name),
+    )
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert machine.lacks(tmp_path) == [machine.VENV_LACK, machine.HEADERS_LACK]
+
+
+def test_old_python_is_named_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = tool("machine")
+    monkeypatch.setattr(machine.sys, "version_info", (3, 9, 18))
+    with pytest.raises(SystemExit, match=r"^pycomm needs Python 3\.10 or newer\. Debian"):
+        machine.require(tmp_path)
+
+
+def test_compilers_at_once_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = tool("machine")
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(16)))
+    for gib, expected in [(1, 1), (8, 2), (15.9, 5), (500, 16)]:
+        monkeypatch.setattr(machine, "memory_gib", lambda gib=gib: gib)
+        assert machine.jobs(3.0) == expected
+
+
+# --- bootstrap ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        # A wheel of the CPU build that pip already knows of wins.
+        ({"torch==2.13.0+cpu": "https://mirror/x.whl"}, ["torch==2.13.0+cpu"]),
+        # A plain version is taken from a local file only: PyPI's is the CUDA build.
+        ({"torch==2.13.0": "file:///wheels/x.whl"}, ["torch==2.13.0"]),
+        ({"torch==2.13.0": "https://files.pythonhosted.org/x.whl"}, None),
+        ({}, None),
+    ],
+)
+def test_torch_never_comes_with_cuda(
+    monkeypatch: pytest.MonkeyPatch, offers: dict[str, str], expected: list[str] | None
+) -> None:
+    bootstrap = tool("bootstrap")
+
+    def would_take(requirement: str) -> dict[str, object] | None:
+        return {"download_info": {"url": offers[requirement]}} if requirement in offers else None
+
+    monkeypatch.setattr(bootstrap, "would_take", would_take)
+    index = ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    assert bootstrap.torch_arguments() == (expected or index)
+
+
+def test_stamp_is_stale_when_a_file_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bootstrap = tool("bootstrap")
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
+    monkeypatch.setattr(bootstrap, "STAMPS", tmp_path / "stamps")
+    source = tmp_path / "a.cc"
+    source.write_text("1")
+    stamp = bootstrap.Stamp("x", bootstrap.digest([source]))
+    assert not stamp.fresh()
+    stamp.write()
+    assert bootstrap.Stamp("x", bootstrap.digest([source])).fresh()
+    source.write_text("2")
+    assert not bootstrap.Stamp("x", bootstrap.digest([source])).fresh()
+    source.write_text("1")
+    assert not bootstrap.Stamp("x", bootstrap.digest([source], "other torch")).fresh()
+
+
+# --- summaries, documents, stubs, metadata --------------------------------------------------------
+
+
+def test_cpp_counts(tmp_path: Path) -> None:
+    cases = [
+        {"status": "RUN", "result": "COMPLETED"},
+        {"status": "RUN", "result": "COMPLETED", "failures": [{"failure": "x"}]},
+        {"status": "RUN", "result": "SKIPPED"},
+        {"status": "NOTRUN", "result": "SUPPRESSED"},
+    ]
+    for name in ("a", "b"):
+        text = json.dumps({"testsuites": [{"testsuite": cases}]})
+        (tmp_path / f"{name}.json").write_text(text)
+    assert tool("cpp").counts(tmp_path) == (6, 2, 2)
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("[up](../README.md#top) [web](https://x.org) [h](#h)\n")
+    (tmp_path / "README.md").write_text(
+        "[good](docs/a.md) [bad](docs/b.md)\n```\n[code](c.md)\n```\n"
+    )
+    assert tool("check_docs").broken_links(tmp_path) == ["README.md: docs/b.md"]
+
+
+def test_stub_difference_is_shown() -> None:
+    difference = tool("make_stubs").difference
+    assert difference("def f() -> int: ...\n", "def f() -> int: ...\n") == ""
+    assert "+def g() -> int: ..." in difference("", "def g() -> int: ...\n")
+
+
+def test_versions_agree() -> None:
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    module = (ROOT / "pycomm" / "_version.py").read_text()
+    assert f'__version__ = "{version[1]}"' in module
+    assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_floor_is_built_or_private() -> None:
+    floors = tool("check_layers").read_floors(ROOT)
+    assert {floor.kind for floor in floors.values()} <= {"core", "sim", "cuda", "torch"}
+    folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+    assert folders <= set(floors)

@@ -1,0 +1,106 @@
+"""Build floors 0 to 3 and run their tests.
+
+python tools/cpp.py plain|cxx20|asan|tsan [CMake arguments]; more of these in $CMAKE_ARGS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+
+# Each flavour has a build folder of its own. Warnings are errors where developers and CI look, not
+# where users build.
+FLAVOURS = {
+    "plain": [],
+    "cxx20": ["-DPYCOMM_CXX_STANDARD=20", "-DPYCOMM_WERROR=ON"],
+    "asan": ["-DPYCOMM_SANITIZE=address,undefined", "-DPYCOMM_WERROR=ON"],
+    "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
+}
+
+GTEST_HINT = """\
+CMake could not configure the tests. If GoogleTest is what it missed, install it (Debian, Ubuntu: \
+sudo apt-get install libgtest-dev libgmock-dev   Fedora: sudo dnf install gtest-devel \
+gmock-devel), or name a copy of its sources: \
+make test CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=<folder>"""
+
+
+def counts(results: Path) -> tuple[int, int, int]:
+    """How many tests ran, failed and were skipped, from the files that the test programs left."""
+    ran = failed = skipped = 0
+    for path in results.glob("*.json"):
+        for suite in json.loads(path.read_text())["testsuites"]:
+            for case in suite["testsuite"]:
+                ran += case["status"] == "RUN"
+                failed += bool(case.get("failures"))
+                skipped += case.get("result") == "SKIPPED"
+    return ran, failed, skipped
+
+
+def test_prefix(flavour: str) -> list[str]:
+    # GCC 12's ThreadSanitizer cannot map its shadow memory under the address randomisation of newer
+    # kernels.
+    fixed = ["setarch", platform.machine(), "-R"]
+    return fixed if flavour == "tsan" and machine.succeeds(*fixed, "true") else []
+
+
+def main() -> int:
+    flavour, *cmake_arguments = sys.argv[1:] or ["plain"]
+    folder = BUILD / f"cpp-{flavour}"
+    results = folder / "results"
+    jobs = str(machine.jobs(1.0))
+
+    given = [*cmake_arguments, *os.environ.get("CMAKE_ARGS", "").split()]
+    sources = "FETCHCONTENT_SOURCE_DIR_GOOGLETEST"
+    if sources not in os.environ and not any(sources in argument for argument in given):
+        machine.find_googletest()
+    configure = [
+        "cmake",
+        "-S",
+        str(ROOT),
+        "-B",
+        str(folder),
+        "-DPYCOMM_FAULT_POINTS=ON",
+        *FLAVOURS[flavour],
+    ]
+    if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists():
+        configure += ["-G", "Ninja"]
+    if subprocess.run([*configure, *given], stdout=subprocess.DEVNULL, check=False).returncode != 0:
+        print(GTEST_HINT, file=sys.stderr)
+        return 1
+    if subprocess.run(["cmake", "--build", str(folder), "-j", jobs], check=False).returncode != 0:
+        print(f"C++ {flavour}: the build failed", file=sys.stderr)
+        return 1
+
+    shutil.rmtree(results, ignore_errors=True)
+    ctest = [
+        *test_prefix(flavour),
+        "ctest",
+        "--test-dir",
+        str(folder),
+        "--output-on-failure",
+        "-j",
+        jobs,
+    ]
+    code = subprocess.run(ctest, check=False).returncode
+    ran, failed, skipped = counts(results)
+    verdict = "passed" if code == 0 else "FAILED"
+    passed = ran - failed - skipped
+    print(
+        f"C++ {flavour}: {verdict}, {passed} passed, {failed} failed, {skipped} skipped",
+        flush=True,
+    )
+    return 1 if code else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

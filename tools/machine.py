@@ -1,0 +1,196 @@
+"""What this machine has, lacks and can spare: compiler, headers, CMake, GoogleTest, memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+MINIMUM_PYTHON = (3, 10)
+MINIMUM_CMAKE = (3, 21)
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+PYPI_CMAKE = "4.4.4"  # used where the system has none, or an older one
+
+
+class Lack(NamedTuple):
+    """Something missing, and the packages that bring it."""
+
+    what: str
+    debian: str
+    fedora: str
+
+
+PYTHON_LACK = Lack(
+    f"Python {MINIMUM_PYTHON[0]}.{MINIMUM_PYTHON[1]} or newer", "python3", "python3.12"
+)
+VENV_LACK = Lack("Python's venv module", f"python{VERSION}-venv", "python3")
+COMPILER_LACK = Lack("a C++20 compiler (GCC 11 or newer, or clang 14 or newer)", "g++", "gcc-c++")
+HEADERS_LACK = Lack("Python's C headers", f"python{VERSION}-dev", "python3-devel")
+
+
+def succeeds(*command: str | Path, source: str | None = None, timeout: float = 60) -> bool:
+    """True if the command ran, within `timeout` seconds, and returned 0. Its output is dropped."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            input=source,
+            stdin=subprocess.DEVNULL if source is None else None,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def memory_gib() -> float:
+    """The memory this process may use: the machine's, or its control group's limit if lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return total / 2**30
+
+
+def jobs(gib_each: float) -> int:
+    """How many compilers to run at once: one a core, as long as each has `gib_each` of memory."""
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib() / gib_each)))
+
+
+def compiler() -> str | None:
+    """$CXX, else the first of c++, g++, clang++ that compiles C++20, as torch's headers need."""
+    named = os.environ.get("CXX")
+    for candidate in [named] if named else ["c++", "g++", "clang++"]:
+        flags = ["-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+        if succeeds(*candidate.split(), *flags, source="#include <span>\n#include <bit>\n"):
+            return candidate
+    return None
+
+
+def includes(header: str, *folders: Path) -> bool:
+    """True if the compiler finds this header."""
+    flags = [f"-I{folder}" for folder in folders]
+    return succeeds(
+        *(compiler() or "c++").split(),
+        *flags,
+        "-E",
+        "-x",
+        "c++",
+        "-",
+        source=f"#include <{header}>\n",
+    )
+
+
+def root_prefix() -> list[str] | None:
+    """What runs a command as root: nothing before it, a sudo that asks for no password, or None."""
+    if os.geteuid() == 0:
+        return []
+    return ["sudo", "-n"] if succeeds("sudo", "-n", "true", timeout=10) else None
+
+
+def install_packages(debian: str, fedora: str) -> bool:
+    """Install distribution packages where this user may; quietly False where that does not work."""
+    prefix = root_prefix()
+    if prefix is None:
+        return False
+    if shutil.which("apt-get"):
+        apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"]
+        install = [*apt, "install", "--no-install-recommends", *debian.split()]
+        # A fresh image has no package lists; a machine that has them is not made to fetch them
+        # again.
+        return succeeds(*install, timeout=180) or (
+            succeeds(*apt, "update", timeout=120) and succeeds(*install, timeout=180)
+        )
+    if shutil.which("dnf"):
+        return succeeds(*prefix, "dnf", "-q", "-y", "install", *fedora.split(), timeout=300)
+    return False
+
+
+def find_headers(unpacked: Path) -> list[Path] | None:
+    """Have Python.h: the interpreter's own, its distribution's package, or that one unpacked.
+
+    Returns the folders to search besides the interpreter's own, most often none; None where there
+    is no Python.h.
+    """
+    own = Path(sysconfig.get_paths()["include"])
+    include = unpacked / "usr" / "include"
+    folders = [include / f"python{VERSION}", include]
+    if (own / "Python.h").is_file():
+        return []
+    if not str(own).startswith("/usr/include/"):
+        return None  # an interpreter that no distribution's package belongs to
+    if not (folders[0] / "Python.h").is_file():
+        if (
+            install_packages(f"python{VERSION}-dev", "python3-devel")
+            and (own / "Python.h").is_file()
+        ):
+            return []
+        # Fetching and unpacking a Debian package, unlike installing it, needs no root.
+        unpacked.mkdir(parents=True, exist_ok=True)
+        package = f"libpython{VERSION}-dev"
+        fetch = f"apt-get -q download {package} && dpkg-deb -x {package}_*.deb ."
+        succeeds("sh", "-c", f"cd '{unpacked}' && {fetch}", timeout=120)
+    return folders if (folders[0] / "Python.h").is_file() else None
+
+
+def lacks(headers: Path) -> list[Lack]:
+    """Everything that building pycomm needs and this machine has not."""
+    if sys.version_info < MINIMUM_PYTHON:
+        return [PYTHON_LACK]
+    found = []
+    # Debian splits ensurepip off, without which venv makes an environment that has no pip.
+    if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+        found.append(VENV_LACK)
+    if compiler() is None:
+        found.append(COMPILER_LACK)
+    elif find_headers(headers) is None:
+        found.append(HEADERS_LACK)
+    return found
+
+
+def sentence(missing: list[Lack]) -> str:
+    """One line that names what is missing and the command that installs it."""
+    what = " and ".join(lack.what for lack in missing)
+    debian = " ".join(lack.debian for lack in missing)
+    fedora = " ".join(lack.fedora for lack in missing)
+    debian_line = f"Debian, Ubuntu: sudo apt-get install {debian}"
+    return f"pycomm needs {what}. {debian_line}   Fedora: sudo dnf install {fedora}"
+
+
+def require(headers: Path) -> None:
+    """End the program with one line where something is missing."""
+    missing = lacks(headers)
+    if missing:
+        raise SystemExit(sentence(missing))
+
+
+def system_cmake() -> bool:
+    """True if the system has a CMake that is new enough."""
+    path = shutil.which("cmake", path=os.environ.get("PATH", os.defpath))
+    if path is None:
+        return False
+    output = subprocess.run(
+        [path, "--version"], capture_output=True, text=True, check=False
+    ).stdout.split()
+    try:
+        return tuple(int(part) for part in output[2].split(".")[:2]) >= MINIMUM_CMAKE
+    except (LookupError, ValueError):
+        return False
+
+
+def find_googletest() -> None:
+    """Have the distribution's GoogleTest where this user may install it; else CMake gets it."""
+    if not includes("gmock/gmock.h") and install_packages(
+        "libgtest-dev libgmock-dev", "gtest-devel gmock-devel"
+    ):
+        print("installed the distribution's GoogleTest", flush=True)

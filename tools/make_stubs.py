@@ -1,0 +1,78 @@
+"""Write pycomm/_C.pyi from the built extension; with --check, fail where it would change.
+
+The signatures come from pybind11's own docstrings, by way of pybind11-stubgen, so an unclear one is
+mended where it is bound, with py::arg and a docstring, and never by hand in the stub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STUB = ROOT / "pycomm" / "_C.pyi"
+HEADER = '"""The native part. Written by `make stubs` from csrc/bindings: do not edit."""\n\n'
+
+
+def generate(module: str = "pycomm._C") -> str:
+    """The stub of a built module, formatted. Raises SystemExit with what stubgen said."""
+    tools = Path(sys.executable).parent
+    with tempfile.TemporaryDirectory() as folder:
+        # torch is loaded first: the extension links against its libraries.
+        arguments = ["--exit-code", "-o", folder, module]
+        code = f"import torch, pybind11_stubgen; pybind11_stubgen.main({arguments!r})"
+        env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        path = Path(folder, *module.split(".")).with_suffix(".pyi")
+        if done.returncode != 0 or not path.is_file():
+            raise SystemExit(f"{module}: no stub could be made\n{done.stdout}{done.stderr}")
+        path.write_text(HEADER + path.read_text())
+        format_command = [
+            str(tools / "ruff"),
+            "format",
+            "--quiet",
+            "--line-length",
+            "100",
+            str(path),
+        ]
+        subprocess.run(format_command, check=True)
+        return path.read_text()
+
+
+def difference(old: str, new: str) -> str:
+    """A unified diff; empty where the two are equal."""
+    lines = difflib.unified_diff(
+        old.splitlines(True), new.splitlines(True), "pycomm/_C.pyi", "the built extension"
+    )
+    return "".join(lines)
+
+
+def main() -> int:
+    new = generate()
+    old = STUB.read_text() if STUB.is_file() else ""
+    if "--check" not in sys.argv[1:]:
+        STUB.write_text(new)
+        print(f"stubs: {'unchanged' if old == new else 'wrote pycomm/_C.pyi'}")
+        return 0
+    changes = difference(old, new)
+    print(
+        f"{changes}stubs: pycomm/_C.pyi is out of date: run `make stubs`"
+        if changes
+        else "stubs: up to date"
+    )
+    return 1 if changes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
