@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "pycomm" / "_C.pyi"
-HEADER = '"""The native part. Written by `make stubs` from csrc/bindings: do not edit."""\n\n'
+HEADER = "# Written by `make stubs` from what csrc/bindings binds: do not edit.\n\n"
+
+# What stubgen writes, and what mypy --strict and a reader want. The bound functions take Python's
+# int and float; that pybind11 would also convert other things is not promised.
+REWRITES = [
+    (r"typing\.SupportsInt \| typing\.SupportsIndex", "int"),
+    (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
+    (r"\bdict\b(?!\[)", "dict[typing.Any, typing.Any]"),
+    (r"\blist\b(?!\[)", "list[typing.Any]"),
+    (r"\btuple\b(?!\[)", "tuple[typing.Any, ...]"),
+    (r"\btorch\.Future\b(?!\[)", "torch.Future[typing.Any]"),
+    (r"\*args, \*\*kwargs\)", "*args: typing.Any, **kwargs: typing.Any)"),
+    (r"\*args\)", "*args: typing.Any)"),
+]
 
 
 def generate(module: str = "pycomm._C") -> str:
@@ -37,7 +51,7 @@ def generate(module: str = "pycomm._C") -> str:
         path = Path(folder, *module.split(".")).with_suffix(".pyi")
         if done.returncode != 0 or not path.is_file():
             raise SystemExit(f"{module}: no stub could be made\n{done.stdout}{done.stderr}")
-        path.write_text(HEADER + path.read_text())
+        path.write_text(HEADER + rewritten(path.read_text()))
         format_command = [
             str(tools / "ruff"),
             "format",
@@ -48,6 +62,15 @@ def generate(module: str = "pycomm._C") -> str:
         ]
         subprocess.run(format_command, check=True)
         return path.read_text()
+
+
+def rewritten(stub: str) -> str:
+    """The stub with REWRITES applied to its code, not to its docstrings."""
+    parts = re.split(r'(""".*?""")', stub, flags=re.DOTALL)
+    for number in range(0, len(parts), 2):
+        for pattern, replacement in REWRITES:
+            parts[number] = re.sub(pattern, replacement, parts[number])
+    return "".join(parts)
 
 
 def difference(old: str, new: str) -> str:

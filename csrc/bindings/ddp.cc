@@ -49,8 +49,8 @@ void registerBuiltinHook(Reducer& reducer, c10d::BuiltinCommHookType type) {
   }
 }
 
-// Methods that torch's wrapper calls only under options that ours refuses. They exist so that a new way to get here is a
-// sentence and not an AttributeError.
+// Methods that torch's wrapper calls only under options that ours refuses. They exist so that a new way to get here is
+// a sentence and not an AttributeError.
 template <typename Class>
 void defUnsupported(Class& bound, const char* method, const char* what) {
   bound.def(method, [method, what](const py::object& /*self*/, const py::args& /*args*/, const py::kwargs& /*kwargs*/) {

@@ -56,15 +56,6 @@ uint64_t PycommBackend::getSequenceNumberForGroup() {
   return static_cast<uint64_t>(group_->operationsIssued());
 }
 
-Group::Call PycommBackend::call(Collective kind, std::chrono::milliseconds timeout) const {
-  Group::Call call;
-  call.schedule.kind = kind;
-  call.schedule.segment_nbytes = settings_.segment_nbytes;
-  const bool own = timeout > std::chrono::milliseconds(0);
-  call.deadline = Deadline::after((own ? timeout : settings_.timeout).count());
-  return call;
-}
-
 std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
   return group_->start(call);
 }
@@ -74,7 +65,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Co
 }
 
 std::shared_ptr<Operation> PycommBackend::startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
-  Group::Call request = call(Collective::AllReduce, opts.timeout);
+  Group::Call request = call(Collective::AllReduce, opts);
   request.schedule.algorithm = settings_.algorithm;
   request.schedule.dtype = toDType(tensor.scalar_type());
   request.schedule.wire_dtype = request.schedule.dtype;
@@ -123,7 +114,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "broadcast");
     checkTensor(tensor, "broadcast", "input");
-    Group::Call request = call(Collective::Broadcast, opts.timeout);
+    Group::Call request = call(Collective::Broadcast, opts);
     request.schedule.dtype = toDType(tensor.scalar_type());
     request.schedule.wire_dtype = request.schedule.dtype;
     request.schedule.root = static_cast<int32_t>(opts.rootRank);
@@ -142,7 +133,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(std::vector<at::Tensor>& te
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "reduce");
     checkTensor(tensor, "reduce", "input");
-    Group::Call request = call(Collective::Reduce, opts.timeout);
+    Group::Call request = call(Collective::Reduce, opts);
     request.schedule.dtype = toDType(tensor.scalar_type());
     request.schedule.wire_dtype = request.schedule.dtype;
     request.schedule.reduce_op = toReduceOp(opts.reduceOp);
@@ -162,7 +153,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(std::vector<at::Tensor>& te
 c10::intrusive_ptr<c10d::Work> PycommBackend::barrier(const c10d::BarrierOptions& opts) {
   return raising([&] {
     PycommWork::Content content;
-    content.operations.push_back(start(call(Collective::Barrier, opts.timeout)));
+    content.operations.push_back(start(call(Collective::Barrier, opts)));
     return work({c10d::OpType::BARRIER, "pycomm:barrier"}, std::move(content));
   });
 }

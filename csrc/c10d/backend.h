@@ -101,7 +101,16 @@ class PycommBackend final : public c10d::Backend {
     const char* title; ///< of the profiler's event
   };
 
-  [[nodiscard]] Group::Call call(Collective kind, std::chrono::milliseconds timeout) const;
+  /// `opts` is any of torch's option structs: they share `timeout` and `asyncOp`.
+  template <typename Opts>
+  [[nodiscard]] Group::Call call(Collective kind, const Opts& opts) const {
+    Group::Call call;
+    call.schedule.kind = kind;
+    call.schedule.segment_nbytes = settings_.segment_nbytes;
+    call.deadline = Deadline::after((opts.timeout.count() > 0 ? opts.timeout : settings_.timeout).count());
+    call.waits = !opts.asyncOp;
+    return call;
+  }
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
   [[nodiscard]] std::shared_ptr<Operation> startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);

@@ -93,7 +93,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather(
               std::to_string(input.numel()) + ".");
     }
     auto flat = std::make_shared<Flat>(outputs.front());
-    Group::Call request = call(Collective::AllGather, opts.timeout);
+    Group::Call request = call(Collective::AllGather, opts);
     setDtype(request.schedule, input);
     setParts(request.schedule, *flat);
     request.input = viewOf(input);
@@ -133,7 +133,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_into_tensor_coalesced(
     content.inputs = inputs;
     content.outputs = outputs;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      Group::Call request = call(Collective::AllGather, opts.timeout);
+      Group::Call request = call(Collective::AllGather, opts);
       setDtype(request.schedule, inputs[i]);
       request.schedule.numel = inputs[i].numel();
       request.input = viewOf(inputs[i]);
@@ -153,7 +153,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::gather(
     checkTensor(input, "gather", "input");
     const bool root = getRank() == opts.rootRank;
     checkCount(outputs.size(), root ? 1 : 0, "gather", "output lists");
-    Group::Call request = call(Collective::Gather, opts.timeout);
+    Group::Call request = call(Collective::Gather, opts);
     setDtype(request.schedule, input);
     request.schedule.root = static_cast<int32_t>(opts.rootRank);
     request.schedule.numel = input.numel();
@@ -188,7 +188,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::scatter(
     checkTensor(output, "scatter", "output");
     const bool root = getRank() == opts.rootRank;
     checkCount(inputs.size(), root ? 1 : 0, "scatter", "input lists");
-    Group::Call request = call(Collective::Scatter, opts.timeout);
+    Group::Call request = call(Collective::Scatter, opts);
     setDtype(request.schedule, output);
     request.schedule.root = static_cast<int32_t>(opts.rootRank);
     request.schedule.numel = output.numel();
@@ -235,7 +235,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter(
               std::to_string(output.numel()) + ".");
     }
     flat.gatherFrom(inputs.front());
-    Group::Call request = call(Collective::ReduceScatter, opts.timeout);
+    Group::Call request = call(Collective::ReduceScatter, opts);
     setDtype(request.schedule, output);
     setParts(request.schedule, flat);
     request.schedule.reduce_op = toReduceOp(opts.reduceOp);
@@ -277,7 +277,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter_tensor_coalesced(
     content.inputs = inputs;
     content.outputs = outputs;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      Group::Call request = call(Collective::ReduceScatter, opts.timeout);
+      Group::Call request = call(Collective::ReduceScatter, opts);
       setDtype(request.schedule, inputs[i]);
       request.schedule.numel = outputs[i].numel();
       request.schedule.reduce_op = toReduceOp(opts.reduceOp);
@@ -331,7 +331,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::alltoall_base(
       }
       return counts;
     };
-    Group::Call request = call(Collective::AllToAll, opts.timeout);
+    Group::Call request = call(Collective::AllToAll, opts);
     setDtype(request.schedule, input);
     request.schedule.counts = elements(input, input_splits, "input");
     request.schedule.recv_counts = elements(output, output_splits, "output");
@@ -358,7 +358,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::alltoall(
     const Flat from(inputs);
     from.gatherFrom(inputs);
     auto to = std::make_shared<Flat>(outputs);
-    Group::Call request = call(Collective::AllToAll, opts.timeout);
+    Group::Call request = call(Collective::AllToAll, opts);
     setDtype(request.schedule, inputs.front());
     request.schedule.counts = from.counts;
     request.schedule.recv_counts = to->counts;

@@ -142,7 +142,7 @@ void PycommWork::synchronize() {
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   for (const auto& operation : state_->content.operations) {
-    while (!operation->wait(Deadline::after(deadline.remainingMs(kSignalCheckMs)))) {
+    while (!state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs)))) {
       if (deadline.expired()) {
         ErrorRecord record;
         record.code = ErrorCode::Timeout;

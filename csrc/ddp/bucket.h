@@ -29,7 +29,7 @@ struct BucketLayout {
 ///     dtype on the wire     pack                          reduce     unpack
 ///     the parameters' own   home = g / N                  SUM home   .grad = home
 ///     fp32, bf16            wire = cast(g)                SUM wire   .grad = wire * 1/N
-///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or once more from the start
+///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or all once more
 ///     any, comm hook        home = g                      hook       .grad = what the hook returned
 ///
 /// Not thread-safe; the reducer's mutex guards it.

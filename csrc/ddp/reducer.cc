@@ -268,8 +268,9 @@ void Reducer::throwIfUnfinished() const {
   TORCH_CHECK(
       !started_,
       "rank ", rank, ": the last backward pass gave no gradient to ", namesOfMissing(), ", so buckets were not ",
-      "reduced and the other ranks may still be waiting for them. Pass find_unused_parameters=True if these parameters ",
-      "take no part in every loss; freeze them if they never do; and let every output of forward() enter the loss.");
+      "reduced and the other ranks may still be waiting for them. Pass find_unused_parameters=True if these ",
+      "parameters take no part in every loss; freeze them if they never do; and let every output of forward() enter ",
+      "the loss.");
 }
 
 std::string Reducer::namesOfMissing() const {

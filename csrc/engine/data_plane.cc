@@ -15,8 +15,10 @@ namespace {
 constexpr size_t kKeepStagingNbytes = 32 << 20;
 // After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
 constexpr int kSuspicionMs = 20;
-// Closing: how long a goodbye may take to leave, and how long to wait for the peer to close as well.
+// Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
+// After a failure, how long bulk links stay open at the least.
+constexpr int kNewsMs = 50;
 
 Protocol::Config protocolConfig(const GroupIdentity& identity) {
   Protocol::Config config;
@@ -255,6 +257,7 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
         operation, identity_.size, protocol_, staging_, [this](int peer, OutFrame frame) { push(peer, std::move(frame)); });
     Transfer& running = *transfer;
     transfers_.emplace(op_id, std::move(transfer));
+    lane_.addBusy(1);
     protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
     next_deadline_ = std::min(next_deadline_, request.deadline.instant());
     act();
@@ -386,12 +389,14 @@ void DataPlane::settle(uint64_t op_id) {
   }
   const std::unique_ptr<Transfer> finished = std::move(found->second);
   transfers_.erase(found);
+  lane_.addBusy(-1);
   protocol_.ended(op_id);
   finished->operation().finish(std::nullopt);
 }
 
 void DataPlane::endAll(const std::function<ErrorRecord(const Transfer&)>& why) {
   const auto transfers = std::exchange(transfers_, {});
+  lane_.addBusy(-static_cast<int>(transfers.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);
     entry.second->operation().finish(why(*entry.second));
@@ -421,6 +426,7 @@ void DataPlane::fail(const ErrorRecord& cause) {
     return;
   }
   failure_ = cause;
+  failed_at_ = Clock::now();
   // First no more bytes in or out of anybody's memory, then the operations end and their memory is free.
   stopPorts();
   endAll([&](const Transfer& transfer) {
@@ -439,6 +445,8 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
   closed_ = std::move(closed);
   close_at_ = Clock::now();
   if (failure_) {
+    // News travels over other ranks' control links; a link that ends before it has arrived looks like a death.
+    close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
     return;
   }
   endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });

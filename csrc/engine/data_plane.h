@@ -107,6 +107,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   std::vector<bool> left_; ///< by rank: said goodbye
   std::unordered_map<int, Suspicion> suspicions_;
   std::optional<ErrorRecord> failure_;
+  TimePoint failed_at_{};
   TimePoint next_deadline_ = TimePoint::max();
   std::optional<ErrorRecord> closing_; ///< why, once close() was called
   TimePoint close_at_ = TimePoint::max();

@@ -1,5 +1,6 @@
 #include "engine/event_loop.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -19,6 +20,7 @@ namespace {
 constexpr uint64_t kWakeup = ~uint64_t{0};
 // A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
 constexpr int kLongestSleepMs = 1000;
+constexpr std::chrono::milliseconds kGrace{1};
 
 [[noreturn]] void throwErrno(const char* call, int error_number) {
   ErrorRecord record;
@@ -63,7 +65,7 @@ void EventLoop::stop() noexcept {
   if (stopping_.exchange(true)) {
     return;
   }
-  wake();
+  wakeThread();
   thread_.join();
   ended_.store(true, std::memory_order_seq_cst);
   const std::lock_guard<std::recursive_mutex> lock(ended_mutex_);
@@ -72,11 +74,19 @@ void EventLoop::stop() noexcept {
 
 void EventLoop::post(TaskQueue::Task task) {
   tasks_.push(std::move(task));
-  // Pairs with the loop's "say that I sleep, then look once more": one of the two sees the other (both are sequentially
-  // consistent; the fence orders the release push before the load).
+  nudge();
+}
+
+void EventLoop::nudge() noexcept {
+  // Pairs with every "say that I sleep, then look for tasks once more" below: one of the two sees the other (all are
+  // sequentially consistent; the fence orders the queue's release push before the loads).
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (sleeping_.load(std::memory_order_seq_cst)) {
-    wake();
+  if (driven_.load(std::memory_order_seq_cst)) {
+    if (driver_sleeps_.load(std::memory_order_seq_cst)) {
+      signalEventFd();
+    }
+  } else if (thread_sleeps_.load(std::memory_order_seq_cst)) {
+    wakeThread();
   }
   if (ended_.load(std::memory_order_seq_cst)) {
     const std::lock_guard<std::recursive_mutex> lock(ended_mutex_);
@@ -97,10 +107,58 @@ void EventLoop::run(const std::function<void()>& task) {
   done.get_future().get();
 }
 
-void EventLoop::wake() noexcept {
+void EventLoop::signalEventFd() noexcept {
   const uint64_t one = 1;
   // Cannot fail in a way that matters: a full counter means that a wake-up is pending already.
   [[maybe_unused]] const ssize_t written = ::write(wakeup_.get(), &one, sizeof one);
+}
+
+void EventLoop::wakeThread() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(park_mutex_);
+    unpark_ = true;
+  }
+  park_.notify_one();
+  signalEventFd();
+}
+
+bool EventLoop::takeBaton() {
+  if (ended_.load(std::memory_order_seq_cst) || driven_.exchange(true, std::memory_order_seq_cst)) {
+    return false;
+  }
+  baton_.lock(); // the loop's thread gives it back after each round
+  return true;
+}
+
+void EventLoop::giveBaton() noexcept {
+  baton_.unlock();
+  last_driven_ns_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  driven_.store(false, std::memory_order_seq_cst);
+  // Who posted before this store may have counted on us; who posts after it wakes the thread.
+  if ((!tasks_.empty() || busy_.load(std::memory_order_relaxed) > 0 || stopping_.load()) &&
+      thread_sleeps_.load(std::memory_order_seq_cst)) {
+    wakeThread();
+  }
+}
+
+void EventLoop::turn(Deadline deadline) noexcept {
+  if (!tasks_.empty()) {
+    dispatch(0);
+    return;
+  }
+  const int spin_us = spin_us_.load(std::memory_order_relaxed);
+  if (spin_us > 0) {
+    const TimePoint until = Clock::now() + std::chrono::microseconds(spin_us);
+    do {
+      pollfd ready{epoll_.get(), POLLIN, 0};
+      if (::poll(&ready, 1, 0) > 0 || !tasks_.empty()) {
+        dispatch(0);
+        return;
+      }
+    } while (Clock::now() < until);
+  }
+  driver_sleeps_.store(true, std::memory_order_seq_cst);
+  dispatch(tasks_.empty() ? deadline.remainingMs(sleepMs()) : 0);
 }
 
 void EventLoop::watch(int fd, uint32_t events, Handler& handler) {
@@ -144,35 +202,68 @@ int EventLoop::sleepMs() const noexcept {
   return Deadline::at(next).remainingMs(kLongestSleepMs);
 }
 
+void EventLoop::dispatch(int timeout_ms) noexcept {
+  std::array<epoll_event, 64> events{};
+  const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+  driver_sleeps_.store(false, std::memory_order_seq_cst);
+  for (int i = 0; i < count; ++i) {
+    const epoll_event& event = events[static_cast<size_t>(i)];
+    if (event.data.u64 == kWakeup) {
+      uint64_t ignored = 0;
+      [[maybe_unused]] const ssize_t got = ::read(wakeup_.get(), &ignored, sizeof ignored);
+      continue;
+    }
+    // An earlier handler of this round may have unwatched this one, and another may have got its descriptor.
+    const auto found = watches_.find(static_cast<int>(event.data.u64 & 0xffffffffU));
+    if (found != watches_.end() && found->second.serial == static_cast<uint32_t>(event.data.u64 >> 32)) {
+      found->second.handler->onReady(event.events);
+    }
+  }
+  tasks_.runAll();
+  runDue();
+}
+
+void EventLoop::runDue() noexcept {
+  const TimePoint now = Clock::now();
+  for (size_t i = 0; i < tickers_.size(); ++i) {
+    if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
+      tickers_[i]->tick(now);
+    }
+  }
+  tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
+}
+
+void EventLoop::park() noexcept {
+  const auto recentlyDriven = [&] {
+    const auto last = std::chrono::nanoseconds(last_driven_ns_.load(std::memory_order_relaxed));
+    return Clock::now().time_since_epoch() - last < kGrace;
+  };
+  std::unique_lock<std::mutex> lock(park_mutex_);
+  while (!unpark_ && !stopping_.load() && (driven_.load() || recentlyDriven())) {
+    park_.wait_for(lock, kGrace);
+  }
+  unpark_ = false;
+}
+
 void EventLoop::threadMain(const std::string& name) noexcept {
   pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
-  std::array<epoll_event, 64> events{};
   while (!stopping_.load() || !tasks_.empty()) {
-    sleeping_.store(true, std::memory_order_seq_cst);
-    const int timeout_ms = sleepMs();
-    const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
-    sleeping_.store(false, std::memory_order_seq_cst);
-    for (int i = 0; i < count; ++i) {
-      const epoll_event& event = events[static_cast<size_t>(i)];
-      if (event.data.u64 == kWakeup) {
-        uint64_t ignored = 0;
-        [[maybe_unused]] const ssize_t got = ::read(wakeup_.get(), &ignored, sizeof ignored);
-        continue;
-      }
-      // An earlier handler of this round may have unwatched this one, and another may have got its descriptor.
-      const auto found = watches_.find(static_cast<int>(event.data.u64 & 0xffffffffU));
-      if (found != watches_.end() && found->second.serial == static_cast<uint32_t>(event.data.u64 >> 32)) {
-        found->second.handler->onReady(event.events);
+    thread_sleeps_.store(true, std::memory_order_seq_cst);
+    park();
+    int timeout_ms = 0;
+    {
+      const std::lock_guard<std::mutex> baton(baton_);
+      if (!driven_.load(std::memory_order_seq_cst)) {
+        dispatch(0);
+        timeout_ms = sleepMs();
       }
     }
-    tasks_.runAll();
-    const TimePoint now = Clock::now();
-    for (size_t i = 0; i < tickers_.size(); ++i) {
-      if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
-        tickers_[i]->tick(now);
-      }
+    if (timeout_ms > 0 && tasks_.empty() && !stopping_.load()) {
+      // Without the baton, so that a driver can take it; only looks, so that the driver finds the events.
+      pollfd ready{epoll_.get(), POLLIN, 0};
+      ::poll(&ready, 1, timeout_ms);
     }
-    tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
+    thread_sleeps_.store(false, std::memory_order_seq_cst);
   }
 }
 

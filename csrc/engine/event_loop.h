@@ -1,6 +1,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -19,7 +21,14 @@ namespace pycomm {
 /// A thread that sleeps in epoll and owns what it watches. Both kinds of native thread are one of these: a lane moves bulk
 /// bytes, the control loop carries heartbeats and error reports.
 ///
-/// Everything but `post`, `run`, `inLoop` and the constructor belongs to the loop's thread. Tasks and handlers must not throw.
+/// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch
+/// stands between the bytes and the waiter. One thread at a time has the baton; only its holder runs tasks, handlers and
+/// tickers. While others drive, the loop's own thread is parked, and it stays parked for a grace of 1 ms after the last of
+/// them left, because whoever waits in a tight loop comes back at once and waking the thread each time would cost more than the
+/// operation. It is woken at once if there is work that nobody drives.
+///
+/// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. Tasks and handlers
+/// must not throw.
 class EventLoop {
  public:
   /// Told when its descriptor is ready.
@@ -54,8 +63,34 @@ class EventLoop {
   /// Posts `task` and waits until it has run. Not on the loop's thread. Exceptions travel to the caller.
   void run(const std::function<void()>& task);
 
-  [[nodiscard]] bool inLoop() const noexcept {
-    return std::this_thread::get_id() == thread_.get_id();
+  /// Like post, but wakes nobody: the caller will drive(), or nudge(). Otherwise the task runs up to 1 ms later.
+  void postQuietly(TaskQueue::Task task) {
+    tasks_.push(std::move(task));
+  }
+
+  /// Does the loop's work on the calling thread until `done()` or the deadline. False if another thread drives already: then
+  /// something else must be waited for. Not with a lock held that a task or handler takes.
+  template <typename Done>
+  bool drive(const Done& done, Deadline deadline) {
+    if (!takeBaton()) {
+      return false;
+    }
+    while (!done() && !deadline.expired()) {
+      turn(deadline);
+    }
+    giveBaton();
+    return true;
+  }
+  /// Makes sure that what was posted quietly is seen.
+  void nudge() noexcept;
+
+  /// How long a driver polls before it sleeps. Zero where more ranks than cores share a host: there the peer needs this core.
+  void setSpin(std::chrono::microseconds spin) noexcept {
+    spin_us_.store(static_cast<int>(spin.count()), std::memory_order_relaxed);
+  }
+  /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
+  void addBusy(int change) noexcept {
+    busy_.fetch_add(change, std::memory_order_relaxed);
   }
 
   /// The handler outlives its watch. A second call for the same descriptor changes the events.
@@ -71,20 +106,40 @@ class EventLoop {
     uint32_t serial; ///< tells a descriptor from an earlier one of the same number
   };
 
-  void wake() noexcept;
+  [[nodiscard]] bool takeBaton();
+  void giveBaton() noexcept;
+  /// One round of a driver: waits for something to do, and does it.
+  void turn(Deadline deadline) noexcept;
+  void dispatch(int timeout_ms) noexcept;
+  void runDue() noexcept;
+  void signalEventFd() noexcept;
+  void wakeThread() noexcept;
+  void park() noexcept;
   void threadMain(const std::string& name) noexcept;
   [[nodiscard]] int sleepMs() const noexcept;
 
   UniqueFd epoll_;
   UniqueFd wakeup_;
   TaskQueue tasks_;
-  std::atomic<bool> sleeping_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false}; ///< the thread is joined
   std::recursive_mutex ended_mutex_; ///< held while tasks run after that: a task may post another
-  std::unordered_map<int, Watch> watches_; ///< loop thread only
+
+  std::mutex baton_; ///< whoever holds it is "the loop"
+  std::atomic<bool> driven_{false}; ///< a caller has the baton, or is about to
+  std::atomic<bool> driver_sleeps_{false}; ///< it is in epoll_wait
+  std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
+  std::atomic<int64_t> last_driven_ns_{0};
+  std::atomic<int> busy_{0};
+  std::atomic<int> spin_us_{0};
+  std::mutex park_mutex_; ///< guards unpark_
+  std::condition_variable park_;
+  bool unpark_ = false;
+
+  // Of the baton's holder:
+  std::unordered_map<int, Watch> watches_;
   uint32_t next_serial_ = 1;
-  std::vector<Ticker*> tickers_; ///< loop thread only; each alive until removeTicker
+  std::vector<Ticker*> tickers_; ///< each alive until removeTicker
   std::thread thread_;
 };
 

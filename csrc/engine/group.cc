@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <future>
+#include <thread>
 #include <utility>
 
 #include "schedule/make_schedule.h"
@@ -11,6 +12,9 @@ namespace {
 
 // A training step has a few tens of distinct calls; a schedule of a large ring takes some hundred kilobytes.
 constexpr size_t kCachedSchedules = 64;
+
+// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
+constexpr int kSpinUs = 50;
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
@@ -68,6 +72,11 @@ Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& re
 }
 
 void Group::connect(const Config& config) {
+  // Spinning pays only where every rank of this host can have a core.
+  const auto local = std::count(
+      identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
+  engine_.lane().setSpin(std::chrono::microseconds(
+      static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
@@ -195,7 +204,7 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   request.premul_factor = call.premul_factor;
   request.id = takeOperationId(counter_, identity_.hash);
   auto operation = std::make_shared<Operation>(std::move(request));
-  engine_.lane().post([self = shared_from_this(), operation] {
+  auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);
       return;
@@ -205,8 +214,22 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
     record.summary = "The process group is closed.";
     record.hint = "destroy_process_group() was called before this operation";
     operation->finish(record);
-  });
+  };
+  if (call.waits) {
+    engine_.lane().postQuietly(std::move(begin));
+  } else {
+    engine_.lane().post(std::move(begin));
+  }
   return operation;
+}
+
+bool Group::wait(const Operation& operation, Deadline deadline) {
+  EventLoop& lane = engine_.lane();
+  if (operation.done() || lane.drive([&] { return operation.done(); }, deadline)) {
+    return operation.done();
+  }
+  lane.nudge();
+  return operation.wait(deadline);
 }
 
 void Group::onFailed(const ErrorRecord& cause) {

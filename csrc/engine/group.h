@@ -42,6 +42,7 @@ class Group : public std::enable_shared_from_this<Group> {
     Deadline deadline = Deadline::never();
     uint32_t tag = 0;
     double premul_factor = 1.0;
+    bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
   };
 
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
@@ -53,6 +54,10 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
+
+  /// Waits until the operation has ended, or the deadline: true if it has ended. The calling thread runs the lane meanwhile if no
+  /// other does. Not on a native thread, and not with the interpreter's lock.
+  [[nodiscard]] bool wait(const Operation& operation, Deadline deadline);
 
   /// Ends everything on every rank with `reason`, as if the group had failed.
   void abort(const ErrorRecord& reason);

@@ -83,6 +83,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
     return;
   }
   spoke_.insert(record.rank);
+  spoke_.insert(from); // whoever passes news on hangs up because of it
   for (const ErrorRecord& known : candidates_) {
     if (known.code == record.code && known.rank == record.rank && known.peer == record.peer) {
       return; // the same news by another way

@@ -15,7 +15,7 @@ namespace pycomm {
 ///
 /// The first error wins and sticks. "First" must mean the same on every rank, although news travels: so whatever a rank learns it
 /// passes on at once over its control links, waits 5 ms for the others' news, and then picks by a fixed order (`precedes`). A rank
-/// that reported a cause of its own is never blamed for hanging up afterwards: its silence is a consequence.
+/// that reported a cause is never blamed for hanging up afterwards: its silence is a consequence.
 ///
 /// Heartbeats: a control link that was silent for `dead_after_ms` makes its rank unresponsive. The peer's heartbeats come from a
 /// native thread, so a held interpreter lock does not silence them.
@@ -77,7 +77,7 @@ class Membership {
   const Config config_;
   std::vector<Neighbour> neighbours_;
   std::vector<ErrorRecord> candidates_;
-  std::set<int> spoke_; ///< ranks that reported a cause themselves
+  std::set<int> spoke_; ///< ranks that reported a cause, their own or another's; -1 for none is harmless
   TimePoint decide_at_ = TimePoint::max();
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;

@@ -9,18 +9,13 @@ std::string Operation::label() const {
   return request_.id.sequence >= 0 ? name + " #" + std::to_string(request_.id.sequence) : name + " issued in a callback";
 }
 
-bool Operation::done() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return done_;
-}
-
 bool Operation::wait(Deadline deadline) const {
   std::unique_lock<std::mutex> lock(mutex_);
   if (deadline.isNever()) {
-    ended_.wait(lock, [&] { return done_; });
+    ended_.wait(lock, [&] { return done(); });
     return true;
   }
-  return ended_.wait_until(lock, deadline.instant(), [&] { return done_; });
+  return ended_.wait_until(lock, deadline.instant(), [&] { return done(); });
 }
 
 std::optional<ErrorRecord> Operation::error() const {
@@ -31,7 +26,7 @@ std::optional<ErrorRecord> Operation::error() const {
 void Operation::onDone(std::function<void()> listener) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!done_) {
+    if (!done()) {
       listeners_.push_back(std::move(listener));
       return;
     }
@@ -43,11 +38,11 @@ void Operation::finish(std::optional<ErrorRecord> error) {
   std::vector<std::function<void()>> listeners;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (done_) {
+    if (done()) {
       return;
     }
     error_ = std::move(error);
-    done_ = true;
+    done_.store(true, std::memory_order_release);
     listeners.swap(listeners_);
     // Under the lock: a waiter that returns may destroy the operation, and with it the condition.
     ended_.notify_all();

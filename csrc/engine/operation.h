@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -42,7 +43,9 @@ class Operation {
   /// "all_reduce #12", or "all_reduce issued in a callback".
   [[nodiscard]] std::string label() const;
 
-  [[nodiscard]] bool done() const;
+  [[nodiscard]] bool done() const noexcept {
+    return done_.load(std::memory_order_acquire);
+  }
   /// Waits until the operation has ended, or the deadline: true if it has ended.
   [[nodiscard]] bool wait(Deadline deadline) const;
   /// Why it failed; nothing if it succeeded. Call after done().
@@ -60,7 +63,7 @@ class Operation {
   const TimePoint issued_at_;
   mutable std::mutex mutex_; ///< guards all below
   mutable std::condition_variable ended_;
-  bool done_ = false;
+  std::atomic<bool> done_{false}; ///< written under mutex_, read without
   std::optional<ErrorRecord> error_;
   std::vector<std::function<void()>> listeners_;
 };

@@ -94,6 +94,9 @@ Schedule makeSchedule(const ScheduleRequest& request) {
     key.nbytes = request.numel * static_cast<int64_t>(elementSize(request.dtype));
     key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
     key.encoded = request.wire_dtype != request.dtype;
+    key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
+        (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
+         request.reduce_op == ReduceOp::PremulSum);
     algorithm = selectAlgorithm(key);
   }
   const Entry& entry = findEntry(request, algorithm);

@@ -6,6 +6,8 @@ namespace {
 // Up to here a round costs latency, not bandwidth: log2(size) rounds of everything beat 2 * size - 2 of a part.
 constexpr int64_t kSmallAllReduceNbytes = 32 << 10;
 
+constexpr int32_t kMaxDirectSize = 64;
+
 /// For a broadcast or a reduction. A tree's root moves each segment ceil(log2(size)) times; in a chain it moves each
 /// one once, and the last one arrives size - 2 frames later.
 Algorithm treeOrChain(int64_t segments, int32_t size) {
@@ -22,7 +24,9 @@ Algorithm treeOrChain(int64_t segments, int32_t size) {
 Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
   switch (key.kind) {
     case Collective::AllReduce:
-      if (key.encoded) {
+      // One fp32 accumulator and one rounding, where the ring would round at each of its size - 1 hops. The bytes are the
+      // ring's; the messages are size times as many and the scratch grows with them, hence the bound.
+      if (key.encoded || (key.small_float_sum && key.size > 2 && key.size <= kMaxDirectSize)) {
         return Algorithm::Direct;
       }
       return key.nbytes <= kSmallAllReduceNbytes ? Algorithm::RecursiveDoubling : Algorithm::Ring;

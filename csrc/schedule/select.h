@@ -13,6 +13,7 @@ struct SelectionKey {
   int64_t nbytes = 0; ///< of the whole tensor, in its own dtype
   int64_t segment_nbytes = 1;
   bool encoded = false; ///< wire_dtype differs from dtype
+  bool small_float_sum = false; ///< a sum of fp16, bf16 or fp8, which loses bits at every rounding
 };
 
 /// The static table behind Algorithm::Auto. Pure, so that all ranks choose alike by construction.

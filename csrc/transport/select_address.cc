@@ -104,7 +104,8 @@ std::optional<AddressChoice> towards(
   }
   for (const Interface& interface : network.interfaces) {
     for (const SocketAddress& address : interface.addresses) {
-      if (address.sameIp(*source) && !interface.loopback && allowed(policy.spec, interface)) {
+      // Not by the interface: routed networks put a host's own address on lo.
+      if (address.sameIp(*source) && allowed(policy.spec, interface)) {
         return AddressChoice{address, interface.name, why};
       }
     }

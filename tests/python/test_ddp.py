@@ -11,14 +11,18 @@ from typing import Any
 
 import ddp_models
 import pytest
+import ranks
 import torch
+import torch._dynamo
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-pytestmark = pytest.mark.needs_native
+# torch._dynamo is imported above because torch's wrapper does so at its first construction: once a
+# group exists, default arguments of modules imported then keep that group, and with it gloo's
+# threads, alive to the end of the process, which at times aborts there.
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 FP16_ROUNDING = 2.0**-11
 BF16_ROUNDING = 2.0**-8
@@ -27,6 +31,11 @@ BF16_ROUNDING = 2.0**-8
 @pytest.fixture(params=["gloo", "pycomm"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def run_ranks(world_size: int, target: Any, **options: Any) -> Any:
+    """Importing torch in every rank takes long where cores are few and busy."""
+    return ranks.run_ranks(world_size, target, timeout_s=180, **options)
 
 
 def wrap(module: nn.Module, **options: Any) -> Any:
@@ -46,8 +55,9 @@ def local_mean_loss(output: Any) -> torch.Tensor:
 
 
 def all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
+    tensor = tensor.contiguous()  # empty_like keeps strides
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
+    dist.all_gather(gathered, tensor)
     return gathered
 
 

@@ -307,6 +307,15 @@ def test_stub_difference_is_shown() -> None:
     assert "+def g() -> int: ..." in difference("", "def g() -> int: ...\n")
 
 
+def test_stub_is_rewritten_outside_its_docstrings() -> None:
+    stub = "def f(n: typing.SupportsInt | typing.SupportsIndex, *args, **kwargs) -> dict:\n"
+    stub += '    """A dict or a list."""\n'
+    assert tool("make_stubs").rewritten(stub) == (
+        "def f(n: int, *args: typing.Any, **kwargs: typing.Any) -> dict[typing.Any, typing.Any]:\n"
+        '    """A dict or a list."""\n'
+    )
+
+
 def test_versions_agree() -> None:
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version

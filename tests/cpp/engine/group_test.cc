@@ -61,6 +61,39 @@ TEST_P(AllReduce, ManyInFlight) {
   });
 }
 
+// A waiting caller runs the lane itself; here two callers of each rank compete for it.
+TEST_P(AllReduce, CallersDriveTheLane) {
+  runRanks(GetParam(), [](Rank& self) {
+    std::vector<std::vector<float>> tensors;
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (int k = 0; k < 100; ++k) {
+      tensors.push_back(startValues(self.rank, static_cast<size_t>(k * 331 % 70000)));
+    }
+    for (std::vector<float>& values : tensors) {
+      operations.push_back(self.group.start(allReduceCall(values)));
+    }
+    std::vector<float> last = startValues(self.rank, 5);
+    Group::Call call = allReduceCall(last);
+    call.waits = true;
+    const auto quiet = self.group.start(call);
+    std::thread other([&] {
+      for (size_t k = 1; k < operations.size(); k += 2) {
+        EXPECT_TRUE(self.group.wait(*operations[k], Deadline::after(20000)));
+      }
+    });
+    EXPECT_TRUE(self.group.wait(*quiet, Deadline::after(20000)));
+    for (size_t k = 0; k < operations.size(); k += 2) {
+      EXPECT_TRUE(self.group.wait(*operations[k], Deadline::after(20000)));
+    }
+    other.join();
+    EXPECT_EQ(last, expectedSum(self.size, 5));
+    for (size_t k = 0; k < operations.size(); ++k) {
+      EXPECT_FALSE(operations[k]->error());
+      EXPECT_EQ(tensors[k], expectedSum(self.size, tensors[k].size())) << k;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Sizes, AllReduce, ::testing::Values(1, 2, 3, 4, 5));
 
 TEST(Group, BarrierBroadcastAllGather) {
@@ -196,18 +229,14 @@ TEST(Group, CloseWithWorkUnderWay) {
   });
 }
 
-// Rank 0 issues small A's that rank 1 posts only after B, so that A's fill the eager pool that B's frames need as well.
-TEST(Group, GroupsWaitedForInAnotherOrderDoNotDeadlock) {
+// 2.4 MB of eager payloads where the pool holds 1 MiB: the rest must find its way by explicit credit, whichever is waited for first.
+TEST(Group, MoreEagerBytesThanThePoolHolds) {
   runRanks(2, [](Rank& self) {
-    Group::Config config;
     std::vector<std::vector<float>> many(300, std::vector<float>(2048, 1.0F));
     std::vector<std::shared_ptr<Operation>> operations;
-    auto issueMany = [&] {
-      for (auto& values : many) {
-        operations.push_back(self.group.start(allReduceCall(values)));
-      }
-    };
-    issueMany();
+    for (auto& values : many) {
+      operations.push_back(self.group.start(allReduceCall(values)));
+    }
     for (auto it = operations.rbegin(); it != operations.rend(); ++it) {
       expectDone(*it);
     }

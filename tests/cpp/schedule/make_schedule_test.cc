@@ -169,6 +169,25 @@ TEST(Select, Table) {
   EXPECT_EQ(chosen(Collective::Barrier, 3, 0), Algorithm::RecursiveDoubling);
 }
 
+TEST(Select, SumsOfSmallFloatsAreRoundedOnce) {
+  const auto chosenFor = [](DType dtype, ReduceOp op, int32_t size) {
+    ScheduleRequest wanted;
+    wanted.kind = Collective::AllReduce;
+    wanted.dtype = dtype;
+    wanted.wire_dtype = dtype;
+    wanted.reduce_op = op;
+    wanted.size = size;
+    wanted.numel = 1 << 20;
+    return makeSchedule(wanted).algorithm;
+  };
+  EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Avg, 3), Algorithm::Direct);
+  EXPECT_EQ(chosenFor(DType::BFloat16, ReduceOp::Sum, 64), Algorithm::Direct);
+  EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Sum, 65), Algorithm::Ring);
+  EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Sum, 2), Algorithm::Ring); // one addition, one rounding
+  EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Max, 3), Algorithm::Ring);
+  EXPECT_EQ(chosenFor(DType::Float32, ReduceOp::Sum, 3), Algorithm::Ring);
+}
+
 TEST(Partition, IsBalancedAndComplete) {
   for (const int64_t numel : {0, 1, 5, 64, 1009}) {
     for (int32_t size = 1; size <= 64; ++size) {

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -69,24 +70,27 @@ class Process {
   pid_t pid_ = -1;
 };
 
-/// A flag that threads and forked children of its maker share.
+/// A number that threads and forked children of its maker share, 0 until raised.
 class SharedFlag {
  public:
   SharedFlag()
-      : flag_(new (::mmap(nullptr, sizeof *flag_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
-                  std::atomic<bool>(false)) {}
+      : value_(new (::mmap(nullptr, sizeof *value_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                   std::atomic<int64_t>(0)) {}
   ~SharedFlag() {
-    (void)::munmap(flag_, sizeof *flag_);
+    (void)::munmap(value_, sizeof *value_);
   }
   SharedFlag(const SharedFlag&) = delete;
   SharedFlag& operator=(const SharedFlag&) = delete;
 
-  void raise() {
-    flag_->store(true);
+  void raise(int64_t value = 1) {
+    value_->store(value);
+  }
+  [[nodiscard]] int64_t value() const {
+    return value_->load();
   }
   /// False if nobody raised it for `timeout_ms`.
   [[nodiscard]] bool wait(int timeout_ms = 20000) const {
-    for (const Deadline deadline = Deadline::after(timeout_ms); !flag_->load();) {
+    for (const Deadline deadline = Deadline::after(timeout_ms); value() == 0;) {
       if (deadline.expired()) {
         return false;
       }
@@ -96,7 +100,7 @@ class SharedFlag {
   }
 
  private:
-  std::atomic<bool>* flag_; ///< in memory of our own mapping, until the destructor
+  std::atomic<int64_t>* value_; ///< in memory of our own mapping, until the destructor
 };
 
 } // namespace pycomm::testing

@@ -113,6 +113,11 @@ TEST(ChooseRoute, IsLoopbackOnTheStoresHostUnlessItsNameTellsMore) {
   EXPECT_EQ(chooseRoute(policy("alpha-data"), kAlpha).address.ip(), "10.0.0.1");
 }
 
+TEST(ChooseRoute, TakesARoutableAddressOnLoopbacksInterface) {
+  const HostNetwork routed = host({interface("lo", {"127.0.0.1", "10.7.0.1"})}, {{"", "10.7.0.1"}});
+  EXPECT_EQ(chooseRoute(policy("10.7.0.9"), routed).address.ip(), "10.7.0.1");
+}
+
 TEST(ChooseRoute, TakesTheDefaultRouteForAFileStore) {
   const AddressChoice choice = chooseRoute(policy(""), kAlpha);
   EXPECT_EQ(choice.address.ip(), "192.168.1.1");

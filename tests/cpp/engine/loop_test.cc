@@ -1,0 +1,136 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "engine/callback_pool.h"
+#include "engine/event_loop.h"
+#include "engine/issue_context.h"
+
+namespace pycomm {
+namespace {
+
+TEST(EventLoop, RunsTasksOfEachThreadInOrder) {
+  EventLoop loop("test");
+  std::vector<int> seen[4];
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 2000; ++i) {
+        loop.post([&, t, i] { seen[t].push_back(i); });
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  loop.run([] {});
+  for (const std::vector<int>& order : seen) {
+    ASSERT_EQ(order.size(), 2000U);
+    EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  }
+}
+
+TEST(EventLoop, DriversAndTheThreadShareTheWork) {
+  EventLoop loop("test");
+  loop.setSpin(std::chrono::microseconds(20));
+  std::atomic<int> done{0};
+  std::atomic<bool> overlap{false};
+  std::atomic<int> inside{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 500; ++i) {
+        std::atomic<bool> mine{false};
+        loop.postQuietly([&] {
+          overlap = overlap || inside.fetch_add(1) != 0;
+          inside.fetch_sub(1);
+          mine = true;
+          ++done;
+        });
+        if (!loop.drive([&] { return mine.load(); }, Deadline::after(5000))) {
+          loop.nudge();
+          const Deadline deadline = Deadline::after(5000);
+          while (!mine && !deadline.expired()) {
+            std::this_thread::yield();
+          }
+        }
+        ASSERT_TRUE(mine) << "lost at " << i;
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(done, 1500);
+  EXPECT_FALSE(overlap);
+}
+
+TEST(EventLoop, PostAfterStopRunsHere) {
+  EventLoop loop("test");
+  loop.stop();
+  bool ran = false;
+  loop.post([&] { ran = true; });
+  EXPECT_TRUE(ran);
+}
+
+// A callback that waits for a callback that waits … : a bounded pool would hang.
+TEST(CallbackPool, GrowsWhenAllThreadsAreBlocked) {
+  CallbackPool pool;
+  std::atomic<int> depth{0};
+  std::function<void(int)> nest = [&](int level) {
+    if (level == 0) {
+      return;
+    }
+    std::atomic<bool> inner{false};
+    pool.submit([&, level] {
+      nest(level - 1);
+      ++depth;
+      inner = true;
+    });
+    while (!inner) {
+      std::this_thread::yield();
+    }
+  };
+  nest(20);
+  EXPECT_EQ(depth, 20);
+  EXPECT_TRUE(pool.stop(Deadline::after(5000)));
+}
+
+TEST(OperationIds, AreEqualOnAllRanksHoweverThreadsInterleave) {
+  std::atomic<int64_t> counter_a{0};
+  std::atomic<int64_t> counter_b{0};
+  const OperationId user_a = takeOperationId(counter_a, 1);
+  const OperationId user_b = takeOperationId(counter_b, 1);
+  EXPECT_EQ(user_a.id, user_b.id);
+
+  // Rank a: the callback issues between the user's two operations; rank b: after both.
+  uint64_t callback_a = 0;
+  uint64_t callback_b = 0;
+  {
+    const IssueScope scope(callbackContext(nullptr, user_a.id, 1));
+    callback_a = takeOperationId(counter_a, 1).id;
+  }
+  const uint64_t second_a = takeOperationId(counter_a, 1).id;
+  const uint64_t second_b = takeOperationId(counter_b, 1).id;
+  {
+    const IssueScope scope(callbackContext(nullptr, user_b.id, 1));
+    callback_b = takeOperationId(counter_b, 1).id;
+    EXPECT_NE(takeOperationId(counter_b, 1).id, callback_b);
+  }
+  EXPECT_EQ(second_a, second_b);
+  EXPECT_EQ(callback_a, callback_b);
+  EXPECT_NE(callback_a & kDerivedIdBit, 0U);
+}
+
+TEST(OperationIds, AChainGoesOnInItsCallbacks) {
+  std::atomic<int64_t> counter{0};
+  const auto chain = std::make_shared<IssueContext>(IssueContext::Kind::Chain, 42);
+  const IssueScope scope(chain);
+  const uint64_t first = takeOperationId(counter, 1).id;
+  EXPECT_EQ(callbackContext(chain, first, 1), chain);
+  EXPECT_EQ(counter.load(), 0);
+}
+
+} // namespace
+} // namespace pycomm

@@ -1,0 +1,253 @@
+#include "engine/protocol.h"
+
+#include <gtest/gtest.h>
+
+#include "schedule/make_schedule.h"
+
+namespace pycomm {
+namespace {
+
+using Kind = Protocol::Action::Kind;
+
+constexpr int64_t kLarge = 4 << 20; // elements: 16 MiB of float32
+
+Protocol::Config configOf(int rank, int size) {
+  Protocol::Config config;
+  config.rank = rank;
+  config.size = size;
+  config.group = 7;
+  for (int i = 0; i < size; ++i) {
+    config.hosts.push_back("host" + std::to_string(i));
+  }
+  return config;
+}
+
+struct Posted {
+  OperationId id;
+  Descriptor descriptor;
+  std::shared_ptr<const PreparedSchedule> schedule;
+};
+
+Posted broadcastOf(int64_t sequence, int rank, int size, int root, int64_t numel) {
+  ScheduleRequest request;
+  request.kind = Collective::Broadcast;
+  request.dtype = DType::Float32;
+  request.wire_dtype = DType::Float32;
+  request.rank = rank;
+  request.size = size;
+  request.root = root;
+  request.numel = numel;
+  Posted posted;
+  posted.id = {static_cast<uint64_t>(sequence), sequence};
+  posted.schedule = prepare(makeSchedule(request));
+  posted.descriptor.kind = request.kind;
+  posted.descriptor.dtype = request.dtype;
+  posted.descriptor.wire_dtype = request.wire_dtype;
+  posted.descriptor.root = root;
+  posted.descriptor.numel = numel;
+  posted.descriptor.algorithm = posted.schedule->schedule.algorithm;
+  return posted;
+}
+
+void post(Protocol& protocol, const Posted& posted, TimePoint now = Clock::now()) {
+  protocol.posted(posted.id, posted.descriptor, *posted.schedule, now);
+}
+
+FrameHeader frameOf(const Posted& posted, FrameType type, uint32_t payload_nbytes = 0, uint64_t aux = 0) {
+  FrameHeader header;
+  header.type = type;
+  header.group = 7;
+  header.op_id = posted.id.id;
+  header.payload_nbytes = payload_nbytes;
+  header.aux = aux;
+  posted.descriptor.writeTo(header);
+  return header;
+}
+
+std::vector<Protocol::Action> of(Kind kind, std::vector<Protocol::Action> actions) {
+  std::vector<Protocol::Action> chosen;
+  for (Protocol::Action& action : actions) {
+    if (action.kind == kind) {
+      chosen.push_back(std::move(action));
+    }
+  }
+  return chosen;
+}
+
+TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
+  Protocol root(configOf(0, 2));
+  const Posted small = broadcastOf(1, 0, 2, 0, 100);
+  const Posted large = broadcastOf(2, 0, 2, 0, kLarge);
+  post(root, small);
+  post(root, large);
+  EXPECT_EQ(root.maySend(1, 1, 400), Protocol::Permission::Eager);
+  EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::No);
+
+  EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), Protocol::Verdict::Ignore);
+  const auto pumps = of(Kind::Pump, root.takeActions());
+  ASSERT_EQ(pumps.size(), 1U);
+  EXPECT_EQ(pumps.front().op_id, 2U);
+  EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::Credit);
+  root.sent(2, 1, 1 << 20, Protocol::Permission::Credit);
+  EXPECT_EQ(root.maySend(2, 1, 1), Protocol::Permission::No);
+}
+
+TEST(Protocol, CreditThatComesBeforeTheOperationIsKept) {
+  Protocol root(configOf(0, 2));
+  const Posted large = broadcastOf(1, 0, 2, 0, kLarge);
+  static_cast<void>(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()));
+  post(root, large);
+  EXPECT_EQ(root.maySend(1, 1, 1 << 20), Protocol::Permission::Credit);
+}
+
+TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
+  Protocol leaf(configOf(1, 2));
+  const Posted large = broadcastOf(1, 1, 2, 0, kLarge);
+  post(leaf, large);
+  auto credits = of(Kind::Send, leaf.takeActions());
+  ASSERT_EQ(credits.size(), 1U);
+  EXPECT_EQ(credits.front().header.type, FrameType::Credit);
+  EXPECT_EQ(credits.front().header.aux, uint64_t{4} << 20);
+
+  leaf.consumed(1, 0, 1 << 20, false);
+  EXPECT_TRUE(leaf.takeActions().empty()); // not worth a frame
+  leaf.consumed(1, 0, 1 << 20, false);
+  credits = of(Kind::Send, leaf.takeActions());
+  ASSERT_EQ(credits.size(), 1U);
+  EXPECT_EQ(credits.front().header.aux, uint64_t{6} << 20);
+}
+
+TEST(Protocol, EagerDataIsHeldUntilItsOperationIsPosted) {
+  Protocol leaf(configOf(1, 2));
+  const Posted small = broadcastOf(1, 1, 2, 0, 100);
+  EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+  post(leaf, small);
+  EXPECT_FALSE(leaf.failed());
+}
+
+TEST(Protocol, ACrowdedPoolGivesPostedOperationsCredit) {
+  Protocol leaf(configOf(1, 2));
+  const Posted wanted = broadcastOf(1000, 1, 2, 0, 16 << 10);
+  post(leaf, wanted);
+  EXPECT_TRUE(leaf.takeActions().empty());
+  for (int64_t i = 1; i <= 9; ++i) { // 9 x 64 KiB is more than half of 1 MiB
+    const Posted other = broadcastOf(i, 1, 2, 0, 16 << 10);
+    EXPECT_EQ(
+        leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+  }
+  const auto credits = of(Kind::Send, leaf.takeActions());
+  ASSERT_FALSE(credits.empty());
+  EXPECT_EQ(credits.front().header.op_id, 1000U);
+}
+
+TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
+  Protocol root(configOf(0, 2));
+  int64_t sent = 0;
+  int64_t i = 1;
+  for (; i <= 100; ++i) {
+    const Posted small = broadcastOf(i, 0, 2, 0, 16 << 10);
+    post(root, small);
+    if (root.maySend(static_cast<uint64_t>(i), 1, 64 << 10) != Protocol::Permission::Eager) {
+      break;
+    }
+    root.sent(static_cast<uint64_t>(i), 1, 64 << 10, Protocol::Permission::Eager);
+    sent += 64 << 10;
+  }
+  EXPECT_EQ(sent, 1 << 20);
+  FrameHeader room;
+  room.type = FrameType::Credit;
+  room.group = 7;
+  room.aux = 64 << 10;
+  static_cast<void>(root.arrived(1, room, Clock::now()));
+  EXPECT_EQ(root.maySend(static_cast<uint64_t>(i), 1, 64 << 10), Protocol::Permission::Eager);
+}
+
+TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
+  const auto changes = std::vector<void (*)(Descriptor&)>{
+      [](Descriptor& d) { d.kind = Collective::Reduce; },
+      [](Descriptor& d) { d.dtype = DType::Int32; },
+      [](Descriptor& d) { d.reduce_op = ReduceOp::Max; },
+      [](Descriptor& d) { d.wire_dtype = DType::Float16; },
+      [](Descriptor& d) { d.algorithm = Algorithm::Pairwise; },
+      [](Descriptor& d) { d.root = 1; },
+      [](Descriptor& d) { d.numel = 99; },
+      [](Descriptor& d) { d.tag = 5; },
+      [](Descriptor& d) { d.digest = 5; },
+  };
+  for (size_t i = 0; i < changes.size(); ++i) {
+    Protocol leaf(configOf(1, 2));
+    const Posted mine = broadcastOf(1, 1, 2, 0, 100);
+    Posted theirs = mine;
+    changes[i](theirs.descriptor);
+    post(leaf, mine);
+    EXPECT_EQ(
+        leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
+    const auto fails = of(Kind::Fail, leaf.takeActions());
+    ASSERT_EQ(fails.size(), 1U) << i;
+    EXPECT_EQ(fails.front().record.code, ErrorCode::CollectiveMismatch);
+    EXPECT_EQ(fails.front().record.peer, 0);
+    EXPECT_NE(fails.front().record.summary.find("host0"), std::string::npos);
+  }
+}
+
+TEST(Protocol, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
+  const Posted mine = broadcastOf(1, 1, 2, 0, 100);
+  const Posted theirs = broadcastOf(1, 1, 2, 0, 101);
+  Protocol before(configOf(1, 2));
+  static_cast<void>(before.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
+  post(before, mine);
+  EXPECT_TRUE(before.failed());
+
+  Protocol after(configOf(1, 2));
+  post(after, mine);
+  after.ended(1);
+  static_cast<void>(after.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
+  EXPECT_TRUE(after.failed());
+}
+
+TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
+  const TimePoint start = Clock::now();
+  Protocol leaf(configOf(1, 3));
+  Protocol root(configOf(0, 3));
+  const Posted mine = broadcastOf(1, 1, 3, 0, 100);
+  post(leaf, mine, start);
+  leaf.tick(start + std::chrono::milliseconds(1));
+  EXPECT_TRUE(leaf.takeActions().empty());
+  leaf.tick(start + std::chrono::milliseconds(3));
+  const auto waits = of(Kind::Send, leaf.takeActions());
+  ASSERT_EQ(waits.size(), 1U);
+  EXPECT_EQ(waits.front().peer, 0);
+  EXPECT_EQ(waits.front().header.type, FrameType::Waiting);
+
+  static_cast<void>(root.arrived(1, waits.front().header, start));
+  const auto replies = of(Kind::Send, root.takeActions());
+  ASSERT_EQ(replies.size(), 1U);
+  EXPECT_EQ(replies.front().header.type, FrameType::NotEntered);
+  static_cast<void>(leaf.arrived(0, replies.front().header, start));
+  ASSERT_TRUE(leaf.missing(1));
+  EXPECT_EQ(leaf.missing(1)->peer, 0);
+  EXPECT_EQ(leaf.missing(1)->last, "no operation yet");
+}
+
+TEST(Protocol, WhatNoPeerSendsIsAViolation) {
+  const Posted mine = broadcastOf(1, 1, 2, 0, 100);
+  const auto failsWith = [&](FrameHeader header, bool posted_before) {
+    Protocol leaf(configOf(1, 2));
+    if (posted_before) {
+      post(leaf, mine);
+    }
+    static_cast<void>(leaf.arrived(0, header, Clock::now()));
+    const auto fails = of(Kind::Fail, leaf.takeActions());
+    return fails.size() == 1 && fails.front().record.code == ErrorCode::ProtocolViolation;
+  };
+  FrameHeader foreign = frameOf(mine, FrameType::Data, 400, kEagerFlag);
+  foreign.group = 8;
+  EXPECT_TRUE(failsWith(foreign, true));
+  EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Data, 400), false)) << "data without credit";
+  EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Data, 2 << 20, kEagerFlag), false)) << "more than the pool";
+  EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Credit, 0, 100), true)) << "a leaf sends to nobody";
+  EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Heartbeat), true));
+}
+
+} // namespace
+} // namespace pycomm
