@@ -405,8 +405,19 @@ def partly_used_output(rank: int, world_size: int) -> None:
         assert len({float(g) for g in all_ranks(ours.module.head.bias.grad[0])}) == 1
 
 
+def memory_order(rank: int, world_size: int) -> None:
+    rows = [[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0], [0.5, 1.0, 1.5, 2.0]]
+    for view, wire_dtype in itertools.product((False, True), (None, "fp16", "bf16")):
+        ours = wrap(nn.Linear(4, 3), wire_dtype=wire_dtype, gradient_as_bucket_view=view)
+        if rank == 1:  # accumulated into in place, so it stays in this order
+            ours.module.weight.grad = torch.zeros(4, 3).t()
+        out = ours(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+        (out * torch.tensor([1.0, 10.0, 0.5])).sum().backward()
+        assert ours.module.weight.grad.tolist() == rows
+
+
 def test_accumulated_and_unused_gradients_are_those_of_torch(backend: str) -> None:
-    names = ["accumulation", "unused", "partly_used_output"]
+    names = ["accumulation", "unused", "partly_used_output", "memory_order"]
     run_ranks(2, in_turn, args=(names,), backend=backend)
 
 

@@ -126,8 +126,13 @@ inline Bytes ordinary(DType dtype, size_t numel, uint32_t seed) {
 
 /// The bytes with 0xa5 before and behind them: other alignments, and a margin that must survive.
 inline Bytes framed(size_t before, const Bytes& bytes, size_t behind) {
-  Bytes out(before + bytes.size() + behind, 0xa5);
-  std::copy(bytes.begin(), bytes.end(), out.begin() + static_cast<std::ptrdiff_t>(before));
+  Bytes out;
+  out.reserve(before + bytes.size() + behind);
+  out.resize(before, 0xa5);
+  for (const unsigned char byte : bytes) {
+    out.push_back(byte);
+  }
+  out.resize(before + bytes.size() + behind, 0xa5);
   return out;
 }
 

@@ -108,6 +108,7 @@ TEST(ChooseRoute, TakesTheWayToTheStore) {
 
 TEST(ChooseRoute, IsLoopbackOnTheStoresHostUnlessItsNameTellsMore) {
   EXPECT_TRUE(chooseRoute(policy("alpha"), kAlpha).address.isLoopback());
+  EXPECT_EQ(chooseRoute(policy("alpha"), kAlpha).why, "the store is on this host");
   EXPECT_TRUE(chooseRoute(policy("127.0.0.1"), kAlpha).address.isLoopback());
   EXPECT_EQ(chooseRoute(policy("10.0.0.1"), kAlpha).address.ip(), "10.0.0.1");
   EXPECT_EQ(chooseRoute(policy("alpha-data"), kAlpha).address.ip(), "10.0.0.1");

@@ -1,0 +1,477 @@
+"""docs/two-machines.md, run: two network namespaces are two hosts, a veth pair is the wire.
+
+Needs root and `ip`; skipped, with the reason, where that is not allowed. Nothing leaves the
+namespaces, and whatever runs in them is killed by its pid before they go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, blocks, installed_environment, read
+
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.namespaces,
+    pytest.mark.slow,
+    pytest.mark.timeout(170),
+]
+
+DOCUMENT = read("docs/two-machines.md")
+ADDRESSES = dict(re.findall(r"\*\*(alpha|beta)\*\*, (192\.168\.1\.\d+)", DOCUMENT))
+ADDRESSES_V6 = {"alpha": "fd77::10", "beta": "fd77::11"}
+DOCKER = "172.17.0.1"  # the same on both hosts, as with a real bridge: leads nowhere
+LIMIT_S = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A network namespace that is a host to pycomm."""
+
+    name: str
+    namespace: str
+
+    @property
+    def address(self) -> str:
+        return ADDRESSES[self.name]
+
+    def ip(self, *arguments: str) -> None:
+        """Runs `ip ARGUMENTS` inside."""
+        run("ip", "-n", self.namespace, *arguments)
+
+    def command(self, *arguments: str) -> list[str]:
+        """What runs ARGUMENTS inside, as one process and not two: `ip netns exec` becomes it."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def kill_all(self) -> None:
+        """Ends every process inside; the namespace is ours, so they are too."""
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=20
+        )
+        for pid in listed.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def run(*command: str, **options: Any) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, **options)
+    if done.returncode != 0:
+        raise OSError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
+
+
+def make_host(name: str) -> Host:
+    host = Host(name, f"pycomm-{os.getpid()}-{name}")
+    run("ip", "netns", "add", host.namespace)
+    # `ip netns exec` puts this file in the place of /etc/hosts. Its own name is 127.0.1.1, as
+    # Debian's installer writes it.
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    names = {other: address for other, address in ADDRESSES.items() if other != name}
+    lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", *(f"{a} {n}" for n, a in names.items())]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    return host
+
+
+def connect(alpha: Host, beta: Host) -> None:
+    # Both ends are made where they belong; nothing shows up in the machine's own namespace.
+    peer = ["peer", "name", "eth0", "netns", beta.namespace]
+    run("ip", "link", "add", "eth0", "netns", alpha.namespace, "type", "veth", *peer)
+    for host in (alpha, beta):
+        host.ip("link", "set", "lo", "up")
+        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.ip("addr", "add", f"{DOCKER}/16", "dev", "docker0")
+        host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
+        host.ip("addr", "add", f"{ADDRESSES_V6[host.name]}/64", "dev", "eth0", "nodad")
+        for interface in ("docker1", "docker0", "eth0"):
+            host.ip("link", "set", interface, "up")
+
+
+def remove(host: Host) -> None:
+    host.kill_all()
+    subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=20)
+    shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        Path("/etc/netns").rmdir()  # only where nobody else has anything in it
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[tuple[Host, Host]]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command ip (package iproute2)")
+    hosts: list[Host] = []
+    try:
+        try:
+            for name in ADDRESSES:
+                hosts.append(Host(name, f"pycomm-{os.getpid()}-{name}"))
+                make_host(name)
+            connect(*hosts)
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:
+            remove(host)
+
+
+@pytest.fixture
+def hosts(wired: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
+    yield wired
+    for host in wired:
+        host.kill_all()
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return installed_environment(tmp_path / "installed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one host's command did."""
+
+    returncode: int
+    out: str
+    err: str
+
+
+def run_on_both(
+    commands: Sequence[tuple[Host, Sequence[str], Mapping[str, str]]],
+    folder: Path,
+    limit_s: float = LIMIT_S,
+) -> list[Outcome]:
+    """Runs one command a host, at once; AssertionError with all output if one takes too long."""
+    children: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        for host, arguments, env in commands:
+            stack.callback(host.kill_all)
+            out = stack.enter_context((folder / f"{host.name}.out").open("wb"))
+            err = stack.enter_context((folder / f"{host.name}.err").open("wb"))
+            child = subprocess.Popen(
+                host.command(*arguments),
+                env=dict(env),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+            children.append(child)
+        deadline = time.monotonic() + limit_s
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+    late = [child.returncode is None for child in children]
+    codes = [child.wait(20) for child in children]  # killed by now, where they had not ended
+    outcomes = [
+        Outcome(code, *((folder / f"{host.name}.{end}").read_text() for end in ("out", "err")))
+        for code, (host, _, _) in zip(codes, commands, strict=True)
+    ]
+    assert not any(late), f"not ended after {limit_s} s: {outcomes}"
+    return outcomes
+
+
+# The document's own commands
+
+
+def documented_command(name: str) -> list[str]:
+    found = re.findall(rf"^On \*\*{name}\*\*[^\n]*:\n\n```bash\n(.*?)```", DOCUMENT, re.M | re.S)
+    assert len(found) == 1, f"{len(found)} commands for {name}"
+    words = shlex.split(found[0])
+    assert words[0] == "torchrun"
+    return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+
+
+def test_the_documented_commands_train_together(
+    hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
+) -> None:
+    extra = ["--epochs", "1", "--target", "0"]  # learning is another test's business
+    alpha, beta = run_on_both(
+        [(host, [*documented_command(host.name), *extra], env) for host in hosts], tmp_path
+    )
+    assert (alpha.returncode, beta.returncode) == (0, 0), f"{alpha}\n{beta}"
+    assert re.search(r"parameters equal on 4 ranks: sha256", alpha.out), alpha.out
+    # The line that the document shows; the prefix has this machine's name.
+    (shown,) = re.findall(r"pycomm INFO: (.*)\n", DOCUMENT)
+    assert shown in alpha.err, alpha.err
+    assert "INFO" not in beta.err  # rank 0 alone speaks
+
+
+# Where the bytes really go
+
+REPORT = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("pycomm")
+rank, size = dist.get_rank(), dist.get_world_size()
+large = torch.full((100_000,), float(rank))
+small = torch.full((3,), rank)
+dist.all_reduce(large)
+dist.all_reduce(small)
+groups = [dist.new_group(list(range(size))) for _ in range(int(sys.argv[2]))]
+for group in groups:
+    dist.barrier(group)
+
+def sockets():
+    mine = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            mine.add(os.readlink(link))
+        except OSError:
+            pass
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in mine:
+                yield fields[1], fields[2], fields[3]
+
+from pycomm import _extension
+from pycomm.backend import native_backend
+report = {
+    "sums": [float(large[0]), float(large[-1]), float(small[0])],
+    "says": _extension.load().describe_backend(native_backend()),
+    "sockets": list(sockets()),
+}
+Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(report))
+dist.barrier()  # nobody leaves while another still looks
+dist.destroy_process_group()
+"""
+
+LISTEN, ESTABLISHED = "0A", "01"
+
+
+def endpoint(text: str) -> tuple[str, int]:
+    """An address and port as /proc/net/tcp writes them: 32-bit words in this machine's order."""
+    raw, port = text.split(":")
+    words = bytes.fromhex(raw)
+    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    address = ipaddress.ip_address(packed)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return str(address), int(port, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    sums: list[float]
+    says: str
+    listens: list[tuple[str, int]]
+    connections: list[tuple[tuple[str, int], tuple[str, int]]]
+
+
+def report_of(folder: Path, rank: int) -> Report:
+    told = json.loads((folder / f"{rank}.json").read_text())
+    sockets = [(endpoint(here), endpoint(there), state) for here, there, state in told["sockets"]]
+    return Report(
+        told["sums"],
+        told["says"],
+        [here for here, _, state in sockets if state == LISTEN],
+        [(here, there) for here, there, state in sockets if state == ESTABLISHED],
+    )
+
+
+def torchrun(host: Host, master: str, script: Path, *arguments: str, ranks: int = 1) -> list[str]:
+    numbers = ["--nnodes=2", f"--nproc-per-node={ranks}", "--master-port=29500"]
+    numbers += [f"--node-rank={list(ADDRESSES).index(host.name)}", f"--master-addr={master}"]
+    return [sys.executable, "-m", "torch.distributed.run", *numbers, str(script), *arguments]
+
+
+@pytest.fixture
+def report_script(tmp_path: Path) -> Path:
+    script = tmp_path / "report.py"
+    script.write_text(REPORT)
+    return script
+
+
+def run_reports(
+    hosts: tuple[Host, Host],
+    env: Mapping[str, str],
+    script: Path,
+    *,
+    master: str,
+    ranks: int = 1,
+    groups: int = 0,
+) -> list[Report]:
+    folder = script.parent
+    commands = [
+        (host, torchrun(host, master, script, str(folder), str(groups), ranks=ranks), env)
+        for host in hosts
+    ]
+    outcomes = run_on_both(commands, folder)
+    assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes
+    reports = [report_of(folder, rank) for rank in range(2 * ranks)]
+    total = float(sum(range(2 * ranks)))
+    assert all(report.sums == [total] * 3 for report in reports)
+    return reports
+
+
+def set_firewall(host: Host, rules: str) -> None:
+    run(*host.command("nft", "-f", "-"), input="flush ruleset\n" + rules)
+
+
+@pytest.fixture
+def firewall(hosts: tuple[Host, Host]) -> Iterator[str]:
+    """The document's rules, in force on both hosts."""
+    if shutil.which("nft") is None:
+        pytest.skip("firewalls need the command nft (package nftables)")
+    (rules,) = blocks(DOCUMENT, "nft")
+    try:
+        for host in hosts:
+            try:
+                set_firewall(host, rules)
+            except OSError as error:
+                pytest.skip(f"firewalls are not allowed here: {error}")
+        yield rules
+    finally:
+        for host in hosts:
+            set_firewall(host, "")
+
+
+def documented_range() -> str:
+    found = re.findall(r"^export PYCOMM_PORT_RANGE=(\S+)$", "\n".join(blocks(DOCUMENT, "bash")), re.M)
+    assert len(found) == 1
+    return str(found[0])
+
+
+def test_the_firewall_of_the_document_lets_everything_through(
+    hosts: tuple[Host, Host], env: dict[str, str], report_script: Path, firewall: str
+) -> None:
+    ports = documented_range()
+    assert ports in firewall
+    first, last = map(int, ports.split("-"))
+    reports = run_reports(
+        hosts,
+        {**env, "PYCOMM_PORT_RANGE": ports},
+        report_script,
+        master="alpha",
+        ranks=2,
+        groups=1,
+    )
+    for rank, report in enumerate(reports):
+        host = hosts[rank // 2]
+        assert f"over TCP on eth0 ({host.address}; route to " in report.says
+        # One port a group, on the chosen address only.
+        assert len(report.listens) == 2, report.listens
+        for address, port in report.listens:
+            assert address == host.address and first <= port <= last, report.listens
+    listening = {place for report in reports for place in report.listens}
+    for rank, report in enumerate(reports):
+        between = [pair for pair in report.connections if listening & set(pair)]
+        used = {address for pair in between for address, _ in pair}
+        assert used <= set(ADDRESSES.values()), f"rank {rank}: {between}"
+        elsewhere = [pair for pair in between if {end[0] for end in pair} == used]
+        assert elsewhere, f"rank {rank} has no connection to the other host: {between}"
+
+
+@pytest.mark.parametrize("master", ["192.168.1.10", "fd77::10"])
+def test_a_master_that_is_an_address(
+    hosts: tuple[Host, Host], env: dict[str, str], report_script: Path, master: str
+) -> None:
+    family = ADDRESSES_V6 if ":" in master else ADDRESSES
+    reports = run_reports(hosts, env, report_script, master=master)
+    for host, report in zip(hosts, reports, strict=True):
+        assert f"on eth0 ({family[host.name]}; " in report.says
+        assert [address for address, _ in report.listens] == [family[host.name]]
+
+
+# What an error means
+
+ERROR = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+record = {}
+try:
+    dist.init_process_group("pycomm")
+except dist.DistError as error:
+    record = {**getattr(error, "record", {}), "text": str(error)}
+Path(sys.argv[1], os.environ["RANK"] + ".error").write_text(json.dumps(record))
+"""
+
+
+def run_errors(
+    hosts: tuple[Host, Host],
+    env: Mapping[str, str],
+    folder: Path,
+    *own: Mapping[str, str],
+    ranks: int = 1,
+) -> list[dict[str, Any]]:
+    """Starts ranks that should not come together, and returns each one's error record."""
+    script = folder / "error.py"
+    script.write_text(ERROR)
+    commands = [
+        (
+            host,
+            torchrun(host, "alpha", script, str(folder), ranks=ranks),
+            {**env, "PYCOMM_TIMEOUT": "8", **extra},
+        )
+        for host, extra in zip(hosts, own or ({}, {}), strict=True)
+    ]
+    outcomes = run_on_both(commands, folder)
+    records = [json.loads((folder / f"{rank}.error").read_text()) for rank in range(2 * ranks)]
+    codes = [outcome.returncode for outcome in outcomes]
+    assert codes == [0, 0] and all(records), f"{outcomes}\n{records}"
+    assert {record["code"] for record in records} <= set(documented_codes())
+    return records
+
+
+def documented_codes() -> list[str]:
+    return re.findall(r"^\| `([A-Z_]+)` \|", DOCUMENT, re.M)
+
+
+def test_a_firewall_without_a_port_range(
+    hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path, firewall: str
+) -> None:
+    records = run_errors(hosts, env, tmp_path)
+    for rank, record in enumerate(records):
+        host, other = hosts[rank], hosts[1 - rank]
+        assert record["code"] == "CONNECT_FAILED", record
+        assert "PYCOMM_PORT_RANGE" in record["text"], record
+        assert record["rank"] == rank and record["elapsed_ms" if rank == 0 else "peer"] is not None
+        shown = [other.address, f"from {host.address} on eth0", "ETIMEDOUT"]
+        if rank == 1:  # the lower rank connects; the higher one waits
+            shown = ["Rank 0", f"never connected to {host.address}:"]
+        assert all(text in record["text"] for text in shown), record
+
+
+def test_an_interface_that_one_host_lacks(
+    hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
+) -> None:
+    records = run_errors(hosts, env, tmp_path, {}, {"NCCL_SOCKET_IFNAME": "ib0"})
+    for record in records:  # found on beta, told to alpha
+        assert record["code"] == "NO_INTERFACE" and record["rank"] == 1, record
+        assert '"ib0"' in record["text"] and f"eth0 ({ADDRESSES['beta']}" in record["text"]
+
+
+def test_loopback_by_hand(hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path) -> None:
+    records = run_errors(hosts, env, tmp_path, {"PYCOMM_SOCKET_IFNAME": "lo"}, {})
+    for record in records:
+        assert record["code"] == "NO_INTERFACE" and record["rank"] == 0, record
+        assert "interface lo was chosen, but some ranks are on other hosts" in record["text"]
+
+
+def test_a_range_shorter_than_the_ranks(
+    hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
+) -> None:
+    short = {"PYCOMM_PORT_RANGE": "29600-29600"}
+    for record in run_errors(hosts, env, tmp_path, short, {}, ranks=2):
+        assert record["code"] == "PORTS_EXHAUSTED" and record["rank"] in (0, 1), record
+        assert f"29600-29600 on {ADDRESSES['alpha']}" in record["text"]
+        assert "EADDRINUSE" in record["text"]
