@@ -55,7 +55,7 @@ FORBIDDEN_CALLS = [
         r"(?<!\w)(std::|(?<![\w>])::)(abort|exit|_exit|_Exit|quick_exit|terminate)\s*\(",
         "ends the process: throw an Error",
     ),
-    (r"(?<![\w.>:])(exit|_exit|quick_exit)\s*\(", "ends the process: throw an Error"),
+    (r"(^|[;{}(!]|\breturn)\s*(exit|_exit|quick_exit)\s*\(", "ends the process: throw an Error"),
     (
         r"\b(std::(cout|cerr|clog)\b|(std::)?(printf|puts|perror)\s*\(|\bstd(out|err)\b)",
         "prints: use log() of base/log.h",

@@ -179,6 +179,10 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
   if (header.type == FrameType::Goodbye) {
     membership_.saidGoodbye(peer);
     events_.left(peer);
+  } else if (header.type == FrameType::HelloReply) {
+    if (const std::optional<ErrorRecord> refused = decodeHelloReply(payload)) {
+      membership_.noticed(*refused, now);
+    }
   } else if (header.type == FrameType::Failure) {
     membership_.reported(
         peer,

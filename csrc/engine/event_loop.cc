@@ -78,9 +78,8 @@ void EventLoop::post(TaskQueue::Task task) {
 }
 
 void EventLoop::nudge() noexcept {
-  // Pairs with every "say that I sleep, then look for tasks once more" below: one of the two sees the other (all are
-  // sequentially consistent; the fence orders the queue's release push before the loads).
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Pairs with every "say that I sleep, then look for tasks once more" below: the queue's push and look and the flags' stores and
+  // loads are all sequentially consistent, so one of the two sides sees the other.
   if (driven_.load(std::memory_order_seq_cst)) {
     if (driver_sleeps_.load(std::memory_order_seq_cst)) {
       signalEventFd();

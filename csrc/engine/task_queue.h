@@ -24,11 +24,12 @@ class TaskQueue {
 
   void push(Task task) {
     Node* node = new Node{std::move(task), head_.load(std::memory_order_relaxed)};
-    while (!head_.compare_exchange_weak(node->next, node, std::memory_order_release, std::memory_order_relaxed)) {
+    // Sequentially consistent, as empty(): see there.
+    while (!head_.compare_exchange_weak(node->next, node, std::memory_order_seq_cst, std::memory_order_relaxed)) {
     }
   }
 
-  /// Sequentially consistent, so that it can be paired with a sleep flag (see EventLoop::post).
+  /// Sequentially consistent, so that it can be paired with a sleep flag (see EventLoop::nudge).
   [[nodiscard]] bool empty() const noexcept {
     return head_.load(std::memory_order_seq_cst) == nullptr;
   }

@@ -7,17 +7,18 @@
 
 namespace pycomm {
 
-/// dst[i] = src[i] * factor, rounded once to nearest even; one pass that scales and casts. `factor` is a power of two in
-/// the wire codecs, so it rounds nothing by itself.
+/// dst[i] = src[i] * factor, rounded to nearest even; one pass that scales and casts. The product is an fp32 number, so
+/// with a power of two as `factor`, as in the wire codecs, there is one rounding (except in fp32's own subnormals).
 ///
 /// from/to: any pair of Float32, Float16, BFloat16, Float8E4M3, Float8E5M2 (also equal ones); otherwise Unsupported.
-/// Overflow: to Infinity for fp16, bf16 and e5m2; e4m3fn has none, so values beyond 448 become NaN as in torch.
-/// NaN stays NaN. Subnormals are kept. Any thread, any alignment; dst and src do not overlap unless they are equal and the
-/// element sizes are equal too. SIMD paths give the same bits as convertScalar.
+/// Overflow: to infinity for fp16, bf16 and e5m2; e4m3fn has none, so what would round beyond 448 (more than 464, as in
+/// torch) becomes NaN. NaN becomes the positive quiet NaN without payload. Subnormals are kept, whatever the thread's
+/// flush-to-zero setting. Any thread, any alignment; dst and src do not overlap unless they are equal and the element
+/// sizes are equal too. SIMD paths give the same bits as convertScalar.
 void convert(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 
-// Single values, for tests and tails.
+// Single values. Unlike the rows above they follow the thread's rounding mode.
 [[nodiscard]] float halfToFloat(uint16_t bits) noexcept;
 [[nodiscard]] uint16_t floatToHalf(float value) noexcept;
 [[nodiscard]] float bfloat16ToFloat(uint16_t bits) noexcept;

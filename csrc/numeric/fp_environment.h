@@ -8,7 +8,8 @@
 
 namespace pycomm::numeric {
 
-/// The IEEE defaults while it lives: round to nearest even, subnormals kept, no traps. Then the caller's settings again.
+/// The IEEE defaults while it lives: round to nearest even, subnormals kept, no traps. Then the caller's settings
+/// again.
 ///
 /// A thread may have asked for something else (torch.set_flush_denormal, a Fortran library built with -ffast-math), and
 /// callers drive lanes themselves: without this, two ranks that add the same numbers could get other bits.

@@ -20,8 +20,8 @@ using ScaleKernel = void (*)(void* dst, const void* src, size_t numel, double fa
 using ConvertKernel = void (*)(void* dst, const void* src, size_t numel, float factor);
 
 /// Each may return nullptr: this instruction set has nothing better than the scalar loop, or, from the scalar set, the
-/// combination is undefined. `op` is never Avg or PremulSum, which add like Sum, and `dtype` is complex only for Product:
-/// the rest treats a complex number as two reals.
+/// combination is undefined. `op` is never Avg or PremulSum, which add like Sum, and `dtype` is complex only for
+/// Product: the rest treats a complex number as two reals.
 struct KernelSet {
   ReduceKernel (*reduce)(DType dtype, ReduceOp op);
   ReduceManyKernel (*reduceMany)(DType dtype, ReduceOp op);

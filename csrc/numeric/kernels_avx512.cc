@@ -35,7 +35,8 @@ PYCOMM_SIMD_TARGET inline U32 loadLow16(const std::byte* from) {
 }
 
 PYCOMM_SIMD_TARGET inline void storeLow16(std::byte* to, U32 value) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(kAll, reinterpret_cast<__m512i>(value)));
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(to), _mm512_maskz_cvtepi32_epi16(kAll, reinterpret_cast<__m512i>(value)));
 }
 
 PYCOMM_SIMD_TARGET inline U32 loadLow8(const std::byte* from) {

@@ -11,11 +11,11 @@ namespace {
 
 using numeric::activeKernels;
 using numeric::FpEnvironment;
-using numeric::kScalarKernels;
 using numeric::KernelSet;
+using numeric::kScalarKernels;
 
-// What the kernels are asked for: factors aside, Avg and PremulSum are sums, and a complex sum is a sum of twice as many
-// reals.
+// What the kernels are asked for: factors aside, Avg and PremulSum are sums, and a complex sum is a sum of twice as
+// many reals.
 struct Loop {
   DType dtype;
   ReduceOp op;

@@ -3,8 +3,8 @@
 #include "numeric/elements.h"
 #include "numeric/kernels.h"
 
-// Loops that any processor runs, and the definition of every result. Plain enough for the compiler to vectorise with the
-// base instruction set.
+// Loops that any processor runs, and the definition of every result. Plain enough for the compiler to vectorise with
+// the base instruction set.
 
 // dst may be one of the sources, but then element i meets only itself: no iteration depends on another.
 #if defined(__clang__)

@@ -1,9 +1,10 @@
-// No #pragma once: the body of each instruction set's file, which first defines PYCOMM_SIMD_TARGET (the attribute that
-// lets a function use the set), kVectorBytes, the vector types, loadHalf, storeHalf and the loads and stores of the low bits of 32-bit lanes.
+// No #pragma once: this is the body of each instruction set's file. Before it the file defines the vector types,
+// PYCOMM_SIMD_TARGET (the attribute that lets a function use the set), loadHalf, storeHalf, and the loads and stores of
+// the low 8 and 16 bits of 32-bit lanes.
 //
-// Written with the vector types of GCC and Clang, so one text serves AVX2, AVX-512 and NEON. Everything is in an unnamed
-// namespace and carries the target itself: code for a newer processor can never be what the linker picks for an inline
-// function that an older one runs.
+// Written with the vector types of GCC and Clang, so one text serves AVX2, AVX-512 and NEON. Everything is in an
+// unnamed namespace and carries the target itself: code for a newer processor can never be what the linker picks for
+// an inline function that an older one runs.
 //
 // Bit-equality with the scalar loops: IEEE fixes every result except which NaN, and each store writes the one NaN of
 // small_float.h. So loads may leave NaNs as they are.
@@ -12,167 +13,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "numeric/elements.h"
 #include "numeric/kernels.h"
+#include "numeric/simd_lanes.h"
 
 namespace pycomm::numeric {
 namespace {
-
-#define PYCOMM_LANES PYCOMM_SIMD_TARGET __attribute__((always_inline)) static inline
-
-template <class V>
-PYCOMM_LANES V loadVector(const std::byte* from) {
-  V vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
-template <class V>
-PYCOMM_LANES void storeVector(std::byte* to, V vector) {
-  std::memcpy(to, &vector, sizeof vector);
-}
-
-PYCOMM_LANES I32 asSigned(U32 value) {
-  return reinterpret_cast<I32>(value);
-}
-
-constexpr int32_t asSigned(uint32_t value) {
-  return static_cast<int32_t>(value);
-}
-
-PYCOMM_LANES F32 canonicalLanes(F32 value) {
-  return reinterpret_cast<F32>(value == value ? reinterpret_cast<U32>(value) : U32{} + kFloatNan);
-}
-
-PYCOMM_LANES F64 canonicalLanes(F64 value) {
-  return reinterpret_cast<F64>(value == value ? reinterpret_cast<U64>(value) : U64{} + kDoubleNan);
-}
-
-struct Float32Lanes {
-  using Element = Number<float>;
-  using Acc = F32;
-  PYCOMM_LANES Acc load(const std::byte* from) {
-    return loadVector<F32>(from);
-  }
-  PYCOMM_LANES void store(std::byte* to, Acc value) {
-    storeVector(to, canonicalLanes(value));
-  }
-};
-
-struct Float64Lanes {
-  using Element = Number<double>;
-  using Acc = F64;
-  PYCOMM_LANES Acc load(const std::byte* from) {
-    return loadVector<F64>(from);
-  }
-  PYCOMM_LANES void store(std::byte* to, Acc value) {
-    storeVector(to, canonicalLanes(value));
-  }
-};
-
-struct HalfLanes {
-  using Element = Half;
-  using Acc = F32;
-  PYCOMM_LANES Acc load(const std::byte* from) {
-    return loadHalf(from);
-  }
-  PYCOMM_LANES void store(std::byte* to, Acc value) {
-    storeHalf(to, canonicalLanes(value));
-  }
-};
-
-struct Bfloat16Lanes {
-  using Element = Bfloat16;
-  using Acc = F32;
-  PYCOMM_LANES Acc load(const std::byte* from) {
-    return reinterpret_cast<F32>(loadLow16(from) << 16);
-  }
-  PYCOMM_LANES void store(std::byte* to, Acc value) {
-    const U32 bits = reinterpret_cast<U32>(canonicalLanes(value));
-    storeLow16(to, (bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
-  }
-};
-
-/// SmallFloat's steps, as small_float.h explains them, on all lanes at once. Compared as signed numbers, which is one
-/// instruction where unsigned is three; nothing compared has its top bit set.
-template <class Format, class ScalarElement>
-struct Float8Lanes {
-  using Element = ScalarElement;
-  using Acc = F32;
-
-  PYCOMM_LANES Acc load(const std::byte* from) {
-    const U32 bits = loadLow8(from);
-    const U32 magnitude = bits & 0x7fU;
-    const U32 wide = magnitude << Format::kShift;
-    const F32 min_normal = reinterpret_cast<F32>(U32{} + Format::kMinNormal);
-    const U32 subnormal = reinterpret_cast<U32>(reinterpret_cast<F32>(wide + Format::kMinNormal) - min_normal);
-    const U32 finite = asSigned(wide) < (1 << 23) ? subnormal : wide + Format::kRebias;
-    const U32 special = Format::kHasInfinity ? (asSigned(magnitude) > asSigned(Format::kInfinity)
-                                                    ? U32{} + kFloatNan
-                                                    : (magnitude == Format::kInfinity ? U32{} + 0x7f800000U : finite))
-                                             : (magnitude == kFloat8Nan ? U32{} + kFloatNan : finite);
-    return reinterpret_cast<F32>(special | ((bits & 0x80U) << 24));
-  }
-
-  PYCOMM_LANES void store(std::byte* to, Acc value) {
-    const U32 bits = reinterpret_cast<U32>(value);
-    const U32 magnitude = bits & 0x7fffffffU;
-    const F32 step = reinterpret_cast<F32>(U32{} + Format::kStep);
-    const U32 low = reinterpret_cast<U32>(reinterpret_cast<F32>(magnitude) + step) - Format::kStep;
-    const U32 even = (magnitude >> Format::kShift) & 1U;
-    const U32 high = (magnitude + (Format::kHalfStep - Format::kRebias) + even) >> Format::kShift;
-    const U32 finite = asSigned(magnitude) < asSigned(Format::kMinNormal) ? low : high;
-    const U32 sign = (bits >> 24) & 0x80U;
-    const U32 overflow = Format::kHasInfinity ? Format::kOverflow | sign : U32{} + Format::kOverflow;
-    const U32 rounded = asSigned(finite) > asSigned(Format::kMaxFinite) ? overflow : finite | sign;
-    storeLow8(to, asSigned(magnitude) > 0x7f800000 ? U32{} + kFloat8Nan : rounded);
-  }
-};
-
-using E4m3Lanes = Float8Lanes<E4m3Format, E4m3>;
-using E5m2Lanes = Float8Lanes<E5m2Format, E5m2>;
-
-struct AddLanes {
-  template <class V>
-  PYCOMM_LANES V apply(V a, V b) {
-    return a + b;
-  }
-};
-
-struct MultiplyLanes {
-  template <class V>
-  PYCOMM_LANES V apply(V a, V b) {
-    return a * b;
-  }
-};
-
-PYCOMM_LANES U32 bitsOf(F32 value) {
-  return reinterpret_cast<U32>(value);
-}
-
-PYCOMM_LANES U64 bitsOf(F64 value) {
-  return reinterpret_cast<U64>(value);
-}
-
-// As in elements.h: or-ed or and-ed bits where neither is less, which settles the sign of zeros. NaNs come there too:
-// a | b of two NaNs is one, but a NaN with a number must be found by itself.
-struct MinimumLanes {
-  template <class V>
-  PYCOMM_LANES V apply(V a, V b) {
-    const auto same = bitsOf(a) | bitsOf(b);
-    const auto ordered = a < b ? bitsOf(a) : (b < a ? bitsOf(b) : same);
-    return reinterpret_cast<V>(a != a ? bitsOf(a) : (b != b ? bitsOf(b) : ordered));
-  }
-};
-
-struct MaximumLanes {
-  template <class V>
-  PYCOMM_LANES V apply(V a, V b) {
-    const auto same = bitsOf(a) & bitsOf(b);
-    const auto ordered = a < b ? bitsOf(b) : (b < a ? bitsOf(a) : same);
-    return reinterpret_cast<V>(a != a ? bitsOf(a) : (b != b ? bitsOf(b) : ordered));
-  }
-};
 
 template <class Lanes>
 struct Shape {

@@ -1,4 +1,4 @@
-// Second part of simd_kernels.h: which of its loops serves a dtype and op.
+// No #pragma once: last part of simd_kernels.h. Which of its loops serves a dtype and op.
 
 namespace pycomm::numeric {
 namespace {
@@ -75,11 +75,13 @@ ReduceManyKernel findReduceMany(DType dtype, ReduceOp op) {
 }
 
 ScaleKernel findScale(DType dtype) {
-  return visitLanes(dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), TimesLanes>; });
+  return visitLanes(
+      dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), TimesLanes>; });
 }
 
 ScaleKernel findDivide(DType dtype) {
-  return visitLanes(dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), OverLanes>; });
+  return visitLanes(
+      dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), OverLanes>; });
 }
 
 // fp64 is not on the wire formats' list.

@@ -3,13 +3,12 @@
 #include <cstdint>
 #include <cstring>
 
-// One element of fp16, bf16 or fp8, to fp32 and back: the reference that every SIMD path is compared with.
+// One element of fp16, bf16 or fp8, to fp32 and back: the reference that every SIMD path is compared with. Written as
+// selections between 32-bit numbers, without tables or loops, so that vectors can take the same steps.
 //
-// Written as selections between 32-bit numbers, without tables or loops, so that vectors can take the same steps.
-//
-// NaN rule of the numeric floor: a NaN result is always the one below, sign and payload are not carried. Which operand's
-// payload survives an addition differs between x86 and Arm, and compilers may swap the operands; this way all processors
-// agree, at one compare and one blend a vector.
+// NaN rule of the numeric floor: a NaN result is always the one below; sign and payload are not carried. Which
+// operand's payload survives an addition differs between x86 and Arm, and compilers may swap the operands; this way
+// all processors agree, at one compare and one blend a vector.
 
 namespace pycomm::numeric {
 
@@ -35,8 +34,8 @@ template <class To, class From>
   return value == value ? value : bitCast<double>(kDoubleNan);
 }
 
-/// A binary format with ExpBits exponent and ManBits mantissa bits, bias 2^(ExpBits-1) - 1. Without infinity (e4m3fn) the
-/// top exponent holds ordinary numbers, except the all-ones pattern, which is NaN.
+/// A binary format with ExpBits exponent and ManBits mantissa bits, bias 2^(ExpBits-1) - 1. Without infinity (e4m3fn)
+/// the top exponent holds ordinary numbers, except the all-ones pattern, which is NaN.
 template <class Bits, int ExpBits, int ManBits, bool HasInfinity, uint32_t Nan>
 struct SmallFloat {
   static constexpr bool kHasInfinity = HasInfinity;
@@ -44,17 +43,17 @@ struct SmallFloat {
   static constexpr int kShift = 23 - ManBits; // mantissa bits that fp32 has more
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
   static constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23; // as fp32 bits
-  static constexpr uint32_t kStep = static_cast<uint32_t>(127 + 24 - kBias - ManBits) << 23; // see encode
+  static constexpr uint32_t kStep = static_cast<uint32_t>(151 - kBias - ManBits) << 23; // c below, as fp32 bits
   static constexpr uint32_t kHalfStep = (1U << (kShift - 1)) - 1U; // just less than half, in bits that are cut off
   static constexpr uint32_t kSignBit = 1U << (ExpBits + ManBits);
   static constexpr uint32_t kInfinity = ((1U << ExpBits) - 1U) << ManBits;
   static constexpr uint32_t kMaxFinite = HasInfinity ? kInfinity - 1 : Nan - 1;
   static constexpr uint32_t kOverflow = HasInfinity ? kInfinity : Nan;
 
-  /// Subnormals, in both directions, by letting one fp32 addition shift the mantissa: 2^(1-bias-ManBits) is the format's
-  /// smallest step, and fp32 numbers in [c, 2c), c = 2^(24-bias-ManBits), have just that step. So |x| + c rounds |x| to a
-  /// multiple of it, to nearest even, and leaves the multiple in the low mantissa bits. Example, e4m3 (step 2^-9):
-  /// 1.5 * 2^-9 + 2^14 = 2^14 + 2 * 2^-9, a tie that went to the even 2. No operand or result is subnormal in fp32.
+  /// Subnormals come from one fp32 addition that shifts the mantissa. The format's smallest step is
+  /// 2^(1 - bias - ManBits), and fp32 numbers in [c, 2c), c = 2^(24 - bias - ManBits), have just that step. So |x| + c
+  /// rounds |x| to a multiple of it, to nearest even, and leaves the multiple in the low mantissa bits. Example, e4m3
+  /// (step 2^-9): 1.5 * 2^-9 + 2^14 = 2^14 + 2 * 2^-9, a tie that went to the even 2. `decode` does the reverse.
   [[gnu::always_inline]] static Bits encode(float value) noexcept {
     const uint32_t bits = bitCast<uint32_t>(value);
     const uint32_t sign = (bits >> (31 - ExpBits - ManBits)) & kSignBit;

@@ -50,7 +50,9 @@ def installed_environment(folder: Path) -> dict[str, str]:
         assert lines, "pyproject.toml has no entry points"
         metadata = folder / "torch_pycomm-0.dist-info"
         metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-pycomm\nVersion: 0\n")
+        (metadata / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: torch-pycomm\nVersion: 0\n"
+        )
         (metadata / "entry_points.txt").write_text(
             "".join(f"[{group}]\n{name} = {target}\n" for group, name, target in lines)
         )

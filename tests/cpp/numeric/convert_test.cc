@@ -73,9 +73,10 @@ std::vector<float> randomFloats(size_t count, uint32_t seed) {
 
 std::vector<float> specialFloats() {
   std::vector<float> values;
-  for (const uint32_t magnitude : {0x0U,        0x1U,        0x7fffffU,   0x800000U,   0x33000000U, 0x33000001U, 0x33800000U,
-                                   0x387fe000U, 0x38800000U, 0x43e00000U, 0x43e80000U, 0x43e80001U, 0x477fefffU, 0x477ff000U,
-                                   0x7f7f7fffU, 0x7f7f8000U, 0x7f7fffffU, 0x7f800000U, 0x7f800001U, 0x7fc00001U, 0x7fffffffU}) {
+  for (const uint32_t magnitude :
+       {0x0U,        0x1U,        0x7fffffU,   0x800000U,   0x33000000U, 0x33000001U, 0x33800000U,
+        0x387fe000U, 0x38800000U, 0x43e00000U, 0x43e80000U, 0x43e80001U, 0x477fefffU, 0x477ff000U,
+        0x7f7f7fffU, 0x7f7f8000U, 0x7f7fffffU, 0x7f800000U, 0x7f800001U, 0x7fc00001U, 0x7fffffffU}) {
     values.push_back(fromBits(magnitude));
     values.push_back(fromBits(magnitude | 0x80000000U));
   }
@@ -148,7 +149,8 @@ TEST(Convert, EveryPatternOfEveryFormatToEveryOther) {
     for (const DType to : wireDTypes()) {
       Bytes want(numel * elementSize(to));
       for (size_t i = 0; i < numel; ++i) {
-        oracle::writeFloat(to, want.data() + i * elementSize(to), oracle::readFloat(from, src.data() + i * elementSize(from)));
+        oracle::writeFloat(
+            to, want.data() + i * elementSize(to), oracle::readFloat(from, src.data() + i * elementSize(from)));
       }
       Bytes scalar(want.size());
       convertScalar(to, scalar.data(), from, src.data(), numel);
@@ -229,7 +231,8 @@ TEST(Convert, EverySizeAndAlignmentWritesExactlyItsElements) {
           const Bytes want = framed(3 - skew, converted, 64);
           Bytes got(want.size(), 0xa5);
           convert(to, got.data() + 3 - skew, from, src.data() + skew, numel, 0.5F);
-          EXPECT_TRUE(sameBits(1, got, want)) << simdLevelName(level) << " " << dtypeName(from) << " to " << dtypeName(to);
+          EXPECT_TRUE(sameBits(1, got, want))
+              << simdLevelName(level) << " " << dtypeName(from) << " to " << dtypeName(to);
         }
       }
     }

@@ -19,7 +19,12 @@ void foldIntegers(ReduceOp op, const std::vector<const unsigned char*>& at, unsi
 }
 
 template <class T, class Write>
-void foldComplex(ReduceOp op, const std::vector<const unsigned char*>& at, int64_t divisor, unsigned char* out, Write write) {
+void foldComplex(
+    ReduceOp op,
+    const std::vector<const unsigned char*>& at,
+    int64_t divisor,
+    unsigned char* out,
+    Write write) {
   T re = readAs<T>(at[0]);
   T im = readAs<T>(at[0] + sizeof(T));
   for (size_t k = 1; k < at.size(); ++k) {

@@ -94,8 +94,11 @@ TEST(FpEnvironment, CallersSettingsNeitherMatterNorChange) {
         restore(before);
         std::fesetround(FE_TONEAREST);
         EXPECT_EQ(after, set);
-        for (const auto& [mine, reference] : {std::pair{&got.sum, &want.sum}, std::pair{&got.many, &want.many},
-                                              std::pair{&got.average, &want.average}, std::pair{&got.halves, &want.halves}}) {
+        for (const auto& [mine, reference] :
+             {std::pair{&got.sum, &want.sum},
+              std::pair{&got.many, &want.many},
+              std::pair{&got.average, &want.average},
+              std::pair{&got.halves, &want.halves}}) {
           EXPECT_TRUE(sameBits(1, *mine, *reference)) << describe(level, dtype, ReduceOp::Sum);
         }
       }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <string>
@@ -26,8 +27,16 @@ inline std::vector<DType> allDTypes() {
 }
 
 inline std::vector<ReduceOp> allOps() {
-  return {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max,
-          ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor, ReduceOp::PremulSum};
+  return {
+      ReduceOp::Sum,
+      ReduceOp::Avg,
+      ReduceOp::Product,
+      ReduceOp::Min,
+      ReduceOp::Max,
+      ReduceOp::Band,
+      ReduceOp::Bor,
+      ReduceOp::Bxor,
+      ReduceOp::PremulSum};
 }
 
 inline const std::vector<DType>& wireDTypes() {
@@ -80,21 +89,38 @@ inline Bytes samples(DType dtype, size_t numel, uint32_t seed) {
   if (!isFloatingPoint(dtype) && !complex) {
     return bytes;
   }
-  std::vector<uint64_t> special;
-  switch (part) {
-    case 1: // random bytes hit every value
-      break;
-    case 2:
-      special = {0, 0x8000, 1, 0x8001, 0x7c00, 0xfc00, 0x7c01, 0xfe00, 0x7f80, 0xff80, 0x7fc1, 0xff81, 0x3c00, 0x0400};
-      break;
-    case 4:
-      special = {0, 0x80000000, 1, 0x80000001, 0x7f800000, 0xff800000, 0x7fc00001, 0xff812345, 0x7f7fffff, 0x00800000,
-                 0x3f800000, 0x3f800001, 0xbf800000, 0x7fffffff};
-      break;
-    default:
-      special = {0, 0x8000000000000000, 1, 0x7ff0000000000000, 0xfff0000000000000, 0x7ff0000000000001,
-                 0xfff8000000012345, 0x7fefffffffffffff, 0x0010000000000000, 0x3ff0000000000000, 0xbff0000000000001};
-      break;
+  std::vector<uint64_t> special; // of single bytes, random ones hit every value
+  if (part == 2) {
+    special = {0, 0x8000, 1, 0x8001, 0x7c00, 0xfc00, 0x7c01, 0xfe00, 0x7f80, 0xff80, 0x7fc1, 0xff81, 0x3c00, 0x0400};
+  } else if (part == 4) {
+    special = {
+        0,
+        0x80000000,
+        1,
+        0x80000001,
+        0x7f800000,
+        0xff800000,
+        0x7fc00001,
+        0xff812345,
+        0x7f7fffff,
+        0x00800000,
+        0x3f800000,
+        0x3f800001,
+        0xbf800000,
+        0x7fffffff};
+  } else if (part == 8) {
+    special = {
+        0,
+        0x8000000000000000,
+        1,
+        0x7ff0000000000000,
+        0xfff0000000000000,
+        0x7ff0000000000001,
+        0xfff8000000012345,
+        0x7fefffffffffffff,
+        0x0010000000000000,
+        0x3ff0000000000000,
+        0xbff0000000000001};
   }
   for (size_t i = 0; !special.empty() && i < bytes.size() / part; ++i) {
     if (random() % 3 == 0) {

@@ -13,8 +13,8 @@
 #include "base/dtype.h"
 #include "base/reduce_op.h"
 
-// What csrc/numeric must compute, by other means: tables of values made with ldexp, searched for the nearest; sums in the
-// next wider type; __int128. Shares no line with the code under test.
+// What csrc/numeric must compute, by other means: tables of values made with ldexp, searched for the nearest; sums in
+// the next wider type; __int128. Shares no line with the code under test.
 
 namespace pycomm::oracle {
 
@@ -122,29 +122,19 @@ void writeAs(void* to, T value) {
 
 /// One element of a small float or fp32, exactly.
 inline float readFloat(DType dtype, const void* from) {
-  switch (elementSize(dtype)) {
-    case 1:
-      return static_cast<float>(formatOf(dtype).decode(readAs<uint8_t>(from)));
-    case 2:
-      return static_cast<float>(formatOf(dtype).decode(readAs<uint16_t>(from)));
-    case 4:
-      return readAs<float>(from);
-    default:
-      throw std::logic_error("not a float of up to 32 bits");
+  if (dtype == DType::Float32) {
+    return readAs<float>(from);
   }
+  const uint32_t bits = elementSize(dtype) == 1 ? readAs<uint8_t>(from) : readAs<uint16_t>(from);
+  return static_cast<float>(formatOf(dtype).decode(bits));
 }
 
 inline void writeFloat(DType dtype, void* to, float value) {
-  switch (elementSize(dtype)) {
-    case 1:
-      return writeAs(to, static_cast<uint8_t>(formatOf(dtype).encode(static_cast<double>(value))));
-    case 2:
-      return writeAs(to, static_cast<uint16_t>(formatOf(dtype).encode(static_cast<double>(value))));
-    case 4:
-      return std::isnan(value) ? writeAs(to, uint32_t{0x7fc00000}) : writeAs(to, value);
-    default:
-      throw std::logic_error("not a float of up to 32 bits");
+  if (dtype == DType::Float32) {
+    return std::isnan(value) ? writeAs(to, uint32_t{0x7fc00000}) : writeAs(to, value);
   }
+  const uint32_t bits = formatOf(dtype).encode(static_cast<double>(value));
+  return elementSize(dtype) == 1 ? writeAs(to, static_cast<uint8_t>(bits)) : writeAs(to, static_cast<uint16_t>(bits));
 }
 
 inline void writeDouble(void* to, double value) {
@@ -199,9 +189,13 @@ T combineFloats(ReduceOp op, T a, T b) {
       return lesser(a, b);
     case ReduceOp::Max:
       return -lesser(-a, -b);
-    default:
-      throw std::logic_error("no such operation on floats");
+    case ReduceOp::None:
+    case ReduceOp::Band:
+    case ReduceOp::Bor:
+    case ReduceOp::Bxor:
+      break;
   }
+  throw std::logic_error("no such operation on floats");
 }
 
 template <class T>
@@ -223,9 +217,12 @@ T combineIntegers(ReduceOp op, T a, T b) {
       return static_cast<T>(x | y);
     case ReduceOp::Bxor:
       return static_cast<T>(x ^ y);
-    default:
-      throw std::logic_error("no such operation on integers");
+    case ReduceOp::None:
+    case ReduceOp::Avg:
+    case ReduceOp::PremulSum:
+      break;
   }
+  throw std::logic_error("no such operation on integers");
 }
 
 inline bool combineBools(ReduceOp op, bool a, bool b) {
@@ -240,9 +237,12 @@ inline bool combineBools(ReduceOp op, bool a, bool b) {
       return a && b;
     case ReduceOp::Bxor:
       return a != b;
-    default:
-      throw std::logic_error("no such operation on bools");
+    case ReduceOp::None:
+    case ReduceOp::Avg:
+    case ReduceOp::PremulSum:
+      break;
   }
+  throw std::logic_error("no such operation on bools");
 }
 
 } // namespace pycomm::oracle

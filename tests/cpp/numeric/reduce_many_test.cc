@@ -103,8 +103,11 @@ TEST(ReduceMany, RoundsOnce) {
     DType dtype;
     float big; // the first number whose successor is two away
   };
-  for (const Case& c : {Case{DType::Float16, 2048}, Case{DType::BFloat16, 256}, Case{DType::Float8E4M3, 16},
-                        Case{DType::Float8E5M2, 8}}) {
+  for (const Case& c :
+       {Case{DType::Float16, 2048},
+        Case{DType::BFloat16, 256},
+        Case{DType::Float8E4M3, 16},
+        Case{DType::Float8E5M2, 8}}) {
     for (const SimdLevel level : levels()) {
       const AtLevel at(level);
       Bytes big(4);
@@ -173,7 +176,8 @@ TEST(Scale, MatchesTheOracle) {
       }
       const bool wide = dtype == DType::Float64 || dtype == DType::Complex128;
       const DType real = isComplex(dtype) ? (wide ? DType::Float64 : DType::Float32) : dtype;
-      for (const auto& [factor, divisor] : {std::pair{1.0 / 3.0, int64_t{3}}, std::pair{0.5, int64_t{7}}, std::pair{-1.7, int64_t{1}}}) {
+      for (const auto& [factor, divisor] :
+           {std::pair{1.0 / 3.0, int64_t{3}}, std::pair{0.5, int64_t{7}}, std::pair{-1.7, int64_t{1}}}) {
         const Bytes src = samples(dtype, kNumel, 81);
         Bytes scaled(src.size());
         Bytes divided(src.size());
@@ -193,7 +197,8 @@ TEST(Scale, MatchesTheOracle) {
         EXPECT_TRUE(sameBits(elementSize(real), got, scaled)) << simdLevelName(level) << " scale " << dtypeName(dtype);
         got = src;
         divide(dtype, got.data(), got.data(), kNumel, divisor);
-        EXPECT_TRUE(sameBits(elementSize(real), got, divided)) << simdLevelName(level) << " divide " << dtypeName(dtype);
+        EXPECT_TRUE(sameBits(elementSize(real), got, divided))
+            << simdLevelName(level) << " divide " << dtypeName(dtype);
       }
     }
   }

@@ -140,12 +140,13 @@ TEST(Reduce, ANanResultHasOnePattern) {
     uint64_t one;
     uint64_t canonical;
   };
-  for (const Case& c : {Case{DType::Float64, 0xfff8000000012345, 0x3ff0000000000000, 0x7ff8000000000000},
-                        Case{DType::Float32, 0xffc12345, 0x3f800000, 0x7fc00000},
-                        Case{DType::Float16, 0xfe01, 0x3c00, 0x7e00},
-                        Case{DType::BFloat16, 0xffc1, 0x3f80, 0x7fc0},
-                        Case{DType::Float8E4M3, 0xff, 0x38, 0x7f},
-                        Case{DType::Float8E5M2, 0xfd, 0x3c, 0x7f}}) {
+  for (const Case& c :
+       {Case{DType::Float64, 0xfff8000000012345, 0x3ff0000000000000, 0x7ff8000000000000},
+        Case{DType::Float32, 0xffc12345, 0x3f800000, 0x7fc00000},
+        Case{DType::Float16, 0xfe01, 0x3c00, 0x7e00},
+        Case{DType::BFloat16, 0xffc1, 0x3f80, 0x7fc0},
+        Case{DType::Float8E4M3, 0xff, 0x38, 0x7f},
+        Case{DType::Float8E5M2, 0xfd, 0x3c, 0x7f}}) {
     for (const SimdLevel level : levels()) {
       const AtLevel at(level);
       for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max}) {

@@ -287,7 +287,7 @@ TEST(Acceptor, LogsFewLinesForManyStrangers) {
 }
 
 TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {
-  // UBSan opens a pipe when it meets a dynamic type for the first time, and cannot once there are no files: meet it now.
+  // UBSan opens a pipe when it meets a dynamic type for the first time, and cannot without files: let it meet it now.
   const std::exception& early = Error(ErrorCode::Internal, "early");
   EXPECT_STRNE(early.what(), "");
   // In a process of its own: the limit must not hit anything else.

@@ -5,10 +5,13 @@
 #include <functional>
 #include <optional>
 
+#include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
 
 namespace pycomm::testing {
+
+inline const AbortToken kNoAbort;
 
 /// The error that `body` throws; a test failure if it throws none.
 inline ErrorRecord errorOf(const std::function<void()>& body) {
