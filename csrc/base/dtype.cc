@@ -71,8 +71,8 @@ const char* dtypeName(DType dtype) noexcept {
 }
 
 bool isFloatingPoint(DType dtype) noexcept {
-  return dtype == DType::Float16 || dtype == DType::BFloat16 || dtype == DType::Float32 ||
-      dtype == DType::Float64 || dtype == DType::Float8E4M3 || dtype == DType::Float8E5M2;
+  return dtype == DType::Float16 || dtype == DType::BFloat16 || dtype == DType::Float32 || dtype == DType::Float64 ||
+      dtype == DType::Float8E4M3 || dtype == DType::Float8E5M2;
 }
 
 bool isComplex(DType dtype) noexcept {

@@ -194,23 +194,20 @@ ErrorRecord ErrorRecord::deserialize(const std::string& bytes) {
   record.code = static_cast<ErrorCode>(static_cast<uint16_t>(in.number()));
   record.rank = static_cast<int>(in.number());
   record.peer = static_cast<int>(in.number());
-  for (int64_t* value : {&record.epoch,
-                         &record.sequence,
-                         &record.numel,
-                         &record.bytes_done,
-                         &record.bytes_total,
-                         &record.elapsed_ms}) {
+  for (int64_t* value :
+       {&record.epoch, &record.sequence, &record.numel, &record.bytes_done, &record.bytes_total, &record.elapsed_ms}) {
     *value = in.number();
   }
-  for (std::string* value : {&record.summary,
-                             &record.hint,
-                             &record.cause,
-                             &record.host,
-                             &record.peer_host,
-                             &record.group,
-                             &record.op,
-                             &record.dtype,
-                             &record.phase}) {
+  for (std::string* value :
+       {&record.summary,
+        &record.hint,
+        &record.cause,
+        &record.host,
+        &record.peer_host,
+        &record.group,
+        &record.op,
+        &record.dtype,
+        &record.phase}) {
     *value = in.text();
   }
   if (in.ok) {

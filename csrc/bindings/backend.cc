@@ -93,8 +93,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.deadline = Deadline::after(timeout_ms);
 
     auto adapter = std::make_shared<StoreAdapter>(store);
-    return c10::make_intrusive<PycommBackend>(
-        adapter, Group::join(processEngine(), *adapter, config), settings);
+    return c10::make_intrusive<PycommBackend>(adapter, Group::join(processEngine(), *adapter, config), settings);
   });
 }
 

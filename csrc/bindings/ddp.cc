@@ -120,8 +120,7 @@ void bindReducer(py::module_& m) {
 
 void bindLogger(py::module_& m) {
   py::class_<DdpLogger, std::shared_ptr<DdpLogger>> logger(m, "DdpLogger");
-  logger
-      .def(py::init<std::shared_ptr<Reducer>>(), py::arg("reducer"))
+  logger.def(py::init<std::shared_ptr<Reducer>>(), py::arg("reducer"))
       .def("set_construction_data_and_log", torch::wrap_pybind_function(&DdpLogger::setConstructionData))
       .def("set_error_and_log", torch::wrap_pybind_function(&DdpLogger::setError))
       .def("set_runtime_stats_and_log", [](const DdpLogger& /*self*/) {}) // the reducer counts

@@ -16,9 +16,10 @@ namespace {
 class IssueChain {
  public:
   IssueChain(uint32_t hook_ordinal, uint32_t index)
-      : context_(std::make_shared<IssueContext>(
-            IssueContext::Kind::Chain,
-            mix64((uint64_t{hook_ordinal} << 32) | index) ^ 0x636861696eULL)) {}
+      : context_(
+            std::make_shared<IssueContext>(
+                IssueContext::Kind::Chain,
+                mix64((uint64_t{hook_ordinal} << 32) | index) ^ 0x636861696eULL)) {}
 
   void enter() {
     scope_ = std::make_unique<IssueScope>(context_);

@@ -52,8 +52,7 @@ void passOn(LogLevel level, const char* line) {
 
 void setLogCallback(const py::object& callback, const std::string& level) {
   logCallback() = callback;
-  const LogLevel minimum =
-      level == "TRACE" ? LogLevel::Trace : (level == "INFO" ? LogLevel::Info : LogLevel::Warn);
+  const LogLevel minimum = level == "TRACE" ? LogLevel::Trace : (level == "INFO" ? LogLevel::Info : LogLevel::Warn);
   setLogSink(callback.is_none() ? nullptr : passOn, minimum);
 }
 

@@ -129,7 +129,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
   });
 }
 
-c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) {
+c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
+    std::vector<at::Tensor>& tensors,
+    const c10d::ReduceOptions& opts) {
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "reduce");
     checkTensor(tensor, "reduce", "input");

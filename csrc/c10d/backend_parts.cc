@@ -27,7 +27,8 @@ struct Flat {
   }
 
   [[nodiscard]] at::Tensor part(size_t rank) const {
-    const int64_t begin = std::accumulate(counts.begin(), counts.begin() + static_cast<std::ptrdiff_t>(rank), int64_t{0});
+    const int64_t begin =
+        std::accumulate(counts.begin(), counts.begin() + static_cast<std::ptrdiff_t>(rank), int64_t{0});
     return tensor.narrow(0, begin, counts[rank]);
   }
   void gatherFrom(const std::vector<at::Tensor>& parts) const {
@@ -203,7 +204,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::scatter(
       if (!flat.even || flat.counts.front() != output.numel()) {
         throw Error(
             ErrorCode::InvalidArgument,
-            "scatter: every input tensor needs as many elements as the output (" + std::to_string(output.numel()) + ").");
+            "scatter: every input tensor needs as many elements as the output (" + std::to_string(output.numel()) +
+                ").");
       }
       flat.gatherFrom(inputs.front());
       request.input = viewOf(flat.tensor);

@@ -72,7 +72,8 @@ ReduceOp toReduceOp(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::UNUSED:
       break;
   }
-  throw Error(ErrorCode::Unsupported, "This reduce op is not one that torch defines.", "use torch.distributed.ReduceOp");
+  throw Error(
+      ErrorCode::Unsupported, "This reduce op is not one that torch defines.", "use torch.distributed.ReduceOp");
 }
 
 double premulFactor(const c10d::ReduceOp& op) {
@@ -81,7 +82,8 @@ double premulFactor(const c10d::ReduceOp& op) {
   }
   const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) {
-    throw Error(ErrorCode::InvalidArgument, "PREMUL_SUM came without its factor.", "use dist._make_nccl_premul_sum(factor)");
+    throw Error(
+        ErrorCode::InvalidArgument, "PREMUL_SUM came without its factor.", "use dist._make_nccl_premul_sum(factor)");
   }
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }

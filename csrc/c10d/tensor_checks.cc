@@ -35,7 +35,12 @@ void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
   }
   if (tensor.layout() != c10::kStrided) {
     refuse(
-        ErrorCode::Unsupported, tensor, op, role, "is not dense (layout " + c10::str(tensor.layout()) + ")", "tensor.to_dense()");
+        ErrorCode::Unsupported,
+        tensor,
+        op,
+        role,
+        "is not dense (layout " + c10::str(tensor.layout()) + ")",
+        "tensor.to_dense()");
   }
   if (!tensor.device().is_cpu()) {
     refuse(
@@ -47,7 +52,13 @@ void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
         "tensor.cpu(), or a process group of another backend for that device");
   }
   if (!tensor.is_contiguous()) {
-    refuse(ErrorCode::InvalidArgument, tensor, op, role, "is not contiguous", "tensor.contiguous(), and copy the result back");
+    refuse(
+        ErrorCode::InvalidArgument,
+        tensor,
+        op,
+        role,
+        "is not contiguous",
+        "tensor.contiguous(), and copy the result back");
   }
   static_cast<void>(toDType(tensor.scalar_type()));
 }
@@ -76,7 +87,8 @@ void checkCount(size_t count, int size, const char* op, const char* what) {
   if (count != static_cast<size_t>(size)) {
     throw Error(
         ErrorCode::InvalidArgument,
-        std::string(op) + ": " + std::to_string(count) + " " + what + " were given where " + std::to_string(size) + " are needed.",
+        std::string(op) + ": " + std::to_string(count) + " " + what + " were given where " + std::to_string(size) +
+            " are needed.",
         "pass one for each rank of the group");
   }
 }

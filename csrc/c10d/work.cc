@@ -166,11 +166,12 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void PycommWork::blockCurrentStream() {
-  throwToPython(Error(
-                    ErrorCode::Unsupported,
-                    "block_current_stream() is refused: before the bytes have arrived there is no event that a stream could wait for.",
-                    "use wait()")
-                    .record());
+  throwToPython(
+      Error(
+          ErrorCode::Unsupported,
+          "block_current_stream() is refused: before the bytes have arrived there is no event that a stream could wait for.",
+          "use wait()")
+          .record());
 }
 
 void PycommWork::abort() {

@@ -26,12 +26,7 @@ class PycommWork final : public c10d::Work {
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
   };
 
-  PycommWork(
-      std::shared_ptr<Group> group,
-      int rank,
-      c10d::OpType type,
-      const char* profiling_title,
-      Content content);
+  PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);
   ~PycommWork() override;
 
   bool isCompleted() override;

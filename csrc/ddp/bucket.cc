@@ -205,7 +205,10 @@ void Bucket::takeHookResult(const at::Tensor& result) {
   const at::NoGradGuard no_grad;
   TORCH_CHECK(
       result.numel() == home_.numel(),
-      "the comm hook returned ", result.numel(), " elements for a bucket of ", home_.numel());
+      "the comm hook returned ",
+      result.numel(),
+      " elements for a bucket of ",
+      home_.numel());
   const bool in_place = result.dim() == 1 && result.scalar_type() == dtype_ && sameMemory(result, home_, {1});
   if (!in_place) {
     home_.copy_(result.reshape({-1}));
@@ -230,11 +233,9 @@ void Bucket::unpack(size_t index) {
   if (slot.numel == 0) {
     return;
   }
-  const float factor =
-      scale_.has_value() ? scale_->unpackFactor() : 1.0F / static_cast<float>(layout_.world_size);
+  const float factor = scale_.has_value() ? scale_->unpackFactor() : 1.0F / static_cast<float>(layout_.world_size);
   const bool direct = grad.scalar_type() == dtype_ && hasStrides(grad, slot.strides);
-  at::Tensor target =
-      direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
+  at::Tensor target = direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
   const auto* in = static_cast<const char*>(wire_.const_data_ptr()) + slot.offset * wire_.element_size();
   convert(toDType(dtype_), target.data_ptr(), toDType(wire_.scalar_type()), in, slot.numel, factor);
   if (direct) {

@@ -105,7 +105,9 @@ void Reducer::takeGradient(size_t index) {
   const at::Tensor& grad = params_[index].grad();
   TORCH_CHECK_NOT_IMPLEMENTED(
       !grad.defined() || grad.layout() == at::kStrided,
-      "parameter '", names_[index], "' got a sparse gradient; pycomm.DistributedDataParallel reduces dense ones only");
+      "parameter '",
+      names_[index],
+      "' got a sparse gradient; pycomm.DistributedDataParallel reduces dense ones only");
   if (options_.find_unused_parameters && grad.defined()) {
     used_.mutable_data_ptr<int32_t>()[index] = 1; // also inside no_sync(): the reduction after it covers it
   }
@@ -123,7 +125,9 @@ void Reducer::takeGradient(size_t index) {
 void Reducer::markReady(size_t index) {
   TORCH_CHECK(
       !ready_[index],
-      "parameter '", names_[index], "' got a second gradient in one backward pass. Either it is used again by a ",
+      "parameter '",
+      names_[index],
+      "' got a second gradient in one backward pass. Either it is used again by a ",
       "checkpointed part of the model (use torch.utils.checkpoint with use_reentrant=False), or forward's output did ",
       "not lead to it and find_unused_parameters=True counted it as unused.");
   ready_[index] = true;
@@ -263,11 +267,19 @@ void Reducer::throwIfUnfinished() const {
   const int rank = group_->getRank();
   TORCH_CHECK(
       failure_.empty(),
-      "rank ", rank, ": an earlier backward pass failed ", failure_, " -- gradients and perhaps parameters differ ",
+      "rank ",
+      rank,
+      ": an earlier backward pass failed ",
+      failure_,
+      " -- gradients and perhaps parameters differ ",
       "between ranks since then. Start again from a checkpoint with a new process group.");
   TORCH_CHECK(
       !started_,
-      "rank ", rank, ": the last backward pass gave no gradient to ", namesOfMissing(), ", so buckets were not ",
+      "rank ",
+      rank,
+      ": the last backward pass gave no gradient to ",
+      namesOfMissing(),
+      ", so buckets were not ",
       "reduced and the other ranks may still be waiting for them. Pass find_unused_parameters=True if these ",
       "parameters take no part in every loss; freeze them if they never do; and let every output of forward() enter ",
       "the loss.");

@@ -53,13 +53,15 @@ ControlPlane::ControlPlane(
     : identity_(std::move(identity)),
       loop_(loop),
       events_(std::move(events)),
-      acceptor_(std::move(listener), [&] {
-        AcceptorConfig config;
-        config.nonce = identity_.nonce;
-        config.group = identity_.hash;
-        config.size = identity_.size;
-        return config;
-      }()),
+      acceptor_(
+          std::move(listener),
+          [&] {
+            AcceptorConfig config;
+            config.nonce = identity_.nonce;
+            config.group = identity_.hash;
+            config.size = identity_.size;
+            return config;
+          }()),
       membership_(membership, Clock::now()),
       staging_(64 << 10),
       missing_(membership.neighbours) {}
@@ -185,9 +187,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
     }
   } else if (header.type == FrameType::Failure) {
     membership_.reported(
-        peer,
-        ErrorRecord::deserialize(std::string(reinterpret_cast<const char*>(payload.ptr), payload.nbytes)),
-        now);
+        peer, ErrorRecord::deserialize(std::string(reinterpret_cast<const char*>(payload.ptr), payload.nbytes)), now);
   }
 }
 

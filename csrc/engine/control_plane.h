@@ -30,7 +30,12 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
     std::function<void(int peer)> left;
   };
 
-  ControlPlane(GroupIdentity identity, EventLoop& loop, Listener listener, Membership::Config membership, Events events);
+  ControlPlane(
+      GroupIdentity identity,
+      EventLoop& loop,
+      Listener listener,
+      Membership::Config membership,
+      Events events);
   ~ControlPlane() override;
 
   /// Starts accepting.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -91,8 +92,18 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);
+  /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
+  /// and frames that were queued leave.
   template <typename Body>
-  void guarded(int peer, const Body& body) noexcept;
+  void guarded(int peer, const Body& body) noexcept {
+    try {
+      body();
+      flushDirty();
+    } catch (...) {
+      report(peer, std::current_exception());
+    }
+  }
+  void report(int peer, const std::exception_ptr& exception) noexcept;
 
   const GroupIdentity identity_;
   EventLoop& lane_;

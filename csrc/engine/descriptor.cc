@@ -6,8 +6,7 @@ namespace pycomm {
 
 bool Descriptor::operator==(const Descriptor& other) const noexcept {
   const auto fields = [](const Descriptor& d) {
-    return std::tie(
-        d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.algorithm, d.root, d.numel, d.tag, d.digest);
+    return std::tie(d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.algorithm, d.root, d.numel, d.tag, d.digest);
   };
   return fields(*this) == fields(other);
 }

@@ -63,8 +63,7 @@ ErrorRecord timedOut(
   record.code = ErrorCode::Timeout;
   record.bytes_done = transfer.bytesArrived();
   record.bytes_total = transfer.bytesExpected();
-  record.summary =
-      operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
+  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
     record.phase = "not_entered";
     record.summary += rankText(missing->peer, identity) + " has not entered it (its last: " + missing->last + ").";
@@ -91,8 +90,9 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   record.code = ErrorCode::PeerDead;
   record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
       " is gone: its connection ended without a goodbye (its process ended, was killed, or its host went down).";
-  record.hint = "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
-                "out-of-memory killer";
+  record.hint =
+      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+      "out-of-memory killer";
   return record;
 }
 
@@ -101,8 +101,9 @@ ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity
   record.code = ErrorCode::PeerLeft;
   record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " closed its process group while " +
       operation.label() + " still needs it.";
-  record.hint = "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
-                "join(), or give every rank the same number of batches";
+  record.hint =
+      "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
+      "join(), or give every rank the same number of batches";
   return record;
 }
 
@@ -111,7 +112,8 @@ ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& ide
   record.code = ErrorCode::PeerLeft;
   record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
       " closed its process group while its own " + operation.label() + " was under way.";
-  record.hint = "wait for every operation before destroy_process_group(); if that rank failed, its log has the first error";
+  record.hint =
+      "wait for every operation before destroy_process_group(); if that rank failed, its log has the first error";
   return record;
 }
 

@@ -73,10 +73,10 @@ Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& re
 
 void Group::connect(const Config& config) {
   // Spinning pays only where every rank of this host can have a core.
-  const auto local = std::count(
-      identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
-  engine_.lane().setSpin(std::chrono::microseconds(
-      static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
+  const auto local =
+      std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
+  engine_.lane().setSpin(
+      std::chrono::microseconds(static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
@@ -124,8 +124,8 @@ void Group::connect(const Config& config) {
     if (peer < identity_.rank) {
       continue;
     }
-    std::unique_ptr<Link> link = connectTcp(
-        identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
+    std::unique_ptr<Link> link =
+        connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
     Hello hello;
     hello.nonce = identity_.nonce;
     hello.rank = identity_.rank;
@@ -151,8 +151,9 @@ void Group::connect(const Config& config) {
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
         " met us in the store but never connected to " +
         identity_.addresses[static_cast<size_t>(identity_.rank)].text() + ".";
-    record.hint = "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-                  "with PYCOMM_SOCKET_IFNAME";
+    record.hint =
+        "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+        "with PYCOMM_SOCKET_IFNAME";
     throw Error(record);
   }
 }
@@ -163,8 +164,8 @@ Group::~Group() {
 
 std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest& request) {
   const std::lock_guard<std::mutex> lock(cache_mutex_);
-  const auto found =
-      std::find_if(cache_.begin(), cache_.end(), [&](const CachedSchedule& entry) { return same(entry.request, request); });
+  const auto found = std::find_if(
+      cache_.begin(), cache_.end(), [&](const CachedSchedule& entry) { return same(entry.request, request); });
   if (found != cache_.end()) {
     cache_.splice(cache_.begin(), cache_, found);
     return cache_.front().prepared;

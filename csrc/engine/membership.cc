@@ -135,9 +135,11 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   record.peer_host = config_.hosts[static_cast<size_t>(peer)];
   record.group = config_.group;
   record.cause = cause;
-  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
-  record.hint = "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
-                "out-of-memory killer";
+  record.summary =
+      "Rank " + std::to_string(peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
+  record.hint =
+      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+      "out-of-memory killer";
   noticed(std::move(record), now);
 }
 

@@ -6,7 +6,8 @@ namespace pycomm {
 
 std::string Operation::label() const {
   const std::string name = collectiveName(request_.descriptor.kind);
-  return request_.id.sequence >= 0 ? name + " #" + std::to_string(request_.id.sequence) : name + " issued in a callback";
+  return request_.id.sequence >= 0 ? name + " #" + std::to_string(request_.id.sequence)
+                                   : name + " issued in a callback";
 }
 
 bool Operation::wait(Deadline deadline) const {

@@ -113,10 +113,7 @@ std::vector<std::pair<NodeId, NodeId>> conflictsOf(const GlobalGraph& graph, int
 
 } // namespace
 
-void checkCausality(
-    const GlobalGraph& graph,
-    const std::vector<NodeId>& order,
-    const std::vector<RankImage>& images) {
+void checkCausality(const GlobalGraph& graph, const std::vector<NodeId>& order, const std::vector<RankImage>& images) {
   checkOutputsHearAll(graph, order);
   for (size_t r = 0; r < graph.schedules().size(); ++r) {
     const auto rank = static_cast<int32_t>(r);

@@ -14,9 +14,6 @@ namespace pycomm {
 /// `order` lists all steps, causes first. Throws Error(Internal).
 /// Cost: O(steps * size / 64) for the first, O(size * steps * steps of a rank / 64) for the second where bytes are
 /// shared.
-void checkCausality(
-    const GlobalGraph& graph,
-    const std::vector<NodeId>& order,
-    const std::vector<RankImage>& images);
+void checkCausality(const GlobalGraph& graph, const std::vector<NodeId>& order, const std::vector<RankImage>& images);
 
 } // namespace pycomm

@@ -123,8 +123,7 @@ class DirectAllReduce {
       deps.push_back(own ? kNoStep : slot.arrived[static_cast<size_t>(rank)]);
     }
     deps.insert(deps.end(), slot.shared.begin(), slot.shared.end());
-    const Region result =
-        encoded_ ? scratch(results_, s, request_.rank, run.numel) : outputRegion(run);
+    const Region result = encoded_ ? scratch(results_, s, request_.rank, run.numel) : outputRegion(run);
     slot.reduced = builder_.reduceMany(sources, result, deps);
     for (int32_t distance = 1; distance < request_.size; ++distance) {
       const int32_t to = builder_.around(distance);

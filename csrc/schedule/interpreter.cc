@@ -204,8 +204,7 @@ class Interpretation {
   void fold(NodeId node, const Region& shape, std::byte* dst, const Operands& operands) {
     const Schedule& schedule = graph_.scheduleOf(node);
     const int64_t divisor = graph_.step(node).final && op_ == ReduceOp::Avg ? schedule.size : 1;
-    foldElements(
-        dtypeOf(schedule, shape.buffer), op_, dst, operands, static_cast<size_t>(shape.numel), divisor);
+    foldElements(dtypeOf(schedule, shape.buffer), op_, dst, operands, static_cast<size_t>(shape.numel), divisor);
   }
 
   std::byte* local(NodeId node, const Region& region) {

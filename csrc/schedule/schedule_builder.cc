@@ -78,12 +78,7 @@ StepId ScheduleBuilder::recvCopySend(int32_t from, Region dst, int32_t to, const
   return add(step, deps);
 }
 
-StepId ScheduleBuilder::recvReduce(
-    int32_t from,
-    const Operand& local,
-    Region dst,
-    bool final,
-    const Deps& deps) {
+StepId ScheduleBuilder::recvReduce(int32_t from, const Operand& local, Region dst, bool final, const Deps& deps) {
   Step step = receiving(StepKind::RecvReduce, from);
   step.final = final;
   step.src = local.region;

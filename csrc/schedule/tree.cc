@@ -80,8 +80,7 @@ Schedule binomialBroadcast(const ScheduleRequest& request) {
 Schedule binomialReduce(const ScheduleRequest& request) {
   ScheduleBuilder builder(request, Algorithm::BinomialTree);
   const Tree tree(request.rank, request.size, request.root);
-  const Buffer scratch =
-      tree.children.size() > 1 ? builder.addScratch(request.dtype, request.numel) : Buffer::None;
+  const Buffer scratch = tree.children.size() > 1 ? builder.addScratch(request.dtype, request.numel) : Buffer::None;
   const int64_t segments = builder.segmentCount(request.numel, request.dtype);
   for (int64_t s = 0; s < segments; ++s) {
     const Run segment = splitBalanced({0, request.numel}, segments, s);

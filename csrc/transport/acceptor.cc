@@ -222,8 +222,8 @@ void Acceptor::reject(const Stranger& stranger, const std::string& why, TimePoin
     return;
   }
   log(LogLevel::Warn,
-      listener_.address().text() + " turned away " + std::to_string(unlogged_) +
-          " connection(s), the last from " + stranger.link->remote().text() + ": " + why);
+      listener_.address().text() + " turned away " + std::to_string(unlogged_) + " connection(s), the last from " +
+          stranger.link->remote().text() + ": " + why);
   last_log_ = now;
   unlogged_ = 0;
 }

@@ -18,8 +18,7 @@ static_assert(sizeof(HelloPayload) == kHelloPayloadNbytes, "the payload is part 
 
 std::string frame(const FrameHeader& header, const void* payload) {
   std::string out(reinterpret_cast<const char*>(&header), sizeof header);
-  return header.payload_nbytes == 0 ? out
-                                    : out.append(static_cast<const char*>(payload), header.payload_nbytes);
+  return header.payload_nbytes == 0 ? out : out.append(static_cast<const char*>(payload), header.payload_nbytes);
 }
 
 HelloReading refuse(HelloReading::State state, std::string why) {

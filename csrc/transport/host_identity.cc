@@ -25,7 +25,7 @@ std::string firstLine(const char* path) {
 
 // 0 where the namespace is hidden from us, as in some sandboxes: then everybody there agrees on 0.
 uint64_t namespaceInode(const char* path) {
-  struct stat status {};
+  struct stat status{};
   return ::stat(path, &status) == 0 ? static_cast<uint64_t>(status.st_ino) : 0;
 }
 

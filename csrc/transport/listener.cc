@@ -96,8 +96,7 @@ std::optional<Listener::Incoming> Listener::accept() {
   for (;;) {
     sockaddr_storage remote{};
     socklen_t length = sizeof remote;
-    UniqueFd fd(::accept4(
-        fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    UniqueFd fd(::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd) {
       return Incoming{std::move(fd), SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&remote), length)};
     }

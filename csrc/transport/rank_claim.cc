@@ -102,8 +102,9 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
   } else {
     const std::string first = holder ? holder->who() : "a process that did not say its name";
     record.summary = rank + " is taken: " + first + " came first, " + me.who() + " is refused";
-    record.hint = "give each process its own RANK and each job its own port; if the first is of an earlier run, delete "
-                  "the store's file or use a new one";
+    record.hint =
+        "give each process its own RANK and each job its own port; if the first is of an earlier run, delete "
+        "the store's file or use a new one";
   }
   record.peer_host = holder ? holder->host.hostname : "";
   return Error(record);

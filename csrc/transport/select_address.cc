@@ -211,8 +211,8 @@ HostNetwork HostNetwork::ofThisHost() {
 bool onOneHost(const std::vector<RankRoute>& everyone) {
   // The route counts besides the identity: virtual machines cloned from one snapshot can agree in everything else.
   return oneKernel(everyone) && std::all_of(everyone.begin(), everyone.end(), [&](const RankRoute& route) {
-    return route.route.sameIp(everyone.front().route);
-  });
+           return route.route.sameIp(everyone.front().route);
+         });
 }
 
 AddressChoice chooseRoute(const AddressPolicy& policy, const HostNetwork& network) {

@@ -125,8 +125,9 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   record.code = ErrorCode::RendezvousTimeout;
   record.summary = "rank " + std::to_string(rank) + " waited " + std::to_string(waited) + " ms for " +
       std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present);
-  record.hint = "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
-                "says why they ended; a longer timeout helps slow starters";
+  record.hint =
+      "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
+      "says why they ended; a longer timeout helps slow starters";
   return Error(record);
 }
 

@@ -163,8 +163,9 @@ std::unique_ptr<TcpLink> connectTcp(
       record.summary += (local.empty() ? "" : interfaceOf(local)) + " after " + std::to_string(attempts) +
           (attempts == 1 ? " attempt" : " attempts");
       if (record.hint.empty()) {
-        record.hint = "is the peer running, and does a firewall between the hosts let this port through? "
-                      "PYCOMM_SOCKET_IFNAME chooses the interface, PYCOMM_PORT_RANGE the ports";
+        record.hint =
+            "is the peer running, and does a firewall between the hosts let this port through? "
+            "PYCOMM_SOCKET_IFNAME chooses the interface, PYCOMM_PORT_RANGE the ports";
       }
       throw Error(record);
     }

@@ -255,6 +255,7 @@ dist.destroy_process_group()
 """
 
 LISTEN, ESTABLISHED = "0A", "01"
+STORE_PORT = 29500  # of torch's store, which listens on all interfaces
 
 
 def endpoint(text: str) -> tuple[str, int]:
@@ -282,13 +283,13 @@ def report_of(folder: Path, rank: int) -> Report:
     return Report(
         told["sums"],
         told["says"],
-        [here for here, _, state in sockets if state == LISTEN],
+        [here for here, _, state in sockets if state == LISTEN and here[1] != STORE_PORT],
         [(here, there) for here, there, state in sockets if state == ESTABLISHED],
     )
 
 
 def torchrun(host: Host, master: str, ranks: int) -> list[str]:
-    numbers = ["--nnodes=2", f"--nproc-per-node={ranks}", "--master-port=29500"]
+    numbers = ["--nnodes=2", f"--nproc-per-node={ranks}", f"--master-port={STORE_PORT}"]
     numbers += [f"--node-rank={list(ADDRESSES).index(host.name)}", f"--master-addr={master}"]
     return [sys.executable, "-m", "torch.distributed.run", *numbers]
 
@@ -296,7 +297,7 @@ def torchrun(host: Host, master: str, ranks: int) -> list[str]:
 def one_rank(host: Host, master: str) -> dict[str, str]:
     """What any launcher sets, for one rank a host."""
     rank = str(list(ADDRESSES).index(host.name))
-    names = {"MASTER_ADDR": master, "MASTER_PORT": "29500"}
+    names = {"MASTER_ADDR": master, "MASTER_PORT": str(STORE_PORT)}
     return {**names, "RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
@@ -415,9 +416,9 @@ try:
     dist.new_group([0, 1])
 except dist.DistError as error:
     record = {**getattr(error, "record", {}), "text": str(error)}
+    kept = error  # and with it torch's store, if this is rank 0: rank 1 still has to read there
 (folder / f"{rank}.partial").write_text(json.dumps(record))
 (folder / f"{rank}.partial").rename(folder / f"{rank}.error")
-# Rank 0 has torch's store: it goes last, so that rank 1's error is pycomm's and not the store's.
 give_up = time.monotonic() + 20
 while rank == 0 and not (folder / "1.error").exists() and time.monotonic() < give_up:
     time.sleep(0.05)

@@ -43,8 +43,8 @@ void expectContains(const std::string& text, const std::string& part) {
 }
 
 size_t find(const Schedule& schedule, StepKind kind) {
-  const auto at = std::find_if(
-      schedule.steps.begin(), schedule.steps.end(), [&](const Step& step) { return step.kind == kind; });
+  const auto at =
+      std::find_if(schedule.steps.begin(), schedule.steps.end(), [&](const Step& step) { return step.kind == kind; });
   EXPECT_NE(at, schedule.steps.end());
   return static_cast<size_t>(at - schedule.steps.begin());
 }

@@ -67,8 +67,7 @@ std::vector<std::vector<T>> runGroup(
     memory[rank].input = toBytes(inputs[rank]);
     memory[rank].output.assign(static_cast<size_t>(outputNumel(requests[rank])) * sizeof(T), std::byte{0x5a});
   }
-  interpret(
-      schedulesOf(requests), options.op, memory, options.in_place, options.window_frames, options.premul_factors);
+  interpret(schedulesOf(requests), options.op, memory, options.in_place, options.window_frames, options.premul_factors);
   std::vector<std::vector<T>> outputs;
   for (const auto& rank_memory : memory) {
     outputs.push_back(fromBytes<T>(rank_memory.output));

@@ -137,8 +137,14 @@ TEST(Requests, FramesStayBelowTheWiresLimit) {
 
 TEST(Requests, OneRankCopies) {
   for (const auto kind :
-       {Collective::AllReduce, Collective::Broadcast, Collective::AllGather, Collective::Reduce,
-        Collective::ReduceScatter, Collective::AllToAll, Collective::Gather, Collective::Scatter}) {
+       {Collective::AllReduce,
+        Collective::Broadcast,
+        Collective::AllGather,
+        Collective::Reduce,
+        Collective::ReduceScatter,
+        Collective::AllToAll,
+        Collective::Gather,
+        Collective::Scatter}) {
     auto alone = request(kind, 1);
     alone.rank = 0;
     const Schedule schedule = makeSchedule(alone);

@@ -20,10 +20,10 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using std::chrono::milliseconds;
 using testing::elapsedMs;
 using testing::errorOf;
+using ::testing::HasSubstr;
 using testing::Process;
 
 const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);

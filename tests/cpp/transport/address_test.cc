@@ -10,8 +10,8 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::errorOf;
+using ::testing::HasSubstr;
 
 TEST(SocketAddress, ReadsAndWritesBothFamilies) {
   const SocketAddress v4 = SocketAddress::parse("10.0.0.1", 29600);
@@ -72,8 +72,21 @@ TEST(SocketAddress, ReadsOnlyItsOwnWireText) {
   }
   const std::string zero("10.0.0.1\0:1", 11);
   for (const std::string& text : std::vector<std::string>{
-           "", ":", "10.0.0.1", "10.0.0.1:", "10.0.0.1:65536", "10.0.0.1:-1", "10.0.0.1:+1", "10.0.0.1: 1",
-           "fd00::2:1", "[fd00::2]", "[10.0.0.1]:1", "[fe80::1%lo]:1", "host:1", std::string(1000, '1') + ":1", zero,
+           "",
+           ":",
+           "10.0.0.1",
+           "10.0.0.1:",
+           "10.0.0.1:65536",
+           "10.0.0.1:-1",
+           "10.0.0.1:+1",
+           "10.0.0.1: 1",
+           "fd00::2:1",
+           "[fd00::2]",
+           "[10.0.0.1]:1",
+           "[fe80::1%lo]:1",
+           "host:1",
+           std::string(1000, '1') + ":1",
+           zero,
            "10.0.0.1:99999999999999999999"}) {
     EXPECT_FALSE(SocketAddress::fromWireText(text)) << text;
   }

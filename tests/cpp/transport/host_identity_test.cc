@@ -38,8 +38,14 @@ TEST(HostIdentity, SurvivesTheWire) {
   ASSERT_TRUE(read);
   EXPECT_EQ(*read, mine);
   for (const std::string& text :
-       {std::string(), std::string("a/b"), std::string("a/b/c"), std::string("a/1/"), std::string("a/1/b/c"),
-        std::string("a/99999999999999999999/b"), std::string("a/1/b c"), std::string(1000, 'a') + "/1/b"}) {
+       {std::string(),
+        std::string("a/b"),
+        std::string("a/b/c"),
+        std::string("a/1/"),
+        std::string("a/1/b/c"),
+        std::string("a/99999999999999999999/b"),
+        std::string("a/1/b c"),
+        std::string(1000, 'a') + "/1/b"}) {
     EXPECT_FALSE(HostIdentity::fromWireText(text)) << text;
   }
 }

@@ -10,8 +10,8 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::errorOf;
+using ::testing::HasSubstr;
 
 std::vector<Interface> named(const std::vector<std::string>& names) {
   std::vector<Interface> interfaces;
@@ -36,8 +36,7 @@ using Names = std::vector<std::string>;
 
 TEST(ListInterfaces, FindsLoopback) {
   const auto interfaces = listInterfaces();
-  const auto lo =
-      std::find_if(interfaces.begin(), interfaces.end(), [](const Interface& i) { return i.name == "lo"; });
+  const auto lo = std::find_if(interfaces.begin(), interfaces.end(), [](const Interface& i) { return i.name == "lo"; });
   ASSERT_NE(lo, interfaces.end());
   EXPECT_TRUE(lo->loopback);
   const bool listed = std::any_of(lo->addresses.begin(), lo->addresses.end(), [](const SocketAddress& address) {

@@ -21,8 +21,7 @@ TEST_P(LinkConformance, ReportsAPeerThatClosesMidway) {
   });
   Bytes room(1000);
   const TimePoint begin = Clock::now();
-  const ErrorRecord record =
-      errorOf([&] { readAll(*pair.first, {room.data(), room.size()}, soon(), kNoAbort); });
+  const ErrorRecord record = errorOf([&] { readAll(*pair.first, {room.data(), room.size()}, soon(), kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
   EXPECT_EQ(record.bytes_done, 600);
   EXPECT_EQ(record.bytes_total, 1000);
@@ -80,8 +79,8 @@ TEST_P(LinkConformance, EndsAtTheDeadlineAlsoWhileBytesTrickle) {
   });
   Bytes room(1U << 20);
   const TimePoint begin = Clock::now();
-  const ErrorRecord record = errorOf(
-      [&] { readAll(*pair.first, {room.data(), room.size()}, Deadline::after(200), kNoAbort); });
+  const ErrorRecord record =
+      errorOf([&] { readAll(*pair.first, {room.data(), room.size()}, Deadline::after(200), kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::Timeout);
   EXPECT_LT(elapsedMs(begin), 200 + kSlackMs);
   pair.first.reset();

@@ -15,8 +15,8 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::errorOf;
+using ::testing::HasSubstr;
 using testing::Process;
 
 const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
@@ -97,8 +97,7 @@ TEST(Listener, TakesItsPortAgainAfterConnectionsWereClosed) {
 
 TEST(Listener, RefusesAddressesThatAreTooWideOrNotHere) {
   for (const char* ip : {"0.0.0.0", "::"}) {
-    EXPECT_EQ(
-        errorOf([&] { (void)Listener::bind(SocketAddress::parse(ip, 0), {}); }).code, ErrorCode::InvalidArgument);
+    EXPECT_EQ(errorOf([&] { (void)Listener::bind(SocketAddress::parse(ip, 0), {}); }).code, ErrorCode::InvalidArgument);
   }
   const ErrorRecord record = errorOf([] { (void)Listener::bind(SocketAddress::parse("203.0.113.9", 0), {}); });
   EXPECT_EQ(record.code, ErrorCode::NoInterface);

@@ -19,9 +19,9 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::DirectoryStore;
 using testing::errorOf;
+using ::testing::HasSubstr;
 using testing::Process;
 using testing::SharedFlag;
 
@@ -40,18 +40,20 @@ bool canMakeNamespaces() {
   return ::geteuid() == 0 && Process([] { return isolate() && shell("ip link add d0 type veth peer name d9"); }).join();
 }
 
-#define SKIP_WITHOUT_NAMESPACES()                                           \
-  if (!canMakeNamespaces()) {                                               \
-    GTEST_SKIP() << "network namespaces need root, `ip` and veth pairs";    \
+#define SKIP_WITHOUT_NAMESPACES()                                        \
+  if (!canMakeNamespaces()) {                                            \
+    GTEST_SKIP() << "network namespaces need root, `ip` and veth pairs"; \
   }
 
 TEST(Netns, ListsAndChoosesAmongSeveralInterfaces) {
   SKIP_WITHOUT_NAMESPACES();
   EXPECT_TRUE(Process([] {
-                if (!isolate() || !shell("ip link add d0 type veth peer name d8 && ip link set d8 up && "
-                                         "ip addr add 10.50.0.1/24 dev d0 && ip addr add fd50::1/64 dev d0 nodad && "
-                                         "ip link set d0 up && ip link add d1 type veth peer name d9 && "
-                                         "ip addr add 10.51.0.1/24 dev d1")) {
+                if (!isolate() ||
+                    !shell(
+                        "ip link add d0 type veth peer name d8 && ip link set d8 up && "
+                        "ip addr add 10.50.0.1/24 dev d0 && ip addr add fd50::1/64 dev d0 nodad && "
+                        "ip link set d0 up && ip link add d1 type veth peer name d9 && "
+                        "ip addr add 10.51.0.1/24 dev d1")) {
                   return false;
                 }
                 const std::string listed = describeInterfaces(listInterfaces());
@@ -137,8 +139,8 @@ TEST(Netns, NeverConnectsASocketToItself) {
                 }
                 std::ofstream("/proc/sys/net/ipv4/ip_local_port_range") << "40001 40001";
                 const SocketAddress loopback = SocketAddress::parse("127.0.0.1", 40001);
-                const ErrorRecord record = errorOf(
-                    [&] { (void)connectTcp(loopback, loopback, Deadline::after(200), kNoAbort); });
+                const ErrorRecord record =
+                    errorOf([&] { (void)connectTcp(loopback, loopback, Deadline::after(200), kNoAbort); });
                 EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
                 return !::testing::Test::HasFailure();
               }).join());

@@ -11,8 +11,8 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::errorOf;
+using ::testing::HasSubstr;
 
 RankRecord sample(int rank) {
   RankRecord record;
@@ -55,9 +55,18 @@ TEST(RankRecord, RefusesWhatNoPycommWrote) {
     return good.substr(0, begin) + good.substr(good.find('\n', begin + 1));
   };
   for (const std::string& text :
-       {std::string(), std::string("hello"), std::string("pycomm x\n"), std::string("pycomm 1\n"),
-        std::string(100000, 'p'), without("rank"), without("size"), without("identity"), without("process"),
-        without("route"), without("digest"), without("nonce")}) {
+       {std::string(),
+        std::string("hello"),
+        std::string("pycomm x\n"),
+        std::string("pycomm 1\n"),
+        std::string(100000, 'p'),
+        without("rank"),
+        without("size"),
+        without("identity"),
+        without("process"),
+        without("route"),
+        without("digest"),
+        without("nonce")}) {
     EXPECT_EQ(errorOf([&] { (void)RankRecord::fromWireText(text, 1); }).code, ErrorCode::ProtocolViolation) << text;
   }
   EXPECT_EQ(errorOf([&] { (void)RankRecord::fromWireText(good, 2); }).code, ErrorCode::ProtocolViolation);

@@ -13,9 +13,9 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::configOf;
 using testing::DirectoryStore;
+using ::testing::HasSubstr;
 using testing::Outcome;
 using testing::Process;
 using testing::tryToMeet;

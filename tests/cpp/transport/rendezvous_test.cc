@@ -14,11 +14,11 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::configOf;
+using ::testing::HasSubstr;
 using testing::kNoAbort;
 using testing::MemoryStore;
+using ::testing::Not;
 using testing::Outcome;
 using testing::tryToMeet;
 

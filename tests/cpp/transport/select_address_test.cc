@@ -10,8 +10,8 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::errorOf;
+using ::testing::HasSubstr;
 
 SocketAddress at(const std::string& ip) {
   return SocketAddress::parse(ip, 0);
@@ -93,7 +93,10 @@ const std::vector<Interface> kAlphaInterfaces = {
     interface("linklocal", {"fe80::4"}),
 };
 const std::map<std::string, std::string> kAlphaRoutes = {
-    {"", "192.168.1.1"}, {"10.0.", "10.0.0.1"}, {"fd00", "fd00::1"}, {"172.17.", "172.17.0.1"}};
+    {"", "192.168.1.1"},
+    {"10.0.", "10.0.0.1"},
+    {"fd00", "fd00::1"},
+    {"172.17.", "172.17.0.1"}};
 const HostNetwork kAlpha =
     host(kAlphaInterfaces, kAlphaRoutes, {{"alpha", {"127.0.1.1"}}, {"alpha-data", {"10.0.0.1"}}});
 const std::vector<RankRoute> kTwoHosts = {on("alpha", "127.0.0.1"), on("beta", "10.0.0.2"), on("beta", "10.0.0.2")};
@@ -176,8 +179,8 @@ TEST(ChooseAddress, OnTheStoresHostFollowsTheOtherHosts) {
 TEST(ChooseAddress, NeverIsLoopbackBetweenHosts) {
   const std::vector<RankRoute> nobody_knows = {on("alpha", "127.0.0.1"), on("beta", "127.0.0.1")};
   EXPECT_EQ(chooseAddress(policy("alpha"), kAlpha, nobody_knows, 0).address.ip(), "192.168.1.1");
-  EXPECT_EQ(errorOf([&] { (void)chooseAddress(policy("alpha", "lo"), kAlpha, kTwoHosts, 0); }).code,
-            ErrorCode::NoInterface);
+  EXPECT_EQ(
+      errorOf([&] { (void)chooseAddress(policy("alpha", "lo"), kAlpha, kTwoHosts, 0); }).code, ErrorCode::NoInterface);
   const HostNetwork only_lo = host({interface("lo", {"127.0.0.1"})}, {}, {{"alpha", {"127.0.1.1"}}});
   const ErrorRecord record = errorOf([&] { (void)chooseAddress(policy("alpha"), only_lo, kTwoHosts, 0); });
   EXPECT_EQ(record.code, ErrorCode::NoInterface);

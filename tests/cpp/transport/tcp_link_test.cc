@@ -16,9 +16,9 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::elapsedMs;
 using testing::errorOf;
+using ::testing::HasSubstr;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
@@ -92,8 +92,8 @@ TEST(TcpLink, SetsItsSocketUp) {
 
 TEST(TcpLink, ConnectsFromTheGivenAddress) {
   Listener listener = Listener::bind(kLoopback, {});
-  const auto link = connectTcp(
-      SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
+  const auto link =
+      connectTcp(SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
   EXPECT_EQ(link->local().ip(), "127.0.0.5");
 }
 
@@ -157,8 +157,7 @@ TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
 TEST(ConnectTcp, GivesUpAtOnceWhereTryingAgainCannotHelp) {
   const TimePoint begin = Clock::now();
   const ErrorRecord record = errorOf([] {
-    (void)connectTcp(
-        kLoopback, SocketAddress::parse("::1", 1), Deadline::after(20000), AbortToken()); // two families
+    (void)connectTcp(kLoopback, SocketAddress::parse("::1", 1), Deadline::after(20000), AbortToken()); // two families
   });
   EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
   EXPECT_THAT(record.summary, HasSubstr("after 1 attempt"));

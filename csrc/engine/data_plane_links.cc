@@ -1,0 +1,243 @@
+// The data plane's links: how they open, what breaks them, how they close.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "engine/data_plane.h"
+#include "engine/failure_text.h"
+
+namespace pycomm {
+namespace {
+
+// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
+constexpr int kSuspicionMs = 20;
+// Closing: how long to wait after a goodbye for the peer to read it.
+constexpr int kGoodbyeMs = 20;
+// After a failure, how long bulk links stay open at the least.
+constexpr int kNewsMs = 50;
+
+} // namespace
+
+OutPort& DataPlane::portTo(int peer) {
+  std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
+  if (port == nullptr) {
+    port = std::make_unique<OutPort>(
+        *this, peer, startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+    port->waits_for_room = true;
+    writeHello(*port);
+    lane_.watch(port->link->fd(), EPOLLOUT, *port);
+  }
+  return *port;
+}
+
+void DataPlane::writeHello(OutPort& port) {
+  Hello hello;
+  hello.nonce = identity_.nonce;
+  hello.rank = identity_.rank;
+  hello.size = identity_.size;
+  hello.epoch = identity_.epoch;
+  hello.group = identity_.hash;
+  hello.purpose = LinkPurpose::Bulk;
+  const std::string bytes = encodeHello(hello);
+  OutFrame frame;
+  std::memcpy(&frame.header, bytes.data(), sizeof frame.header);
+  frame.staging = staging_.take(bytes.size() - sizeof frame.header);
+  std::memcpy(frame.staging.view().ptr, bytes.data() + sizeof frame.header, frame.staging.view().nbytes);
+  frame.payload = frame.staging.view();
+  port.channel.push(std::move(frame));
+}
+
+void DataPlane::push(int peer, OutFrame frame) {
+  if (failure_ || closing_) {
+    return;
+  }
+  OutPort& port = portTo(peer);
+  port.channel.push(std::move(frame));
+  if (!port.dirty && !port.waits_for_room) {
+    port.dirty = true;
+    dirty_.push_back(&port);
+  }
+}
+
+void DataPlane::flushDirty() {
+  while (!dirty_.empty() && !failure_) {
+    OutPort* port = dirty_.back();
+    dirty_.pop_back();
+    port->dirty = false;
+    flush(*port);
+  }
+}
+
+void DataPlane::flush(OutPort& port) {
+  if (port.broken || !port.connected) {
+    return;
+  }
+  std::vector<OutFrame> sent;
+  bool left = false;
+  try {
+    left = port.channel.flush(sent);
+  } catch (const Error& error) {
+    port.broken = true;
+    lane_.unwatch(port.link->fd());
+    linkBroke(port.peer, error, true);
+    return;
+  }
+  if (left != port.waits_for_room) {
+    port.waits_for_room = left;
+    lane_.watch(port.link->fd(), left ? EPOLLOUT : 0U, port);
+  }
+  for (OutFrame& frame : sent) {
+    const auto found = frame.step < 0 ? transfers_.end() : transfers_.find(frame.header.op_id);
+    if (found != transfers_.end()) {
+      found->second->sent(static_cast<uint32_t>(frame.step));
+      settle(frame.header.op_id);
+    }
+  }
+  act();
+}
+
+void DataPlane::writeReady(OutPort& port) {
+  if (!port.connected) {
+    try {
+      if (!port.link->finishConnect()) {
+        return;
+      }
+    } catch (const Error& error) {
+      port.broken = true;
+      lane_.unwatch(port.link->fd());
+      linkBroke(port.peer, error, true);
+      return;
+    }
+    port.connected = true;
+  }
+  flush(port);
+}
+
+void DataPlane::readPort(InPort& port) {
+  if (port.ended || failure_) {
+    return;
+  }
+  bool open = true;
+  std::optional<Error> broken;
+  try {
+    open = port.channel.read();
+  } catch (const Error& error) {
+    if (error.record().code != ErrorCode::ConnectionReset) {
+      throw;
+    }
+    broken = error;
+    open = false;
+  }
+  if (!open) {
+    port.ended = true;
+    lane_.unwatch(port.link->fd());
+    if (!left_[static_cast<size_t>(port.peer)]) {
+      linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
+    }
+  }
+}
+
+void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
+  ErrorRecord record = peerGone(peer, error.record(), identity_);
+  if (record.cause.empty()) {
+    record.cause = error.record().summary;
+  }
+  if (!may_be_orderly) {
+    notice(std::move(record));
+  } else if (!left_[static_cast<size_t>(peer)]) {
+    suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs)});
+  }
+}
+
+void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
+  guarded(peer, [&] {
+    if (!outgoing) {
+      readPort(*in_[static_cast<size_t>(peer)]);
+      return;
+    }
+    OutPort& port = *out_[static_cast<size_t>(peer)];
+    if (port.connected && (events & (EPOLLERR | EPOLLHUP)) != 0) {
+      port.broken = true;
+      lane_.unwatch(port.link->fd());
+      linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
+      return;
+    }
+    writeReady(port);
+  });
+}
+
+void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
+  guarded(peer, [&] {
+    std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+    if (failure_ || closing_ || port != nullptr) {
+      return; // a second connection of one rank is no peer of ours: drop it
+    }
+    port = std::make_unique<InPort>(*this, peer, std::move(link), *this);
+    lane_.watch(port->link->fd(), EPOLLIN, *port);
+    readPort(*port);
+  });
+}
+
+void DataPlane::peerLeft(int peer) {
+  left_[static_cast<size_t>(peer)] = true;
+  suspicions_.erase(peer);
+  for (const auto& entry : transfers_) {
+    if (entry.second->needs(peer)) {
+      notice(peerLeftUs(peer, entry.second->operation(), identity_));
+      return;
+    }
+  }
+}
+
+void DataPlane::stopPorts() noexcept {
+  dirty_.clear();
+  for (const auto& port : out_) {
+    if (port != nullptr) {
+      lane_.unwatch(port->link->fd());
+      port->channel.clear();
+      port->broken = true;
+    }
+  }
+  for (const auto& port : in_) {
+    if (port != nullptr) {
+      lane_.unwatch(port->link->fd());
+      port->ended = true;
+    }
+  }
+}
+
+void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
+  if (!failure_ && !transfers_.empty()) {
+    notice(leftInTheMiddle(transfers_.begin()->second->operation(), identity_));
+  }
+  closing_ = reason;
+  closed_ = std::move(closed);
+  close_at_ = Clock::now();
+  if (failure_) {
+    // News travels over other ranks' control links; a link that ends before it has arrived looks like a death.
+    close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
+    return;
+  }
+  endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });
+  for (const auto& port : out_) {
+    if (port == nullptr || port->broken || !port->connected) {
+      continue;
+    }
+    const bool mid_frame = port->channel.midFrame();
+    port->channel.clear(); // the memory of operations that ended just now may be gone
+    if (!mid_frame) {
+      OutFrame frame;
+      frame.header.type = FrameType::Goodbye;
+      frame.header.group = identity_.hash;
+      frame.header.epoch = identity_.epoch;
+      port->channel.push(std::move(frame));
+      flush(*port);
+    }
+    port->link->shutdownWrite();
+    close_at_ = Clock::now() + std::chrono::milliseconds(kGoodbyeMs);
+  }
+}
+
+} // namespace pycomm
