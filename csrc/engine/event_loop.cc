@@ -154,6 +154,8 @@ void EventLoop::turn(Deadline deadline) noexcept {
         dispatch(0);
         return;
       }
+      // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.
+      std::this_thread::yield();
     } while (Clock::now() < until);
   }
   driver_sleeps_.store(true, std::memory_order_seq_cst);

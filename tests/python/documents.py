@@ -29,9 +29,8 @@ def table(text: str, *header: str) -> list[list[str]]:
     line = re.escape("| " + " | ".join(header) + " |")
     found = re.findall(rf"^{line}\n\|[-|: ]+\|\n((?:\|.*\|\n?)+)", text, re.MULTILINE)
     assert len(found) == 1, f"{len(found)} tables with the header {header}"
-    return [
-        [cell.strip() for cell in row.split(" | ")] for row in _TABLE_ROW.findall(str(found[0]))
-    ]
+    rows = _TABLE_ROW.findall(str(found[0]))
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
 def installed_environment(folder: Path) -> dict[str, str]:

@@ -42,7 +42,7 @@ GOOD_TREE = {
     "csrc/base/error.cc": '#include "base/error.h"\n',
     "csrc/transport/link.h": '#include <sys/socket.h>\n#include "base/error.h"\n',
     "csrc/engine/lane.cc": '#include "engine/lane.h"\n#include "base/error.h"\n#include <thread>\n',
-    "csrc/engine/lane.h": "bool abort(int reason);\nvoid f() { token.abort(1); link->exit(); }\nvoid exit();\n",
+    "csrc/engine/lane.h": "bool abort(int r);\nvoid exit();\nvoid f() { t.abort(1); l->exit(); }\n",
     "csrc/cuda/pack.cu": '#include <cuda_runtime.h>\n#include "base/error.h"\n',
     "csrc/c10d/work.h": '#include <torch/types.h>\n#include "engine/lane.h"\n',
     "csrc/bindings/module.cc": '#include <pybind11/pybind11.h>\n#include "c10d/work.h"\n',

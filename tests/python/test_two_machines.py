@@ -88,17 +88,19 @@ def make_host(name: str) -> Host:
 
 
 def connect(alpha: Host, beta: Host) -> None:
+    for host in (alpha, beta):  # the bridge first: whoever takes the first interface is wrong
+        host.ip("link", "set", "lo", "up")
+        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.ip("addr", "add", f"{DOCKER}/16", "dev", "docker0")
+        host.ip("link", "set", "docker1", "up")
+        host.ip("link", "set", "docker0", "up")
     # Both ends are made where they belong; nothing shows up in the machine's own namespace.
     peer = ["peer", "name", "eth0", "netns", beta.namespace]
     run("ip", "link", "add", "eth0", "netns", alpha.namespace, "type", "veth", *peer)
     for host in (alpha, beta):
-        host.ip("link", "set", "lo", "up")
-        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
-        host.ip("addr", "add", f"{DOCKER}/16", "dev", "docker0")
         host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
         host.ip("addr", "add", f"{ADDRESSES_V6[host.name]}/64", "dev", "eth0", "nodad")
-        for interface in ("docker1", "docker0", "eth0"):
-            host.ip("link", "set", interface, "up")
+        host.ip("link", "set", "eth0", "up")
 
 
 def remove(host: Host) -> None:

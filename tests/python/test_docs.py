@@ -1,0 +1,247 @@
+"""README and docs/ say what is so: their examples run, their tables and figures are the code's."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+from documents import ROOT, blocks, installed_environment, read, table
+
+import pycomm
+from pycomm import errors
+from pycomm.ddp import _ONLY, _WIRE_DTYPES
+from pycomm.options import SETTINGS
+
+DOCUMENTS = [
+    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md"),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+]
+
+
+def tool(name: str) -> ModuleType:
+    folder = str(ROOT / "tools")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+# README
+
+
+def readme_example() -> str:
+    (example,) = blocks(read("README.md"), "python")
+    return example
+
+
+@pytest.mark.needs_native
+def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(readme_example())
+    commands = [shlex.split(block) for block in blocks(read("README.md"), "bash")]
+    (documented,) = (words for words in commands if words[0] == "torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *documented[1:]]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=installed_environment(tmp_path / "installed"),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", done.stdout))
+    assert set(losses) == {"0", "1"}, done.stdout
+    assert losses["0"] == losses["1"] and 0 < float(losses["0"]) < 0.1
+    assert "pycomm INFO: pycomm: 2 ranks over TCP on lo" in done.stderr
+
+
+def test_the_readme_is_short_and_begins_with_two_commands() -> None:
+    readme = read("README.md")
+    assert len(readme.splitlines()) <= 200
+    assert len(readme_example().splitlines()) <= 20
+    assert blocks(readme, "bash")[:2] == ["make demo\n", "make test\n"]
+    (diff,) = blocks(readme, "diff")
+    removed, added = diff.splitlines()
+    assert removed[0] == "-" and added == "+" + removed[1:].replace("gloo", "pycomm")
+    assert re.sub("^\\+", "", added) in readme_example()
+
+
+def test_the_readme_installs_the_torch_that_is_tested() -> None:
+    assert f"pip install torch=={tool('bootstrap').TORCH} --index-url" in read("README.md")
+
+
+# Every document
+
+
+def test_every_link_leads_somewhere() -> None:
+    assert tool("check_docs").broken_links(ROOT) == []
+
+
+def anchors(markdown: str) -> set[str]:
+    """The fragments of a document's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", markdown, flags=re.M | re.S), re.M
+    )
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_fragment_is_a_heading(name: str) -> None:
+    for target, fragment in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", read(name)):
+        if not target.startswith("http"):
+            document = (ROOT / name).parent / target if target else ROOT / name
+            assert fragment in anchors(document.read_text()), f"{name}: {target}#{fragment}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_name_what_exists(name: str) -> None:
+    targets = set(re.findall(r"^([a-z0-9_]+):", read("Makefile"), re.M))
+    text = read(name)
+    shown = "\n".join(blocks(text, "bash") + blocks(text, "sh") + blocks(text, ""))
+    for target in re.findall(r"^make ([a-z0-9_]+)", shown, re.M):
+        assert target in targets, f"{name}: make {target}"
+    for script in re.findall(r"^(?:python3?|torchrun .*) ((?:\w+/)+\w+\.py)", shown, re.M):
+        assert (ROOT / script).is_file(), f"{name}: {script}"
+    for command in re.findall(r"python -m pycomm (\w+)", text):
+        assert (ROOT / "pycomm" / "cli" / f"{command}.py").is_file(), f"{name}: {command}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_blocks_name_what_exists(name: str) -> None:
+    for block in blocks(read(name), "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("pycomm."):
+                found: object = pycomm
+                for part in ast.unparse(node).split(".")[1:]:
+                    assert hasattr(found, part), f"{name}: {ast.unparse(node)}"
+                    found = getattr(found, part)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "pictures").glob("*.svg")), ids=str)
+def test_pictures_are_shown_and_legible_everywhere(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    assert root.find("{*}title") is not None and root.find("{*}desc") is not None
+    # A ground of their own, in both colour schemes: on a dark page dark text would vanish.
+    first_shape = next(iter(root.findall("{*}rect")))
+    assert first_shape.get("class") == "paper"
+    style = root.find("{*}style")
+    assert style is not None and style.text is not None
+    assert "prefers-color-scheme: dark" in style.text
+    assert any(f"pictures/{picture.name})" in read(name) for name in DOCUMENTS)
+
+
+# Tables
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_table_of_errors_is_the_codes() -> None:
+    header = ("code", "class in `pycomm.errors`", "to torch", "meaning", "what to try")
+    rows = table(read("docs/errors.md"), *header)
+    documented = {code(row[0])[0]: row for row in rows}
+    assert list(documented) == list(errors.BY_CODE)
+    native = set(re.findall(r'return "([A-Z_]+)";', read("csrc/base/error.cc"))) - {"OK", "UNKNOWN"}
+    assert set(documented) == native
+    for name, error in errors.BY_CODE.items():
+        base = next(
+            base
+            for base in (dist.DistNetworkError, dist.DistBackendError)
+            if issubclass(error, base)
+        )
+        assert code(documented[name][1]) == [error.__name__]
+        assert code(documented[name][2]) == [base.__name__]
+        assert len(documented[name]) == len(header) and all(documented[name])
+    assert "`pycomm.errors.TorchVersionError`" in read("docs/errors.md")  # the one without a code
+
+
+def test_fields_of_a_record_are_those_of_the_native_part() -> None:
+    rows = table(read("docs/errors.md"), "key in the text", "in `record`", "meaning")
+    native = read("csrc/c10d/record_dict.h")
+    in_record = set(re.findall(r'(?:text|number)\("(\w+)"|dict\["(\w+)"\]', native))
+    documented = {field for row in rows for field in code(row[1])}
+    assert documented | {"summary", "hint"} == {a or b for a, b in in_record}
+    in_text = set(re.findall(r'addPair\(out, "(\w+)"', read("csrc/base/error.cc")))
+    assert {key for row in rows for key in code(row[0])} == in_text
+
+
+def test_the_errors_of_two_machines_exist() -> None:
+    rows = table(read("docs/two-machines.md"), "code", "what has happened", "what to do")
+    assert {code(row[0])[0] for row in rows} - set(errors.BY_CODE) == {"DistNetworkError"}
+
+
+def test_the_table_of_options_is_the_settings() -> None:
+    header = ("field", "variable", "also read", "default", "values")
+    rows = table(read("docs/options.md"), *header)
+    assert [code(row[0])[0] for row in rows] == [setting.field for setting in SETTINGS]
+    for row, setting in zip(rows, SETTINGS, strict=True):
+        assert code(row[1]) == [setting.variable]
+        assert tuple(code(row[2])) == setting.fallbacks
+        default = "automatic" if setting.default in ("", (0, 0)) else f"`{setting.default}`"
+        assert row[3] == default, setting.field
+    # Which must be equal on all ranks is decided where the ranks' digest is made.
+    (digested,) = re.findall(r"config_text = (.*?);", read("csrc/bindings/backend.cc"), re.S)
+    compared = re.findall(r"(\w+)=", digested)
+    (said,) = re.findall(r"\*\*The same on all ranks:\*\* (.*)\. Ranks", read("docs/options.md"))
+    assert code(said) == compared
+
+
+def test_the_wrappers_limits_are_those_of_the_code() -> None:
+    rows = {row[0]: row[1] for row in table(read("docs/ddp.md"), "option", "here")}
+    (refused,) = (option for option, text in rows.items() if "UnsupportedError" in text)
+    assert set(code(refused)) == set(_ONLY)
+    assert [word.strip('"') for word in code(rows["`wire_dtype`"])] == [
+        "None",
+        *_WIRE_DTYPES,
+        "None",
+    ]
+
+
+# Figures
+
+FIGURES = [
+    # document, what it says, the folder that decides, what stands there
+    ("architecture", "cache of 64", "engine", "kCachedSchedules = 64"),
+    ("architecture", "polls for 50 µs", "engine", "kSpinUs = 50"),
+    ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
+    ("architecture", "Ctrl-C every 100 ms", "c10d", "kSignalCheckMs = 100"),
+    ("architecture", "waited 2 ms", "engine", "waiting_after_ms = 2"),
+    ("architecture", "after 200 ms", "engine", "kAskEveryoneAfterMs = 200"),
+    ("architecture", "(up to 256)", "engine", "kAskEveryoneMaxSize = 256"),
+    ("architecture", "first 64 KiB of an edge", "engine", "eager_nbytes = 64 << 10"),
+    ("architecture", "pool of 1 MiB", "engine", "eager_pool_nbytes = 1 << 20"),
+    ("architecture", "4 MiB ahead", "engine", "window_nbytes = 4 << 20"),
+    ("architecture", "For 5 ms it", "engine", "merge_ms = 5"),
+    ("architecture", "has 20 ms to arrive", "engine", "kSuspicionMs = 20"),
+    ("architecture", "every 500 ms", "engine", "heartbeat_every_ms = 500"),
+    ("architecture", "3 s of silence", "engine", "dead_after_ms = 3000"),
+    ("architecture", "at most 1 MiB", "schedule", "kEdgeRoomNbytes / 2"),
+    ("architecture", "counts on 2 MiB", "schedule", "kEdgeRoomNbytes = 2 << 20"),
+    ("architecture", "up to 4 frames", "schedule", "pipeline_frames = 4"),
+    ("architecture", "64-byte header", "transport", "sizeof(FrameHeader) == 64"),
+    ("architecture", "of 3 to 64 ranks", "schedule", "kMaxDirectSize = 64"),
+    ("options", "up to 32 KiB", "schedule", "kSmallAllReduceNbytes = 32 << 10"),
+    ("options", "3 to 64", "schedule", "key.size > 2 && key.size <= kMaxDirectSize"),
+    ("errors", "silent for 3 s", "engine", "dead_after_ms = 3000"),
+    ("ddp", "beyond 64 ranks", "schedule", "kMaxDirectSize = 64"),
+    ("ddp", "| 9 | what s aims at", "ddp", "kTopAim = 9"),
+    ("ddp", "| 0 to 15 |", "ddp", "kTopHighest = 15"),
+    ("ddp", "| 0 to 15 |", "ddp", "kTopLowest = 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "said", "folder", "stands"), FIGURES)
+def test_figures_are_the_codes(name: str, said: str, folder: str, stands: str) -> None:
+    assert said in " ".join(read(f"docs/{name}.md").split())
+    files = (ROOT / "csrc" / folder).glob("*.*")
+    assert any(stands in file.read_text() for file in files)
