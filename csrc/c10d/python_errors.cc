@@ -21,6 +21,8 @@ py::object& exceptionTypes() {
   return *types;
 }
 
+} // namespace
+
 bool interpreterIsUsable() {
   if (Py_IsInitialized() == 0) {
     return false;
@@ -31,8 +33,6 @@ bool interpreterIsUsable() {
   return _Py_IsFinalizing() == 0;
 #endif
 }
-
-} // namespace
 
 void setExceptionTypes(void* dict) {
   exceptionTypes() = py::reinterpret_borrow<py::object>(static_cast<PyObject*>(dict));
@@ -70,12 +70,6 @@ void checkSignals() {
   const py::gil_scoped_acquire lock;
   if (PyErr_CheckSignals() != 0) {
     throw py::error_already_set();
-  }
-}
-
-void passInterpreterLock() {
-  if (interpreterIsUsable()) {
-    const py::gil_scoped_acquire lock;
   }
 }
 

@@ -19,8 +19,8 @@ namespace pycomm {
 /// Raises KeyboardInterrupt (or whatever a signal handler raised) if a signal waits and this is the main thread.
 void checkSignals();
 
-/// Lets the thread that holds the interpreter's lock finish what it is doing: takes the lock and gives it back.
-void passInterpreterLock();
+/// Whether the interpreter's lock can be asked for: it runs, and is not ending.
+[[nodiscard]] bool interpreterIsUsable();
 
 /// Remembers the classes (name of code -> class) that pycomm.errors defines; a Python dict, borrowed. Needs the lock.
 void setExceptionTypes(void* dict);

@@ -1,11 +1,11 @@
 #include "c10d/work.h"
 
 #include <ATen/core/ivalue.h>
-#include <Python.h>
 
 #include <atomic>
 #include <utility>
 
+#include "c10d/callback_gate.h"
 #include "c10d/python_errors.h"
 
 namespace pycomm {
@@ -29,7 +29,7 @@ struct PycommWork::State {
   std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
   std::mutex mutex; ///< guards future
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  bool pass_lock = false; ///< written before the future is, read after
+  std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
 
   bool done() const {
     for (const auto& operation : content.operations) {
@@ -192,18 +192,17 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->future) {
     return state_->future;
   }
-  // Made only now, and completed by the pool even if the operation has ended: a future that is complete when `.then` is called
-  // runs the callback on the calling thread, where the operations that it issues would take other numbers than on a rank that
-  // was slower. A caller that holds Python's lock is about to chain its callbacks; the pool waits for that lock first.
+  // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
   state_->future = c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()));
-  state_->pass_lock = PyGILState_Check() != 0;
+  state_->gate = CallbackGate::ofCaller();
   inPoolWhenAllEnd(state_, completeFuture);
   return state_->future;
 }
 
 void PycommWork::completeFuture(State& state) {
-  if (state.pass_lock) {
-    passInterpreterLock();
+  if (state.gate != nullptr) {
+    state.gate->pass();
+    state.gate.reset();
   }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {

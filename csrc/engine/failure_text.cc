@@ -103,7 +103,7 @@ ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity
       operation.label() + " still needs it.";
   record.hint =
       "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
-      "join(), or give every rank the same number of batches";
+      "torch DDP with join(), or give every rank the same number of batches";
   return record;
 }
 

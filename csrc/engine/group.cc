@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {
@@ -124,8 +125,15 @@ void Group::connect(const Config& config) {
     if (peer < identity_.rank) {
       continue;
     }
-    std::unique_ptr<Link> link =
-        connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
+    std::unique_ptr<Link> link;
+    try {
+      link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
+    } catch (const Error& error) {
+      if (error.record().code != ErrorCode::ConnectFailed) {
+        throw;
+      }
+      throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
+    }
     Hello hello;
     hello.nonce = identity_.nonce;
     hello.rank = identity_.rank;

@@ -56,7 +56,7 @@ bool blamesSilence(ErrorCode code) {
 Membership::Membership(Config config, TimePoint now)
     : config_(std::move(config)), heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
   for (const int rank : config_.neighbours) {
-    neighbours_.push_back(Neighbour{rank, now});
+    neighbours_.push_back(Neighbour{rank, now, false, false});
   }
 }
 
@@ -112,6 +112,7 @@ void Membership::reported(int from, ErrorRecord record, TimePoint now) {
 void Membership::alive(int from, TimePoint now) {
   if (Neighbour* entry = neighbour(from)) {
     entry->heard_at = now;
+    entry->connected = true;
   }
 }
 
@@ -173,7 +174,7 @@ void Membership::tick(TimePoint now) {
     beat.kind = Action::Kind::Heartbeat;
     actions_.push_back(std::move(beat));
     for (Neighbour& entry : neighbours_) {
-      if (entry.left || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
+      if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
       entry.left = true;

@@ -66,6 +66,7 @@ class Membership {
   struct Neighbour {
     int rank;
     TimePoint heard_at;
+    bool connected = false; ///< heard at least once: before that, whoever connects knows better why it is silent
     bool left = false;
   };
 

@@ -108,28 +108,32 @@ void Protocol::ended(uint64_t op_id) {
   ops_.erase(found);
 }
 
-void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
-  if (mine == theirs) {
-    return;
-  }
-  const auto hostOf = [&](int rank) { return config_.hosts[static_cast<size_t>(rank)]; };
+ErrorRecord Protocol::mismatch(const Descriptor& mine, int peer, const OperationId& id) const {
   ErrorRecord record;
   record.code = ErrorCode::CollectiveMismatch;
   record.rank = config_.rank;
-  record.host = hostOf(config_.rank);
+  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
   record.peer = peer;
-  record.peer_host = hostOf(peer);
+  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
   record.op = collectiveName(mine.kind);
   record.sequence = id.sequence;
   record.dtype = dtypeName(mine.dtype);
   record.numel = mine.numel;
   record.phase = "matching";
-  record.summary = "The ranks disagree about the operation " + operationText(id.id) + ": rank " +
-      std::to_string(config_.rank) + " (" + record.host + ") has " + mine.text() + ", rank " + std::to_string(peer) +
-      " (" + record.peer_host + ") has " + theirs.text() + ".";
   record.hint =
       "make every rank issue the same operations in the same order with the same shapes and dtypes; if a DDP comm hook or a "
       "future's callback issues collectives, wrap the hook in pycomm.comm_hooks.ordered";
+  return record;
+}
+
+void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
+  if (mine == theirs) {
+    return;
+  }
+  ErrorRecord record = mismatch(mine, peer, id);
+  record.summary = "The ranks disagree about the operation " + operationText(id.id) + ": rank " +
+      std::to_string(config_.rank) + " (" + record.host + ") has " + mine.text() + ", rank " + std::to_string(peer) +
+      " (" + record.peer_host + ") has " + theirs.text() + ".";
   fail(std::move(record));
 }
 
@@ -148,13 +152,17 @@ ErrorRecord Protocol::violation(int peer, const FrameHeader& header, const std::
   return record;
 }
 
-bool Protocol::remember(int peer, const FrameHeader& header) {
+bool Protocol::remember(int peer, const FrameHeader& header, TimePoint now) {
   if (heard_.size() >= kMaxHeard && heard_.find(header.op_id) == heard_.end()) {
     fail(violation(peer, header, "it is too many operations ahead"));
     return false;
   }
   const Descriptor theirs = Descriptor::readFrom(header);
-  const auto inserted = heard_[header.op_id].descriptors.emplace(peer, theirs);
+  Heard& heard = heard_[header.op_id];
+  if (heard.descriptors.empty()) {
+    heard.since = now;
+  }
+  const auto inserted = heard.descriptors.emplace(peer, theirs);
   if (!inserted.second && inserted.first->second != theirs) {
     fail(violation(peer, header, "two different descriptors for one operation"));
     return false;
@@ -199,16 +207,17 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     case FrameType::Data:
       return dataArrived(peer, header, op, now);
     case FrameType::Credit:
-      creditArrived(peer, header, op);
+      creditArrived(peer, header, op, now);
       return Verdict::Ignore;
     case FrameType::Waiting:
-      waitingArrived(peer, header, op);
+      waitingArrived(peer, header, op, now);
       return Verdict::Ignore;
     case FrameType::NotEntered:
       if (op != nullptr) {
         const Descriptor last = Descriptor::readFrom(header);
         const std::string text = header.aux == 0 ? "no operation yet" : last.text() + " " + operationText(header.aux);
         op->missing.push_back(Missing{peer, text});
+        standOff(*op, peer, now);
       }
       return Verdict::Ignore;
     case FrameType::Hello:
@@ -249,10 +258,10 @@ Protocol::Verdict Protocol::dataArrived(int peer, const FrameHeader& header, Op*
     fail(violation(peer, header, "data without credit for an operation that is not posted here"));
     return Verdict::Ignore;
   }
-  return remember(peer, header) ? Verdict::Hold : Verdict::Ignore;
+  return remember(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
 }
 
-void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op) {
+void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
   // Posted here: `arrived` has compared it, and there is nothing to say. A counted id that I have passed: it ended here long ago.
   if (op != nullptr) {
     return;
@@ -261,7 +270,7 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op) {
   if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {
     return;
   }
-  if (!remember(peer, header)) {
+  if (!remember(peer, header, now)) {
     return;
   }
   FrameHeader reply;
@@ -274,6 +283,30 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op) {
   reply.op_id = header.op_id;
   reply.aux = last_posted_.id;
   send(peer, reply);
+}
+
+// Two ranks wait, each in an operation that the other has not entered, and one of the two was issued by a callback: most likely a
+// callback ran inline on one rank and later on the other, so that the same operation has two names. After 10 s this is told instead of
+// leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
+void Protocol::standOff(const Op& op, int peer, TimePoint now) {
+  const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
+  if (now - op.since < patience) {
+    return;
+  }
+  for (const auto& entry : heard_) {
+    const auto theirs = entry.second.descriptors.find(peer);
+    const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
+    if (theirs == entry.second.descriptors.end() || !derived || now - entry.second.since < patience) {
+      continue;
+    }
+    ErrorRecord record = mismatch(op.descriptor, peer, op.id);
+    record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
+        op.descriptor.text() + " " + operationText(op.id.id) + ", which rank " + std::to_string(peer) + " (" +
+        record.peer_host + ") has not entered; that one waits in " + theirs->second.text() + " " +
+        operationText(entry.first) + ", which is not entered here.";
+    fail(std::move(record));
+    return;
+  }
 }
 
 void Protocol::tellWaiting(Op& op, TimePoint now) {
@@ -292,9 +325,13 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
       }
     }
   }
-  if (!op.told_everyone && config_.size <= kAskEveryoneMaxSize &&
-      waited >= std::chrono::milliseconds(kAskEveryoneAfterMs)) {
+  const auto due = [&](bool told, int after_ms) {
+    return !told && config_.size <= kAskEveryoneMaxSize && waited >= std::chrono::milliseconds(after_ms);
+  };
+  const bool again = due(op.told_again, config_.standoff_after_ms + 50);
+  if (again || due(op.told_everyone, kAskEveryoneAfterMs)) {
     op.told_everyone = true;
+    op.told_again = again;
     op.missing.clear();
     const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
     for (int peer = 0; peer < config_.size; ++peer) {
@@ -317,6 +354,9 @@ void Protocol::tick(TimePoint now) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));
     } else if (!op.told_everyone && config_.size <= kAskEveryoneMaxSize) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(kAskEveryoneAfterMs));
+    } else if (!op.told_again && config_.size <= kAskEveryoneMaxSize) {
+      // A little later than the patience, so that the answer finds it over.
+      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.standoff_after_ms + 50));
     }
   }
 }

@@ -45,6 +45,7 @@ class Protocol {
     int64_t eager_nbytes = 64 << 10;
     int64_t eager_pool_nbytes = 1 << 20;
     int waiting_after_ms = 2;
+    int standoff_after_ms = 10000; ///< see Protocol::standOff
   };
 
   enum class Verdict {
@@ -115,12 +116,14 @@ class Protocol {
     TimePoint since; ///< posted, or last byte moved
     bool told_waiting = false; ///< the ranks on unfinished edges know
     bool told_everyone = false;
+    bool told_again = false; ///< the same once more, after standoff_after_ms
     std::vector<Missing> missing;
   };
   /// What has been heard of an operation that is not posted here.
   struct Heard {
     std::map<int, Descriptor> descriptors; ///< by rank: the lowest that differs is named
     std::map<int, int64_t> limits;
+    TimePoint since; ///< first heard of
   };
   struct Peer {
     int64_t eager_out = 0; ///< in the peer's pool because of us
@@ -131,14 +134,16 @@ class Protocol {
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
+  [[nodiscard]] ErrorRecord mismatch(const Descriptor& mine, int peer, const OperationId& id) const;
   void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
   void fail(ErrorRecord record);
   void send(int peer, const FrameHeader& header);
   void tellWaiting(Op& op, TimePoint now);
   [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
-  void creditArrived(int peer, const FrameHeader& header, Op* op);
-  void waitingArrived(int peer, const FrameHeader& header, Op* op);
-  [[nodiscard]] bool remember(int peer, const FrameHeader& header);
+  void creditArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
+  void waitingArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
+  [[nodiscard]] bool remember(int peer, const FrameHeader& header, TimePoint now);
+  void standOff(const Op& op, int peer, TimePoint now);
   [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;
 
   const Config config_;

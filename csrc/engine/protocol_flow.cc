@@ -36,7 +36,7 @@ void Protocol::grantAllFrom(int peer) {
   }
 }
 
-void Protocol::creditArrived(int peer, const FrameHeader& header, Op* op) {
+void Protocol::creditArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
   const int64_t limit = static_cast<int64_t>(header.aux);
   if (header.op_id == 0) {
     Peer& pool = peers_[static_cast<size_t>(peer)];
@@ -51,7 +51,7 @@ void Protocol::creditArrived(int peer, const FrameHeader& header, Op* op) {
     return;
   }
   if (op == nullptr) {
-    if (remember(peer, header)) {
+    if (remember(peer, header, now)) {
       int64_t& known = heard_[header.op_id].limits[peer];
       known = std::max(known, limit);
     }

@@ -136,7 +136,9 @@ def test_powersgd_ordered(world_size: int, repeats: int) -> None:
 def test_powersgd_bare_is_right_or_says_so(world_size: int, repeats: int) -> None:
     """Without ``ordered`` a callback may run inline on the issuing thread, on some ranks only."""
     for _ in range(repeats):
-        results = run_ranks(world_size, train_with_powersgd, args=(20, "bare"), check=False)
+        results = run_ranks(
+            world_size, train_with_powersgd, args=(20, "bare"), init_timeout_s=20, check=False
+        )
         if all(result.ok for result in results):
             assert len(set(results.values())) == 1
             continue

@@ -6,7 +6,6 @@ namespaces, and whatever runs in them is killed by its pid before they go.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -14,16 +13,14 @@ import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, blocks, installed_environment, read
+from documents import blocks, installed_environment, read
+from hosts import Host, connect, make, remove, run, run_on_both
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -35,80 +32,6 @@ pytestmark = [
 DOCUMENT = read("docs/two-machines.md")
 ADDRESSES = dict(re.findall(r"\*\*(alpha|beta)\*\*, (192\.168\.1\.\d+)", DOCUMENT))
 ADDRESSES_V6 = {"alpha": "fd77::10", "beta": "fd77::11"}
-DOCKER = "172.17.0.1"  # the same on both hosts, as with a real bridge: leads nowhere
-LIMIT_S = 100.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Host:
-    """A network namespace that is a host to pycomm."""
-
-    name: str
-    namespace: str
-
-    @property
-    def address(self) -> str:
-        return ADDRESSES[self.name]
-
-    def ip(self, *arguments: str) -> None:
-        """Runs `ip ARGUMENTS` inside."""
-        run("ip", "-n", self.namespace, *arguments)
-
-    def command(self, *arguments: str) -> list[str]:
-        """What runs ARGUMENTS inside, as one process and not two: `ip netns exec` becomes it."""
-        return ["ip", "netns", "exec", self.namespace, *arguments]
-
-    def kill_all(self) -> None:
-        """Ends every process inside; the namespace is ours, so they are too."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=20
-        )
-        for pid in listed.stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
-
-def run(*command: str, **options: Any) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, **options)
-    if done.returncode != 0:
-        raise OSError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
-
-
-def make_host(name: str) -> Host:
-    host = Host(name, f"pycomm-{os.getpid()}-{name}")
-    run("ip", "netns", "add", host.namespace)
-    # `ip netns exec` puts this file in the place of /etc/hosts. Its own name is 127.0.1.1, as
-    # Debian's installer writes it.
-    folder = Path("/etc/netns") / host.namespace
-    folder.mkdir(parents=True)
-    names = {other: address for other, address in ADDRESSES.items() if other != name}
-    lines = ["127.0.0.1 localhost", f"127.0.1.1 {name}", *(f"{a} {n}" for n, a in names.items())]
-    (folder / "hosts").write_text("\n".join(lines) + "\n")
-    return host
-
-
-def connect(alpha: Host, beta: Host) -> None:
-    for host in (alpha, beta):  # the bridge first: whoever takes the first interface is wrong
-        host.ip("link", "set", "lo", "up")
-        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
-        host.ip("addr", "add", f"{DOCKER}/16", "dev", "docker0")
-        host.ip("link", "set", "docker1", "up")
-        host.ip("link", "set", "docker0", "up")
-    # Both ends are made where they belong; nothing shows up in the machine's own namespace.
-    peer = ["peer", "name", "eth0", "netns", beta.namespace]
-    run("ip", "link", "add", "eth0", "netns", alpha.namespace, "type", "veth", *peer)
-    for host in (alpha, beta):
-        host.ip("addr", "add", f"{host.address}/24", "dev", "eth0")
-        host.ip("addr", "add", f"{ADDRESSES_V6[host.name]}/64", "dev", "eth0", "nodad")
-        host.ip("link", "set", "eth0", "up")
-
-
-def remove(host: Host) -> None:
-    host.kill_all()
-    subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=20)
-    shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        Path("/etc/netns").rmdir()  # only where nobody else has anything in it
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +40,11 @@ def wired() -> Iterator[tuple[Host, Host]]:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the command ip (package iproute2)")
-    hosts: list[Host] = []
+    hosts = [Host(name, address, ADDRESSES_V6[name]) for name, address in ADDRESSES.items()]
     try:
         try:
-            for name in ADDRESSES:
-                hosts.append(Host(name, f"pycomm-{os.getpid()}-{name}"))
-                make_host(name)
+            for host in hosts:
+                make(host, hosts)
             connect(*hosts)
         except OSError as error:
             pytest.skip(f"network namespaces are not allowed here: {error}")
@@ -142,50 +64,6 @@ def hosts(wired: tuple[Host, Host]) -> Iterator[tuple[Host, Host]]:
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
     return installed_environment(tmp_path / "installed")
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What one host's command did."""
-
-    returncode: int
-    out: str
-    err: str
-
-
-def run_on_both(
-    commands: Sequence[tuple[Host, Sequence[str], Mapping[str, str]]],
-    folder: Path,
-    limit_s: float = LIMIT_S,
-) -> list[Outcome]:
-    """Runs one command a host, at once; AssertionError with all output if one takes too long."""
-    children: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as stack:
-        for host, arguments, env in commands:
-            stack.callback(host.kill_all)
-            out = stack.enter_context((folder / f"{host.name}.out").open("wb"))
-            err = stack.enter_context((folder / f"{host.name}.err").open("wb"))
-            child = subprocess.Popen(
-                host.command(*arguments),
-                env=dict(env),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
-            children.append(child)
-        deadline = time.monotonic() + limit_s
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
-    late = [child.returncode is None for child in children]
-    codes = [child.wait(20) for child in children]  # killed by now, where they had not ended
-    outcomes = [
-        Outcome(code, *((folder / f"{host.name}.{end}").read_text() for end in ("out", "err")))
-        for code, (host, _, _) in zip(codes, commands, strict=True)
-    ]
-    assert not any(late), f"not ended after {limit_s} s: {outcomes}"
-    return outcomes
 
 
 # The document's own commands

@@ -229,6 +229,38 @@ TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
   EXPECT_EQ(leaf.missing(1)->last, "no operation yet");
 }
 
+// A callback ran inline on rank 0, which took number 2 for it, and late on rank 1, which took a derived id.
+TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
+  const TimePoint start = Clock::now();
+  const auto exchange = [](Protocol& from, int from_rank, Protocol& to, TimePoint now) {
+    for (const auto& action : of(Kind::Send, from.takeActions())) {
+      static_cast<void>(to.arrived(from_rank, action.header, now));
+    }
+  };
+  for (const bool derived : {true, false}) {
+    Protocol inline_rank(configOf(0, 2));
+    Protocol late_rank(configOf(1, 2));
+    Posted counted = broadcastOf(2, 0, 2, 1, 100);
+    Posted other = broadcastOf(3, 1, 2, 0, 100);
+    if (derived) {
+      other.id = {kDerivedIdBit | 77, -1};
+    }
+    post(inline_rank, counted, start);
+    post(late_rank, other, start);
+    TimePoint now = start;
+    for (; now < start + std::chrono::seconds(12); now += std::chrono::milliseconds(50)) {
+      inline_rank.tick(now);
+      late_rank.tick(now);
+      exchange(inline_rank, 0, late_rank, now);
+      exchange(late_rank, 1, inline_rank, now);
+      if (now < start + std::chrono::seconds(9)) {
+        ASSERT_FALSE(inline_rank.failed() || late_rank.failed());
+      }
+    }
+    EXPECT_EQ(inline_rank.failed() || late_rank.failed(), derived) << "counted operations may be late for good reasons";
+  }
+}
+
 TEST(Protocol, WhatNoPeerSendsIsAViolation) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const auto failsWith = [&](FrameHeader header, bool posted_before) {
