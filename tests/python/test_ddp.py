@@ -28,7 +28,7 @@ FP16_ROUNDING = 2.0**-11
 BF16_ROUNDING = 2.0**-8
 
 
-@pytest.fixture(params=["gloo", "pycomm"])
+@pytest.fixture(params=["pycomm"])
 def backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
