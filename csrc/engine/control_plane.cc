@@ -67,7 +67,7 @@ ControlPlane::ControlPlane(
       missing_(membership.neighbours) {}
 
 ControlPlane::~ControlPlane() {
-  close();
+  static_cast<void>(close());
 }
 
 void ControlPlane::open() {
@@ -76,9 +76,10 @@ void ControlPlane::open() {
   loop_.addTicker(*this);
 }
 
-void ControlPlane::close() noexcept {
+std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
+  std::vector<std::unique_ptr<Link>> closing;
   if (!std::exchange(open_, false)) {
-    return;
+    return closing;
   }
   loop_.unwatch(acceptor_.fd());
   loop_.removeTicker(*this);
@@ -95,8 +96,9 @@ void ControlPlane::close() noexcept {
       static_cast<void>(link.out.flush(sent));
     } catch (const Error&) { // it is gone already
     }
-    closeGently(*link.link);
+    closing.push_back(std::move(link.link));
   }
+  return closing;
 }
 
 FrameHeader ControlPlane::header(FrameType type) const {
@@ -132,6 +134,16 @@ std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortT
 
 void ControlPlane::notice(const ErrorRecord& record) {
   membership_.noticed(record, Clock::now());
+  act();
+}
+
+void ControlPlane::died(int peer) noexcept {
+  const auto found = links_.find(peer);
+  if (found != links_.end()) {
+    // What it wrote before its end has arrived: a goodbye, or a report that tells more than the end does.
+    linkReady(*found->second, EPOLLIN);
+  }
+  membership_.controlClosed(peer, "the kernel has ended its process", Clock::now());
   act();
 }
 

@@ -43,8 +43,10 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
   /// A control link that this rank opened.
   void adopt(int peer, std::unique_ptr<Link> link);
   void notice(const ErrorRecord& record);
-  /// Says goodbye and closes all links. What was queued gets 20 ms a link to leave.
-  void close() noexcept;
+  /// The process of a neighbour on this host has ended, as its DeathWatch says.
+  void died(int peer) noexcept;
+  /// Says goodbye on all links and stops. The links, for closeGently() on another thread: the loop serves other groups.
+  std::vector<std::unique_ptr<Link>> close() noexcept;
 
   /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);

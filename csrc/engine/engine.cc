@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/fork_guard.h"
 #include "engine/group.h"
 
 namespace pycomm {
@@ -13,7 +14,10 @@ Engine::Engine()
     : pid_(::getpid()),
       lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
-      callbacks_(std::make_unique<CallbackPool>()) {}
+      host_mates_(std::make_unique<HostMates>(*control_)),
+      callbacks_(std::make_unique<CallbackPool>()) {
+  installForkGuard();
+}
 
 Engine::~Engine() {
   shutdown(Deadline::never());
@@ -46,6 +50,7 @@ bool Engine::shutdown(Deadline deadline) {
   }
   // Callbacks first: the closed groups have ended every operation, so those that wait for one return now.
   const bool all_ended = callbacks_->stop(deadline);
+  host_mates_->close();
   lane_->stop();
   control_->stop();
   return all_ended;

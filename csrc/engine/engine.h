@@ -9,12 +9,14 @@
 #include "base/deadline.h"
 #include "engine/callback_pool.h"
 #include "engine/event_loop.h"
+#include "engine/host_mates.h"
 
 namespace pycomm {
 
 class Group;
 
-/// The native threads of a process, shared by all its groups: one lane, one control loop, and the callback pool.
+/// The native threads of a process, shared by all its groups: one lane, one control loop, the
+/// callback pool, and the watch over the other processes of this host.
 ///
 /// Whoever embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
 /// thread outlives what it touches.
@@ -36,6 +38,9 @@ class Engine {
   [[nodiscard]] CallbackPool& callbacks() noexcept {
     return *callbacks_;
   }
+  [[nodiscard]] HostMates& hostMates() noexcept {
+    return *host_mates_;
+  }
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
@@ -51,6 +56,7 @@ class Engine {
   const pid_t pid_;
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
+  std::unique_ptr<HostMates> host_mates_;
   std::unique_ptr<CallbackPool> callbacks_;
   std::mutex mutex_; ///< guards groups_
   std::vector<std::weak_ptr<Group>> groups_;

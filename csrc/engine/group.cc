@@ -42,7 +42,9 @@ uint32_t splitsDigest(const std::vector<int64_t>& counts) {
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
   AbortToken none;
-  std::shared_ptr<Group> group(new Group(engine, store, config, meet(store, config.rendezvous, none)));
+  RendezvousConfig meeting = config.rendezvous;
+  meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
+  std::shared_ptr<Group> group(new Group(engine, store, config, meet(store, meeting, none)));
   try {
     group->connect(config);
   } catch (...) {
@@ -69,6 +71,10 @@ Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& re
   for (const Member& member : rendezvous.members) {
     identity_.hosts.push_back(member.host);
     identity_.addresses.push_back(member.address);
+    watch_names_.push_back(member.watch_name);
+    if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
+      host_mates_.push_back(member.rank);
+    }
   }
 }
 
@@ -81,7 +87,7 @@ void Group::connect(const Config& config) {
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
-  membership.neighbours = controlNeighbours(identity_.rank, identity_.size);
+  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, host_mates_);
   membership.group = identity_.name;
   membership.heartbeat_every_ms = config.heartbeat_every_ms;
   membership.dead_after_ms = config.dead_after_ms;
@@ -117,6 +123,13 @@ void Group::connect(const Config& config) {
     control_ = std::make_unique<ControlPlane>(
         identity_, engine_.control(), std::move(listener_), membership, std::move(events));
     control_->open();
+    for (const int mate : membership.neighbours) {
+      if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
+        // Looked away from in close(), on this loop, before control_ goes.
+        watches_.push_back(engine_.hostMates().watch(
+            watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
+      }
+    }
   });
 
   // Of each pair the lower rank connects.
@@ -185,13 +198,17 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
   return cache_.front().prepared;
 }
 
-std::shared_ptr<Operation> Group::start(const Call& call) {
+void Group::refuseInChild() const {
   if (!engine_.belongsToThisProcess()) {
     throw Error(
         ErrorCode::Forked,
         "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.",
         "start workers with the spawn method, or make a new process group in the child");
   }
+}
+
+std::shared_ptr<Operation> Group::start(const Call& call) {
+  refuseInChild();
   Operation::Request request;
   ScheduleRequest schedule = call.schedule;
   schedule.rank = identity_.rank;
@@ -233,6 +250,9 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
 }
 
 bool Group::wait(const Operation& operation, Deadline deadline) {
+  if (!operation.done()) {
+    refuseInChild();
+  }
   EventLoop& lane = engine_.lane();
   if (operation.done() || lane.drive([&] { return operation.done(); }, deadline)) {
     return operation.done();
@@ -251,8 +271,11 @@ void Group::onFailed(const ErrorRecord& cause) {
 }
 
 void Group::abort(const ErrorRecord& reason) {
+  if (!engine_.belongsToThisProcess()) {
+    return;
+  }
   const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (closed_ || !engine_.belongsToThisProcess()) {
+  if (closed_) {
     return;
   }
   ErrorRecord record = reason;
@@ -274,13 +297,13 @@ std::optional<ErrorRecord> Group::failure() const {
 }
 
 void Group::close() {
-  const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (std::exchange(closed_, true)) {
-    return;
-  }
-  if (!engine_.belongsToThisProcess()) {
+  if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
     static_cast<void>(control_.release()); // see Engine::shutdown
     static_cast<void>(data_.release());
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (std::exchange(closed_, true)) {
     return;
   }
   ErrorRecord reason;
@@ -295,10 +318,19 @@ void Group::close() {
     engine_.lane().run([&] { data_.reset(); });
   }
   if (control_ != nullptr) {
+    std::vector<std::unique_ptr<Link>> links;
+    std::vector<Link*> open;
     engine_.control().run([&] {
-      control_->close();
+      for (const uint64_t watch : watches_) {
+        engine_.hostMates().unwatch(watch);
+      }
+      links = control_->close();
       control_.reset();
     });
+    for (const auto& link : links) {
+      open.push_back(link.get());
+    }
+    closeGently(open);
   }
   // The lane may still hold tasks of ours that look at data_: after this run they have been.
   engine_.lane().run([] {});

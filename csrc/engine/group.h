@@ -56,7 +56,7 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
 
   /// Waits until the operation has ended, or the deadline: true if it has ended. The calling thread runs the lane meanwhile if no
-  /// other does. Not on a native thread, and not with the interpreter's lock.
+  /// other does. Not on a native thread, and not with the interpreter's lock. Throws Error(Forked) in a child of fork() if it has not.
   [[nodiscard]] bool wait(const Operation& operation, Deadline deadline);
 
   /// Ends everything on every rank with `reason`, as if the group had failed.
@@ -86,6 +86,7 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
+  void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
@@ -93,6 +94,9 @@ class Group : public std::enable_shared_from_this<Group> {
   Store& store_;
   GroupIdentity identity_;
   RankClaim claim_;
+  std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
+  std::vector<std::string> watch_names_; ///< by rank
+  std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
   std::string address_reason_;
   std::string interface_name_;
   Listener listener_; ///< until connect() hands it on

@@ -202,11 +202,16 @@ std::vector<Membership::Action> Membership::takeActions() {
   return std::exchange(actions_, {});
 }
 
-std::vector<int> controlNeighbours(int rank, int size) {
+std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& host_mates) {
   std::set<int> ranks;
   for (int distance = 1; distance < size; distance *= 2) {
     ranks.insert((rank + distance) % size);
     ranks.insert((rank - distance + size) % size);
+  }
+  const auto self = std::find(host_mates.begin(), host_mates.end(), rank);
+  if (self != host_mates.end()) {
+    ranks.insert(self == host_mates.begin() ? host_mates.back() : *(self - 1));
+    ranks.insert(self + 1 == host_mates.end() ? host_mates.front() : *(self + 1));
   }
   ranks.erase(rank);
   return {ranks.begin(), ranks.end()};

@@ -85,7 +85,9 @@ class Membership {
   std::vector<Action> actions_;
 };
 
-/// Ranks to keep control links with: ±1, ±2, ±4, … around the circle, so that news reaches all of N ranks in log2 N hops.
-[[nodiscard]] std::vector<int> controlNeighbours(int rank, int size);
+/// Ranks to keep control links with: ±1, ±2, ±4, … around the circle, so that news reaches all of N ranks in log2 N hops; and the
+/// next and the previous of `host_mates` (all ranks of this one's host, itself among them, rising), so that every rank that shares a
+/// host has somebody there who notices its death at once.
+[[nodiscard]] std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& host_mates = {});
 
 } // namespace pycomm

@@ -76,24 +76,33 @@ void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& a
   }
 }
 
-void closeGently(Link& link) noexcept {
+void closeGently(const std::vector<Link*>& links) noexcept {
   // A socket closed with unread bytes sends a reset, and on a reset the peer's kernel drops what it had not read yet.
-  link.shutdownWrite();
+  std::vector<pollfd> open;
+  for (Link* link : links) {
+    link->shutdownWrite();
+    open.push_back(pollfd{link->fd(), POLLIN, 0});
+  }
   const Deadline end = Deadline::after(kGentleCloseMs);
   std::array<std::byte, 4096> dropped; // NOLINT: only written
-  try {
-    while (!end.expired()) {
-      const Progress progress = link.tryRead({dropped.data(), dropped.size()});
-      if (progress.closed) {
-        return;
+  for (size_t left = open.size(); left > 0 && !end.expired();) {
+    if (::poll(open.data(), open.size(), end.remainingMs(kGentleCloseMs)) <= 0) {
+      continue; // interrupted, or the time is up
+    }
+    for (size_t i = 0; i < open.size(); ++i) {
+      if (open[i].fd < 0 || open[i].revents == 0) {
+        continue;
       }
-      if (progress.would_block) {
-        pollfd ready{link.fd(), POLLIN, 0};
-        (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
+      bool closed = true;
+      try {
+        closed = links[i]->tryRead({dropped.data(), dropped.size()}).closed;
+      } catch (const Error&) { // the peer was faster
+      }
+      if (closed) {
+        open[i].fd = -1; // poll() passes over it
+        --left;
       }
     }
-  } catch (const std::exception&) {
-    // the peer was faster
   }
 }
 

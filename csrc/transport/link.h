@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "base/abort_token.h"
 #include "base/buffer_view.h"
@@ -44,7 +45,8 @@ class Link {
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);
 void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
 
-/// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
-void closeGently(Link& link) noexcept;
+/// Closing without losing what is queued: ends the write sides, then reads and drops until the peers close too or 20 ms
+/// in all.
+void closeGently(const std::vector<Link*>& links) noexcept;
 
 } // namespace pycomm

@@ -12,6 +12,7 @@ namespace {
 
 constexpr size_t kMaxConfigNbytes = 4096;
 constexpr size_t kMaxHostNbytes = 255;
+constexpr size_t kMaxWatchNbytes = 32;
 
 // One line, whatever the user's host name or options hold.
 std::string oneLine(std::string text, size_t max_nbytes) {
@@ -80,6 +81,7 @@ std::string RankRecord::wireText() const {
   put("route", route.wireText());
   put("digest", std::to_string(config_digest));
   put("nonce", std::to_string(nonce));
+  put("watch", oneLine(watch_name, kMaxWatchNbytes));
   put("config", oneLine(config_text, kMaxConfigNbytes));
   return out;
 }
@@ -122,6 +124,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.config_digest = static_cast<uint32_t>(number("digest", UINT32_MAX));
   record.nonce = number("nonce", UINT64_MAX);
   record.config_text = oneLine(fields["config"], kMaxConfigNbytes);
+  record.watch_name = oneLine(fields["watch"], kMaxWatchNbytes);
   if (number("rank", INT32_MAX) != static_cast<uint64_t>(rank)) {
     refuse(rank, "it says rank " + fields["rank"]);
   }

@@ -72,6 +72,7 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route)
   record.config_digest = config.config_digest;
   record.config_text = config.config_text;
   record.nonce = config.rank == 0 ? randomNonce() : 0;
+  record.watch_name = config.watch_name;
   return record;
 }
 
@@ -138,6 +139,7 @@ std::vector<Member> exchangeAddresses(
     member.host = record.host;
     member.identity = record.identity;
     member.pid = record.process.pid;
+    member.watch_name = record.watch_name;
     member.address = readAddress(record.rank, text);
     members.push_back(std::move(member));
   }

@@ -25,6 +25,7 @@ struct RendezvousConfig {
   PortRange ports;
   uint32_t config_digest = 0; ///< of every option that must be the same on all ranks
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
+  std::string watch_name; ///< where processes of this host may watch this one; empty: nowhere
   Deadline deadline = Deadline::never();
 };
 
@@ -35,6 +36,7 @@ struct Member {
   HostIdentity identity;
   int64_t pid = 0;
   SocketAddress address; ///< where it listens
+  std::string watch_name;
 };
 
 struct Rendezvous {

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+
+namespace pycomm {
+
+/// How often this process image came out of a fork() since installForkGuard(): 0 in the process that loaded the library. What was made
+/// under another count belongs to the parent.
+[[nodiscard]] uint32_t forkCount() noexcept;
+
+/// From now on a child of fork() closes, before anything else runs there, every descriptor that a UniqueFd holds. Otherwise a child
+/// keeps its dead parent's connections open, and the other ranks learn of the death only by its silence. Idempotent.
+///
+/// Not installed by itself: a test may fork in order to part the two ends of a link.
+void installForkGuard() noexcept;
+
+/// Called by UniqueFd: `fd` is to be closed in children, or no longer.
+void guardFd(int fd) noexcept;
+void unguardFd(int fd) noexcept;
+
+} // namespace pycomm

@@ -1,0 +1,360 @@
+#include "engine/host_mates.h"
+
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "transport/socket_error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kBacklog = 1024;
+constexpr size_t kMaxName = 64; // of what another rank says is its name
+constexpr uint32_t kMagic = 0x61776370; // "pcwa": the one message there is, from who is watched to who watches
+
+struct Greeting {
+  uint32_t magic = kMagic;
+  uint32_t word = 0;
+};
+
+void tell(const std::string& why) {
+  log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
+}
+
+// An address in the abstract namespace: no file, gone with its socket.
+socklen_t fill(sockaddr_un& address, const std::string& name) {
+  const std::string path = "pycomm/" + name;
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, path.data(), path.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+}
+
+bool sameUser(int fd) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
+}
+
+bool sendGreeting(int socket, const Greeting& greeting, int words) {
+  Greeting copy = greeting;
+  iovec part{&copy, sizeof copy};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(rights), &words, sizeof words);
+  return ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(sizeof copy);
+}
+
+// The words, or nothing if this is no greeting.
+UniqueFd readGreeting(int socket, Greeting& greeting) {
+  iovec part{&greeting, sizeof greeting};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  const ssize_t got = ::recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  UniqueFd words;
+  if (got < 0) {
+    return words;
+  }
+  const cmsghdr* rights = CMSG_FIRSTHDR(&message);
+  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
+      rights->cmsg_len == CMSG_LEN(sizeof(int))) {
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+    words = UniqueFd(fd);
+  }
+  const bool whole = got == static_cast<ssize_t>(sizeof greeting) && greeting.magic == kMagic;
+  return whole ? std::move(words) : UniqueFd();
+}
+
+} // namespace
+
+/// Where others come to.
+struct HostMates::Desk final : EventLoop::Handler {
+  explicit Desk(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) noexcept override {
+    mates.admit();
+  }
+  HostMates& mates; ///< holds this
+  UniqueFd socket;
+};
+
+/// A process that watches us. It says nothing; when it hangs up, its word is free.
+struct HostMates::Guest final : EventLoop::Handler {
+  explicit Guest(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) noexcept override {
+    mates.dismiss(socket.get());
+  }
+  HostMates& mates; ///< holds this
+  UniqueFd socket;
+  uint32_t word = 0;
+};
+
+/// A process that we watch.
+struct HostMates::Mate final : EventLoop::Handler {
+  explicit Mate(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) noexcept override {
+    mates.heard(*this);
+  }
+  HostMates& mates; ///< holds this
+  std::string name;
+  UniqueFd socket;
+  uint64_t watch = 0; ///< 0 until its greeting has come
+  bool dead = false;
+  std::unordered_map<uint64_t, Died> interests;
+};
+
+HostMates::HostMates(EventLoop& loop) : loop_(loop) {}
+
+HostMates::~HostMates() {
+  close();
+}
+
+std::string HostMates::name() {
+  const std::lock_guard<std::mutex> lock(name_mutex_);
+  if (!std::exchange(opened_, true)) {
+    try {
+      loop_.run([&] { open(); });
+    } catch (const std::exception& error) {
+      name_.clear();
+      tell(error.what());
+    }
+  }
+  return name_;
+}
+
+void HostMates::open() {
+  uint64_t number = 0;
+  if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+    throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
+  }
+  std::array<char, 17> text{};
+  (void)std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
+  auto desk = std::make_unique<Desk>(*this);
+  desk->socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!desk->socket) {
+    throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
+  }
+  sockaddr_un address{};
+  const socklen_t length = fill(address, text.data());
+  if (::bind(desk->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      ::listen(desk->socket.get(), kBacklog) != 0) {
+    throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
+  }
+  (void)deathWatch(); // a name that promises nothing would only be connected to in vain
+  loop_.watch(desk->socket.get(), EPOLLIN, *desk);
+  desk_ = std::move(desk);
+  name_ = text.data();
+}
+
+DeathWatch& HostMates::deathWatch() {
+  if (death_watch_ == nullptr) {
+    death_watch_ = std::make_unique<DeathWatch>([this](uint64_t watch) { loop_.post([this, watch] { onDeath(watch); }); });
+  }
+  return *death_watch_;
+}
+
+void HostMates::admit() noexcept {
+  for (int i = 0; i < kBacklog; ++i) {
+    UniqueFd socket(::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+        // Who waits there would keep the socket readable and this loop awake. It finds the name gone and does without.
+        tell(errnoText(errno));
+        loop_.unwatch(desk_->socket.get());
+        desk_->socket.reset();
+        return;
+      }
+      if (errno == EAGAIN) {
+        return;
+      }
+      continue; // of that connection, not of the socket
+    }
+    if (!sameUser(socket.get())) {
+      continue;
+    }
+    const std::optional<uint32_t> word = deathWatch().lend();
+    if (!word) {
+      continue;
+    }
+    try {
+      auto guest = std::make_unique<Guest>(*this);
+      Greeting greeting;
+      greeting.word = *word;
+      if (!sendGreeting(socket.get(), greeting, deathWatch().wordsFd())) {
+        deathWatch().takeBack(*word);
+        continue;
+      }
+      const int fd = socket.get();
+      guest->socket = std::move(socket);
+      guest->word = *word;
+      loop_.watch(fd, EPOLLIN, *guest);
+      guests_[fd] = std::move(guest);
+    } catch (const std::exception& error) {
+      deathWatch().takeBack(*word);
+      tell(error.what());
+    }
+  }
+}
+
+void HostMates::dismiss(int fd) noexcept {
+  const auto guest = guests_.find(fd);
+  loop_.unwatch(fd);
+  deathWatch().takeBack(guest->second->word);
+  guests_.erase(guest);
+}
+
+uint64_t HostMates::watch(const std::string& name, Died died) {
+  const uint64_t interest = next_interest_++;
+  if (closed_ || name.empty() || name.size() > kMaxName) {
+    return interest;
+  }
+  auto found = mates_.find(name);
+  if (found == mates_.end()) {
+    auto mate = std::make_unique<Mate>(*this);
+    mate->name = name;
+    mate->socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    sockaddr_un address{};
+    const socklen_t length = fill(address, name);
+    if (!mate->socket ||
+        ::connect(mate->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        !sameUser(mate->socket.get())) {
+      tell("no connection to a process of this host, " + errnoText(errno));
+      return interest;
+    }
+    try {
+      loop_.watch(mate->socket.get(), EPOLLIN, *mate);
+    } catch (const std::exception& error) {
+      tell(error.what());
+      return interest;
+    }
+    found = mates_.emplace(name, std::move(mate)).first;
+  }
+  found->second->interests.emplace(interest, std::move(died));
+  if (found->second->dead) { // died for another group, which still looks
+    loop_.post([this, name, interest] {
+      const auto mate = mates_.find(name);
+      if (mate != mates_.end()) {
+        const auto entry = mate->second->interests.find(interest);
+        if (entry != mate->second->interests.end()) {
+          Died(entry->second)();
+        }
+      }
+    });
+  }
+  return interest;
+}
+
+void HostMates::unwatch(uint64_t interest) noexcept {
+  for (auto& entry : mates_) {
+    if (entry.second->interests.erase(interest) != 0) {
+      if (entry.second->interests.empty()) {
+        forget(std::string(entry.first));
+      }
+      return;
+    }
+  }
+}
+
+void HostMates::forget(const std::string& name) noexcept {
+  const auto mate = mates_.find(name);
+  if (mate->second->socket) {
+    loop_.unwatch(mate->second->socket.get());
+  }
+  if (mate->second->watch != 0) {
+    deathWatch().unwatch(mate->second->watch);
+  }
+  mates_.erase(mate);
+}
+
+void HostMates::heard(Mate& mate) noexcept {
+  if (mate.watch == 0) {
+    Greeting greeting;
+    errno = 0;
+    const UniqueFd words = readGreeting(mate.socket.get(), greeting);
+    if (!words && errno == EAGAIN) {
+      return;
+    }
+    if (words) {
+      try {
+        mate.watch = deathWatch().watch(words, greeting.word);
+        return;
+      } catch (const std::exception& error) {
+        tell(error.what());
+      }
+    }
+  }
+  // It has hung up, in order or not; the word tells which. Nothing else is ever said here.
+  loop_.unwatch(mate.socket.get());
+  mate.socket.reset();
+}
+
+void HostMates::onDeath(uint64_t watch) noexcept {
+  for (const auto& entry : mates_) {
+    Mate& mate = *entry.second;
+    if (mate.watch != watch) {
+      continue;
+    }
+    mate.dead = true;
+    const std::unordered_map<uint64_t, Died> told = mate.interests; // who is told may look away
+    for (const auto& interest : told) {
+      interest.second();
+    }
+    return;
+  }
+}
+
+void HostMates::close() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(name_mutex_);
+    opened_ = true; // a name that was never asked for is not opened any more
+    name_.clear();
+  }
+  DeathWatch* watch = nullptr;
+  loop_.run([&] {
+    closed_ = true;
+    watch = death_watch_.get();
+  });
+  if (watch != nullptr) {
+    watch->stop(); // not on the loop: its thread may be posting to it
+  }
+  loop_.run([&] {
+    for (const auto& guest : guests_) {
+      loop_.unwatch(guest.first);
+    }
+    for (const auto& mate : mates_) {
+      if (mate.second->socket) {
+        loop_.unwatch(mate.second->socket.get());
+      }
+    }
+    if (desk_ != nullptr && desk_->socket) {
+      loop_.unwatch(desk_->socket.get());
+    }
+    guests_.clear();
+    mates_.clear();
+    desk_.reset();
+  });
+}
+
+} // namespace pycomm
