@@ -1,0 +1,89 @@
+#include "base/fork_guard.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <functional>
+#include <utility>
+
+#include "base/unique_fd.h"
+
+namespace pycomm {
+namespace {
+
+bool isOpen(int fd) {
+  return ::fcntl(fd, F_GETFD) >= 0;
+}
+
+bool inChild(const std::function<bool()>& body) {
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::_exit(body() ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(pid, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+std::pair<UniqueFd, UniqueFd> pipeOfOurs() {
+  std::array<int, 2> ends{};
+  EXPECT_EQ(::pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK), 0);
+  return {UniqueFd(ends[0]), UniqueFd(ends[1])};
+}
+
+TEST(ForkGuard, AChildHoldsNothingOpen) {
+  installForkGuard();
+  installForkGuard(); // once is enough, twice no harm
+  auto [read_end, write_end] = pipeOfOurs();
+  std::array<int, 2> foreign{};
+  ASSERT_EQ(::pipe2(foreign.data(), O_CLOEXEC), 0);
+  const int ours = read_end.get();
+  EXPECT_TRUE(inChild([&] { return !isOpen(ours) && isOpen(foreign[0]) && forkCount() == 1; }));
+  EXPECT_TRUE(isOpen(ours));
+  EXPECT_EQ(forkCount(), 0U);
+  ::close(foreign[0]);
+  ::close(foreign[1]);
+}
+
+TEST(ForkGuard, AParentsObjectClosesNothingInTheChild) {
+  installForkGuard();
+  auto [read_end, write_end] = pipeOfOurs();
+  const int number = read_end.get();
+  EXPECT_TRUE(inChild([&, read = &read_end] {
+    // The lowest free number is given out again: to somebody else, whose descriptor it now is.
+    const UniqueFd other(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (other.get() > number) {
+      return false;
+    }
+    const int theirs = ::fcntl(other.get(), F_DUPFD, number);
+    read->reset();
+    UniqueFd moved = std::move(*read);
+    moved.reset();
+    return theirs == number ? isOpen(theirs) : other.get() == number && isOpen(number);
+  }));
+}
+
+TEST(ForkGuard, AChildsOwnDescriptorsAreItsOwn) {
+  installForkGuard();
+  EXPECT_TRUE(inChild([] {
+    auto [read_end, write_end] = pipeOfOurs();
+    const int number = read_end.get();
+    const bool hidden = inChild([&] { return !isOpen(number) && forkCount() == 2; });
+    read_end.reset();
+    return hidden && !isOpen(number);
+  }));
+}
+
+TEST(ForkGuard, ReleasedDescriptorsAreNoLongerGuarded) {
+  installForkGuard();
+  auto [read_end, write_end] = pipeOfOurs();
+  const int released = read_end.release();
+  EXPECT_TRUE(inChild([&] { return isOpen(released); }));
+  ::close(released);
+}
+
+} // namespace
+} // namespace pycomm
