@@ -42,7 +42,7 @@ def around_the_ring(rank: int, world_size: int) -> None:
             assert torch.equal(
                 arriving.view(torch.uint8), pattern(numel, left, dtype).view(torch.uint8)
             )
-    # Blocking, even ranks first. Two neighbours that both send first get on: small sends are buffered.
+    # Blocking, even ranks first. Neighbours that both send first get on: small sends are buffered.
     value = torch.tensor([float(rank)])
     if rank % 2 == 0:
         dist.send(value, right)
