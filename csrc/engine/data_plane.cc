@@ -11,8 +11,7 @@ namespace {
 
 constexpr size_t kKeepStagingNbytes = 32 << 20;
 
-Protocol::Config protocolConfig(const GroupIdentity& identity) {
-  Protocol::Config config;
+Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config config) {
   config.rank = identity.rank;
   config.size = identity.size;
   config.group = identity.hash;
@@ -23,11 +22,12 @@ Protocol::Config protocolConfig(const GroupIdentity& identity) {
 
 } // namespace
 
-DataPlane::DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice)
+DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options)
     : identity_(std::move(identity)),
+      options_(std::move(options)),
       lane_(lane),
       notice_(std::move(notice)),
-      protocol_(protocolConfig(identity_)),
+      protocol_(protocolConfig(identity_, options_.limits)),
       staging_(kKeepStagingNbytes),
       point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
@@ -39,6 +39,17 @@ DataPlane::DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice)
 DataPlane::~DataPlane() {
   lane_.removeTicker(*this);
   stopPorts();
+}
+
+DataPlane::Usage DataPlane::usage() const {
+  Usage usage;
+  usage.transfers = transfers_.size();
+  for (const auto& entry : held_) {
+    usage.held_frames += entry.second.size();
+  }
+  usage.staging_nbytes = staging_.takenNbytes();
+  usage.protocol = protocol_.usage();
+  return usage;
 }
 
 void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {

@@ -9,10 +9,11 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "engine/event_loop.h"
+#include "engine/loop.h"
 #include "engine/operation.h"
 #include "engine/point_to_point.h"
 #include "engine/port.h"
@@ -42,12 +43,28 @@ struct GroupIdentity {
 /// It never decides that the group has failed. What it notices goes to `notice`, the control plane agrees with the other ranks on
 /// one cause, and `fail` brings that cause back.
 /// Thread: the lane's, for everything.
-class DataPlane final : public PortOwner, public InChannel::Receiver, public EventLoop::Ticker {
+class DataPlane final : public PortOwner, public InChannel::Receiver, public Loop::Ticker {
  public:
   /// Any thread may be behind it; must not block.
   using Notice = std::function<void(ErrorRecord)>;
 
-  DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice);
+  /// What a simulator puts in other's place.
+  struct Options {
+    std::function<std::unique_ptr<Link>(int peer)> connect; ///< begins to connect; empty: over TCP
+    Protocol::Config limits; ///< of flow control; who takes part is filled in from the identity
+    size_t read_buffer_nbytes = 64 << 10; ///< of each link
+  };
+  /// What is kept for operations; all zero when nothing is under way, here or at peers that are ahead.
+  struct Usage {
+    size_t transfers = 0;
+    size_t held_frames = 0;
+    size_t staging_nbytes = 0;
+    Protocol::Usage protocol;
+  };
+
+  DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options);
+  DataPlane(GroupIdentity identity, Loop& lane, Notice notice)
+      : DataPlane(std::move(identity), lane, std::move(notice), Options()) {}
   ~DataPlane() override;
 
   void post(std::shared_ptr<Operation> operation);
@@ -61,7 +78,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed);
 
-  // PortOwner, InChannel::Receiver, EventLoop::Ticker
+  [[nodiscard]] Usage usage() const;
+
+  // PortOwner, InChannel::Receiver, Loop::Ticker
   void onPortReady(int peer, bool outgoing, uint32_t events) noexcept override;
   [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
@@ -116,7 +135,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void report(int peer, const std::exception_ptr& exception) noexcept;
 
   const GroupIdentity identity_;
-  EventLoop& lane_;
+  const Options options_;
+  Loop& lane_;
   const Notice notice_;
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers

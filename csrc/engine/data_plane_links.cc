@@ -7,6 +7,7 @@
 
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
+#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {
@@ -24,7 +25,10 @@ OutPort& DataPlane::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
   if (port == nullptr) {
     port = std::make_unique<OutPort>(
-        *this, peer, startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+        *this,
+        peer,
+        options_.connect ? options_.connect(peer)
+                         : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
     port->waits_for_room = true;
     writeHello(*port);
     lane_.watch(port->link->fd(), EPOLLOUT, *port);
@@ -182,7 +186,7 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
     if (failure_ || closing_ || port != nullptr) {
       return; // a second connection of one rank is no peer of ours: drop it
     }
-    port = std::make_unique<InPort>(*this, peer, std::move(link), *this);
+    port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
     lane_.watch(port->link->fd(), EPOLLIN, *port);
     readPort(*port);
   });
