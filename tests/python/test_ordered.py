@@ -203,7 +203,7 @@ def test_the_name_and_signature_stay_the_hooks() -> None:
 
 
 EXIT_WITH_A_HOOK_THAT_NEVER_ENDS = """
-import threading, torch
+import threading, time, torch
 from torch.futures import Future
 from pycomm.comm_hooks import ordered
 
@@ -220,12 +220,11 @@ def stuck(state, bucket):
 wrapped = ordered(stuck)
 wrapped(None, Bucket())
 entered.wait()
-print("leaving", flush=True)
+print(time.monotonic())
 """
 
 
 def test_exit_is_bounded_even_if_the_hook_never_ends() -> None:
-    started_s = time.monotonic()
     result = run_python(["-c", EXIT_WITH_A_HOOK_THAT_NEVER_ENDS], timeout_s=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "leaving\n", "")
-    assert time.monotonic() - started_s < 20
+    assert (result.returncode, result.stderr) == (0, "")
+    assert time.monotonic() - float(result.stdout) < 20
