@@ -58,6 +58,7 @@ from zygote import Process, ZygoteDiedError, zygote_for
 __all__ = [
     "LOOPBACK",
     "TESTS_DIR",
+    "TORCH_DDP",
     "RankError",
     "RankResult",
     "RankResults",
@@ -73,6 +74,13 @@ __all__ = [
     "run_ranks",
     "start_ranks",
 ]
+
+TORCH_DDP = ("torch._dynamo",)
+"""For ``preload``: what torch's wrapper imports when it is first made, as much as torch itself.
+
+It also ends a nuisance. Once a group exists, default arguments of modules imported then keep that
+group, and with it gloo's threads, alive to the end of the process, which at times aborts there.
+"""
 
 _TAIL_NCHARS = 6000
 _LOOKS_ASLEEP = 10

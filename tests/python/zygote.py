@@ -91,7 +91,7 @@ class Zygote:
     def __init__(self, modules: Sequence[str]) -> None:
         self.env = child_environment()
         self._death = ""
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other_end:
             self._process = subprocess.Popen(
