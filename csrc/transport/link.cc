@@ -76,8 +76,28 @@ void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& a
   }
 }
 
-void closeGently(const std::vector<Link*>& links) noexcept {
+void Link::closeGently() noexcept {
   // A socket closed with unread bytes sends a reset, and on a reset the peer's kernel drops what it had not read yet.
+  shutdownWrite();
+  const Deadline end = Deadline::after(kGentleCloseMs);
+  std::array<std::byte, 4096> dropped; // NOLINT: only written
+  try {
+    while (!end.expired()) {
+      const Progress progress = tryRead({dropped.data(), dropped.size()});
+      if (progress.closed) {
+        return;
+      }
+      if (progress.would_block) {
+        pollfd ready{fd(), POLLIN, 0};
+        (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
+      }
+    }
+  } catch (const std::exception&) {
+    // the peer was faster
+  }
+}
+
+void closeAllGently(const std::vector<Link*>& links) noexcept {
   std::vector<pollfd> open;
   for (Link* link : links) {
     link->shutdownWrite();
