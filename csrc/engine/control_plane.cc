@@ -6,9 +6,13 @@
 #include <cstring>
 #include <utility>
 
+#include "engine/failure_text.h"
+
 namespace pycomm {
 namespace {
 constexpr size_t kControlBufferNbytes = 4 << 10;
+// How long peers may wait at the door of a process that has no descriptor for them.
+constexpr std::chrono::seconds kTrouble{3};
 } // namespace
 
 /// One neighbour's link, used in both directions.
@@ -268,6 +272,9 @@ TimePoint ControlPlane::nextTick() const noexcept {
 void ControlPlane::tick(TimePoint now) noexcept {
   if (acceptor_ && acceptor_->nextDeadline() <= now) {
     poll();
+  }
+  if (acceptor_ && acceptor_->troubleSince() != TimePoint::max() && now - acceptor_->troubleSince() >= kTrouble) {
+    membership_.noticed(cannotAccept(*acceptor_->trouble(), identity_), now);
   }
   membership_.tick(now);
   act();

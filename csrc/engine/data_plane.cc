@@ -58,7 +58,9 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
     std::rethrow_exception(exception);
   } catch (const Error& error) {
     record = error.record();
-    if (peer >= 0) {
+    if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {
+      record = withNeed(std::move(record), identity_); // its own trouble, whatever peer it had to do with
+    } else if (peer >= 0) {
       record.peer = peer;
       record.peer_host = identity_.hosts[static_cast<size_t>(peer)];
     }

@@ -13,6 +13,7 @@
 #include <future>
 
 #include "base/error.h"
+#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {
@@ -23,13 +24,8 @@ constexpr int kLongestSleepMs = 1000;
 constexpr std::chrono::milliseconds kGrace{1};
 
 [[noreturn]] void throwErrno(const char* call, int error_number) {
-  ErrorRecord record;
-  const bool files = error_number == EMFILE || error_number == ENFILE;
-  record.code = files ? ErrorCode::TooManyFiles : ErrorCode::SystemError;
-  record.summary = std::string("an event loop could not be set up: ") + call + " failed";
-  record.cause = errnoText(error_number);
-  record.hint = files ? "raise the limit on open files (ulimit -n)" : "";
-  throw Error(record);
+  const std::string summary = std::string("an event loop could not be set up: ") + call + " failed";
+  throw Error(systemError(ErrorCode::SystemError, summary, error_number));
 }
 
 } // namespace

@@ -34,6 +34,28 @@ std::string rankText(int rank, const GroupIdentity& identity) {
 
 } // namespace
 
+ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
+  record.rank = identity.rank;
+  record.host = localHostName();
+  record.peer = identity.rank;
+  record.peer_host = record.host;
+  record.group = identity.name;
+  if (record.code == ErrorCode::TooManyFiles) {
+    // With every other rank a link each way, a control link with about 2 log2 of them, and what a group has once.
+    record.summary += "; a group of " + std::to_string(identity.size) + " ranks takes up to " +
+        std::to_string(3 * (identity.size - 1) + 8);
+  }
+  return record;
+}
+
+ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity) {
+  ErrorRecord record = withNeed(trouble, identity);
+  record.phase = "connect";
+  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
+      " cannot take the connections of other ranks: " + record.summary;
+  return record;
+}
+
 ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
   ErrorRecord record = cause;
   const ErrorRecord local = about(operation, cause.peer, identity);

@@ -9,6 +9,10 @@ namespace pycomm {
 
 // The sentences of failures, in one place, so that they read alike.
 
+/// Out of descriptors or memory: with who it is that lacks them, and how many descriptors its group takes.
+[[nodiscard]] ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity);
+[[nodiscard]] ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity);
+
 /// The group's cause, as the error of one operation on this rank.
 [[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);
 

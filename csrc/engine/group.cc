@@ -44,11 +44,21 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   AbortToken none;
   RendezvousConfig meeting = config.rendezvous;
   meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
-  std::shared_ptr<Group> group(new Group(engine, store, config, meet(store, meeting, none)));
+  std::shared_ptr<Group> group;
   try {
+    group.reset(new Group(engine, store, config, meet(store, meeting, none)));
     group->connect(config);
-  } catch (...) {
-    group->close();
+  } catch (const Error& error) {
+    if (group != nullptr) {
+      group->close();
+    }
+    if (error.record().code == ErrorCode::TooManyFiles && error.record().peer < 0) { // not yet told
+      GroupIdentity self;
+      self.rank = meeting.rank;
+      self.size = meeting.size;
+      self.name = meeting.group_name;
+      throw Error(withNeed(error.record(), self));
+    }
     throw;
   }
   engine.add(group);

@@ -1,6 +1,8 @@
 #include "transport/acceptor.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -35,46 +37,56 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
     throw Error(systemError(ErrorCode::SystemError, "the listener cannot be watched", errno));
   }
   listen(true);
+  keepSpare();
 }
 
 Acceptor::~Acceptor() = default;
 
 std::vector<Accepted> Acceptor::poll(TimePoint now) {
   std::vector<Accepted> accepted;
+  keepSpare();
   if (listening_ || now >= listen_again_) {
     acceptNew(now);
   }
   // All of them, not only those that epoll names: there are few, and no descriptor outlives its stranger this way.
   for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
-    why_dropped_ = "said nothing useful for 2 s";
     Verdict verdict = stranger->refused ? drain(*stranger) : hear(*stranger);
     if (verdict == Verdict::Wait && now - stranger->arrived >= kPatience) {
-      verdict = Verdict::Drop;
+      verdict = giveUp("said nothing useful for 2 s");
     }
     switch (verdict) {
       case Verdict::Wait:
         ++stranger;
         continue;
-      case Verdict::Introduced: {
-        Accepted peer;
-        peer.hello = decodeHello({stranger->bytes.data(), stranger->nbytes}).hello;
-        (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger->link->fd(), nullptr);
-        peer.link = std::move(stranger->link);
-        accepted.push_back(std::move(peer));
+      case Verdict::Introduced:
+        try {
+          Accepted peer;
+          peer.hello = decodeHello({stranger->bytes.data(), stranger->nbytes}).hello;
+          (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger->fd.get(), nullptr);
+          peer.link = std::make_unique<TcpLink>(std::move(stranger->fd), config_.tcp);
+          accepted.push_back(std::move(peer));
+        } catch (const std::exception& error) {
+          log(LogLevel::Warn, std::string("a peer was lost: ") + error.what());
+        }
         break;
-      }
       case Verdict::Drop:
         if (!stranger->refused) {
-          reject(*stranger, why_dropped_, now);
+          reject(*stranger, now);
         }
         break;
     }
     stranger = strangers_.erase(stranger);
   }
-  if (!listening_ && trouble_.empty() && strangers_.size() < kMaxStrangers) {
+  if (!listening_ && !trouble_ && strangers_.size() < kMaxStrangers) {
     listen(true);
   }
   return accepted;
+}
+
+void Acceptor::keepSpare() noexcept {
+  if (!spare_) {
+    spare_ = UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  }
 }
 
 TimePoint Acceptor::nextDeadline() const noexcept {
@@ -83,6 +95,7 @@ TimePoint Acceptor::nextDeadline() const noexcept {
 }
 
 void Acceptor::acceptNew(TimePoint now) {
+  bool accepted = false;
   // At most one round of places at a time, so that a flood cannot keep the caller here.
   for (size_t i = 0; i < kMaxStrangers; ++i) {
     if (!makeRoom(now)) {
@@ -91,22 +104,35 @@ void Acceptor::acceptNew(TimePoint now) {
     }
     try {
       auto incoming = listener_.accept();
-      trouble_.clear();
+      trouble_.reset();
+      trouble_since_ = TimePoint::max();
       listen(true);
       if (!incoming) {
         return;
       }
+      accepted = true;
       Stranger stranger;
-      stranger.link = std::make_unique<TcpLink>(std::move(incoming->fd), config_.tcp);
+      stranger.fd = std::move(incoming->fd);
+      stranger.remote = incoming->remote;
       stranger.arrived = now;
       epoll_event event{};
       event.events = EPOLLIN | EPOLLRDHUP;
-      if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.link->fd(), &event) == 0) {
+      if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.fd.get(), &event) == 0) {
         strangers_.push_back(std::move(stranger));
       }
-    } catch (const std::exception& error) {
-      trouble_ = error.what();
-      log(LogLevel::Warn, "connections wait: " + trouble_);
+    } catch (const Error& error) {
+      if (spare_) {
+        spare_.reset();
+        continue;
+      }
+      if (accepted) {
+        return; // whom the reserve let in is heard first; most of them go again
+      }
+      if (!trouble_) {
+        log(LogLevel::Warn, std::string("connections wait: ") + error.what());
+        trouble_since_ = now;
+      }
+      trouble_ = error.record();
       pauseUntil(now + kPauseWithoutFiles);
       return;
     }
@@ -120,38 +146,43 @@ bool Acceptor::makeRoom(TimePoint now) {
   if (now - strangers_.front().arrived < kPatienceWhenFull) {
     return false;
   }
-  reject(strangers_.front(), "was silent while others waited", now);
+  (void)giveUp("was silent while others waited");
+  reject(strangers_.front(), now);
   strangers_.pop_front();
   return true;
+}
+
+Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
+  why_dropped_ = std::move(why);
+  harmless_ = harmless;
+  return Verdict::Drop;
 }
 
 Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
   using State = HelloReading::State;
   for (;;) {
     // Never more than the hello: what follows belongs to whoever takes the link.
-    BufferView room{stranger.bytes.data() + stranger.nbytes, stranger.bytes.size() - stranger.nbytes};
-    Progress progress;
-    try {
-      progress = stranger.link->tryRead(room);
-    } catch (const std::exception& error) {
-      why_dropped_ = error.what();
-      return Verdict::Drop;
+    const ssize_t got = ::recv(
+        stranger.fd.get(),
+        stranger.bytes.data() + stranger.nbytes,
+        stranger.bytes.size() - stranger.nbytes,
+        MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) {
+      continue;
     }
-    if (progress.would_block) {
+    if (got < 0 && errno == EAGAIN) {
       return Verdict::Wait;
     }
-    if (progress.closed) {
-      why_dropped_ = "hung up before saying who it is";
-      return Verdict::Drop;
+    if (got <= 0) { // the end or a reset, after nothing but the beginning of a hello
+      return giveUp("hung up before saying who it is", true);
     }
-    stranger.nbytes += progress.nbytes;
+    stranger.nbytes += static_cast<size_t>(got);
     const HelloReading reading = decodeHello({stranger.bytes.data(), stranger.nbytes});
     switch (reading.state) {
       case State::Incomplete:
         break;
       case State::ProtocolViolation:
-        why_dropped_ = reading.why;
-        return Verdict::Drop;
+        return giveUp(reading.why);
       case State::VersionMismatch:
         return refuse(stranger, ErrorCode::VersionMismatch, reading.why);
       case State::Complete: {
@@ -171,23 +202,19 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
 
 Acceptor::Verdict Acceptor::drain(Stranger& stranger) {
   std::array<std::byte, kMaxBytesOfStranger> dropped; // NOLINT: only written
-  try {
-    for (;;) {
-      const size_t left = kMaxBytesOfStranger - stranger.nbytes - stranger.drained;
-      if (left == 0) {
-        return Verdict::Drop;
-      }
-      const Progress progress = stranger.link->tryRead({dropped.data(), left});
-      if (progress.would_block) {
-        return Verdict::Wait;
-      }
-      if (progress.closed) {
-        return Verdict::Drop;
-      }
-      stranger.drained += progress.nbytes;
+  for (;;) {
+    const size_t left = kMaxBytesOfStranger - stranger.nbytes - stranger.drained;
+    if (left == 0) {
+      return Verdict::Drop;
     }
-  } catch (const std::exception&) {
-    return Verdict::Drop;
+    const ssize_t got = ::recv(stranger.fd.get(), dropped.data(), left, MSG_DONTWAIT);
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    if (got <= 0) {
+      return got < 0 && errno == EAGAIN ? Verdict::Wait : Verdict::Drop;
+    }
+    stranger.drained += static_cast<size_t>(got);
   }
 }
 
@@ -201,30 +228,30 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
     reason.hint = "install the same pycomm on all hosts";
   }
   const std::string reply = encodeHelloRefused(config_.group, reason);
-  const ConstBufferView bytes{reinterpret_cast<const std::byte*>(reply.data()), reply.size()};
-  try {
-    // Once, and as far as it goes: a fresh connection has room for a few hundred bytes.
-    (void)stranger.link->tryWrite(&bytes, 1);
-  } catch (const std::exception&) {
+  (void)giveUp(why);
+  // Once, and as far as it goes: a fresh connection has room for a few hundred bytes.
+  if (::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     return Verdict::Drop;
   }
-  stranger.link->shutdownWrite();
-  reject(stranger, why, stranger.arrived);
+  (void)::shutdown(stranger.fd.get(), SHUT_WR);
+  reject(stranger, stranger.arrived);
   // Closing now would reset the connection over unread bytes, and the reply would be lost with it.
   stranger.refused = true;
   return drain(stranger);
 }
 
-void Acceptor::reject(const Stranger& stranger, const std::string& why, TimePoint now) {
+void Acceptor::reject(const Stranger& stranger, TimePoint now) {
   ++rejected_;
   ++unlogged_;
-  if (now - last_log_ < kBetweenLogLines || !logEnabled(LogLevel::Warn)) {
+  const LogLevel level = harmless_ ? LogLevel::Info : LogLevel::Warn;
+  TimePoint& last = last_log_[harmless_ ? 0 : 1];
+  if (now - last < kBetweenLogLines || !logEnabled(level)) {
     return;
   }
-  log(LogLevel::Warn,
+  log(level,
       listener_.address().text() + " turned away " + std::to_string(unlogged_) + " connection(s), the last from " +
-          stranger.link->remote().text() + ": " + why);
-  last_log_ = now;
+          stranger.remote.text() + ": " + why_dropped_);
+  last = now;
   unlogged_ = 0;
 }
 

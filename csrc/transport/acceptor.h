@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/unique_fd.h"
 #include "transport/hello.h"
 #include "transport/link.h"
@@ -35,7 +37,9 @@ struct AcceptorConfig {
 ///
 /// Strangers get 2 s and at most 512 bytes are read from one; at most 64 wait at a time. When all 64 places are taken,
 /// the oldest one that has been silent for 100 ms gives way, so that a crowd of silent connections cannot keep a peer
-/// out for long. Garbage is dropped without an answer; a pycomm of another version or job is told why. Accepting sends
+/// out for long. Until one has introduced itself it costs four system calls, so that a thousand a second are no load.
+/// One descriptor is kept in reserve: where the process has no other left, strangers are still heard and sent away, and
+/// only a peer that comes to stay finds no room. Garbage is dropped without an answer; a pycomm of another version or job is told why. Accepting sends
 /// nothing: whoever takes the link may answer with encodeHelloAccepted().
 /// One thread at a time.
 class Acceptor {
@@ -60,10 +64,13 @@ class Acceptor {
   /// When poll() is due even though fd() is silent. TimePoint::max() if never.
   [[nodiscard]] TimePoint nextDeadline() const noexcept;
 
-  /// Why no connection can be accepted at the moment (TOO_MANY_FILES …), for the error of whoever waits for a peer;
-  /// empty when all is well.
-  [[nodiscard]] const std::string& trouble() const noexcept {
+  /// Why no connection can be accepted at the moment (TOO_MANY_FILES …); empty when all is well.
+  [[nodiscard]] const std::optional<ErrorRecord>& trouble() const noexcept {
     return trouble_;
+  }
+  /// Since when trouble() holds on; TimePoint::max() when all is well.
+  [[nodiscard]] TimePoint troubleSince() const noexcept {
+    return trouble_since_;
   }
   /// Connections turned away so far.
   [[nodiscard]] int64_t rejected() const noexcept {
@@ -72,7 +79,8 @@ class Acceptor {
 
  private:
   struct Stranger {
-    std::unique_ptr<TcpLink> link;
+    UniqueFd fd;
+    SocketAddress remote;
     TimePoint arrived;
     std::array<std::byte, kHelloNbytes> bytes{};
     size_t nbytes = 0; ///< of `bytes`
@@ -82,11 +90,13 @@ class Acceptor {
   enum class Verdict : uint8_t { Wait, Introduced, Drop };
 
   void acceptNew(TimePoint now);
+  void keepSpare() noexcept;
   [[nodiscard]] bool makeRoom(TimePoint now);
   [[nodiscard]] Verdict hear(Stranger& stranger);
   [[nodiscard]] Verdict drain(Stranger& stranger);
   [[nodiscard]] Verdict refuse(Stranger& stranger, ErrorCode code, const std::string& why);
-  void reject(const Stranger& stranger, const std::string& why, TimePoint now);
+  void reject(const Stranger& stranger, TimePoint now);
+  [[nodiscard]] Verdict giveUp(std::string why, bool harmless = false);
   void pauseUntil(TimePoint instant);
   void listen(bool on);
 
@@ -96,11 +106,14 @@ class Acceptor {
   std::list<Stranger> strangers_; ///< oldest first, at most kMaxStrangers
   bool listening_ = false;
   TimePoint listen_again_ = TimePoint::max(); ///< when a pause in accepting ends
-  std::string why_dropped_; ///< of the stranger that hear() or drain() gave up
-  std::string trouble_;
+  std::string why_dropped_; ///< of the stranger that is being given up
+  bool harmless_ = false; ///< it only left again: a health check, or a peer whose job ended meanwhile
+  UniqueFd spare_; ///< closed to make room for one stranger
+  std::optional<ErrorRecord> trouble_;
+  TimePoint trouble_since_ = TimePoint::max();
   int64_t rejected_ = 0;
-  TimePoint last_log_{};
-  int64_t unlogged_ = 0;
+  std::array<TimePoint, 2> last_log_{}; ///< of a harmless one, and of others: the first must not silence the second
+  int64_t unlogged_ = 0; ///< turned away since then
 };
 
 } // namespace pycomm

@@ -294,20 +294,63 @@ TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {
   EXPECT_TRUE(Process([] {
                 Desk desk;
                 const auto link = desk.dial(encodeHello(helloOf(1)));
+                const auto late = desk.dial(encodeHello(helloOf(2)));
                 rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);
                 std::vector<UniqueFd> hoard;
                 while (hoard.empty() || hoard.back()) {
                   hoard.emplace_back(::fcntl(link->fd(), F_DUPFD_CLOEXEC, 0));
                 }
+                // The reserve lets garbage be sent away, and one peer come in; the next finds no room.
+                const auto junk = ::socket(AF_INET, SOCK_STREAM, 0) < 0; // none left, indeed
+                const bool first = desk.serve([&] { return desk.accepted.size() == 1; }, 5000);
                 const TimePoint begin = Clock::now();
-                const bool waited = !desk.serve([&] { return !desk.accepted.empty(); }, 500);
+                desk.wakes = 0;
+                const bool waited = !desk.serve([&] { return desk.accepted.size() > 1; }, 500);
                 const bool calm = desk.wakes < 30 && elapsedMs(begin) >= 500;
-                const bool told = desk.acceptor.trouble().find("TOO_MANY_FILES") != std::string::npos;
+                const bool told = desk.acceptor.trouble()->code == ErrorCode::TooManyFiles;
                 hoard.clear();
-                const bool served = desk.serve([&] { return !desk.accepted.empty(); });
-                return waited && calm && told && served && desk.acceptor.trouble().empty();
+                const bool served = desk.serve([&] { return desk.accepted.size() > 1; });
+                return junk && first && waited && calm && told && served && !desk.acceptor.trouble();
               }).join());
+}
+
+TEST(Acceptor, SendsGarbageAwayWithoutAFileLeft) {
+  const std::exception& early = Error(ErrorCode::Internal, "early"); // see above
+  EXPECT_STRNE(early.what(), "");
+  EXPECT_TRUE(Process([] {
+                Desk desk;
+                std::vector<std::unique_ptr<TcpLink>> junk;
+                for (int i = 0; i < 20; ++i) {
+                  junk.push_back(desk.dial("garbage"));
+                }
+                rlimit limit{64, 64};
+                ::setrlimit(RLIMIT_NOFILE, &limit);
+                std::vector<UniqueFd> hoard;
+                while (hoard.empty() || hoard.back()) {
+                  hoard.emplace_back(::fcntl(junk[0]->fd(), F_DUPFD_CLOEXEC, 0));
+                }
+                return desk.serve([&] { return desk.acceptor.rejected() == 20; }) && !desk.acceptor.trouble();
+              }).join());
+}
+
+std::atomic<int> g_warnings{0};
+
+TEST(Acceptor, WarnsOfNobodyWhoOnlyLeavesAgain) {
+  g_warnings = 0;
+  setLogSink([](LogLevel level, const char*) { g_warnings += level == LogLevel::Warn ? 1 : 0; }, LogLevel::Trace);
+  {
+    Desk desk;
+    for (int i = 1; i <= 3; ++i) {
+      (void)desk.dial(encodeHello(helloOf(1)).substr(0, i == 2 ? 40 : 0));
+      EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == i; }));
+    }
+    EXPECT_EQ(g_warnings, 0);
+    const auto link = desk.dial("garbage"); // and they do not silence this
+    EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 4; }));
+    EXPECT_EQ(g_warnings, 1);
+  }
+  setLogSink(nullptr, LogLevel::Off);
 }
 
 TEST(Acceptor, CanBeNestedInAnotherEpollSet) {
