@@ -250,6 +250,18 @@ void DataPlane::fail(const ErrorRecord& cause) {
   });
 }
 
+void DataPlane::suspect(int peer, ErrorRecord record) {
+  const bool needed = std::any_of(
+      transfers_.begin(), transfers_.end(), [&](const auto& entry) { return entry.second->needs(peer); });
+  if (record.code == ErrorCode::ConnectFailed && !needed) {
+    // It was only to be asked whether it has entered something, and nobody listens there any more: it has left. If it died, those who
+    // have a control link to it say so.
+    left_[static_cast<size_t>(peer)] = true;
+    return;
+  }
+  notice(std::move(record));
+}
+
 TimePoint DataPlane::nextTick() const noexcept {
   TimePoint next = std::min({protocol_.nextTick(), next_deadline_, close_at_});
   for (const auto& entry : suspicions_) {
@@ -287,7 +299,7 @@ void DataPlane::tick(TimePoint now) noexcept {
     checkDeadlines(now);
     for (auto at = suspicions_.begin(); at != suspicions_.end();) {
       if (at->second.due <= now) {
-        notice(std::move(at->second.record));
+        suspect(at->first, std::move(at->second.record));
         at = suspicions_.erase(at);
       } else {
         ++at;

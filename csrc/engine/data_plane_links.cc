@@ -16,6 +16,8 @@ namespace {
 constexpr int kSuspicionMs = 20;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
+// Closing: how long to wait for room to say it, where the peer has yet to read what came before.
+constexpr int kLastWordsMs = 1500;
 // After a failure, how long bulk links stay open at the least.
 constexpr int kNewsMs = 50;
 
@@ -86,6 +88,7 @@ void DataPlane::flush(OutPort& port) {
     port.broken = true;
     lane_.unwatch(port.link->fd());
     linkBroke(port.peer, error, true);
+    endIfSaid(port);
     return;
   }
   if (left != port.waits_for_room) {
@@ -99,6 +102,7 @@ void DataPlane::flush(OutPort& port) {
       settle(frame.header.op_id);
     }
   }
+  endIfSaid(port);
   act();
 }
 
@@ -166,6 +170,7 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
       port.broken = true;
       lane_.unwatch(port.link->fd());
       linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
+      endIfSaid(port);
       return;
     }
     writeReady(port);
@@ -229,17 +234,36 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     if (port == nullptr || port->broken || !port->connected) {
       continue;
     }
-    const bool mid_frame = port->channel.midFrame();
-    port->channel.clear(); // the memory of operations that ended just now may be gone
-    if (!mid_frame) {
-      OutFrame frame;
-      frame.header.type = FrameType::Goodbye;
-      frame.header.group = identity_.hash;
-      frame.header.epoch = identity_.epoch;
-      port->channel.push(std::move(frame));
-      flush(*port);
-    }
-    port->link->shutdownWrite();
+    sayGoodbye(*port);
+  }
+}
+
+void DataPlane::sayGoodbye(OutPort& port) {
+  // The memory of operations that ended just now may be gone.
+  if (port.channel.clearToLastWords()) {
+    OutFrame frame;
+    frame.header.type = FrameType::Goodbye;
+    frame.header.group = identity_.hash;
+    frame.header.epoch = identity_.epoch;
+    port.channel.push(std::move(frame));
+  }
+  port.says_goodbye = true;
+  close_at_ = Clock::now() + std::chrono::milliseconds(kLastWordsMs);
+  flush(port);
+}
+
+void DataPlane::endIfSaid(OutPort& port) {
+  if (!port.says_goodbye || !(port.broken || port.channel.empty())) {
+    return;
+  }
+  port.says_goodbye = false;
+  if (!port.broken) {
+    port.link->shutdownWrite();
+  }
+  const bool more = std::any_of(out_.begin(), out_.end(), [](const std::unique_ptr<OutPort>& other) {
+    return other != nullptr && other->says_goodbye;
+  });
+  if (!more) {
     close_at_ = Clock::now() + std::chrono::milliseconds(kGoodbyeMs);
   }
 }

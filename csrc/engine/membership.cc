@@ -46,9 +46,9 @@ int causeClass(ErrorCode code) {
   return 6;
 }
 
-bool blamesSilence(ErrorCode code) {
-  return code == ErrorCode::PeerDead || code == ErrorCode::PeerUnresponsive || code == ErrorCode::ConnectionReset ||
-      code == ErrorCode::ConnectFailed || code == ErrorCode::PeerLeft;
+bool blamesHangingUp(ErrorCode code) {
+  return code == ErrorCode::PeerDead || code == ErrorCode::ConnectionReset || code == ErrorCode::ConnectFailed ||
+      code == ErrorCode::PeerLeft;
 }
 
 } // namespace
@@ -147,8 +147,15 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
 void Membership::tick(TimePoint now) {
   if (!failure_ && decide_at_ <= now) {
     decide_at_ = TimePoint::max();
+    // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
+    const auto was_silent = [&](int rank) {
+      return std::any_of(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;
+      });
+    };
     const auto excused = [&](const ErrorRecord& r) {
-      return blamesSilence(r.code) && r.peer >= 0 && r.peer != r.rank && spoke_.count(r.peer) != 0;
+      return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
+          (spoke_.count(r.peer) != 0 || was_silent(r.rank));
     };
     const ErrorRecord* best = nullptr;
     for (const ErrorRecord& record : candidates_) {

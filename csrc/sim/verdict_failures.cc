@@ -90,7 +90,7 @@ class Failures {
     if (faults.empty()) {
       for (int rank = 0; rank < run_.plan().size; ++rank) {
         if (const auto& cause = causeOf(rank)) {
-          add("rank " + std::to_string(rank) + " failed without a fault: " + cause->text());
+          add("rank " + std::to_string(rank) + " failed without a fault: " + culpritText(*cause));
         }
       }
     } else if (faults.size() == 1) {
@@ -152,7 +152,7 @@ class Failures {
       bool cut_off,
       const FaultRecord& fault) {
     if (expected.codes.count(cause.code) == 0) {
-      add(who + " ends with " + culpritText(cause) + ", which a " + faultName(fault.plan.kind) + " is not: " + cause.text());
+      add(who + " ends with " + culpritText(cause) + ", which a " + faultName(fault.plan.kind) + " is not");
       return;
     }
     if (cause.code == ErrorCode::CollectiveMismatch) {
@@ -168,7 +168,7 @@ class Failures {
     const bool mismatched = fault.plan.kind == FaultKind::Mismatch; // either side may run out of calls first
     if (!cut_off && !mismatched && expected.culprits.count(cause.peer) == 0) {
       add(who + " blames rank " + std::to_string(cause.peer) + " for what happened to rank " +
-          std::to_string(fault.plan.rank) + ": " + cause.text());
+          std::to_string(fault.plan.rank) + ": " + culpritText(cause));
     }
   }
 
