@@ -108,8 +108,8 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     running.start();
     replayHeld(running);
     for (int peer = 0; peer < identity_.size; ++peer) {
-      if (left_[static_cast<size_t>(peer)] && running.needs(peer)) {
-        notice(peerLeftUs(peer, *operation, identity_));
+      if (left_[static_cast<size_t>(peer)]) {
+        missLeft(peer, running);
       }
     }
     act();
@@ -164,6 +164,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     return;
   }
   if (header.type == FrameType::Goodbye) {
+    endReading(*in_[static_cast<size_t>(peer)]);
     peerLeft(peer);
     return;
   }
@@ -253,6 +254,9 @@ void DataPlane::fail(const ErrorRecord& cause) {
 void DataPlane::suspect(int peer, ErrorRecord record) {
   const bool needed = std::any_of(
       transfers_.begin(), transfers_.end(), [&](const auto& entry) { return entry.second->needs(peer); });
+  if (record.code == ErrorCode::PeerLeft && (!needed || in_[static_cast<size_t>(peer)] != nullptr)) {
+    return; // its link came after all, and says when it ends
+  }
   if (record.code == ErrorCode::ConnectFailed && !needed) {
     // It was only to be asked whether it has entered something, and nobody listens there any more: it has left. If it died, those who
     // have a control link to it say so.

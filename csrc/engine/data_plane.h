@@ -111,6 +111,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void sayGoodbye(OutPort& port);
   void endIfSaid(OutPort& port);
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
+  void missLeft(int peer, const Transfer& transfer);
+  void endReading(InPort& port) noexcept;
   void suspect(int peer, ErrorRecord record);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);

@@ -14,6 +14,8 @@ namespace {
 
 // After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
 constexpr int kSuspicionMs = 20;
+// How long a link may take to arrive that a peer has opened before it left.
+constexpr int kLastLinkMs = 3000;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
 // Closing: how long to wait for room to say it, where the peer has yet to read what came before.
@@ -138,10 +140,11 @@ void DataPlane::readPort(InPort& port) {
     broken = error;
     open = false;
   }
-  if (!open) {
-    port.ended = true;
-    lane_.unwatch(port.link->fd());
-    if (!left_[static_cast<size_t>(port.peer)]) {
+  if (!open && !port.ended) {
+    endReading(port);
+    if (left_[static_cast<size_t>(port.peer)]) {
+      peerLeft(port.peer);
+    } else {
       linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
     }
   }
@@ -193,11 +196,26 @@ void DataPlane::peerLeft(int peer) {
   left_[static_cast<size_t>(peer)] = true;
   suspicions_.erase(peer);
   for (const auto& entry : transfers_) {
-    if (entry.second->needs(peer)) {
-      notice(peerLeftUs(peer, entry.second->operation(), identity_));
-      return;
-    }
+    missLeft(peer, *entry.second);
   }
+}
+
+// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing more will come.
+void DataPlane::missLeft(int peer, const Transfer& transfer) {
+  const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+  if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {
+    notice(peerLeftUs(peer, transfer.operation(), identity_));
+  } else if (transfer.needsFrom(peer) && port == nullptr) {
+    suspicions_.emplace(
+        peer,
+        Suspicion{
+            peerLeftUs(peer, transfer.operation(), identity_), Clock::now() + std::chrono::milliseconds(kLastLinkMs)});
+  }
+}
+
+void DataPlane::endReading(InPort& port) noexcept {
+  port.ended = true;
+  lane_.unwatch(port.link->fd());
 }
 
 void DataPlane::stopPorts() noexcept {

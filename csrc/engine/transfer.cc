@@ -331,12 +331,16 @@ int Transfer::waitsFor() const noexcept {
   return -1;
 }
 
-bool Transfer::needs(int peer) const noexcept {
+bool Transfer::needsFrom(int peer) const noexcept {
   for (size_t i = 0; i < prepared_.incoming.size(); ++i) {
     if (prepared_.incoming[i].peer == peer && next_incoming_[i] < prepared_.incoming[i].steps.size()) {
       return true;
     }
   }
+  return false;
+}
+
+bool Transfer::owes(int peer) const noexcept {
   for (size_t i = 0; i < prepared_.outgoing.size(); ++i) {
     if (prepared_.outgoing[i].peer == peer && next_outgoing_[i] < prepared_.outgoing[i].steps.size()) {
       return true;

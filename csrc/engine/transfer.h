@@ -57,7 +57,13 @@ class Transfer {
   [[nodiscard]] int64_t bytesExpected() const noexcept;
   /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
   [[nodiscard]] int waitsFor() const noexcept;
-  [[nodiscard]] bool needs(int peer) const noexcept;
+  [[nodiscard]] bool needs(int peer) const noexcept {
+    return needsFrom(peer) || owes(peer);
+  }
+  /// Frames are due from `peer`.
+  [[nodiscard]] bool needsFrom(int peer) const noexcept;
+  /// Frames have still to be queued for `peer`.
+  [[nodiscard]] bool owes(int peer) const noexcept;
 
  private:
   struct StepState {

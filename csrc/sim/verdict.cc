@@ -64,8 +64,10 @@ class Checks {
     }
     const auto& usage = state.user->usageAtEnd();
     const bool clean = run_.faults().empty();
+    // To ranks that it only wanted to ask something, and that have not accepted yet.
+    const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
     if (clean && usage &&
-        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes != 0 || usage->protocol.operations != 0 ||
+        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings || usage->protocol.operations != 0 ||
          usage->protocol.heard != 0 || usage->protocol.eager_in != 0)) {
       add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) + " transfers, " +
           std::to_string(usage->held_frames) + " held frames, " + std::to_string(usage->staging_nbytes) + " B of staging, " +
