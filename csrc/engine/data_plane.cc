@@ -257,9 +257,9 @@ void DataPlane::suspect(int peer, ErrorRecord record) {
   if (record.code == ErrorCode::PeerLeft && (!needed || in_[static_cast<size_t>(peer)] != nullptr)) {
     return; // its link came after all, and says when it ends
   }
-  if (record.code == ErrorCode::ConnectFailed && !needed) {
-    // It was only to be asked whether it has entered something, and nobody listens there any more: it has left. If it died, those who
-    // have a control link to it say so.
+  if (!needed) {
+    // It was only asked whether it has entered something, and is not there any more: it has left. If it died, those who have a
+    // control link to it say so.
     left_[static_cast<size_t>(peer)] = true;
     return;
   }
