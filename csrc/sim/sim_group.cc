@@ -156,7 +156,9 @@ void SimGroup::close(std::function<void()> closed) {
       lane_.post([this, closed] {
         data_.reset();
         control_loop_.post([this, closed] {
-          control_->close();
+          for (const std::unique_ptr<Link>& link : control_->close()) {
+            link->closeGently();
+          }
           control_.reset();
           network_.listen(identity_.rank, nullptr);
           for (const auto& entry : strangers_) {
