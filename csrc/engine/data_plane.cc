@@ -88,7 +88,9 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     Transfer& running = *transfer;
     transfers_.emplace(op_id, std::move(transfer));
     lane_.addBusy(1);
-    protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
+    const TimePoint now = Clock::now();
+    operation->mark().running(now, running.bytesExpected());
+    protocol_.posted(request.id, request.descriptor, *request.schedule, now);
     next_deadline_ = std::min(next_deadline_, request.deadline.instant());
     act();
     if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
@@ -119,6 +121,7 @@ void DataPlane::replayHeld(Transfer& transfer) {
     sink.into = frame.staging.view();
     sink.staging = std::move(frame.staging);
     transfer.arrived(frame.peer, frame.header, std::move(sink));
+    transfer.operation().mark().received(transfer.bytesArrived());
   }
 }
 
@@ -127,12 +130,15 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   if (failure_ || header.type == FrameType::Goodbye) {
     return sink;
   }
-  const Protocol::Verdict verdict = protocol_.arrived(peer, header, Clock::now());
+  const TimePoint now = Clock::now();
+  const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
   act();
   switch (verdict) {
     case Protocol::Verdict::Accept:
       if (!protocol_.failed()) {
-        sink = transfers_.at(header.op_id)->place(peer, header);
+        Transfer& transfer = *transfers_.at(header.op_id);
+        sink = transfer.place(peer, header);
+        transfer.operation().mark().arriving(now);
       }
       break;
     case Protocol::Verdict::Hold:
@@ -170,6 +176,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     found->second->expect(peer, header);
   }
   found->second->arrived(peer, header, std::move(sink));
+  found->second->operation().mark().received(found->second->bytesArrived());
   act();
   settle(header.op_id);
 }

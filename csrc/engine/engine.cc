@@ -13,7 +13,9 @@ Engine::Engine()
     : pid_(::getpid()),
       lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
-      callbacks_(std::make_unique<CallbackPool>()) {}
+      callbacks_(std::make_unique<CallbackPool>()) {
+  recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
+}
 
 Engine::~Engine() {
   shutdown(Deadline::never());

@@ -9,6 +9,7 @@
 #include "base/deadline.h"
 #include "engine/callback_pool.h"
 #include "engine/event_loop.h"
+#include "engine/flight_recorder.h"
 
 namespace pycomm {
 
@@ -36,6 +37,9 @@ class Engine {
   [[nodiscard]] CallbackPool& callbacks() noexcept {
     return *callbacks_;
   }
+  [[nodiscard]] FlightRecorder& recorder() noexcept {
+    return *recorder_;
+  }
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
@@ -51,6 +55,7 @@ class Engine {
   const pid_t pid_;
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
+  std::unique_ptr<FlightRecorder> recorder_; ///< outlives the pool's threads, which may be writing it down
   std::unique_ptr<CallbackPool> callbacks_;
   std::mutex mutex_; ///< guards groups_
   std::vector<std::weak_ptr<Group>> groups_;

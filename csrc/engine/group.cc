@@ -42,20 +42,42 @@ uint32_t splitsDigest(const std::vector<int64_t>& counts) {
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
   AbortToken none;
-  std::shared_ptr<Group> group(new Group(engine, store, config, meet(store, config.rendezvous, none)));
+  const RendezvousConfig& meeting = config.rendezvous;
+  FlightLog::Subject subject;
+  subject.group = meeting.group_name;
+  subject.rank = meeting.rank;
+  subject.size = meeting.size;
+  subject.world_rank = config.world_rank >= 0 ? config.world_rank : meeting.rank;
+  subject.global_ranks = config.global_ranks;
+  subject.slots = config.flight_slots;
+  subject.dump_prefix = config.flight_dump_prefix;
+  const std::shared_ptr<FlightLog> log = engine.recorder().open(std::move(subject));
+  std::shared_ptr<Group> group;
   try {
+    group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
-  } catch (...) {
-    group->close();
+  } catch (const Error& error) {
+    engine.recorder().failed(log, error.record());
+    if (group != nullptr) {
+      group->close();
+    }
+    log->reached(GroupPhase::Closed);
     throw;
   }
+  log->reached(GroupPhase::Ready);
   engine.add(group);
   return group;
 }
 
-Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous)
+Group::Group(
+    Engine& engine,
+    Store& store,
+    std::shared_ptr<FlightLog> log,
+    const Config& config,
+    Rendezvous&& rendezvous)
     : engine_(engine),
       store_(store),
+      log_(std::move(log)),
       claim_(rendezvous.claim),
       address_reason_(rendezvous.address_reason),
       interface_name_(rendezvous.interface_name),
@@ -70,6 +92,7 @@ Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& re
     identity_.hosts.push_back(member.host);
     identity_.addresses.push_back(member.address);
   }
+  log_->met(identity_.hosts, identity_.nonce);
 }
 
 void Group::connect(const Config& config) {
@@ -213,6 +236,8 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   request.premul_factor = call.premul_factor;
   request.id = takeOperationId(counter_, identity_.hash);
   auto operation = std::make_shared<Operation>(std::move(request));
+  const Operation::Request& issued = operation->request();
+  operation->setMark(FlightLog::issued(log_, issued.id, issued.descriptor, operation->issuedAt()));
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);
@@ -247,6 +272,7 @@ void Group::onFailed(const ErrorRecord& cause) {
     if (data_ != nullptr) {
       data_->fail(cause);
     }
+    engine_.recorder().failed(log_, cause); // now that every operation has ended
   });
 }
 
@@ -278,6 +304,7 @@ void Group::close() {
   if (std::exchange(closed_, true)) {
     return;
   }
+  log_->reached(GroupPhase::Closed);
   if (!engine_.belongsToThisProcess()) {
     static_cast<void>(control_.release()); // see Engine::shutdown
     static_cast<void>(data_.release());

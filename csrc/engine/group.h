@@ -32,6 +32,10 @@ class Group : public std::enable_shared_from_this<Group> {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
     int heartbeat_every_ms = 500;
     int dead_after_ms = 3000;
+    size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
+    std::string flight_dump_prefix; ///< see FlightLog::Subject
+    int world_rank = -1; ///< -1: the rank in this group
+    std::vector<int> global_ranks; ///< see FlightLog::Subject
   };
 
   /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
@@ -82,15 +86,19 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
   }
+  [[nodiscard]] const FlightLog& flightLog() const noexcept {
+    return *log_;
+  }
 
  private:
-  Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous);
+  Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;
   Store& store_;
+  const std::shared_ptr<FlightLog> log_;
   GroupIdentity identity_;
   RankClaim claim_;
   std::string address_reason_;

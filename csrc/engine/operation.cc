@@ -42,6 +42,7 @@ void Operation::finish(std::optional<ErrorRecord> error) {
     if (done()) {
       return;
     }
+    mark_.ended(error);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
     listeners.swap(listeners_);

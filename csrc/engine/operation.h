@@ -12,6 +12,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "engine/descriptor.h"
+#include "engine/flight_log.h"
 #include "engine/issue_context.h"
 #include "engine/prepared_schedule.h"
 
@@ -40,6 +41,14 @@ class Operation {
     return issued_at_;
   }
 
+  /// Its place in the flight log. Set once, before the lane has it.
+  void setMark(FlightLog::Mark mark) noexcept {
+    mark_ = std::move(mark);
+  }
+  [[nodiscard]] const FlightLog::Mark& mark() const noexcept {
+    return mark_;
+  }
+
   /// "all_reduce #12", or "all_reduce issued in a callback".
   [[nodiscard]] std::string label() const;
 
@@ -61,6 +70,7 @@ class Operation {
  private:
   const Request request_;
   const TimePoint issued_at_;
+  FlightLog::Mark mark_;
   mutable std::mutex mutex_; ///< guards all below
   mutable std::condition_variable ended_;
   std::atomic<bool> done_{false}; ///< written under mutex_, read without
