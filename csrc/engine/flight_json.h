@@ -21,7 +21,10 @@ struct WallClock {
 [[nodiscard]] std::string jsonText(std::string_view text);
 
 /// One group of a dump as a JSON object, an operation a line. `pycomm/flight_record.py` reads it; numbers that mean "none" are left out.
-[[nodiscard]] std::string jsonOf(const FlightLog::Subject& subject, const FlightLog::Snapshot& log, const WallClock& clock);
+[[nodiscard]] std::string jsonOf(
+    const FlightLog::Subject& subject,
+    const FlightLog::Snapshot& log,
+    const WallClock& clock);
 
 /// The error contract's fields, those that are known.
 [[nodiscard]] std::string jsonOf(const ErrorRecord& record);

@@ -75,8 +75,7 @@ std::shared_ptr<FlightLog> FlightRecorder::open(FlightLog::Subject subject) {
   const auto closed = [](const std::shared_ptr<FlightLog>& entry) { return entry->closed(); };
   auto spare = std::count_if(logs_.begin(), logs_.end(), closed) - static_cast<std::ptrdiff_t>(kKeepClosed);
   logs_.erase(
-      std::remove_if(
-          logs_.begin(), logs_.end(), [&](const auto& entry) { return entry->closed() && spare-- > 0; }),
+      std::remove_if(logs_.begin(), logs_.end(), [&](const auto& entry) { return entry->closed() && spare-- > 0; }),
       logs_.end());
   logs_.push_back(log);
   return log;
