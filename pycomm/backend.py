@@ -124,7 +124,7 @@ def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
 def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
     """Writes what all groups of this process remember, as happens by itself when a group fails.
 
-    Any thread may call it, and a signal handler: a wait for an operation lets Python's handlers run.
+    Any thread may call it, and a signal handler: waiting for an operation lets handlers run.
 
     Args:
         folder: Where; made if there is none. A file of this rank that is there is replaced.

@@ -12,6 +12,9 @@ namespace {
 // How many operations under way a newer one passes over before it takes the next slot all the same.
 constexpr int kPassOver = 16;
 
+// The ticket of a slot while it is given to another operation.
+constexpr uint64_t kWriting = ~uint64_t{0};
+
 constexpr auto kRelaxed = std::memory_order_relaxed;
 constexpr auto kAcquire = std::memory_order_acquire;
 
@@ -97,15 +100,20 @@ FlightLog::Mark FlightLog::issued(
   }
   uint64_t ticket = 0;
   Slot* slot = nullptr;
-  for (int passed = 0; passed <= kPassOver; ++passed) {
+  bool claimed = false;
+  for (int passed = 0; passed <= kPassOver && !claimed; ++passed) {
     ticket = log->next_.fetch_add(1, kRelaxed) + 1;
     slot = log->slots_.get() + (ticket - 1) % log->slot_count_;
-    if (slot->ticket.load(kRelaxed) == 0 || ended(slot->outcome.load(kRelaxed))) {
-      break;
-    }
+    uint64_t before = slot->ticket.load(kRelaxed);
+    const bool free = before == 0 || ended(slot->outcome.load(kRelaxed)) || passed == kPassOver;
+    // An exchange, so that nothing written below becomes visible before the slot is closed to readers, and two writers
+    // that have come round to the same slot cannot both have it.
+    claimed = before != kWriting && free &&
+        slot->ticket.compare_exchange_strong(before, kWriting, std::memory_order_acq_rel, kRelaxed);
   }
-  // Empty while it is written: an exchange, so that nothing below becomes visible before it does.
-  slot->ticket.exchange(0, std::memory_order_acq_rel);
+  if (!claimed) { // others write in every slot that was tried
+    return {};
+  }
   slot->id.store(id.id, kRelaxed);
   slot->sequence.store(id.sequence, kRelaxed);
   slot->numel.store(descriptor.numel, kRelaxed);
@@ -184,7 +192,7 @@ void FlightLog::met(std::vector<std::string> hosts, uint64_t nonce) {
 bool FlightLog::readSlot(const Slot& slot, Entry& entry) noexcept {
   // Each load stays before the next one, so the last tells whether all others are of one operation.
   entry.ticket = slot.ticket.load(kAcquire);
-  if (entry.ticket == 0) {
+  if (entry.ticket == 0 || entry.ticket == kWriting) {
     return false;
   }
   entry.id.id = slot.id.load(kAcquire);

@@ -63,7 +63,7 @@ class FlightLog {
 
  private:
   struct alignas(64) Slot {
-    std::atomic<uint64_t> ticket; ///< 0: empty, or being written
+    std::atomic<uint64_t> ticket; ///< 0: empty
     std::atomic<uint64_t> id;
     std::atomic<int64_t> sequence;
     std::atomic<int64_t> numel;

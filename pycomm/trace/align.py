@@ -186,7 +186,7 @@ def _newest_run(
 
 
 def _one_clock(members: Mapping[int, Member]) -> dict[int, Member]:
-    """Finds out how far apart the hosts' clocks are, from operations that end everywhere at once."""
+    """How far apart the hosts' clocks are, from operations that end everywhere at once."""
     ranks = sorted(members)
     reference = members[ranks[0]]
     shifts: dict[str, int] = {reference.process.host: 0}
