@@ -17,6 +17,7 @@ from typing import Any
 
 _PREFIX = "PYCOMM_"
 _DEFAULT_ORIGIN = "default"
+_OFF = "off"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
 _KIB = 1024
@@ -114,7 +115,9 @@ def _flight_recorder_size(where: str, value: object) -> int:
 
 def _flight_recorder_dir(where: str, value: object) -> str:
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise _bad(where, value, "a folder")
+        raise _bad(where, value, "a folder, or 'off'")
+    if str(value).strip().lower() == _OFF:
+        return _OFF
     return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
@@ -169,7 +172,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "flight_recorder_dir",
         _flight_recorder_dir,
-        "",
+        _OFF,
         "PYCOMM_FLIGHT_RECORDER_DIR",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
     ),
@@ -206,7 +209,7 @@ class Options:
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes what it remembers when a group
             fails. ``PYCOMM_FLIGHT_RECORDER_DIR``, then ``TORCH_FR_DUMP_TEMP_FILE``, which is, as in
-            torch, the beginning of the files' names. Default: nothing is written.
+            torch, the beginning of the files' names. Default: "off", nothing is written.
 
     Raises:
         ValueError: A value is out of range.
@@ -296,7 +299,7 @@ class ResolvedOptions:
     segment_nbytes: int
     flight_recorder_size: int
     flight_recorder_dir: str
-    """Empty: nothing is written."""
+    """"off": nothing is written."""
     origins: Mapping[str, str]
     """By field: "Options.timeout", "PYCOMM_TIMEOUT", "GLOO_SOCKET_IFNAME" or "default"."""
 
@@ -306,7 +309,7 @@ class ResolvedOptions:
 
         torch's variables name the beginning of a file, pycomm's own and the option a folder.
         """
-        if not self.flight_recorder_dir:
+        if self.flight_recorder_dir == _OFF:
             return ""
         if self.origins["flight_recorder_dir"].startswith("TORCH_"):
             return self.flight_recorder_dir

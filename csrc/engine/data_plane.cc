@@ -230,7 +230,17 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Transfer&)>& why) {
   held_.clear();
 }
 
-void DataPlane::fail(const ErrorRecord& cause) {
+ErrorRecord DataPlane::errorIn(const Transfer& transfer, const ErrorRecord& cause) const {
+  ErrorRecord record = errorOf(transfer.operation(), cause, identity_);
+  record.bytes_done = transfer.bytesArrived();
+  record.bytes_total = transfer.bytesExpected();
+  if (record.phase.empty()) {
+    record.phase = "transfer";
+  }
+  return record;
+}
+
+void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) {
   if (failure_) {
     return;
   }
@@ -238,12 +248,13 @@ void DataPlane::fail(const ErrorRecord& cause) {
   failed_at_ = Clock::now();
   // First no more bytes in or out of anybody's memory, then the operations end and their memory is free.
   stopPorts();
-  endAll([&](const Transfer& transfer) {
-    ErrorRecord record = errorOf(transfer.operation(), cause, identity_);
-    record.bytes_done = transfer.bytesArrived();
-    record.bytes_total = transfer.bytesExpected();
-    return record;
+  const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
+    return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
+  if (oldest != transfers_.end()) {
+    told(errorIn(*oldest->second, cause));
+  }
+  endAll([&](const Transfer& transfer) { return errorIn(transfer, cause); });
 }
 
 TimePoint DataPlane::nextTick() const noexcept {

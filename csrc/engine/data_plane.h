@@ -50,8 +50,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void post(std::shared_ptr<Operation> operation);
   /// A peer has connected to us.
   void adopt(int peer, std::unique_ptr<Link> link);
-  /// The group has failed: every operation ends, nothing is sent or received any more.
-  void fail(const ErrorRecord& cause);
+  /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
+  /// operation under way will end with; nothing if there is none.
+  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms later. Operations that are under way, and later ones,
@@ -87,6 +88,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void act();
   void settle(uint64_t op_id);
   void replayHeld(Transfer& transfer);
+  [[nodiscard]] ErrorRecord errorIn(const Transfer& transfer, const ErrorRecord& cause) const;
   void endAll(const std::function<ErrorRecord(const Transfer&)>& why);
   void stopPorts() noexcept;
   void linkBroke(int peer, const Error& error, bool may_be_orderly);

@@ -9,6 +9,9 @@ namespace pycomm {
 
 // The sentences of failures, in one place, so that they read alike.
 
+/// Anything that this rank tells about the group: by whom, where and in which group. `cause` may come from another rank.
+[[nodiscard]] ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity);
+
 /// The group's cause, as the error of one operation on this rank.
 [[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);
 

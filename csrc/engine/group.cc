@@ -42,6 +42,7 @@ uint32_t splitsDigest(const std::vector<int64_t>& counts) {
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
   AbortToken none;
+  const TimePoint began = Clock::now();
   const RendezvousConfig& meeting = config.rendezvous;
   FlightLog::Subject subject;
   subject.group = meeting.group_name;
@@ -57,12 +58,19 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
   } catch (const Error& error) {
-    engine.recorder().failed(log, error.record());
+    ErrorRecord record = error.record();
+    record.rank = meeting.rank;
+    record.host = record.host.empty() ? localHostName() : record.host;
+    record.group = meeting.group_name;
+    record.epoch = 0;
+    record.phase = !record.phase.empty() ? record.phase : (group == nullptr ? "rendezvous" : "connect");
+    record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+    engine.recorder().failed(log, record);
     if (group != nullptr) {
       group->close();
     }
     log->reached(GroupPhase::Closed);
-    throw;
+    throw Error(record);
   }
   log->reached(GroupPhase::Ready);
   engine.add(group);
@@ -209,6 +217,16 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
 }
 
 std::shared_ptr<Operation> Group::start(const Call& call) {
+  try {
+    return startChecked(call);
+  } catch (const Error& error) {
+    ErrorRecord record = errorOf(error.record(), identity_);
+    record.op = record.op.empty() ? collectiveName(call.schedule.kind) : record.op;
+    throw Error(record);
+  }
+}
+
+std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   if (!engine_.belongsToThisProcess()) {
     throw Error(
         ErrorCode::Forked,
@@ -247,7 +265,7 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
     record.code = ErrorCode::ShutDown;
     record.summary = "The process group is closed.";
     record.hint = "destroy_process_group() was called before this operation";
-    operation->finish(record);
+    operation->finish(errorOf(*operation, record, self->identity_));
   };
   if (call.waits) {
     engine_.lane().postQuietly(std::move(begin));
@@ -270,9 +288,12 @@ void Group::onFailed(const ErrorRecord& cause) {
   abort_.abort(cause);
   engine_.lane().post([this, cause] {
     if (data_ != nullptr) {
-      data_->fail(cause);
+      data_->fail(cause, [this](const ErrorRecord& record) {
+        const std::lock_guard<std::mutex> lock(failure_mutex_);
+        told_ = record;
+      });
     }
-    engine_.recorder().failed(log_, cause); // now that every operation has ended
+    engine_.recorder().failed(log_, failure().value_or(cause)); // now that every operation has ended
   });
 }
 
@@ -296,7 +317,13 @@ std::optional<ErrorRecord> Group::failure() const {
   if (!abort_.aborted()) {
     return std::nullopt;
   }
-  return abort_.reason();
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (told_) {
+      return told_;
+    }
+  }
+  return errorOf(abort_.reason(), identity_);
 }
 
 void Group::close() {

@@ -69,6 +69,7 @@ class Group : public std::enable_shared_from_this<Group> {
   /// thread.
   void close();
 
+  /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const;
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return identity_;
@@ -94,6 +95,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
   void onFailed(const ErrorRecord& cause);
+  [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;
@@ -112,6 +114,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
+
+  mutable std::mutex failure_mutex_; ///< guards told_
+  std::optional<ErrorRecord> told_; ///< what the first operation that failed here ended with
 
   struct CachedSchedule {
     ScheduleRequest request;

@@ -180,18 +180,21 @@ def _not_entered(
     if not ended:
         return f"{text}; it has finished nothing in this group."
     last = max(ended, key=lambda one: one.ended_ns or 0)
-    entered_ns = min(group.members[other].issued_ns(one) for other, one in inside.items())
-    before_ns = entered_ns - ((last.ended_ns or 0) - member.shift_ns)
-    when = f"{seconds_text(abs(before_ns))} {'before' if before_ns >= 0 else 'after'}"
-    return f"{text}; it last finished {last.label}, {when} the first rank entered."
+    before_ns = _given_up_ns(group, inside) - ((last.ended_ns or 0) - member.shift_ns)
+    return f"{text}; it last finished {last.label}, {seconds_text(before_ns)} before the end."
+
+
+def _given_up_ns(group: Aligned, inside: Mapping[int, OperationRecord]) -> int:
+    """When the last rank left the operation, or wrote its record while still in it."""
+    return max(
+        (mine.ended_ns or group.members[rank].process.written_ns) - group.members[rank].shift_ns
+        for rank, mine in inside.items()
+    )
 
 
 def _waiting(group: Aligned, inside: Mapping[int, OperationRecord]) -> str:
     first_ns = min(group.members[rank].issued_ns(mine) for rank, mine in inside.items())
-    until_ns = max(
-        (mine.ended_ns or group.members[rank].process.written_ns) - group.members[rank].shift_ns
-        for rank, mine in inside.items()
-    )
+    until_ns = _given_up_ns(group, inside)
     waited = f"from {clock_text(first_ns)} on, {seconds_text(until_ns - first_ns)}"
     return f"{_sentence(ranks_text(inside))} waited in it {waited}"
 
