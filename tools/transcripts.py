@@ -107,7 +107,8 @@ def play(name: str) -> Seen:
         program = Path(folder, "train.py")
         program.write_text(scenario.program)
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYCOMM_")}
-        env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"} | scenario.env
+        env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{env.get('PYTHONPATH', '')}"
+        env.update(scenario.env)
         records = Path(folder, "records")
         env |= {"PYCOMM_FLIGHT_RECORDER_DIR": str(records)} if scenario.trace else {}
         processes = []

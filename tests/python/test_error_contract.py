@@ -26,7 +26,7 @@ from pycomm import backend
 from pycomm.errors import ErrorRecord
 from pycomm.options import Options
 
-# Of an operation that was under way when its group failed; `cause` only where something lies under it.
+# Of an operation that was under way when its group failed; `cause` only where there is one.
 OF_AN_OPERATION = {
     *("code", "summary", "hint", "rank", "host", "peer", "peer_host", "group", "epoch"),
     *("op", "sequence", "dtype", "numel", "bytes_done", "bytes_total", "phase", "elapsed_ms"),

@@ -117,7 +117,6 @@ REFUSED = [
     ("interface", 7, "interface names"),
     ("flight_recorder_size", "-1", "0 to 1000000"),
     ("flight_recorder_size", 2_000_000, "0 to 1000000"),
-    ("flight_recorder_dir", " ", "a folder"),
     ("flight_recorder_dir", 7, "a folder"),
     ("socket_family", "ipv5", "'auto' or 'ipv4' or 'ipv6'"),
     ("port_range", "29699-29600", "29600-29699"),
