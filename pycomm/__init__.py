@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
 from pycomm._version import __version__
-from pycomm.backend import last_error, register
+from pycomm.backend import (
+    backend_error,
+    dump_flight_record,
+    flight_record,
+    last_error,
+    register,
+)
 from pycomm.options import Options
 
 if TYPE_CHECKING:
@@ -22,8 +28,11 @@ __all__ = [
     "DistributedDataParallel",
     "Options",
     "__version__",
+    "backend_error",
     "comm_hooks",
+    "dump_flight_record",
     "errors",
+    "flight_record",
     "last_error",
     "register",
 ]

@@ -42,6 +42,15 @@ class Extension(Protocol):
     def last_error(self, backend: Any) -> dict[str, Any] | None:
         """The record of the group's first error. Raises TypeError for another library's backend."""
 
+    def backend_error(self, backend: Any) -> Any:
+        """torch's ``ErrorType``. Raises TypeError for another library's backend."""
+
+    def flight_record(self, backend: Any) -> str:
+        """The flight record of the group alone, as JSON."""
+
+    def write_flight_record(self, path: str) -> None:
+        """Writes the flight record of all groups."""
+
     def describe_backend(self, backend: Any) -> str:
         """How the ranks reach each other, in a few words."""
 

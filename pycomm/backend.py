@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
-from pycomm import _extension
-from pycomm.options import Options, ResolvedOptions
+from pycomm import _extension, errors
+from pycomm.flight_record import GroupRecord, parse_record
+from pycomm.options import FLIGHT_RECORD_NAME, Options, ResolvedOptions
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ErrorType
 
 logger = logging.getLogger("pycomm")
 
 _default_group_options: Options | None = None
 _told = False
+_level_set_here: int | None = None
 
 
 def register() -> None:
@@ -63,21 +70,74 @@ def create_group(group: Any, pg_options: object) -> Any:
     return backend
 
 
-def last_error(group: dist.ProcessGroup | None = None) -> dict[str, Any] | None:
-    """The record of the first error of a group on this rank.
+def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | None:
+    """Why a group has failed, as this rank knows it; it stays so until the group is destroyed.
 
     Args:
         group: Default: the default group.
 
     Returns:
-        The fields of ``pycomm.errors.PycommError.record``, or None if nothing has failed.
+        What ``PycommError.record`` of the errors that the group raises holds, but for the fields
+        about the operation that met them; None if nothing has failed.
 
     Raises:
         ValueError: The group is not pycomm's, or there is no group.
     """
     extension = _extension.loaded()
     backend = native_backend(group)
-    return None if extension is None else extension.last_error(backend)
+    record = None if extension is None else extension.last_error(backend)
+    return None if record is None else errors.ErrorRecord(**record)
+
+
+def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
+    """``getError()`` of torch's interface to backends, which torch does not offer in Python.
+
+    Args:
+        group: Default: the default group.
+
+    Returns:
+        ``SUCCESS`` while all is well; ``TIMEOUT``; ``REMOTE_ERROR`` where another rank is to blame;
+        ``COMM_ERROR`` for all else.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    backend = native_backend(group)
+    error: ErrorType = _extension.load().backend_error(backend)
+    return error
+
+
+def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
+    """What a group remembers of its last operations on this rank. Blocks nobody.
+
+    Args:
+        group: Default: the default group.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    backend = native_backend(group)
+    (record,) = parse_record(_extension.load().flight_record(backend), "flight_record()").groups
+    return record
+
+
+def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
+    """Writes what all groups of this process remember, as happens by itself when a group fails.
+
+    Any thread may call it, and a signal handler: waiting for an operation lets handlers run.
+
+    Args:
+        folder: Where; made if there is none. A file of this rank that is there is replaced.
+
+    Returns:
+        The file, which ``python -m pycomm trace`` reads.
+
+    Raises:
+        SystemCallError: It could not be written.
+    """
+    path = Path(folder) / f"{FLIGHT_RECORD_NAME}{_world_rank(0)}.json"
+    _extension.load().write_flight_record(str(path))
+    return path
 
 
 def native_backend(group: dist.ProcessGroup | None = None) -> Any:
@@ -117,6 +177,8 @@ def native_options(
         "algorithm": resolved.algorithm,
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,
+        "flight_recorder_size": resolved.flight_recorder_size,
+        "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,
         "global_ranks": global_ranks,
     }
@@ -152,16 +214,24 @@ def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
 
 def _set_up_logging(extension: _extension.Extension, resolved: ResolvedOptions, rank: int) -> None:
     configured = logger.handlers or logging.getLogger().handlers
+    chosen = logger.level != logging.NOTSET and logger.level != _level_set_here
     if not configured:
         handler = logging.StreamHandler()
         prefix = f"[rank{_world_rank(rank)}@{socket.gethostname()}]"
         handler.setFormatter(logging.Formatter(f"{prefix} pycomm %(levelname)s: %(message)s"))
         logger.addHandler(handler)
-    if not resolved.is_default("debug"):
-        logger.setLevel(_extension.LOG_LEVELS[resolved.debug])
-    elif not configured:
-        logger.setLevel(logging.INFO)  # for the one line of _tell_once; native lines start at WARN
+    # A level that the program has set itself is its own; ours may be set again, for a later group.
+    if not chosen and not resolved.is_default("debug"):
+        _set_level(_extension.LOG_LEVELS[resolved.debug])
+    elif not chosen and not configured:
+        _set_level(logging.INFO)  # for the one line of _tell_once; native lines start at WARN
     _extension.set_debug_level(extension, resolved.debug)
+
+
+def _set_level(level: int) -> None:
+    global _level_set_here
+    _level_set_here = level
+    logger.setLevel(level)
 
 
 def _world_rank(rank: int) -> int:

@@ -8,7 +8,8 @@ facts as ``key=value``, and what to try.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed import DistBackendError, DistError, DistNetworkError
@@ -23,6 +24,7 @@ __all__ = [
     "ConnectionBrokenError",
     "DataCorruptError",
     "DuplicateRankError",
+    "ErrorRecord",
     "ForkedError",
     "InternalError",
     "InvalidArgumentError",
@@ -51,22 +53,80 @@ class TorchVersionError(ImportError):
     """pycomm's extension is missing, or was built for another torch than is installed."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ErrorRecord(Mapping[str, Any]):
+    """Everything that is known about one failure.
+
+    Fields are attributes, None where nothing is known. As a mapping it holds what is known, by
+    name; so it equals a dict, and ``dict(record)`` and ``json.dumps(dict(record))`` work.
+    """
+
+    code: str | None = None
+    """The error code, "PEER_DEAD"."""
+    summary: str | None = None
+    """What failed, as a sentence."""
+    hint: str | None = None
+    """What to try."""
+    cause: str | None = None
+    """The kernel's reason, or the error underneath."""
+    rank: int | None = None
+    """The rank that tells, in the group's numbers, as ``peer``."""
+    host: str | None = None
+    """The host of ``rank``."""
+    peer: int | None = None
+    """The rank that is to blame, or that was waited for."""
+    peer_host: str | None = None
+    """The host of ``peer``."""
+    group: str | None = None
+    """torch's name of the group."""
+    epoch: int | None = None
+    """How often the group has changed its members: 0."""
+    op: str | None = None
+    """The operation, "all_reduce"."""
+    sequence: int | None = None
+    """The operation's number within its group."""
+    dtype: str | None = None
+    """Of the operation, "float32"."""
+    numel: int | None = None
+    """Elements of the operation."""
+    bytes_done: int | None = None
+    """Bytes that this rank had received in the operation."""
+    bytes_total: int | None = None
+    """Bytes that this rank was to receive in the operation."""
+    phase: str | None = None
+    """"rendezvous", "connect", "matching", "transfer" or "not_entered"."""
+    elapsed_ms: int | None = None
+    """How long the operation, or the making of the group, had taken."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = getattr(self, key) if key in self.__dataclass_fields__ else None
+        if value is None:
+            raise KeyError(key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self.__dataclass_fields__ if getattr(self, name) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"ErrorRecord({', '.join(f'{key}={value!r}' for key, value in self.items())})"
+
+
 class PycommError(DistError):
     """Anything that went wrong in pycomm's native part.
 
     Args:
         text: The whole message.
-        record: What is known: ``code``, ``summary``, ``hint``, ``cause``, ``rank``, ``host``,
-            ``peer``, ``peer_host``, ``group``, ``epoch``, ``op``, ``sequence``, ``dtype``,
-            ``numel``, ``bytes_done``, ``bytes_total``, ``phase``, ``elapsed_ms``. What is not known
-            is left out.
+        record: What is known, by the names of ``ErrorRecord``'s fields.
     """
 
-    record: Mapping[str, Any]
+    record: ErrorRecord
 
     def __init__(self, text: str, record: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
-        self.record = dict(record or {})
+        self.record = ErrorRecord(**(record or {}))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), dict(self.record))
@@ -74,55 +134,47 @@ class PycommError(DistError):
     @property
     def code(self) -> str | None:
         """The error code, "PEER_DEAD"."""
-        return self._text("code")
+        return self.record.code
 
     @property
     def rank(self) -> int | None:
         """The rank that noticed."""
-        return self._number("rank")
+        return self.record.rank
 
     @property
     def host(self) -> str | None:
         """The host of ``rank``."""
-        return self._text("host")
+        return self.record.host
 
     @property
     def peer(self) -> int | None:
         """The rank that is to blame, or that was waited for."""
-        return self._number("peer")
+        return self.record.peer
 
     @property
     def peer_host(self) -> str | None:
         """The host of ``peer``."""
-        return self._text("peer_host")
+        return self.record.peer_host
 
     @property
     def op(self) -> str | None:
         """The operation, "all_reduce"."""
-        return self._text("op")
+        return self.record.op
 
     @property
     def sequence(self) -> int | None:
         """The operation's number within its group."""
-        return self._number("sequence")
+        return self.record.sequence
 
     @property
     def hint(self) -> str | None:
         """What to try."""
-        return self._text("hint")
+        return self.record.hint
 
     @property
     def elapsed_ms(self) -> int | None:
         """How long the operation had run."""
-        return self._number("elapsed_ms")
-
-    def _text(self, key: str) -> str | None:
-        value = self.record.get(key)
-        return None if value is None else str(value)
-
-    def _number(self, key: str) -> int | None:
-        value = self.record.get(key)
-        return None if value is None else int(value)
+        return self.record.elapsed_ms
 
 
 class PycommBackendError(PycommError, DistBackendError):

@@ -17,11 +17,15 @@ from typing import Any
 
 _PREFIX = "PYCOMM_"
 _DEFAULT_ORIGIN = "default"
+_OFF = "off"
+FLIGHT_RECORD_NAME = "pycomm_rank_"
+"""What the files of flight records are called, before the rank."""
 _KIB = 1024
 _SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
 _MIN_SEGMENT_NBYTES = 4 * _KIB
 _MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
 _MIN_PORT, _MAX_PORT = 1024, 65535
+_MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
 
 
@@ -102,6 +106,21 @@ def _segment_nbytes(where: str, value: object) -> int:
     return number
 
 
+def _flight_recorder_size(where: str, value: object) -> int:
+    number = _whole_number(value)
+    if number is None or not 0 <= number <= _MAX_RECORDED:
+        raise _bad(where, value, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off")
+    return number
+
+
+def _flight_recorder_dir(where: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise _bad(where, value, "a folder, or 'off'")
+    if str(value).strip().lower() == _OFF:
+        return _OFF
+    return os.path.abspath(os.path.expanduser(str(value).strip()))
+
+
 def _transport(where: str, value: object) -> str:
     if isinstance(value, str) and value.strip().lower() == "shm":
         raise ValueError(
@@ -143,6 +162,20 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("transport", _transport, "auto", "PYCOMM_TRANSPORT"),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+    Setting(
+        "flight_recorder_size",
+        _flight_recorder_size,
+        2000,
+        "PYCOMM_FLIGHT_RECORDER_SIZE",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    ),
+    Setting(
+        "flight_recorder_dir",
+        _flight_recorder_dir,
+        _OFF,
+        "PYCOMM_FLIGHT_RECORDER_DIR",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+    ),
 )
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
@@ -172,6 +205,11 @@ class Options:
         transport: "auto" or "tcp". ``PYCOMM_TRANSPORT``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
+        flight_recorder_size: How many of its last operations a group remembers; 0 for none.
+            ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
+        flight_recorder_dir: Folder to which every rank writes what it remembers when a group
+            fails. ``PYCOMM_FLIGHT_RECORDER_DIR``, then ``TORCH_FR_DUMP_TEMP_FILE``, which is, as in
+            torch, the beginning of the files' names. Default: "off", nothing is written.
 
     Raises:
         ValueError: A value is out of range.
@@ -186,6 +224,8 @@ class Options:
     algorithm: str | None = None
     transport: str | None = None
     segment_nbytes: int | str | None = None
+    flight_recorder_size: int | None = None
+    flight_recorder_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:
@@ -257,8 +297,23 @@ class ResolvedOptions:
     algorithm: str
     transport: str
     segment_nbytes: int
+    flight_recorder_size: int
+    flight_recorder_dir: str
+    """"off": nothing is written."""
     origins: Mapping[str, str]
     """By field: "Options.timeout", "PYCOMM_TIMEOUT", "GLOO_SOCKET_IFNAME" or "default"."""
+
+    @property
+    def flight_recorder_prefix(self) -> str:
+        """What the paths of flight records begin with, before the rank; empty: none are written.
+
+        torch's variables name the beginning of a file, pycomm's own and the option a folder.
+        """
+        if self.flight_recorder_dir == _OFF:
+            return ""
+        if self.origins["flight_recorder_dir"].startswith("TORCH_"):
+            return self.flight_recorder_dir
+        return os.path.join(self.flight_recorder_dir, FLIGHT_RECORD_NAME)
 
     def is_default(self, field: str) -> bool:
         """Whether nobody has set this field."""

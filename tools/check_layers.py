@@ -68,7 +68,7 @@ FORBIDDEN_CALLS = [
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_version"},
-    {"errors"},
+    {"errors", "flight_record"},
     {"_extension", "_model_check"},
     {"options"},
     {"backend"},
@@ -77,6 +77,7 @@ PYTHON_FLOORS = [
     {"local_sgd"},
     {"integrations"},
     {"__init__"},
+    {"trace"},
     {"cli"},
     {"__main__"},
 ]

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
@@ -27,6 +28,9 @@ struct NativeOptions {
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
+  int64_t flight_slots = 0;
+  std::string flight_dump_prefix;
+  std::vector<int> global_ranks;
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
@@ -37,7 +41,10 @@ struct NativeOptions {
         store_host(options["store_host"].cast<std::string>()),
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
-        segment_nbytes(options["segment_nbytes"].cast<int64_t>()) {}
+        segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
+        flight_slots(options["flight_recorder_size"].cast<int64_t>()),
+        flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
+        global_ranks(options["global_ranks"].cast<std::vector<int>>()) {}
 };
 
 Algorithm algorithmNamed(const std::string& name) {
@@ -92,6 +99,13 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
+    config.flight_slots = static_cast<size_t>(options.flight_slots);
+    config.flight_dump_prefix = options.flight_dump_prefix;
+    config.global_ranks = options.global_ranks;
+    if (!options.global_ranks.empty()) { // empty: the default group, whose ranks are the world's
+      config.world_rank = options.global_ranks.at(static_cast<size_t>(rank));
+    }
+
     auto adapter = std::make_shared<StoreAdapter>(store);
     return c10::make_intrusive<PycommBackend>(adapter, Group::join(processEngine(), *adapter, config), settings);
   });
@@ -107,7 +121,7 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  return "pycomm: " + std::to_string(identity.size) + " ranks over TCP on " + group.interfaceName() + " (" +
+  return std::to_string(identity.size) + " ranks over TCP on " + group.interfaceName() + " (" +
       identity.local_address.ip() + "; " + group.addressReason() + ")";
 }
 
@@ -130,6 +144,23 @@ void bindBackend(py::module_& m) {
         return failure ? py::object(recordDict(*failure)) : py::none();
       },
       py::arg("backend"));
+  m.def(
+      "backend_error",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).getError(); },
+      py::arg("backend"));
+  m.def(
+      "flight_record",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        Group& group = asPycomm(backend).group();
+        const py::gil_scoped_release no_gil;
+        return group.engine().recorder().json(&group.flightLog());
+      },
+      py::arg("backend"));
+  m.def(
+      "write_flight_record",
+      [](const std::string& path) { raising([&] { processEngine().recorder().write(path); }); },
+      py::arg("path"),
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "describe_backend",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(asPycomm(backend).group()); },

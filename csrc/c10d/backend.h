@@ -7,7 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "c10d/python_errors.h"
 #include "c10d/work.h"
+#include "engine/failure_text.h"
 #include "engine/group.h"
 #include "schedule/step.h"
 #include "transport/store.h"
@@ -115,6 +117,15 @@ class PycommBackend final : public c10d::Backend {
     call.deadline = Deadline::after((opts.timeout.count() > 0 ? opts.timeout : settings_.timeout).count());
     call.waits = !opts.asyncOp;
     return call;
+  }
+  /// pycomm::raising, for errors of this group: they say which it is, and which rank.
+  template <typename Body>
+  auto raising(const Body& body) const -> decltype(body()) {
+    try {
+      return body();
+    } catch (const Error& error) {
+      throwToPython(errorOf(error.record(), group_->identity()));
+    }
   }
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);

@@ -7,6 +7,7 @@
 
 #include "c10d/callback_gate.h"
 #include "c10d/python_errors.h"
+#include "engine/failure_text.h"
 
 namespace pycomm {
 namespace {
@@ -149,11 +150,14 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
         record.rank = rank_;
         record.op = operation->name();
         record.sequence = operation->settled() ? operation->request().id.sequence : -1;
+        record.dtype = dtypeName(operation->request().descriptor.dtype);
+        record.numel = operation->request().descriptor.numel;
+        record.phase = "wait";
         record.elapsed_ms = timeout.count();
         record.summary = operation->label() + " had not ended after the " + std::to_string(timeout.count()) +
             " ms that wait() was given; it goes on.";
         record.hint = "wait again, with more time";
-        throwToPython(record);
+        throwToPython(errorOf(record, state_->group->identity()));
       }
       checkSignals();
     }

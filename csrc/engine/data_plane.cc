@@ -112,7 +112,9 @@ void DataPlane::begin(std::shared_ptr<Operation> operation) {
   Transfer& running = *transfer;
   transfers_.emplace(op_id, std::move(transfer));
   lane_.addBusy(1);
-  protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
+  const TimePoint now = Clock::now();
+  operation->mark().running(now, running.bytesExpected());
+  protocol_.posted(request.id, request.descriptor, *request.schedule, now);
   act();
   if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
     return;
@@ -141,6 +143,7 @@ void DataPlane::replayHeld(Transfer& transfer) {
     sink.into = frame.staging.view();
     sink.staging = std::move(frame.staging);
     transfer.arrived(frame.peer, frame.header, std::move(sink));
+    transfer.operation().mark().received(transfer.bytesArrived());
   }
 }
 
@@ -149,18 +152,21 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   if (failure_ || header.type == FrameType::Goodbye) {
     return sink;
   }
+  const TimePoint now = Clock::now();
   if (header.kind == static_cast<uint8_t>(Collective::Send)) {
     if (isLate(peer, header)) {
       return sink;
     }
     hear(peer, header);
   }
-  const Protocol::Verdict verdict = protocol_.arrived(peer, header, Clock::now());
+  const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
   act();
   switch (verdict) {
     case Protocol::Verdict::Accept:
       if (!protocol_.failed()) {
-        sink = transfers_.at(header.op_id)->place(peer, header);
+        Transfer& transfer = *transfers_.at(header.op_id);
+        sink = transfer.place(peer, header);
+        transfer.operation().mark().arriving(now);
       }
       break;
     case Protocol::Verdict::Hold:
@@ -199,6 +205,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     found->second->expect(peer, header);
   }
   found->second->arrived(peer, header, std::move(sink));
+  found->second->operation().mark().received(found->second->bytesArrived());
   act();
   settle(header.op_id);
 }
@@ -256,7 +263,19 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const T
   held_.clear();
 }
 
-void DataPlane::fail(const ErrorRecord& cause) {
+ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause) const {
+  ErrorRecord record = errorOf(operation, cause, identity_);
+  if (transfer != nullptr) {
+    record.bytes_done = transfer->bytesArrived();
+    record.bytes_total = transfer->bytesExpected();
+  }
+  if (record.phase.empty()) {
+    record.phase = transfer != nullptr ? "transfer" : "matching";
+  }
+  return record;
+}
+
+void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) {
   if (failure_) {
     return;
   }
@@ -264,14 +283,13 @@ void DataPlane::fail(const ErrorRecord& cause) {
   failed_at_ = Clock::now();
   // First no more bytes in or out of anybody's memory, then the operations end and their memory is free.
   stopPorts();
-  endAll([&](const Operation& operation, const Transfer* transfer) {
-    ErrorRecord record = errorOf(operation, cause, identity_);
-    if (transfer != nullptr) {
-      record.bytes_done = transfer->bytesArrived();
-      record.bytes_total = transfer->bytesExpected();
-    }
-    return record;
+  const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
+    return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
+  if (oldest != transfers_.end()) {
+    told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
+  }
+  endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }
 
 void DataPlane::suspect(int peer, ErrorRecord record) {

@@ -70,8 +70,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void post(std::shared_ptr<Operation> operation);
   /// A peer has connected to us.
   void adopt(int peer, std::unique_ptr<Link> link);
-  /// The group has failed: every operation ends, nothing is sent or received any more.
-  void fail(const ErrorRecord& cause);
+  /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
+  /// operation under way will end with; nothing if there is none.
+  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
@@ -115,6 +116,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void act();
   void settle(uint64_t op_id);
   void replayHeld(Transfer& transfer);
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause) const;
   /// `why` gets a null transfer for a receive without a sender.
   void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
   void stopPorts() noexcept;

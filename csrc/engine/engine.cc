@@ -16,6 +16,7 @@ Engine::Engine()
       control_(std::make_unique<EventLoop>("pycomm-control")),
       host_mates_(std::make_unique<HostMates>(*control_)),
       callbacks_(std::make_unique<CallbackPool>()) {
+  recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
   installForkGuard();
 }
 

@@ -9,6 +9,7 @@
 #include "base/deadline.h"
 #include "engine/callback_pool.h"
 #include "engine/event_loop.h"
+#include "engine/flight_recorder.h"
 #include "engine/host_mates.h"
 
 namespace pycomm {
@@ -41,6 +42,9 @@ class Engine {
   [[nodiscard]] HostMates& hostMates() noexcept {
     return *host_mates_;
   }
+  [[nodiscard]] FlightRecorder& recorder() noexcept {
+    return *recorder_;
+  }
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
@@ -57,6 +61,7 @@ class Engine {
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
   std::unique_ptr<HostMates> host_mates_;
+  std::unique_ptr<FlightRecorder> recorder_; ///< outlives the pool's threads, which may be writing it down
   std::unique_ptr<CallbackPool> callbacks_;
   std::mutex mutex_; ///< guards groups_
   std::vector<std::weak_ptr<Group>> groups_;

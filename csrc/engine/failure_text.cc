@@ -56,16 +56,24 @@ ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identi
   return record;
 }
 
-ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
+ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
   ErrorRecord record = cause;
-  const ErrorRecord local = about(operation, cause.peer, identity);
   if (cause.rank >= 0 && cause.rank != identity.rank) {
     record.cause += (record.cause.empty() ? "" : ", ") + std::string("reported by rank ") + std::to_string(cause.rank);
   }
-  record.rank = local.rank;
-  record.host = local.host;
-  record.group = local.group;
-  record.epoch = local.epoch;
+  record.rank = identity.rank;
+  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  if (record.peer >= 0 && record.peer < identity.size && record.peer_host.empty()) {
+    record.peer_host = identity.hosts[static_cast<size_t>(record.peer)];
+  }
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  return record;
+}
+
+ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
+  ErrorRecord record = errorOf(cause, identity);
+  const ErrorRecord local = about(operation, cause.peer, identity);
   record.elapsed_ms = local.elapsed_ms;
   if (cause.op.empty()) { // otherwise it names the operation that the ranks disagree about, or that timed out
     record.op = local.op;

@@ -12,6 +12,8 @@ namespace pycomm {
 /// Out of descriptors or memory: with who it is that lacks them, and how many descriptors its group takes.
 [[nodiscard]] ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity);
 [[nodiscard]] ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity);
+/// Anything that this rank tells about the group: by whom, where and in which group. `cause` may come from another rank.
+[[nodiscard]] ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity);
 
 /// The group's cause, as the error of one operation on this rank.
 [[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);

@@ -32,6 +32,10 @@ class Group : public std::enable_shared_from_this<Group> {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
     int heartbeat_every_ms = 500;
     int dead_after_ms = 3000;
+    size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
+    std::string flight_dump_prefix; ///< see FlightLog::Subject
+    int world_rank = -1; ///< -1: the rank in this group
+    std::vector<int> global_ranks; ///< see FlightLog::Subject
   };
 
   /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
@@ -66,6 +70,7 @@ class Group : public std::enable_shared_from_this<Group> {
   /// thread.
   void close();
 
+  /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const;
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
     return identity_;
@@ -83,18 +88,23 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
   }
+  [[nodiscard]] const FlightLog& flightLog() const noexcept {
+    return *log_;
+  }
 
  private:
-  Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous);
+  Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
+  [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;
   Store& store_;
+  const std::shared_ptr<FlightLog> log_;
   GroupIdentity identity_;
   RankClaim claim_;
   std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
@@ -111,6 +121,9 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
+
+  mutable std::mutex failure_mutex_; ///< guards told_
+  std::optional<ErrorRecord> told_; ///< what the first operation that failed here ended with
 
   struct CachedSchedule {
     ScheduleRequest request;

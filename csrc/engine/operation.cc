@@ -9,6 +9,7 @@ void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> s
   request_.schedule = std::move(schedule);
   request_.descriptor.root = sender;
   request_.descriptor.digest = index;
+  mark_.named(id, request_.descriptor);
   settled_.store(true, std::memory_order_release);
 }
 
@@ -58,6 +59,7 @@ void Operation::finish(std::optional<ErrorRecord> error) {
     if (done()) {
       return;
     }
+    mark_.ended(error);
     error_ = std::move(error);
     done_.store(true, std::memory_order_release);
     listeners.swap(listeners_);

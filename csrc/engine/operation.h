@@ -12,6 +12,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "engine/descriptor.h"
+#include "engine/flight_log.h"
 #include "engine/issue_context.h"
 #include "engine/prepared_schedule.h"
 
@@ -51,6 +52,14 @@ class Operation {
     return issued_at_;
   }
 
+  /// Its place in the flight log. Set once, before the lane has it.
+  void setMark(FlightLog::Mark mark) noexcept {
+    mark_ = std::move(mark);
+  }
+  [[nodiscard]] const FlightLog::Mark& mark() const noexcept {
+    return mark_;
+  }
+
   /// "all_reduce", "recv"
   [[nodiscard]] const char* name() const noexcept;
   /// "all_reduce #12", "all_reduce issued in a callback", "recv from any rank (tag 3)".
@@ -75,6 +84,7 @@ class Operation {
   Request request_; ///< changed by settle() only
   std::atomic<bool> settled_;
   const TimePoint issued_at_;
+  FlightLog::Mark mark_;
   mutable std::mutex mutex_; ///< guards all below
   mutable std::condition_variable ended_;
   std::atomic<bool> done_{false}; ///< written under mutex_, read without

@@ -70,7 +70,7 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings
     failed_at_ = timeline_.now();
     lane_.post([this, cause] {
       if (data_ != nullptr) {
-        data_->fail(cause);
+        data_->fail(cause, [](const ErrorRecord&) {});
       }
     });
     if (on_failure_) {

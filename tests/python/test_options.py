@@ -28,6 +28,8 @@ def test_defaults() -> None:
         algorithm="auto",
         transport="auto",
         segment_nbytes=256 * 1024,
+        flight_recorder_size=2000,
+        flight_recorder_dir="off",
         origins={setting.field: "default" for setting in SETTINGS},
     )
     assert resolved.is_default("interface")
@@ -58,6 +60,9 @@ SAME_EITHER_WAY = [
     ("segment_nbytes", "64K", 65536, 65536),
     ("segment_nbytes", "1MiB", "1M", 1 << 20),
     ("segment_nbytes", "4096", "4096", 4096),
+    ("flight_recorder_size", "0", 0, 0),
+    ("flight_recorder_dir", "Off", "off", "off"),
+    ("flight_recorder_dir", "/tmp/fr/", Path("/tmp/fr"), "/tmp/fr"),
 ]
 
 
@@ -91,6 +96,16 @@ def test_precedence_of_interfaces() -> None:
     assert Options().resolve(environ).is_default("interface")
 
 
+def test_flight_records_are_named_as_torch_names_them_or_in_a_folder() -> None:
+    assert Options().resolve({}).flight_recorder_prefix == ""
+    ours = Options().resolve({"PYCOMM_FLIGHT_RECORDER_DIR": "/tmp/fr"})
+    assert ours.flight_recorder_prefix == "/tmp/fr/pycomm_rank_"
+    assert Options(flight_recorder_dir="/x").resolve({}).flight_recorder_prefix.startswith("/x/")
+    torchs = Options().resolve({"TORCH_FR_DUMP_TEMP_FILE": "/tmp/fr/trace_"})
+    assert torchs.flight_recorder_prefix == "/tmp/fr/trace_"
+    assert Options().resolve({"TORCH_FR_BUFFER_SIZE": "7"}).flight_recorder_size == 7
+
+
 def test_an_empty_variable_is_an_unset_one() -> None:
     assert Options().resolve({"PYCOMM_DEBUG": "", "PYCOMM_TIMEOUT": " "}).is_default("debug")
 
@@ -100,6 +115,9 @@ REFUSED = [
     ("interface", "eth0,,eth1", "interface names"),
     ("interface", "eth0,^eth1", "interface names"),
     ("interface", 7, "interface names"),
+    ("flight_recorder_size", "-1", "0 to 1000000"),
+    ("flight_recorder_size", 2_000_000, "0 to 1000000"),
+    ("flight_recorder_dir", 7, "a folder"),
     ("socket_family", "ipv5", "'auto' or 'ipv4' or 'ipv6'"),
     ("port_range", "29699-29600", "29600-29699"),
     ("port_range", "80-90", "1024-65535"),

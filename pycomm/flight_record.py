@@ -1,0 +1,175 @@
+"""What a rank remembers of its last operations, as written by the native part.
+
+A dump is one JSON object a process: who it is, and of each of its groups the phases, the failure if
+there was one, and the last operations, oldest first. Times are nanoseconds since 1970 by the
+process's own clock. ``python -m pycomm trace`` puts the dumps of all ranks side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+_FORMAT = "pycomm-flight-record"
+_VERSION = 1
+
+_T = TypeVar("_T")
+
+
+class BadRecordError(ValueError):
+    """A file is not a flight record, or not one that this version reads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationRecord:
+    """One operation of one rank. What does not apply, or has not come to pass, is None."""
+
+    ticket: int
+    """Counts what this rank has issued, in order; numbers may be missing."""
+    id: str
+    """The same on all ranks."""
+    sequence: int | None = None
+    """The operation's number in its group; None if a callback issued it."""
+    op: str
+    """ "all_reduce"."""
+    state: str
+    """ "queued", "running", "done" or "failed"."""
+    dtype: str
+    numel: int
+    reduce_op: str | None = None
+    wire_dtype: str | None = None
+    """Where it is another than ``dtype``."""
+    algorithm: str
+    root: int | None = None
+    tag: int | None = None
+    splits: int | None = None
+    """A hash of uneven split sizes."""
+    issued_ns: int
+    started_ns: int | None = None
+    """When the native thread took it up."""
+    first_byte_ns: int | None = None
+    """When the first bytes for it had arrived."""
+    ended_ns: int | None = None
+    bytes_done: int
+    """Received so far."""
+    bytes_total: int
+    code: str | None = None
+    """Of the error that ended it."""
+    blamed: int | None = None
+    """The rank that the error names."""
+    thread: int
+    """The kernel's number of the thread that issued it."""
+
+    @property
+    def label(self) -> str:
+        """ "all_reduce #12"."""
+        if self.sequence is not None:
+            return f"{self.op} #{self.sequence}"
+        return f"{self.op} issued in a callback ({int(self.id) & 0xFFFFFF:06x})"
+
+    @property
+    def described(self) -> str:
+        """ "SUM, float32 x 1024, ring": what all ranks must agree on, but for the kind."""
+        parts = [self.reduce_op or "", f"{self.dtype} x {self.numel}"]
+        parts += [] if self.root is None else [f"root {self.root}"]
+        parts += [] if self.wire_dtype is None else [f"wire {self.wire_dtype}"]
+        parts += [self.algorithm]
+        parts += [] if self.tag is None else [f"tag {self.tag}"]
+        parts += [] if self.splits is None else [f"splits {self.splits}"]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupRecord:
+    """One group as one rank saw it."""
+
+    name: str
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+    """The world's numbers of the group's ranks; empty: the same numbers."""
+    hosts: tuple[str, ...]
+    """By rank; empty if the ranks have not met."""
+    nonce: str
+    """Tells this group from one of the same name in another run; "0" if the ranks have not met."""
+    slots: int
+    """How many operations are kept."""
+    complete: bool
+    """Nothing has been forgotten since the group was made."""
+    phases_ns: Mapping[str, int]
+    """When "rendezvous", "connect", "ready", "failed" and "closed" began."""
+    failure: Mapping[str, Any] | None = None
+    """Why the group failed: the fields of ``pycomm.errors.ErrorRecord``."""
+    operations: tuple[OperationRecord, ...]
+
+    def world_rank(self, rank: int) -> int:
+        """The world's number of one of the group's ranks."""
+        return self.global_ranks[rank] if self.global_ranks else rank
+
+    def host_of(self, rank: int) -> str | None:
+        """The host of one of the group's ranks, if it is known."""
+        return self.hosts[rank] if rank < len(self.hosts) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessRecord:
+    """One process: what a dump holds."""
+
+    rank: int
+    """In the world."""
+    host: str
+    pid: int
+    written_ns: int
+    groups: tuple[GroupRecord, ...]
+    source: str
+    """The file."""
+
+
+def read_record(path: Path) -> ProcessRecord:
+    """Reads one dump.
+
+    Raises:
+        BadRecordError: It cannot be read, or is no flight record; the text names the file.
+    """
+    try:
+        return parse_record(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except OSError as error:
+        raise BadRecordError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def parse_record(text: str, source: str) -> ProcessRecord:
+    """Makes a record of its JSON text. Raises BadRecordError, naming ``source``."""
+    try:
+        top = json.loads(text)
+    except ValueError as error:
+        raise BadRecordError(
+            f"{source} is not a flight record: it is not JSON, or not all of it ({error})"
+        ) from error
+    if not isinstance(top, dict) or top.get("format") != _FORMAT:
+        raise BadRecordError(f"{source} is not a flight record: it says nothing of {_FORMAT!r}")
+    if top.get("version") != _VERSION:
+        raise BadRecordError(
+            f"{source} is of version {top.get('version')!r} and this pycomm reads {_VERSION}"
+        )
+    try:
+        groups = tuple(_group(group) for group in top["groups"])
+        return _made(ProcessRecord, top | {"groups": groups, "source": source})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+
+
+def _group(fields: Mapping[str, Any]) -> GroupRecord:
+    operations = tuple(_made(OperationRecord, operation) for operation in fields["operations"])
+    lists = {name: tuple(fields[name]) for name in ("global_ranks", "hosts")}
+    return _made(GroupRecord, {**fields, **lists, "operations": operations})
+
+
+def _made(cls: type[_T], fields: Mapping[str, Any]) -> _T:
+    known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name in ("rank", "size", "numel", "issued_ns", "ticket", "written_ns"):
+        if name in known and not isinstance(fields[name], int):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    return cls(**{name: value for name, value in fields.items() if name in known})
