@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
 from pycomm import _extension
-from pycomm.options import Options, ResolvedOptions
+from pycomm.options import Options, ResolvedOptions, fault_points
 
 logger = logging.getLogger("pycomm")
 
@@ -50,6 +50,8 @@ def create_group(group: Any, pg_options: object) -> Any:
             "Try: compare RANK and WORLD_SIZE on every host"
         )
     extension = _extension.load()
+    if faults := fault_points():
+        extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
     backend = extension.create_backend(
         group.store,

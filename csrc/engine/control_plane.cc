@@ -6,6 +6,9 @@
 #include <cstring>
 #include <utility>
 
+#include "base/fault_point.h"
+#include "engine/failure_text.h"
+
 namespace pycomm {
 namespace {
 constexpr size_t kControlBufferNbytes = 4 << 10;
@@ -93,7 +96,7 @@ void ControlPlane::close() noexcept {
       sendTo(link, header(FrameType::Goodbye), "");
       std::vector<OutFrame> sent;
       static_cast<void>(link.out.flush(sent));
-    } catch (const Error&) { // it is gone already
+    } catch (const std::exception&) { // it is gone already, or there is no memory to say more
     }
     closeGently(*link.link);
   }
@@ -131,12 +134,22 @@ std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortT
 }
 
 void ControlPlane::notice(const ErrorRecord& record) {
-  membership_.noticed(record, Clock::now());
-  act();
+  guarded([&] {
+    membership_.noticed(record, Clock::now());
+    act();
+  });
+}
+
+void ControlPlane::report(const std::exception_ptr& exception) noexcept {
+  try {
+    membership_.noticed(ownTrouble(exception, identity_), Clock::now());
+    act();
+  } catch (...) { // no memory even to say so: what follows from our silence names this rank
+  }
 }
 
 void ControlPlane::onReady(uint32_t) noexcept {
-  poll();
+  guarded([&] { poll(); });
 }
 
 void ControlPlane::poll() {
@@ -156,17 +169,19 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) noexcept {
   if (link.down) {
     return;
   }
-  try {
-    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
-      dropLink(link, "the connection was closed");
+  guarded([&] {
+    try {
+      if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
+        dropLink(link, "the connection was closed");
+      }
+      if (!link.down && (events & EPOLLOUT) != 0) {
+        flush(link);
+      }
+    } catch (const Error& error) {
+      dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
     }
-    if (!link.down && (events & EPOLLOUT) != 0) {
-      flush(link);
-    }
-  } catch (const Error& error) {
-    dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
-  }
-  act();
+    act();
+  });
 }
 
 void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
@@ -176,6 +191,7 @@ void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
 }
 
 void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView payload) {
+  PYCOMM_FAULT_POINT("control.received");
   const TimePoint now = Clock::now();
   membership_.alive(peer, now);
   if (header.type == FrameType::Goodbye) {
@@ -204,6 +220,7 @@ void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const st
 }
 
 void ControlPlane::flush(ControlLink& link) {
+  PYCOMM_FAULT_POINT("control.send");
   std::vector<OutFrame> sent;
   const bool left = link.out.flush(sent);
   if (left != link.waits_for_room) {
@@ -246,11 +263,13 @@ TimePoint ControlPlane::nextTick() const noexcept {
 }
 
 void ControlPlane::tick(TimePoint now) noexcept {
-  if (acceptor_.nextDeadline() <= now) {
-    poll();
-  }
-  membership_.tick(now);
-  act();
+  guarded([&] {
+    if (acceptor_.nextDeadline() <= now) {
+      poll();
+    }
+    membership_.tick(now);
+    act();
+  });
 }
 
 } // namespace pycomm

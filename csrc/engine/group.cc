@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
 
@@ -141,8 +142,10 @@ void Group::connect(const Config& config) {
     hello.epoch = identity_.epoch;
     hello.group = identity_.hash;
     hello.purpose = LinkPurpose::Control;
+    PYCOMM_FAULT_POINT("hello.send");
     const std::string bytes = encodeHello(hello);
     writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
+    PYCOMM_FAULT_POINT("hello.sent");
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
   const std::vector<int> missing = control_->waitForNeighbours(deadline, abort_);
@@ -283,6 +286,7 @@ void Group::close() {
     static_cast<void>(data_.release());
     return;
   }
+  static_cast<void>(PYCOMM_FAULT("group.close"));
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = identity_.rank;
@@ -294,6 +298,7 @@ void Group::close() {
     down.get_future().get();
     engine_.lane().run([&] { data_.reset(); });
   }
+  static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
   if (control_ != nullptr) {
     engine_.control().run([&] {
       control_->close();

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "base/log.h"
 #include "transport/socket_error.h"
 
@@ -144,6 +145,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
       why_dropped_ = "hung up before saying who it is";
       return Verdict::Drop;
     }
+    PYCOMM_FAULT_POINT("hello.received");
     stranger.nbytes += progress.nbytes;
     const HelloReading reading = decodeHello({stranger.bytes.data(), stranger.nbytes});
     switch (reading.state) {
