@@ -87,6 +87,7 @@ void InChannel::consumeBuffer() {
     begin_ += take;
     payload_got_ += take;
     if (payload_got_ < header_.payload_nbytes) {
+      PYCOMM_FAULT_POINT("payload.partly");
       break;
     }
     finishFrame();

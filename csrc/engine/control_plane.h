@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -12,7 +13,7 @@
 #include "base/error.h"
 #include "engine/channel.h"
 #include "engine/data_plane.h"
-#include "engine/event_loop.h"
+#include "engine/loop.h"
 #include "engine/membership.h"
 #include "transport/acceptor.h"
 
@@ -20,7 +21,7 @@ namespace pycomm {
 
 /// A group's half on the control loop: the listening socket, control links, heartbeats, and what the group died of.
 /// Thread: the control loop's, except where said.
-class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
+class ControlPlane final : public Loop::Handler, public Loop::Ticker {
  public:
   struct Events {
     /// The group has failed. Called once.
@@ -33,14 +34,16 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
 
   ControlPlane(
       GroupIdentity identity,
-      EventLoop& loop,
-      Listener listener,
+      Loop& loop,
+      std::optional<Listener> listener,
       Membership::Config membership,
       Events events);
   ~ControlPlane() override;
 
   /// Starts accepting.
   void open();
+  /// A peer that connected and said who it is.
+  void welcome(Accepted accepted);
   /// A control link that this rank opened.
   void adopt(int peer, std::unique_ptr<Link> link);
   void notice(const ErrorRecord& record);
@@ -50,7 +53,7 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
   /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
 
-  // EventLoop::Handler (the acceptor's descriptor), EventLoop::Ticker
+  // Loop::Handler (the acceptor's descriptor), Loop::Ticker
   void onReady(uint32_t events) noexcept override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
@@ -73,14 +76,15 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events) noexcept;
   void flush(ControlLink& link);
+  void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause);
   void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);
   [[nodiscard]] FrameHeader header(FrameType type) const;
 
   const GroupIdentity identity_;
-  EventLoop& loop_;
+  Loop& loop_;
   const Events events_;
-  Acceptor acceptor_;
+  std::optional<Acceptor> acceptor_; ///< none where somebody else listens: a simulator
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;

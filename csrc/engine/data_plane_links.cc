@@ -8,6 +8,7 @@
 #include "base/fault_point.h"
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
+#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {
@@ -26,7 +27,10 @@ OutPort& DataPlane::portTo(int peer) {
   if (port == nullptr) {
     try {
       port = std::make_unique<OutPort>(
-          *this, peer, startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+          *this,
+          peer,
+          options_.connect ? options_.connect(peer)
+                           : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
     } catch (const Error& error) {
       if (error.record().code != ErrorCode::ConnectFailed) {
         throw;
@@ -62,6 +66,10 @@ void DataPlane::push(int peer, OutFrame frame) {
   if (failure_ || closing_) {
     return;
   }
+  if (peer == identity_.rank) {
+    to_self_.push_back(std::move(frame));
+    return;
+  }
   OutPort& port = portTo(peer);
   PYCOMM_FAULT_POINT("frame.queued");
   port.channel.push(std::move(frame));
@@ -72,7 +80,11 @@ void DataPlane::push(int peer, OutFrame frame) {
 }
 
 void DataPlane::flushDirty() {
-  while (!dirty_.empty() && !failure_) {
+  while ((!dirty_.empty() || !to_self_.empty()) && !failure_) {
+    if (!to_self_.empty()) {
+      deliverToSelf();
+      continue;
+    }
     OutPort* port = dirty_.back();
     dirty_.pop_back();
     port->dirty = false;
@@ -151,6 +163,10 @@ void DataPlane::readPort(InPort& port) {
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
+  if (isOwnTrouble(error.record().code)) { // no memory, no descriptors: the peer has nothing to do with it
+    notice(ownTrouble(std::make_exception_ptr(error), identity_));
+    return;
+  }
   ErrorRecord record = peerGone(peer, error.record(), identity_);
   if (record.cause.empty()) {
     record.cause = error.record().summary;
@@ -185,7 +201,7 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
     if (failure_ || closing_ || port != nullptr) {
       return; // a second connection of one rank is no peer of ours: drop it
     }
-    port = std::make_unique<InPort>(*this, peer, std::move(link), *this);
+    port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
     lane_.watch(port->link->fd(), EPOLLIN, *port);
     readPort(*port);
   });
@@ -200,10 +216,16 @@ void DataPlane::peerLeft(int peer) {
       return;
     }
   }
+  // A receive from any rank can still be served as long as anyone is there.
+  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
+  if (alone && !unmatched_.empty()) {
+    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
+  }
 }
 
 void DataPlane::stopPorts() noexcept {
   dirty_.clear();
+  to_self_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
       lane_.unwatch(port->link->fd());
@@ -231,7 +253,7 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
     return;
   }
-  endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });
+  endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   for (const auto& port : out_) {
     if (port == nullptr || port->broken || !port->connected) {
       continue;

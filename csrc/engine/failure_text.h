@@ -19,6 +19,9 @@ namespace pycomm {
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity);
 
+/// The same of a receive that never learned its sender.
+[[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
+
 /// Whether the code speaks of the process that noticed it, and of no other.
 [[nodiscard]] bool isOwnTrouble(ErrorCode code) noexcept;
 

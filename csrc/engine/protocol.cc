@@ -27,6 +27,7 @@ void Protocol::send(int peer, const FrameHeader& header) {
   action.kind = Action::Kind::Send;
   action.peer = peer;
   action.header = header;
+  addressTo(peer, action.header);
   actions_.push_back(std::move(action));
 }
 
@@ -41,7 +42,7 @@ void Protocol::fail(ErrorRecord record) {
   actions_.push_back(std::move(action));
 }
 
-FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type) const {
+FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type, int peer) const {
   FrameHeader header;
   header.type = type;
   header.group = config_.group;
@@ -50,6 +51,7 @@ FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type) const {
   const auto found = ops_.find(op_id);
   if (found != ops_.end()) {
     found->second.descriptor.writeTo(header);
+    addressTo(peer, header);
   }
   return header;
 }
@@ -77,7 +79,7 @@ void Protocol::posted(
   const auto heard = heard_.find(id.id);
   if (heard != heard_.end()) {
     for (const auto& entry : heard->second.descriptors) {
-      compare(descriptor, entry.first, entry.second, id);
+      compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
     }
     for (const auto& entry : heard->second.limits) {
       if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
@@ -86,10 +88,26 @@ void Protocol::posted(
     }
     heard_.erase(heard);
   }
+  if (descriptor.kind == Collective::Send) {
+    announce(op);
+  }
   for (EdgeState& edge : op.incoming) {
     const bool crowded = peers_[static_cast<size_t>(edge.peer)].eager_in > config_.eager_pool_nbytes / 2;
     if (edge.total > config_.eager_nbytes || crowded) {
       grant(op, edge);
+    }
+  }
+}
+
+// A message concerns two ranks only, so nobody else is ever asked about it. One that is too large to go eagerly is announced at once:
+// a receive from any rank could not find it otherwise.
+void Protocol::announce(Op& op) {
+  op.told_everyone = true;
+  op.told_again = true;
+  for (const EdgeState& edge : op.outgoing) {
+    if (edge.total > config_.eager_nbytes && edge.limit == 0) {
+      op.told_waiting = true;
+      send(edge.peer, headerFor(op.id.id, FrameType::Waiting, edge.peer));
     }
   }
 }
@@ -131,9 +149,11 @@ void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& their
     return;
   }
   ErrorRecord record = mismatch(mine, peer, id);
-  record.summary = "The ranks disagree about the operation " + operationText(id.id) + ": rank " +
-      std::to_string(config_.rank) + " (" + record.host + ") has " + mine.text() + ", rank " + std::to_string(peer) +
-      " (" + record.peer_host + ") has " + theirs.text() + ".";
+  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
+  const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
+  record.summary = "The ranks disagree about " + what + ": rank " + std::to_string(config_.rank) + " (" + record.host +
+      (share ? ") expects as its part of " : ") has ") + mine.text() + ", rank " + std::to_string(peer) + " (" +
+      record.peer_host + (share ? ") sends " : ") has ") + theirs.text() + ".";
   fail(std::move(record));
 }
 
@@ -183,15 +203,17 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
   const bool about_operation = header.op_id != 0 && header.type != FrameType::NotEntered;
   if (about_operation) {
     if (op != nullptr) {
-      compare(op->descriptor, peer, Descriptor::readFrom(header), op->id);
+      compare(expectedFrom(*op, peer), peer, Descriptor::readFrom(header), op->id);
     } else {
       const auto recent = recent_.find(header.op_id);
       if (recent != recent_.end()) {
         const bool derived = (header.op_id & kDerivedIdBit) != 0;
+        Descriptor theirs = Descriptor::readFrom(header);
+        theirs.numel = theirs.kind == Collective::AllToAll ? recent->second.numel : theirs.numel;
         compare(
             recent->second,
             peer,
-            Descriptor::readFrom(header),
+            theirs,
             OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
         if (!failed_ && header.type == FrameType::Data) {
           fail(violation(peer, header, "data of an operation that has ended"));
@@ -215,7 +237,9 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     case FrameType::NotEntered:
       if (op != nullptr) {
         const Descriptor last = Descriptor::readFrom(header);
-        const std::string text = header.aux == 0 ? "no operation yet" : last.text() + " " + operationText(header.aux);
+        const bool message = last.kind == Collective::Send; // its text says which one
+        const std::string text =
+            header.aux == 0 ? "no operation yet" : last.text() + (message ? "" : " " + operationText(header.aux));
         op->missing.push_back(Missing{peer, text});
         standOff(*op, peer, now);
       }
@@ -290,13 +314,14 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimeP
 // leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
 void Protocol::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
-  if (now - op.since < patience) {
+  if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
     return;
   }
   for (const auto& entry : heard_) {
     const auto theirs = entry.second.descriptors.find(peer);
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
-    if (theirs == entry.second.descriptors.end() || !derived || now - entry.second.since < patience) {
+    if (theirs == entry.second.descriptors.end() || theirs->second.kind == Collective::Send || !derived ||
+        now - entry.second.since < patience) {
       continue;
     }
     ErrorRecord record = mismatch(op.descriptor, peer, op.id);
@@ -313,7 +338,7 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
   const auto waited = now - op.since;
   if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
     op.told_waiting = true;
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
     for (const EdgeState& edge : op.incoming) {
       if (edge.moved < edge.total || edge.total == 0) {
         send(edge.peer, header);
@@ -333,7 +358,7 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
     op.told_everyone = true;
     op.told_again = again;
     op.missing.clear();
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
     for (int peer = 0; peer < config_.size; ++peer) {
       if (peer != config_.rank) {
         send(peer, header);
@@ -359,17 +384,6 @@ void Protocol::tick(TimePoint now) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.standoff_after_ms + 50));
     }
   }
-}
-
-std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id) const {
-  const auto found = ops_.find(op_id);
-  if (found == ops_.end() || found->second.missing.empty()) {
-    return std::nullopt;
-  }
-  return *std::min_element(
-      found->second.missing.begin(), found->second.missing.end(), [](const Missing& a, const Missing& b) {
-        return a.peer < b.peer;
-      });
 }
 
 std::vector<Protocol::Action> Protocol::takeActions() {

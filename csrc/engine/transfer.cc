@@ -274,7 +274,7 @@ void Transfer::pumpEdge(size_t edge_index) {
     }
     protocol_.sent(op_id, edge.peer, nbytes, permission);
     OutFrame frame;
-    frame.header = protocol_.headerFor(op_id, FrameType::Data);
+    frame.header = protocol_.headerFor(op_id, FrameType::Data, edge.peer);
     frame.header.index = static_cast<uint32_t>(next);
     frame.header.payload_nbytes = static_cast<uint32_t>(nbytes);
     frame.header.aux = permission == Protocol::Permission::Eager ? kEagerFlag : 0;
