@@ -4,20 +4,18 @@
 
 #ifdef PYCOMM_FAULT_POINTS
 
-#include <poll.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
-#include <limits>
 #include <mutex>
 #include <new>
 #include <sstream>
+#include <thread>
 #include <utility>
 #include <vector>
-
-#include "base/deadline.h"
 
 namespace pycomm {
 namespace {
@@ -40,12 +38,24 @@ std::vector<std::pair<std::string, int64_t>> g_visits; ///< of the armed sites
 std::atomic<bool> g_armed{false};
 
 constexpr std::pair<const char*, int> kErrnos[] = {
-    {"EAGAIN", EAGAIN},       {"ECONNABORTED", ECONNABORTED}, {"ECONNREFUSED", ECONNREFUSED},
-    {"ECONNRESET", ECONNRESET}, {"EHOSTUNREACH", EHOSTUNREACH}, {"EINTR", EINTR},
-    {"EIO", EIO},             {"EMFILE", EMFILE},             {"ENETUNREACH", ENETUNREACH},
-    {"ENFILE", ENFILE},       {"ENOBUFS", ENOBUFS},           {"ENOMEM", ENOMEM},
-    {"ENOSPC", ENOSPC},       {"EPIPE", EPIPE},               {"ETIMEDOUT", ETIMEDOUT},
-    {"EADDRINUSE", EADDRINUSE}, {"EACCES", EACCES},           {"EADDRNOTAVAIL", EADDRNOTAVAIL},
+    {"EAGAIN", EAGAIN},
+    {"ECONNABORTED", ECONNABORTED},
+    {"ECONNREFUSED", ECONNREFUSED},
+    {"ECONNRESET", ECONNRESET},
+    {"EHOSTUNREACH", EHOSTUNREACH},
+    {"EINTR", EINTR},
+    {"EIO", EIO},
+    {"EMFILE", EMFILE},
+    {"ENETUNREACH", ENETUNREACH},
+    {"ENFILE", ENFILE},
+    {"ENOBUFS", ENOBUFS},
+    {"ENOMEM", ENOMEM},
+    {"ENOSPC", ENOSPC},
+    {"EPIPE", EPIPE},
+    {"ETIMEDOUT", ETIMEDOUT},
+    {"EADDRINUSE", EADDRINUSE},
+    {"EACCES", EACCES},
+    {"EADDRNOTAVAIL", EADDRNOTAVAIL},
 };
 
 [[noreturn]] void unreadable(const std::string& part, const std::string& why) {
@@ -67,8 +77,12 @@ void readAction(const std::string& part, const std::string& text, ArmedPoint& po
   const std::string name = text.substr(0, sign);
   const std::string value = sign == std::string::npos ? "" : text.substr(sign + 1);
   constexpr std::pair<const char*, Action> kPlain[] = {
-      {"kill", Action::Kill},      {"stop", Action::Stop},   {"exit", Action::Exit},
-      {"nomem", Action::NoMemory}, {"short", Action::Short}, {"flip", Action::Flip}};
+      {"kill", Action::Kill},
+      {"stop", Action::Stop},
+      {"exit", Action::Exit},
+      {"nomem", Action::NoMemory},
+      {"short", Action::Short},
+      {"flip", Action::Flip}};
   for (const auto& entry : kPlain) {
     if (text == entry.first) {
       point.action = entry.second;
@@ -135,7 +149,7 @@ std::vector<ArmedPoint> struckAt(const char* site) {
 [[noreturn]] void endHere() {
   static_cast<void>(::kill(::getpid(), SIGKILL));
   for (;;) {
-    static_cast<void>(::poll(nullptr, 0, std::numeric_limits<int>::max()));
+    std::this_thread::sleep_for(std::chrono::seconds(1));
   }
 }
 
@@ -180,13 +194,9 @@ Fault visitFaultPoint(const char* site) {
         break;
       case Action::Exit:
         ::_exit(kExitCode);
-      case Action::Delay: {
-        const Deadline end = Deadline::after(point.number);
-        while (!end.expired()) {
-          static_cast<void>(::poll(nullptr, 0, end.remainingMs(1000)));
-        }
+      case Action::Delay:
+        std::this_thread::sleep_for(std::chrono::milliseconds(point.number));
         break;
-      }
       case Action::NoMemory:
         throw std::bad_alloc();
       case Action::Errno:

@@ -99,10 +99,7 @@ void bindProcess(py::module_& m) {
       },
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "arm_fault_points",
-      [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); },
-      py::arg("spec"));
+  m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
   m.def("list_interfaces", &interfaces);
   m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });
   m.def("build_info", &buildInfo);

@@ -211,10 +211,7 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
         Descriptor theirs = Descriptor::readFrom(header);
         theirs.numel = theirs.kind == Collective::AllToAll ? recent->second.numel : theirs.numel;
         compare(
-            recent->second,
-            peer,
-            theirs,
-            OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
+            recent->second, peer, theirs, OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
         if (!failed_ && header.type == FrameType::Data) {
           fail(violation(peer, header, "data of an operation that has ended"));
         }

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,9 @@ def cell(results: list[RankResult], struck_s: float | None, fault: str) -> tuple
     if seconds:
         parts.append(f"after {statistics.median(seconds):.2f} s")
     if errors:
-        culprit = [bool(re.search(rf"rank {VICTIM}\b|peer={VICTIM}\b", e.text, re.I)) for e in errors]
+        culprit = [
+            bool(re.search(rf"rank {VICTIM}\b|peer={VICTIM}\b", e.text, re.I)) for e in errors
+        ]
         named = f"{sum(culprit)} of {len(errors)}"
         parts.append("names the rank" if all(culprit) else f"{named} name the rank")
     said = next((e.text for e in errors if "WRONG" not in e.text), "")
@@ -264,7 +265,10 @@ def main() -> None:
         cells: dict[str, tuple[str, str]] = {}
         for backend in ("pycomm", "gloo"):
             cells[backend] = cell(*run(backend, fault), fault)
-            print(f"{fault} | {backend} | {cells[backend][0]}\n    {cells[backend][1][:200]}", flush=True)
+            print(
+                f"{fault} | {backend} | {cells[backend][0]}\n    {cells[backend][1][:200]}",
+                flush=True,
+            )
         rows.append((fault, cells))
     table = document(rows)
     if arguments.print:

@@ -12,7 +12,6 @@ import ctypes
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -121,8 +120,12 @@ def busy_rank(rank: int, world_size: int, minutes: float) -> dict[str, Any]:
 
 def oversubscribed(minutes: float) -> None:
     ranks = 4 * (os.cpu_count() or 1)
-    results = run_ranks(ranks, busy_rank, args=(minutes,), timeout_s=60 * minutes + 120, check=False)
-    found = [result.value or {"error": result.describe(), "held_s": 0, "steps": 0} for result in results]
+    results = run_ranks(
+        ranks, busy_rank, args=(minutes,), timeout_s=60 * minutes + 120, check=False
+    )
+    found = [
+        result.value or {"error": result.describe(), "held_s": 0, "steps": 0} for result in results
+    ]
     errors = [each["error"] for each in found if each["error"]]
     for error in errors:
         print(error)
@@ -135,7 +138,9 @@ def oversubscribed(minutes: float) -> None:
 
 def listening_port() -> int:
     """Where this process's group listens."""
-    mine = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)
+    }
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == LISTENING and f"socket:[{fields[9]}]" in mine:
@@ -212,7 +217,9 @@ def with_junk(rank: int, world_size: int, seconds: float, rate: float) -> dict[s
 
 
 def junk(seconds: float) -> None:
-    results = run_ranks(2, with_junk, args=(seconds, 1000.0), timeout_s=seconds * 4 + 60, check=False)
+    results = run_ranks(
+        2, with_junk, args=(seconds, 1000.0), timeout_s=seconds * 4 + 60, check=False
+    )
     errors = [result.error.text for result in results if result.error]
     print("\n".join(errors))
     found = results[0].value

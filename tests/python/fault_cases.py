@@ -1,6 +1,6 @@
 """The fault matrix: which fault, where, to which rank of how many, and what all ranks must see.
 
-    python tests/python/fault_cases.py        counts of kinds and cases
+python tests/python/fault_cases.py        counts of kinds and cases
 """
 
 from __future__ import annotations
@@ -266,7 +266,12 @@ def _refused_at_init() -> Iterator[Case]:
     for world_size in (2, 3):
         victim = world_size - 1
         for kind, spec, code, others in (
-            ("no port", "listener.bind:1:errno=EADDRINUSE", "PORTS_EXHAUSTED", ("PORTS_EXHAUSTED",)),
+            (
+                "no port",
+                "listener.bind:1:errno=EADDRINUSE",
+                "PORTS_EXHAUSTED",
+                ("PORTS_EXHAUSTED",),
+            ),
             ("no thread", "thread.start:1:errno=EAGAIN", "SYSTEM_ERROR", gone),
         ):
             yield Case(
@@ -378,5 +383,9 @@ if __name__ == "__main__":
     made = cases()
     wrong = sum(len(mismatch_cases(world, everything=True)) for world in WORLDS)
     kinds = {case.kind for case in made} | set(mismatches(2))
-    print(f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches")
-    print(f"CI: {len(a_part(made))} faults and {sum(len(mismatch_cases(w, everything=False)) for w in WORLDS)} mismatches")
+    print(
+        f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
+    )
+    print(
+        f"CI: {len(a_part(made))} faults and {sum(len(mismatch_cases(w, everything=False)) for w in WORLDS)} mismatches"
+    )

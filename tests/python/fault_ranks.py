@@ -306,7 +306,9 @@ def _split(numel: int, *, outputs: list[int], inputs: list[int]) -> Callable[[An
 def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]]:
     """By name: what the victim calls and what the others call."""
 
-    def reduce_of(numel: int, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM) -> Any:
+    def reduce_of(
+        numel: int, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM
+    ) -> Any:
         return lambda group: dist.all_reduce(torch.ones(numel, dtype=dtype), op, group=group)
 
     def broadcast(root: int, numel: int = 1000) -> Any:
@@ -366,7 +368,10 @@ def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callab
             _split(0, outputs=[1 << 18] * world_size, inputs=[1 << 18] * world_size),
             _split(0, outputs=[1 << 17] * world_size, inputs=[1 << 17] * world_size),
         ),
-        "one rank alone goes on": (in_turn(reduce_of(10), barrier), in_turn(reduce_of(11), barrier)),
+        "one rank alone goes on": (
+            in_turn(reduce_of(10), barrier),
+            in_turn(reduce_of(11), barrier),
+        ),
     }
 
 

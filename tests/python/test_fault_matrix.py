@@ -24,6 +24,7 @@ from pycomm import _extension
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
 
+
 def patience() -> float:
     """How much longer all may take because others want the cores, too."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
