@@ -58,7 +58,10 @@ def _killed_in_rendezvous() -> Iterator[Case]:
                     world_size,
                     victim,
                     at_init=True,
-                    codes=("RENDEZVOUS_TIMEOUT",),
+                    # Whose address is known may be connected to, and is found dead then.
+                    codes=("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_DEAD")
+                    if phase == "rendezvous.published:2"
+                    else ("RENDEZVOUS_TIMEOUT",),
                     timeout_s=1.5,
                     bound_s=3.0,
                 )

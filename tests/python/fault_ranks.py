@@ -379,7 +379,6 @@ def run_mismatches(
     rank: int, world_size: int, cases: list[tuple[str, int]], repeats: int
 ) -> list[dict[str, Any]]:
     """Every (mismatch, victim), each in a group of its own; what this rank met."""
-    use_fault_build()
     table = mismatches(world_size)
     found = []
     for name, victim in cases * repeats:

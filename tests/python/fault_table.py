@@ -1,6 +1,6 @@
 """Each fault: what pycomm and what gloo do. Writes the table into docs/faults.md.
 
-python tests/faults/fault_table.py [--only WORD] [--print]
+python tests/python/fault_table.py [--only WORD] [--print]
 
 Three ranks on this host, both backends one after the other, 10 s timeout given to the group: gloo's
 own default is 30 minutes, and nobody would wait for it here. Whatever runs longer than 25 s is
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 
 from rank_child import describe_exception, mark
 from ranks import RankResult, start_ranks
@@ -234,7 +234,7 @@ def document(rows: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
     lines = [
         BEGIN,
         "",
-        f"Written by `python tests/faults/fault_table.py` on {datetime.date.today()}: "
+        f"Written by `python tests/python/fault_table.py` on {datetime.date.today()}: "
         f"{WORLD_SIZE} ranks on one host, {os.cpu_count()} cores, torch {torch.__version__}, "
         f"Linux {platform.release().split('-')[0]}, commit {commit}; a timeout of {TIMEOUT_S:.0f} s "
         f"given to both (gloo's default is 30 minutes). Rank {VICTIM} is the one at fault; the "

@@ -1,9 +1,9 @@
 """How fast faults are noticed, and what is not a fault. Each prints one line of figures.
 
-python tests/faults/figures.py kills 100          SIGKILL to exception on every other rank
-python tests/faults/figures.py stops 5            SIGSTOP to exception
-python tests/faults/figures.py oversubscribed 10  minutes of 4 ranks a core, some holding the GIL
-python tests/faults/figures.py junk 60            seconds of 1,000 junk connections a second
+python tests/python/fault_figures.py kills 100          SIGKILL to exception on every other rank
+python tests/python/fault_figures.py stops 5            SIGSTOP to exception
+python tests/python/fault_figures.py oversubscribed 10  minutes of 4 ranks a core, some holding the GIL
+python tests/python/fault_figures.py junk 60            seconds of 1,000 junk connections a second
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "python"))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 
 from rank_child import describe_exception, mark
 from ranks import run_ranks, start_ranks
@@ -252,6 +252,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Ranks import this file by its name: one module, not two.
-    import figures
+    import fault_figures
 
-    figures.main()
+    fault_figures.main()
