@@ -47,9 +47,13 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
 
-faults: ## the Python tests that kill, stop or starve ranks
+faults: ## the Python tests that kill, stop or starve ranks, every case of them
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python -m pytest --require-native -m faults $(ARGS)
+	@$(BIN)/python -m pytest --require-native -m faults --all-faults $(ARGS)
+
+fault_build: ## the extension with fault points, in build/faults: what the fault tests load
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/fault_build.py
 
 bench: ## pycomm beside gloo, all_reduce from 4 B to 100 MiB
 	$(BOOTSTRAP) --group demo
@@ -84,4 +88,4 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cxx20 asan tsan py faults bench lint format layers typecheck stubs stubs_check docs clean
+.PHONY: help venv demo test cpp cxx20 asan tsan py faults fault_build bench lint format layers typecheck stubs stubs_check docs clean

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import setuptools
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-from machine import jobs  # noqa: E402
+from machine import extension_objects, jobs  # noqa: E402
 
 TORCH_MISSING = """\
 torch is needed to build: pip install torch==2.13.0 --index-url \
@@ -78,8 +77,7 @@ def extension_keywords() -> dict[str, object]:
             # One object folder per Python and torch, also for pip's temporary builds: ninja then
             # finds what is still good. It compares files better than setuptools does, so setuptools
             # always asks it.
-            tag = f"{sys.implementation.cache_tag}-torch{torch_minor}-{platform.machine()}"
-            self.build_temp = str(ROOT / "build" / f"extension-{tag}")
+            self.build_temp = str(extension_objects(ROOT, torch.__version__))
             self.force = True
 
         def run(self) -> None:

@@ -63,6 +63,9 @@ class Extension(Protocol):
     def shutdown_all(self, timeout_ms: int) -> None:
         """Aborts what is outstanding in all groups and joins all native threads. Idempotent."""
 
+    def arm_fault_points(self, spec: str) -> None:
+        """Raises UnsupportedError unless this is a test build."""
+
     def fail_future(self, future: Any, error: BaseException) -> None:
         """Completes a ``torch.futures.Future`` with this very exception."""
 

@@ -15,7 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 import _pycomm_autoload
 from pycomm import _extension, errors
 from pycomm.flight_record import GroupRecord, parse_record
-from pycomm.options import FLIGHT_RECORD_NAME, Options, ResolvedOptions
+from pycomm.options import FLIGHT_RECORD_NAME, Options, ResolvedOptions, fault_points
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ErrorType
@@ -57,6 +57,8 @@ def create_group(group: Any, pg_options: object) -> Any:
             "Try: compare RANK and WORLD_SIZE on every host"
         )
     extension = _extension.load()
+    if faults := fault_points():
+        extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
     backend = extension.create_backend(
         group.store,

@@ -20,6 +20,7 @@ _DEFAULT_ORIGIN = "default"
 _OFF = "off"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
+_FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
 _KIB = 1024
 _SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
 _MIN_SEGMENT_NBYTES = 4 * _KIB
@@ -333,8 +334,14 @@ def variable_error(name: str) -> str:
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:
     """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
-    known = set(variables())
+    known = {*variables(), _FAULT_VARIABLE}
     return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
+
+
+def fault_points(environ: Mapping[str, str] | None = None) -> str:
+    """Which faults a test wants: "site:nth:action", several separated by commas. See
+    csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
+    return (os.environ if environ is None else environ).get(_FAULT_VARIABLE, "").strip()
 
 
 def variables() -> list[str]:

@@ -49,6 +49,9 @@ IMPURE_HEADERS = [
     ),
 ]
 
+# Ends processes because a test asked it to; empty where PYCOMM_FAULT_POINTS is not defined.
+ENDS_PROCESSES = "csrc/base/fault_point.cc"
+
 # What a library must not do to the process it is loaded into.
 FORBIDDEN_CALLS = [
     (
@@ -178,6 +181,8 @@ def check_cpp(root: Path) -> Iterator[Violation]:
                 yield Violation(where, number, f"includes {include[2]}: {why}")
         for number, line in enumerate(without_comments(source).splitlines(), start=1):
             for pattern, why in FORBIDDEN_CALLS:
+                if str(where) == ENDS_PROCESSES and why.startswith("ends the process"):
+                    continue
                 if not line.lstrip().startswith("#") and re.search(pattern, line):
                     yield Violation(where, number, why)
 

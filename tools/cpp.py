@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import machine
@@ -53,12 +54,10 @@ def test_prefix(flavour: str) -> list[str]:
     return fixed if flavour == "tsan" and machine.succeeds(*fixed, "true") else []
 
 
-def main() -> int:
-    flavour, *cmake_arguments = sys.argv[1:] or ["plain"]
+def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all") -> Path | None:
+    """Builds one flavour, with fault points, and returns its folder; None if that failed."""
     folder = BUILD / f"cpp-{flavour}"
-    results = folder / "results"
     jobs = str(machine.jobs(1.0))
-
     given = [*cmake_arguments, *os.environ.get("CMAKE_ARGS", "").split()]
     sources = "FETCHCONTENT_SOURCE_DIR_GOOGLETEST"
     if sources not in os.environ and not any(sources in argument for argument in given):
@@ -76,10 +75,21 @@ def main() -> int:
         configure += ["-G", "Ninja"]
     if subprocess.run([*configure, *given], stdout=subprocess.DEVNULL, check=False).returncode != 0:
         print(GTEST_HINT, file=sys.stderr)
-        return 1
-    if subprocess.run(["cmake", "--build", str(folder), "-j", jobs], check=False).returncode != 0:
+        return None
+    command = ["cmake", "--build", str(folder), "-j", jobs, "--target", target]
+    if subprocess.run(command, check=False).returncode != 0:
         print(f"C++ {flavour}: the build failed", file=sys.stderr)
+        return None
+    return folder
+
+
+def main() -> int:
+    flavour, *cmake_arguments = sys.argv[1:] or ["plain"]
+    folder = build(flavour, cmake_arguments)
+    if folder is None:
         return 1
+    results = folder / "results"
+    jobs = str(machine.jobs(1.0))
 
     shutil.rmtree(results, ignore_errors=True)
     ctest = [

@@ -6,9 +6,11 @@
 #include <mutex>
 #include <string>
 
+#include "base/fault_point.h"
 #include "base/log.h"
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
+#include "c10d/raising.h"
 #include "numeric/simd_level.h"
 #include "transport/interfaces.h"
 
@@ -97,6 +99,7 @@ void bindProcess(py::module_& m) {
       },
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());
+  m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
   m.def("list_interfaces", &interfaces);
   m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });
   m.def("build_info", &buildInfo);

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <new>
+#include <system_error>
+
 #include "base/error.h"
 #include "c10d/python_errors.h"
 
@@ -13,6 +16,18 @@ auto raising(const Body& body) -> decltype(body()) {
     return body();
   } catch (const Error& error) {
     throwToPython(error.record());
+  } catch (const std::bad_alloc&) {
+    ErrorRecord record;
+    record.code = ErrorCode::OutOfMemory;
+    record.summary = "This process has no memory left.";
+    record.hint = "use a smaller batch, or fewer operations at once";
+    throwToPython(record);
+  } catch (const std::system_error& error) { // a thread that could not be started, a lock that could not be had
+    ErrorRecord record;
+    record.code = ErrorCode::SystemError;
+    record.summary = "The system refused what this process needs.";
+    record.cause = error.what();
+    throwToPython(record);
   }
 }
 

@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "base/fault_point.h"
+
 namespace pycomm {
 namespace {
 
@@ -53,6 +55,9 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
 void InChannel::startFrame() {
   std::memcpy(&header_, buffer_.data() + begin_, sizeof header_);
   begin_ += sizeof header_;
+  if (PYCOMM_FAULT("frame.arriving").flip) {
+    flipBit(&header_.magic, sizeof header_.magic);
+  }
   if (header_.magic != FrameHeader::kMagic || header_.version != FrameHeader::kVersion ||
       header_.payload_nbytes > kMaxPayloadNbytes) {
     throw Error(ErrorCode::ProtocolViolation, "bytes that are no frame arrived from rank " + std::to_string(peer_));
@@ -82,6 +87,7 @@ void InChannel::consumeBuffer() {
     begin_ += take;
     payload_got_ += take;
     if (payload_got_ < header_.payload_nbytes) {
+      PYCOMM_FAULT_POINT("payload.partly");
       break;
     }
     finishFrame();
@@ -102,6 +108,8 @@ bool InChannel::read() {
       payload_got_ += progress.nbytes;
       if (progress.nbytes == missing) {
         finishFrame();
+      } else if (progress.nbytes > 0) {
+        PYCOMM_FAULT_POINT("payload.partly");
       }
       if (progress.closed || progress.would_block) {
         return !progress.closed;

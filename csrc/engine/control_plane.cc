@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/failure_text.h"
 
 namespace pycomm {
@@ -101,7 +102,7 @@ std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
       sendTo(link, header(FrameType::Goodbye), "");
       std::vector<OutFrame> sent;
       static_cast<void>(link.out.flush(sent));
-    } catch (const Error&) { // it is gone already
+    } catch (const std::exception&) { // it is gone already, or there is no memory to say more
     }
     closing.push_back(std::move(link.link));
   }
@@ -140,8 +141,18 @@ std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortT
 }
 
 void ControlPlane::notice(const ErrorRecord& record) {
-  membership_.noticed(record, Clock::now());
-  act();
+  guarded([&] {
+    membership_.noticed(record, Clock::now());
+    act();
+  });
+}
+
+void ControlPlane::report(const std::exception_ptr& exception) noexcept {
+  try {
+    membership_.noticed(ownTrouble(exception, identity_), Clock::now());
+    act();
+  } catch (...) { // no memory even to say so: what follows from our silence names this rank
+  }
 }
 
 void ControlPlane::died(int peer) noexcept {
@@ -155,7 +166,7 @@ void ControlPlane::died(int peer) noexcept {
 }
 
 void ControlPlane::onReady(uint32_t) noexcept {
-  poll();
+  guarded([&] { poll(); });
 }
 
 void ControlPlane::poll() {
@@ -179,17 +190,34 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) noexcept {
   if (link.down) {
     return;
   }
-  try {
-    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
-      dropLink(link, "the connection was closed");
+  guarded([&] {
+    try {
+      if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
+        dropLink(link, "the connection was closed");
+      }
+      if (!link.down && (events & EPOLLOUT) != 0) {
+        flush(link);
+      }
+    } catch (const Error& error) {
+      linkBroke(link, error);
     }
-    if (!link.down && (events & EPOLLOUT) != 0) {
-      flush(link);
-    }
-  } catch (const Error& error) {
+    act();
+  });
+}
+
+void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
+  if (error.record().code == ErrorCode::ConnectionReset) {
     dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
+    return;
   }
-  act();
+  link.down = true;
+  loop_.unwatch(link.link->fd());
+  ErrorRecord record = ownTrouble(std::make_exception_ptr(error), identity_);
+  if (!isOwnTrouble(record.code)) { // bytes that no pycomm sends
+    record.peer = link.peer;
+    record.peer_host = identity_.hosts[static_cast<size_t>(link.peer)];
+  }
+  membership_.noticed(std::move(record), Clock::now());
 }
 
 void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
@@ -199,6 +227,7 @@ void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
 }
 
 void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView payload) {
+  PYCOMM_FAULT_POINT("control.received");
   const TimePoint now = Clock::now();
   membership_.alive(peer, now);
   if (header.type == FrameType::Goodbye) {
@@ -227,6 +256,7 @@ void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const st
 }
 
 void ControlPlane::flush(ControlLink& link) {
+  PYCOMM_FAULT_POINT("control.send");
   std::vector<OutFrame> sent;
   const bool left = link.out.flush(sent);
   if (left != link.waits_for_room) {
@@ -257,7 +287,7 @@ void ControlPlane::act() {
           sendTo(link, head, payload);
           flush(link);
         } catch (const Error& error) {
-          dropLink(link, error.record().cause);
+          linkBroke(link, error);
         }
       }
     }
@@ -270,14 +300,16 @@ TimePoint ControlPlane::nextTick() const noexcept {
 }
 
 void ControlPlane::tick(TimePoint now) noexcept {
-  if (acceptor_ && acceptor_->nextDeadline() <= now) {
-    poll();
-  }
-  if (acceptor_ && acceptor_->troubleSince() != TimePoint::max() && now - acceptor_->troubleSince() >= kTrouble) {
-    membership_.noticed(cannotAccept(*acceptor_->trouble(), identity_), now);
-  }
-  membership_.tick(now);
-  act();
+  guarded([&] {
+    if (acceptor_ && acceptor_->nextDeadline() <= now) {
+      poll();
+    }
+    if (acceptor_ && acceptor_->troubleSince() != TimePoint::max() && now - acceptor_->troubleSince() >= kTrouble) {
+      membership_.noticed(cannotAccept(*acceptor_->trouble(), identity_), now);
+    }
+    membership_.tick(now);
+    act();
+  });
 }
 
 } // namespace pycomm

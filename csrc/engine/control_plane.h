@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -64,9 +65,20 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
 
   void poll();
   void act();
+  /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure.
+  template <typename Body>
+  void guarded(const Body& body) noexcept {
+    try {
+      body();
+    } catch (...) {
+      report(std::current_exception());
+    }
+  }
+  void report(const std::exception_ptr& exception) noexcept;
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events) noexcept;
   void flush(ControlLink& link);
+  void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause);
   void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);
   [[nodiscard]] FrameHeader header(FrameType type) const;

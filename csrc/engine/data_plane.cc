@@ -1,9 +1,9 @@
 #include "engine/data_plane.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/failure_text.h"
 
 namespace pycomm {
@@ -53,32 +53,15 @@ DataPlane::Usage DataPlane::usage() const {
 }
 
 void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
-  ErrorRecord record;
   try {
-    std::rethrow_exception(exception);
-  } catch (const Error& error) {
-    record = error.record();
-    if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {
-      record = withNeed(std::move(record), identity_); // its own trouble, whatever peer it had to do with
-    } else if (peer >= 0) {
+    ErrorRecord record = ownTrouble(exception, identity_);
+    if (peer >= 0 && !isOwnTrouble(record.code)) {
       record.peer = peer;
       record.peer_host = identity_.hosts[static_cast<size_t>(peer)];
     }
-  } catch (const std::bad_alloc&) {
-    record.code = ErrorCode::OutOfMemory;
-    record.peer = identity_.rank;
-    record.peer_host = identity_.hosts[static_cast<size_t>(identity_.rank)];
-    record.summary =
-        "Rank " + std::to_string(identity_.rank) + " on " + record.peer_host + " has no memory left for a transfer.";
-    record.hint = "use a smaller batch, or fewer operations at once";
-  } catch (const std::exception& error) {
-    record.summary = "A lane met an exception that it does not know.";
-    record.cause = error.what();
+    notice(std::move(record));
+  } catch (...) { // no memory even to say so: the operation's deadline ends it
   }
-  record.rank = identity_.rank;
-  record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
-  record.group = identity_.name;
-  notice(std::move(record));
 }
 
 void DataPlane::notice(ErrorRecord record) {
@@ -93,6 +76,7 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     return;
   }
   guarded(-1, [&] {
+    PYCOMM_FAULT_POINT("operation.post");
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
     if (operation->request().descriptor.kind == Collective::Send) {
       postPointToPoint(std::move(operation));
@@ -153,6 +137,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
     return sink;
   }
   const TimePoint now = Clock::now();
+  PYCOMM_FAULT_POINT("frame.header");
   if (header.kind == static_cast<uint8_t>(Collective::Send)) {
     if (isLate(peer, header)) {
       return sink;
@@ -242,6 +227,7 @@ void DataPlane::settle(uint64_t op_id) {
   if (found == transfers_.end() || !found->second->complete()) {
     return;
   }
+  PYCOMM_FAULT_POINT("operation.finish");
   const std::unique_ptr<Transfer> finished = std::move(found->second);
   transfers_.erase(found);
   lane_.addBusy(-1);

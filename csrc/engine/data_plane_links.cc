@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
 #include "transport/tcp_link.h"
@@ -28,11 +29,18 @@ constexpr int kNewsMs = 50;
 OutPort& DataPlane::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
   if (port == nullptr) {
-    port = std::make_unique<OutPort>(
-        *this,
-        peer,
-        options_.connect ? options_.connect(peer)
-                         : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+    try {
+      port = std::make_unique<OutPort>(
+          *this,
+          peer,
+          options_.connect ? options_.connect(peer)
+                           : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+    } catch (const Error& error) {
+      if (error.record().code != ErrorCode::ConnectFailed) {
+        throw;
+      }
+      throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
+    }
     port->waits_for_room = true;
     writeHello(*port);
     lane_.watch(port->link->fd(), EPOLLOUT, *port);
@@ -48,6 +56,7 @@ void DataPlane::writeHello(OutPort& port) {
   hello.epoch = identity_.epoch;
   hello.group = identity_.hash;
   hello.purpose = LinkPurpose::Bulk;
+  PYCOMM_FAULT_POINT("hello.send");
   const std::string bytes = encodeHello(hello);
   OutFrame frame;
   std::memcpy(&frame.header, bytes.data(), sizeof frame.header);
@@ -66,6 +75,7 @@ void DataPlane::push(int peer, OutFrame frame) {
     return;
   }
   OutPort& port = portTo(peer);
+  PYCOMM_FAULT_POINT("frame.queued");
   port.channel.push(std::move(frame));
   if (!port.dirty && !port.waits_for_room) {
     port.dirty = true;
@@ -106,6 +116,7 @@ void DataPlane::flush(OutPort& port) {
     lane_.watch(port.link->fd(), left ? EPOLLOUT : 0U, port);
   }
   for (OutFrame& frame : sent) {
+    PYCOMM_FAULT_POINT("frame.written");
     const auto found = frame.step < 0 ? transfers_.end() : transfers_.find(frame.header.op_id);
     if (found != transfers_.end()) {
       found->second->sent(static_cast<uint32_t>(frame.step));
@@ -159,6 +170,10 @@ void DataPlane::readPort(InPort& port) {
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
+  if (isOwnTrouble(error.record().code)) { // no memory, no descriptors: the peer has nothing to do with it
+    notice(ownTrouble(std::make_exception_ptr(error), identity_));
+    return;
+  }
   ErrorRecord record = peerGone(peer, error.record(), identity_);
   if (record.cause.empty()) {
     record.cause = error.record().summary;

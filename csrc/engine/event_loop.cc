@@ -11,8 +11,10 @@
 #include <csignal>
 #include <exception>
 #include <future>
+#include <system_error>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -49,7 +51,21 @@ EventLoop::EventLoop(const std::string& thread_name)
   sigset_t before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this, thread_name] { threadMain(thread_name); });
+  try {
+    const Fault fault = PYCOMM_FAULT("thread.start");
+    if (fault.error_number != 0) {
+      throw std::system_error(fault.error_number, std::generic_category());
+    }
+    thread_ = std::thread([this, thread_name] { threadMain(thread_name); });
+  } catch (const std::system_error& error) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    ErrorRecord record;
+    record.code = ErrorCode::SystemError;
+    record.summary = "this process could not start a thread, " + thread_name;
+    record.cause = errnoText(error.code().value());
+    record.hint = "raise the limit on processes and threads (ulimit -u, or pids.max of the container)";
+    throw Error(record);
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 

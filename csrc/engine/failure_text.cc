@@ -1,6 +1,7 @@
 #include "engine/failure_text.h"
 
 #include <chrono>
+#include <new>
 
 namespace pycomm {
 namespace {
@@ -103,6 +104,39 @@ ErrorRecord timedOut(
     record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
+  return record;
+}
+
+bool isOwnTrouble(ErrorCode code) noexcept {
+  return code == ErrorCode::OutOfMemory || code == ErrorCode::TooManyFiles || code == ErrorCode::SystemError ||
+      code == ErrorCode::Internal;
+}
+
+ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
+  ErrorRecord record;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    record = error.record();
+  } catch (const std::bad_alloc&) {
+    record.code = ErrorCode::OutOfMemory;
+    record.summary = "Rank " + std::to_string(identity.rank) + " on " +
+        identity.hosts[static_cast<size_t>(identity.rank)] + " has no memory left.";
+    record.hint = "use a smaller batch, or fewer operations at once";
+  } catch (const std::exception& error) {
+    record.summary = "A native thread met an exception that it does not know.";
+    record.cause = error.what();
+  }
+  if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {
+    return withNeed(std::move(record), identity);
+  }
+  if (isOwnTrouble(record.code)) {
+    record.peer = identity.rank;
+    record.peer_host = identity.hosts[static_cast<size_t>(identity.rank)];
+  }
+  record.rank = identity.rank;
+  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.group = identity.name;
   return record;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <string>
 
 #include "base/error.h"
@@ -26,6 +27,13 @@ namespace pycomm {
 
 /// The same of a receive that never learned its sender.
 [[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
+
+/// Whether the code speaks of the process that noticed it, and of no other.
+[[nodiscard]] bool isOwnTrouble(ErrorCode code) noexcept;
+
+/// An exception that ended something on a native thread. What concerns this process alone (memory, files, threads) names this
+/// rank.
+[[nodiscard]] ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity);
 
 /// A link to `peer` ended without a goodbye, or broke.
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);

@@ -4,6 +4,7 @@
 #include <future>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
 
@@ -212,6 +213,7 @@ void Group::close() {
     return;
   }
   log_->reached(GroupPhase::Closed);
+  static_cast<void>(PYCOMM_FAULT("group.close"));
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = identity_.rank;
@@ -223,6 +225,7 @@ void Group::close() {
     down.get_future().get();
     engine_.lane().run([&] { data_.reset(); });
   }
+  static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
   if (control_ != nullptr) {
     std::vector<std::unique_ptr<Link>> links;
     std::vector<Link*> open;

@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
 
@@ -166,8 +167,10 @@ void Group::connect(const Config& config) {
     hello.epoch = identity_.epoch;
     hello.group = identity_.hash;
     hello.purpose = LinkPurpose::Control;
+    PYCOMM_FAULT_POINT("hello.send");
     const std::string bytes = encodeHello(hello);
     writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
+    PYCOMM_FAULT_POINT("hello.sent");
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
   const std::vector<int> missing = control_->waitForNeighbours(deadline, abort_);

@@ -27,6 +27,7 @@ void Protocol::send(int peer, const FrameHeader& header) {
   action.kind = Action::Kind::Send;
   action.peer = peer;
   action.header = header;
+  addressTo(peer, action.header);
   actions_.push_back(std::move(action));
 }
 
@@ -41,7 +42,7 @@ void Protocol::fail(ErrorRecord record) {
   actions_.push_back(std::move(action));
 }
 
-FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type) const {
+FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type, int peer) const {
   FrameHeader header;
   header.type = type;
   header.group = config_.group;
@@ -50,6 +51,7 @@ FrameHeader Protocol::headerFor(uint64_t op_id, FrameType type) const {
   const auto found = ops_.find(op_id);
   if (found != ops_.end()) {
     found->second.descriptor.writeTo(header);
+    addressTo(peer, header);
   }
   return header;
 }
@@ -77,7 +79,7 @@ void Protocol::posted(
   const auto heard = heard_.find(id.id);
   if (heard != heard_.end()) {
     for (const auto& entry : heard->second.descriptors) {
-      compare(descriptor, entry.first, entry.second, id);
+      compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
     }
     for (const auto& entry : heard->second.limits) {
       if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
@@ -105,7 +107,7 @@ void Protocol::announce(Op& op) {
   for (const EdgeState& edge : op.outgoing) {
     if (edge.total > config_.eager_nbytes && edge.limit == 0) {
       op.told_waiting = true;
-      send(edge.peer, headerFor(op.id.id, FrameType::Waiting));
+      send(edge.peer, headerFor(op.id.id, FrameType::Waiting, edge.peer));
     }
   }
 }
@@ -148,9 +150,10 @@ void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& their
   }
   ErrorRecord record = mismatch(mine, peer, id);
   const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
+  const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
   record.summary = "The ranks disagree about " + what + ": rank " + std::to_string(config_.rank) + " (" + record.host +
-      ") has " + mine.text() + ", rank " + std::to_string(peer) + " (" + record.peer_host + ") has " + theirs.text() +
-      ".";
+      (share ? ") expects as its part of " : ") has ") + mine.text() + ", rank " + std::to_string(peer) + " (" +
+      record.peer_host + (share ? ") sends " : ") has ") + theirs.text() + ".";
   fail(std::move(record));
 }
 
@@ -200,16 +203,15 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
   const bool about_operation = header.op_id != 0 && header.type != FrameType::NotEntered;
   if (about_operation) {
     if (op != nullptr) {
-      compare(op->descriptor, peer, Descriptor::readFrom(header), op->id);
+      compare(expectedFrom(*op, peer), peer, Descriptor::readFrom(header), op->id);
     } else {
       const auto recent = recent_.find(header.op_id);
       if (recent != recent_.end()) {
         const bool derived = (header.op_id & kDerivedIdBit) != 0;
+        Descriptor theirs = Descriptor::readFrom(header);
+        theirs.numel = theirs.kind == Collective::AllToAll ? recent->second.numel : theirs.numel;
         compare(
-            recent->second,
-            peer,
-            Descriptor::readFrom(header),
-            OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
+            recent->second, peer, theirs, OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
         if (!failed_ && header.type == FrameType::Data) {
           fail(violation(peer, header, "data of an operation that has ended"));
         }
@@ -333,7 +335,7 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
   const auto waited = now - op.since;
   if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
     op.told_waiting = true;
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
     for (const EdgeState& edge : op.incoming) {
       if (edge.moved < edge.total || edge.total == 0) {
         send(edge.peer, header);
@@ -353,7 +355,7 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
     op.told_everyone = true;
     op.told_again = again;
     op.missing.clear();
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting);
+    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
     for (int peer = 0; peer < config_.size; ++peer) {
       if (peer != config_.rank) {
         send(peer, header);
@@ -379,17 +381,6 @@ void Protocol::tick(TimePoint now) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.standoff_after_ms + 50));
     }
   }
-}
-
-std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id) const {
-  const auto found = ops_.find(op_id);
-  if (found == ops_.end() || found->second.missing.empty()) {
-    return std::nullopt;
-  }
-  return *std::min_element(
-      found->second.missing.begin(), found->second.missing.end(), [](const Missing& a, const Missing& b) {
-        return a.peer < b.peer;
-      });
 }
 
 std::vector<Protocol::Action> Protocol::takeActions() {

@@ -96,8 +96,8 @@ class Protocol {
   };
   [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const;
 
-  /// A frame header of this group for an operation posted here.
-  [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type) const;
+  /// A frame header of this group for an operation posted here, to `peer`.
+  [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type, int peer) const;
 
   /// What is remembered of operations that have not ended here or are not posted here.
   struct Usage {
@@ -141,6 +141,10 @@ class Protocol {
 
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
   void announce(Op& op);
+  /// In an all_to_all each pair of ranks agrees on a number of elements of its own. Frames of it say in `numel` how many the
+  /// sender has for this peer, and that is what the peer compares with what it expects from the sender.
+  void addressTo(int peer, FrameHeader& header) const;
+  [[nodiscard]] static Descriptor expectedFrom(Op& op, int peer);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
   [[nodiscard]] ErrorRecord mismatch(const Descriptor& mine, int peer, const OperationId& id) const;

@@ -15,6 +15,28 @@ Protocol::EdgeState* Protocol::edgeTo(std::vector<EdgeState>& edges, int peer) {
   return nullptr;
 }
 
+void Protocol::addressTo(int peer, FrameHeader& header) const {
+  const auto found = ops_.find(header.op_id);
+  if (header.kind != static_cast<uint8_t>(Collective::AllToAll) || header.type == FrameType::NotEntered ||
+      found == ops_.end()) {
+    return;
+  }
+  for (const EdgeState& edge : found->second.outgoing) {
+    if (edge.peer == peer) {
+      header.numel = edge.total / static_cast<int64_t>(elementSize(found->second.descriptor.wire_dtype));
+    }
+  }
+}
+
+Descriptor Protocol::expectedFrom(Op& op, int peer) {
+  Descriptor expected = op.descriptor;
+  const EdgeState* edge = edgeTo(op.incoming, peer);
+  if (expected.kind == Collective::AllToAll && edge != nullptr) {
+    expected.numel = edge->total / static_cast<int64_t>(elementSize(expected.wire_dtype));
+  }
+  return expected;
+}
+
 void Protocol::grant(Op& op, EdgeState& edge) {
   const int64_t limit = std::min(edge.total, edge.moved + config_.window_nbytes);
   // Small raises are saved up: half a window, or the rest of the edge.
@@ -23,7 +45,7 @@ void Protocol::grant(Op& op, EdgeState& edge) {
     return;
   }
   edge.limit = limit;
-  FrameHeader header = headerFor(op.id.id, FrameType::Credit);
+  FrameHeader header = headerFor(op.id.id, FrameType::Credit, edge.peer);
   header.aux = static_cast<uint64_t>(limit);
   send(edge.peer, header);
 }
@@ -135,6 +157,17 @@ Protocol::Usage Protocol::usage() const {
     usage.eager_in += peer.eager_in;
   }
   return usage;
+}
+
+std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id) const {
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end() || found->second.missing.empty()) {
+    return std::nullopt;
+  }
+  return *std::min_element(
+      found->second.missing.begin(), found->second.missing.end(), [](const Missing& a, const Missing& b) {
+        return a.peer < b.peer;
+      });
 }
 
 } // namespace pycomm

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/fault_point.h"
+
 namespace pycomm {
 
 StagingBuffer::StagingBuffer(StagingBuffer&& other) noexcept
@@ -46,6 +48,7 @@ StagingBuffer StagingPool::take(size_t nbytes) {
     free_[size_class].pop_back();
     kept_nbytes_ -= size_t{1} << size_class;
   } else {
+    PYCOMM_FAULT_POINT("staging.allocate");
     buffer.memory_.reset(new std::byte[size_t{1} << size_class]); // not zeroed: every byte is written before it is read
   }
   buffer.pool_ = this; // only now: what throws above has taken nothing

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
 
@@ -144,6 +145,7 @@ void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
 }
 
 void Transfer::combine(const Step& step, void* dst, const void* arriving) const {
+  PYCOMM_FAULT_POINT("reduce.step");
   const Operation::Request& request = operation_->request();
   const DType dtype = prepared_.dtypeOf(step.src.buffer);
   const ReduceOp op = request.descriptor.reduce_op;
@@ -160,6 +162,7 @@ void Transfer::combine(const Step& step, void* dst, const void* arriving) const 
 }
 
 void Transfer::reduceSources(const Step& step) const {
+  PYCOMM_FAULT_POINT("reduce.step");
   const Operation::Request& request = operation_->request();
   std::vector<const void*> sources;
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
@@ -271,7 +274,7 @@ void Transfer::pumpEdge(size_t edge_index) {
     }
     protocol_.sent(op_id, edge.peer, nbytes, permission);
     OutFrame frame;
-    frame.header = protocol_.headerFor(op_id, FrameType::Data);
+    frame.header = protocol_.headerFor(op_id, FrameType::Data, edge.peer);
     frame.header.index = static_cast<uint32_t>(next);
     frame.header.payload_nbytes = static_cast<uint32_t>(nbytes);
     frame.header.aux = permission == Protocol::Permission::Eager ? kEagerFlag : 0;

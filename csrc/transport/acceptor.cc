@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "base/log.h"
 #include "transport/socket_error.h"
 
@@ -176,6 +177,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
     if (got <= 0) { // the end or a reset, after nothing but the beginning of a hello
       return giveUp("hung up before saying who it is", true);
     }
+    PYCOMM_FAULT_POINT("hello.received");
     stranger.nbytes += static_cast<size_t>(got);
     const HelloReading reading = decodeHello({stranger.bytes.data(), stranger.nbytes});
     switch (reading.state) {

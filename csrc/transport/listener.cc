@@ -7,6 +7,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -16,6 +17,10 @@ constexpr int kBacklog = 1024; // the kernel caps it at net.core.somaxconn
 
 // One port. Returns errno, 0 when it listens.
 int listenOn(const UniqueFd& fd, const SocketAddress& address) {
+  const Fault fault = PYCOMM_FAULT("listener.bind");
+  if (fault.error_number != 0) {
+    return fault.error_number;
+  }
   const int on = 1;
   // A fixed port may still have connections of the last run in TIME_WAIT; they must not keep us from it. On Linux the
   // option never lets two sockets listen on one port. For any free port it would only widen the choice to busy ones.
@@ -96,7 +101,11 @@ std::optional<Listener::Incoming> Listener::accept() {
   for (;;) {
     sockaddr_storage remote{};
     socklen_t length = sizeof remote;
-    UniqueFd fd(::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    const Fault fault = PYCOMM_FAULT("listener.accept");
+    UniqueFd fd(
+        fault.error_number != 0
+            ? failWith(fault.error_number)
+            : ::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (fd) {
       return Incoming{std::move(fd), SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&remote), length)};
     }

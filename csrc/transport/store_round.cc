@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 
+#include "base/fault_point.h"
 #include "transport/rank_record.h"
 
 namespace pycomm {
@@ -39,10 +40,13 @@ std::vector<std::string> StoreRound::gather(
     const Name& name) const {
   Texts texts(static_cast<size_t>(size));
   texts[static_cast<size_t>(rank)] = mine;
+  PYCOMM_FAULT_POINT("rendezvous.publish");
   store.set(keyOf(prefix, key, static_cast<size_t>(rank)), mine);
+  PYCOMM_FAULT_POINT("rendezvous.published");
   size_t next = 0;
   for (int pause_ms = kFirstPauseMs;; pause_ms = std::min(pause_ms * 2, kLastPauseMs)) {
     throwIfFailed();
+    PYCOMM_FAULT_POINT("rendezvous.wait");
     if (rank != 0 && takeAll(key, texts, judge)) {
       return texts;
     }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "transport/interfaces.h"
 #include "transport/socket_error.h"
 #include "transport/tcp_link.h"
@@ -22,6 +23,11 @@ class TcpConnector {
     UniqueFd fd(::socket(target.raw()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd || !bindTo(fd, local)) {
       error_number = errno;
+      return;
+    }
+    const Fault fault = PYCOMM_FAULT("tcp.connect");
+    if (fault.error_number != 0) {
+      error_number = fault.error_number;
       return;
     }
     auto fresh = std::make_unique<TcpLink>(std::move(fd), options);

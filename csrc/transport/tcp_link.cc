@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -79,7 +80,13 @@ Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
     return progress;
   }
   for (;;) {
-    const ssize_t sent = ::sendmsg(fd_.get(), &gather, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const Fault fault = PYCOMM_FAULT("tcp.write");
+    if (fault.shorten) {
+      gather.msg_iovlen = 1;
+      parts[0].iov_len = 1;
+    }
+    const ssize_t sent = fault.error_number != 0 ? failWith(fault.error_number)
+                                                 : ::sendmsg(fd_.get(), &gather, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent >= 0) {
       progress.nbytes = static_cast<size_t>(sent);
       return progress;
@@ -100,8 +107,14 @@ Progress TcpLink::tryRead(BufferView into) {
     return progress; // recv would return 0, which elsewhere means the end
   }
   for (;;) {
-    const ssize_t received = ::recv(fd_.get(), into.ptr, into.nbytes, MSG_DONTWAIT);
+    const Fault fault = PYCOMM_FAULT("tcp.read");
+    const size_t wanted = fault.shorten ? 1 : into.nbytes;
+    const ssize_t received =
+        fault.error_number != 0 ? failWith(fault.error_number) : ::recv(fd_.get(), into.ptr, wanted, MSG_DONTWAIT);
     if (received >= 0) {
+      if (fault.flip) {
+        flipBit(into.ptr, static_cast<size_t>(received));
+      }
       progress.nbytes = static_cast<size_t>(received);
       progress.closed = received == 0;
       return progress;

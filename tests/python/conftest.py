@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-native", action="store_true", help="fail, not skip, where pycomm._C is not built"
     )
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
+    parser.addoption(
+        "--all-faults", action="store_true", help="the whole fault matrix, not CI's part of it"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,394 @@
+"""The fault matrix: which fault, where, to which rank of how many, and what all ranks must see.
+
+python tests/python/fault_cases.py        counts of kinds and cases
+"""
+
+from __future__ import annotations
+
+import collections
+import signal
+from collections.abc import Iterator, Sequence
+
+from fault_ranks import Case, mismatches
+
+WORLDS = (2, 3, 4, 5)
+KILLED = -int(signal.SIGKILL)
+EVERY = 5
+"""CI runs one of so many cases of each kind."""
+
+
+def _ends(world_size: int) -> tuple[int, int]:
+    return 0, world_size - 1
+
+
+def _killed(phase: str, world_size: int, victim: int, action: str = "kill", **more: object) -> Case:
+    site, _, nth = phase.partition(":")
+    kind = {"kill": "killed", "exit": "exits at once"}[action]
+    options: dict[str, object] = {
+        "victim_exit": KILLED if action == "kill" else 77,
+        "victim_codes": None,
+    }
+    spec = f"{site}:{nth or 1}:{action}"
+    return Case(kind, phase, world_size, victim, spec=spec, **(options | more))  # type: ignore[arg-type]
+
+
+def _killed_in_operations() -> Iterator[Case]:
+    phases = ("operation.post:1", "frame.queued:2", "frame.written:3", "frame.header:2")
+    phases += ("payload.partly:1", "operation.finish:2", "control.send:1", "reduce.step:1")
+    for world_size in WORLDS:
+        for phase in phases:
+            for victim in _ends(world_size):
+                yield _killed(phase, world_size, victim)
+    for nth in (1, 4, 8, 12, 16, 24):  # at every chunk's place
+        for victim in range(3):
+            yield _killed(f"frame.written:{nth}", 3, victim)
+    for phase in ("frame.written:2", "frame.header:2", "reduce.step:2"):
+        yield _killed(phase, 3, 1, "exit")
+        yield _killed(phase, 4, 0, "exit")
+
+
+def _killed_in_rendezvous() -> Iterator[Case]:
+    phases = [f"rendezvous.{what}:{nth}" for what in ("publish", "published") for nth in (1, 2)]
+    phases += ["rendezvous.wait:1", "listener.bind:1"]
+    for world_size in (2, 3):
+        for phase in phases:
+            for victim in _ends(world_size):
+                yield _killed(
+                    phase,
+                    world_size,
+                    victim,
+                    at_init=True,
+                    # Whose address is known may be connected to, and is found dead then.
+                    codes=("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_DEAD")
+                    if phase == "rendezvous.published:2"
+                    else ("RENDEZVOUS_TIMEOUT",),
+                    timeout_s=1.5,
+                    bound_s=3.0,
+                )
+    connecting = (("tcp.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
+    for world_size in (2, 3, 4):
+        for phase, victim in (*connecting, ("hello.received:1", world_size - 1)):
+            yield _killed(
+                phase,
+                world_size,
+                victim,
+                at_init=True,
+                codes=("CONNECT_FAILED", "PEER_DEAD"),
+                timeout_s=1.5,
+                bound_s=3.5,
+            )
+    for world_size in (2, 3, 4):
+        for phase in ("group.close", "group.said_goodbye"):
+            for victim in _ends(world_size):
+                yield _killed(
+                    phase,
+                    world_size,
+                    victim,
+                    program="few",
+                    codes=("PEER_DEAD",),
+                    may_end_well=True,
+                )
+
+
+def _stopped() -> Iterator[Case]:
+    for world_size, victim in ((2, 0), (2, 1), (3, 1), (4, 3), (5, 0)):
+        for phase in ("operation.post:1", "frame.written:3"):
+            yield Case(
+                "stopped",
+                phase,
+                world_size,
+                victim,
+                spec=f"{phase}:stop",
+                codes=("PEER_UNRESPONSIVE",),
+                bound_s=4.2,
+            )
+    yield Case(
+        "stopped",
+        "rendezvous.wait:1",
+        3,
+        1,
+        spec="rendezvous.wait:1:stop",
+        at_init=True,
+        codes=("RENDEZVOUS_TIMEOUT",),
+        timeout_s=1.5,
+        bound_s=3.0,
+    )
+
+
+def _acts() -> Iterator[Case]:
+    both = ("PEER_LEFT", "PEER_DEAD")
+    for world_size in (2, 3, 4):
+        victim = world_size - 2
+        place = ("between operations", world_size, victim)
+        yield Case("killed between", *place, act="kill", victim_exit=KILLED)
+        yield Case("SIGTERM", *place, act="terminate", victim_exit=-signal.SIGTERM)
+        yield Case("crashes", *place, act="segfault", victim_exit=-signal.SIGSEGV)
+        yield Case("raises", *place, act="raise", codes=both, victim_exit=1)
+        yield Case("sys.exit", *place, act="sys_exit", codes=both)
+        yield Case("os._exit", *place, act="os_exit", victim_exit=3)
+        yield Case("destroys in the middle", *place, act="destroy", codes=("PEER_LEFT",))
+        yield Case("Ctrl-C", *place, act="interrupt", codes=both)
+        yield Case("aborts", *place, act="abort", codes=("ABORTED",), victim_codes=("ABORTED",))
+        yield Case(
+            "late",
+            *place,
+            act="late",
+            codes=("TIMEOUT",),
+            victim_codes=("TIMEOUT",),
+            timeout_s=2.0,
+            bound_s=5.0,
+        )
+        yield Case(
+            "forked child lives on",
+            *place,
+            act="fork",
+            victim_exit=KILLED,
+            codes=("PEER_DEAD", "PEER_UNRESPONSIVE"),
+            bound_s=4.2,
+        )
+        nothing = {"codes": (), "victim_codes": (), "bound_s": 15.0}
+        yield Case("holds the GIL", *place, act="hold_gil", **nothing)  # type: ignore[arg-type]
+        yield Case("stopped for a second", *place, act="stop_and_go", **nothing)  # type: ignore[arg-type]
+    for world_size in (2, 3):
+        yield Case(
+            "no memory, for real",
+            "large operation",
+            world_size,
+            world_size - 1,
+            act="little_memory",
+            program="there",
+            codes=("OUT_OF_MEMORY",),
+            victim_codes=("OUT_OF_MEMORY",),
+        )
+
+
+def _system_calls() -> Iterator[Case]:
+    for world_size in (2, 3, 4):
+        victim = world_size - 1
+        for phase, name in (
+            ("tcp.write:5", "EPIPE"),
+            ("tcp.write:9", "ECONNRESET"),
+            ("tcp.read:5", "ECONNRESET"),
+            ("tcp.read:9", "ETIMEDOUT"),
+        ):
+            yield Case(
+                "connection breaks",
+                f"{phase}={name}",
+                world_size,
+                victim,
+                spec=f"{phase}:errno={name}",
+                codes=("PEER_DEAD", "CONN_RESET"),
+                culprit=False,  # both its ends are alive
+                victim_codes=("PEER_DEAD", "CONN_RESET"),
+            )
+        for phase, name in (("tcp.write:5", "ENOBUFS"), ("tcp.read:5", "ENOMEM")):
+            yield Case(
+                "kernel without memory",
+                f"{phase}={name}",
+                world_size,
+                victim,
+                spec=f"{phase}:errno={name}",
+                codes=("OUT_OF_MEMORY",),
+                victim_codes=("OUT_OF_MEMORY",),
+            )
+        for site in ("staging.allocate", "operation.post", "frame.header", "frame.queued"):
+            yield _no_memory(site, world_size, victim)
+    for site in ("control.send", "control.received", "reduce.step", "operation.finish"):
+        yield _no_memory(site, 3, 0)
+    yield from _harmless()
+    yield from _refused_at_init()
+    for world_size in (2, 3):
+        yield Case(
+            "one bit flips in a header",
+            "frame.arriving:5",
+            world_size,
+            1,
+            spec="frame.arriving:5:flip",
+            codes=("PROTOCOL_VIOLATION",),
+            culprit=False,  # the victim is who received it
+            victim_codes=("PROTOCOL_VIOLATION",),
+        )
+
+
+def _no_memory(site: str, world_size: int, victim: int) -> Case:
+    code = ("OUT_OF_MEMORY",)
+    spec = f"{site}:1:nomem"
+    return Case("no memory", site, world_size, victim, spec=spec, codes=code, victim_codes=code)
+
+
+def _harmless() -> Iterator[Case]:
+    """What no user may notice."""
+    faults = {
+        "short writes": ("tcp.write:1+:short", "kinds-small"),
+        "short reads": ("tcp.read:1+:short", "kinds-small"),
+        "a short write": ("tcp.write:3:short", "large"),
+        "a short read": ("tcp.read:3:short", "large"),
+        "EINTR": ("tcp.write:2:errno=EINTR,tcp.read:2:errno=EINTR", "large"),
+        "EAGAIN": ("tcp.write:2:errno=EAGAIN,tcp.read:2:errno=EAGAIN", "large"),
+        "slow rank, sending": ("frame.written:3:delay=400", "large"),
+        "slow rank, receiving": ("frame.header:3:delay=400", "large"),
+        "slow rank, reducing": ("reduce.step:1+:delay=10", "large"),
+        "slow control loop": ("control.send:1:delay=1500", "large"),
+    }
+    for kind, (spec, program) in faults.items():
+        for world_size in (2, 3):
+            yield Case(
+                kind,
+                spec.split(":")[0],
+                world_size,
+                world_size - 1,
+                spec=spec,
+                program="small" if program == "kinds-small" else program,
+                codes=(),
+                victim_codes=(),
+                bound_s=20.0,
+            )
+    for kind, spec in {
+        "refused once": "tcp.connect:1:errno=ECONNREFUSED",
+        "accept aborted": "listener.accept:1:errno=ECONNABORTED",
+        "too many files to accept": "listener.accept:1:errno=EMFILE",
+        "slow to meet": "rendezvous.publish:1:delay=700",
+    }.items():
+        for world_size in (2, 3):
+            yield Case(
+                kind,
+                "making the group",
+                world_size,
+                world_size - 1 if "accept" in spec else 0,
+                spec=spec,
+                at_init=True,
+                codes=(),
+                victim_codes=(),
+                bound_s=20.0,
+            )
+
+
+def _refused_at_init() -> Iterator[Case]:
+    place = "making the group"
+    gone = ("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_LEFT", "PEER_DEAD")
+    for world_size in (2, 3):
+        victim = world_size - 1
+        for kind, spec, code, others in (
+            (
+                "no port",
+                "listener.bind:1:errno=EADDRINUSE",
+                "PORTS_EXHAUSTED",
+                ("PORTS_EXHAUSTED",),
+            ),
+            ("no thread", "thread.start:1:errno=EAGAIN", "SYSTEM_ERROR", gone),
+        ):
+            yield Case(
+                kind,
+                place,
+                world_size,
+                victim,
+                spec=spec,
+                at_init=True,
+                codes=others,
+                victim_codes=(code,),
+                timeout_s=1.5,
+                bound_s=3.5,
+            )
+        yield Case(
+            "too many files to connect",
+            place,
+            world_size,
+            0,
+            spec="tcp.connect:1:errno=EMFILE",
+            at_init=True,
+            codes=(*gone, "TOO_MANY_FILES"),
+            victim_codes=("TOO_MANY_FILES",),
+            timeout_s=1.5,
+            bound_s=3.5,
+        )
+        for files in (1, 2, 3, 4, 5, 6, 7, 8):
+            yield Case(
+                "few files, for real",
+                f"+{files}",
+                world_size,
+                victim,
+                how="few files",
+                at_init=True,
+                codes=(*gone, "TOO_MANY_FILES"),
+                victim_codes=("TOO_MANY_FILES", "SYSTEM_ERROR", "NO_INTERFACE", *gone),
+                may_end_well=True,
+                timeout_s=1.5,
+                bound_s=3.5,
+            )
+        yield Case(
+            "never comes",
+            place,
+            world_size,
+            victim,
+            how="absent",
+            codes=("RENDEZVOUS_TIMEOUT",),
+            victim_codes=(),
+            timeout_s=1.0,
+        )
+        for how in ("world size", "algorithm", "segment"):
+            yield Case(
+                f"another {how}",
+                place,
+                world_size,
+                victim,
+                how=how,
+                at_init=True,
+                codes=("CONFIG_MISMATCH",),
+                victim_codes=("CONFIG_MISMATCH",),
+                timeout_s=10.0,
+            )
+    yield Case(
+        "duplicate rank",
+        place,
+        3,
+        2,
+        how="duplicate",
+        at_init=True,
+        culprit=False,
+        codes=("RENDEZVOUS_TIMEOUT", "DUPLICATE_RANK"),
+        victim_codes=("DUPLICATE_RANK", "RENDEZVOUS_TIMEOUT"),
+        timeout_s=1.5,
+        bound_s=3.0,
+    )
+
+
+def cases() -> list[Case]:
+    """All cases of a fault and a victim; mismatches and networks are counted apart."""
+    made = [
+        *_killed_in_operations(),
+        *_killed_in_rendezvous(),
+        *_stopped(),
+        *_acts(),
+        *_system_calls(),
+    ]
+    names = collections.Counter(case.name for case in made)
+    assert max(names.values()) == 1, [name for name, count in names.items() if count > 1]
+    return made
+
+
+def a_part(of: Sequence[Case]) -> list[Case]:
+    """Every fifth of each kind, and at least one of it: always the same."""
+    by_kind: dict[str, list[Case]] = {}
+    for case in of:
+        by_kind.setdefault(case.kind, []).append(case)
+    return [case for group in by_kind.values() for case in group[len(group) // 2 % EVERY :: EVERY]]
+
+
+def mismatch_cases(world_size: int, *, everything: bool) -> list[tuple[str, int]]:
+    """(mismatch, victim) of one world size; without ``everything`` one victim each."""
+    names = list(mismatches(world_size))
+    if everything:
+        return [(name, victim) for name in names for victim in _ends(world_size)]
+    return [(name, index % world_size) for index, name in enumerate(names)]
+
+
+if __name__ == "__main__":
+    made = cases()
+    wrong = sum(len(mismatch_cases(world, everything=True)) for world in WORLDS)
+    kinds = {case.kind for case in made} | set(mismatches(2))
+    print(
+        f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
+    )
+    print(
+        f"CI: {len(a_part(made))} faults and {sum(len(mismatch_cases(w, everything=False)) for w in WORLDS)} mismatches"
+    )

@@ -1,0 +1,416 @@
+"""What a rank of the fault matrix does: joins, is hit by its case's fault, tells what it met."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_child import describe_exception, mark
+
+import pycomm
+from pycomm import _extension
+from pycomm.backend import native_backend
+
+FAULT_PACKAGE = Path(__file__).resolve().parents[2] / "build" / "faults" / "pycomm"
+MOST_STEPS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One fault at one place, and what every rank must see of it."""
+
+    kind: str
+    phase: str
+    world_size: int
+    victim: int
+    spec: str = ""
+    """Fault points that the victim arms; "" for none."""
+    at_init: bool = False
+    """Armed before the group is made, through PYCOMM_FAULT, and not in its middle."""
+    act: str = ""
+    """A function of ACTS that the victim calls in the middle."""
+    program: str = "large"
+    codes: tuple[str, ...] = ("PEER_DEAD",)
+    """What the other ranks may raise; () if nothing may happen to them."""
+    culprit: bool = True
+    """Whether the others' errors must name the victim as the peer."""
+    victim_codes: tuple[str, ...] | None = None
+    """What the victim may raise; () if nothing; None if its process ends otherwise."""
+    victim_exit: int = 0
+    bound_s: float = 2.0
+    """From the first step after the fault was armed to the exception, on every rank."""
+    timeout_s: float = 30.0
+    """The group's."""
+    how: str = ""
+    """How the victim joins: "" like the others, or "absent", "duplicate", "world size",
+    "algorithm", "segment", "few files"."""
+    may_end_well: bool = False
+    """The others need not notice: the fault may come when nobody needs the victim any more."""
+
+    @property
+    def name(self) -> str:
+        where = f"{self.kind}-{self.phase}-{self.world_size}ranks"
+        return where if self.victim < 0 else f"{where}-rank{self.victim}"
+
+
+def use_fault_build() -> None:
+    """Makes ``pycomm._C`` the test build, in this process."""
+    assert "pycomm._C" not in sys.modules, "the ordinary build is loaded already"
+    pycomm.__path__.insert(0, str(FAULT_PACKAGE))
+
+
+def join(rank: int, case: Case, store: str) -> None:
+    """Makes the default group."""
+    odd = rank == case.victim
+    options: dict[str, Any] = {}
+    if odd and case.how == "algorithm":
+        options["algorithm"] = "ring"
+    elif odd and case.how == "segment":
+        options["segment_nbytes"] = 65536
+    elif odd and case.how == "few files":
+        used = len(os.listdir("/proc/self/fd")) - 1
+        limit = used + int(case.phase.removeprefix("+"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    dist.init_process_group(
+        "pycomm",
+        init_method=store,
+        rank=case.victim - 1 if odd and case.how == "duplicate" else rank,
+        world_size=case.world_size + (odd and case.how == "world size"),
+        timeout=timedelta(seconds=case.timeout_s),
+        pg_options=pycomm.Options(**options),
+    )
+
+
+# What the ranks are doing
+
+
+def _all_reduce(numel: int) -> Callable[[int, int], None]:
+    def step(rank: int, world_size: int) -> None:
+        tensor = torch.full((numel,), float(rank + 1))
+        dist.all_reduce(tensor)
+        wanted = world_size * (world_size + 1) / 2
+        if float(tensor[0]) != wanted or float(tensor[-1]) != wanted:
+            raise AssertionError(f"a wrong sum was delivered: {tensor[0]}, {tensor[-1]}")
+
+    return step
+
+
+def _all_kinds(rank: int, world_size: int) -> None:
+    _all_reduce(3)(rank, world_size)
+    tensor = torch.full((100_000,), float(rank))
+    dist.broadcast(tensor, 0)
+    gathered = torch.empty(world_size * 1000)
+    dist.all_gather_into_tensor(gathered, torch.full((1000,), float(rank)))
+    if float(tensor[-1]) != 0.0 or float(gathered[-1]) != world_size - 1:
+        raise AssertionError("wrong bytes were delivered")
+    dist.all_to_all_single(gathered, gathered.clone())
+    dist.barrier()
+
+
+LATER: list[Any] = []
+"""What acts need, made before they act: a group, memory."""
+
+
+def _reduce_what_is_there(rank: int, world_size: int) -> None:
+    dist.all_reduce(LATER[-1][: 1000 if len(LATER) == 1 else None])
+    LATER.append(LATER[0])
+
+
+PROGRAMS: dict[str, Callable[[int, int], None]] = {
+    "there": _reduce_what_is_there,
+    "large": _all_reduce(1 << 20),
+    "few": _all_reduce(1 << 16),
+    "small": _all_reduce(3),
+    "kinds": _all_kinds,
+}
+
+
+# What a victim does to itself
+
+
+def _end_by(number: int) -> Callable[[Case], None]:
+    def act(case: Case) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    return act
+
+
+def _raise(case: Case) -> None:
+    raise ValueError("this rank's own mistake")
+
+
+def _exit(case: Case) -> None:
+    sys.exit(0)
+
+
+def _os_exit(case: Case) -> None:
+    os._exit(3)
+
+
+def _destroy_in_the_middle(case: Case) -> None:
+    dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    dist.all_reduce(torch.ones(3), async_op=True)
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+def _abort(case: Case) -> None:
+    native_backend().abort()
+
+
+def _late(case: Case) -> None:
+    signal.sigtimedwait([signal.SIGUSR2], 3.5)  # never sent
+
+
+def _interrupt_in_a_wait(case: Case) -> None:
+    def send() -> None:
+        time.sleep(0.1)  # the main thread waits in the operation below, or will: both end alike
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=send, daemon=True).start()
+    began_s = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3), group=LATER[0])  # nobody else enters it
+    except KeyboardInterrupt:
+        assert time.monotonic() - began_s < 1.0, "Ctrl-C came late"
+        sys.exit(0)
+    raise RuntimeError("the wait was not interrupted")
+
+
+def _hold_the_gil(case: Case) -> None:
+    ctypes.PyDLL(None).usleep(4_000_000)  # PyDLL keeps the lock
+
+
+def _stop_and_go(case: Case) -> None:
+    pid = os.getpid()
+    if os.fork() == 0:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.0)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    time.sleep(0.2)
+    os.wait()
+
+
+def _little_memory(case: Case) -> None:
+    status = Path("/proc/self/status").read_text()
+    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmSize" in line)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), used + (1 << 20)))
+
+
+def _fork_a_child_that_stays(case: Case) -> None:
+    if os.fork() == 0:
+        time.sleep(6.0)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+ACTS: dict[str, Callable[[Case], None]] = {
+    "kill": _end_by(signal.SIGKILL),
+    "terminate": _end_by(signal.SIGTERM),
+    "segfault": _end_by(signal.SIGSEGV),
+    "stop": _end_by(signal.SIGSTOP),
+    "raise": _raise,
+    "sys_exit": _exit,
+    "os_exit": _os_exit,
+    "destroy": _destroy_in_the_middle,
+    "abort": _abort,
+    "late": _late,
+    "interrupt": _interrupt_in_a_wait,
+    "hold_gil": _hold_the_gil,
+    "stop_and_go": _stop_and_go,
+    "little_memory": _little_memory,
+    "fork": _fork_a_child_that_stays,
+}
+
+
+def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, Any]:
+    """The rank's whole life in a case; what it met."""
+    use_fault_build()
+    if case.at_init and rank == case.victim and case.spec:
+        os.environ["PYCOMM_FAULT"] = case.spec
+    met: dict[str, Any] = {"error": None, "steps": 0}
+    began_s = time.monotonic()
+    if rank == case.victim and case.how == "absent":
+        return met
+    try:
+        join(rank, case, store)
+        if case.act == "interrupt":
+            LATER.append(dist.new_group())
+        if case.program == "there":
+            LATER.append(torch.ones(16 << 20))
+        for _ in range(2):
+            PROGRAMS[case.program](rank, world_size)
+        mark("in the middle")
+        began_s = time.monotonic()
+        if rank == case.victim and not case.at_init:
+            _extension.load().arm_fault_points(case.spec)
+            if case.act:
+                ACTS[case.act](case)
+        most = MOST_STEPS if (case.codes and not case.may_end_well) else 12
+        for _ in range(most):
+            PROGRAMS[case.program](rank, world_size)
+            met["steps"] += 1
+    except pycomm.errors.PycommError as error:
+        met["error"] = describe_exception(error)
+        met["s"] = time.monotonic() - began_s
+        met["sticks"] = _second_error(error)
+    met.setdefault("s", time.monotonic() - began_s)
+    ending_s = time.monotonic()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    met["destroy_s"] = time.monotonic() - ending_s
+    return met
+
+
+def nothing(rank: int, world_size: int) -> None:
+    """A target that only joins."""
+
+
+def _second_error(first: pycomm.errors.PycommError) -> str | None:
+    if not dist.is_initialized():
+        return first.code
+    try:
+        dist.all_reduce(torch.ones(3))
+    except pycomm.errors.PycommError as again:
+        return again.code
+    return None
+
+
+# Ranks that call different things: one set of processes, a new group for each mistake
+
+
+def _split(numel: int, *, outputs: list[int], inputs: list[int]) -> Callable[[Any], None]:
+    def call(group: Any) -> None:
+        dist.all_to_all_single(
+            torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs, group=group
+        )
+
+    return call
+
+
+def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]]:
+    """By name: what the victim calls and what the others call."""
+
+    def reduce_of(
+        numel: int, dtype: torch.dtype = torch.float32, op: Any = dist.ReduceOp.SUM
+    ) -> Any:
+        return lambda group: dist.all_reduce(torch.ones(numel, dtype=dtype), op, group=group)
+
+    def broadcast(root: int, numel: int = 1000) -> Any:
+        return lambda group: dist.broadcast(torch.ones(numel), root, group=group)
+
+    def reduce_to(root: int, numel: int = 1000) -> Any:
+        return lambda group: dist.reduce(torch.ones(numel), root, group=group)
+
+    def gather_of(numel: int) -> Any:
+        return lambda group: dist.all_gather_into_tensor(
+            torch.empty(numel * world_size), torch.ones(numel), group=group
+        )
+
+    def scatter_of(numel: int) -> Any:
+        return lambda group: dist.reduce_scatter_tensor(
+            torch.empty(numel), torch.ones(numel * world_size), group=group
+        )
+
+    def in_turn(*calls: Any) -> Any:
+        def call(group: Any) -> None:
+            for each in calls:
+                each(group)
+
+        return call
+
+    def barrier(group: Any) -> None:
+        dist.barrier(group)
+
+    even = [4] * world_size
+    more = [5] + [4] * (world_size - 1)
+    return {
+        "shape, small": (reduce_of(10), reduce_of(11)),
+        "shape, large": (reduce_of(1 << 20), reduce_of((1 << 20) + 1)),
+        "shape, small against large": (reduce_of(1), reduce_of(1 << 20)),
+        "dtype, one size": (reduce_of(10, torch.int32), reduce_of(10)),
+        "dtype, large": (reduce_of(1 << 19, torch.float64), reduce_of(1 << 20)),
+        "reduce op": (reduce_of(10, op=dist.ReduceOp.MAX), reduce_of(10)),
+        "reduce op, large": (reduce_of(1 << 20, op=dist.ReduceOp.MAX), reduce_of(1 << 20)),
+        "root of broadcast": (broadcast(1), broadcast(0)),
+        "root of reduce": (reduce_to(1), reduce_to(0)),
+        "root, large": (broadcast(1, 1 << 20), broadcast(0, 1 << 20)),
+        "all_reduce against broadcast": (reduce_of(1000), broadcast(0)),
+        "reduce against broadcast": (reduce_to(0), broadcast(0)),
+        "all_gather against reduce_scatter": (gather_of(1000), scatter_of(1000)),
+        "barrier against all_reduce": (barrier, reduce_of(10)),
+        "all_gather, other shapes": (gather_of(1001), gather_of(1000)),
+        "order": (in_turn(reduce_of(10), broadcast(0)), in_turn(broadcast(0), reduce_of(10))),
+        "order, large": (
+            in_turn(reduce_of(1 << 20), gather_of(1 << 18)),
+            in_turn(gather_of(1 << 18), reduce_of(1 << 20)),
+        ),
+        "splits": (
+            _split(0, outputs=even, inputs=more),
+            _split(0, outputs=even, inputs=even),
+        ),
+        "splits, large": (
+            _split(0, outputs=[1 << 18] * world_size, inputs=[1 << 18] * world_size),
+            _split(0, outputs=[1 << 17] * world_size, inputs=[1 << 17] * world_size),
+        ),
+        "one rank alone goes on": (
+            in_turn(reduce_of(10), barrier),
+            in_turn(reduce_of(11), barrier),
+        ),
+    }
+
+
+def run_mismatches(
+    rank: int, world_size: int, cases: list[tuple[str, int]], repeats: int
+) -> list[dict[str, Any]]:
+    """Every (mismatch, victim), each in a group of its own; what this rank met."""
+    table = mismatches(world_size)
+    found = []
+    for name, victim in cases * repeats:
+        mine, others = table[name]
+        group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=20))
+        began_s = time.monotonic()
+        met: dict[str, Any] = {"case": name, "victim": victim, "error": None}
+        try:
+            (mine if rank == victim else others)(group)
+            dist.barrier(group)  # a root may end before it can know: the error sticks
+        except Exception as error:
+            met["error"] = describe_exception(error)
+        met["s"] = time.monotonic() - began_s
+        found.append(met)
+        dist.all_reduce(torch.ones(1))  # the default group is as good as ever
+        dist.destroy_process_group(group)
+    return found
+
+
+@contextlib.contextmanager
+def held_threads(count: int) -> Iterator[None]:
+    """Threads that keep cores and the GIL busy."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            sum(range(1000))
+
+    threads = [threading.Thread(target=spin, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()

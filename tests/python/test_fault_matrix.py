@@ -1,0 +1,174 @@
+"""Fault × place × rank × 2 to 5 ranks: typed errors that name the right rank, no abort, no hang.
+
+CI runs a fixed part of the cases; ``--all-faults`` (`make faults`) runs them all. The ranks load a
+build with fault points, which is linked here from the objects of the ordinary one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fault_ranks
+import pytest
+from fault_cases import WORLDS, a_part, cases, mismatch_cases
+from fault_ranks import Case
+from ranks import RankResult, RankResults, run_ranks, start_ranks
+
+import pycomm
+from pycomm import _extension
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+
+
+def patience() -> float:
+    """How much longer all may take because others want the cores, too."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fault_build(request: pytest.FixtureRequest) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "fault_build.py")]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if made.returncode != 0:
+        why = f"the build with fault points could not be made\n{made.stdout}{made.stderr}"
+        if request.config.getoption("--require-native"):
+            pytest.fail(why)
+        pytest.skip(why)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        chosen = cases() if metafunc.config.getoption("--all-faults") else a_part(cases())
+        metafunc.parametrize("case", chosen, ids=[case.name for case in chosen])
+
+
+def test_every_rank_gets_the_right_error(case: Case, tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    target = fault_ranks.run_case
+    with start_ranks(case.world_size, target, args=(case, store), init="none") as running:
+        if case.spec.endswith(":stop"):
+            # Only after the others are done with it may it go on, and find itself left alone.
+            for rank in range(case.world_size):
+                if rank != case.victim:
+                    running.processes[rank].wait(60)
+            running.kill(case.victim, signal.SIGCONT)
+        results = running.collect(case.bound_s + 30)
+    for result in results:
+        assert not result.timed_out, f"hangs\n{results.describe()}"
+        for sign in ("terminate called", "Fatal Python error: Aborted", "Sanitizer"):
+            assert sign not in result.stderr, results.describe()
+        if result.rank == case.victim:
+            check_victim(case, result, results)
+        else:
+            assert result.exit_code == 0, results.describe()
+            check_other(case, result, results)
+
+
+def check_victim(case: Case, result: RankResult, results: RankResults) -> None:
+    if case.spec.endswith(":stop"):
+        assert result.exit_code == 0 and result.value["error"] is not None, results.describe()
+        return
+    assert result.exit_code == case.victim_exit, results.describe()
+    if case.victim_codes is None:
+        return
+    error = result.value["error"]
+    if error is None:
+        assert not case.victim_codes or case.may_end_well, results.describe()
+    else:
+        assert error.code in case.victim_codes, f"{error.text}\n{results.describe()}"
+
+
+def check_other(case: Case, result: RankResult, results: RankResults) -> None:
+    met = result.value
+    error = met["error"]
+    assert met["destroy_s"] < 2.0 * patience(), f"destroy_process_group took {met['destroy_s']} s"
+    if error is None:
+        assert not case.codes or case.may_end_well, f"no error\n{results.describe()}"
+        return
+    said = "\n".join(
+        str(each.value["error"].text) for each in results if each.value and each.value["error"]
+    )
+    assert error.code in case.codes, said
+    assert error.is_a("DistNetworkError") or error.is_a("DistBackendError"), error.classes
+    assert met["s"] <= case.bound_s * patience(), f"{met['s']} s\n{said}"
+    assert met["sticks"] == error.code, f"then {met['sticks']}\n{said}"
+    assert "\n" not in error.text and f"code={error.code}" in error.text
+    if case.culprit:
+        record = error.record
+        named = {record.get("peer"), record.get("rank") if record.get("peer", -1) < 0 else None}
+        assert case.victim in named, said
+        assert str(case.victim) in error.record["summary"], said
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_that_call_different_things(
+    world_size: int, request: pytest.FixtureRequest, repeats: int
+) -> None:
+    everything = bool(request.config.getoption("--all-faults"))
+    chosen = mismatch_cases(world_size, everything=everything)
+    results = run_ranks(
+        world_size,
+        fault_ranks.run_mismatches,
+        args=(chosen, repeats if everything else 1),
+        timeout_s=240,
+        check=False,
+    )
+    results.check()
+    for met in zip(*results.values(), strict=True):
+        check_mismatch(list(met))
+
+
+def check_mismatch(met: list[dict[str, Any]]) -> None:
+    name, victim = met[0]["case"], met[0]["victim"]
+    said = f"{name}, rank {victim} differs\n" + "\n".join(
+        f"{each['s']:.3f} s: {each['error'] and each['error'].text}" for each in met
+    )
+    for each in met:
+        assert each["error"] is not None, said
+        assert each["error"].code == "COLLECTIVE_MISMATCH", said
+        assert each["s"] < 2.0 * patience(), said
+        record = each["error"].record
+        both_sides = (") has ", ") has ") if "splits" not in name else (") expects ", ") sends ")
+        assert all(side in record["summary"] for side in both_sides), said
+        if len(met) > 2:
+            assert f"rank {victim} " in record["summary"], said
+    assert len({each["error"].record["summary"] for each in met}) == 1, said
+
+
+def test_an_ordinary_build_has_no_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list((Path(str(pycomm.__file__)).parent).glob("_C*.so"))
+    test_build = list(fault_ranks.FAULT_PACKAGE.glob("_C*.so"))
+    assert b"frame.written" in test_build[0].read_bytes()
+    assert found and all(b"frame.written" not in path.read_bytes() for path in found)
+    with pytest.raises(pycomm.errors.UnsupportedError, match="not a test build"):
+        _extension.load().arm_fault_points("frame.written:1:kill")
+
+
+def test_the_variable_is_an_error_in_an_ordinary_build() -> None:
+    variable = {"PYCOMM_FAULT": "frame.written:1:kill"}
+    results = run_ranks(1, "fault_ranks:nothing", env=variable, check=False)
+    error = results[0].error
+    assert error is not None and error.code == "UNSUPPORTED", results.describe()
+    assert "not a test build" in error.text
+
+
+def bad_specs(rank: int, world_size: int) -> None:
+    fault_ranks.use_fault_build()
+    extension = _extension.load()
+    for spec in ("x", "x:1", ":1:kill", "x:0:kill", "x:z:kill", "x:1:die", "x:1:errno=EWHAT"):
+        with pytest.raises(pycomm.errors.InvalidArgumentError, match="site:nth:action"):
+            extension.arm_fault_points(spec)
+    extension.arm_fault_points("x:1:kill,y:2+:delay=5")
+    extension.arm_fault_points("")
+
+
+def test_specs_that_cannot_be_read() -> None:
+    run_ranks(1, bad_specs, init="none")

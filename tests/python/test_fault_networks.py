@@ -1,0 +1,252 @@
+"""What networks do: resets, silent drops, partitions, a cable that is pulled, a slow link.
+
+Two network namespaces are two hosts; nft and tbf are the trouble. Needs root, `ip`, `nft` and `tc`;
+skipped, with the reason, where that is not allowed. ``--all-faults`` runs every case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT
+from hosts import Host, connect, make, remove, run
+from processes import child_environment
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.namespaces]
+
+RANK = """
+import json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch, torch.distributed as dist, pycomm
+folder, timeout_s, enough_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+met, rank, step = {"error": None}, int(os.environ["RANK"]), 0
+try:
+    dist.init_process_group("pycomm", timeout=timedelta(seconds=timeout_s))
+    end_s = float("inf")
+    while True:
+        over = torch.tensor([float(time.monotonic() > end_s)])
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        tensor = torch.full((1 << 16,), float(rank))
+        dist.all_reduce(tensor)
+        size = dist.get_world_size()
+        assert float(tensor[-1]) == size * (size - 1) / 2, "a wrong sum"
+        if float(over):
+            break
+        if step == 3:
+            (folder / f"middle-{rank}").touch()
+            end_s = time.monotonic() + enough_s
+        step += 1
+except pycomm.errors.PycommError as error:
+    met = {"error": error.code, "text": str(error), "record": dict(error.record)}
+met["steps"], met["monotonic_s"] = step, time.monotonic()
+(folder / f"{rank}.json").write_text(json.dumps(met))
+"""
+
+
+def _filter(incoming: str, outgoing: str) -> Callable[[Host], None]:
+    """What nft does with the packets that come and go."""
+
+    def act(host: Host) -> None:
+        chain = "chain {0} {{ type filter hook {0} priority 0; {1} lo accept; {2} }}"
+        into = chain.format("input", "iif", incoming)
+        out = chain.format("output", "oif", outgoing)
+        run(*host.command("nft", f"flush ruleset; table inet fault {{ {into} {out} }}"))
+
+    return act
+
+
+def _heal(host: Host) -> None:
+    run(*host.command("nft", "flush ruleset"))
+
+
+def _pull_the_cable(host: Host) -> None:
+    host.ip("link", "set", "eth0", "down")
+
+
+def _plug_it_in(host: Host) -> None:
+    host.ip("link", "set", "eth0", "up")
+
+
+def _slow(host: Host) -> None:
+    shape = ("tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms")
+    run(*host.command("tc", "qdisc", "replace", "dev", "eth0", "root", *shape))
+
+
+def _fast(host: Host) -> None:
+    run(*host.command("tc", "qdisc", "del", "dev", "eth0", "root"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """What happens to beta's network, and what the ranks must say."""
+
+    name: str
+    act: Callable[[Host], None]
+    heal: Callable[[Host], None]
+    codes: tuple[str, ...]
+    """() if nobody may notice."""
+    bound_s: float = 4.5
+    heal_after_s: float | None = None
+    before: bool = False
+    """Before the ranks start; else in the middle."""
+    timeout_s: float = 60.0
+
+
+SILENCE = ("PEER_UNRESPONSIVE",)
+NO_OTHER_PORT = "tcp dport 29500 accept; tcp sport 29500 accept; meta l4proto tcp drop"
+TROUBLES = (
+    Trouble("silent drop", _filter("drop", "drop"), _heal, SILENCE),
+    Trouble(
+        "reset",
+        _filter("meta l4proto tcp reject with tcp reset", "accept"),
+        _heal,
+        ("PEER_DEAD", "CONN_RESET"),
+        2.0,
+    ),
+    Trouble("drop, outgoing only", _filter("accept", "drop"), _heal, SILENCE),
+    Trouble("drop, incoming only", _filter("drop", "accept"), _heal, SILENCE),
+    Trouble("cable pulled", _pull_the_cable, _plug_it_in, SILENCE),
+    Trouble("slow link", _slow, _fast, (), 40.0),
+    Trouble("a second of silence", _filter("drop", "drop"), _heal, (), 40.0, heal_after_s=1.0),
+    Trouble(
+        "firewall",
+        _filter(NO_OTHER_PORT, NO_OTHER_PORT),
+        _heal,
+        ("CONNECT_FAILED",),
+        8.0,
+        before=True,
+        timeout_s=4.0,
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def wired() -> Iterator[tuple[Host, Host]]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for command in ("ip", "nft", "tc"):
+        if shutil.which(command) is None:
+            pytest.skip(f"needs the command {command} (packages iproute2, nftables)")
+    hosts = [Host("alpha", "192.168.1.10", "fd77::10"), Host("beta", "192.168.1.11", "fd77::11")]
+    try:
+        try:
+            for host in hosts:
+                make(host, hosts)
+            connect(*hosts)
+            _filter("drop", "drop")(hosts[1])
+            _heal(hosts[1])
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:
+            remove(host)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "trouble" in metafunc.fixturenames:
+        chosen = [(trouble, ranks) for ranks in (1, 2) for trouble in TROUBLES]
+        if not metafunc.config.getoption("--all-faults"):
+            chosen = chosen[:2]
+        ids = [f"{trouble.name}-{2 * ranks}ranks" for trouble, ranks in chosen]
+        metafunc.parametrize(("trouble", "ranks_a_host"), chosen, ids=ids)
+
+
+def test_networks(
+    wired: tuple[Host, Host], trouble: Trouble, ranks_a_host: int, tmp_path: Path
+) -> None:
+    alpha, beta = wired
+    world_size = 2 * ranks_a_host
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    struck_s = time.monotonic()
+    try:
+        if trouble.before:
+            trouble.act(beta)
+        for rank in range(world_size):
+            children[rank] = start(wired[rank // ranks_a_host], rank, world_size, trouble, tmp_path)
+        if not trouble.before:
+            wait_for([tmp_path / f"middle-{rank}" for rank in range(world_size)], children)
+            struck_s = time.monotonic()
+            trouble.act(beta)
+        if trouble.heal_after_s is not None:
+            time.sleep(trouble.heal_after_s)
+            trouble.heal(beta)
+        wait_for([tmp_path / f"{rank}.json" for rank in range(world_size)], children)
+    finally:
+        if trouble.heal_after_s is None:
+            trouble.heal(beta)
+        for host in wired:
+            host.kill_all()
+        for child in children.values():
+            child.wait(20)
+    met = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    for rank, each in enumerate(met):
+        check(trouble, rank, each, met, ranks_a_host, struck_s)
+
+
+def start(
+    host: Host, rank: int, world_size: int, trouble: Trouble, folder: Path
+) -> subprocess.Popen[bytes]:
+    env = child_environment(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "192.168.1.10",
+            "MASTER_PORT": "29500",
+        }
+    )
+    arguments = [sys.executable, "-c", RANK, str(folder), str(trouble.timeout_s), "3"]
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            host.command(*arguments),
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def wait_for(paths: list[Path], children: dict[int, subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 90
+    while not all(path.exists() and path.suffix != ".partial" for path in paths):
+        if time.monotonic() > deadline:
+            logs = "\n".join(path.read_text() for path in paths[0].parent.glob("*.log"))
+            raise AssertionError(f"no {[str(path) for path in paths if not path.exists()]}\n{logs}")
+        time.sleep(0.02)
+    if paths[0].suffix == ".json":
+        for child in children.values():
+            child.wait(20)
+
+
+def check(
+    trouble: Trouble,
+    rank: int,
+    met: dict[str, Any],
+    everybody: list[dict[str, Any]],
+    ranks_a_host: int,
+    struck_s: float,
+) -> None:
+    said = "\n".join(str(each.get("text")) for each in everybody)
+    if not trouble.codes:
+        assert met["error"] is None, said
+        return
+    assert met["error"] in trouble.codes, said
+    if not trouble.before:
+        slack = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+        assert met["monotonic_s"] - struck_s < trouble.bound_s * slack, said
+    peer = met["record"]["peer"]
+    # Across a cut each side can only say that it does not hear the other.
+    assert peer // ranks_a_host != rank // ranks_a_host or met["record"].get("cause"), said
+    assert f"peer={peer}" in met["text"]
