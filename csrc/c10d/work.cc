@@ -187,6 +187,10 @@ uint64_t PycommWork::getSequencenumber() const {
   return operations.empty() ? 0 : operations.front()->request().id.id;
 }
 
+const PycommWork::Content& PycommWork::content() const noexcept {
+  return state_->content;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->future) {

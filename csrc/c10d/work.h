@@ -41,6 +41,8 @@ class PycommWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
 
+  [[nodiscard]] const Content& content() const noexcept;
+
  private:
   /// Outlives the Work: the lane's listeners hold it.
   struct State;

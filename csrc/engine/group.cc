@@ -205,8 +205,11 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   request.descriptor.root = schedule.root;
   request.descriptor.numel = schedule.numel;
   request.descriptor.tag = call.tag;
-  // In an all_to_all every rank has splits of its own; what matters there is compared pair by pair, as frames meet.
-  request.descriptor.digest = schedule.kind == Collective::AllToAll ? 0 : splitsDigest(schedule.counts);
+  // In an all_to_all every rank has splits of its own, and in a gather or scatter only the root knows all sizes; what matters there
+  // is compared pair by pair, as frames meet.
+  const bool splits_are_own = schedule.kind == Collective::AllToAll || schedule.kind == Collective::Gather ||
+      schedule.kind == Collective::Scatter;
+  request.descriptor.digest = splits_are_own ? 0 : splitsDigest(schedule.counts);
   request.input = call.input;
   request.output = call.output;
   request.deadline = call.deadline;

@@ -109,6 +109,7 @@ def load(backend: str, face: str, world_size: int, folder: Path) -> Any:
         TEMP_DIR=str(folder),
         INIT_METHOD=f"file://{folder}/init",
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="60",
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",
     )
     if importlib.util.find_spec("expecttest") is None:
         # torch's test classes derive from this one; the suite uses nothing of it.
@@ -136,7 +137,8 @@ def load(backend: str, face: str, world_size: int, folder: Path) -> Any:
         assert transformer.changed > 20, "the suite names backends in a way not known here"
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
-    exec(compile(ast.fix_missing_locations(tree), spec.origin, "exec"), module.__dict__)
+    code = compile(ast.fix_missing_locations(tree), spec.origin, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
     for names in (
         module.PROFILING_SUPPORTED_BACKENDS,
         module.CUDA_PROFILING_SUPPORTED_BACKENDS,
