@@ -63,7 +63,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   for (Group::Call& call : prepared.calls) {
     call.schedule.rank = getRank();
     call.schedule.size = getSize();
-    checkRequest(call.schedule); // all of them, before the first one starts
+    if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) {
+      checkRequest(call.schedule); // all of them, before the first one starts; a message is alone, and start() checks it
+    }
   }
   PycommWork::Content& content = prepared.content;
   for (at::Tensor& temporary : prepared.staging.takeTemporaries()) {

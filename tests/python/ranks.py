@@ -72,6 +72,8 @@ __all__ = [
 ]
 
 _TAIL_NCHARS = 6000
+_LOOKS_ASLEEP = 10
+"""A thread that only waits for a lock or a page for a moment is awake at one of so many looks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +214,19 @@ class Ranks:
                 what = self.collect(1.0).describe()
                 raise AssertionError(f"rank {rank} did not reach mark {name!r}\n{what}")
             self._drain_marks(min(left_s, 0.2))
+
+    def wait_until_asleep(self, rank: int, timeout_s: float = 60.0) -> None:
+        """Waits until the rank's main thread blocks: it is inside what its last mark announced."""
+        deadline = time.monotonic() + timeout_s
+        looks = 0
+        while looks < _LOOKS_ASLEEP:
+            ended = self.processes[rank].poll() is not None
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"rank {rank} never slept\n{self.collect(1.0).describe()}")
+            stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
+            # "pid (name) state …": the name may hold anything, so look from its end.
+            looks = looks + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+            time.sleep(0.002)
 
     def marks(self, rank: int) -> list[str]:
         """All marks of a rank so far."""

@@ -1,0 +1,64 @@
+// Point-to-point.
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/raising.h"
+#include "c10d/tensor_checks.h"
+#include "engine/point_to_point.h"
+
+namespace pycomm {
+namespace {
+
+/// torch has none for messages: it passes the peer and the tag alone.
+struct MessageOptions {
+  std::chrono::milliseconds timeout;
+  bool asyncOp = true;
+};
+
+} // namespace
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::message(
+    Titled titled,
+    Collective kind,
+    std::vector<at::Tensor>& tensors,
+    int peer,
+    int tag) {
+  return raising([&] {
+    const bool sends = kind == Collective::Send;
+    const at::Tensor& tensor = onlyTensor(tensors, collectiveName(kind));
+    if (sends) {
+      checkTensor(tensor, collectiveName(kind), "input");
+    } else {
+      checkOutput(tensor, collectiveName(kind));
+    }
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    Group::Call request = call(kind, MessageOptions{settings_.timeout}, tensor);
+    request.schedule.numel = tensor.numel();
+    request.peer = peer;
+    request.tag = static_cast<uint32_t>(tag);
+    if (sends) {
+      request.input = prepared.staging.in(tensor);
+    } else {
+      request.output = prepared.staging.out(tensor);
+    }
+    prepared.calls.push_back(request);
+    return begin(titled, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::send(std::vector<at::Tensor>& tensors, int dst, int tag) {
+  return message({c10d::OpType::SEND, "pycomm:send"}, Collective::Send, tensors, dst, tag);
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::recv(std::vector<at::Tensor>& tensors, int src, int tag) {
+  return message({c10d::OpType::RECV, "pycomm:recv"}, Collective::Recv, tensors, src, tag);
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  return message(
+      {c10d::OpType::RECVANYSOURCE, "pycomm:recv_any_source"}, Collective::Recv, tensors, PointToPoint::kAnyRank, tag);
+}
+
+} // namespace pycomm
