@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, Any
 from pycomm import comm_hooks, errors
 from pycomm._version import __version__
 from pycomm.backend import last_error, register
+from pycomm.barrier import monitored_barrier
 from pycomm.options import Options
 
 if TYPE_CHECKING:
     from pycomm.ddp import DistributedDataParallel
+    from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "DistributedDataParallel",
     "Options",
+    "SyncBatchNorm",
     "__version__",
     "comm_hooks",
     "errors",
     "last_error",
+    "monitored_barrier",
     "register",
 ]
 
@@ -37,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from pycomm.ddp import DistributedDataParallel
 
         return DistributedDataParallel
+    if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
+        from pycomm.sync_batch_norm import SyncBatchNorm
+
+        return SyncBatchNorm
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 
 

@@ -42,6 +42,9 @@ class Extension(Protocol):
     def last_error(self, backend: Any) -> dict[str, Any] | None:
         """The record of the group's first error. Raises TypeError for another library's backend."""
 
+    def rank_hosts(self, backend: Any) -> Sequence[str]:
+        """The host name of each rank."""
+
     def describe_backend(self, backend: Any) -> str:
         """How the ranks reach each other, in a few words."""
 
