@@ -85,22 +85,22 @@ class _Round:
         self.store.set(self._key("came", rank), "")
         if rank != 0:
             # A little longer than rank 0 itself waits: its verdict tells more than this rank knows.
-            if not self._wait_for(self._key("verdict"), grace_s=max(1.0, self.timeout_s * 0.1)):
-                raise self._missing([0])
-            verdict = bytes(self.store.get(self._key("verdict"))).decode()
-            if verdict != _PASSED:
-                raise self._missing([int(each) for each in verdict.split(",")])
-            return
-        missing = [
-            peer
-            for peer in range(self.group.size())
-            if not self._wait_for(self._key("came", peer))
-        ]
+            grace_s = max(1.0, self.timeout_s * 0.1)
+            if self._wait_for(self._key("verdict"), grace_s=grace_s):
+                verdict = bytes(self.store.get(self._key("verdict"))).decode()
+            else:
+                verdict = self._conclude([0])
+        else:
+            came = [self._wait_for(self._key("came", peer)) for peer in range(self.group.size())]
+            verdict = self._conclude([peer for peer, here in enumerate(came) if not here])
+            self._forget_the_last()
+        if verdict != _PASSED:
+            raise self._missing([int(each) for each in verdict.split(",")])
+
+    def _conclude(self, missing: Sequence[int]) -> str:
+        # The first verdict counts, so that rank 0 cannot pass when it comes after the others left.
         verdict = ",".join(map(str, missing)) or _PASSED
-        self.store.set(self._key("verdict"), verdict)
-        self._forget_the_last()
-        if missing:
-            raise self._missing(missing)
+        return bytes(self.store.compare_set(self._key("verdict"), "", verdict)).decode()
 
     def _key(self, what: str, *parts: int, number: int | None = None) -> str:
         words = [self.number if number is None else number, what, *parts]

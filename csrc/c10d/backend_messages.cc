@@ -58,7 +58,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::recv(std::vector<at::Tensor>& tens
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
   return message(
-      {c10d::OpType::RECVANYSOURCE, "pycomm:recv_any_source"}, Collective::Recv, tensors, PointToPoint::kAnyRank, tag);
+      {c10d::OpType::RECVANYSOURCE, "pycomm:recvAnySource"}, Collective::Recv, tensors, PointToPoint::kAnyRank, tag);
 }
 
 } // namespace pycomm
