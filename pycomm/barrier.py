@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm import _extension
-from pycomm.backend import last_error, native_backend
+from pycomm.backend import group_timeout, last_error, native_backend
 from pycomm.errors import BY_CODE
 
 # How often a waiting rank looks whether the group has failed meanwhile.
@@ -53,7 +53,7 @@ def monitored_barrier(
         return
     backend = native_backend(group)
     if timeout is None:
-        timeout = backend.options._timeout
+        timeout = group_timeout(group)
     if timeout.total_seconds() <= 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
     number = _rounds.get(group.group_name, 0) + 1

@@ -107,7 +107,12 @@ def run(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             arguments.backend, arguments.face, arguments.world_size, Path(folder)
         )
         if arguments.backend == "pycomm":
-            import pycomm  # noqa: F401  # once, before the fork
+            import pycomm  # once, before the fork
+
+            import torch
+
+            if arguments.face == "nccl":  # torch's takes no CPU tensors
+                torch.nn.SyncBatchNorm = pycomm.SyncBatchNorm  # type: ignore[misc]
 
         process = forked_context()
 

@@ -81,6 +81,10 @@ class _CountUs(ast.NodeTransformer):
             node.value = ast.copy_location(ast.Name("BACKEND", ast.Load()), node.value)
         return node
 
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        # In _run the suite asks whether NCCL has its GPUs.
+        return node if node.name == "_run" else self.generic_visit(node)
+
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         self.generic_visit(node)
         if node.name == "Barrier":
