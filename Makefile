@@ -59,6 +59,10 @@ bench: ## pycomm beside gloo, all_reduce from 4 B to 100 MiB
 	$(BOOTSTRAP) --group demo
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/allreduce.py $(ARGS)
 
+torch_suite: ## torch's own DistributedTest suite, 2 ranks; ARGS=--all: 2 to 4 and gloo, ARGS=--write: and the document
+	$(BOOTSTRAP) --group test
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/torch_suite/run.py $(ARGS)
+
 lint: ## formatting and ruff
 	$(BOOTSTRAP) --group lint --no-build
 	@$(BIN)/python tools/lint.py
@@ -88,4 +92,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cxx20 asan tsan py faults fault_build bench lint format layers typecheck stubs stubs_check docs clean
+.PHONY: help venv demo test cpp cxx20 asan tsan py faults fault_build bench torch_suite lint format layers typecheck stubs \
+  stubs_check docs clean

@@ -16,6 +16,7 @@ SESSIONS = {
     "py": ["py"],
     "faults": ["faults"],
     "bench": ["bench"],
+    "torch_suite": ["torch_suite"],
     "docs": ["docs"],
 }
 

@@ -19,14 +19,17 @@ from pycomm.backend import (
     last_error,
     register,
 )
+from pycomm.barrier import monitored_barrier
 from pycomm.options import Options
 
 if TYPE_CHECKING:
     from pycomm.ddp import DistributedDataParallel
+    from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "DistributedDataParallel",
     "Options",
+    "SyncBatchNorm",
     "__version__",
     "backend_error",
     "comm_hooks",
@@ -34,6 +37,7 @@ __all__ = [
     "errors",
     "flight_record",
     "last_error",
+    "monitored_barrier",
     "register",
 ]
 
@@ -46,6 +50,10 @@ def __getattr__(name: str) -> Any:
         from pycomm.ddp import DistributedDataParallel
 
         return DistributedDataParallel
+    if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
+        from pycomm.sync_batch_norm import SyncBatchNorm
+
+        return SyncBatchNorm
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 
 

@@ -50,6 +50,8 @@ class Extension(Protocol):
 
     def write_flight_record(self, path: str) -> None:
         """Writes the flight record of all groups."""
+    def rank_hosts(self, backend: Any) -> Sequence[str]:
+        """The host name of each rank."""
 
     def describe_backend(self, backend: Any) -> str:
         """How the ranks reach each other, in a few words."""

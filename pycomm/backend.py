@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pycomm")
 
 _default_group_options: Options | None = None
+_timeouts_ms: dict[str, int] = {}
+"""By the group's name; torch has no way to ask a plugin's group for it."""
 _told = False
 _level_set_here: int | None = None
 
@@ -60,12 +62,14 @@ def create_group(group: Any, pg_options: object) -> Any:
     if faults := fault_points():
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
+    timeout_ms = _timeout_ms(resolved, group.timeout)
+    _timeouts_ms[str(group.group_id)] = timeout_ms
     backend = extension.create_backend(
         group.store,
         rank,
         size,
         str(group.group_id),
-        _timeout_ms(resolved, group.timeout),
+        timeout_ms,
         native_options(resolved, store_host(group.store), list(group.global_ranks_in_group)),
     )
     _tell_once(extension, backend, rank)
@@ -156,6 +160,11 @@ def native_backend(group: dist.ProcessGroup | None = None) -> Any:
         if backend.name() == "pycomm":
             return backend
     raise ValueError(f"group {group.group_name!r} is not a group of pycomm")
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that a group of pycomm was made with."""
+    return timedelta(milliseconds=_timeouts_ms[group.group_name])
 
 
 def store_host(store: Any) -> str:

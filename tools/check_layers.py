@@ -75,7 +75,7 @@ PYTHON_FLOORS = [
     {"_extension", "_model_check"},
     {"options"},
     {"backend"},
-    {"comm_hooks"},
+    {"comm_hooks", "barrier", "sync_batch_norm"},
     {"ddp"},
     {"local_sgd"},
     {"integrations"},

@@ -162,6 +162,10 @@ void bindBackend(py::module_& m) {
       py::arg("path"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
+      "rank_hosts",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },
+      py::arg("backend"));
+  m.def(
       "describe_backend",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(asPycomm(backend).group()); },
       py::arg("backend"));

@@ -2,10 +2,9 @@
 
 #include <utility>
 
-#include "c10d/dtypes.h"
 #include "c10d/raising.h"
-#include "c10d/tensor_checks.h"
 #include "c10d/torch_compat.h"
+#include "schedule/request_checks.h"
 
 namespace pycomm {
 PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings)
@@ -60,103 +59,75 @@ std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
   return group_->start(call);
 }
 
+c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
+  for (Group::Call& call : prepared.calls) {
+    call.schedule.rank = getRank();
+    call.schedule.size = getSize();
+    if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) {
+      checkRequest(call.schedule); // all of them, before the first one starts; a message is alone, and start() checks it
+    }
+  }
+  PycommWork::Content& content = prepared.content;
+  for (at::Tensor& temporary : prepared.staging.takeTemporaries()) {
+    content.keep_alive.push_back(std::move(temporary));
+  }
+  content.unpack = prepared.staging.takeUnpack();
+  for (const Group::Call& call : prepared.calls) {
+    content.operations.push_back(start(call));
+  }
+  return work(titled, std::move(content));
+}
+
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
-  return c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
+  auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
+  const std::lock_guard<std::mutex> lock(windows_mutex_);
+  const auto window = windows_.find(std::this_thread::get_id());
+  if (window != windows_.end()) {
+    window->second.push_back(made);
+  }
+  return made;
 }
 
-std::shared_ptr<Operation> PycommBackend::startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
-  Group::Call request = call(Collective::AllReduce, opts);
-  request.schedule.algorithm = settings_.algorithm;
-  request.schedule.dtype = toDType(tensor.scalar_type());
-  request.schedule.wire_dtype = request.schedule.dtype;
-  request.schedule.reduce_op = toReduceOp(opts.reduceOp);
-  request.schedule.numel = tensor.numel();
-  request.premul_factor = premulFactor(opts.reduceOp);
-  request.input = viewOf(tensor);
-  request.output = viewOf(tensor);
-  return start(request);
-}
-
-c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
-    std::vector<at::Tensor>& tensors,
-    const c10d::AllreduceOptions& opts) {
-  return raising([&] {
-    at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
-    checkTensor(tensor, "all_reduce", "input");
-    PycommWork::Content content;
-    content.inputs = tensors;
-    content.outputs = tensors;
-    content.operations.push_back(startAllReduce(tensor, opts));
-    return work({c10d::OpType::ALLREDUCE, "pycomm:all_reduce"}, std::move(content));
+void PycommBackend::startCoalescing() {
+  raising([&] {
+    const std::lock_guard<std::mutex> lock(windows_mutex_);
+    if (!windows_.emplace(std::this_thread::get_id(), Window{}).second) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "This thread coalesces operations of this group already.",
+          "leave the first coalescing manager before the second one");
+    }
   });
 }
 
-c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors,
-    const c10d::AllreduceCoalescedOptions& opts) {
-  return raising([&] {
-    for (const at::Tensor& tensor : tensors) {
-      checkTensor(tensor, "all_reduce_coalesced", "input");
+c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
+  return raising([&]() -> c10::intrusive_ptr<c10d::Work> {
+    Window window;
+    {
+      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      const auto found = windows_.find(std::this_thread::get_id());
+      if (found == windows_.end()) {
+        throw Error(ErrorCode::InvalidArgument, "endCoalescing() without startCoalescing() on this thread.");
+      }
+      window = std::move(found->second);
+      windows_.erase(found);
     }
     PycommWork::Content content;
-    content.inputs = tensors;
-    content.outputs = tensors;
-    for (at::Tensor& tensor : tensors) {
-      content.operations.push_back(startAllReduce(tensor, opts));
+    for (const auto& part : window) {
+      const PycommWork::Content& of = part->content();
+      content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
+      content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
+      content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
+      for (const auto& list : of.output_lists) {
+        content.outputs.insert(content.outputs.end(), list.begin(), list.end());
+      }
     }
-    return work({c10d::OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced"}, std::move(content));
-  });
-}
-
-c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
-    std::vector<at::Tensor>& tensors,
-    const c10d::BroadcastOptions& opts) {
-  return raising([&] {
-    at::Tensor& tensor = onlyTensor(tensors, "broadcast");
-    checkTensor(tensor, "broadcast", "input");
-    Group::Call request = call(Collective::Broadcast, opts);
-    request.schedule.dtype = toDType(tensor.scalar_type());
-    request.schedule.wire_dtype = request.schedule.dtype;
-    request.schedule.root = static_cast<int32_t>(opts.rootRank);
-    request.schedule.numel = tensor.numel();
-    request.input = viewOf(tensor);
-    request.output = viewOf(tensor);
-    PycommWork::Content content;
-    content.inputs = tensors;
-    content.outputs = tensors;
-    content.operations.push_back(start(request));
-    return work({c10d::OpType::BROADCAST, "pycomm:broadcast"}, std::move(content));
-  });
-}
-
-c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
-    std::vector<at::Tensor>& tensors,
-    const c10d::ReduceOptions& opts) {
-  return raising([&] {
-    at::Tensor& tensor = onlyTensor(tensors, "reduce");
-    checkTensor(tensor, "reduce", "input");
-    Group::Call request = call(Collective::Reduce, opts);
-    request.schedule.dtype = toDType(tensor.scalar_type());
-    request.schedule.wire_dtype = request.schedule.dtype;
-    request.schedule.reduce_op = toReduceOp(opts.reduceOp);
-    request.schedule.root = static_cast<int32_t>(opts.rootRank);
-    request.schedule.numel = tensor.numel();
-    request.premul_factor = premulFactor(opts.reduceOp);
-    request.input = viewOf(tensor);
-    request.output = viewOf(tensor);
-    PycommWork::Content content;
-    content.inputs = tensors;
-    content.outputs = tensors;
-    content.operations.push_back(start(request));
-    return work({c10d::OpType::REDUCE, "pycomm:reduce"}, std::move(content));
-  });
-}
-
-c10::intrusive_ptr<c10d::Work> PycommBackend::barrier(const c10d::BarrierOptions& opts) {
-  return raising([&] {
-    PycommWork::Content content;
-    content.operations.push_back(start(call(Collective::Barrier, opts)));
-    return work({c10d::OpType::BARRIER, "pycomm:barrier"}, std::move(content));
+    content.unpack = [window = std::move(window)] {
+      for (const auto& part : window) {
+        part->isCompleted(); // all have ended: this copies their outputs
+      }
+    };
+    return work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content));
   });
 }
 

@@ -3,11 +3,17 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
+#include <type_traits>
 #include <vector>
 
-#include "c10d/python_errors.h"
+#include "c10d/dtypes.h"
+#include "c10d/raising.h"
+#include "c10d/staging.h"
 #include "c10d/work.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
@@ -42,6 +48,9 @@ class PycommBackend final : public c10d::Backend {
   void shutdown() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
+  /// From here to endCoalescing(), the calling thread's collectives start as ever; endCoalescing() gives one Work for all of them.
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& opts)
       override;
@@ -61,6 +70,10 @@ class PycommBackend final : public c10d::Backend {
       const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(
+      std::vector<std::vector<at::Tensor>>& outputs,
       std::vector<at::Tensor>& inputs,
       const c10d::AllgatherOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> gather(
@@ -108,7 +121,31 @@ class PycommBackend final : public c10d::Backend {
     const char* title; ///< of the profiler's event
   };
 
-  /// `opts` is any of torch's option structs: they share `timeout` and `asyncOp`.
+  /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
+  struct Prepared {
+    std::vector<Group::Call> calls;
+    Staging staging;
+    PycommWork::Content content;
+  };
+
+  /// The request for one collective, with all that torch's options and the dtype of `like` say. `opts` is any of torch's option
+  /// structs: they share `timeout` and `asyncOp`, and some have a root or a reduce op. What is left for the caller are views and
+  /// sizes.
+  template <typename Opts>
+  [[nodiscard]] Group::Call call(Collective kind, const Opts& opts, const at::Tensor& like) const {
+    Group::Call call = this->call(kind, opts);
+    call.schedule.dtype = toDType(like.scalar_type());
+    call.schedule.wire_dtype = call.schedule.dtype;
+    if constexpr (HasRoot<Opts>::value) {
+      call.schedule.root = static_cast<int32_t>(opts.rootRank);
+    }
+    if constexpr (HasReduceOp<Opts>::value) {
+      call.schedule.reduce_op = toReduceOp(opts.reduceOp);
+      call.premul_factor = premulFactor(opts.reduceOp);
+    }
+    return call;
+  }
+  /// The same for a collective without tensors.
   template <typename Opts>
   [[nodiscard]] Group::Call call(Collective kind, const Opts& opts) const {
     Group::Call call;
@@ -121,13 +158,27 @@ class PycommBackend final : public c10d::Backend {
   /// pycomm::raising, for errors of this group: they say which it is, and which rank.
   template <typename Body>
   auto raising(const Body& body) const -> decltype(body()) {
-    try {
-      return body();
-    } catch (const Error& error) {
-      throwToPython(errorOf(error.record(), group_->identity()));
-    }
+    return pycomm::raising([&] {
+      try {
+        return body();
+      } catch (const Error& error) {
+        throw Error(errorOf(error.record(), group_->identity()));
+      }
+    });
   }
+  template <typename Opts, typename = void>
+  struct HasRoot : std::false_type {};
+  template <typename Opts>
+  struct HasRoot<Opts, std::void_t<decltype(std::declval<Opts>().rootRank)>> : std::true_type {};
+  template <typename Opts, typename = void>
+  struct HasReduceOp : std::false_type {};
+  template <typename Opts>
+  struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
+
+  /// Checks all requests, then starts them all.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// Every Work is made here, so that a coalescing window sees it.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
       Titled titled,
@@ -135,11 +186,17 @@ class PycommBackend final : public c10d::Backend {
       std::vector<at::Tensor>& tensors,
       int peer,
       int tag);
-  [[nodiscard]] std::shared_ptr<Operation> startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
+
+  void prepareAllReduce(Prepared& prepared, const at::Tensor& tensor, const c10d::AllreduceOptions& opts) const;
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> sparseAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
 
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
+
+  using Window = std::vector<c10::intrusive_ptr<PycommWork>>;
+  std::mutex windows_mutex_; ///< guards windows_
+  std::map<std::thread::id, Window> windows_; ///< what a thread has begun since startCoalescing()
 };
 
 } // namespace pycomm

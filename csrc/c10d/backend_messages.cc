@@ -2,12 +2,20 @@
 #include <utility>
 
 #include "c10d/backend.h"
-#include "c10d/dtypes.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
 #include "engine/point_to_point.h"
 
 namespace pycomm {
+namespace {
+
+/// torch has none for messages: it passes the peer and the tag alone.
+struct MessageOptions {
+  std::chrono::milliseconds timeout;
+  bool asyncOp = true;
+};
+
+} // namespace
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     Titled titled,
@@ -18,25 +26,25 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
   return raising([&] {
     const bool sends = kind == Collective::Send;
     const at::Tensor& tensor = onlyTensor(tensors, collectiveName(kind));
-    checkTensor(tensor, collectiveName(kind), sends ? "input" : "output");
-    Group::Call request;
-    request.schedule.kind = kind;
-    request.schedule.dtype = toDType(tensor.scalar_type());
-    request.schedule.wire_dtype = request.schedule.dtype;
+    if (sends) {
+      checkTensor(tensor, collectiveName(kind), "input");
+    } else {
+      checkOutput(tensor, collectiveName(kind));
+    }
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    Group::Call request = call(kind, MessageOptions{settings_.timeout}, tensor);
     request.schedule.numel = tensor.numel();
-    request.deadline = Deadline::after(settings_.timeout.count());
     request.peer = peer;
     request.tag = static_cast<uint32_t>(tag);
     if (sends) {
-      request.input = viewOf(tensor);
+      request.input = prepared.staging.in(tensor);
     } else {
-      request.output = viewOf(tensor);
+      request.output = prepared.staging.out(tensor);
     }
-    PycommWork::Content content;
-    content.inputs = tensors;
-    content.outputs = tensors;
-    content.operations.push_back(start(request));
-    return work(titled, std::move(content));
+    prepared.calls.push_back(request);
+    return begin(titled, std::move(prepared));
   });
 }
 
@@ -50,7 +58,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::recv(std::vector<at::Tensor>& tens
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
   return message(
-      {c10d::OpType::RECVANYSOURCE, "pycomm:recv_any_source"}, Collective::Recv, tensors, PointToPoint::kAnyRank, tag);
+      {c10d::OpType::RECVANYSOURCE, "pycomm:recvAnySource"}, Collective::Recv, tensors, PointToPoint::kAnyRank, tag);
 }
 
 } // namespace pycomm

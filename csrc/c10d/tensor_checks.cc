@@ -51,15 +51,6 @@ void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
         "is on " + tensor.device().str() + ", which this build does not serve",
         "tensor.cpu(), or a process group of another backend for that device");
   }
-  if (!tensor.is_contiguous()) {
-    refuse(
-        ErrorCode::InvalidArgument,
-        tensor,
-        op,
-        role,
-        "is not contiguous",
-        "tensor.contiguous(), and copy the result back");
-  }
   static_cast<void>(toDType(tensor.scalar_type()));
 }
 
@@ -93,8 +84,22 @@ void checkCount(size_t count, int size, const char* op, const char* what) {
   }
 }
 
-BufferView viewOf(const at::Tensor& tensor) {
-  return {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.numel()) * tensor.element_size()};
+void checkSameDtype(const at::Tensor& input, const at::Tensor& output, const char* op) {
+  if (input.scalar_type() != output.scalar_type()) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        std::string(op) + ": input and output have different dtypes (" + c10::toString(input.scalar_type()) + " and " +
+            c10::toString(output.scalar_type()) + ").");
+  }
+}
+
+void checkTimes(const at::Tensor& large, const at::Tensor& small, int size, const char* op, const char* what) {
+  if (large.numel() != small.numel() * size) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        std::string(op) + ": the " + what + " needs " + std::to_string(small.numel() * size) + " elements for " +
+            std::to_string(size) + " ranks and has " + std::to_string(large.numel()) + ".");
+  }
 }
 
 } // namespace pycomm

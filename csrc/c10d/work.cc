@@ -201,6 +201,10 @@ int PycommWork::sourceRank() const {
   return operations.front()->request().descriptor.root;
 }
 
+const PycommWork::Content& PycommWork::content() const noexcept {
+  return state_->content;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->future) {

@@ -43,6 +43,8 @@ class PycommWork final : public c10d::Work {
   /// Of a receive that has ended: the rank that sent.
   int sourceRank() const override;
 
+  [[nodiscard]] const Content& content() const noexcept;
+
  private:
   /// Outlives the Work: the lane's listeners hold it.
   struct State;

@@ -98,7 +98,8 @@ ErrorRecord timedOut(
   if (missing) {
     record.phase = "not_entered";
     record.summary += rankText(missing->peer, identity) + " has not entered it (its last: " + missing->last + ").";
-    record.hint = "find out why that rank is late (uneven data? a slow loader? an exception?), or raise the timeout";
+    record.hint =
+        "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
     record.phase = "transfer";
     record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";

@@ -63,8 +63,11 @@ void Group::fillCollective(Operation::Request& request, const Call& call) {
   request.schedule = scheduleFor(schedule);
   request.descriptor.algorithm = request.schedule->schedule.algorithm;
   request.descriptor.root = schedule.root;
-  // In an all_to_all every rank has splits of its own; what matters there is compared pair by pair, as frames meet.
-  request.descriptor.digest = schedule.kind == Collective::AllToAll ? 0 : splitsDigest(schedule.counts);
+  // In an all_to_all every rank has splits of its own, and in a gather or scatter only the root knows all sizes; what matters there
+  // is compared pair by pair, as frames meet.
+  const bool splits_are_own = schedule.kind == Collective::AllToAll || schedule.kind == Collective::Gather ||
+      schedule.kind == Collective::Scatter;
+  request.descriptor.digest = splits_are_own ? 0 : splitsDigest(schedule.counts);
   request.id = takeOperationId(counter_, identity_.hash);
 }
 

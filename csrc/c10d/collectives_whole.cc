@@ -1,0 +1,114 @@
+// The collectives that work on one whole tensor of each rank.
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/raising.h"
+#include "c10d/tensor_checks.h"
+
+namespace pycomm {
+
+void PycommBackend::prepareAllReduce(
+    Prepared& prepared,
+    const at::Tensor& tensor,
+    const c10d::AllreduceOptions& opts) const {
+  Group::Call request = call(Collective::AllReduce, opts, tensor);
+  request.schedule.algorithm = settings_.algorithm;
+  request.schedule.numel = tensor.numel();
+  request.output = prepared.staging.inOut(tensor);
+  request.input = request.output;
+  prepared.calls.push_back(std::move(request));
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
+    std::vector<at::Tensor>& tensors,
+    const c10d::AllreduceOptions& opts) {
+  return raising([&] {
+    at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
+    if (tensor.defined() && tensor.is_sparse()) {
+      return sparseAllReduce(tensor, opts);
+    }
+    checkOutput(tensor, "all_reduce");
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    prepareAllReduce(prepared, tensor, opts);
+    return begin({c10d::OpType::ALLREDUCE, "pycomm:all_reduce"}, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_coalesced(
+    std::vector<at::Tensor>& tensors,
+    const c10d::AllreduceCoalescedOptions& opts) {
+  return raising([&] {
+    for (const at::Tensor& tensor : tensors) {
+      checkOutput(tensor, "all_reduce_coalesced");
+    }
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    for (const at::Tensor& tensor : tensors) {
+      prepareAllReduce(prepared, tensor, opts);
+    }
+    return begin({c10d::OpType::ALLREDUCE_COALESCED, "pycomm:all_reduce_coalesced"}, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
+    std::vector<at::Tensor>& tensors,
+    const c10d::BroadcastOptions& opts) {
+  return raising([&] {
+    const at::Tensor& tensor = onlyTensor(tensors, "broadcast");
+    const bool root = getRank() == opts.rootRank;
+    if (root) {
+      checkTensor(tensor, "broadcast", "input");
+    } else {
+      checkOutput(tensor, "broadcast");
+    }
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    Group::Call request = call(Collective::Broadcast, opts, tensor);
+    request.schedule.numel = tensor.numel();
+    request.output = root ? prepared.staging.in(tensor) : prepared.staging.out(tensor); // the root's is not written
+    request.input = request.output;
+    prepared.calls.push_back(std::move(request));
+    return begin({c10d::OpType::BROADCAST, "pycomm:broadcast"}, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
+    std::vector<at::Tensor>& tensors,
+    const c10d::ReduceOptions& opts) {
+  return raising([&] {
+    const at::Tensor& tensor = onlyTensor(tensors, "reduce");
+    const bool root = getRank() == opts.rootRank;
+    if (root) {
+      checkOutput(tensor, "reduce");
+    } else {
+      checkTensor(tensor, "reduce", "input");
+    }
+    Prepared prepared;
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    Group::Call request = call(Collective::Reduce, opts, tensor);
+    request.schedule.numel = tensor.numel();
+    if (root) {
+      request.output = prepared.staging.inOut(tensor);
+      request.input = request.output;
+    } else {
+      request.input = prepared.staging.in(tensor);
+    }
+    prepared.calls.push_back(std::move(request));
+    return begin({c10d::OpType::REDUCE, "pycomm:reduce"}, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::barrier(const c10d::BarrierOptions& opts) {
+  return raising([&] {
+    Prepared prepared;
+    prepared.calls.push_back(call(Collective::Barrier, opts));
+    return begin({c10d::OpType::BARRIER, "pycomm:barrier"}, std::move(prepared));
+  });
+}
+
+} // namespace pycomm

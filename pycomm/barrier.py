@@ -1,0 +1,158 @@
+"""A barrier that says who is missing, and leaves the group usable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pycomm import _extension
+from pycomm.backend import group_timeout, last_error, native_backend
+from pycomm.errors import BY_CODE
+
+# How often a waiting rank looks whether the group has failed meanwhile.
+_LOOK_S = 0.25
+_PASSED = "passed"
+
+# How often each group's barrier was entered, by the group's name; the same on all ranks that agree.
+_rounds: dict[str, int] = {}
+
+
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """Waits until all ranks of a group have called this; names those that have not.
+
+    The stand-in for ``torch.distributed.monitored_barrier``, which knows gloo alone. Ranks meet in
+    the group's store and not over its connections, so that a rank which is late ends the barrier
+    and not the group: the group can be used afterwards, and the barrier be tried again.
+
+    Args:
+        group: A group of pycomm; default: the default group.
+        timeout: How long to wait. Default: the group's timeout.
+        wait_all_ranks: A rank whose process has died ends the barrier at once, naming that rank.
+            With True the barrier waits for the others all the same, until time is up, and then
+            names every missing rank.
+
+    Raises:
+        CollectiveTimeoutError: On every rank that waited: which ranks, on which hosts, were
+            missing when time was up. A rank that comes later gets it, too.
+        PycommError: The group has failed; only with ``wait_all_ranks=False``.
+        ValueError: The group is not pycomm's.
+
+    Blocks the calling thread. Cost: two store calls a rank, and one for each rank on rank 0.
+    """
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    backend = native_backend(group)
+    if timeout is None:
+        timeout = group_timeout(group)
+    if timeout.total_seconds() <= 0:
+        raise ValueError(f"timeout must be positive, not {timeout}")
+    number = _rounds.get(group.group_name, 0) + 1
+    _rounds[group.group_name] = number
+    _Round(group, backend, number, timeout, wait_all_ranks).run()
+
+
+class _Round:
+    """One call on one rank. Rank 0 collects who has come and writes the verdict for the others."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: Any,
+        number: int,
+        timeout: timedelta,
+        wait_all_ranks: bool,
+    ) -> None:
+        self.group = group
+        self.hosts: Sequence[str] = _extension.load().rank_hosts(backend)
+        self.store = dist.distributed_c10d._get_process_group_store(group)
+        self.number = number
+        self.wait_all_ranks = wait_all_ranks
+        self.timeout_s = timeout.total_seconds()
+        self.deadline_s = time.monotonic() + self.timeout_s
+
+    def run(self) -> None:
+        rank = self.group.rank()
+        self.store.set(self._key("came", rank), "")
+        if rank != 0:
+            # A little longer than rank 0 itself waits: its verdict tells more than this rank knows.
+            grace_s = max(1.0, self.timeout_s * 0.1)
+            if self._wait_for(self._key("verdict"), grace_s=grace_s):
+                verdict = bytes(self.store.get(self._key("verdict"))).decode()
+            else:
+                verdict = self._conclude([0])
+        else:
+            came = [self._wait_for(self._key("came", peer)) for peer in range(self.group.size())]
+            verdict = self._conclude([peer for peer, here in enumerate(came) if not here])
+            self._forget_the_last()
+        if verdict != _PASSED:
+            raise self._missing([int(each) for each in verdict.split(",")])
+
+    def _conclude(self, missing: Sequence[int]) -> str:
+        # The first verdict counts, so that rank 0 cannot pass when it comes after the others left.
+        verdict = ",".join(map(str, missing)) or _PASSED
+        return bytes(self.store.compare_set(self._key("verdict"), "", verdict)).decode()
+
+    def _key(self, what: str, *parts: int, number: int | None = None) -> str:
+        words = [self.number if number is None else number, what, *parts]
+        return "/".join(map(str, ["pycomm/monitored_barrier", *words]))
+
+    def _wait_for(self, key: str, *, grace_s: float = 0.0) -> bool:
+        while not self.store.check([key]):
+            left_s = self.deadline_s + grace_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            try:
+                self.store.wait([key], timedelta(seconds=max(0.01, min(_LOOK_S, left_s))))
+            except dist.DistStoreError:
+                self._raise_if_failed()
+        return True
+
+    def _raise_if_failed(self) -> None:
+        record = None if self.wait_all_ranks else last_error(self.group)
+        if record is not None:
+            error = BY_CODE.get(str(record["code"]), BY_CODE["INTERNAL"])
+            raise error(f"monitored_barrier: the group has failed: {record['summary']}", record)
+
+    def _missing(self, ranks: Sequence[int]) -> Exception:
+        own = self.group.rank()
+        named = ", ".join(f"{rank} (on {self.hosts[rank]})" for rank in ranks)
+        summary = (
+            f"monitored_barrier #{self.number}: rank{'s' * (len(ranks) > 1)} {named} of "
+            f"{self.group.size()} had not come after {self.timeout_s:g} s."
+        )
+        if own in ranks:
+            summary += f" This is rank {own}: it came too late."
+        hint = "look at what these ranks are doing: an exception? a slow loader? other calls?"
+        record = {
+            "code": "TIMEOUT",
+            "summary": summary,
+            "hint": hint,
+            "rank": own,
+            "host": self.hosts[own],
+            "peer": ranks[0],
+            "peer_host": self.hosts[ranks[0]],
+            "op": "monitored_barrier",
+            "sequence": self.number,
+            "missing": list(ranks),
+        }
+        return BY_CODE["TIMEOUT"](f"{summary} Try: {hint}", record)
+
+    def _forget_the_last(self) -> None:
+        # Everybody is past the round before this one. Not every store can delete.
+        last = self.number - 1
+        keys = [self._key("came", rank, number=last) for rank in range(self.group.size())]
+        try:
+            for key in [*keys, self._key("verdict", number=last)]:
+                self.store.delete_key(key)
+        except (RuntimeError, NotImplementedError):
+            return

@@ -1,0 +1,114 @@
+"""pycomm.monitored_barrier: who is missing, where, and that the group survives it."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import mark, run_ranks, start_ranks
+
+pytestmark = pytest.mark.needs_native
+
+SHORT = timedelta(seconds=1)
+LONG = timedelta(seconds=60)
+
+
+def all_come(rank: int, size: int) -> None:
+    import pycomm
+
+    group = dist.new_group(list(range(size)))
+    for _ in range(3):
+        pycomm.monitored_barrier()
+        pycomm.monitored_barrier(group, timeout=LONG, wait_all_ranks=True)
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor)
+        assert tensor.eq(size).all()
+    with pytest.raises(ValueError, match="positive"):
+        pycomm.monitored_barrier(timeout=timedelta(0))
+
+
+def some_stay_away(rank: int, size: int, absent: list[int]) -> dict[str, Any] | None:
+    import pycomm
+
+    caught: dict[str, Any] | None = None
+    if rank not in absent:
+        try:
+            pycomm.monitored_barrier(timeout=SHORT)
+        except pycomm.errors.CollectiveTimeoutError as error:
+            caught = {"text": str(error), **error.record}
+    # The group has not failed: late ranks learn of it, and all can go on.
+    dist.barrier()
+    if rank in absent:
+        with pytest.raises(pycomm.errors.CollectiveTimeoutError, match=f"rank {rank}: it came too"):
+            pycomm.monitored_barrier(timeout=SHORT)
+    pycomm.monitored_barrier(timeout=LONG)
+    return caught
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_come(world_size: int) -> None:
+    run_ranks(world_size, all_come)
+
+
+@pytest.mark.parametrize("absent", [[1], [2, 3]])
+def test_the_missing_are_named_on_all_ranks_that_waited(absent: list[int]) -> None:
+    results = run_ranks(4, some_stay_away, args=(absent,)).values()
+    for rank, record in enumerate(results):
+        if rank in absent:
+            assert record is None
+            continue
+        assert record is not None
+        assert record["missing"] == absent
+        assert (record["code"], record["op"]) == ("TIMEOUT", "monitored_barrier")
+        for each in absent:
+            assert f"{each} (on {socket.gethostname()})" in record["text"]
+
+
+def rank_0_stays_away(rank: int, size: int) -> str:
+    import pycomm
+
+    text = ""
+    if rank != 0:
+        with pytest.raises(pycomm.errors.CollectiveTimeoutError) as caught:
+            pycomm.monitored_barrier(timeout=SHORT)
+        text = str(caught.value)
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(pycomm.errors.CollectiveTimeoutError, match="it came too late"):
+            pycomm.monitored_barrier(timeout=SHORT)
+    return text
+
+
+def test_rank_0_missing() -> None:
+    texts = run_ranks(2, rank_0_stays_away).values()
+    assert "rank 0" in texts[1]
+
+
+def one_dies(rank: int, size: int) -> str:
+    import pycomm
+
+    dist.barrier()
+    mark("ready")
+    if rank == 1:
+        import signal
+
+        signal.pause()
+    with pytest.raises(pycomm.errors.PycommError) as caught:
+        pycomm.monitored_barrier(timeout=LONG)
+    return str(caught.value)
+
+
+@pytest.mark.faults
+def test_a_dead_rank_ends_it_at_once() -> None:
+    with start_ranks(3, one_dies) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "ready")
+        running.kill(1)
+        results = running.collect(30)
+    for rank in (0, 2):
+        assert results[rank].ok, results.describe()
+        assert "1" in results[rank].value and "monitored_barrier" in results[rank].value

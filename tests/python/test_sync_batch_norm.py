@@ -1,0 +1,131 @@
+"""pycomm.SyncBatchNorm on N ranks equals torch's BatchNorm in one process on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+pytestmark = pytest.mark.needs_native
+
+CHANNELS = 5
+
+
+def batches(size: int, sizes: list[int], trailing: tuple[int, ...], dtype: torch.dtype) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(count, CHANNELS, *trailing, generator=generator) * 3 + 100 * (rank == 1)).to(
+            dtype
+        )
+        for rank, count in enumerate(sizes[:size])
+    ]
+
+
+def one_process(whole: torch.Tensor, weights: torch.Tensor, layer: torch.nn.Module) -> Any:
+    whole = whole.clone().requires_grad_()
+    output = layer(whole)
+    (output * weights).sum().backward()
+    return output.detach(), whole.grad
+
+
+def like_one_process(rank: int, size: int, options: dict[str, Any], sizes: list[int]) -> None:
+    import pycomm
+
+    for dtype in (torch.float32, torch.float64):
+        for trailing in ((), (4,), (3, 2)):
+            parts = batches(size, sizes, trailing, dtype)
+            whole = torch.cat(parts)
+            kind = {0: torch.nn.BatchNorm1d, 1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm2d}
+            torch.manual_seed(3)
+            reference = kind[len(trailing)](CHANNELS, **options).to(dtype)
+            if reference.affine:
+                torch.nn.init.normal_(reference.weight)
+                torch.nn.init.normal_(reference.bias)
+            ours = pycomm.SyncBatchNorm(CHANNELS, **options).to(dtype)
+            ours.load_state_dict(reference.state_dict())
+            assert isinstance(ours, torch.nn.SyncBatchNorm)
+            first = sum(sizes[:rank])
+            own = slice(first, first + sizes[rank])
+            close: dict[str, float] = dict(rtol=1e-4, atol=1e-4)
+            if dtype == torch.float64:
+                close = dict(rtol=1e-10, atol=1e-10)
+            for step in range(2):
+                weights = torch.randn(
+                    whole.shape, generator=torch.Generator().manual_seed(step)
+                ).to(dtype)
+                wanted, wanted_grad = one_process(whole, weights, reference)
+                mine = parts[rank].clone().requires_grad_()
+                output = ours(mine)
+                (output * weights[own]).sum().backward()
+                torch.testing.assert_close(output.detach(), wanted[own], **close)
+                torch.testing.assert_close(mine.grad, wanted_grad[own], **close)
+            for ours_has, wanted in zip(ours.parameters(), reference.parameters(), strict=True):
+                dist.all_reduce(ours_has.grad)  # summed, as the loss here is a sum
+                torch.testing.assert_close(ours_has.grad, wanted.grad, rtol=1e-3, atol=1e-3)
+            for name, buffer in reference.named_buffers():
+                torch.testing.assert_close(dict(ours.named_buffers())[name], buffer, **close)
+                everywhere = [torch.empty_like(buffer) for _ in range(size)]
+                dist.all_gather(everywhere, dict(ours.named_buffers())[name])
+                assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+            ours.eval(), reference.eval()
+            torch.testing.assert_close(ours(parts[rank]), reference(whole)[own], **close)
+
+
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 6, 3], [5, 0, 2]], ids=str)
+def test_equals_one_process(sizes: list[int]) -> None:
+    run_ranks(3, like_one_process, args=({}, sizes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    run_ranks(2, like_one_process, args=(options, [3, 5]))
+
+
+def converted(rank: int, size: int) -> None:
+    import pycomm
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, CHANNELS, 1),
+        torch.nn.BatchNorm2d(CHANNELS),
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(CHANNELS * 9)),
+    )
+    parameters = list(model.parameters())
+    model = pycomm.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert [id(each) for each in model.parameters()] == [id(each) for each in parameters]
+    layers = [each for each in model.modules() if isinstance(each, pycomm.SyncBatchNorm)]
+    assert len(layers) == 2
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    inputs = torch.randn(4 + rank, 2, 3, 3).to(memory_format=torch.channels_last)
+    wrapped(inputs).square().mean().backward()
+    assert all(each.grad is not None for each in parameters)
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped(inputs)
+    group = dist.new_group(list(range(size)))
+    layer = pycomm.SyncBatchNorm(CHANNELS, process_group=group)
+    assert torch.isfinite(layer(torch.randn(2, CHANNELS).bfloat16())).all()
+
+
+def test_convert() -> None:
+    run_ranks(2, converted)
+
+
+def nothing_to_normalize(rank: int, size: int) -> None:
+    import pycomm
+
+    layer = pycomm.SyncBatchNorm(CHANNELS)
+    with pytest.raises(ValueError, match="more than one value"):
+        layer(torch.randn(1 - rank, CHANNELS))
+    with pytest.raises(ValueError, match="5 channels"):
+        layer(torch.randn(2, CHANNELS + 1))
+
+
+def test_too_few_values() -> None:
+    run_ranks(2, nothing_to_normalize)

@@ -1,0 +1,204 @@
+"""Runs torch's DistributedTest suite for pycomm and gloo and compares: what gloo passes, we pass.
+
+    python tests/torch_suite/run.py                     2 ranks, pycomm against the recorded gloo
+    python tests/torch_suite/run.py --all               2, 3 and 4 ranks, both backends, both faces
+    python tests/torch_suite/run.py --all --write       and docs/torch-suite.md from it
+
+A test that gloo passes and pycomm fails or skips is a failure, unless it is listed in
+``HARD_CODED`` with the reason why torch lets no backend but its own pass it. What only pycomm
+passes is counted, and the tests of ``MUST_PASS`` have to be among it. gloo's outcomes are kept in
+``gloo.json``, so that one run of one backend is enough to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
+RECORDED = FOLDER / "gloo.json"
+PAGE = ROOT / "docs" / "torch-suite.md"
+WORLD_SIZES = (2, 3, 4)
+
+# Tests of names that torch itself reserves for its own backends, with the place where it does.
+HARD_CODED = {
+    "test_monitored_barrier_gloo": "`dist.monitored_barrier` refuses every group whose backend is "
+    "not called gloo; `pycomm.monitored_barrier` stands in for it",
+    "test_monitored_barrier_gloo_subgroup": "as above",
+    "test_monitored_barrier_gloo_rank_0_timeout": "as above: `ProcessGroup.monitored_barrier` "
+    "wants gloo's text",
+    "test_monitored_barrier_failure_order": "as above",
+    "test_monitored_barrier_wait_all_ranks": "as above",
+    "test_ddp_logging_data_cpu": "torch's DDP logs the kind of backend, and calls every kind but "
+    'its own "custom"; everything before that line of the test holds',
+}
+
+# What gloo does not do for want of a feature, by face.
+MUST_PASS = {
+    "nccl": [
+        "test_all_gather_v_cuda",
+        "test_all_gather_into_cat_tensor_cuda",
+        "test_all_gather_into_stack_tensor_cuda",
+        "test_all_to_all_cuda",
+        "test_all_to_all_full_group_cuda",
+        "test_batch_isend_irecv_self_nccl",
+        "test_reduce_scatter_tensor_cuda",
+        "test_reduce_scatter_v_cuda",
+    ],
+    "gloo": [],
+}
+
+# NCCL's tests of collectives, messages and groups; what it tests of DDP asks for CUDA itself.
+TESTS = {
+    "gloo": "",
+    "nccl": "^test_(all_|batch_|broadcast|barrier|gather|scatter|send|recv|isend|irecv|reduce|new_sub)"
+    "|SyncBatchNorm",
+}
+
+Outcomes = dict[str, dict[str, Any]]
+
+
+def run(backend: str, world_size: int, face: str, tests: str, folder: Path) -> Outcomes:
+    """One run in a process of its own, unless the folder has its outcomes already."""
+    out = folder / f"{face}-{world_size}-{backend}.json"
+    if not out.exists():
+        command = [sys.executable, str(FOLDER / "run_one.py"), "--backend", backend]
+        command += ["--world-size", str(world_size), "--face", face]
+        command += ["--tests", tests or TESTS[face], "--out", str(out)]
+        subprocess.run(command, check=True, timeout=3000)
+    outcomes: Outcomes = json.loads(out.read_text())
+    return outcomes
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    """How many passed, failed and were skipped."""
+    return {
+        status: sum(each["status"] == status for each in outcomes.values())
+        for status in ("pass", "fail", "skip")
+    }
+
+
+def problems(face: str, ours: Outcomes, gloo: dict[str, str]) -> list[str]:
+    """Why a run is not good enough, a line a test; empty if it is."""
+    found = []
+    for name, outcome in sorted(ours.items()):
+        behind = gloo.get(name) == "pass" and outcome["status"] != "pass"
+        if behind and name not in HARD_CODED:
+            last = (outcome["reason"].strip().splitlines() or [""])[-1]
+            found.append(f"{name}: gloo passes it, pycomm has {outcome['status']}: {last}")
+        if name in MUST_PASS[face] and outcome["status"] != "pass":
+            found.append(f"{name}: must pass, has {outcome['status']}: {outcome['reason'][-500:]}")
+    return found
+
+
+def page(results: dict[str, dict[str, Outcomes]]) -> str:
+    """The document: counts, what is hard-coded, what only one of the two passes."""
+    import torch
+
+    lines = [
+        "# torch's own test suite",
+        "",
+        "Written by `make torch_suite ARGS=--write`, not by hand. PyTorch tests its backends with",
+        "`DistributedTest`, which ships in the wheel; here it runs unchanged but for the names of",
+        f"backends it knows, torch {torch.__version__}. "
+        "[How](../tests/torch_suite/suite_module.py).",
+        "",
+        "**gloo's tests** are those that torch runs for gloo on CPU tensors. **NCCL's tests** are",
+        "those it reserves for NCCL or several GPUs, run here on CPU tensors for both backends;",
+        "many ask for GPU features proper, and fail on both.",
+        "",
+        "| tests | ranks | backend | pass | fail | skip | only this one passes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key, pair in sorted(results.items()):
+        face, size = key.split("/")
+        title = "gloo's" if face == "gloo" else "NCCL's"
+        for backend, other in (("pycomm", "gloo"), ("gloo", "pycomm")):
+            mine, theirs = pair[backend], pair[other]
+            only = [
+                name
+                for name, outcome in mine.items()
+                if outcome["status"] == "pass" and theirs.get(name, {}).get("status") != "pass"
+            ]
+            row = counts(mine)
+            lines.append(
+                f"| {title} | {size} | {backend} | {row['pass']} | {row['fail']} | {row['skip']} "
+                f"| {len(only)} |"
+            )
+    lines += ["", "## What torch reserves for its own backends", ""]
+    failing = {
+        name
+        for pair in results.values()
+        for name, outcome in pair["pycomm"].items()
+        if outcome["status"] != "pass" and pair["gloo"].get(name, {}).get("status") == "pass"
+    }
+    lines += [
+        f"- `{name}`: {HARD_CODED.get(name, 'NOT EXPECTED')}." for name in sorted(failing)
+    ]
+    lines += ["", "## What pycomm passes and gloo does not", ""]
+    ahead: dict[str, set[str]] = {}
+    for key, pair in results.items():
+        for name, outcome in pair["pycomm"].items():
+            if outcome["status"] == "pass" and pair["gloo"].get(name, {}).get("status") == "fail":
+                ahead.setdefault(name, set()).add(key.split("/")[1])
+    lines += [
+        f"- `{name}` ({', '.join(sorted(sizes))} ranks)" for name, sizes in sorted(ahead.items())
+    ]
+    lines += ["", "## What both fail", ""]
+    both = sorted(
+        {
+            name
+            for pair in results.values()
+            for name, outcome in pair["pycomm"].items()
+            if outcome["status"] == "fail" and pair["gloo"].get(name, {}).get("status") == "fail"
+        }
+    )
+    lines += ["They ask for CUDA itself, its profiler or NCCL's internals.", ""]
+    lines += [", ".join(f"`{name}`" for name in both) or "None."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Command line; 1 if pycomm is behind gloo anywhere."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--all", action="store_true", help="every world size, backend and face")
+    parser.add_argument("--write", action="store_true", help="record gloo and write the document")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--face", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--tests", default="", help="regular expression over test names")
+    parser.add_argument("--outcomes", type=Path, help="folder with outcomes to use and to add to")
+    arguments = parser.parse_args()
+    scratch = tempfile.TemporaryDirectory()
+    folder = arguments.outcomes or Path(scratch.name)
+    folder.mkdir(exist_ok=True)
+    recorded: dict[str, dict[str, str]] = {}
+    if RECORDED.exists():
+        recorded = json.loads(RECORDED.read_text())
+    runs = [(arguments.face, arguments.world_size)]
+    if arguments.all or arguments.write:
+        runs = [(face, size) for face in ("gloo", "nccl") for size in WORLD_SIZES]
+    results: dict[str, dict[str, Outcomes]] = {}
+    bad = []
+    for face, size in runs:
+        key = f"{face}/{size}"
+        pair = {"pycomm": run("pycomm", size, face, arguments.tests, folder)}
+        if arguments.all or arguments.write or key not in recorded:
+            pair["gloo"] = run("gloo", size, face, arguments.tests, folder)
+            recorded[key] = {name: each["status"] for name, each in pair["gloo"].items()}
+        results[key] = pair
+        bad += [f"{key} {line}" for line in problems(face, pair["pycomm"], recorded[key])]
+    if arguments.write:
+        RECORDED.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+    print("\n".join(bad) or "pycomm passes whatever gloo passes", flush=True)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
