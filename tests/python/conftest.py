@@ -25,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-native", action="store_true", help="fail, not skip, where pycomm._C is not built"
     )
+    parser.addoption(
+        "--programs", type=int, default=250, help="how many random programs of collectives run"
+    )
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
 
 
