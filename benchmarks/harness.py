@@ -7,12 +7,13 @@ falls on both. Blocks begin at a barrier in the key/value store, which belongs t
     one block:  fresh checked inputs | barrier | warm-up | timed operations | checked operations
                                                          '- CPU time too -'  back to back, compared
 
-A table is a script that passes a Workload to main(); allreduce.py is one.
+A table is a script that passes one or more Workloads to main(); allreduce.py is one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import signal
@@ -144,28 +145,39 @@ def _run_block(world: World, case: Case, length: int, seed: int, tally: _Tally) 
 
 def _measure(
     world: World, workload: Workload, nbytes: int, options: argparse.Namespace
-) -> list[Row]:
-    """Measure all backends at one size. Returns the rows on rank 0, nothing elsewhere."""
+) -> list[Row | str]:
+    """Measure all backends at one size.
+
+    Returns:
+        On rank 0 the rows, and a remark for each backend that cannot do it. Elsewhere nothing.
+    """
     dtype = getattr(torch, options.dtype)
     cases: dict[str, Case] = {}
     lengths: dict[str, int] = {}
-    tallies = {backend: _Tally() for backend in options.backends}
+    remarks: list[Row | str] = []
     for backend in options.backends:
         place = Place(
             backend, world.groups[backend], world.rank, world.ranks, nbytes, dtype, options.redop
         )
-        cases[backend] = workload.prepare(place)
-        lengths[backend] = _block_length(world, cases[backend], options.seconds / options.blocks)
+        case = workload.prepare(place)
+        try:
+            lengths[backend] = _block_length(world, case, options.seconds / options.blocks)
+        except RuntimeError as error:
+            if "does not support" not in str(error):
+                raise
+            remarks.append(f"{backend} has no {workload.name}")
+            continue
+        cases[backend] = case
+    tallies = {backend: _Tally() for backend in cases}
     for block in range(options.blocks):
-        turn = options.backends if block % 2 == 0 else options.backends[::-1]
+        turn = list(cases) if block % 2 == 0 else list(cases)[::-1]
         for backend in turn:
             seed = 1000 * block
             _run_block(world, cases[backend], lengths[backend], seed, tallies[backend])
     if world.rank != 0:
         return []
-    return [
-        _row(workload, world.ranks, cases[backend], backend, tallies, options)
-        for backend in options.backends
+    return remarks + [
+        _row(workload, world.ranks, cases[backend], backend, tallies, options) for backend in cases
     ]
 
 
@@ -177,15 +189,16 @@ def _row(
     tallies: dict[str, _Tally],
     options: argparse.Namespace,
 ) -> Row:
-    tally, first = tallies[backend], options.backends[0]
+    tally, first = tallies[backend], next(iter(tallies))
     times = np.concatenate(tally.times)
     p50 = float(np.median(times))
     algbw = case.nbytes / p50 / 1e9
-    factor = workload.bus_factor(ranks)
+    factor = workload.bus_factor(ranks) if case.nbytes > 0 else None
     versus = None
     if backend != first:
         versus = paired_ratio(first, tallies[first].block_medians(), tally.block_medians())
     return Row(
+        workload=workload.name,
         backend=backend,
         ranks=ranks,
         size_bytes=case.nbytes,
@@ -200,49 +213,69 @@ def _row(
         wrong=tally.wrong,
         checked=tally.checked,
         cpu_s_per_op=tally.cpu_s / len(times),
-        cpu_s_per_gb=tally.cpu_s / len(times) / case.nbytes * 1e9,
+        cpu_s_per_gb=tally.cpu_s / len(times) / max(case.nbytes, 1) * 1e9,
         versus=versus,
     )
 
 
 def _run_as_rank(
-    workload: Workload, options: argparse.Namespace, on_row: Callable[[Row], None]
+    workloads: Sequence[Workload],
+    options: argparse.Namespace,
+    on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
     world.open_groups(options.backends)
-    for nbytes in options.sizes:
-        for row in _measure(world, workload, nbytes, options):
-            on_row(row)
+    for workload in workloads:
+        for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
+            for row in _measure(world, workload, nbytes, options):
+                on_row(row)
     world.close()
 
 
-def main(workload: Workload, argv: Sequence[str] | None = None) -> int:
+def main(
+    workloads: Workload | Sequence[Workload],
+    argv: Sequence[str] | None = None,
+    *,
+    table: str | None = None,
+    **defaults: str,
+) -> int:
     """Run a table: as a rank where a launcher says so, else start the ranks and print the table.
+
+    Args:
+        workloads: What to measure, one after the other.
+        argv: The command line's arguments.
+        table: The table's name, that of a single workload by default.
+        defaults: Of options, for make_parser().
 
     Returns:
         The exit status: 0, or 1 where a result was wrong or a rank failed.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = make_parser(workload.name).parse_args(argv)
+    chosen = list(workloads) if isinstance(workloads, Sequence) else [workloads]
+    table = chosen[0].name if table is None else table
+    options = make_parser(table, [each.name for each in chosen], **defaults).parse_args(argv)
+    only = getattr(options, "only", None)
+    chosen = [each for each in chosen if only is None or each.name in only]
     if options.results_fd is not None or options.parent_pid is not None:
         die_with_parent(options.parent_pid)
 
-        def send(row: Row) -> None:
-            os.write(options.results_fd, row.to_json().encode() + b"\n")
+        def send(row: Row | str) -> None:
+            text = json.dumps(row) if isinstance(row, str) else row.to_json()
+            os.write(options.results_fd, text.encode() + b"\n")
 
-        _run_as_rank(workload, options, send)
+        _run_as_rank(chosen, options, send)
         return 0
     if "RANK" in os.environ:
         rank_zero = os.environ["RANK"] == "0"
-        report = Report(header(workload.name, argv)) if rank_zero else None
-        _run_as_rank(workload, options, report.add if report is not None else lambda row: None)
+        report = Report(header(table, argv)) if rank_zero else None
+        _run_as_rank(chosen, options, report.add if report is not None else lambda row: None)
         return report.finish(options.out, options.json) if report is not None else 0
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report(header(workload.name, argv))
+    report = Report(header(table, argv))
     for ranks in options.ranks:
         try:
-            run_ranks(ranks, argv, options.timeout, lambda line: report.add(Row.from_json(line)))
+            run_ranks(ranks, argv, options.timeout, report.add_json)
         except RankFailedError as error:
             print(f"benchmark over {ranks} ranks failed: {error}", file=sys.stderr)
             return 1

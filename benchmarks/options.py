@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from exact import REDOPS
@@ -30,7 +30,19 @@ def _list_of(item: Callable[[str], object]) -> Callable[[str], list[object]]:
     return lambda text: [item(part.strip()) for part in text.split(",")]
 
 
-def make_parser(table: str) -> argparse.ArgumentParser:
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def pick(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return pick
+
+
+def make_parser(
+    table: str, workloads: Sequence[str] = (), sizes: str = "4,4K,64K,1M,25M,100M"
+) -> argparse.ArgumentParser:
+    """Make the parser of one table. `workloads`: what `--only` may pick, if there is a choice."""
     parser = argparse.ArgumentParser(
         description=f"Time {table} over several backends, block by block in turn. "
         "Under torchrun it measures the ranks that are there; otherwise it starts its own.",
@@ -39,12 +51,9 @@ def make_parser(table: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--backends", type=_list_of(str), default="pycomm,gloo", help="default: %(default)s")
     add("--ranks", type=_list_of(_positive), default="2,4", help="default: %(default)s")
-    add(
-        "--sizes",
-        type=_list_of(parse_size),
-        default="4,4K,64K,1M,25M,100M",
-        help="default: %(default)s",
-    )
+    add("--sizes", type=_list_of(parse_size), default=sizes, help="default: %(default)s")
+    if len(workloads) > 1:
+        add("--only", type=_list_of(_one_of(workloads)), help=f"some of {', '.join(workloads)}")
     add("--dtype", choices=DTYPES, default="float32")
     add("--redop", choices=REDOPS, default="sum")
     add("--blocks", type=_positive, default=10, help="blocks a backend and size")

@@ -35,6 +35,7 @@ class Versus:
 
 @dataclass(frozen=True)
 class Row:
+    workload: str
     backend: str
     ranks: int
     size_bytes: int
@@ -172,9 +173,18 @@ class Report:
         self.lines.append(text)
         print(text, flush=True)
 
-    def add(self, row: Row) -> None:
+    def add_json(self, text: str | bytes) -> None:
+        """Add what a rank has sent: a row, or a remark."""
+        self.add(json.loads(text) if text[:1] in ('"', b'"') else Row.from_json(text))
+
+    def add(self, row: Row | str) -> None:
+        if isinstance(row, str):
+            self._print(f"# {row}")
+            return
         if row.checked == 0:
             raise RuntimeError(f"{row.backend} at {row.size_bytes} B: nothing was checked")
+        if row.workload != (self.rows[-1].workload if self.rows else self.facts["table"]):
+            self._print(f"# {row.workload}")
         self.rows.append(row)
         self._print(text_row(row))
 

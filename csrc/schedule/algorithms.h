@@ -11,6 +11,9 @@ namespace pycomm {
 [[nodiscard]] Schedule ringAllGather(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule recursiveDoublingAllReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule recursiveDoublingAllGather(const ScheduleRequest& request);
+[[nodiscard]] Schedule recursiveHalvingReduceScatter(const ScheduleRequest& request);
+[[nodiscard]] Schedule bruckAllGather(const ScheduleRequest& request);
 [[nodiscard]] Schedule disseminationBarrier(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule binomialBroadcast(const ScheduleRequest& request);
@@ -19,6 +22,7 @@ namespace pycomm {
 [[nodiscard]] Schedule chainReduce(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule directReduceScatter(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule pairwiseAllToAll(const ScheduleRequest& request);
 [[nodiscard]] Schedule directGather(const ScheduleRequest& request);

@@ -47,6 +47,14 @@ class Partition {
   [[nodiscard]] Run operator[](int32_t rank) const {
     return runs_[static_cast<size_t>(rank)];
   }
+  /// The parts of `count` ranks from `first` on, as one run.
+  [[nodiscard]] Run span(int32_t first, int32_t count) const {
+    if (count == 0) {
+      return {first < static_cast<int32_t>(runs_.size()) ? (*this)[first].offset : numel(), 0};
+    }
+    const Run last = (*this)[first + count - 1];
+    return {(*this)[first].offset, last.offset + last.numel - (*this)[first].offset};
+  }
   [[nodiscard]] int64_t numel() const {
     return runs_.empty() ? 0 : runs_.back().offset + runs_.back().numel;
   }

@@ -1,8 +1,6 @@
 // Recursive doubling: few rounds for small tensors. In each round a rank exchanges its whole partial sum with one
 // partner, twice as far away as in the round before, and both compute op(lower, higher), so both hold the same bits;
-// after log2(size) rounds all ranks do. Where size is not a power of two, the first ranks go in pairs: the odd one
-// gives its input to the even one before the rounds and gets the result after them, so that the `members` of the
-// rounds are a power of two, and each member stands for consecutive ranks.
+// after log2(size) rounds all ranks do. Where size is not a power of two, ranks are folded into members (members.h).
 //
 // Three ranks with inputs a, b, c. Two members: rank 0 (for ranks 0 and 1) and rank 2.
 //
@@ -19,34 +17,10 @@
 #include <cstdint>
 
 #include "schedule/algorithms.h"
+#include "schedule/members.h"
 #include "schedule/schedule_builder.h"
 
 namespace pycomm {
-namespace {
-
-/// Who takes part in the rounds.
-struct Members {
-  int32_t count = 1; ///< the largest power of two that is not above size
-  int32_t pairs = 0; ///< ranks 0 .. 2 * pairs - 1 share a member, two by two
-
-  explicit Members(int32_t size) {
-    while (count * 2 <= size) {
-      count *= 2;
-    }
-    pairs = size - count;
-  }
-  [[nodiscard]] bool paired(int32_t rank) const {
-    return rank < 2 * pairs;
-  }
-  [[nodiscard]] int32_t memberOf(int32_t rank) const {
-    return paired(rank) ? rank / 2 : rank - pairs;
-  }
-  [[nodiscard]] int32_t rankOf(int32_t member) const {
-    return member < pairs ? 2 * member : member + pairs;
-  }
-};
-
-} // namespace
 
 Schedule recursiveDoublingAllReduce(const ScheduleRequest& request) {
   ScheduleBuilder builder(request, Algorithm::RecursiveDoubling);
@@ -54,7 +28,7 @@ Schedule recursiveDoublingAllReduce(const ScheduleRequest& request) {
   const int64_t segments = builder.segmentCount(request.numel, request.dtype);
   const auto segmentAt = [&](int64_t s) { return splitBalanced({0, request.numel}, segments, s); };
 
-  if (members.paired(request.rank) && request.rank % 2 == 1) {
+  if (members.isOdd(request.rank)) {
     const int32_t partner = request.rank - 1;
     for (int64_t s = 0; s < segments; ++s) {
       const auto local = builder.operand(segmentAt(s));

@@ -1,4 +1,5 @@
 #include "schedule/select.h"
+#include <cstdlib>
 
 namespace pycomm {
 namespace {
@@ -35,6 +36,7 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       return treeOrChain(key.nbytes == 0 ? 1 : (key.nbytes - 1) / key.segment_nbytes + 1, key.size);
     case Collective::AllGather:
     case Collective::ReduceScatter:
+      if (const char* e = std::getenv("SCHED_ALG")) return static_cast<Algorithm>(std::atoi(e));
       return Algorithm::Ring;
     case Collective::Barrier:
       return Algorithm::RecursiveDoubling;

@@ -46,6 +46,8 @@ const char* algorithmName(Algorithm algorithm) noexcept {
       return "pairwise";
     case Algorithm::Bruck:
       return "bruck";
+    case Algorithm::RecursiveHalving:
+      return "recursive_halving";
   }
   return "unknown";
 }

@@ -34,6 +34,7 @@ enum class Algorithm : uint16_t {
   Direct = 4,
   Pairwise = 5,
   Bruck = 6,
+  RecursiveHalving = 7,
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
 

@@ -27,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-native", action="store_true", help="fail, not skip, where pycomm._C is not built"
     )
     parser.addoption("--large", action="store_true", help="run tests that need 8 GB of memory")
+    parser.addoption(
+        "--programs", type=int, default=250, help="how many random programs of collectives run"
+    )
+    parser.addoption(
+        "--support-json", help="write what test_support.py has seen to this file"
+    )
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(
         "--all-faults", action="store_true", help="the whole fault matrix, not CI's part of it"

@@ -98,12 +98,14 @@ std::vector<std::vector<int64_t>> unevenCounts(int32_t size) {
   return shapes;
 }
 
-TEST(AllGather, EveryRankGetsAllParts) {
+class AllGather : public ::testing::TestWithParam<Algorithm> {};
+
+TEST_P(AllGather, EveryRankGetsAllParts) {
   for (const int32_t size : allSizes()) {
     for (const int64_t numel : {0, 1, 2, 7}) {
       if (size < 20 || numel == 2) {
         runAll(
-            forAllRanks(movement(Collective::AllGather, Algorithm::Auto, size, numel)),
+            forAllRanks(movement(Collective::AllGather, GetParam(), size, numel)),
             true,
             [](const Values& inputs, const Values& outputs) {
               for (const auto& output : outputs) {
@@ -115,10 +117,10 @@ TEST(AllGather, EveryRankGetsAllParts) {
   }
 }
 
-TEST(AllGather, PartsMayDifferAndBeEmpty) {
-  for (const int32_t size : {1, 2, 3, 4, 7, 16, 33}) {
+TEST_P(AllGather, PartsMayDifferAndBeEmpty) {
+  for (const int32_t size : {1, 2, 3, 4, 6, 7, 16, 33}) {
     for (const auto& counts : unevenCounts(size)) {
-      auto request = movement(Collective::AllGather, Algorithm::Ring, size, 0);
+      auto request = movement(Collective::AllGather, GetParam(), size, 0);
       request.counts = counts;
       runAll(forAllRanks(request), true, [](const Values& inputs, const Values& outputs) {
         for (const auto& output : outputs) {
@@ -128,6 +130,12 @@ TEST(AllGather, PartsMayDifferAndBeEmpty) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Algorithms,
+    AllGather,
+    ::testing::Values(Algorithm::Ring, Algorithm::Bruck, Algorithm::RecursiveDoubling, Algorithm::Auto),
+    [](const auto& test) { return std::string(algorithmName(test.param)); });
 
 TEST(Gather, TheRootGetsAllParts) {
   for (const int32_t size : allSizes()) {

@@ -130,6 +130,31 @@ TEST(Order, RecursiveDoublingIsATreeOverConsecutiveRanks) {
   }
 }
 
+TEST(Order, RecursiveHalvingFoldsTheFarthestFirst) {
+  const auto inputs = unevenFloats(4, 4); // one element a rank
+  auto request = allReduce(Algorithm::RecursiveHalving, 4, 1, DType::Float32, ReduceOp::Sum);
+  request.kind = Collective::ReduceScatter;
+  const auto outputs = runGroup(forAllRanks(request), inputs, withOp(ReduceOp::Sum));
+  for (size_t owner = 0; owner < 4; ++owner) {
+    const auto x = [&](size_t rank) { return inputs[rank][owner]; };
+    EXPECT_EQ(outputs[owner][0], (x(0) + x(2)) + (x(1) + x(3))) << owner;
+  }
+}
+
+TEST(Order, DirectReduceScatterRoundsOnce) {
+  // 2048 + 1 rounds to 2048 in half precision, so only a wider accumulator finds 2050.
+  std::vector<std::vector<uint16_t>> inputs;
+  for (int32_t rank = 0; rank < 3; ++rank) {
+    inputs.emplace_back(3, toHalf(rank == 0 ? 2048.0F : 1.0F));
+  }
+  auto request = allReduce(Algorithm::Direct, 3, 1, DType::Float16, ReduceOp::Sum);
+  request.kind = Collective::ReduceScatter;
+  const auto outputs = runGroup(forAllRanks(request), inputs, withOp(ReduceOp::Sum));
+  for (const auto& output : outputs) {
+    EXPECT_EQ(output[0], toHalf(2050.0F));
+  }
+}
+
 // Of two NaNs the first operand's payload survives, so the order of operands shows: it is the lower rank's.
 TEST(Order, TheLowerRankComesFirst) {
   const auto nanWith = [](uint32_t payload) {
@@ -176,7 +201,9 @@ TEST(Average, IsTheSumDividedByTheSize) {
       {Collective::AllReduce, Algorithm::Direct},
       {Collective::Reduce, Algorithm::BinomialTree},
       {Collective::Reduce, Algorithm::Ring},
-      {Collective::ReduceScatter, Algorithm::Ring}};
+      {Collective::ReduceScatter, Algorithm::Ring},
+      {Collective::ReduceScatter, Algorithm::RecursiveHalving},
+      {Collective::ReduceScatter, Algorithm::Direct}};
   for (const int32_t size : {1, 2, 3, 6, 9}) {
     for (const auto& [kind, algorithm] : forms) {
       auto request = allReduce(algorithm, size, 7, DType::Float64, ReduceOp::Avg);
@@ -199,7 +226,12 @@ TEST(Average, IsTheSumDividedByTheSize) {
 TEST(PremulSum, EveryRankHasItsOwnFactor) {
   for (const auto kind : {Collective::AllReduce, Collective::Reduce, Collective::ReduceScatter}) {
     for (const auto algorithm :
-         {Algorithm::Auto, Algorithm::Ring, Algorithm::RecursiveDoubling, Algorithm::Direct, Algorithm::BinomialTree}) {
+         {Algorithm::Auto,
+          Algorithm::Ring,
+          Algorithm::RecursiveDoubling,
+          Algorithm::RecursiveHalving,
+          Algorithm::Direct,
+          Algorithm::BinomialTree}) {
       for (const bool in_place : {false, true}) {
         auto request = allReduce(algorithm, 5, 23, DType::Float64, ReduceOp::PremulSum);
         request.kind = kind;

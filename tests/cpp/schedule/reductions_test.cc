@@ -55,8 +55,8 @@ void runAll(ScheduleRequest request, Check check) {
       options.op = ReduceOp::Sum;
       options.in_place = in_place;
       // Only the ring needs room for all that it keeps under way.
-      options.window_frames =
-          request.algorithm == Algorithm::Ring ? static_cast<size_t>(request.pipeline_frames) : size_t{1};
+      const bool ring = request.algorithm == Algorithm::Ring || request.algorithm == Algorithm::Auto;
+      options.window_frames = ring ? static_cast<size_t>(request.pipeline_frames) : size_t{1};
       SCOPED_TRACE(label(request, options));
       ASSERT_NO_FATAL_FAILURE(check(requests, inputs, runGroup(requests, inputs, options)));
     }
@@ -130,20 +130,22 @@ void expectParts(const Requests& requests, const Values& inputs, const Values& o
   ASSERT_EQ(begin, sum.size());
 }
 
-TEST(ReduceScatter, EveryRankGetsItsPartOfTheSum) {
+class ReduceScatter : public ::testing::TestWithParam<Algorithm> {};
+
+TEST_P(ReduceScatter, EveryRankGetsItsPartOfTheSum) {
   for (const int32_t size : allSizes()) {
     for (const int64_t numel : {0, 1, 2, 5}) {
       if (size < 20 || numel == 2) {
-        runAll(reduction(Collective::ReduceScatter, Algorithm::Ring, size, numel), expectParts);
+        runAll(reduction(Collective::ReduceScatter, GetParam(), size, numel), expectParts);
       }
     }
   }
 }
 
-TEST(ReduceScatter, PartsMayDifferAndBeEmpty) {
-  for (const int32_t size : {1, 2, 3, 4, 7, 16, 33}) {
+TEST_P(ReduceScatter, PartsMayDifferAndBeEmpty) {
+  for (const int32_t size : {1, 2, 3, 4, 6, 7, 16, 33}) {
     for (int32_t shape = 0; shape < 4; ++shape) {
-      auto request = reduction(Collective::ReduceScatter, Algorithm::Ring, size, 0);
+      auto request = reduction(Collective::ReduceScatter, GetParam(), size, 0);
       for (int32_t rank = 0; rank < size; ++rank) {
         const int64_t shapes[] = {rank % 3, rank == size - 1 ? 29 : 0, rank * rank % 11, rank == 0 ? 41 : 1};
         request.counts.push_back(shapes[shape]);
@@ -153,7 +155,13 @@ TEST(ReduceScatter, PartsMayDifferAndBeEmpty) {
   }
 }
 
-TEST(AllReduce, OneRankScalesItsPremultipliedInput) {
+INSTANTIATE_TEST_SUITE_P(
+    Algorithms,
+    ReduceScatter,
+    ::testing::Values(Algorithm::Ring, Algorithm::RecursiveHalving, Algorithm::Direct, Algorithm::Auto),
+    [](const auto& test) { return std::string(algorithmName(test.param)); });
+
+TEST(OneRank, ScalesItsPremultipliedInput) {
   auto request = reduction(Collective::AllReduce, Algorithm::Auto, 1, 3);
   request.dtype = request.wire_dtype = DType::Float64;
   request.reduce_op = ReduceOp::PremulSum;
