@@ -96,7 +96,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     )
     if report.outcome != "passed":
         row["outcome"] = report.outcome
-    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+    if hasattr(report, "wasxfail"):
+        row["outcome"] = "fails in the library"
+        row["note"] = report.wasxfail.removeprefix("reason: ")
+    elif report.outcome == "skipped" and isinstance(report.longrepr, tuple):
         row["note"] = report.longrepr[2].removeprefix("Skipped: ")
     for name, value in item.user_properties:
         if name == "note":

@@ -188,11 +188,6 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[[], Any], float | None]] = {
         BF16,
     ),
     "quantization_pertensor": (world, lambda: quantization_hooks.quantization_pertensor_hook, INT8),
-    "quantization_perchannel": (
-        world,
-        lambda: quantization_hooks.quantization_perchannel_hook,
-        INT8,
-    ),
     "powerSGD, ordered": (
         powersgd_state,
         lambda: ordered(powerSGD_hook.powerSGD_hook),
@@ -223,23 +218,44 @@ def test_hook(name: str, values: Values, note: Any) -> None:
         assert_close(values[0], parameters_of(train_alone(HOOK_STEPS, LR)[1]), tolerance)
 
 
-def train_with_batched_powersgd(rank: int, world_size: int) -> str:
+# Two hooks of torch 2.13 fail in their own Python code, on gloo as well. Where they do not any
+# more, they must be right.
+BROKEN: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "batched_powerSGD": (
+        powersgd_state,
+        lambda: ordered(powerSGD_hook.batched_powerSGD_hook),
+        "its `_orthogonalize` wants a batch of matrices and gets one",
+    ),
+    "quantization_perchannel": (
+        world,
+        lambda: quantization_hooks.quantization_perchannel_hook,
+        "it takes all_gather's future for the one tensor that NCCL's holds",
+    ),
+}
+
+
+def train_with_broken_hook(rank: int, world_size: int, name: str) -> Any:
+    make_state, make_hook, _ = BROKEN[name]
     model = small_buckets()
-    model.register_comm_hook(powersgd_state(), ordered(powerSGD_hook.batched_powerSGD_hook))
+    model.register_comm_hook(make_state(), make_hook())
     try:
         train(model, torch.optim.SGD(model.parameters(), lr=LR), rank, world_size, HOOK_STEPS)
-    except AssertionError as error:
-        return traceback.extract_tb(error.__traceback__)[-1].name
-    return "trained"
+    except (AssertionError, RuntimeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        return str(error) + "".join(f"{frame.filename}:{frame.name}" for frame in frames)
+    return parameters_of(model.module)
 
 
-@case(train_with_batched_powersgd)
-@pytest.mark.integration("torch", "DDP comm hook [batched_powerSGD]")
-def test_batched_powersgd_fails_in_torch(values: list[str], note: Any) -> None:
-    """torch 2.13 gives its own _orthogonalize a matrix where it wants a batch, on any backend."""
-    if values != ["trained", "trained"]:
-        assert values == ["_orthogonalize", "_orthogonalize"]
-        note("unusable: torch's own assertion in `_orthogonalize`, before anything is sent")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=case(train_with_broken_hook, name)) for name in BROKEN]
+)
+@pytest.mark.integration("torch", "DDP comm hook")
+def test_hook_that_fails_in_torch(name: str, values: list[Any], note: Any) -> None:
+    if all(isinstance(value, str) for value in values):
+        for value in values:
+            assert "ddp_comm_hooks" in value and "code=" not in value, value
+        pytest.xfail(f"torch's own mistake, on gloo as well: {BROKEN[name][2]}")
+    assert_same_on_all_ranks(values)
 
 
 def train_with_noop(rank: int, world_size: int) -> Any:
