@@ -7,6 +7,7 @@
 
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
+#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {
@@ -24,7 +25,10 @@ OutPort& DataPlane::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
   if (port == nullptr) {
     port = std::make_unique<OutPort>(
-        *this, peer, startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+        *this,
+        peer,
+        options_.connect ? options_.connect(peer)
+                         : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
     port->waits_for_room = true;
     writeHello(*port);
     lane_.watch(port->link->fd(), EPOLLOUT, *port);
@@ -53,6 +57,10 @@ void DataPlane::push(int peer, OutFrame frame) {
   if (failure_ || closing_) {
     return;
   }
+  if (peer == identity_.rank) {
+    to_self_.push_back(std::move(frame));
+    return;
+  }
   OutPort& port = portTo(peer);
   port.channel.push(std::move(frame));
   if (!port.dirty && !port.waits_for_room) {
@@ -62,7 +70,11 @@ void DataPlane::push(int peer, OutFrame frame) {
 }
 
 void DataPlane::flushDirty() {
-  while (!dirty_.empty() && !failure_) {
+  while ((!dirty_.empty() || !to_self_.empty()) && !failure_) {
+    if (!to_self_.empty()) {
+      deliverToSelf();
+      continue;
+    }
     OutPort* port = dirty_.back();
     dirty_.pop_back();
     port->dirty = false;
@@ -174,7 +186,7 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
     if (failure_ || closing_ || port != nullptr) {
       return; // a second connection of one rank is no peer of ours: drop it
     }
-    port = std::make_unique<InPort>(*this, peer, std::move(link), *this);
+    port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
     lane_.watch(port->link->fd(), EPOLLIN, *port);
     readPort(*port);
   });
@@ -189,10 +201,16 @@ void DataPlane::peerLeft(int peer) {
       return;
     }
   }
+  // A receive from any rank can still be served as long as anyone is there.
+  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
+  if (alone && !unmatched_.empty()) {
+    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
+  }
 }
 
 void DataPlane::stopPorts() noexcept {
   dirty_.clear();
+  to_self_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
       lane_.unwatch(port->link->fd());
@@ -220,7 +238,7 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
     return;
   }
-  endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });
+  endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   for (const auto& port : out_) {
     if (port == nullptr || port->broken || !port->connected) {
       continue;

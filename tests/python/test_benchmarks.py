@@ -110,21 +110,23 @@ def test_table_and_json(backends: list[str], tmp_path: Path) -> None:
     assert len(body) == 2 + len(rows)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["nothing_sent", "other_op", "added_twice", "one_element_of_one_rank", "nan", "shifted"],
-)
-def test_a_wrong_operation_is_counted(fault: str, tmp_path: Path) -> None:
-    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4K"]
-    done, table = run_table(tmp_path, *flags, script=TESTS / "faulty_allreduce.py", fault=fault)
+FAULTS = {"none": "4K", "nothing_sent": "8K", "other_op": "16K", "added_twice": "32K"}
+FAULTS |= {"one_element_of_one_rank": "64K", "nan": "128K", "shifted": "256K"}
+
+
+def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
+    """Each fault at a size of its own."""
+    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", ",".join(FAULTS.values())]
+    script = TESTS / "faulty_allreduce.py"
+    done, table = run_table(tmp_path, *flags, script=script, fault=",".join(FAULTS))
     assert done.returncode == 1, done.stdout + done.stderr
-    (row,) = table["rows"]
-    assert row["wrong"] > 0
-    if fault == "one_element_of_one_rank":
-        # Two blocks of four checked operations on one rank, and what the timed loops left behind:
-        # there the next operation has spread the fault to both ranks.
-        assert row["wrong"] == 2 * (4 + 2)
-    assert f"{row['wrong']} wrong" in done.stdout
+    assert [row["size_bytes"] for row in table["rows"]] == list(map(parse_size, FAULTS.values()))
+    wrong = {fault: row["wrong"] for fault, row in zip(FAULTS, table["rows"], strict=True)}
+    assert [fault for fault, count in wrong.items() if not count] == ["none"], wrong
+    # Two blocks of four checked operations on one rank, and what the timed loops left behind:
+    # there the next operation has spread the fault to both ranks.
+    assert wrong["one_element_of_one_rank"] == 2 * (4 + 2)
+    assert f"{sum(wrong.values())} wrong" in done.stdout
 
 
 def test_the_faulty_table_without_a_fault_is_right(tmp_path: Path) -> None:
