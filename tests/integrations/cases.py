@@ -26,6 +26,16 @@ import pytest
 from ranks import RankError, describe_exception, run_ranks
 
 TIMEOUT_S = 40.0
+# What the cases import, before their ranks are forked.
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 Key = tuple[str, str, tuple[Any, ...]]
 
 
@@ -96,6 +106,7 @@ class CaseRuns:
                     args=(str(folder), keys),
                     init="none",
                     only_pycomm=True,
+                    preload=PRELOAD,
                     timeout_s=110.0,
                 ).values()
             except AssertionError as error:

@@ -51,6 +51,7 @@ def _load_conftest() -> ModuleType:
 _shared = _load_conftest()
 no_process_left_behind = _shared.no_process_left_behind
 no_pycomm_variables = _shared.no_pycomm_variables
+pytest_unconfigure = _shared.pytest_unconfigure
 pytest_collection_modifyitems = _shared.pytest_collection_modifyitems
 
 
