@@ -55,6 +55,8 @@ def run_cases(rank: int, world_size: int, folder: str, keys: Sequence[bytes]) ->
     import torch
     import torch.distributed as dist
 
+    import pycomm  # noqa: F401 (registers the backend)
+
     results: list[tuple[Any, RankError | None]] = []
     for number, pickled in enumerate(keys):
         module, function, args = pickle.loads(pickled)

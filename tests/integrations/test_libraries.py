@@ -111,6 +111,7 @@ def lightning_module() -> Any:
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
             if not index:
+                self.backend = dist.get_backend()
                 self.seen_type = f"{type(self.trainer.model).__module__.partition('.')[0]}."
                 self.seen_type += type(self.trainer.model).__name__
             out = self.model(batch["inputs"])
@@ -157,14 +158,14 @@ def fit(rank: int, world_size: int, kind: str, precision: str) -> Any:
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            sampler = DistributedSampler(Samples(), shuffle=False)
+            sampler = DistributedSampler(Samples(), world_size, rank, shuffle=False)
             trainer.fit(module, DataLoader(Samples(), BATCH // 2, sampler=sampler))
     except (ValueError, RuntimeError, TypeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {
         "type": module.seen_type,
         "dtype": module.out_dtype,
-        "backend": dist.get_backend(),
+        "backend": module.backend,
         "loss": float(trainer.callback_metrics["loss"]),
         "warnings": [str(warning.message) for warning in said],
         "parameters": parameters_of(module.model),
