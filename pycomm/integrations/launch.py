@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -28,6 +29,7 @@ FIRST_PORT = 10000
 PORT_COUNT = 19000
 
 _LOOPBACK = "127.0.0.1"
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _JOB_KEY = "pycomm/integrations/job"
 
 
@@ -244,11 +246,10 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
         return None
     counts: list[int] = []
     for part in text.split(","):
-        count, _, repeated = part.partition("(x")
-        try:
-            counts += [int(count)] * int(repeated.rstrip(")") or 1)
-        except ValueError:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not like 2(x3),1") from None
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not like 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts[node] if node < len(counts) else None
 
 

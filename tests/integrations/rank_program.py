@@ -16,7 +16,7 @@ from pycomm.integrations import launch
 
 
 def wait_for_all(path: str, count: int) -> None:
-    """Until so many ranks, of whatever jobs, are here: so that all jobs hold their ports at once."""
+    """Until so many ranks, of whatever jobs, are here: all jobs hold their ports at once."""
     store = dist.FileStore(path, -1)
     store.add("here", 1)
     deadline = time.monotonic() + 60

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +34,23 @@ PRELOAD = ("torch._dynamo", "lightning.pytorch", "accelerate", "transformers.tra
 
 def run(target: Callable[..., Any], *args: Any, launcher: str = "torchrun") -> list[Any]:
     """Starts two ranks with a launcher's variables; nobody makes a group for them."""
-    port = str(free_port())
+    return run_ranks(
+        2,
+        call_launched,
+        args=(launcher, str(free_port()), target.__name__, *args),
+        init="none",
+        only_pycomm=True,
+        preload=PRELOAD,
+        timeout_s=100.0,
+    ).values()
 
-    def environment(rank: int) -> dict[str, str]:
+
+def call_launched(
+    rank: int, world_size: int, launcher: str, port: str, target: str, *args: Any
+) -> Any:
+    """In a rank: sets the variables, which would keep it from being forked if it got them."""
+
+    def environment() -> dict[str, str]:
         if launcher == "mpirun":  # of MPICH: whoever reads RANK finds nothing
             names = {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": 2}
             return {name: str(value) for name, value in names.items()} | {"MASTER_PORT": port}
@@ -50,16 +65,8 @@ def run(target: Callable[..., Any], *args: Any, launcher: str = "torchrun") -> l
             "GROUP_RANK": "0",
         }
 
-    return run_ranks(
-        2,
-        target,
-        args=args,
-        init="none",
-        only_pycomm=True,
-        env=environment,
-        preload=PRELOAD,
-        timeout_s=100.0,
-    ).values()
+    os.environ.update(environment())
+    return globals()[target](rank, world_size, *args)
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
