@@ -15,6 +15,7 @@ SESSIONS = {
     "tsan": ["tsan"],
     "py": ["py"],
     "faults": ["faults"],
+    "integrations": ["integrations"],
     "bench": ["bench"],
     "docs": ["docs"],
 }

@@ -67,7 +67,6 @@ def test_mpich_on_one_host() -> None:
 @pytest.mark.parametrize(
     "variables",
     [OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, MPICH | {"PMI_SIZE": "4"}],
-
 )
 def test_mpirun_over_several_hosts_needs_an_address(variables: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="on which of several hosts rank 0 runs"):
@@ -156,7 +155,6 @@ def test_node_list(text: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", ",", "a,", "a,,b", "n[", "n]", "n[]", "n[a]", "n[3-1]", "n[1-", "[[1]]", "n[1-9999999]"],
-,
 )
 def test_malformed_node_list(text: str) -> None:
     with pytest.raises(ValueError, match=r"list"):
