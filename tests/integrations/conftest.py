@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-from cases import case_runs, values  # noqa: E402
+from cases import ALL_S, case_runs, values  # noqa: E402
 
 __all__ = ["case_runs", "values"]
 
@@ -52,7 +52,13 @@ _shared = _load_conftest()
 no_process_left_behind = _shared.no_process_left_behind
 no_pycomm_variables = _shared.no_pycomm_variables
 pytest_unconfigure = _shared.pytest_unconfigure
-pytest_collection_modifyitems = _shared.pytest_collection_modifyitems
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("case") is not None:  # the first one runs those of all others
+            item.add_marker(pytest.mark.timeout(ALL_S + 30))
+    _shared.pytest_collection_modifyitems(config, items)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "integration(library, what): what this test shows, and of which library"
     )
-    config.addinivalue_line("markers", "case(function, *args, world_size): see cases.py")
+    config.addinivalue_line("markers", "case(function, *args, run): see cases.py")
     config.stash[_ROWS] = {}
     config.stash[_BEGAN] = (time.monotonic(), *_cpu_seconds())
 

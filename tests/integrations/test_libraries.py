@@ -8,65 +8,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
+import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import LOOPBACK, free_port, run_ranks
+from cases import case
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from training import BATCH, WIDTH, assert_close, digest, make_model, parameters_of
 from versions import require
 
 pytestmark = pytest.mark.needs_native
 
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> None:
+    """They run in the same ranks, so all of them must be there."""
+    for library in ("Lightning", "Accelerate", "HF Trainer"):
+        require(library)
+
+
 EPOCHS = 2
 SAMPLES = 32
 LR = 0.05
 EXACT = 4e-6  # fp32 in another order of adding
 PRELOAD = ("torch._dynamo", "lightning.pytorch", "accelerate", "transformers.trainer")
-
-
-def run(target: Callable[..., Any], *args: Any, launcher: str = "torchrun") -> list[Any]:
-    """Starts two ranks with a launcher's variables; nobody makes a group for them."""
-    return run_ranks(
-        2,
-        call_launched,
-        args=(launcher, str(free_port()), target.__name__, *args),
-        init="none",
-        only_pycomm=True,
-        preload=PRELOAD,
-        timeout_s=100.0,
-    ).values()
-
-
-def call_launched(
-    rank: int, world_size: int, launcher: str, port: str, target: str, *args: Any
-) -> Any:
-    """In a rank: sets the variables, which would keep it from being forked if it got them."""
-
-    def environment() -> dict[str, str]:
-        if launcher == "mpirun":  # of MPICH: whoever reads RANK finds nothing
-            names = {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": 2}
-            return {name: str(value) for name, value in names.items()} | {"MASTER_PORT": port}
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "integrations",  # how Lightning knows torchrun
-            "GROUP_RANK": "0",
-        }
-
-    os.environ.update(environment())
-    return globals()[target](rank, world_size, *args)
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
@@ -107,7 +79,7 @@ def assert_as_alone(values: list[dict[str, torch.Tensor]], tolerance: float = EX
 # Lightning
 
 
-def lightning_module() -> Any:
+def lightning_module(*, sharded: bool) -> Any:
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
@@ -115,6 +87,21 @@ def lightning_module() -> Any:
             super().__init__()
             self.model = make_model()
             self.seen_type = ""
+
+        def configure_model(self) -> None:
+            if sharded and not isinstance(next(self.model.parameters()), DTensor):
+                mesh = self.device_mesh["data_parallel"]
+                for layer in self.model:
+                    if isinstance(layer, nn.Linear):
+                        fully_shard(layer, mesh=mesh)
+                fully_shard(self.model, mesh=mesh)
+
+        def on_train_end(self) -> None:
+            # Whole, while there is a group: where they are sharded, every rank must ask.
+            self.trained = {
+                name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+                for name, p in self.model.named_parameters()
+            }
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
             if not index:
@@ -146,9 +133,11 @@ def fit(rank: int, world_size: int, kind: str, precision: str) -> Any:
             wire_dtype="fp16"
         ),
         "FSDPStrategy": lambda: FSDPStrategy(process_group_backend="pycomm"),
-        "ModelParallelStrategy": lambda: ModelParallelStrategy(process_group_backend="pycomm"),
+        "ModelParallelStrategy": lambda: ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, process_group_backend="pycomm"
+        ),
     }
-    module = lightning_module()
+    module = lightning_module(sharded=kind == "ModelParallelStrategy")
     quiet = io.StringIO()
     try:
         with warnings.catch_warnings(record=True) as said, contextlib.redirect_stderr(quiet):
@@ -175,7 +164,7 @@ def fit(rank: int, world_size: int, kind: str, precision: str) -> Any:
         "backend": module.backend,
         "loss": float(trainer.callback_metrics["loss"]),
         "warnings": [str(warning.message) for warning in said],
-        "parameters": parameters_of(module.model),
+        "parameters": module.trained,
     }
 
 
@@ -192,12 +181,19 @@ LIGHTNING = [
 
 @pytest.mark.parametrize(
     ("kind", "precision", "wrapped", "tolerance"),
-    [pytest.param(*row, id=f"{row[0]}, {row[1]}") for row in LIGHTNING],
+    [
+        pytest.param(
+            *row,
+            marks=case(fit, row[0], row[1], launcher="torchrun"),
+            id=f"{row[0]}, {row[1]}",
+        )
+        for row in LIGHTNING
+    ],
 )
 @pytest.mark.integration("Lightning", "Trainer on CPU, as one process")
-def test_lightning(kind: str, precision: str, wrapped: str, tolerance: float, note: Any) -> None:
-    require("Lightning")
-    values = run(fit, kind, precision)
+def test_lightning(
+    kind: str, precision: str, wrapped: str, tolerance: float, values: list[Any], note: Any
+) -> None:
     for value in values:
         assert "error" not in value, value
         assert value["backend"] == "pycomm" and value["type"] == wrapped
@@ -209,16 +205,23 @@ def test_lightning(kind: str, precision: str, wrapped: str, tolerance: float, no
     assert_as_alone([value["parameters"] for value in values], tolerance)
 
 
-@pytest.mark.parametrize("kind", ["FSDPStrategy", "ModelParallelStrategy"])
-@pytest.mark.integration("Lightning", "Trainer on CPU")
-def test_lightning_sharded_strategies_on_cpu(kind: str, note: Any) -> None:
-    """Lightning wants CUDA for these; should that change, the numbers must be right."""
-    require("Lightning")
-    values = run(fit, kind, "32-true")
+@case(fit, "ModelParallelStrategy", "32-true", launcher="torchrun")
+@pytest.mark.integration("Lightning", "ModelParallelStrategy with FSDP2 on CPU, as one process")
+def test_lightning_model_parallel(values: list[Any]) -> None:
+    for value in values:
+        assert "error" not in value, value
+        assert value["backend"] == "pycomm"
+    assert_as_alone([value["parameters"] for value in values])
+
+
+@case(fit, "FSDPStrategy", "32-true", launcher="torchrun")
+@pytest.mark.integration("Lightning", "FSDPStrategy on CPU")
+def test_lightning_fsdp_on_cpu(values: list[Any]) -> None:
+    """Lightning wants a GPU for it; should that change, the numbers must be right."""
     if all("error" in value for value in values):
         text = values[0]["error"]
-        assert "cuda" in text.lower() or "gpu" in text.lower() or "cpu" in text.lower(), text
-        pytest.xfail(f"Lightning says: {text.splitlines()[0]}")
+        assert "requires a GPU accelerator" in text, text
+        pytest.xfail("Lightning says: " + text.partition(": ")[2].partition(". ")[0])
     assert_as_alone([value["parameters"] for value in values])
 
 
@@ -258,12 +261,19 @@ ACCELERATE = [
 
 @pytest.mark.parametrize(
     ("launcher", "options", "wrapped", "tolerance"),
-    [pytest.param(*row, id=", ".join([row[0], *map(str, row[1].values())])) for row in ACCELERATE],
+    [
+        pytest.param(
+            *row,
+            marks=case(train_with_accelerate, row[1], launcher=row[0]),
+            id=", ".join([row[0], *map(str, row[1].values())]),
+        )
+        for row in ACCELERATE
+    ],
 )
 @pytest.mark.integration("Accelerate", "make_accelerator on CPU, as one process")
-def test_accelerate(launcher: str, options: Any, wrapped: str, tolerance: float) -> None:
-    require("Accelerate")
-    values = run(train_with_accelerate, options, launcher=launcher)
+def test_accelerate(
+    launcher: str, options: Any, wrapped: str, tolerance: float, values: list[Any]
+) -> None:
     for kind, backend, _ in values:
         assert kind == wrapped and backend == "pycomm"
     assert_as_alone([parameters for _, _, parameters in values], tolerance)
@@ -288,19 +298,18 @@ def accelerate_by_itself(rank: int, world_size: int, how: str) -> Any:
     return kind, digest(parameters.values()), refused
 
 
+@case(accelerate_by_itself, "cpu=True", launcher="torchrun")
 @pytest.mark.integration("Accelerate", "Accelerator(cpu=True, backend='pycomm') without the helper")
-def test_accelerate_by_itself_refuses(note: Any) -> None:
-    require("Accelerate")
-    for text in run(accelerate_by_itself, "cpu=True"):
+def test_accelerate_by_itself_refuses(values: list[str], note: Any) -> None:
+    for text in values:
         assert "Your assigned backend pycomm is not available" in text
     note("refused by Accelerate, as documented: use the helper")
 
 
+@case(accelerate_by_itself, "no cpu", launcher="torchrun")
 @pytest.mark.integration("Accelerate", "Accelerator(backend='pycomm') on CPU without the helper")
-def test_accelerate_by_itself_trains_apart(note: Any) -> None:
+def test_accelerate_by_itself_trains_apart(values: list[Any], note: Any) -> None:
     """Why there is a helper; and it says so where such an Accelerator was made before."""
-    require("Accelerate")
-    values = run(accelerate_by_itself, "no cpu")
     assert [kind for kind, _, _ in values] == ["torch.Sequential"] * 2  # nothing wraps
     assert values[0][1] != values[1][1]
     for _, _, refused in values:
@@ -337,7 +346,12 @@ TRAINER_OPTIONS: dict[str, Any] = {
 }
 
 
-def train_with_trainer(rank: int, world_size: int, folder: str, how: str) -> Any:
+def train_with_trainer(rank: int, world_size: int, how: str) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained_in(folder, how)
+
+
+def trained_in(folder: str, how: str) -> Any:
     from transformers import Trainer, TrainingArguments
 
     from pycomm.integrations.transformers import make_parser, make_training_arguments
@@ -363,11 +377,15 @@ def train_with_trainer(rank: int, world_size: int, folder: str, how: str) -> Any
     return named, dist.get_backend(), parameters_of(trainer.model.model)
 
 
-@pytest.mark.parametrize("how", ["Python", "command line", "bf16"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(name, marks=case(train_with_trainer, name, launcher="torchrun"))
+        for name in ("Python", "command line", "bf16")
+    ],
+)
 @pytest.mark.integration("HF Trainer", "make_training_arguments on CPU, as one process")
-def test_trainer(how: str, tmp_path: Path) -> None:
-    require("HF Trainer")
-    values = run(train_with_trainer, str(tmp_path), how)
+def test_trainer(how: str, values: list[Any]) -> None:
     for kind, backend, _ in values:
         assert kind == "torch.DistributedDataParallel" and backend == "pycomm"
     assert_as_alone([p for _, _, p in values], 0.02 if how == "bf16" else EXACT)
@@ -386,9 +404,9 @@ def ask_the_parser(rank: int, world_size: int) -> Any:
     return argparse.Namespace()
 
 
+@case(ask_the_parser, launcher="torchrun")
 @pytest.mark.integration("HF Trainer", "its own command line")
-def test_the_trainers_own_parser(note: Any) -> None:
-    require("HF Trainer")
-    for text in run(ask_the_parser):
+def test_the_trainers_own_parser(values: list[str], note: Any) -> None:
+    for text in values:
         assert "invalid choice: 'pycomm'" in text
     note("refuses the name, as documented: `make_parser` takes it")
