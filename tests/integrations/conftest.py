@@ -125,6 +125,7 @@ def note(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    _shared.zygote.end_zygotes()  # else what the ranks used would not be counted
     path = session.config.getoption("--integration-results")
     rows = session.config.stash[_ROWS]
     if path is None or not rows:

@@ -19,7 +19,7 @@ import pycomm  # noqa: F401 (registers the backend)
 def main() -> int:
     folder = Path(sys.argv[1])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    dist.init_process_group("pycomm", timeout=timedelta(seconds=60))
+    dist.init_process_group("pycomm", timeout=timedelta(seconds=180))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(make_model())
     saved = folder / "step.json"

@@ -19,7 +19,7 @@ def wait_for_all(path: str, count: int) -> None:
     """Until so many ranks, of whatever jobs, are here: all jobs hold their ports at once."""
     store = dist.FileStore(path, -1)
     store.add("here", 1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while store.add("here", 0) < count:
         if time.monotonic() > deadline:
             raise TimeoutError(f"only {store.add('here', 0)} of {count} ranks came")
@@ -28,7 +28,7 @@ def wait_for_all(path: str, count: int) -> None:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    found = launch.init_process_group("pycomm", timeout=timedelta(seconds=60))
+    found = launch.init_process_group("pycomm", timeout=timedelta(seconds=180))
     if found is None:
         print("no launcher", file=sys.stderr)
         return 3

@@ -18,7 +18,7 @@ import pytest
 from processes import child_environment, free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
-START_S = 60.0
+START_S = 120.0
 
 
 def require_slurm() -> None:
