@@ -55,6 +55,12 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
+integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers
+	$(BOOTSTRAP) --group test --group integrations
+	@$(BIN)/python -m pytest --require-native tests/integrations \
+	  --integration-results docs/integrations.json $(ARGS); code=$$?; \
+	  $(BIN)/python tools/integration_table.py && exit $$code
+
 bench: ## pycomm beside gloo, all_reduce from 4 B to 100 MiB
 	$(BOOTSTRAP) --group demo
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/allreduce.py $(ARGS)
@@ -92,5 +98,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cxx20 asan tsan py faults fault_build bench torch_suite lint format layers typecheck stubs \
-  stubs_check docs clean
+.PHONY: help venv demo test cpp cxx20 asan tsan py faults fault_build integrations bench torch_suite lint format layers \
+  typecheck stubs stubs_check docs clean

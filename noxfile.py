@@ -15,6 +15,7 @@ SESSIONS = {
     "tsan": ["tsan"],
     "py": ["py"],
     "faults": ["faults"],
+    "integrations": ["integrations"],
     "bench": ["bench"],
     "torch_suite": ["torch_suite"],
     "docs": ["docs"],

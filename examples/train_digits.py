@@ -9,6 +9,7 @@ what torch has built in, add `--backend gloo`; to send half the bytes, add `--wi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 import numpy as np
@@ -141,6 +142,10 @@ def train_and_test(args: argparse.Namespace) -> bool:
 
 def main() -> int:
     args = parse_args()
+    if "RANK" not in os.environ:  # started by mpirun or srun: let torch find what it looks for
+        from pycomm.integrations.launch import env_from_launcher
+
+        env_from_launcher()
     # The one line that chooses the network. Rank, world size and address come from torchrun.
     dist.init_process_group(args.backend)
     succeeded = train_and_test(args)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make .venv with pinned packages and the extension built in place; do only what is not done yet.
 
-    python3 tools/bootstrap.py [--group demo|test|lint ...] [--no-build | --no-torch]
+    python3 tools/bootstrap.py [--group demo|test|lint|integrations ...] [--no-build | --no-torch]
 
 Needs the standard library only. Whatever the machine lacks is named in one line. CUDA builds of
 torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels already
@@ -30,6 +30,7 @@ HEADERS = ROOT / "build" / "python-headers"
 STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
+GROUPS = ["demo", "test", "lint", "integrations"]
 TORCH = "2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
@@ -201,7 +202,7 @@ def build_extension() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--group", action="append", default=[], choices=["demo", "test", "lint"])
+    parser.add_argument("--group", action="append", default=[], choices=GROUPS)
     parser.add_argument("--no-build", action="store_true", help="packages only, no extension")
     parser.add_argument(
         "--no-torch", action="store_true", help="only what building floors 0 to 3 needs"

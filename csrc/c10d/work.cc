@@ -28,7 +28,8 @@ struct PycommWork::State {
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
   std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
-  std::mutex mutex; ///< guards future
+  std::mutex mutex; ///< guards future and waited
+  bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
 
@@ -163,6 +164,10 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   state_->finish();
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->waited = true;
+  }
   if (const auto record = state_->error()) {
     throwToPython(*record);
   }
@@ -210,8 +215,18 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->future) {
     return state_->future;
   }
-  // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
   state_->future = c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()));
+  if (state_->waited) {
+    // Who has waited may count on it: torch's reducer takes the value at once. That is so on all ranks, whatever their
+    // speed, so a callback runs inline on all of them, and what it issues has the same ids.
+    if (const auto record = state_->error()) {
+      state_->future->setError(toException(*record));
+    } else {
+      state_->future->markCompleted(state_->value());
+    }
+    return state_->future;
+  }
+  // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
   state_->gate = CallbackGate::ofCaller();
   inPoolWhenAllEnd(state_, completeFuture);
   return state_->future;

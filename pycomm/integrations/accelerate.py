@@ -1,0 +1,139 @@
+"""Hugging Face Accelerate over pycomm, on CPU, too, and sure to train on all ranks together.
+
+With a GPU a rank, Accelerate takes the backend's name itself:
+
+    Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="pycomm")])
+
+Without, there are traps: ``cpu=True`` refuses the name, and leaving it out forms the group but
+leaves the model unwrapped, so that every rank trains for itself. Here the group is made first:
+
+    accelerator = pycomm.integrations.accelerate.make_accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm.integrations import _optional, launch
+
+_WRAPPERS = ("pycomm", "torch")
+
+
+def make_accelerator(
+    *,
+    wrapper: str = "pycomm",
+    wire_dtype: str | None = None,
+    process_group: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """An ``accelerate.Accelerator`` for CPU training whose ``prepare`` wraps models for sure.
+
+    Under torchrun, mpirun or srun it makes the default group over pycomm, unless there is one.
+    Without any of them it is an ordinary Accelerator of one process.
+
+    Args:
+        wrapper: "pycomm" for ``pycomm.DistributedDataParallel``, "torch" for torch's own.
+        wire_dtype: For pycomm's wrapper: what gradients travel as.
+        process_group: Further arguments of ``init_process_group``, such as ``timeout``.
+        options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
+            ``DistributedDataParallelKwargs``.
+
+    Raises:
+        ImportError: Accelerate is not installed.
+        RuntimeError: An Accelerator was made before in this process, without the other ranks.
+        ValueError: The default group is not pycomm's, or an argument does not fit.
+    """
+    if wrapper not in _WRAPPERS:
+        raise ValueError(f"wrapper={wrapper!r}: choose one of {', '.join(_WRAPPERS)}")
+    if wire_dtype is not None and wrapper != "pycomm":
+        raise ValueError("wire_dtype needs wrapper='pycomm': torch's has no such option")
+    if options.setdefault("cpu", True) is not True:
+        raise ValueError(
+            "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
+            "kwargs_handlers=[InitProcessGroupKwargs(backend='pycomm')])"
+        )
+    accelerate = _optional.load(
+        "accelerate", package="accelerate", needed_by="pycomm.integrations.accelerate"
+    )
+    make_group(process_group)
+    kind = _wrapping_accelerator() if wrapper == "pycomm" else accelerate.Accelerator
+    accelerator = kind(**options)
+    if wrapper == "pycomm":
+        accelerator.pycomm_wire_dtype = wire_dtype
+    check_distributed(accelerator.state)
+    return accelerator
+
+
+def make_group(options: dict[str, Any] | None = None) -> None:
+    """Makes the default group over pycomm where a launcher's variables are, unless there is one.
+
+    Raises:
+        ValueError: There is a default group of another backend.
+    """
+    if not dist.is_initialized():
+        launch.init_process_group("pycomm", **(options or {}))
+    elif "pycomm" not in (backend := str(dist.get_backend_config())):
+        raise ValueError(
+            f"the default group is {backend!r}, not pycomm's. "
+            "Try: make no group beforehand, or one over 'pycomm'"
+        )
+
+
+def check_distributed(state: Any) -> None:
+    """Raises RuntimeError unless Accelerate's state spans the ranks of the default group."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if int(state.num_processes) == world_size and (
+        world_size == 1 or str(state.distributed_type).endswith("MULTI_CPU")
+    ):
+        return
+    raise RuntimeError(
+        f"Accelerate sees {state.num_processes} process(es), type {state.distributed_type}, in a "
+        f"group of {world_size} ranks: models would not be wrapped and every rank would train for "
+        "itself. Its state is set once a process, by the first Accelerator, PartialState or "
+        "TrainingArguments. Try: make none of them before this"
+    )
+
+
+@functools.cache
+def _wrapping_accelerator() -> type[Any]:
+    """The subclass, made when it is asked for: its base is an optional package's."""
+    from accelerate import Accelerator
+
+    from pycomm.ddp import DistributedDataParallel
+
+    class PycommAccelerator(Accelerator):  # type: ignore[misc]
+        """Puts pycomm's wrapper where Accelerate puts torch's."""
+
+        pycomm_wire_dtype: str | None = None
+
+        def prepare_model(
+            self,
+            model: torch.nn.Module,
+            device_placement: bool | None = None,
+            evaluation_mode: bool = False,
+        ) -> Any:
+            # Accelerate does everything but wrap a model that is only evaluated.
+            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+            trainable = any(parameter.requires_grad for parameter in prepared.parameters())
+            if evaluation_mode or not dist.is_initialized() or not trainable:
+                return prepared
+            if isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
+                return prepared
+            handler = self.ddp_handler
+            options = handler.to_kwargs() if handler is not None else {}
+            wrapped = DistributedDataParallel(
+                prepared, wire_dtype=self.pycomm_wire_dtype, **options
+            )
+            if handler is not None:
+                handler.register_comm_hook(wrapped)
+            # Else prepare() would do it all again. Module's annotations know no plain attributes.
+            vars(wrapped)["_is_accelerate_prepared"] = True
+            self._models[-1] = wrapped
+            return wrapped
+
+    return PycommAccelerator

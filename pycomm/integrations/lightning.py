@@ -1,0 +1,85 @@
+"""Lightning over pycomm.
+
+torch's own wrapper needs no more than the name:
+
+    Trainer(strategy=DDPStrategy(process_group_backend="pycomm"))
+
+``make_strategy`` makes one with pycomm's wrapper:
+
+    Trainer(strategy=pycomm.integrations.lightning.make_strategy(wire_dtype="fp16"))
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from pycomm.integrations import _optional
+
+# The second is the older package of the same code; its classes are not those of the first.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def make_strategy(
+    *, wire_dtype: str | None = None, package: str = "lightning.pytorch", **options: Any
+) -> Any:
+    """A ``DDPStrategy`` whose group is pycomm's and whose wrapper is pycomm's.
+
+    Unlike its base it registers ``ddp_comm_hook`` on CPU, too, where Lightning ignores it.
+
+    Args:
+        wire_dtype: What gradients travel as, as for ``pycomm.DistributedDataParallel``.
+        package: The package that the ``Trainer`` comes from: "lightning.pytorch" or
+            "pytorch_lightning".
+        options: For ``DDPStrategy``: its own and those of the wrapper.
+
+    Raises:
+        ImportError: Lightning is not installed.
+        ValueError: ``process_group_backend`` is another backend, or the package is another.
+    """
+    if package not in _PACKAGES:
+        raise ValueError(f"package={package!r}: choose one of {', '.join(_PACKAGES)}")
+    backend = options.setdefault("process_group_backend", "pycomm")
+    if backend != "pycomm":
+        raise ValueError(f"process_group_backend={backend!r}: leave it out, or use DDPStrategy")
+    name = "lightning" if package == "lightning.pytorch" else "pytorch-lightning"
+    library = _optional.load(
+        f"{package}.strategies", package=name, needed_by="pycomm.integrations.lightning"
+    )
+    strategy = _strategy_class(library)(**options)
+    strategy.pycomm_wire_dtype = wire_dtype
+    return strategy
+
+
+@functools.cache
+def _strategy_class(library: ModuleType) -> type[Any]:
+    """The subclass, made when it is asked for: its base is an optional package's."""
+    from pycomm.ddp import DistributedDataParallel
+
+    base: Any = library.DDPStrategy
+
+    class PycommStrategy(base):  # type: ignore[misc]
+        """Puts pycomm's wrapper where Lightning puts torch's."""
+
+        pycomm_wire_dtype: str | None = None
+
+        def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+            return DistributedDataParallel(
+                model,
+                device_ids=self.determine_ddp_device_ids(),
+                wire_dtype=self.pycomm_wire_dtype,
+                **self._ddp_kwargs,
+            )
+
+        def _register_ddp_hooks(self) -> None:
+            hook = self._ddp_comm_hook
+            if hook is None:
+                return
+            if self._ddp_comm_wrapper is not None:
+                hook = self._ddp_comm_wrapper(hook)
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+    return PycommStrategy

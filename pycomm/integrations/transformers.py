@@ -1,0 +1,84 @@
+"""Hugging Face's Trainer over pycomm.
+
+With a GPU a rank, ``TrainingArguments(ddp_backend="pycomm")`` is enough in Python; its command line
+refuses the name, and ``make_parser`` is one that does not. On CPU the arguments refuse it, too, and
+without it the ranks meet over gloo, or, worse, train apart:
+
+    args = pycomm.integrations.transformers.make_training_arguments(output_dir="out")
+    Trainer(model=model, args=args, train_dataset=dataset).train()
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from pycomm.integrations import _optional
+from pycomm.integrations import accelerate as _accelerate
+
+
+def make_training_arguments(
+    *, process_group: dict[str, Any] | None = None, arguments_class: Any = None, **options: Any
+) -> Any:
+    """``transformers.TrainingArguments`` for training over pycomm, on GPUs or on CPU.
+
+    On CPU (``use_cpu=True``, the default where torch sees no GPU) it makes the default group first,
+    from the variables of torchrun, mpirun or srun.
+
+    Args:
+        process_group: Further arguments of ``init_process_group``, for CPU.
+        arguments_class: A subclass of ``TrainingArguments`` to make instead.
+        options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
+
+    Raises:
+        ImportError: transformers or accelerate is not installed.
+        RuntimeError: Accelerate's state was set before in this process, without the other ranks.
+        ValueError: ``ddp_backend`` or the default group is another backend's.
+    """
+    library = _load()
+    _optional.load("accelerate", package="accelerate", needed_by="pycomm.integrations.transformers")
+    kind = library.TrainingArguments if arguments_class is None else arguments_class
+    backend = options.pop("ddp_backend", None) or "pycomm"
+    if backend != "pycomm":
+        raise ValueError(f"ddp_backend={backend!r}: leave it out, or use TrainingArguments itself")
+    if options.get("use_cpu") is None:
+        options["use_cpu"] = not torch.cuda.is_available()
+    if not options["use_cpu"]:
+        return kind(ddp_backend=backend, **options)
+    _accelerate.make_group(process_group)
+    arguments = kind(**options)  # which finds the group, and would refuse its name
+    if arguments.device.type != "cpu":  # which sets Accelerate's state
+        raise RuntimeError(f"transformers chose the device {arguments.device}, not the CPU")
+    _accelerate.check_distributed(arguments.distributed_state)
+    return arguments
+
+
+def make_parser(*dataclass_types: Any) -> Any:
+    """An ``HfArgumentParser`` whose ``--ddp_backend`` takes "pycomm", too.
+
+    Give its values to ``make_training_arguments``, as ``parse_args_into_dataclasses`` of the parser
+    itself would make the arguments on CPU, where they refuse the name:
+
+        options = vars(make_parser(TrainingArguments).parse_args())
+        args = make_training_arguments(**options)
+
+    Args:
+        dataclass_types: As for ``HfArgumentParser``; default ``TrainingArguments``.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    library = _load()
+    parser = library.HfArgumentParser(list(dataclass_types or (library.TrainingArguments,)))
+    for action in parser._actions:
+        if action.dest == "ddp_backend" and isinstance(action, argparse.Action):
+            action.choices = [*(action.choices or ()), "pycomm"]
+    return parser
+
+
+def _load() -> Any:
+    return _optional.load(
+        "transformers", package="transformers", needed_by="pycomm.integrations.transformers"
+    )

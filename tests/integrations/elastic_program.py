@@ -1,0 +1,48 @@
+"""For torchrun's restart: in its first life rank 1 fails after the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from training import batch_of, digest, loss_of, make_model
+
+import pycomm  # noqa: F401 (registers the backend)
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.init_process_group("pycomm", timeout=timedelta(seconds=180))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(make_model())
+    saved = folder / "step.json"
+    first, optimizer = 0, torch.optim.SGD(model.parameters(), lr=0.05)
+    if saved.exists():
+        state = torch.load(folder / "state.pt")
+        model.module.load_state_dict(state)
+        first = json.loads(saved.read_text())
+    for step in range(first, 4):
+        if life == 0 and step == 2 and rank == 1:
+            return 7
+        optimizer.zero_grad()
+        loss_of(model, batch_of(step, rank, world_size)).backward()
+        optimizer.step()
+        if rank == 0:
+            torch.save(model.module.state_dict(), folder / "state.pt")
+            saved.write_text(json.dumps(step + 1))
+        dist.barrier()
+    done = {"life": life, "first": first, "digest": digest(model.parameters())}
+    (folder / f"done-{rank}.json").write_text(json.dumps(done))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

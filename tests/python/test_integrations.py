@@ -1,0 +1,226 @@
+"""What pycomm.integrations does without the libraries: variables, node lists, errors."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycomm.integrations import _optional, accelerate, launch, lightning, node_list, transformers
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MASTER = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "1853751297",
+}
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2,1",
+    "SLURM_STEP_NODELIST": "rack[2-3]n[08-09]",
+    "SLURM_JOB_NODELIST": "login,rack[2-3]n[08-09]",
+}
+
+
+def found(environ: dict[str, str]) -> launch.Launch:
+    result = launch.find_launch(environ)
+    assert result is not None
+    return result
+
+
+# Launchers
+
+
+def test_torchruns_variables_stay() -> None:
+    result = found(TORCHRUN | MASTER | OPEN_MPI | SLURM)
+    assert result.launcher == "torchrun" and (result.rank, result.world_size) == (3, 4)
+    assert result.variables() == TORCHRUN | MASTER
+
+
+def test_open_mpi_on_one_host() -> None:
+    result = found(OPEN_MPI)
+    assert (result.launcher, result.rank, result.world_size) == ("Open MPI", 1, 2)
+    assert (result.local_rank, result.local_world_size) == (1, 2)
+    assert result.address == "127.0.0.1" and result.job == "Open MPI 1853751297"
+    other = found(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    assert result.port == other.port and 10000 <= result.port < 29000
+    assert found(OPEN_MPI | {"PMIX_NAMESPACE": "1853751298"}).port != result.port
+
+
+def test_mpich_on_one_host() -> None:
+    result = found(MPICH)
+    assert (result.launcher, result.rank, result.local_world_size) == ("MPICH", 0, 2)
+    assert result.address == "127.0.0.1" and result.port == found(MPICH | {"PMI_RANK": "1"}).port
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"}, MPICH | {"PMI_SIZE": "4"}],
+)
+def test_mpirun_over_several_hosts_needs_an_address(variables: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="on which of several hosts rank 0 runs"):
+        launch.find_launch(variables)
+    result = found(variables | MASTER)
+    assert (result.address, result.port) == ("10.0.0.1", 29500)
+
+
+def test_mpich_over_several_hosts_needs_a_port_too() -> None:
+    with pytest.raises(ValueError, match="does not say which port to use"):
+        launch.find_launch(MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "a"})
+
+
+def test_slurm() -> None:
+    result = found(SLURM)
+    assert (result.launcher, result.rank, result.world_size) == ("Slurm", 5, 7)
+    assert (result.local_rank, result.local_world_size) == (1, 2)
+    assert result.address == "rack2n08" and result.job == "Slurm 4711.2"
+    assert found(SLURM | MASTER).address == "10.0.0.1"
+
+
+def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:
+    ports = {
+        found(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job in range(1000, 1100)
+        for step in range(5)
+    }
+    assert len(ports) == 500 and min(ports) >= 10000 and max(ports) < 29000
+
+
+def test_mpirun_inside_a_slurm_job_is_mpiruns() -> None:
+    # Its daemon is a task of a step of its own, without the first host: only the job's list helps.
+    result = found(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4"} | SLURM)
+    assert result.launcher == "Open MPI" and result.address == "login"
+
+
+def test_the_batch_script_itself_is_no_rank() -> None:
+    batch = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_JOB_NODELIST")}
+    assert launch.find_launch(batch | {"SLURM_NTASKS": "7"}) is None
+    assert launch.find_launch({}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"},
+            "ranks go from 0 to the number of ranks",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole"),
+        (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        (SLURM | {"SLURM_STEP_NODELIST": "a[1-"}, "is not a list of hosts as Slurm writes it"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "is not like 2\\(x3\\),1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "on which of several hosts rank 0 runs"),
+    ],
+)
+def test_bad_variables(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        launch.find_launch(variables)
+
+
+def test_only_what_is_missing_is_set() -> None:
+    environ = OPEN_MPI | {"MASTER_ADDR": "192.0.2.7", "RANK": ""}
+    launch._set_missing(environ)
+    assert environ["MASTER_ADDR"] == "192.0.2.7"
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("1", "2", "1")
+
+
+# Node lists
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("one", ["one"]),
+        ("a,b-2,c.example", ["a", "b-2", "c.example"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,3]x", ["n08x", "n09x", "n10x", "n3x"]),
+        ("r[1-2]n[01-02],z", ["r1n01", "r1n02", "r2n01", "r2n02", "z"]),
+    ],
+)
+def test_node_list(text: str, hosts: list[str]) -> None:
+    assert node_list.expand(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ",", "a,", "a,,b", "n[", "n]", "n[]", "n[a]", "n[3-1]", "n[1-", "[[1]]", "n[1-9999999]"],
+)
+def test_malformed_node_list(text: str) -> None:
+    with pytest.raises(ValueError, match=r"list"):
+        node_list.expand(text)
+
+
+def test_a_list_that_would_fill_the_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 1048576 hosts"):
+        node_list.expand("n[1-2000][1-2000]")
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=20, unique=True), st.integers(0, 6))
+def test_ranges_name_every_number(numbers: list[int], width: int) -> None:
+    inside = ",".join(f"{number:0{width}d}" for number in numbers)
+    assert node_list.expand(f"n[{inside}]") == [f"n{number:0{width}d}" for number in numbers]
+    first, last = min(numbers), max(numbers)
+    whole = node_list.expand(f"n[{first:0{width}d}-{last}]")
+    assert (
+        len(whole) == last - first + 1 and whole[-1] == f"n{last:0{max(width, len(str(first)))}d}"
+    )
+
+
+# Missing libraries
+
+
+def test_a_missing_library_is_named_as_pip_calls_it() -> None:
+    with pytest.raises(ImportError, match="pip install no-such-thing") as caught:
+        _optional.load("no_such_thing.part", package="no-such-thing", needed_by="this test")
+    assert "this test needs no-such-thing, which is not installed" in str(caught.value)
+
+
+def test_a_librarys_own_missing_import_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken_library.py").write_text("import absent_dependency\n")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
+        _optional.load("broken_library", package="broken-library", needed_by="this test")
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "call"),
+    [
+        ("lightning", "lightning.pytorch.strategies", lightning.make_strategy),
+        ("accelerate", "accelerate", accelerate.make_accelerator),
+        ("transformers", "transformers", transformers.make_parser),
+    ],
+)
+def test_each_integration_names_its_package(
+    library: str, module: str, call: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"pip install {library}"):
+        call()  # type: ignore[operator]
+
+
+def test_bad_arguments_come_before_anything_is_made() -> None:
+    with pytest.raises(ValueError, match="choose one of pycomm, torch"):
+        accelerate.make_accelerator(wrapper="horovod")
+    with pytest.raises(ValueError, match="wire_dtype needs wrapper='pycomm'"):
+        accelerate.make_accelerator(wrapper="torch", wire_dtype="fp16")
+    with pytest.raises(ValueError, match="is for CPU training"):
+        accelerate.make_accelerator(cpu=False)
+    with pytest.raises(ValueError, match="process_group_backend='gloo'"):
+        lightning.make_strategy(process_group_backend="gloo")
+    with pytest.raises(ValueError, match=r"choose one of lightning.pytorch, pytorch_lightning"):
+        lightning.make_strategy(package="keras")
