@@ -90,7 +90,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     FrameHeader header;
     StagingBuffer staging;
   };
-  /// A link broke. Whether its peer died or only left in order, another link tells within 20 ms.
+  /// A link broke. Whether its peer died or only left in order, another link tells within 40 ms.
   struct Suspicion {
     ErrorRecord record;
     TimePoint due;

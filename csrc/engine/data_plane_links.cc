@@ -12,8 +12,9 @@
 namespace pycomm {
 namespace {
 
-// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
-constexpr int kSuspicionMs = 20;
+// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead. The one on the control link
+// is said kGoodbyeMs after those on bulk links.
+constexpr int kSuspicionMs = 40;
 // How long a link may take to arrive that a peer has opened before it left.
 constexpr int kLastLinkMs = 3000;
 // Closing: how long to wait after a goodbye for the peer to read it.
@@ -251,10 +252,17 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
   }
   endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });
   for (const auto& port : out_) {
-    if (port == nullptr || port->broken || !port->connected) {
+    if (port == nullptr || port->broken) {
       continue;
     }
-    sayGoodbye(*port);
+    if (port->connected) {
+      sayGoodbye(*port);
+      continue;
+    }
+    // What waits for the connection borrows memory of operations that ended just now: it must never leave.
+    lane_.unwatch(port->link->fd());
+    port->channel.clear();
+    port->broken = true;
   }
 }
 

@@ -18,6 +18,7 @@ struct Expectation {
   std::set<ErrorCode> codes;
   std::optional<TimePoint> due; ///< by then every rank that is still open must have failed
   bool harmless = false; ///< no rank may fail at all
+  bool ambiguous = false; ///< a blockade that ends while ranks count the silence: who is heard first is chance
   bool splits = false; ///< the two sides cannot talk: each agrees for itself
 };
 
@@ -42,6 +43,7 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
     case FaultKind::BlockIn:
     case FaultKind::Isolate: {
       expected.harmless = plan.duration < kBriefly;
+      expected.ambiguous = plan.kind != FaultKind::Stop && plan.duration < kForLong;
       expected.codes = {ErrorCode::PeerUnresponsive};
       if (plan.kind == FaultKind::BlockPair) {
         expected.culprits.insert(plan.other);
@@ -100,7 +102,7 @@ class Failures {
           add("rank " + std::to_string(rank) + " failed without a fault: " + culpritText(*cause));
         }
       }
-    } else if (faults.size() == 1) {
+    } else if (run_.faults().size() == 1) {
       single(faults.front());
     } else {
       several(faults);
@@ -151,7 +153,7 @@ class Failures {
       }
       const ErrorRecord& cause = *causeOf(rank);
       const bool cut_off = expected.splits && rank == fault.plan.rank;
-      if (run_.plan().prompt) {
+      if (run_.plan().prompt && !expected.ambiguous) {
         checkCause(who, cause, expected, cut_off, fault);
         const bool stopped = fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank;
         const TimePoint closing = state.user->closingSince();
