@@ -94,7 +94,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   struct Suspicion {
     ErrorRecord record;
     TimePoint due;
+    bool patient = false; ///< waits for a link that the peer may have opened before
   };
+  /// How long such a link may take.
+  static constexpr int kLastLinkMs = 3000;
 
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
@@ -113,7 +116,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
   void missLeft(int peer, const Transfer& transfer);
   void endReading(InPort& port) noexcept;
-  void suspect(int peer, ErrorRecord record);
+  void suspect(int peer, Suspicion suspicion);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),

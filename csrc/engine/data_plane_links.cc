@@ -15,8 +15,6 @@ namespace {
 // After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead. The one on the control link
 // is said kGoodbyeMs after those on bulk links.
 constexpr int kSuspicionMs = 40;
-// How long a link may take to arrive that a peer has opened before it left.
-constexpr int kLastLinkMs = 3000;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
 // Closing: how long to wait for room to say it, where the peer has yet to read what came before.
@@ -161,7 +159,7 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   } else if (left_[static_cast<size_t>(peer)]) {
     peerLeft(peer); // what is queued for it will not leave
   } else {
-    suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs)});
+    suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs), false});
   }
 }
 
@@ -212,7 +210,9 @@ void DataPlane::missLeft(int peer, const Transfer& transfer) {
     suspicions_.emplace(
         peer,
         Suspicion{
-            peerLeftUs(peer, transfer.operation(), identity_), Clock::now() + std::chrono::milliseconds(kLastLinkMs)});
+            peerLeftUs(peer, transfer.operation(), identity_),
+            Clock::now() + std::chrono::milliseconds(kLastLinkMs),
+            true});
   }
 }
 

@@ -33,7 +33,7 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.due = fault.at + plan.duration + slack;
       break;
     case FaultKind::Reset:
-      expected.codes = {ErrorCode::PeerDead};
+      expected.codes = {ErrorCode::PeerDead, ErrorCode::PeerLeft}; // left: what it sent before it left went down with the link
       expected.culprits.insert(plan.other);
       expected.splits = run.plan().size == 2; // nobody is left between the two
       break;
@@ -105,7 +105,7 @@ class Failures {
     } else if (run_.faults().size() == 1) {
       single(faults.front());
     } else {
-      several(faults);
+      several();
     }
     return std::move(violations_);
   }
@@ -114,8 +114,14 @@ class Failures {
   void add(std::string what) {
     violations_.push_back(std::move(what));
   }
+  /// What the rank's user saw its group die of; nothing where it had finished and was leaving already.
   [[nodiscard]] const std::optional<ErrorRecord>& causeOf(int rank) const {
-    return run_.ranks()[static_cast<size_t>(rank)].group->failure();
+    static const std::optional<ErrorRecord> kNothing;
+    const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
+    const auto& outcomes = state.user->outcomes();
+    const bool hurt = std::any_of(outcomes.begin(), outcomes.end(), [](const auto& outcome) { return outcome->error; });
+    const bool seen = hurt || state.group->failedAt() < state.user->closingSince();
+    return seen ? state.group->failure() : kNothing;
   }
 
   /// Ranks that left in order make some ends ambiguous by nature:
@@ -215,20 +221,23 @@ class Failures {
     }
   }
 
-  void several(const std::vector<FaultRecord>& faults) {
+  void several() {
     std::set<int> faulty;
     bool anything = false; // a fault that makes honest ranks look late, or that has more than one side
-    for (const FaultRecord& fault : faults) {
+    for (const FaultRecord& fault : run_.faults()) {
       const Expectation expected = expectationOf(run_, fault);
       faulty.insert(expected.culprits.begin(), expected.culprits.end());
-      anything = anything || expected.splits || fault.plan.kind == FaultKind::BlockIn || fault.plan.kind == FaultKind::BlockPair;
+      anything = anything || expected.splits || expected.ambiguous || fault.plan.kind == FaultKind::BlockIn ||
+          fault.plan.kind == FaultKind::BlockPair;
     }
     for (int rank = 0; rank < run_.plan().size; ++rank) {
       const auto& cause = causeOf(rank);
       if (!cause || anything || !run_.plan().prompt) {
         continue;
       }
-      const bool named = faulty.count(cause->peer) != 0 || faulty.count(cause->rank) != 0;
+      // Who hears nobody says so of itself; it cannot know that all its neighbours are gone.
+      const bool lonely = cause->code == ErrorCode::PeerUnresponsive && cause->peer == cause->rank;
+      const bool named = lonely || faulty.count(cause->peer) != 0 || faulty.count(cause->rank) != 0;
       if (!named && cause->code != ErrorCode::Timeout) {
         add("rank " + std::to_string(rank) + " ends with " + culpritText(*cause) + ", who did nothing wrong");
       }
