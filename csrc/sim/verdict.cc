@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sim/oracle.h"
+#include "sim/plan_parts.h"
 #include "sim/verdict_parts.h"
 
 namespace pycomm::sim {
