@@ -255,9 +255,8 @@ void DataPlane::fail(const ErrorRecord& cause) {
 // the end of that tells more; if the peer died, those who have a control link to it say so.
 void DataPlane::suspect(int peer, Suspicion suspicion) {
   const auto any = [&](bool (Transfer::*question)(int) const noexcept) {
-    return std::any_of(transfers_.begin(), transfers_.end(), [&](const auto& entry) {
-      return (entry.second.get()->*question)(peer);
-    });
+    return std::any_of(
+        transfers_.begin(), transfers_.end(), [&](const auto& entry) { return (entry.second.get()->*question)(peer); });
   };
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
   const bool due = any(&Transfer::needsFrom);
@@ -273,7 +272,8 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
       return;
     }
     if (!due) {
-      left_[static_cast<size_t>(peer)] = true; // it was only asked whether it has entered something, and is not there any more
+      left_[static_cast<size_t>(peer)] =
+          true; // it was only asked whether it has entered something, and is not there any more
       return;
     }
   }

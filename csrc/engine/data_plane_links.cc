@@ -159,7 +159,8 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   } else if (left_[static_cast<size_t>(peer)]) {
     peerLeft(peer); // what is queued for it will not leave
   } else {
-    suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs), false});
+    suspicions_.emplace(
+        peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs), false});
   }
 }
 

@@ -8,9 +8,9 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kForLong = milliseconds(3700); // longer than silence may last: 3 s, and half a second until somebody looks
+constexpr Nanos kForLong =
+    milliseconds(3700); // longer than silence may last: 3 s, and half a second until somebody looks
 constexpr Nanos kBriefly = milliseconds(2400); // shorter
-
 
 /// What one fault may end in.
 struct Expectation {
@@ -33,7 +33,8 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.due = fault.at + plan.duration + slack;
       break;
     case FaultKind::Reset:
-      expected.codes = {ErrorCode::PeerDead, ErrorCode::PeerLeft}; // left: what it sent before it left went down with the link
+      expected.codes = {
+          ErrorCode::PeerDead, ErrorCode::PeerLeft}; // left: what it sent before it left went down with the link
       expected.culprits.insert(plan.other);
       expected.splits = run.plan().size == 2; // nobody is left between the two
       break;
@@ -136,8 +137,8 @@ class Failures {
     bool blockade = false;
     for (const FaultRecord& fault : run_.faults()) {
       const FaultKind kind = fault.plan.kind;
-      blockade = blockade || kind == FaultKind::BlockPair || kind == FaultKind::BlockOut || kind == FaultKind::BlockIn ||
-          kind == FaultKind::Isolate;
+      blockade = blockade || kind == FaultKind::BlockPair || kind == FaultKind::BlockOut ||
+          kind == FaultKind::BlockIn || kind == FaultKind::Isolate;
     }
     return somebody_left && !run_.faults().empty() && (run_.plan().size > 5 || blockade);
   }
@@ -150,7 +151,8 @@ class Failures {
       const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
       const std::string who = "rank " + std::to_string(rank);
       if (!causeOf(rank)) {
-        const bool stopped = fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank; // the others may have ended in order
+        const bool stopped =
+            fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank; // the others may have ended in order
         const bool closed_before = expected.due && state.user->closingSince() <= *expected.due;
         if (expected.due && !state.group->dead() && !closed_before && !stopped) {
           add(who + " never learned of the fault");
@@ -215,9 +217,10 @@ class Failures {
     const auto position = static_cast<size_t>(cause.sequence - 1);
     const auto& mine = run_.ranks()[static_cast<size_t>(cause.rank)].user->outcomes();
     if (position < theirs.size() && position < mine.size() &&
-        theirs[position]->issued < mine[position]->issued + milliseconds(mine[position]->call.timeout_ms) - milliseconds(150)) {
-      add(who + " says that rank " + std::to_string(cause.peer) + " has not entered call " + std::to_string(cause.sequence) +
-          ", but it had");
+        theirs[position]->issued <
+            mine[position]->issued + milliseconds(mine[position]->call.timeout_ms) - milliseconds(150)) {
+      add(who + " says that rank " + std::to_string(cause.peer) + " has not entered call " +
+          std::to_string(cause.sequence) + ", but it had");
     }
   }
 
