@@ -12,8 +12,8 @@
 namespace pycomm {
 namespace {
 
-// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead. The one on the control link
-// is said kGoodbyeMs after those on bulk links.
+// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead. The one on
+// the control link is said kGoodbyeMs after those on bulk links.
 constexpr int kSuspicionMs = 40;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
@@ -202,7 +202,8 @@ void DataPlane::peerLeft(int peer) {
   }
 }
 
-// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing more will come.
+// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing
+// more will come.
 void DataPlane::missLeft(int peer, const Transfer& transfer) {
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
   if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {

@@ -90,7 +90,8 @@ std::string alterProgram(Random& random, Plan& plan, int rank) {
   const std::string where = " of call " + std::to_string(at + 1);
   const int64_t dice = random.below(10);
   if (dice >= 7) {
-    // Without names, a call that is left out or swapped with an equal one is an honest program that computes something else.
+    // Without names, a call that is left out or swapped with an equal one is an honest program that computes
+    // something else.
     for (RankPlan& each : plan.ranks) {
       for (CallPlan& call : each.calls) {
         call.tag = 1000 + static_cast<uint32_t>(call.key);

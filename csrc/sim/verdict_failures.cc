@@ -66,7 +66,8 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       break;
     case FaultKind::Mismatch:
       expected.codes = {ErrorCode::CollectiveMismatch};
-      // One side ran out of calls, or the other rank's own call ended early (a root's does) and it left before anybody compared.
+      // One side ran out of calls, or the other rank's own call ended early (a root's does) and it left before
+      // anybody compared.
       expected.codes.insert(ErrorCode::PeerLeft);
       break;
     case FaultKind::Leave:
@@ -126,7 +127,7 @@ class Failures {
   }
 
   /// Ranks that left in order make some ends ambiguous by nature:
-  ///  - where a rank has no control link to the others that are still there, news reaches it only as the end of bulk links;
+  ///  - where a rank has no control link to the others that are still there, news reaches it as the end of bulk links;
   ///  - a goodbye that is under way in a blockade is lost when its sender's kernel gives the connection up.
   [[nodiscard]] bool unclear() const {
     bool somebody_left = false;

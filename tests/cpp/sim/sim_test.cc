@@ -79,8 +79,8 @@ TEST_P(Regressions, KeepEveryPromise) {
   EXPECT_TRUE(report.violations.empty()) << GetParam().what << '\n' << textOf(report);
 }
 
-// Seeds that once failed, each with the bug that it found. A change in how plans are drawn makes other runs of them: then look for new
-// seeds with the mutations that put these bugs back.
+// Seeds that once failed, each with the bug that it found. A change in how plans are drawn makes other runs of them:
+// then look for new seeds with the mutations that put these bugs back.
 INSTANTIATE_TEST_SUITE_P(
     Found,
     Regressions,
