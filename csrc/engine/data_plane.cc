@@ -29,6 +29,7 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options 
       notice_(std::move(notice)),
       protocol_(protocolConfig(identity_, options_.limits)),
       staging_(kKeepStagingNbytes),
+      point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
       in_(static_cast<size_t>(identity_.size)),
       left_(static_cast<size_t>(identity_.size), false) {
@@ -90,31 +91,39 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     return;
   }
   guarded(-1, [&] {
-    const Operation::Request& request = operation->request();
-    const uint64_t op_id = request.id.id;
-    auto transfer =
-        std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, [this](int peer, OutFrame frame) {
-          push(peer, std::move(frame));
-        });
-    Transfer& running = *transfer;
-    transfers_.emplace(op_id, std::move(transfer));
-    lane_.addBusy(1);
-    protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
-    next_deadline_ = std::min(next_deadline_, request.deadline.instant());
-    act();
-    if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
-      return;
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+    if (operation->request().descriptor.kind == Collective::Send) {
+      postPointToPoint(std::move(operation));
+    } else {
+      begin(std::move(operation));
     }
-    running.start();
-    replayHeld(running);
-    for (int peer = 0; peer < identity_.size; ++peer) {
-      if (left_[static_cast<size_t>(peer)]) {
-        missLeft(peer, running);
-      }
-    }
-    act();
-    settle(op_id);
   });
+}
+
+void DataPlane::begin(std::shared_ptr<Operation> operation) {
+  const Operation::Request& request = operation->request();
+  const uint64_t op_id = request.id.id;
+  auto transfer =
+      std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, [this](int peer, OutFrame frame) {
+        push(peer, std::move(frame));
+      });
+  Transfer& running = *transfer;
+  transfers_.emplace(op_id, std::move(transfer));
+  lane_.addBusy(1);
+  protocol_.posted(request.id, request.descriptor, *request.schedule, Clock::now());
+  act();
+  if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
+    return;
+  }
+  running.start();
+  replayHeld(running);
+  for (int peer = 0; peer < identity_.size; ++peer) {
+    if (left_[static_cast<size_t>(peer)]) {
+      missLeft(peer, running);
+    }
+  }
+  act();
+  settle(op_id);
 }
 
 void DataPlane::replayHeld(Transfer& transfer) {
@@ -137,6 +146,12 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
   if (failure_ || header.type == FrameType::Goodbye) {
     return sink;
+  }
+  if (header.kind == static_cast<uint8_t>(Collective::Send)) {
+    if (isLate(peer, header)) {
+      return sink;
+    }
+    hear(peer, header);
   }
   const Protocol::Verdict verdict = protocol_.arrived(peer, header, Clock::now());
   act();
@@ -225,12 +240,16 @@ void DataPlane::settle(uint64_t op_id) {
   finished->operation().finish(std::nullopt);
 }
 
-void DataPlane::endAll(const std::function<ErrorRecord(const Transfer&)>& why) {
+void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
   const auto transfers = std::exchange(transfers_, {});
-  lane_.addBusy(-static_cast<int>(transfers.size()));
+  const auto unmatched = std::exchange(unmatched_, {});
+  lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);
-    entry.second->operation().finish(why(*entry.second));
+    entry.second->operation().finish(why(entry.second->operation(), entry.second.get()));
+  }
+  for (const auto& entry : unmatched) {
+    entry.second->finish(why(*entry.second, nullptr));
   }
   held_.clear();
 }
@@ -243,10 +262,12 @@ void DataPlane::fail(const ErrorRecord& cause) {
   failed_at_ = Clock::now();
   // First no more bytes in or out of anybody's memory, then the operations end and their memory is free.
   stopPorts();
-  endAll([&](const Transfer& transfer) {
-    ErrorRecord record = errorOf(transfer.operation(), cause, identity_);
-    record.bytes_done = transfer.bytesArrived();
-    record.bytes_total = transfer.bytesExpected();
+  endAll([&](const Operation& operation, const Transfer* transfer) {
+    ErrorRecord record = errorOf(operation, cause, identity_);
+    if (transfer != nullptr) {
+      record.bytes_done = transfer->bytesArrived();
+      record.bytes_total = transfer->bytesExpected();
+    }
     return record;
   });
 }
@@ -297,6 +318,14 @@ void DataPlane::checkDeadlines(TimePoint now) {
     const Deadline deadline = entry.second->operation().request().deadline;
     if (deadline.expired(now)) {
       notice(timedOut(*entry.second, protocol_.missing(entry.first), identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+  for (const auto& entry : unmatched_) {
+    const Deadline deadline = entry.second->request().deadline;
+    if (deadline.expired(now)) {
+      notice(unmatched(*entry.second, identity_));
     } else {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +15,7 @@
 #include "base/error.h"
 #include "engine/loop.h"
 #include "engine/operation.h"
+#include "engine/point_to_point.h"
 #include "engine/port.h"
 #include "engine/protocol.h"
 #include "engine/staging_pool.h"
@@ -99,6 +102,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// How long such a link may take.
   static constexpr int kLastLinkMs = 3000;
 
+  void begin(std::shared_ptr<Operation> operation);
+  void postPointToPoint(std::shared_ptr<Operation> operation);
+  void beginMatched();
+  void hear(int peer, const FrameHeader& header);
+  [[nodiscard]] bool isLate(int peer, const FrameHeader& header) const;
+  void deliverToSelf();
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
@@ -109,7 +118,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void act();
   void settle(uint64_t op_id);
   void replayHeld(Transfer& transfer);
-  void endAll(const std::function<ErrorRecord(const Transfer&)>& why);
+  /// `why` gets a null transfer for a receive without a sender.
+  void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
   void stopPorts() noexcept;
   void sayGoodbye(OutPort& port);
   void endIfSaid(OutPort& port);
@@ -138,7 +148,11 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   const Notice notice_;
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
+  PointToPoint point_to_point_;
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
+  uint64_t next_ticket_ = 1;
+  std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
   std::vector<std::unique_ptr<InPort>> in_;

@@ -60,6 +60,10 @@ void DataPlane::push(int peer, OutFrame frame) {
   if (failure_ || closing_) {
     return;
   }
+  if (peer == identity_.rank) {
+    to_self_.push_back(std::move(frame));
+    return;
+  }
   OutPort& port = portTo(peer);
   port.channel.push(std::move(frame));
   if (!port.dirty && !port.waits_for_room) {
@@ -69,7 +73,11 @@ void DataPlane::push(int peer, OutFrame frame) {
 }
 
 void DataPlane::flushDirty() {
-  while (!dirty_.empty() && !failure_) {
+  while ((!dirty_.empty() || !to_self_.empty()) && !failure_) {
+    if (!to_self_.empty()) {
+      deliverToSelf();
+      continue;
+    }
     OutPort* port = dirty_.back();
     dirty_.pop_back();
     port->dirty = false;
@@ -200,6 +208,11 @@ void DataPlane::peerLeft(int peer) {
   for (const auto& entry : transfers_) {
     missLeft(peer, *entry.second);
   }
+  // A receive from any rank can still be served as long as anyone is there.
+  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
+  if (alone && !unmatched_.empty()) {
+    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
+  }
 }
 
 // A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing
@@ -225,6 +238,7 @@ void DataPlane::endReading(InPort& port) noexcept {
 
 void DataPlane::stopPorts() noexcept {
   dirty_.clear();
+  to_self_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
       lane_.unwatch(port->link->fd());
@@ -252,7 +266,7 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
     return;
   }
-  endAll([&](const Transfer& transfer) { return errorOf(transfer.operation(), reason, identity_); });
+  endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   for (const auto& port : out_) {
     if (port == nullptr || port->broken) {
       continue;

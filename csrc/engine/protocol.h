@@ -140,6 +140,7 @@ class Protocol {
   };
 
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
+  void announce(Op& op);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
   [[nodiscard]] ErrorRecord mismatch(const Descriptor& mine, int peer, const OperationId& id) const;
