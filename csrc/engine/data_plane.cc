@@ -278,19 +278,33 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }
 
-void DataPlane::suspect(int peer, ErrorRecord record) {
-  const bool needed = std::any_of(
-      transfers_.begin(), transfers_.end(), [&](const auto& entry) { return entry.second->needs(peer); });
-  if (record.code == ErrorCode::PeerLeft && (!needed || in_[static_cast<size_t>(peer)] != nullptr)) {
-    return; // its link came after all, and says when it ends
+// A broken link to a peer matters only where something has still to go out on it. What is due from the peer comes on its own link, and
+// the end of that tells more; if the peer died, those who have a control link to it say so.
+void DataPlane::suspect(int peer, Suspicion suspicion) {
+  const auto any = [&](bool (Transfer::*question)(int) const noexcept) {
+    return std::any_of(
+        transfers_.begin(), transfers_.end(), [&](const auto& entry) { return (entry.second.get()->*question)(peer); });
+  };
+  const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+  const bool due = any(&Transfer::needsFrom);
+  if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {
+    return; // it came after all, and says itself when it ends
   }
-  if (!needed) {
-    // It was only asked whether it has entered something, and is not there any more: it has left. If it died, those who have a
-    // control link to it say so.
-    left_[static_cast<size_t>(peer)] = true;
-    return;
+  if (!any(&Transfer::owes)) {
+    // Its link may be on its way, or still bring what is due; but without the broken one it may wait for credit for ever.
+    if (due && !suspicion.patient && (port == nullptr || !port->ended)) {
+      suspicion.patient = true;
+      suspicion.due += std::chrono::milliseconds(kLastLinkMs);
+      suspicions_.emplace(peer, std::move(suspicion));
+      return;
+    }
+    if (!due) {
+      left_[static_cast<size_t>(peer)] =
+          true; // it was only asked whether it has entered something, and is not there any more
+      return;
+    }
   }
-  notice(std::move(record));
+  notice(std::move(suspicion.record));
 }
 
 TimePoint DataPlane::nextTick() const noexcept {
@@ -336,13 +350,17 @@ void DataPlane::tick(TimePoint now) noexcept {
     protocol_.tick(now);
     act();
     checkDeadlines(now);
+    std::vector<std::pair<int, Suspicion>> due;
     for (auto at = suspicions_.begin(); at != suspicions_.end();) {
       if (at->second.due <= now) {
-        suspect(at->first, std::move(at->second.record));
+        due.emplace_back(at->first, std::move(at->second));
         at = suspicions_.erase(at);
       } else {
         ++at;
       }
+    }
+    for (auto& entry : due) {
+      suspect(entry.first, std::move(entry.second));
     }
   });
 }

@@ -94,11 +94,14 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     FrameHeader header;
     StagingBuffer staging;
   };
-  /// A link broke. Whether its peer died or only left in order, another link tells within 20 ms.
+  /// A link broke. Whether its peer died or only left in order, another link tells within 40 ms.
   struct Suspicion {
     ErrorRecord record;
     TimePoint due;
+    bool patient = false; ///< waits for a link that the peer may have opened before
   };
+  /// How long such a link may take.
+  static constexpr int kLastLinkMs = 3000;
 
   void begin(std::shared_ptr<Operation> operation);
   void postPointToPoint(std::shared_ptr<Operation> operation);
@@ -125,7 +128,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
   void missLeft(int peer, const Transfer& transfer);
   void endReading(InPort& port) noexcept;
-  void suspect(int peer, ErrorRecord record);
+  void suspect(int peer, Suspicion suspicion);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),

@@ -13,10 +13,9 @@
 namespace pycomm {
 namespace {
 
-// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
-constexpr int kSuspicionMs = 20;
-// How long a link may take to arrive that a peer has opened before it left.
-constexpr int kLastLinkMs = 3000;
+// After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead. The one on
+// the control link is said kGoodbyeMs after those on bulk links.
+constexpr int kSuspicionMs = 40;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
 // Closing: how long to wait for room to say it, where the peer has yet to read what came before.
@@ -183,7 +182,8 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   } else if (left_[static_cast<size_t>(peer)]) {
     peerLeft(peer); // what is queued for it will not leave
   } else {
-    suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs)});
+    suspicions_.emplace(
+        peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs), false});
   }
 }
 
@@ -230,7 +230,8 @@ void DataPlane::peerLeft(int peer) {
   }
 }
 
-// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing more will come.
+// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing
+// more will come.
 void DataPlane::missLeft(int peer, const Transfer& transfer) {
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
   if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {
@@ -239,7 +240,9 @@ void DataPlane::missLeft(int peer, const Transfer& transfer) {
     suspicions_.emplace(
         peer,
         Suspicion{
-            peerLeftUs(peer, transfer.operation(), identity_), Clock::now() + std::chrono::milliseconds(kLastLinkMs)});
+            peerLeftUs(peer, transfer.operation(), identity_),
+            Clock::now() + std::chrono::milliseconds(kLastLinkMs),
+            true});
   }
 }
 
@@ -280,10 +283,17 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
   }
   endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   for (const auto& port : out_) {
-    if (port == nullptr || port->broken || !port->connected) {
+    if (port == nullptr || port->broken) {
       continue;
     }
-    sayGoodbye(*port);
+    if (port->connected) {
+      sayGoodbye(*port);
+      continue;
+    }
+    // What waits for the connection borrows memory of operations that ended just now: it must never leave.
+    lane_.unwatch(port->link->fd());
+    port->channel.clear();
+    port->broken = true;
   }
 }
 

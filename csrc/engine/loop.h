@@ -6,8 +6,8 @@
 
 namespace pycomm {
 
-/// What the planes of a group need of the thread that runs them: descriptors watched, ticks in time. EventLoop is the one with epoll;
-/// the simulator has another, so that it runs the very planes that the engine runs.
+/// What the planes of a group need of the thread that runs them: descriptors watched, ticks in time. EventLoop is the
+/// one with epoll; the simulator has another, so that it runs the very planes that the engine runs.
 class Loop {
  public:
   /// Told when its descriptor is ready.

@@ -184,9 +184,12 @@ void Membership::tick(TimePoint now) {
       if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
-      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would be wrong.
+      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would
+      // be wrong.
       const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
-      const auto counts = [&](const Neighbour& other) { return other.rank != entry.rank && other.connected && !other.left; };
+      const auto counts = [&](const Neighbour& other) {
+        return other.rank != entry.rank && other.connected && !other.left;
+      };
       const bool others = std::any_of(neighbours_.begin(), neighbours_.end(), counts);
       const bool heard = std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& other) {
         return counts(other) && other.heard_at > lately;

@@ -36,8 +36,16 @@ struct OutPort final : Loop::Handler {
 
 /// The connection that a peer opened to this rank, to read frames.
 struct InPort final : Loop::Handler {
-  InPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> accepted, InChannel::Receiver& receiver, size_t buffer_nbytes)
-      : owner(port_owner), peer(peer_rank), link(std::move(accepted)), channel(peer_rank, *link, receiver, buffer_nbytes) {}
+  InPort(
+      PortOwner& port_owner,
+      int peer_rank,
+      std::unique_ptr<Link> accepted,
+      InChannel::Receiver& receiver,
+      size_t buffer_nbytes)
+      : owner(port_owner),
+        peer(peer_rank),
+        link(std::move(accepted)),
+        channel(peer_rank, *link, receiver, buffer_nbytes) {}
   void onReady(uint32_t events) noexcept override {
     owner.onPortReady(peer, false, events);
   }

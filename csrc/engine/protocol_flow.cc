@@ -39,8 +39,10 @@ Descriptor Protocol::expectedFrom(Op& op, int peer) {
 
 void Protocol::grant(Op& op, EdgeState& edge) {
   const int64_t limit = std::min(edge.total, edge.moved + config_.window_nbytes);
-  // Small raises are saved up: half a window, or the rest of the edge.
-  const bool worth_it = limit - edge.limit >= config_.window_nbytes / 2 || limit == edge.total;
+  // Small raises are saved up: a quarter of a window, or the rest of the edge. Not more: what is saved up is missing
+  // from the room that a ring counts on, which is half a window and a segment of a quarter (kEdgeRoomNbytes,
+  // kMaxSegmentNbytes).
+  const bool worth_it = limit - edge.limit >= config_.window_nbytes / 4 || limit == edge.total;
   if (limit <= edge.limit || !worth_it) {
     return;
   }

@@ -190,7 +190,9 @@ void Network::deliver(int fd, int64_t upto, bool fin) {
     }
     if (observer_ != nullptr && pipe.arrived > from) {
       pipe.received.feed(
-          pipe.bytes.data() + (from - pipe.base), static_cast<size_t>(pipe.arrived - from), [&](const FrameHeader& header) {
+          pipe.bytes.data() + (from - pipe.base),
+          static_cast<size_t>(pipe.arrived - from),
+          [&](const FrameHeader& header) {
             observer_->frameArrived(end(fd).rank, end(fd).peer, connectionOf(fd).purpose, header);
           });
     }

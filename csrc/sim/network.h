@@ -13,10 +13,10 @@
 
 namespace pycomm::sim {
 
-/// Connections in virtual time: each direction a first-in-first-out stream of bytes with delay, and with room for only so many bytes
-/// that the reader has not taken. Different connections overtake each other. What sockets do at the end of a connection is imitated:
-/// an orderly end follows the bytes; an end with unread bytes, or bytes for a socket that is closed, bring a reset, which may swallow
-/// bytes under way.
+/// Connections in virtual time: each direction a first-in-first-out stream of bytes with delay, and with room for
+/// only so many bytes that the reader has not taken. Different connections overtake each other. What sockets do at
+/// the end of a connection is imitated: an orderly end follows the bytes; an end with unread bytes, or bytes for a
+/// socket that is closed, bring a reset, which may swallow bytes under way.
 class Network final : public Readiness {
  public:
   struct Weather {
@@ -52,9 +52,11 @@ class Network final : public Readiness {
   [[nodiscard]] std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> pair(int a, int b);
 
   // ---- faults
-  /// Nothing gets from `from` to `to` until then; it waits as in TCP, and so do acknowledgements of the other direction.
+  /// Nothing gets from `from` to `to` until then; it waits as in TCP, and so do acknowledgements of the other
+  /// direction.
   void block(int from, int to, TimePoint until);
-  /// A reset in the middle of the network ends the connections that `from` has opened to `to`, for both. False if there is none.
+  /// A reset in the middle of the network ends the connections that `from` has opened to `to`, for both. False if
+  /// there is none.
   bool resetConnections(int from, int to);
   /// The kernel closes what the process of `rank` had open, and refuses what comes.
   void closeAllOf(int rank);

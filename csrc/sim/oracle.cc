@@ -41,8 +41,8 @@ void withType(DType dtype, const Body& body) {
 
 template <typename T>
 T valueAt(int key, int rank, int64_t place) {
-  const uint64_t mixed = mix64(
-      static_cast<uint64_t>(key + 1) << 48 ^ static_cast<uint64_t>(rank) << 40 ^ static_cast<uint64_t>(place));
+  const uint64_t mixed =
+      mix64(static_cast<uint64_t>(key + 1) << 48 ^ static_cast<uint64_t>(rank) << 40 ^ static_cast<uint64_t>(place));
   if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(static_cast<int64_t>(mixed % 61) - 30);
   } else {

@@ -31,8 +31,9 @@ Algorithm drawAlgorithm(Random& random, Collective kind, bool encoded) {
 }
 
 ReduceOp drawReduceOp(Random& random, DType dtype) {
-  return isFloatingPoint(dtype) ? random.pick({ReduceOp::Sum, ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min})
-                                : random.pick({ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Bxor, ReduceOp::Band});
+  return isFloatingPoint(dtype)
+      ? random.pick({ReduceOp::Sum, ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max, ReduceOp::Min})
+      : random.pick({ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Bxor, ReduceOp::Band});
 }
 
 } // namespace
@@ -42,7 +43,8 @@ std::vector<int64_t> allToAllCounts(int key, int rank, int size, bool receives) 
   for (int other = 0; other < size; ++other) {
     const int from = receives ? other : rank;
     const int to = receives ? rank : other;
-    const uint64_t mixed = mix64(static_cast<uint64_t>(key) << 32 | static_cast<uint64_t>(from) << 16 | static_cast<uint64_t>(to));
+    const uint64_t mixed =
+        mix64(static_cast<uint64_t>(key) << 32 | static_cast<uint64_t>(from) << 16 | static_cast<uint64_t>(to));
     counts.push_back(mixed % 3 == 0 ? 0 : static_cast<int64_t>(mixed >> 32) % 40);
   }
   return counts;
@@ -54,13 +56,22 @@ CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes) {
   ScheduleRequest& request = call.request;
   request.size = size;
   request.kind = random.pick(
-      {Collective::AllReduce, Collective::AllReduce, Collective::AllReduce, Collective::Broadcast, Collective::AllGather,
-       Collective::Barrier, Collective::Reduce, Collective::ReduceScatter, Collective::AllToAll, Collective::Gather,
+      {Collective::AllReduce,
+       Collective::AllReduce,
+       Collective::AllReduce,
+       Collective::Broadcast,
+       Collective::AllGather,
+       Collective::Barrier,
+       Collective::Reduce,
+       Collective::ReduceScatter,
+       Collective::AllToAll,
+       Collective::Gather,
        Collective::Scatter});
   if (request.kind == Collective::Barrier) {
     return call;
   }
-  request.dtype = random.pick({DType::Float32, DType::Float32, DType::Int64, DType::Int32, DType::Float64, DType::UInt8});
+  request.dtype =
+      random.pick({DType::Float32, DType::Float32, DType::Int64, DType::Int32, DType::Float64, DType::UInt8});
   request.wire_dtype = request.dtype;
   const bool reduces = request.kind == Collective::AllReduce || request.kind == Collective::Reduce ||
       request.kind == Collective::ReduceScatter;
@@ -72,8 +83,8 @@ CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes) {
     request.wire_dtype = DType::Float16; // small integers: exact there, too
   }
   request.algorithm = drawAlgorithm(random, request.kind, request.wire_dtype != request.dtype);
-  if (request.kind == Collective::Broadcast || request.kind == Collective::Reduce || request.kind == Collective::Gather ||
-      request.kind == Collective::Scatter) {
+  if (request.kind == Collective::Broadcast || request.kind == Collective::Reduce ||
+      request.kind == Collective::Gather || request.kind == Collective::Scatter) {
     request.root = static_cast<int32_t>(random.below(size));
   }
   // As the real limits: a segment is a quarter of the window at the most, and an edge holds half of a window.
@@ -115,7 +126,8 @@ std::string callText(const CallPlan& call) {
   if (request.wire_dtype != request.dtype) {
     out += std::string(", wire ") + dtypeName(request.wire_dtype);
   }
-  out += std::string(", ") + algorithmName(request.algorithm) + ", segments of " + std::to_string(request.segment_nbytes) + " B";
+  out += std::string(", ") + algorithmName(request.algorithm) + ", segments of " +
+      std::to_string(request.segment_nbytes) + " B";
   if (call.tag != 0) {
     out += ", tag " + std::to_string(call.tag);
   }

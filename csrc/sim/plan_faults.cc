@@ -41,7 +41,8 @@ std::string alterField(Random& random, CallPlan& call) {
       what = "root";
       break;
     case 4:
-      changed.kind = random.pick({Collective::Broadcast, Collective::Barrier, Collective::AllReduce, Collective::Reduce});
+      changed.kind =
+          random.pick({Collective::Broadcast, Collective::Barrier, Collective::AllReduce, Collective::Reduce});
       changed.root = 0;
       changed.counts.clear();
       changed.recv_counts.clear();
@@ -89,7 +90,8 @@ std::string alterProgram(Random& random, Plan& plan, int rank) {
   const std::string where = " of call " + std::to_string(at + 1);
   const int64_t dice = random.below(10);
   if (dice >= 7) {
-    // Without names, a call that is left out or swapped with an equal one is an honest program that computes something else.
+    // Without names, a call that is left out or swapped with an equal one is an honest program that computes
+    // something else.
     for (RankPlan& each : plan.ranks) {
       for (CallPlan& call : each.calls) {
         call.tag = 1000 + static_cast<uint32_t>(call.key);
@@ -124,7 +126,8 @@ std::string alterProgram(Random& random, Plan& plan, int rank) {
 Nanos drawDuration(Random& random) {
   // Well below the 3 s after which silence counts, well above, and around.
   return random.chance(40) ? milliseconds(random.scaled(1, 2200))
-                           : random.chance(80) ? milliseconds(random.within(3700, 8000)) : milliseconds(random.within(2200, 3700));
+      : random.chance(80)  ? milliseconds(random.within(3700, 8000))
+                           : milliseconds(random.within(2200, 3700));
 }
 
 } // namespace
@@ -132,9 +135,21 @@ Nanos drawDuration(Random& random) {
 void drawFault(Random& random, Plan& plan) {
   FaultPlan fault;
   fault.kind = random.pick(
-      {FaultKind::Kill, FaultKind::Kill, FaultKind::Stop, FaultKind::Stop, FaultKind::Reset, FaultKind::BlockPair,
-       FaultKind::BlockOut, FaultKind::BlockIn, FaultKind::Isolate, FaultKind::Late, FaultKind::Mismatch, FaultKind::Mismatch,
-       FaultKind::Mismatch, FaultKind::Leave, FaultKind::Abort});
+      {FaultKind::Kill,
+       FaultKind::Kill,
+       FaultKind::Stop,
+       FaultKind::Stop,
+       FaultKind::Reset,
+       FaultKind::BlockPair,
+       FaultKind::BlockOut,
+       FaultKind::BlockIn,
+       FaultKind::Isolate,
+       FaultKind::Late,
+       FaultKind::Mismatch,
+       FaultKind::Mismatch,
+       FaultKind::Mismatch,
+       FaultKind::Leave,
+       FaultKind::Abort});
   fault.rank = static_cast<int>(random.below(plan.size));
   if (random.chance(50)) {
     fault.after_frames = random.scaled(1, 400);
@@ -157,7 +172,8 @@ void drawFault(Random& random, Plan& plan) {
         fault.duration = std::chrono::hours(10);
       }
       fault.other = fault.kind == FaultKind::BlockPair
-          ? static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size) : -1;
+          ? static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size)
+          : -1;
       break;
     case FaultKind::Reset:
       fault.other = static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size);

@@ -5,8 +5,8 @@
 
 namespace pycomm::sim {
 
-/// The only source of chance in a simulation: SplitMix64 (Steele, Lea, Flood 2014). The same seed gives the same numbers with
-/// every compiler and library, which the distributions of <random> do not promise.
+/// The only source of chance in a simulation: SplitMix64 (Steele, Lea, Flood 2014). The same seed gives the same
+/// numbers with every compiler and library, which the distributions of <random> do not promise.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}

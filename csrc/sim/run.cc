@@ -45,7 +45,8 @@ Run::Run(const Plan& plan, bool keeps_trace)
       state.group->onFailure([this, rank](const ErrorRecord& cause) {
         audit_.say("rank " + std::to_string(rank) + " fails: " + cause.text());
       });
-      state.user->onEvent([this, rank](const std::string& what) { audit_.say("rank " + std::to_string(rank) + ' ' + what); });
+      state.user->onEvent(
+          [this, rank](const std::string& what) { audit_.say("rank " + std::to_string(rank) + ' ' + what); });
     }
   }
   for (int rank = 0; rank < plan_.size; ++rank) {

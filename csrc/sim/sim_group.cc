@@ -92,8 +92,8 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings
       }
     });
   };
-  control_ = std::make_unique<ControlPlane>(
-      identity_, control_loop_, std::nullopt, settings_.membership, std::move(events));
+  control_ =
+      std::make_unique<ControlPlane>(identity_, control_loop_, std::nullopt, settings_.membership, std::move(events));
   control_->open();
   network_.listen(identity_.rank, [this](std::unique_ptr<Link> link) { accept(std::move(link)); });
 }
@@ -117,7 +117,8 @@ void SimGroup::introduce(Stranger& stranger) {
   const int fd = stranger.link->fd();
   control_loop_.unwatch(fd);
   auto found = strangers_.find(fd);
-  const std::unique_ptr<Stranger> known = std::move(found->second); // its handler runs: it goes at the end of this function
+  const std::unique_ptr<Stranger> known =
+      std::move(found->second); // its handler runs: it goes at the end of this function
   strangers_.erase(found);
   const HelloReading reading = known->reading();
   const bool ours = reading.state == HelloReading::State::Complete && reading.hello.nonce == identity_.nonce &&

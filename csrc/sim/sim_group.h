@@ -12,8 +12,8 @@
 
 namespace pycomm::sim {
 
-/// A process group on one simulated rank: the engine's own DataPlane and ControlPlane on simulated loops and links, with what Group
-/// puts between the two.
+/// A process group on one simulated rank: the engine's own DataPlane and ControlPlane on simulated loops and links,
+/// with what Group puts between the two.
 class SimGroup {
  public:
   struct Settings {

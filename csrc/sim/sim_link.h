@@ -31,7 +31,8 @@ class SimLink final : public Link {
   void shutdownWrite() noexcept override {
     network_.shutdown(fd_);
   }
-  /// Does not block: virtual time goes on when the caller returns. The end itself lives on until the peer closes, or 20 ms.
+  /// Does not block: virtual time goes on when the caller returns. The end itself lives on until the peer closes, or
+  /// 20 ms.
   void closeGently() noexcept override {
     gentle_ = true;
     network_.drainAndClose(fd_);

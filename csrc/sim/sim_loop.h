@@ -21,9 +21,9 @@ class Readiness {
   [[nodiscard]] virtual uint32_t eventsOf(int fd) const = 0;
 };
 
-/// A native thread in virtual time. A turn does what EventLoop's does, in its order: ready descriptors (here in random order), then
-/// tasks, then ticks that are due; level-triggered. A turn takes time, sleeps end up to 2 ms late, as epoll's do, and a stopped or
-/// dead process has no turns.
+/// A native thread in virtual time. A turn does what EventLoop's does, in its order: ready descriptors (here in
+/// random order), then tasks, then ticks that are due; level-triggered. A turn takes time, sleeps end up to 2 ms
+/// late, as epoll's do, and a stopped or dead process has no turns.
 class SimLoop final : public Loop {
  public:
   struct Pace {

@@ -116,7 +116,8 @@ void User::issue(const CallPlan& call) {
     memory->output = memory->input;
   }
   request.output = {memory->output.data(), memory->output.size()};
-  request.input = call.in_place ? ConstBufferView(request.output) : ConstBufferView(memory->input.data(), memory->input.size());
+  request.input =
+      call.in_place ? ConstBufferView(request.output) : ConstBufferView(memory->input.data(), memory->input.size());
   request.id = {index + 1, static_cast<int64_t>(index + 1)};
   request.deadline = Deadline::after(call.timeout_ms);
   outcome->descriptor = descriptor;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "sim/oracle.h"
+#include "sim/plan_parts.h"
 #include "sim/verdict_parts.h"
 
 namespace pycomm::sim {
@@ -67,11 +68,12 @@ class Checks {
     // To ranks that it only wanted to ask something, and that have not accepted yet.
     const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
     if (clean && usage &&
-        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings || usage->protocol.operations != 0 ||
-         usage->protocol.heard != 0 || usage->protocol.eager_in != 0)) {
-      add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) + " transfers, " +
-          std::to_string(usage->held_frames) + " held frames, " + std::to_string(usage->staging_nbytes) + " B of staging, " +
-          std::to_string(usage->protocol.operations) + " operations, " + std::to_string(usage->protocol.heard) + " heard of, " +
+        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings ||
+         usage->protocol.operations != 0 || usage->protocol.heard != 0 || usage->protocol.eager_in != 0)) {
+      add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) +
+          " transfers, " + std::to_string(usage->held_frames) + " held frames, " +
+          std::to_string(usage->staging_nbytes) + " B of staging, " + std::to_string(usage->protocol.operations) +
+          " operations, " + std::to_string(usage->protocol.heard) + " heard of, " +
           std::to_string(usage->protocol.eager_in) + " B in pools");
     }
   }
@@ -154,8 +156,9 @@ Report simulate(uint64_t seed, bool keeps_trace) {
   report.violations = violationsOf(run);
   report.trace = run.audit().trace();
   report.plan = run.plan().text();
-  report.first_fault =
-      run.faults().empty() ? "none" : run.faults().size() > 1 ? "several" : faultName(run.faults()[0].plan.kind);
+  report.first_fault = run.faults().empty() ? "none"
+      : run.faults().size() > 1             ? "several"
+                                            : faultName(run.faults()[0].plan.kind);
   for (const RankState& state : run.ranks()) {
     report.group_failed = report.group_failed || state.group->failure().has_value();
     for (const auto& outcome : state.user->outcomes()) {

@@ -8,9 +8,9 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kForLong = milliseconds(3700); // longer than silence may last: 3 s, and half a second until somebody looks
+constexpr Nanos kForLong =
+    milliseconds(3700); // longer than silence may last: 3 s, and half a second until somebody looks
 constexpr Nanos kBriefly = milliseconds(2400); // shorter
-
 
 /// What one fault may end in.
 struct Expectation {
@@ -18,6 +18,7 @@ struct Expectation {
   std::set<ErrorCode> codes;
   std::optional<TimePoint> due; ///< by then every rank that is still open must have failed
   bool harmless = false; ///< no rank may fail at all
+  bool ambiguous = false; ///< a blockade that ends while ranks count the silence: who is heard first is chance
   bool splits = false; ///< the two sides cannot talk: each agrees for itself
 };
 
@@ -32,7 +33,8 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.due = fault.at + plan.duration + slack;
       break;
     case FaultKind::Reset:
-      expected.codes = {ErrorCode::PeerDead};
+      expected.codes = {
+          ErrorCode::PeerDead, ErrorCode::PeerLeft}; // left: what it sent before it left went down with the link
       expected.culprits.insert(plan.other);
       expected.splits = run.plan().size == 2; // nobody is left between the two
       break;
@@ -42,6 +44,7 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
     case FaultKind::BlockIn:
     case FaultKind::Isolate: {
       expected.harmless = plan.duration < kBriefly;
+      expected.ambiguous = plan.kind != FaultKind::Stop && plan.duration < kForLong;
       expected.codes = {ErrorCode::PeerUnresponsive};
       if (plan.kind == FaultKind::BlockPair) {
         expected.culprits.insert(plan.other);
@@ -63,7 +66,8 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       break;
     case FaultKind::Mismatch:
       expected.codes = {ErrorCode::CollectiveMismatch};
-      // One side ran out of calls, or the other rank's own call ended early (a root's does) and it left before anybody compared.
+      // One side ran out of calls, or the other rank's own call ended early (a root's does) and it left before
+      // anybody compared.
       expected.codes.insert(ErrorCode::PeerLeft);
       break;
     case FaultKind::Leave:
@@ -100,10 +104,10 @@ class Failures {
           add("rank " + std::to_string(rank) + " failed without a fault: " + culpritText(*cause));
         }
       }
-    } else if (faults.size() == 1) {
+    } else if (run_.faults().size() == 1) {
       single(faults.front());
     } else {
-      several(faults);
+      several();
     }
     return std::move(violations_);
   }
@@ -112,12 +116,18 @@ class Failures {
   void add(std::string what) {
     violations_.push_back(std::move(what));
   }
+  /// What the rank's user saw its group die of; nothing where it had finished and was leaving already.
   [[nodiscard]] const std::optional<ErrorRecord>& causeOf(int rank) const {
-    return run_.ranks()[static_cast<size_t>(rank)].group->failure();
+    static const std::optional<ErrorRecord> kNothing;
+    const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
+    const auto& outcomes = state.user->outcomes();
+    const bool hurt = std::any_of(outcomes.begin(), outcomes.end(), [](const auto& outcome) { return outcome->error; });
+    const bool seen = hurt || state.group->failedAt() < state.user->closingSince();
+    return seen ? state.group->failure() : kNothing;
   }
 
   /// Ranks that left in order make some ends ambiguous by nature:
-  ///  - where a rank has no control link to the others that are still there, news reaches it only as the end of bulk links;
+  ///  - where a rank has no control link to the others that are still there, news reaches it as the end of bulk links;
   ///  - a goodbye that is under way in a blockade is lost when its sender's kernel gives the connection up.
   [[nodiscard]] bool unclear() const {
     bool somebody_left = false;
@@ -128,8 +138,8 @@ class Failures {
     bool blockade = false;
     for (const FaultRecord& fault : run_.faults()) {
       const FaultKind kind = fault.plan.kind;
-      blockade = blockade || kind == FaultKind::BlockPair || kind == FaultKind::BlockOut || kind == FaultKind::BlockIn ||
-          kind == FaultKind::Isolate;
+      blockade = blockade || kind == FaultKind::BlockPair || kind == FaultKind::BlockOut ||
+          kind == FaultKind::BlockIn || kind == FaultKind::Isolate;
     }
     return somebody_left && !run_.faults().empty() && (run_.plan().size > 5 || blockade);
   }
@@ -142,7 +152,8 @@ class Failures {
       const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
       const std::string who = "rank " + std::to_string(rank);
       if (!causeOf(rank)) {
-        const bool stopped = fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank; // the others may have ended in order
+        const bool stopped =
+            fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank; // the others may have ended in order
         const bool closed_before = expected.due && state.user->closingSince() <= *expected.due;
         if (expected.due && !state.group->dead() && !closed_before && !stopped) {
           add(who + " never learned of the fault");
@@ -151,7 +162,7 @@ class Failures {
       }
       const ErrorRecord& cause = *causeOf(rank);
       const bool cut_off = expected.splits && rank == fault.plan.rank;
-      if (run_.plan().prompt) {
+      if (run_.plan().prompt && !expected.ambiguous) {
         checkCause(who, cause, expected, cut_off, fault);
         const bool stopped = fault.plan.kind == FaultKind::Stop && rank == fault.plan.rank;
         const TimePoint closing = state.user->closingSince();
@@ -207,26 +218,30 @@ class Failures {
     const auto position = static_cast<size_t>(cause.sequence - 1);
     const auto& mine = run_.ranks()[static_cast<size_t>(cause.rank)].user->outcomes();
     if (position < theirs.size() && position < mine.size() &&
-        theirs[position]->issued < mine[position]->issued + milliseconds(mine[position]->call.timeout_ms) - milliseconds(150)) {
-      add(who + " says that rank " + std::to_string(cause.peer) + " has not entered call " + std::to_string(cause.sequence) +
-          ", but it had");
+        theirs[position]->issued <
+            mine[position]->issued + milliseconds(mine[position]->call.timeout_ms) - milliseconds(150)) {
+      add(who + " says that rank " + std::to_string(cause.peer) + " has not entered call " +
+          std::to_string(cause.sequence) + ", but it had");
     }
   }
 
-  void several(const std::vector<FaultRecord>& faults) {
+  void several() {
     std::set<int> faulty;
     bool anything = false; // a fault that makes honest ranks look late, or that has more than one side
-    for (const FaultRecord& fault : faults) {
+    for (const FaultRecord& fault : run_.faults()) {
       const Expectation expected = expectationOf(run_, fault);
       faulty.insert(expected.culprits.begin(), expected.culprits.end());
-      anything = anything || expected.splits || fault.plan.kind == FaultKind::BlockIn || fault.plan.kind == FaultKind::BlockPair;
+      anything = anything || expected.splits || expected.ambiguous || fault.plan.kind == FaultKind::BlockIn ||
+          fault.plan.kind == FaultKind::BlockPair;
     }
     for (int rank = 0; rank < run_.plan().size; ++rank) {
       const auto& cause = causeOf(rank);
       if (!cause || anything || !run_.plan().prompt) {
         continue;
       }
-      const bool named = faulty.count(cause->peer) != 0 || faulty.count(cause->rank) != 0;
+      // Who hears nobody says so of itself; it cannot know that all its neighbours are gone.
+      const bool lonely = cause->code == ErrorCode::PeerUnresponsive && cause->peer == cause->rank;
+      const bool named = lonely || faulty.count(cause->peer) != 0 || faulty.count(cause->rank) != 0;
       if (!named && cause->code != ErrorCode::Timeout) {
         add("rank " + std::to_string(rank) + " ends with " + culpritText(*cause) + ", who did nothing wrong");
       }

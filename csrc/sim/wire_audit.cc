@@ -89,7 +89,11 @@ void WireAudit::frameSent(int from, int to, LinkPurpose purpose, const FrameHead
     }
     if ((header.aux & kEagerFlag) == 0) {
       if (books.sent > books.limit) {
-        violation(from, to, header, "credit is " + std::to_string(books.limit) + " B, this makes " + std::to_string(books.sent));
+        violation(
+            from,
+            to,
+            header,
+            "credit is " + std::to_string(books.limit) + " B, this makes " + std::to_string(books.sent));
       }
     } else {
       int64_t& pool = in_pool_[static_cast<size_t>(from * ranks_ + to)];

@@ -109,12 +109,12 @@ TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
   EXPECT_EQ(credits.front().header.type, FrameType::Credit);
   EXPECT_EQ(credits.front().header.aux, uint64_t{4} << 20);
 
-  leaf.consumed(1, 0, 1 << 20, false);
+  leaf.consumed(1, 0, 512 << 10, false);
   EXPECT_TRUE(leaf.takeActions().empty()); // not worth a frame
-  leaf.consumed(1, 0, 1 << 20, false);
+  leaf.consumed(1, 0, 512 << 10, false);
   credits = of(Kind::Send, leaf.takeActions());
   ASSERT_EQ(credits.size(), 1U);
-  EXPECT_EQ(credits.front().header.aux, uint64_t{6} << 20);
+  EXPECT_EQ(credits.front().header.aux, uint64_t{5} << 20);
 }
 
 TEST(Protocol, EagerDataIsHeldUntilItsOperationIsPosted) {
