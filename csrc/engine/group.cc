@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <future>
-#include <thread>
 #include <utility>
 
 #include "engine/failure_text.h"
@@ -13,9 +12,6 @@ namespace {
 
 // A training step has a few tens of distinct calls; a schedule of a large ring takes some hundred kilobytes.
 constexpr size_t kCachedSchedules = 64;
-
-// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
-constexpr int kSpinUs = 50;
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
@@ -39,155 +35,6 @@ uint32_t splitsDigest(const std::vector<int64_t>& counts) {
 }
 
 } // namespace
-
-std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
-  AbortToken none;
-  RendezvousConfig meeting = config.rendezvous;
-  meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
-  std::shared_ptr<Group> group;
-  try {
-    group.reset(new Group(engine, store, config, meet(store, meeting, none)));
-    group->connect(config);
-  } catch (const Error& error) {
-    if (group != nullptr) {
-      group->close();
-    }
-    if (error.record().code == ErrorCode::TooManyFiles && error.record().peer < 0) { // not yet told
-      GroupIdentity self;
-      self.rank = meeting.rank;
-      self.size = meeting.size;
-      self.name = meeting.group_name;
-      throw Error(withNeed(error.record(), self));
-    }
-    throw;
-  }
-  engine.add(group);
-  return group;
-}
-
-Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous)
-    : engine_(engine),
-      store_(store),
-      claim_(rendezvous.claim),
-      address_reason_(rendezvous.address_reason),
-      interface_name_(rendezvous.interface_name),
-      listener_(std::move(rendezvous.listener)) {
-  identity_.rank = config.rendezvous.rank;
-  identity_.size = config.rendezvous.size;
-  identity_.name = config.rendezvous.group_name;
-  identity_.hash = rendezvous.group_hash;
-  identity_.nonce = rendezvous.nonce;
-  identity_.local_address = rendezvous.local_address;
-  for (const Member& member : rendezvous.members) {
-    identity_.hosts.push_back(member.host);
-    identity_.addresses.push_back(member.address);
-    watch_names_.push_back(member.watch_name);
-    if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
-      host_mates_.push_back(member.rank);
-    }
-  }
-}
-
-void Group::connect(const Config& config) {
-  // Spinning pays only where every rank of this host can have a core.
-  const auto local =
-      std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
-  engine_.lane().setSpin(
-      std::chrono::microseconds(static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
-  Membership::Config membership;
-  membership.rank = identity_.rank;
-  membership.hosts = identity_.hosts;
-  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, host_mates_);
-  membership.group = identity_.name;
-  membership.heartbeat_every_ms = config.heartbeat_every_ms;
-  membership.dead_after_ms = config.dead_after_ms;
-
-  // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
-  engine_.lane().run([&] {
-    data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), [this](ErrorRecord record) {
-      engine_.control().post([this, record = std::move(record)] {
-        if (control_ != nullptr) {
-          control_->notice(record);
-        }
-      });
-    });
-  });
-  ControlPlane::Events events;
-  events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
-  events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
-    auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
-    engine_.lane().post([this, peer, shared] {
-      if (data_ != nullptr) {
-        data_->adopt(peer, std::move(*shared));
-      }
-    });
-  };
-  events.left = [this](int peer) {
-    engine_.lane().post([this, peer] {
-      if (data_ != nullptr) {
-        data_->peerLeft(peer);
-      }
-    });
-  };
-  engine_.control().run([&] {
-    control_ = std::make_unique<ControlPlane>(
-        identity_, engine_.control(), std::move(listener_), membership, std::move(events));
-    control_->open();
-    for (const int mate : membership.neighbours) {
-      if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
-        // Looked away from in close(), on this loop, before control_ goes.
-        watches_.push_back(engine_.hostMates().watch(
-            watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
-      }
-    }
-  });
-
-  // Of each pair the lower rank connects.
-  const Deadline deadline = config.rendezvous.deadline;
-  for (const int peer : membership.neighbours) {
-    if (peer < identity_.rank) {
-      continue;
-    }
-    std::unique_ptr<Link> link;
-    try {
-      link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
-    } catch (const Error& error) {
-      if (error.record().code != ErrorCode::ConnectFailed) {
-        throw;
-      }
-      throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
-    }
-    Hello hello;
-    hello.nonce = identity_.nonce;
-    hello.rank = identity_.rank;
-    hello.size = identity_.size;
-    hello.epoch = identity_.epoch;
-    hello.group = identity_.hash;
-    hello.purpose = LinkPurpose::Control;
-    const std::string bytes = encodeHello(hello);
-    writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
-    engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
-  }
-  const std::vector<int> missing = control_->waitForNeighbours(deadline, abort_);
-  abort_.throwIfAborted();
-  if (!missing.empty()) {
-    ErrorRecord record;
-    record.code = ErrorCode::ConnectFailed;
-    record.rank = identity_.rank;
-    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
-    record.peer = missing.front();
-    record.peer_host = identity_.hosts[static_cast<size_t>(missing.front())];
-    record.group = identity_.name;
-    record.phase = "connect";
-    record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " +
-        identity_.addresses[static_cast<size_t>(identity_.rank)].text() + ".";
-    record.hint =
-        "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-        "with PYCOMM_SOCKET_IFNAME";
-    throw Error(record);
-  }
-}
 
 Group::~Group() {
   close();

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -52,6 +53,8 @@ def serve_forks(requests: int, answers: int) -> None:
                     os.close(answers)
                     try:
                         partner_main(rank, line.strip())
+                    except BaseException:
+                        traceback.print_exc()
                     finally:
                         os._exit(0)
                 pids.append(pid)

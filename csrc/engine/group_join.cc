@@ -1,0 +1,196 @@
+// How a group comes together: the rendezvous, the planes, the control links.
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "engine/failure_text.h"
+#include "engine/group.h"
+
+namespace pycomm {
+namespace {
+
+// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
+constexpr int kSpinUs = 50;
+
+// How often a rank that waits for connections looks into the store for why they do not come.
+constexpr int kLookMs = 500;
+constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
+
+} // namespace
+
+std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
+  AbortToken none;
+  RendezvousConfig meeting = config.rendezvous;
+  meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
+  std::shared_ptr<Group> group;
+  try {
+    group.reset(new Group(engine, store, config, meet(store, meeting, none)));
+    group->connect(config);
+  } catch (const Error& error) {
+    ErrorRecord record = error.record();
+    if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
+      GroupIdentity self;
+      self.rank = meeting.rank;
+      self.size = meeting.size;
+      self.name = meeting.group_name;
+      record = withNeed(std::move(record), self);
+    }
+    if (group != nullptr) {
+      // Ranks without a link to this one would otherwise wait for it until their deadline. Where that is what has passed, it has for
+      // all, and each can say best what it missed.
+      if (record.code != ErrorCode::ConnectFailed) {
+        record = tellFailure(store, group->claim_, record);
+        group->abort(record); // for those that have a link, and may have begun already
+      }
+      group->close();
+    }
+    throw Error(record);
+  }
+  engine.add(group);
+  return group;
+}
+
+Group::Group(Engine& engine, Store& store, const Config& config, Rendezvous&& rendezvous)
+    : engine_(engine),
+      store_(store),
+      claim_(rendezvous.claim),
+      address_reason_(rendezvous.address_reason),
+      interface_name_(rendezvous.interface_name),
+      listener_(std::move(rendezvous.listener)) {
+  identity_.rank = config.rendezvous.rank;
+  identity_.size = config.rendezvous.size;
+  identity_.name = config.rendezvous.group_name;
+  identity_.hash = rendezvous.group_hash;
+  identity_.nonce = rendezvous.nonce;
+  identity_.local_address = rendezvous.local_address;
+  for (const Member& member : rendezvous.members) {
+    identity_.hosts.push_back(member.host);
+    identity_.addresses.push_back(member.address);
+    watch_names_.push_back(member.watch_name);
+    if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
+      host_mates_.push_back(member.rank);
+    }
+  }
+}
+
+void Group::connect(const Config& config) {
+  // Spinning pays only where every rank of this host can have a core.
+  const auto local =
+      std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
+  engine_.lane().setSpin(
+      std::chrono::microseconds(static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
+  Membership::Config membership;
+  membership.rank = identity_.rank;
+  membership.hosts = identity_.hosts;
+  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, host_mates_);
+  membership.group = identity_.name;
+  membership.heartbeat_every_ms = config.heartbeat_every_ms;
+  membership.dead_after_ms = config.dead_after_ms;
+
+  // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
+  engine_.lane().run([&] {
+    data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), [this](ErrorRecord record) {
+      engine_.control().post([this, record = std::move(record)] {
+        if (control_ != nullptr) {
+          control_->notice(record);
+        }
+      });
+    });
+  });
+  ControlPlane::Events events;
+  events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
+  events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
+    auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
+    engine_.lane().post([this, peer, shared] {
+      if (data_ != nullptr) {
+        data_->adopt(peer, std::move(*shared));
+      }
+    });
+  };
+  events.left = [this](int peer) {
+    engine_.lane().post([this, peer] {
+      if (data_ != nullptr) {
+        data_->peerLeft(peer);
+      }
+    });
+  };
+  engine_.control().run([&] {
+    control_ = std::make_unique<ControlPlane>(
+        identity_, engine_.control(), std::move(listener_), membership, std::move(events));
+    control_->open();
+    for (const int mate : membership.neighbours) {
+      if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
+        // Looked away from in close(), on this loop, before control_ goes.
+        watches_.push_back(engine_.hostMates().watch(
+            watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
+      }
+    }
+  });
+
+  // Of each pair the lower rank connects.
+  const Deadline deadline = config.rendezvous.deadline;
+  for (const int peer : membership.neighbours) {
+    if (peer < identity_.rank) {
+      continue;
+    }
+    std::unique_ptr<Link> link;
+    while (link == nullptr) {
+      const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
+      try {
+        link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], look, abort_);
+      } catch (const Error& error) {
+        if (error.record().code != ErrorCode::ConnectFailed) {
+          throw;
+        }
+        throwIfFailed(store_, claim_); // there may be nobody to connect to any more
+        if (!look.expired() || deadline.expired()) { // no time would help, or no time is left
+          throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
+        }
+      }
+    }
+    Hello hello;
+    hello.nonce = identity_.nonce;
+    hello.rank = identity_.rank;
+    hello.size = identity_.size;
+    hello.epoch = identity_.epoch;
+    hello.group = identity_.hash;
+    hello.purpose = LinkPurpose::Control;
+    const std::string bytes = encodeHello(hello);
+    writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
+    engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
+  }
+  std::vector<int> missing;
+  for (;;) {
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kLookMs).instant()));
+    missing = control_->waitForNeighbours(look, abort_);
+    abort_.throwIfAborted();
+    if (missing.empty() || deadline.expired()) {
+      break;
+    }
+    throwIfFailed(store_, claim_);
+  }
+  if (!missing.empty()) {
+    std::optional<ErrorRecord> trouble;
+    engine_.control().run([&] { trouble = control_->trouble(); });
+    if (trouble) {
+      throw Error(cannotAccept(*trouble, identity_));
+    }
+    ErrorRecord record;
+    record.code = ErrorCode::ConnectFailed;
+    record.rank = identity_.rank;
+    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+    record.peer = missing.front();
+    record.peer_host = identity_.hosts[static_cast<size_t>(missing.front())];
+    record.group = identity_.name;
+    record.phase = "connect";
+    record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
+        " met us in the store but never connected to " +
+        identity_.addresses[static_cast<size_t>(identity_.rank)].text() + ".";
+    record.hint =
+        "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+        "with PYCOMM_SOCKET_IFNAME";
+    throw Error(record);
+  }
+}
+
+} // namespace pycomm
