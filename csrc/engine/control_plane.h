@@ -52,6 +52,11 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// Says goodbye on all links and stops. The links, for closeAllGently() on another thread: the loop serves other groups.
   std::vector<std::unique_ptr<Link>> close() noexcept;
 
+  /// Why no connection can be accepted at the moment, if so.
+  [[nodiscard]] std::optional<ErrorRecord> trouble() const {
+    return acceptor_ ? acceptor_->trouble() : std::nullopt;
+  }
+
   /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
 

@@ -14,6 +14,10 @@ namespace {
 // A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
 constexpr int kSpinUs = 50;
 
+// How often a rank that waits for connections looks into the store for why they do not come.
+constexpr int kLookMs = 500;
+constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
+
 } // namespace
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
@@ -49,6 +53,14 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     record.epoch = 0;
     record.phase = !record.phase.empty() ? record.phase : (group == nullptr ? "rendezvous" : "connect");
     record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+    if (group != nullptr) {
+      // Ranks without a link to this one would otherwise wait for it until their deadline. Where that is what has passed, it has for
+      // all, and each can say best what it missed.
+      if (record.code != ErrorCode::ConnectFailed) {
+        record = tellFailure(store, group->claim_, record);
+        group->abort(record); // for those that have a link, and may have begun already
+      }
+    }
     engine.recorder().failed(log, record);
     if (group != nullptr) {
       group->close();
@@ -152,13 +164,19 @@ void Group::connect(const Config& config) {
       continue;
     }
     std::unique_ptr<Link> link;
-    try {
-      link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], deadline, abort_);
-    } catch (const Error& error) {
-      if (error.record().code != ErrorCode::ConnectFailed) {
-        throw;
+    while (link == nullptr) {
+      const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
+      try {
+        link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], look, abort_);
+      } catch (const Error& error) {
+        if (error.record().code != ErrorCode::ConnectFailed) {
+          throw;
+        }
+        throwIfFailed(store_, claim_); // there may be nobody to connect to any more
+        if (!look.expired() || deadline.expired()) { // no time would help, or no time is left
+          throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
+        }
       }
-      throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
     }
     Hello hello;
     hello.nonce = identity_.nonce;
@@ -173,9 +191,22 @@ void Group::connect(const Config& config) {
     PYCOMM_FAULT_POINT("hello.sent");
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
-  const std::vector<int> missing = control_->waitForNeighbours(deadline, abort_);
-  abort_.throwIfAborted();
+  std::vector<int> missing;
+  for (;;) {
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kLookMs).instant()));
+    missing = control_->waitForNeighbours(look, abort_);
+    abort_.throwIfAborted();
+    if (missing.empty() || deadline.expired()) {
+      break;
+    }
+    throwIfFailed(store_, claim_);
+  }
   if (!missing.empty()) {
+    std::optional<ErrorRecord> trouble;
+    engine_.control().run([&] { trouble = control_->trouble(); });
+    if (trouble) {
+      throw Error(cannotAccept(*trouble, identity_));
+    }
     ErrorRecord record;
     record.code = ErrorCode::ConnectFailed;
     record.rank = identity_.rank;

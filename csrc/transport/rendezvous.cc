@@ -172,6 +172,11 @@ Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
   return met;
 }
 
+// The keys of one generation of a group.
+std::string keysOf(const RankClaim& claim) {
+  return claim.prefix + std::to_string(claim.generation) + "/";
+}
+
 // What stopped this rank, with everything that it knows about itself.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
   ErrorRecord record;
@@ -200,8 +205,7 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   } catch (const std::exception& exception) {
     throw Error(describe(exception, config, begin)); // no concern of the ranks that meet
   }
-  const std::string generation = prefix + std::to_string(claim.generation) + "/";
-  const StoreRound round{store, abort, generation, config.rank, config.size, config.deadline, begin};
+  const StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
   try {
     Rendezvous met = meetAs(round, config);
     met.claim = claim;
@@ -211,6 +215,16 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     leave(store, claim);
     throw Error(record);
   }
+}
+
+ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept {
+  const AbortToken none;
+  return StoreRound{store, none, keysOf(claim)}.failTogether(record);
+}
+
+void throwIfFailed(Store& store, const RankClaim& claim) {
+  const AbortToken none;
+  StoreRound{store, none, keysOf(claim)}.throwIfFailed();
 }
 
 } // namespace pycomm

@@ -59,4 +59,10 @@ struct Rendezvous {
 /// Cost: O(size) store calls on rank 0, O(1) plus polling on the others.
 [[nodiscard]] Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort);
 
+/// For what comes between meet() and the first connections: a rank that cannot go on says why, and those that wait for it look.
+/// `tellFailure` returns the record that counts, which is another rank's if that came first.
+[[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept;
+/// Throws what another rank has told.
+void throwIfFailed(Store& store, const RankClaim& claim);
+
 } // namespace pycomm

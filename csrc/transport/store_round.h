@@ -39,11 +39,12 @@ struct StoreRound {
   /// Makes `record` the end of this generation on all ranks, unless another one came first. Returns the one that
   /// counts.
   [[nodiscard]] ErrorRecord failTogether(const ErrorRecord& record) const noexcept;
+  /// Throws what another rank reported with failTogether(), or the token's reason.
+  void throwIfFailed() const;
 
  private:
   using Texts = std::vector<std::string>; // by rank; empty: not seen yet
 
-  void throwIfFailed() const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;

@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ def one_kill(
             try:
                 rank_main(rank, store, write_fd, numel, resident_nbytes if rank == victim else 0)
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         os.close(write_fd)

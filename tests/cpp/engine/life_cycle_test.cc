@@ -1,0 +1,261 @@
+// Groups that begin and end: in processes that are killed, without descriptors, and many at a time.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+#include "ranks.h"
+#include "transport/directory_store.h"
+#include "transport/process.h"
+
+namespace pycomm::testing {
+namespace {
+
+Group::Config configOf(int rank, int size, const std::string& name = "test") {
+  Group::Config config;
+  config.rendezvous.rank = rank;
+  config.rendezvous.size = size;
+  config.rendezvous.group_name = name;
+  config.rendezvous.deadline = Deadline::after(20000);
+  return config;
+}
+
+int openFiles() {
+  const auto folder = std::filesystem::directory_iterator("/proc/self/fd");
+  return static_cast<int>(std::distance(begin(folder), end(folder)));
+}
+
+int threadCount() {
+  const auto folder = std::filesystem::directory_iterator("/proc/self/task");
+  return static_cast<int>(std::distance(begin(folder), end(folder)));
+}
+
+TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
+  DirectoryStore store;
+  SharedFlag resident;
+  // Freeing it takes the kernel some 50 ms, and only then it closes the sockets.
+  constexpr size_t kNbytes = 512 << 20;
+  Process victim([&] {
+    void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    std::memset(memory, 1, kNbytes);
+    Engine engine;
+    const auto group = Group::join(engine, store, configOf(1, 2));
+    std::vector<float> values(8);
+    (void)group->start(allReduceCall(values))->wait(Deadline::after(20000));
+    resident.raise();
+    return SharedFlag().wait(60000);
+  });
+  Engine engine;
+  const auto group = Group::join(engine, store, configOf(0, 2));
+  std::vector<float> values(8);
+  ASSERT_TRUE(group->start(allReduceCall(values))->wait(Deadline::after(20000)));
+  ASSERT_TRUE(resident.wait());
+  const auto operation = group->start(allReduceCall(values));
+  const TimePoint begin = Clock::now();
+  victim.kill();
+  ASSERT_TRUE(operation->wait(Deadline::after(10000)));
+  const auto elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  RecordProperty("elapsed_ms", static_cast<int>(elapsed_ms));
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead) << operation->error()->text();
+  EXPECT_EQ(operation->error()->peer, 1);
+  EXPECT_NE(operation->error()->cause.find("the kernel has ended its process"), std::string::npos)
+      << "noticed by a connection: " << operation->error()->text();
+}
+
+TEST(LifeCycle, ARankThatLeavesInOrderAndIsKilledLaterIsNotDead) {
+  DirectoryStore store;
+  SharedFlag left;
+  Process leaver([&] {
+    Engine engine;
+    const auto group = Group::join(engine, store, configOf(1, 2));
+    std::vector<float> values(8);
+    (void)group->start(allReduceCall(values))->wait(Deadline::after(20000));
+    group->close();
+    left.raise();
+    return SharedFlag().wait(60000); // its engine lives on
+  });
+  Engine engine;
+  const auto group = Group::join(engine, store, configOf(0, 2));
+  std::vector<float> values(8);
+  ASSERT_TRUE(group->start(allReduceCall(values))->wait(Deadline::after(20000)));
+  ASSERT_TRUE(left.wait());
+  leaver.kill();
+  (void)leaver.join();
+  std::this_thread::sleep_for(std::chrono::milliseconds(100)); // nothing must come
+  EXPECT_FALSE(group->failure()) << group->failure()->text();
+}
+
+TEST(LifeCycle, ManyGroupsLeaveNothingBehind) {
+  SharedStore store;
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int rank = 0; rank < 2; ++rank) {
+    engines.push_back(std::make_unique<Engine>());
+  }
+  const auto one = [&](const std::string& name) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto group = Group::join(*engines[static_cast<size_t>(rank)], store, configOf(rank, 2, name));
+        std::vector<float> values(100, 1.0F);
+        const auto operation = group->start(allReduceCall(values));
+        EXPECT_TRUE(group->wait(*operation, Deadline::after(20000)));
+        EXPECT_FALSE(operation->error());
+        group->close();
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  };
+  one("first");
+  const int files = openFiles();
+  const int threads = threadCount();
+  for (int i = 0; i < 20; ++i) {
+    one("group " + std::to_string(i));
+  }
+  // A mate hangs up its watch a moment later than its group has closed.
+  for (int i = 0; i < 500 && openFiles() > files; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(openFiles(), files);
+  EXPECT_EQ(threadCount(), threads);
+}
+
+TEST(LifeCycle, FourThreadsOnEachOfFourGroups) {
+  SharedStore store;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Engine engine;
+      std::vector<std::shared_ptr<Group>> groups;
+      for (int g = 0; g < 4; ++g) {
+        groups.push_back(Group::join(engine, store, configOf(rank, 2, "group " + std::to_string(g))));
+      }
+      std::vector<std::thread> users;
+      for (int user = 0; user < 16; ++user) {
+        users.emplace_back([&, user] {
+          Group& group = *groups[static_cast<size_t>(user % 4)];
+          for (int step = 0; step < 20; ++step) {
+            std::vector<float> values(static_cast<size_t>(1 + 997 * (user % 4)), static_cast<float>(rank + 1));
+            Group::Call call = allReduceCall(values);
+            call.waits = step % 2 == 0;
+            const auto operation = group.start(call);
+            ASSERT_TRUE(group.wait(*operation, Deadline::after(20000)));
+            ASSERT_FALSE(operation->error()) << operation->error()->text();
+            ASSERT_EQ(values.back(), 3.0F);
+          }
+        });
+      }
+      for (std::thread& user : users) {
+        user.join();
+      }
+      for (const auto& group : groups) {
+        group->close();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+}
+
+TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {
+  // Links of a peer that does not close its side take 20 ms to drain: that must not be the control loop's time.
+  SharedStore store;
+  std::vector<std::thread> ranks;
+  std::atomic<int> closed{0};
+  for (int rank = 0; rank < 4; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Engine engine;
+      const auto group = Group::join(engine, store, configOf(rank, 4));
+      if (rank == 0) {
+        std::atomic<bool> stop{false};
+        std::atomic<int64_t> longest_us{0};
+        std::thread watcher([&] {
+          while (!stop) {
+            const TimePoint begin = Clock::now();
+            engine.control().run([] {});
+            const auto took = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - begin).count();
+            longest_us = std::max<int64_t>(longest_us, took);
+          }
+        });
+        group->close();
+        stop = true;
+        watcher.join();
+        RecordProperty("longest_us", static_cast<int>(longest_us));
+        closed = 1;
+      }
+      while (closed == 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      group->close();
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+}
+
+TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
+  // UBSan opens a pipe when it meets a dynamic type for the first time: let it meet it now.
+  const std::exception& early = Error(ErrorCode::Internal, "early");
+  EXPECT_STRNE(early.what(), "");
+  // Both ranks are in one process that has room for 0, 1, 2 … more files. In a process of its own: the limit hits all.
+  EXPECT_TRUE(Process([] {
+                int good = 0;
+                int refused = 0;
+                for (int room = 0; room < 60 && good < 3; room += 1) {
+                  SharedStore store;
+                  rlimit limit{};
+                  ::getrlimit(RLIMIT_NOFILE, &limit);
+                  const rlimit tight{static_cast<rlim_t>(openFiles() - 1 + room), limit.rlim_max};
+                  std::atomic<int> done{0};
+                  std::atomic<bool> typed{true};
+                  ::setrlimit(RLIMIT_NOFILE, &tight);
+                  std::vector<std::thread> ranks;
+                  for (int rank = 0; rank < 2; ++rank) {
+                    ranks.emplace_back([&, rank] {
+                      try {
+                        Engine engine;
+                        Group::Config config = configOf(rank, 2, "room");
+                        config.rendezvous.deadline = Deadline::after(1500); // the other may have had no room for an engine
+                        const auto group = Group::join(engine, store, config);
+                        std::vector<float> values(100, 1.0F);
+                        const auto operation = group->start(allReduceCall(values, Deadline::after(10000)));
+                        (void)group->wait(*operation, Deadline::after(12000));
+                        if (const auto error = operation->error()) {
+                          throw Error(*error);
+                        }
+                        ++done;
+                      } catch (const Error& error) {
+                        const ErrorCode code = error.record().code;
+                        // Who has joined before the other found itself without room only sees it go.
+                        if (code != ErrorCode::TooManyFiles && code != ErrorCode::RendezvousTimeout &&
+                            code != ErrorCode::PeerDead) {
+                          typed = false;
+                          std::fprintf(stderr, "room %d, rank %d: %s\n", room, rank, error.what());
+                        }
+                      }
+                    });
+                  }
+                  for (std::thread& rank : ranks) {
+                    rank.join();
+                  }
+                  ::setrlimit(RLIMIT_NOFILE, &limit);
+                  good += done == 2 ? 1 : 0;
+                  refused += done == 0 ? 1 : 0;
+                  if (!typed) {
+                    return false;
+                  }
+                }
+                return good >= 1 && refused >= 3;
+              }).join(120000));
+}
+
+} // namespace
+} // namespace pycomm::testing

@@ -1,0 +1,391 @@
+"""How groups begin and end: each bounded, none leaves a trace behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import describe_exception, mark, run_ranks, start_ranks
+
+import pycomm
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults]
+
+MIB = 1 << 20
+
+
+def traces() -> dict[str, int]:
+    """What a process holds that a group could have left behind."""
+    gc.collect()
+    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()]
+    return {
+        "files": len(fds),
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared memory": sum("pycomm" in fd or "memfd" in fd for fd in fds)
+        + sum("pycomm" in name for name in os.listdir("/dev/shm")),
+        "children": len(Path("/proc/self/task", str(os.getpid()), "children").read_text().split()),
+    }
+
+
+def _fds() -> list[str]:
+    names = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.readlink(f"/proc/self/fd/{name}")
+            names.append(name)
+    return names
+
+
+def fork_and_wait(body: Any) -> int:
+    """Runs ``body`` in a forked child; its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException as error:
+            sys.stderr.write(describe_exception(error).traceback)
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# --- fork -----------------------------------------------------------------------------------------
+
+
+def has_a_child_and_dies(rank: int, world_size: int) -> Any:
+    tensor = torch.ones(MIB)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        read_fd, write_fd = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read_fd)
+            os.setsid()
+            sockets = [fd for fd in _fds() if "socket" in os.readlink(f"/proc/self/fd/{fd}")]
+            os.write(write_fd, f"{sockets}".encode())
+            signal.pause()
+        os.close(write_fd)
+        held = os.read(read_fd, 1000).decode()
+        Path(os.environ["CHILD_FILE"]).write_text(f"{pid} {held}")
+    mark("in the middle")
+    try:
+        while True:
+            dist.all_reduce(tensor)
+    except pycomm.errors.PycommError as error:
+        return describe_exception(error)
+
+
+def test_a_forked_child_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> None:
+    child_file = tmp_path / "child"
+    with start_ranks(3, has_a_child_and_dies, env={"CHILD_FILE": str(child_file)}) as running:
+        try:
+            for rank in range(3):
+                running.wait_for_mark(rank, "in the middle")
+            killed_s = running.kill(1)
+            results = running.collect(60)
+        finally:
+            pid, _, held = child_file.read_text().partition(" ")
+            os.kill(int(pid), signal.SIGKILL)
+    assert held == "[]", "the child still has sockets"
+    for result in results:
+        if result.rank != 1:
+            error = result.value
+            assert error.code == "PEER_DEAD" and error.record["peer"] == 1, results.describe()
+            # 50 ms on a quiet machine; by the heartbeat it would be 3 s.
+            assert error.monotonic_s - killed_s < 1.5
+
+
+def use_in_a_child(rank: int, world_size: int, store: str) -> int:
+    dist.all_reduce(torch.ones(3))
+    outstanding = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
+
+    def raises_forked() -> None:
+        for use in (lambda: dist.all_reduce(torch.ones(3)), dist.barrier):
+            with pytest.raises(pycomm.errors.ForkedError, match="child of fork"):
+                use()
+        if outstanding is not None:
+            with pytest.raises(pycomm.errors.ForkedError):
+                outstanding.wait()
+        dist.destroy_process_group()  # of the copy: the parent's goes on
+        # A group of the child's own, with the other rank's child.
+        dist.init_process_group(
+            "pycomm", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        tensor = torch.full((5,), rank + 1.0)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [3.0] * 5
+        dist.destroy_process_group()
+
+    code = fork_and_wait(raises_forked)
+    # And the parent's group is as it was.
+    if outstanding is None:
+        dist.all_reduce(torch.ones(3))
+    else:
+        outstanding.wait()
+    dist.barrier()
+    return code
+
+
+def test_a_child_of_fork_is_refused_and_may_make_a_group_of_its_own(tmp_path: Path) -> None:
+    results = run_ranks(2, use_in_a_child, args=(str(tmp_path / "childrens store"),))
+    assert results.values() == [0, 0], results.describe()
+
+
+# --- ending ---------------------------------------------------------------------------------------
+
+
+def end_with_work(rank: int, world_size: int, how: str) -> tuple[str, float]:
+    """Rank 0 ends a group in which an operation can never finish; who waits for it is released."""
+    dist.barrier()
+    group = dist.new_group(timeout=timedelta(seconds=2 if how == "timeout" else 60))
+    dist.barrier(group=group)
+    # Rank 1 never enters.
+    work = dist.all_reduce(torch.ones(MIB), group=group, async_op=True) if rank != 1 else None
+    dist.barrier()
+    began_s = time.monotonic()
+    if rank == 0 and how == "abort":
+        pycomm.backend.native_backend(group).abort()
+    if rank == 0 and how == "destroy":
+        dist.destroy_process_group(group)
+    if work is None:
+        while pycomm.last_error(group) is None and time.monotonic() - began_s < 20:
+            time.sleep(0.001)
+        record = pycomm.last_error(group) or {}
+        return str(record.get("code")), time.monotonic() - began_s
+    try:
+        work.wait()
+    except pycomm.errors.PycommError as error:
+        return error.code, time.monotonic() - began_s
+    return "nothing raised", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "codes", "limit_s"),
+    [
+        ("abort", {"ABORTED"}, 3.0),
+        ("destroy", {"SHUT_DOWN", "PEER_LEFT"}, 3.0),
+        ("timeout", {"TIMEOUT"}, 8.0),
+    ],
+)
+def test_ending_releases_everybody(how: str, codes: set[str], limit_s: float) -> None:
+    for code, took_s in run_ranks(3, end_with_work, args=(how,)).values():
+        assert code in codes
+        assert took_s < limit_s
+
+
+def destroy_again(rank: int, world_size: int) -> list[str]:
+    group = dist.new_group()
+    backend = pycomm.backend.native_backend(group)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    seen = []
+    dist.destroy_process_group(group)
+    for _ in range(3):
+        backend.shutdown()
+        backend.abort()
+    for use in (
+        lambda: backend.allreduce([tensor]).wait(),
+        lambda: backend.barrier().wait(),
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: dist.destroy_process_group(group),
+    ):
+        try:
+            use()
+            seen.append("nothing raised")
+        except Exception as error:
+            seen.append(type(error).__name__)
+    dist.barrier()
+    return seen
+
+
+def test_destroying_twice_and_using_what_is_destroyed() -> None:
+    for seen in run_ranks(3, destroy_again).values():
+        assert seen[:2] == ["ShutDownError", "ShutDownError"]
+        assert "nothing raised" not in seen[2:], "torch's own checks"
+
+
+# --- dropping -------------------------------------------------------------------------------------
+
+
+class Knot:
+    """A cycle: only the collector frees it, whenever it likes, on whichever thread."""
+
+    def __init__(self, *held: object) -> None:
+        self.held = held
+        self.me = self
+
+
+def drop_in_any_order(rank: int, world_size: int, rounds: int) -> dict[str, int]:
+    def one_round(order: int) -> None:
+        group = dist.new_group()
+        backend = pycomm.backend.native_backend(group)
+        works = [
+            dist.all_reduce(torch.ones(1 + 5000 * k), group=group, async_op=True) for k in range(4)
+        ]
+        done = threading.Event()
+        futures = [work.get_future() for work in works]
+        chained = futures[-1].then(lambda future: (done.set(), future.value())[1])
+        if order == 0:  # the group first, its work and futures later
+            dist.destroy_process_group(group)
+            del group, backend
+            gc.collect()
+            del works, futures
+        elif order == 1:  # works dropped in a callback
+            futures[0].then(lambda _: works.clear())
+            chained.wait()
+            del futures
+            dist.destroy_process_group(group)
+        elif order == 2:  # all in one knot
+            Knot(group, backend, works, futures, chained)
+            dist.destroy_process_group(group)
+            del group, backend, works, futures, chained
+            gc.collect()
+        else:  # nothing waited for, the group last
+            del works, futures, chained
+            dist.destroy_process_group(group)
+        done.wait(0 if order else 20)
+
+    for order in range(4):  # warm
+        one_round(order)
+    dist.barrier()
+    before = traces()
+    for attempt in range(rounds):
+        one_round(attempt % 4)
+        dist.barrier()
+    settled_s = time.monotonic() + 5
+    while (after := traces()) != before and time.monotonic() < settled_s:
+        time.sleep(0.01)
+    return {name: after[name] - before[name] for name in after}
+
+
+def test_groups_works_and_futures_are_dropped_in_any_order(repeats: int) -> None:
+    for left in run_ranks(2, drop_in_any_order, args=(4 * repeats,), timeout_s=100).values():
+        # Callback threads are kept for the process's life; they follow the peak of callbacks.
+        assert left.pop("threads") <= 8
+        assert set(left.values()) == {0}, left
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+def make_many_groups(rank: int, world_size: int, count: int) -> dict[str, int]:
+    def one() -> None:
+        group = dist.new_group()
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor, group=group)
+        assert tensor[0] == world_size
+        dist.destroy_process_group(group)
+
+    one()
+    dist.barrier()
+    before = traces()
+    for _ in range(count):
+        one()
+    dist.barrier()
+    after = traces()
+    return {name: after[name] - before[name] for name in after}
+
+
+def test_a_hundred_groups_leave_nothing(repeats: int) -> None:
+    results = run_ranks(2, make_many_groups, args=(50 * repeats,), timeout_s=110)
+    for left in results.values():
+        assert set(left.values()) == {0}, left
+
+
+def hammer(rank: int, world_size: int, rounds: int) -> list[str]:
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[str] = []
+    threads = [
+        threading.Thread(target=one_of_four, args=(group, rounds, rank, wrong, which))
+        for which, group in enumerate(groups)
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return wrong
+
+
+def one_of_four(group: Any, rounds: int, rank: int, wrong: list[str], which: int) -> None:
+    """Threads of one group race for its counter: equal operations, so that any order is right."""
+    for step in range(rounds):
+        tensor = torch.full((1 + 997 * which,), float(rank + 1))
+        dist.all_reduce(tensor, group=group)
+        if not torch.equal(tensor, torch.full_like(tensor, 3.0)):
+            wrong.append(f"group {which}, step {step}")
+
+
+def test_four_threads_on_each_of_four_groups(repeats: int) -> None:
+    assert run_ranks(2, hammer, args=(15 * repeats,), timeout_s=110).values() == [[], []]
+
+
+# --- resources ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def room_for_files(count: int) -> Iterator[None]:
+    """As if no more than ``count`` further descriptors were allowed."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(fd) for fd in _fds())
+    hoard = []
+    for fd in range(highest):  # fill the gaps below
+        try:
+            os.fstat(fd)
+        except OSError:
+            hoard.append(os.dup2(0, fd))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in hoard:
+            os.close(fd)
+
+
+def run_out_of_files(rank: int, world_size: int, most: int) -> list[tuple[str, str]]:
+    """Rank 0 has ever more room for a new group, rank 1 all it wants."""
+    dist.barrier()
+    seen = []
+    for count in range(most):
+        with room_for_files(count) if rank == 0 else contextlib.nullcontext():
+            try:
+                group = dist.new_group(timeout=timedelta(seconds=20))
+                tensor = torch.ones(1000)
+                dist.all_reduce(tensor, group=group)
+                seen.append(("done", str(float(tensor[0]))))
+                dist.destroy_process_group(group)
+            except pycomm.errors.PycommError as error:
+                seen.append((error.code, str(error)))
+        dist.barrier()
+    return seen
+
+
+def test_too_many_files_is_said_by_all_ranks_whenever_it_strikes() -> None:
+    seen = run_ranks(2, run_out_of_files, args=(24,), init="tcp", timeout_s=110).values()
+    codes = [[code for code, _ in mine] for mine in seen]
+    assert codes[0] == codes[1], seen
+    assert set(codes[0]) == {"TOO_MANY_FILES", "done"}, seen
+    assert codes[0][0] == "TOO_MANY_FILES" and codes[0][-1] == "done"
+    for code, text in seen[1]:
+        if code == "TOO_MANY_FILES":
+            assert "peer=0" in text and "may open no more than" in text and "takes up to" in text, text
