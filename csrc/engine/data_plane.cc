@@ -75,7 +75,14 @@ void DataPlane::notice(ErrorRecord record) {
 
 void DataPlane::post(std::shared_ptr<Operation> operation) {
   if (failure_ || closing_) {
-    operation->finish(errorOf(*operation, failure_ ? *failure_ : *closing_, identity_));
+    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : *closing_, identity_);
+    record.bytes_done = 0;
+    record.bytes_total = 0;
+    for (const Edge& edge : operation->request().schedule->incoming) {
+      record.bytes_total += edge.nbytes;
+    }
+    record.phase = record.phase.empty() ? "not_started" : record.phase;
+    operation->finish(std::move(record));
     return;
   }
   guarded(-1, [&] {
