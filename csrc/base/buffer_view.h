@@ -10,6 +10,11 @@ struct BufferView {
   std::byte* ptr = nullptr;
   size_t nbytes = 0;
 
+  BufferView() = default;
+  BufferView(std::byte* start, size_t length) : ptr(start), nbytes(length) {}
+  BufferView(const BufferView&) = default;
+  BufferView& operator=(const BufferView&) & = default; // never to a temporary: that would be lost unseen
+
   [[nodiscard]] BufferView slice(size_t offset, size_t length) const {
     return {ptr + offset, length};
   }
@@ -22,6 +27,8 @@ struct ConstBufferView {
 
   ConstBufferView() = default;
   ConstBufferView(const std::byte* data, size_t length) : ptr(data), nbytes(length) {}
+  ConstBufferView(const ConstBufferView&) = default;
+  ConstBufferView& operator=(const ConstBufferView&) & = default;
   ConstBufferView(BufferView view) : ptr(view.ptr), nbytes(view.nbytes) {} // NOLINT: widening is the point
 
   [[nodiscard]] ConstBufferView slice(size_t offset, size_t length) const {

@@ -5,8 +5,27 @@
 
 namespace pycomm {
 
-using Clock = std::chrono::steady_clock;
-using TimePoint = Clock::time_point;
+using TimePoint = std::chrono::steady_clock::time_point;
+
+/// The steady clock; on a thread that runs a simulation, the simulation's.
+struct Clock {
+  using duration = TimePoint::duration;
+  using rep = duration::rep;
+  using period = duration::period;
+  using time_point = TimePoint;
+  static constexpr bool is_steady = true;
+
+  [[nodiscard]] static TimePoint now() noexcept {
+    return simulated_ != nullptr ? *simulated_ : std::chrono::steady_clock::now();
+  }
+  /// The calling thread reads `instant` from now on, which stays alive until this is called with null.
+  static void simulate(const TimePoint* instant) noexcept {
+    simulated_ = instant;
+  }
+
+ private:
+  static inline thread_local const TimePoint* simulated_ = nullptr;
+};
 
 /// One absolute instant by which something must have ended. A duration is turned into a Deadline once, where
 /// the operation begins; nested calls pass it on, so that waiting in parts never adds up to more than the whole.

@@ -93,6 +93,9 @@ class PycommBackend final : public c10d::Backend {
       std::vector<at::Tensor>& outputs,
       std::vector<at::Tensor>& inputs,
       const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int dst, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int src, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
   [[nodiscard]] Group& group() noexcept {
@@ -126,6 +129,12 @@ class PycommBackend final : public c10d::Backend {
   }
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
+      Titled titled,
+      Collective kind,
+      std::vector<at::Tensor>& tensors,
+      int peer,
+      int tag);
   [[nodiscard]] std::shared_ptr<Operation> startAllReduce(at::Tensor& tensor, const c10d::AllreduceOptions& opts);
 
   std::shared_ptr<Store> store_; ///< outlives the group

@@ -148,8 +148,8 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
         ErrorRecord record;
         record.code = ErrorCode::Timeout;
         record.rank = rank_;
-        record.op = collectiveName(operation->request().descriptor.kind);
-        record.sequence = operation->request().id.sequence;
+        record.op = operation->name();
+        record.sequence = operation->settled() ? operation->request().id.sequence : -1;
         record.dtype = dtypeName(operation->request().descriptor.dtype);
         record.numel = operation->request().descriptor.numel;
         record.phase = "wait";
@@ -188,7 +188,17 @@ void PycommWork::abort() {
 
 uint64_t PycommWork::getSequencenumber() const {
   const auto& operations = state_->content.operations;
-  return operations.empty() ? 0 : operations.front()->request().id.id;
+  return operations.empty() || !operations.front()->settled() ? 0 : operations.front()->request().id.id;
+}
+
+int PycommWork::sourceRank() const {
+  const auto& operations = state_->content.operations;
+  if (operations.size() != 1 || !operations.front()->request().receives || !operations.front()->settled()) {
+    throwToPython(
+        Error(ErrorCode::InvalidArgument, "Only a receive that has its message has a source rank.", "wait() first")
+            .record());
+  }
+  return operations.front()->request().descriptor.root;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {

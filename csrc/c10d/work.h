@@ -40,6 +40,8 @@ class PycommWork final : public c10d::Work {
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
+  /// Of a receive that has ended: the rank that sent.
+  int sourceRank() const override;
 
  private:
   /// Outlives the Work: the lane's listeners hold it.

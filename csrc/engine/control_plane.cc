@@ -12,7 +12,7 @@ constexpr size_t kControlBufferNbytes = 4 << 10;
 } // namespace
 
 /// One neighbour's link, used in both directions.
-struct ControlPlane::ControlLink final : EventLoop::Handler, InChannel::Receiver {
+struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
   ControlLink(ControlPlane& control_plane, int peer_rank, std::unique_ptr<Link> connected)
       : plane(control_plane),
         peer(peer_rank),
@@ -46,25 +46,24 @@ struct ControlPlane::ControlLink final : EventLoop::Handler, InChannel::Receiver
 
 ControlPlane::ControlPlane(
     GroupIdentity identity,
-    EventLoop& loop,
-    Listener listener,
+    Loop& loop,
+    std::optional<Listener> listener,
     Membership::Config membership,
     Events events)
     : identity_(std::move(identity)),
       loop_(loop),
       events_(std::move(events)),
-      acceptor_(
-          std::move(listener),
-          [&] {
-            AcceptorConfig config;
-            config.nonce = identity_.nonce;
-            config.group = identity_.hash;
-            config.size = identity_.size;
-            return config;
-          }()),
       membership_(membership, Clock::now()),
       staging_(64 << 10),
-      missing_(membership.neighbours) {}
+      missing_(membership.neighbours) {
+  if (listener) {
+    AcceptorConfig config;
+    config.nonce = identity_.nonce;
+    config.group = identity_.hash;
+    config.size = identity_.size;
+    acceptor_.emplace(std::move(*listener), config);
+  }
+}
 
 ControlPlane::~ControlPlane() {
   close();
@@ -72,7 +71,9 @@ ControlPlane::~ControlPlane() {
 
 void ControlPlane::open() {
   open_ = true;
-  loop_.watch(acceptor_.fd(), EPOLLIN, *this);
+  if (acceptor_) {
+    loop_.watch(acceptor_->fd(), EPOLLIN, *this);
+  }
   loop_.addTicker(*this);
 }
 
@@ -80,7 +81,9 @@ void ControlPlane::close() noexcept {
   if (!std::exchange(open_, false)) {
     return;
   }
-  loop_.unwatch(acceptor_.fd());
+  if (acceptor_) {
+    loop_.unwatch(acceptor_->fd());
+  }
   loop_.removeTicker(*this);
   for (const auto& entry : links_) {
     ControlLink& link = *entry.second;
@@ -95,7 +98,7 @@ void ControlPlane::close() noexcept {
       static_cast<void>(link.out.flush(sent));
     } catch (const Error&) { // it is gone already
     }
-    closeGently(*link.link);
+    link.link->closeGently();
   }
 }
 
@@ -140,15 +143,19 @@ void ControlPlane::onReady(uint32_t) noexcept {
 }
 
 void ControlPlane::poll() {
-  for (Accepted& accepted : acceptor_.poll(Clock::now())) {
-    switch (accepted.hello.purpose) {
-      case LinkPurpose::Control:
-        adopt(accepted.hello.rank, std::move(accepted.link));
-        break;
-      case LinkPurpose::Bulk:
-        events_.bulk_link(accepted.hello.rank, std::move(accepted.link));
-        break;
-    }
+  for (Accepted& accepted : acceptor_->poll(Clock::now())) {
+    welcome(std::move(accepted));
+  }
+}
+
+void ControlPlane::welcome(Accepted accepted) {
+  switch (accepted.hello.purpose) {
+    case LinkPurpose::Control:
+      adopt(accepted.hello.rank, std::move(accepted.link));
+      break;
+    case LinkPurpose::Bulk:
+      events_.bulk_link(accepted.hello.rank, std::move(accepted.link));
+      break;
   }
 }
 
@@ -242,11 +249,12 @@ void ControlPlane::act() {
 }
 
 TimePoint ControlPlane::nextTick() const noexcept {
-  return std::min(membership_.nextTick(), acceptor_.nextDeadline());
+  const TimePoint next = membership_.nextTick();
+  return acceptor_ ? std::min(next, acceptor_->nextDeadline()) : next;
 }
 
 void ControlPlane::tick(TimePoint now) noexcept {
-  if (acceptor_.nextDeadline() <= now) {
+  if (acceptor_ && acceptor_->nextDeadline() <= now) {
     poll();
   }
   membership_.tick(now);

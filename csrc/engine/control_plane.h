@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -11,7 +12,7 @@
 #include "base/error.h"
 #include "engine/channel.h"
 #include "engine/data_plane.h"
-#include "engine/event_loop.h"
+#include "engine/loop.h"
 #include "engine/membership.h"
 #include "transport/acceptor.h"
 
@@ -19,7 +20,7 @@ namespace pycomm {
 
 /// A group's half on the control loop: the listening socket, control links, heartbeats, and what the group died of.
 /// Thread: the control loop's, except where said.
-class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
+class ControlPlane final : public Loop::Handler, public Loop::Ticker {
  public:
   struct Events {
     /// The group has failed. Called once.
@@ -32,14 +33,16 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
 
   ControlPlane(
       GroupIdentity identity,
-      EventLoop& loop,
-      Listener listener,
+      Loop& loop,
+      std::optional<Listener> listener,
       Membership::Config membership,
       Events events);
   ~ControlPlane() override;
 
   /// Starts accepting.
   void open();
+  /// A peer that connected and said who it is.
+  void welcome(Accepted accepted);
   /// A control link that this rank opened.
   void adopt(int peer, std::unique_ptr<Link> link);
   void notice(const ErrorRecord& record);
@@ -49,7 +52,7 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
   /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
 
-  // EventLoop::Handler (the acceptor's descriptor), EventLoop::Ticker
+  // Loop::Handler (the acceptor's descriptor), Loop::Ticker
   void onReady(uint32_t events) noexcept override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
@@ -67,9 +70,9 @@ class ControlPlane final : public EventLoop::Handler, public EventLoop::Ticker {
   [[nodiscard]] FrameHeader header(FrameType type) const;
 
   const GroupIdentity identity_;
-  EventLoop& loop_;
+  Loop& loop_;
   const Events events_;
-  Acceptor acceptor_;
+  std::optional<Acceptor> acceptor_; ///< none where somebody else listens: a simulator
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;

@@ -11,8 +11,7 @@ namespace {
 
 constexpr size_t kKeepStagingNbytes = 32 << 20;
 
-Protocol::Config protocolConfig(const GroupIdentity& identity) {
-  Protocol::Config config;
+Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config config) {
   config.rank = identity.rank;
   config.size = identity.size;
   config.group = identity.hash;
@@ -23,12 +22,14 @@ Protocol::Config protocolConfig(const GroupIdentity& identity) {
 
 } // namespace
 
-DataPlane::DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice)
+DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options)
     : identity_(std::move(identity)),
+      options_(std::move(options)),
       lane_(lane),
       notice_(std::move(notice)),
-      protocol_(protocolConfig(identity_)),
+      protocol_(protocolConfig(identity_, options_.limits)),
       staging_(kKeepStagingNbytes),
+      point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
       in_(static_cast<size_t>(identity_.size)),
       left_(static_cast<size_t>(identity_.size), false) {
@@ -38,6 +39,17 @@ DataPlane::DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice)
 DataPlane::~DataPlane() {
   lane_.removeTicker(*this);
   stopPorts();
+}
+
+DataPlane::Usage DataPlane::usage() const {
+  Usage usage;
+  usage.transfers = transfers_.size();
+  for (const auto& entry : held_) {
+    usage.held_frames += entry.second.size();
+  }
+  usage.staging_nbytes = staging_.takenNbytes();
+  usage.protocol = protocol_.usage();
+  return usage;
 }
 
 void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
@@ -78,41 +90,51 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : *closing_, identity_);
     record.bytes_done = 0;
     record.bytes_total = 0;
-    for (const Edge& edge : operation->request().schedule->incoming) {
-      record.bytes_total += edge.nbytes;
+    if (const PreparedSchedule* schedule = operation->request().schedule.get()) { // null: from any rank
+      for (const Edge& edge : schedule->incoming) {
+        record.bytes_total += edge.nbytes;
+      }
     }
     record.phase = record.phase.empty() ? "not_started" : record.phase;
     operation->finish(std::move(record));
     return;
   }
   guarded(-1, [&] {
-    const Operation::Request& request = operation->request();
-    const uint64_t op_id = request.id.id;
-    auto transfer =
-        std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, [this](int peer, OutFrame frame) {
-          push(peer, std::move(frame));
-        });
-    Transfer& running = *transfer;
-    transfers_.emplace(op_id, std::move(transfer));
-    lane_.addBusy(1);
-    const TimePoint now = Clock::now();
-    operation->mark().running(now, running.bytesExpected());
-    protocol_.posted(request.id, request.descriptor, *request.schedule, now);
-    next_deadline_ = std::min(next_deadline_, request.deadline.instant());
-    act();
-    if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
-      return;
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+    if (operation->request().descriptor.kind == Collective::Send) {
+      postPointToPoint(std::move(operation));
+    } else {
+      begin(std::move(operation));
     }
-    running.start();
-    replayHeld(running);
-    for (int peer = 0; peer < identity_.size; ++peer) {
-      if (left_[static_cast<size_t>(peer)] && running.needs(peer)) {
-        notice(peerLeftUs(peer, *operation, identity_));
-      }
-    }
-    act();
-    settle(op_id);
   });
+}
+
+void DataPlane::begin(std::shared_ptr<Operation> operation) {
+  const Operation::Request& request = operation->request();
+  const uint64_t op_id = request.id.id;
+  auto transfer =
+      std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, [this](int peer, OutFrame frame) {
+        push(peer, std::move(frame));
+      });
+  Transfer& running = *transfer;
+  transfers_.emplace(op_id, std::move(transfer));
+  lane_.addBusy(1);
+  const TimePoint now = Clock::now();
+  operation->mark().running(now, running.bytesExpected());
+  protocol_.posted(request.id, request.descriptor, *request.schedule, now);
+  act();
+  if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
+    return;
+  }
+  running.start();
+  replayHeld(running);
+  for (int peer = 0; peer < identity_.size; ++peer) {
+    if (left_[static_cast<size_t>(peer)]) {
+      missLeft(peer, running);
+    }
+  }
+  act();
+  settle(op_id);
 }
 
 void DataPlane::replayHeld(Transfer& transfer) {
@@ -136,6 +158,12 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
   if (failure_ || header.type == FrameType::Goodbye) {
     return sink;
+  }
+  if (header.kind == static_cast<uint8_t>(Collective::Send)) {
+    if (isLate(peer, header)) {
+      return sink;
+    }
+    hear(peer, header);
   }
   const TimePoint now = Clock::now();
   const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
@@ -166,6 +194,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     return;
   }
   if (header.type == FrameType::Goodbye) {
+    endReading(*in_[static_cast<size_t>(peer)]);
     peerLeft(peer);
     return;
   }
@@ -227,22 +256,26 @@ void DataPlane::settle(uint64_t op_id) {
   finished->operation().finish(std::nullopt);
 }
 
-void DataPlane::endAll(const std::function<ErrorRecord(const Transfer&)>& why) {
+void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
   const auto transfers = std::exchange(transfers_, {});
-  lane_.addBusy(-static_cast<int>(transfers.size()));
+  const auto unmatched = std::exchange(unmatched_, {});
+  lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);
-    entry.second->operation().finish(why(*entry.second));
+    entry.second->operation().finish(why(entry.second->operation(), entry.second.get()));
+  }
+  for (const auto& entry : unmatched) {
+    entry.second->finish(why(*entry.second, nullptr));
   }
   held_.clear();
 }
 
-ErrorRecord DataPlane::errorIn(const Transfer& transfer, const ErrorRecord& cause) const {
-  ErrorRecord record = errorOf(transfer.operation(), cause, identity_);
-  record.bytes_done = transfer.bytesArrived();
-  record.bytes_total = transfer.bytesExpected();
+ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause) const {
+  ErrorRecord record = errorOf(operation, cause, identity_);
+  record.bytes_done = transfer == nullptr ? 0 : transfer->bytesArrived();
+  record.bytes_total = transfer == nullptr ? record.bytes_total : transfer->bytesExpected();
   if (record.phase.empty()) {
-    record.phase = "transfer";
+    record.phase = transfer == nullptr ? "matching" : "transfer";
   }
   return record;
 }
@@ -258,10 +291,29 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
-  if (oldest != transfers_.end()) {
-    told(errorIn(*oldest->second, cause));
+  if (told == nullptr) {
+    // nobody asks
+  } else if (oldest != transfers_.end()) {
+    told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
+  } else if (!unmatched_.empty()) {
+    told(errorIn(*unmatched_.begin()->second, nullptr, cause));
   }
-  endAll([&](const Transfer& transfer) { return errorIn(transfer, cause); });
+  endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
+}
+
+void DataPlane::suspect(int peer, ErrorRecord record) {
+  const bool needed =
+      std::any_of(transfers_.begin(), transfers_.end(), [&](const auto& entry) { return entry.second->needs(peer); });
+  if (record.code == ErrorCode::PeerLeft && (!needed || in_[static_cast<size_t>(peer)] != nullptr)) {
+    return; // its link came after all, and says when it ends
+  }
+  if (!needed) {
+    // It was only asked whether it has entered something, and is not there any more: it has left. If it died, those who have a
+    // control link to it say so.
+    left_[static_cast<size_t>(peer)] = true;
+    return;
+  }
+  notice(std::move(record));
 }
 
 TimePoint DataPlane::nextTick() const noexcept {
@@ -285,6 +337,14 @@ void DataPlane::checkDeadlines(TimePoint now) {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }
   }
+  for (const auto& entry : unmatched_) {
+    const Deadline deadline = entry.second->request().deadline;
+    if (deadline.expired(now)) {
+      notice(unmatched(*entry.second, identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
 }
 
 void DataPlane::tick(TimePoint now) noexcept {
@@ -301,7 +361,7 @@ void DataPlane::tick(TimePoint now) noexcept {
     checkDeadlines(now);
     for (auto at = suspicions_.begin(); at != suspicions_.end();) {
       if (at->second.due <= now) {
-        notice(std::move(at->second.record));
+        suspect(at->first, std::move(at->second.record));
         at = suspicions_.erase(at);
       } else {
         ++at;

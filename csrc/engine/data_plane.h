@@ -1,17 +1,21 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
-#include "engine/event_loop.h"
+#include "engine/loop.h"
 #include "engine/operation.h"
+#include "engine/point_to_point.h"
 #include "engine/port.h"
 #include "engine/protocol.h"
 #include "engine/staging_pool.h"
@@ -39,12 +43,28 @@ struct GroupIdentity {
 /// It never decides that the group has failed. What it notices goes to `notice`, the control plane agrees with the other ranks on
 /// one cause, and `fail` brings that cause back.
 /// Thread: the lane's, for everything.
-class DataPlane final : public PortOwner, public InChannel::Receiver, public EventLoop::Ticker {
+class DataPlane final : public PortOwner, public InChannel::Receiver, public Loop::Ticker {
  public:
   /// Any thread may be behind it; must not block.
   using Notice = std::function<void(ErrorRecord)>;
 
-  DataPlane(GroupIdentity identity, EventLoop& lane, Notice notice);
+  /// What a simulator puts in other's place.
+  struct Options {
+    std::function<std::unique_ptr<Link>(int peer)> connect; ///< begins to connect; empty: over TCP
+    Protocol::Config limits; ///< of flow control; who takes part is filled in from the identity
+    size_t read_buffer_nbytes = 64 << 10; ///< of each link
+  };
+  /// What is kept for operations; all zero when nothing is under way, here or at peers that are ahead.
+  struct Usage {
+    size_t transfers = 0;
+    size_t held_frames = 0;
+    size_t staging_nbytes = 0;
+    Protocol::Usage protocol;
+  };
+
+  DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options);
+  DataPlane(GroupIdentity identity, Loop& lane, Notice notice)
+      : DataPlane(std::move(identity), lane, std::move(notice), Options()) {}
   ~DataPlane() override;
 
   void post(std::shared_ptr<Operation> operation);
@@ -52,14 +72,16 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void adopt(int peer, std::unique_ptr<Link> link);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
-  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told);
+  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
-  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms later. Operations that are under way, and later ones,
+  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed);
 
-  // PortOwner, InChannel::Receiver, EventLoop::Ticker
+  [[nodiscard]] Usage usage() const;
+
+  // PortOwner, InChannel::Receiver, Loop::Ticker
   void onPortReady(int peer, bool outgoing, uint32_t events) noexcept override;
   [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
@@ -78,6 +100,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
     TimePoint due;
   };
 
+  void begin(std::shared_ptr<Operation> operation);
+  void postPointToPoint(std::shared_ptr<Operation> operation);
+  void beginMatched();
+  void hear(int peer, const FrameHeader& header);
+  [[nodiscard]] bool isLate(int peer, const FrameHeader& header) const;
+  void deliverToSelf();
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
@@ -88,10 +116,17 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void act();
   void settle(uint64_t op_id);
   void replayHeld(Transfer& transfer);
-  [[nodiscard]] ErrorRecord errorIn(const Transfer& transfer, const ErrorRecord& cause) const;
-  void endAll(const std::function<ErrorRecord(const Transfer&)>& why);
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
+      const;
+  /// `why` gets a null transfer for a receive without a sender.
+  void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
   void stopPorts() noexcept;
+  void sayGoodbye(OutPort& port);
+  void endIfSaid(OutPort& port);
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
+  void missLeft(int peer, const Transfer& transfer);
+  void endReading(InPort& port) noexcept;
+  void suspect(int peer, ErrorRecord record);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
@@ -108,11 +143,16 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Eve
   void report(int peer, const std::exception_ptr& exception) noexcept;
 
   const GroupIdentity identity_;
-  EventLoop& lane_;
+  const Options options_;
+  Loop& lane_;
   const Notice notice_;
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
+  PointToPoint point_to_point_;
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
+  uint64_t next_ticket_ = 1;
+  std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
   std::vector<std::unique_ptr<InPort>> in_;

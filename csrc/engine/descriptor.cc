@@ -44,6 +44,9 @@ std::string Descriptor::text() const {
     out += std::string(reduceOpName(reduce_op)) + ", ";
   }
   out += std::string(dtypeName(dtype)) + " x " + std::to_string(numel);
+  if (kind == Collective::Send) {
+    return out + ", from rank " + std::to_string(root) + ", tag " + std::to_string(tag) + ')';
+  }
   if (root >= 0) {
     out += ", root " + std::to_string(root);
   }

@@ -15,10 +15,11 @@ struct Descriptor {
   ReduceOp reduce_op = ReduceOp::None;
   DType wire_dtype = DType::UInt8;
   Algorithm algorithm = Algorithm::Auto; ///< resolved: what really runs
-  int32_t root = -1;
+  int32_t root = -1; ///< point-to-point: the sender
   int64_t numel = 0;
-  uint32_t tag = 0; ///< hash of a name (a DDP bucket's), 0 where there is none
-  uint32_t digest = 0; ///< hash of split sizes and of the selection table
+  uint32_t tag = 0; ///< hash of a name (a DDP bucket's), 0 where there is none; point-to-point: the user's tag
+  uint32_t digest =
+      0; ///< hash of split sizes and of the selection table; point-to-point: see PointToPoint::Name::index
 
   [[nodiscard]] bool operator==(const Descriptor& other) const noexcept;
   [[nodiscard]] bool operator!=(const Descriptor& other) const noexcept {

@@ -14,6 +14,7 @@
 
 #include "base/deadline.h"
 #include "base/unique_fd.h"
+#include "engine/loop.h"
 #include "engine/task_queue.h"
 
 namespace pycomm {
@@ -29,27 +30,11 @@ namespace pycomm {
 ///
 /// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. Tasks and handlers
 /// must not throw.
-class EventLoop {
+class EventLoop final : public Loop {
  public:
-  /// Told when its descriptor is ready.
-  class Handler {
-   public:
-    virtual ~Handler() = default;
-    virtual void onReady(uint32_t events) noexcept = 0;
-  };
-
-  /// Told when time has passed.
-  class Ticker {
-   public:
-    virtual ~Ticker() = default;
-    /// When `tick` wants to be called next; TimePoint::max() for never.
-    [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
-    virtual void tick(TimePoint now) noexcept = 0;
-  };
-
   /// Throws Error(TooManyFiles | SystemError).
   explicit EventLoop(const std::string& thread_name);
-  ~EventLoop();
+  ~EventLoop() override;
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
@@ -88,17 +73,15 @@ class EventLoop {
   void setSpin(std::chrono::microseconds spin) noexcept {
     spin_us_.store(static_cast<int>(spin.count()), std::memory_order_relaxed);
   }
-  /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
-  void addBusy(int change) noexcept {
+  void addBusy(int change) noexcept override {
     busy_.fetch_add(change, std::memory_order_relaxed);
   }
 
-  /// The handler outlives its watch. A second call for the same descriptor changes the events.
-  void watch(int fd, uint32_t events, Handler& handler);
-  void unwatch(int fd) noexcept;
+  void watch(int fd, uint32_t events, Handler& handler) override;
+  void unwatch(int fd) noexcept override;
 
-  void addTicker(Ticker& ticker);
-  void removeTicker(Ticker& ticker) noexcept;
+  void addTicker(Ticker& ticker) override;
+  void removeTicker(Ticker& ticker) noexcept override;
 
  private:
   struct Watch {

@@ -20,7 +20,7 @@ ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& ide
   }
   record.group = identity.name;
   record.epoch = identity.epoch;
-  record.op = collectiveName(descriptor.kind);
+  record.op = operation.name();
   record.sequence = operation.request().id.sequence;
   record.dtype = dtypeName(descriptor.dtype);
   record.numel = descriptor.numel;
@@ -80,6 +80,22 @@ ErrorRecord timedOut(
     record.phase = "transfer";
     record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";
     record.hint = "raise the timeout if the network is only slow";
+  }
+  return record;
+}
+
+ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity) {
+  const int peer = operation.request().peer;
+  ErrorRecord record = about(operation, peer, identity);
+  record.code = ErrorCode::Timeout;
+  record.phase = "matching";
+  record.summary = operation.label() + " had no message after " + std::to_string(record.elapsed_ms) + " ms: ";
+  if (peer < 0) {
+    record.summary += "no rank has sent under that tag.";
+    record.hint = "find out why no rank sends (another tag? a rank that is late?), or raise the timeout";
+  } else {
+    record.summary += "an earlier receive from any rank under that tag still waits, and would get the message first.";
+    record.hint = "use tags of their own for receives from any rank";
   }
   return record;
 }

@@ -21,6 +21,9 @@ namespace pycomm {
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity);
 
+/// The same of a receive that never learned its sender.
+[[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
+
 /// A link to `peer` ended without a goodbye, or broke.
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 

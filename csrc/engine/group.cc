@@ -216,6 +216,36 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
   return cache_.front().prepared;
 }
 
+void Group::fillCollective(Operation::Request& request, const Call& call) {
+  ScheduleRequest schedule = call.schedule;
+  schedule.rank = identity_.rank;
+  schedule.size = identity_.size;
+  request.schedule = scheduleFor(schedule);
+  request.descriptor.algorithm = request.schedule->schedule.algorithm;
+  request.descriptor.root = schedule.root;
+  // In an all_to_all every rank has splits of its own; what matters there is compared pair by pair, as frames meet.
+  request.descriptor.digest = schedule.kind == Collective::AllToAll ? 0 : splitsDigest(schedule.counts);
+  request.id = takeOperationId(counter_, identity_.hash);
+}
+
+// Messages are named on the lane, in the order in which it sees them: they take no number from the group's counter, as not all ranks
+// take part.
+void Group::fillMessage(Operation::Request& request, const Call& call) {
+  request.receives = call.schedule.kind == Collective::Recv;
+  request.peer = call.peer;
+  request.descriptor.kind = Collective::Send;
+  request.descriptor.algorithm = Algorithm::Direct;
+  if (request.receives && call.peer == PointToPoint::kAnyRank) {
+    return;
+  }
+  ScheduleRequest schedule = call.schedule;
+  schedule.rank = identity_.rank;
+  schedule.size = identity_.size;
+  schedule.root = call.peer;
+  schedule.segment_nbytes = ScheduleRequest().segment_nbytes; // both sides must cut alike, whatever their options
+  request.schedule = scheduleFor(schedule);
+}
+
 std::shared_ptr<Operation> Group::start(const Call& call) {
   try {
     return startChecked(call);
@@ -226,6 +256,17 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   }
 }
 
+FlightLog::Mark Group::recorded(const Operation& operation) const {
+  const Operation::Request& request = operation.request();
+  Descriptor descriptor = request.descriptor;
+  if (descriptor.kind == Collective::Send) { // which message it is, is settled later
+    descriptor.kind = request.receives ? Collective::Recv : Collective::Send;
+    descriptor.root = request.peer;
+    descriptor.digest = 0;
+  }
+  return FlightLog::issued(log_, request.id, descriptor, operation.issuedAt());
+}
+
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   if (!engine_.belongsToThisProcess()) {
     throw Error(
@@ -234,28 +275,23 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
         "start workers with the spawn method, or make a new process group in the child");
   }
   Operation::Request request;
-  ScheduleRequest schedule = call.schedule;
-  schedule.rank = identity_.rank;
-  schedule.size = identity_.size;
-  request.schedule = scheduleFor(schedule);
-  request.descriptor.kind = schedule.kind;
-  request.descriptor.dtype = schedule.dtype;
-  request.descriptor.reduce_op = schedule.reduce_op;
-  request.descriptor.wire_dtype = schedule.wire_dtype;
-  request.descriptor.algorithm = request.schedule->schedule.algorithm;
-  request.descriptor.root = schedule.root;
-  request.descriptor.numel = schedule.numel;
+  request.descriptor.kind = call.schedule.kind;
+  request.descriptor.dtype = call.schedule.dtype;
+  request.descriptor.reduce_op = call.schedule.reduce_op;
+  request.descriptor.wire_dtype = call.schedule.wire_dtype;
+  request.descriptor.numel = call.schedule.numel;
   request.descriptor.tag = call.tag;
-  // In an all_to_all every rank has splits of its own; what matters there is compared pair by pair, as frames meet.
-  request.descriptor.digest = schedule.kind == Collective::AllToAll ? 0 : splitsDigest(schedule.counts);
   request.input = call.input;
   request.output = call.output;
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
-  request.id = takeOperationId(counter_, identity_.hash);
+  if (call.schedule.kind == Collective::Send || call.schedule.kind == Collective::Recv) {
+    fillMessage(request, call);
+  } else {
+    fillCollective(request, call);
+  }
   auto operation = std::make_shared<Operation>(std::move(request));
-  const Operation::Request& issued = operation->request();
-  operation->setMark(FlightLog::issued(log_, issued.id, issued.descriptor, operation->issuedAt()));
+  operation->setMark(recorded(*operation));
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);

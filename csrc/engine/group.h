@@ -46,6 +46,7 @@ class Group : public std::enable_shared_from_this<Group> {
     Deadline deadline = Deadline::never();
     uint32_t tag = 0;
     double premul_factor = 1.0;
+    int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
   };
 
@@ -96,6 +97,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void connect(const Config& config);
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
+  [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
+  void fillCollective(Operation::Request& request, const Call& call);
+  void fillMessage(Operation::Request& request, const Call& call);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;

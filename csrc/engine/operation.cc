@@ -4,10 +4,26 @@
 
 namespace pycomm {
 
+void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index) {
+  request_.id = id;
+  request_.schedule = std::move(schedule);
+  request_.descriptor.root = sender;
+  request_.descriptor.digest = index;
+  settled_.store(true, std::memory_order_release);
+}
+
+const char* Operation::name() const noexcept {
+  return collectiveName(request_.receives ? Collective::Recv : request_.descriptor.kind);
+}
+
 std::string Operation::label() const {
-  const std::string name = collectiveName(request_.descriptor.kind);
-  return request_.id.sequence >= 0 ? name + " #" + std::to_string(request_.id.sequence)
-                                   : name + " issued in a callback";
+  if (request_.descriptor.kind == Collective::Send) {
+    const std::string peer = request_.peer < 0 ? "any rank" : "rank " + std::to_string(request_.peer);
+    return std::string(name()) + (request_.receives ? " from " : " to ") + peer + " (tag " +
+        std::to_string(request_.descriptor.tag) + ")";
+  }
+  return request_.id.sequence >= 0 ? std::string(name()) + " #" + std::to_string(request_.id.sequence)
+                                   : std::string(name()) + " issued in a callback";
 }
 
 bool Operation::wait(Deadline deadline) const {

@@ -30,13 +30,24 @@ class Operation {
     BufferView output;
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
+    // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
+    bool receives = false;
+    int peer = -1; ///< as asked; PointToPoint::kAnyRank for a receive from any rank
   };
 
-  explicit Operation(Request request) : request_(std::move(request)), issued_at_(Clock::now()) {}
+  explicit Operation(Request request)
+      : request_(std::move(request)), settled_(request_.id.id != 0), issued_at_(Clock::now()) {}
 
+  /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are settled on the lane, when the
+  /// sender is known: other threads look at them only once it is settled.
   [[nodiscard]] const Request& request() const noexcept {
     return request_;
   }
+  [[nodiscard]] bool settled() const noexcept {
+    return settled_.load(std::memory_order_acquire);
+  }
+  /// Lane only, once: which message this is, of which sender.
+  void settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index);
   [[nodiscard]] TimePoint issuedAt() const noexcept {
     return issued_at_;
   }
@@ -49,7 +60,9 @@ class Operation {
     return mark_;
   }
 
-  /// "all_reduce #12", or "all_reduce issued in a callback".
+  /// "all_reduce", "recv"
+  [[nodiscard]] const char* name() const noexcept;
+  /// "all_reduce #12", "all_reduce issued in a callback", "recv from any rank (tag 3)".
   [[nodiscard]] std::string label() const;
 
   [[nodiscard]] bool done() const noexcept {
@@ -68,7 +81,8 @@ class Operation {
   void finish(std::optional<ErrorRecord> error);
 
  private:
-  const Request request_;
+  Request request_; ///< changed by settle() only
+  std::atomic<bool> settled_;
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
   mutable std::mutex mutex_; ///< guards all below

@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "engine/channel.h"
-#include "engine/event_loop.h"
-#include "transport/tcp_link.h"
+#include "engine/loop.h"
+#include "transport/link.h"
 
 namespace pycomm {
 
@@ -16,8 +16,8 @@ class PortOwner {
 };
 
 /// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
-struct OutPort final : EventLoop::Handler {
-  OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<TcpLink> connecting)
+struct OutPort final : Loop::Handler {
+  OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> connecting)
       : owner(port_owner), peer(peer_rank), link(std::move(connecting)), channel(*link) {}
   void onReady(uint32_t events) noexcept override {
     owner.onPortReady(peer, true, events);
@@ -25,18 +25,27 @@ struct OutPort final : EventLoop::Handler {
 
   PortOwner& owner; ///< holds this port
   const int peer;
-  std::unique_ptr<TcpLink> link;
+  std::unique_ptr<Link> link;
   OutChannel channel;
   bool connected = false;
   bool waits_for_room = false; ///< the loop watches for writability
   bool dirty = false; ///< has frames that nobody tried to write yet
   bool broken = false;
+  bool says_goodbye = false; ///< its last frame is queued: the write side ends when that has left
 };
 
 /// The connection that a peer opened to this rank, to read frames.
-struct InPort final : EventLoop::Handler {
-  InPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> accepted, InChannel::Receiver& receiver)
-      : owner(port_owner), peer(peer_rank), link(std::move(accepted)), channel(peer_rank, *link, receiver) {}
+struct InPort final : Loop::Handler {
+  InPort(
+      PortOwner& port_owner,
+      int peer_rank,
+      std::unique_ptr<Link> accepted,
+      InChannel::Receiver& receiver,
+      size_t buffer_nbytes)
+      : owner(port_owner),
+        peer(peer_rank),
+        link(std::move(accepted)),
+        channel(peer_rank, *link, receiver, buffer_nbytes) {}
   void onReady(uint32_t events) noexcept override {
     owner.onPortReady(peer, false, events);
   }

@@ -86,10 +86,26 @@ void Protocol::posted(
     }
     heard_.erase(heard);
   }
+  if (descriptor.kind == Collective::Send) {
+    announce(op);
+  }
   for (EdgeState& edge : op.incoming) {
     const bool crowded = peers_[static_cast<size_t>(edge.peer)].eager_in > config_.eager_pool_nbytes / 2;
     if (edge.total > config_.eager_nbytes || crowded) {
       grant(op, edge);
+    }
+  }
+}
+
+// A message concerns two ranks only, so nobody else is ever asked about it. One that is too large to go eagerly is announced at once:
+// a receive from any rank could not find it otherwise.
+void Protocol::announce(Op& op) {
+  op.told_everyone = true;
+  op.told_again = true;
+  for (const EdgeState& edge : op.outgoing) {
+    if (edge.total > config_.eager_nbytes && edge.limit == 0) {
+      op.told_waiting = true;
+      send(edge.peer, headerFor(op.id.id, FrameType::Waiting));
     }
   }
 }
@@ -131,9 +147,10 @@ void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& their
     return;
   }
   ErrorRecord record = mismatch(mine, peer, id);
-  record.summary = "The ranks disagree about the operation " + operationText(id.id) + ": rank " +
-      std::to_string(config_.rank) + " (" + record.host + ") has " + mine.text() + ", rank " + std::to_string(peer) +
-      " (" + record.peer_host + ") has " + theirs.text() + ".";
+  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
+  record.summary = "The ranks disagree about " + what + ": rank " + std::to_string(config_.rank) + " (" + record.host +
+      ") has " + mine.text() + ", rank " + std::to_string(peer) + " (" + record.peer_host + ") has " + theirs.text() +
+      ".";
   fail(std::move(record));
 }
 
@@ -215,7 +232,9 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     case FrameType::NotEntered:
       if (op != nullptr) {
         const Descriptor last = Descriptor::readFrom(header);
-        const std::string text = header.aux == 0 ? "no operation yet" : last.text() + " " + operationText(header.aux);
+        const bool message = last.kind == Collective::Send; // its text says which one
+        const std::string text =
+            header.aux == 0 ? "no operation yet" : last.text() + (message ? "" : " " + operationText(header.aux));
         op->missing.push_back(Missing{peer, text});
         standOff(*op, peer, now);
       }
@@ -290,13 +309,14 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimeP
 // leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
 void Protocol::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
-  if (now - op.since < patience) {
+  if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
     return;
   }
   for (const auto& entry : heard_) {
     const auto theirs = entry.second.descriptors.find(peer);
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
-    if (theirs == entry.second.descriptors.end() || !derived || now - entry.second.since < patience) {
+    if (theirs == entry.second.descriptors.end() || theirs->second.kind == Collective::Send || !derived ||
+        now - entry.second.since < patience) {
       continue;
     }
     ErrorRecord record = mismatch(op.descriptor, peer, op.id);

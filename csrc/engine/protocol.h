@@ -99,6 +99,14 @@ class Protocol {
   /// A frame header of this group for an operation posted here.
   [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type) const;
 
+  /// What is remembered of operations that have not ended here or are not posted here.
+  struct Usage {
+    size_t operations = 0;
+    size_t heard = 0;
+    int64_t eager_in = 0; ///< bytes in the pools of all peers
+  };
+  [[nodiscard]] Usage usage() const;
+
   [[nodiscard]] std::vector<Action> takeActions();
 
  private:
@@ -132,6 +140,7 @@ class Protocol {
   };
 
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
+  void announce(Op& op);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
   [[nodiscard]] ErrorRecord mismatch(const Descriptor& mine, int peer, const OperationId& id) const;

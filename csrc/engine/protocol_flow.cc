@@ -127,4 +127,14 @@ void Protocol::sent(uint64_t op_id, int peer, int64_t nbytes, Permission used) {
   }
 }
 
+Protocol::Usage Protocol::usage() const {
+  Usage usage;
+  usage.operations = ops_.size();
+  usage.heard = heard_.size();
+  for (const Peer& peer : peers_) {
+    usage.eager_in += peer.eager_in;
+  }
+  return usage;
+}
+
 } // namespace pycomm

@@ -23,6 +23,7 @@ StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
 
 void StagingBuffer::release() noexcept {
   if (memory_ != nullptr && pool_ != nullptr) {
+    pool_->taken_nbytes_ -= nbytes_;
     pool_->giveBack(std::move(memory_), size_class_);
   }
   memory_.reset();
@@ -39,8 +40,6 @@ StagingBuffer StagingPool::take(size_t nbytes) {
     free_.resize(size_class + 1);
   }
   StagingBuffer buffer;
-  buffer.pool_ = this;
-  buffer.nbytes_ = nbytes;
   buffer.size_class_ = size_class;
   if (!free_[size_class].empty()) {
     buffer.memory_ = std::move(free_[size_class].back());
@@ -49,6 +48,9 @@ StagingBuffer StagingPool::take(size_t nbytes) {
   } else {
     buffer.memory_.reset(new std::byte[size_t{1} << size_class]); // not zeroed: every byte is written before it is read
   }
+  buffer.pool_ = this; // only now: what throws above has taken nothing
+  buffer.nbytes_ = nbytes;
+  taken_nbytes_ += nbytes;
   return buffer;
 }
 

@@ -48,12 +48,18 @@ class StagingPool {
   /// Throws std::bad_alloc.
   [[nodiscard]] StagingBuffer take(size_t nbytes);
 
+  /// Bytes asked for that have not been given back.
+  [[nodiscard]] size_t takenNbytes() const noexcept {
+    return taken_nbytes_;
+  }
+
  private:
   friend class StagingBuffer;
   void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept;
 
   const size_t keep_nbytes_;
   size_t kept_nbytes_ = 0;
+  size_t taken_nbytes_ = 0;
   std::vector<std::vector<std::unique_ptr<std::byte[]>>> free_; ///< by class
 };
 

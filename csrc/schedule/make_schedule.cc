@@ -100,7 +100,8 @@ Schedule makeSchedule(const ScheduleRequest& request) {
     algorithm = selectAlgorithm(key);
   }
   const Entry& entry = findEntry(request, algorithm);
-  return request.size == 1 ? makeForOneRank(request, algorithm) : entry.make(request);
+  const bool p2p = request.kind == Collective::Send || request.kind == Collective::Recv; // with oneself, then
+  return request.size == 1 && !p2p ? makeForOneRank(request, algorithm) : entry.make(request);
 }
 
 int64_t inputNumel(const ScheduleRequest& request) {

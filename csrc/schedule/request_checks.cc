@@ -68,9 +68,6 @@ void checkRanks(const ScheduleRequest& request) {
   if (request.root < 0 || request.root >= request.size) {
     refuse(request, role + std::to_string(request.root) + " is not in " + range, "pass a rank of the group");
   }
-  if (p2p && request.root == request.rank) {
-    refuse(request, role + std::to_string(request.root) + " is this rank", "copy the tensor instead");
-  }
 }
 
 void checkDTypes(const ScheduleRequest& request) {

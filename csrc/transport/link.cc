@@ -76,19 +76,19 @@ void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& a
   }
 }
 
-void closeGently(Link& link) noexcept {
+void Link::closeGently() noexcept {
   // A socket closed with unread bytes sends a reset, and on a reset the peer's kernel drops what it had not read yet.
-  link.shutdownWrite();
+  shutdownWrite();
   const Deadline end = Deadline::after(kGentleCloseMs);
   std::array<std::byte, 4096> dropped; // NOLINT: only written
   try {
     while (!end.expired()) {
-      const Progress progress = link.tryRead({dropped.data(), dropped.size()});
+      const Progress progress = tryRead({dropped.data(), dropped.size()});
       if (progress.closed) {
         return;
       }
       if (progress.would_block) {
-        pollfd ready{link.fd(), POLLIN, 0};
+        pollfd ready{fd(), POLLIN, 0};
         (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
       }
     }

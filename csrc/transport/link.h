@@ -35,6 +35,14 @@ class Link {
   /// Ends the write side: the peer reads to the end and then sees `closed`.
   virtual void shutdownWrite() noexcept = 0;
 
+  /// For a link that is still being made: true once connected. Throws Error(ConnectFailed); the link is of no use then.
+  [[nodiscard]] virtual bool finishConnect() {
+    return true;
+  }
+
+  /// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
+  virtual void closeGently() noexcept;
+
   /// "10.0.0.1:29600 -> 10.0.0.2:29601", for messages.
   [[nodiscard]] virtual std::string describe() const = 0;
 };
@@ -43,8 +51,5 @@ class Link {
 /// Error(ConnectionReset) when the peer closes early.
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);
 void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
-
-/// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
-void closeGently(Link& link) noexcept;
 
 } // namespace pycomm

@@ -35,7 +35,7 @@ class TcpLink final : public Link {
   /// For a link of startConnect(): true once connected, false while the kernel is still trying; wait for fd() to
   /// become writable before asking again. Throws Error(ConnectFailed) with errno's name in `cause`; the link is of no
   /// use then.
-  [[nodiscard]] bool finishConnect();
+  [[nodiscard]] bool finishConnect() override;
   /// The same as a number: 0, EINPROGRESS, or why it failed (once; the kernel forgets it).
   [[nodiscard]] int connectStatus() noexcept;
 

@@ -17,6 +17,7 @@ if importlib.util.find_spec("pycomm") is None:
     sys.path.insert(0, str(TESTS_DIR.parent.parent))
 
 import ranks  # noqa: E402
+import zygote  # noqa: E402
 
 DEFAULT_TIMEOUT_S = 120
 
@@ -53,20 +54,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def child_processes() -> dict[int, str]:
-    """This process's children by pid, with their command lines; also those not waited for."""
+    """Children by pid, with their command lines, also those not waited for; and forked ranks."""
+    zygotes = zygote.zygote_pids()
+    parents = {os.getpid(), *zygotes}
     children = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
+        if not folder.name.isdigit() or int(folder.name) in zygotes:
             continue
         try:
             # "pid (name) state ppid …": the name may hold anything, so look from its end.
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid():
+            if parent in parents:
                 command = (folder / "cmdline").read_text(errors="replace")
                 children[int(folder.name)] = command.replace("\0", " ")
         except OSError:
             continue  # it has ended meanwhile
     return children
+
+
+def pytest_unconfigure() -> None:
+    zygote.end_zygotes()
 
 
 @pytest.fixture(autouse=True)

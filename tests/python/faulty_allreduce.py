@@ -1,4 +1,7 @@
-"""The all_reduce table over an operation with a fault, chosen by FAULT: for test_benchmarks.py."""
+"""The all_reduce table over an operation with a fault, chosen by FAULT: for test_benchmarks.py.
+
+FAULT is a fault, or several with commas: the first at 4 KiB, the next at 8 KiB, and so on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from allreduce import AllReduce
 
 class FaultyAllReduce(AllReduce):
     def call(self, place: harness.Place, output: torch.Tensor, source: torch.Tensor) -> None:
-        fault = os.environ["FAULT"]
+        faults = os.environ["FAULT"].split(",")
+        fault = faults[output.numel().bit_length() - 11 if len(faults) > 1 else 0]
         if fault == "nothing_sent":
             return
         mine = source.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import faulthandler
 import importlib
@@ -14,6 +15,8 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 _mark_fd: int | None = None
 
@@ -57,6 +60,7 @@ class Spec:
     import_pycomm: bool
     destroy: bool
     only_pycomm: bool
+    preload: tuple[str, ...]
 
 
 def mark(name: str) -> None:
@@ -111,6 +115,8 @@ def _run_as_rank(folder: Path, rank: int) -> int:
     spec: Spec = pickle.loads((folder / "spec").read_bytes())
     value, error = None, None
     try:
+        for module in spec.preload:
+            importlib.import_module(module)
         target: Any = importlib.import_module(spec.module)
         for part in spec.function.split("."):
             target = getattr(target, part)
@@ -152,9 +158,17 @@ def _join_group(spec: Spec, rank: int) -> None:
     )
 
 
+def main(folder: Path, rank: int, mark_fd: int) -> int:
+    """Runs the rank and returns the exit code of its process."""
+    global _mark_fd
+    _mark_fd = mark_fd
+    return _run_as_rank(folder, rank)
+
+
 if __name__ == "__main__":
+    # It ends with its parent, also where that is killed: nobody else would end it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Targets import this module, too: one object each for what it defines, not two.
     import rank_child as _this
 
-    _this._mark_fd = int(sys.argv[3])
-    sys.exit(_this._run_as_rank(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(_this.main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,7 +1,9 @@
 """Starts real rank processes for tests, without torchrun, and collects what each of them did.
 
 A rank is ``python rank_child.py FOLDER RANK FD``: it joins the group, calls the target as
-``target(rank, world_size, *args)``, leaves the group and writes down its result or exception.
+``target(rank, world_size, *args)``, leaves the group and writes down its result or exception. It is
+forked from a process that has imported torch (``zygote.py``), or, with ``fresh=True`` and where its
+environment could have changed those imports, it is an interpreter of its own.
 Nothing here waits for ever, and whatever is left of the processes when the parent has had enough is
 killed by its pid.
 
@@ -33,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from processes import (
     LOOPBACK,
@@ -51,10 +53,12 @@ from rank_child import (
     mark,
     other_backends_threads,
 )
+from zygote import Process, ZygoteDiedError, zygote_for
 
 __all__ = [
     "LOOPBACK",
     "TESTS_DIR",
+    "TORCH_DDP",
     "RankError",
     "RankResult",
     "RankResults",
@@ -71,7 +75,16 @@ __all__ = [
     "start_ranks",
 ]
 
+TORCH_DDP = ("torch._dynamo",)
+"""For ``preload``: what torch's wrapper imports when it is first made, as much as torch itself.
+
+It also ends a nuisance. Once a group exists, default arguments of modules imported then keep that
+group, and with it gloo's threads, alive to the end of the process, which at times aborts there.
+"""
+
 _TAIL_NCHARS = 6000
+_LOOKS_ASLEEP = 10
+"""A thread that only waits for a lock or a page for a moment is awake at one of so many looks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,16 +159,19 @@ class Ranks:
         folder: Path,
         env: Callable[[int], Mapping[str, str | None]],
         ranks: Sequence[int],
+        *,
+        fresh: bool = False,
     ) -> None:
         self.spec = spec
         self.folder = folder
         self._env = env
+        self._fresh = fresh
         self._selector = selectors.DefaultSelector()
         self._marks: dict[int, list[str]] = {}
         self._partial: dict[int, bytes] = {}
         self._files: list[Any] = []
         self._timed_out: set[int] = set()
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, Process] = {}
         try:
             for rank in ranks:
                 self._start(rank)
@@ -169,20 +185,7 @@ class Ranks:
         err = (self.folder / f"{rank}.err").open("wb")
         self._files += [out, err]
         try:
-            self.processes[rank] = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(TESTS_DIR / "rank_child.py"),
-                    str(self.folder),
-                    str(rank),
-                    str(write_fd),
-                ],
-                env=child_environment(self._env(rank)),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                pass_fds=[write_fd],
-            )
+            self.processes[rank] = self._start_process(rank, write_fd, out, err)
         except BaseException:
             os.close(read_fd)
             raise
@@ -191,6 +194,21 @@ class Ranks:
         self._marks[rank] = []
         self._partial[rank] = b""
         self._selector.register(read_fd, selectors.EVENT_READ, rank)
+
+    def _start_process(self, rank: int, write_fd: int, out: BinaryIO, err: BinaryIO) -> Process:
+        env = child_environment(self._env(rank))
+        zygote = None if self._fresh else zygote_for(env, self.spec.preload)
+        if zygote is not None:
+            return zygote.fork(self.folder, rank, env, [write_fd, out.fileno(), err.fileno()])
+        command = [sys.executable, str(TESTS_DIR / "rank_child.py")]
+        return subprocess.Popen(
+            [*command, str(self.folder), str(rank), str(write_fd)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=[write_fd],
+        )
 
     def pid(self, rank: int) -> int:
         """The process id of a rank."""
@@ -212,6 +230,19 @@ class Ranks:
                 what = self.collect(1.0).describe()
                 raise AssertionError(f"rank {rank} did not reach mark {name!r}\n{what}")
             self._drain_marks(min(left_s, 0.2))
+
+    def wait_until_asleep(self, rank: int, timeout_s: float = 60.0) -> None:
+        """Waits until the rank's main thread blocks: it is inside what its last mark announced."""
+        deadline = time.monotonic() + timeout_s
+        looks = 0
+        while looks < _LOOKS_ASLEEP:
+            ended = self.processes[rank].poll() is not None
+            if ended or time.monotonic() > deadline:
+                raise AssertionError(f"rank {rank} never slept\n{self.collect(1.0).describe()}")
+            stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
+            # "pid (name) state …": the name may hold anything, so look from its end.
+            looks = looks + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+            time.sleep(0.002)
 
     def marks(self, rank: int) -> list[str]:
         """All marks of a rank so far."""
@@ -276,9 +307,9 @@ class Ranks:
     def close(self) -> None:
         """Kills what still runs, waits for it and lets go of every descriptor."""
         for process in self.processes.values():
-            if process.poll() is None:
+            with contextlib.suppress(ZygoteDiedError):  # and with it the rank
                 process.kill()
-            process.wait()
+                process.wait()
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -301,6 +332,8 @@ def start_ranks(
     destroy: bool = True,
     only_pycomm: bool | None = None,
     ranks: Sequence[int] | None = None,
+    fresh: bool = False,
+    preload: Sequence[str] = (),
 ) -> Iterator[Ranks]:
     """Starts processes that each run ``target(rank, world_size, *args)`` inside a process group.
 
@@ -319,6 +352,8 @@ def start_ranks(
         only_pycomm: Let whoever makes a group of gloo, NCCL or MPI fail, so that nothing goes
             through them unseen. Default: where ``backend`` is "pycomm".
         ranks: Start only these.
+        fresh: Start interpreters, do not fork: for what depends on how a process came to be.
+        preload: Modules that the ranks are to find imported already, before any group exists.
     """
     folder = Path(tempfile.mkdtemp(prefix="pycomm-ranks-"))
     port = free_port() if init in ("tcp", "env") else 0
@@ -341,6 +376,7 @@ def start_ranks(
         import_pycomm=import_pycomm,
         destroy=destroy,
         only_pycomm=backend == "pycomm" if only_pycomm is None else only_pycomm,
+        preload=tuple(preload),
     )
     (folder / "spec").write_bytes(pickle.dumps(spec))
 
@@ -356,11 +392,14 @@ def start_ranks(
             }
         return own | dict(env(rank) if callable(env) else env or {})
 
-    running = Ranks(spec, folder, rank_environment, range(world_size) if ranks is None else ranks)
+    started = range(world_size) if ranks is None else ranks
     try:
-        yield running
+        running = Ranks(spec, folder, rank_environment, started, fresh=fresh)
+        try:
+            yield running
+        finally:
+            running.close()
     finally:
-        running.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankResults, free_port, run_python, run_ranks, start_ranks
+from ranks import RankResults, free_port, mark, run_python, run_ranks, start_ranks
 from torch._C._distributed_c10d import FileStore
 
 import pycomm
 from pycomm import _extension, errors
 
-SECONDS = 15.0  # "in seconds": process start and torch's import included
+SECONDS = 10.0  # "in seconds", from when the last rank joins
 
 
 def join(rank: int, world_size: int, timeout_s: float = 30.0, **options: Any) -> None:
@@ -34,6 +35,32 @@ def join(rank: int, world_size: int, timeout_s: float = 30.0, **options: Any) ->
 def join_by_file(rank: int, world_size: int, place: str, timeout_s: float = 30.0) -> None:
     join(rank, world_size, timeout_s, store=FileStore(place, world_size))
     dist.destroy_process_group()
+
+
+def join_together(count: int, *args: Any) -> None:
+    """``join_by_file`` once so many processes are here, however slowly each of them started."""
+    place = args[2]
+    store = FileStore(f"{place}.meet", count)
+    store.add("here", 1)
+    while store.add("here", 0) < count:
+        time.sleep(0.01)
+    mark("joining")
+    join_by_file(*args)
+
+
+def fail_together(
+    target: Callable[..., None], place: Path, ranks: Sequence[int], world_size: int
+) -> tuple[RankResults, float]:
+    """What ranks did that met and joined, and how long after that the last error came."""
+    with start_ranks(
+        world_size, target, args=(str(place / "store"),), init="none", ranks=ranks
+    ) as running:
+        for rank in ranks:
+            running.wait_for_mark(rank, "joining")
+        joined_s = time.monotonic()
+        results = running.collect(60)
+    times_s = [error.monotonic_s for error in results.errors()]
+    return results, max(times_s, default=math.inf) - joined_s
 
 
 def assert_all_fail(results: RankResults, code: str, *texts: str, only: Sequence[int] = ()) -> None:
@@ -116,32 +143,23 @@ def test_which_builds_fit() -> None:
 
 
 def join_with_other_world_size(rank: int, world_size: int, place: str) -> None:
-    join_by_file(rank, world_size + rank, place)
+    join_together(2, rank, world_size + rank, place)
 
 
 @pytest.mark.needs_native
 def test_ranks_with_different_world_sizes(tmp_path: Path) -> None:
-    started_s = time.monotonic()
-    results = run_ranks(
-        2,
-        join_with_other_world_size,
-        args=(str(tmp_path / "store"),),
-        init="none",
-        check=False,
-    )
+    results, took_s = fail_together(join_with_other_world_size, tmp_path, [0, 1], 2)
     assert_all_fail(results, "CONFIG_MISMATCH", "2", "3")
-    assert time.monotonic() - started_s < SECONDS
+    assert took_s < SECONDS
 
 
 def join_as_rank_0(rank: int, world_size: int, place: str) -> None:
-    join_by_file(0, world_size, place, timeout_s=8)
+    join_together(2, 0, world_size, place, 4.0)
 
 
 @pytest.mark.needs_native
 def test_one_rank_twice(tmp_path: Path) -> None:
-    results = run_ranks(
-        2, join_as_rank_0, args=(str(tmp_path / "store"),), init="none", check=False
-    )
+    results, _ = fail_together(join_as_rank_0, tmp_path, [0, 1], 2)
     codes = sorted(error.code or "" for error in results.errors())
     # The second is refused at once, naming the first; the first waits for rank 1, who never comes.
     assert codes == ["DUPLICATE_RANK", "RENDEZVOUS_TIMEOUT"], results.describe()
@@ -150,15 +168,15 @@ def test_one_rank_twice(tmp_path: Path) -> None:
     assert refused.error and str(first.pid) in refused.error.text
 
 
+def join_without_rank_1(rank: int, world_size: int, place: str) -> None:
+    join_together(2, rank, world_size, place, 3.0)
+
+
 @pytest.mark.needs_native
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    started_s = time.monotonic()
-    with start_ranks(
-        3, join_by_file, args=(str(tmp_path / "store"), 3.0), init="none", ranks=[0, 2]
-    ) as running:
-        results = running.collect(60)
+    results, took_s = fail_together(join_without_rank_1, tmp_path, [0, 2], 3)
     assert_all_fail(results, "RENDEZVOUS_TIMEOUT", "missing: 1", "rank 0", "rank 2")
-    assert time.monotonic() - started_s < SECONDS
+    assert took_s < SECONDS
 
 
 def join_by_env(rank: int, world_size: int, rounds: int) -> float:
@@ -192,8 +210,6 @@ def test_two_jobs_on_one_port() -> None:
 
 def serve_until_told(rank: int, world_size: int) -> float:
     import signal
-
-    from ranks import mark
 
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     mark("joined")

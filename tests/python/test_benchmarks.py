@@ -30,7 +30,7 @@ from exact import (  # noqa: E402
     pattern,
     reduced_pattern,
 )
-from options import parse_size  # noqa: E402
+from options import make_parser, parse_size  # noqa: E402
 from report import paired_ratio  # noqa: E402
 
 NATIVE = pytest.mark.needs_native
@@ -110,33 +110,28 @@ def test_table_and_json(backends: list[str], tmp_path: Path) -> None:
     assert len(body) == 2 + len(rows)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["nothing_sent", "other_op", "added_twice", "one_element_of_one_rank", "nan", "shifted"],
-)
-def test_a_wrong_operation_is_counted(fault: str, tmp_path: Path) -> None:
-    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4K"]
-    done, table = run_table(tmp_path, *flags, script=TESTS / "faulty_allreduce.py", fault=fault)
+FAULTS = {"none": "4K", "nothing_sent": "8K", "other_op": "16K", "added_twice": "32K"}
+FAULTS |= {"one_element_of_one_rank": "64K", "nan": "128K", "shifted": "256K"}
+
+
+def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
+    """Each fault at a size of its own."""
+    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", ",".join(FAULTS.values())]
+    script = TESTS / "faulty_allreduce.py"
+    done, table = run_table(tmp_path, *flags, script=script, fault=",".join(FAULTS))
     assert done.returncode == 1, done.stdout + done.stderr
-    (row,) = table["rows"]
-    assert row["wrong"] > 0
-    if fault == "one_element_of_one_rank":
-        # Two blocks of four checked operations on one rank, and what the timed loops left behind:
-        # there the next operation has spread the fault to both ranks.
-        assert row["wrong"] == 2 * (4 + 2)
-    assert f"{row['wrong']} wrong" in done.stdout
-
-
-def test_the_faulty_table_without_a_fault_is_right(tmp_path: Path) -> None:
-    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4K"]
-    done, table = run_table(tmp_path, *flags, script=TESTS / "faulty_allreduce.py", fault="none")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert table["rows"][0]["wrong"] == 0
+    assert [row["size_bytes"] for row in table["rows"]] == list(map(parse_size, FAULTS.values()))
+    wrong = {fault: row["wrong"] for fault, row in zip(FAULTS, table["rows"], strict=True)}
+    assert [fault for fault, count in wrong.items() if not count] == ["none"], wrong
+    # Two blocks of four checked operations on one rank, and what the timed loops left behind:
+    # there the next operation has spread the fault to both ranks.
+    assert wrong["one_element_of_one_rank"] == 2 * (4 + 2)
+    assert f"{sum(wrong.values())} wrong" in done.stdout
 
 
 @pytest.mark.parametrize("fault", ["rank_exits", "rank_sleeps"])
 def test_a_rank_that_fails_ends_the_run(fault: str, tmp_path: Path) -> None:
-    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4", "--timeout", "10"]
+    flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4", "--timeout", "5"]
     begin = time.monotonic()
     done, table = run_table(tmp_path, *flags, script=TESTS / "faulty_allreduce.py", fault=fault)
     assert time.monotonic() - begin < 40
@@ -198,10 +193,11 @@ def test_under_torchrun(tmp_path: Path) -> None:
         (["--redop", "band"], "invalid choice: 'band'"),
     ],
 )
-def test_bad_flags(flags: list[str], message: str) -> None:
-    done = run_python([str(BENCHMARKS / "allreduce.py"), *flags])
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        make_parser("all_reduce").parse_args(flags)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_sizes() -> None:

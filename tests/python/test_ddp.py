@@ -13,15 +13,11 @@ import ddp_models
 import pytest
 import ranks
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-# torch._dynamo is imported above because torch's wrapper does so at its first construction: once a
-# group exists, default arguments of modules imported then keep that group, and with it gloo's
-# threads, alive to the end of the process, which at times aborts there.
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 FP16_ROUNDING = 2.0**-11
@@ -34,8 +30,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def run_ranks(world_size: int, target: Any, **options: Any) -> Any:
-    """Importing torch in every rank takes long where cores are few and busy."""
-    return ranks.run_ranks(world_size, target, timeout_s=180, **options)
+    return ranks.run_ranks(world_size, target, timeout_s=180, preload=ranks.TORCH_DDP, **options)
 
 
 def wrap(module: nn.Module, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_python, run_ranks
+from ranks import TORCH_DDP, run_python, run_ranks
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
@@ -59,7 +59,7 @@ def train_with_ordered_powersgd(rank: int, world_size: int, steps: int) -> str:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_powersgd_with_five_buckets_on_gloo(world_size: int) -> None:
     digests = run_ranks(
-        world_size, train_with_ordered_powersgd, args=(10,), backend="gloo"
+        world_size, train_with_ordered_powersgd, args=(10,), backend="gloo", preload=TORCH_DDP
     ).values()
     assert len(set(digests)) == 1
 
@@ -74,7 +74,9 @@ def same_with_and_without(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_the_numbers_are_the_hooks_own() -> None:
-    (first, second), *_ = run_ranks(2, same_with_and_without, backend="gloo").values()
+    (first, second), *_ = run_ranks(
+        2, same_with_and_without, backend="gloo", preload=TORCH_DDP
+    ).values()
     assert first == second
 
 
@@ -117,7 +119,7 @@ def chains_and_overlap(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_backward_goes_on_and_chains_never_overlap() -> None:
-    for seen in run_ranks(2, chains_and_overlap, backend="gloo").values():
+    for seen in run_ranks(2, chains_and_overlap, backend="gloo", preload=TORCH_DDP).values():
         assert len(seen["submitted"]) == 5
         phases = [phase for phase, _, _ in seen["events"]]
         assert phases == ["begin", "end"] * 5
@@ -140,7 +142,7 @@ def fail_in_hook(rank: int, world_size: int) -> str:
 
 
 def test_the_hooks_exception_reaches_backward() -> None:
-    for text in run_ranks(1, fail_in_hook, backend="gloo").values():
+    for text in run_ranks(1, fail_in_hook, backend="gloo", preload=TORCH_DDP).values():
         assert "the hook's own mistake" in text
 
 
@@ -203,7 +205,7 @@ def test_the_name_and_signature_stay_the_hooks() -> None:
 
 
 EXIT_WITH_A_HOOK_THAT_NEVER_ENDS = """
-import threading, torch
+import threading, time, torch
 from torch.futures import Future
 from pycomm.comm_hooks import ordered
 
@@ -220,12 +222,11 @@ def stuck(state, bucket):
 wrapped = ordered(stuck)
 wrapped(None, Bucket())
 entered.wait()
-print("leaving", flush=True)
+print(time.monotonic())
 """
 
 
 def test_exit_is_bounded_even_if_the_hook_never_ends() -> None:
-    started_s = time.monotonic()
     result = run_python(["-c", EXIT_WITH_A_HOOK_THAT_NEVER_ENDS], timeout_s=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "leaving\n", "")
-    assert time.monotonic() - started_s < 20
+    assert (result.returncode, result.stderr) == (0, "")
+    assert time.monotonic() - float(result.stdout) < 20

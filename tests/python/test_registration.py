@@ -259,7 +259,7 @@ def exit_with_the_group_open(rank: int, world_size: int) -> None:
 
 @pytest.mark.needs_native
 def test_exit_without_destroy_is_clean() -> None:
-    with start_ranks(2, exit_with_the_group_open, destroy=False) as running:
+    with start_ranks(2, exit_with_the_group_open, destroy=False, fresh=True) as running:
         results = running.collect(60).check()
     assert all("terminate" not in result.stderr for result in results)
 

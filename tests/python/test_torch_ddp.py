@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import TORCH_DDP, run_ranks
 from test_ordered import powersgd_state, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -91,7 +91,11 @@ def test_the_same_as_gloo_step_by_step(world_size: int, options: dict[str, Any])
     """
     runs = {}
     for backend in ("gloo", "pycomm"):
-        results = run_ranks(world_size, trajectory, args=(options,), backend=backend)
+        # The plain case on pycomm imports what it needs while the group exists, as users do.
+        preload = () if backend == "pycomm" and not options else TORCH_DDP
+        results = run_ranks(
+            world_size, trajectory, args=(options,), backend=backend, preload=preload
+        )
         runs[backend] = results.values()
         for other in runs[backend][1:]:
             for left, right in zip(runs[backend][0][1:], other[1:], strict=True):
@@ -128,7 +132,9 @@ def train_with_powersgd(rank: int, world_size: int, steps: int, how: str) -> str
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_powersgd_ordered(world_size: int, repeats: int) -> None:
     for _ in range(repeats):
-        digests = run_ranks(world_size, train_with_powersgd, args=(20, "ordered")).values()
+        digests = run_ranks(
+            world_size, train_with_powersgd, args=(20, "ordered"), preload=TORCH_DDP
+        ).values()
         assert len(set(digests)) == 1
 
 
@@ -137,7 +143,12 @@ def test_powersgd_bare_is_right_or_says_so(world_size: int, repeats: int) -> Non
     """Without ``ordered`` a callback may run inline on the issuing thread, on some ranks only."""
     for _ in range(repeats):
         results = run_ranks(
-            world_size, train_with_powersgd, args=(20, "bare"), init_timeout_s=20, check=False
+            world_size,
+            train_with_powersgd,
+            args=(20, "bare"),
+            init_timeout_s=20,
+            check=False,
+            preload=TORCH_DDP,
         )
         if all(result.ok for result in results):
             assert len(set(results.values())) == 1
@@ -168,7 +179,9 @@ def fail_in_ordered_hook(rank: int, world_size: int) -> str:
 
 
 def test_backward_raises_the_hooks_own_exception() -> None:
-    assert run_ranks(1, fail_in_ordered_hook).values() == ["the hook's own mistake"]
+    assert run_ranks(1, fail_in_ordered_hook, preload=TORCH_DDP).values() == [
+        "the hook's own mistake"
+    ]
 
 
 def collective_fails_in_backward(rank: int, world_size: int) -> str:
@@ -183,5 +196,5 @@ def collective_fails_in_backward(rank: int, world_size: int) -> str:
 
 
 def test_backward_raises_pycomms_own_exception() -> None:
-    results = run_ranks(2, collective_fails_in_backward, check=False)
+    results = run_ranks(2, collective_fails_in_backward, check=False, preload=TORCH_DDP)
     assert results[0].value in ("PeerLeftError", "PeerDeadError"), results.describe()

@@ -299,7 +299,7 @@ except dist.DistError as error:
     kept = error  # and with it torch's store, if this is rank 0: rank 1 still has to read there
 (folder / f"{rank}.partial").write_text(json.dumps(record))
 (folder / f"{rank}.partial").rename(folder / f"{rank}.error")
-give_up = time.monotonic() + 20
+give_up = time.monotonic() + 60
 while rank == 0 and not (folder / "1.error").exists() and time.monotonic() < give_up:
     time.sleep(0.05)
 """

@@ -52,8 +52,8 @@ TEST(Requests, RanksAndRoots) {
   bad.root = 4;
   expectRefused(bad, kInvalid, "root 4 is not in [0, 4)");
   bad = request(Collective::Send);
-  bad.root = 1;
-  expectRefused(bad, kInvalid, "peer 1 is this rank");
+  bad.root = 4;
+  expectRefused(bad, kInvalid, "peer 4 is not in [0, 4)");
   bad = request(static_cast<Collective>(99));
   expectRefused(bad, kInvalid, "unknown collective 99");
 }

@@ -142,7 +142,7 @@ TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
     full = progress.would_block;
   }
   const TimePoint begin = Clock::now();
-  closeGently(*pair.first);
+  pair.first->closeGently();
   EXPECT_LT(elapsedMs(begin), kSlackMs);
   pair.first.reset();
   closed.raise(static_cast<int64_t>(queued));
@@ -151,7 +151,7 @@ TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
 
 TEST_P(LinkConformance, EndsItsWriteSideWhenClosingGently) {
   LinkPair pair = connect(*this);
-  closeGently(*pair.first);
+  pair.first->closeGently();
   EXPECT_TRUE(readsEnd(*pair.second)); // though the first end still exists
 }
 

@@ -55,7 +55,7 @@ TEST(ReadAndWriteAll, EndAtTheDeadlineThoughBytesKeepMoving) {
 TEST(CloseGently, EndsAlsoWhenThePeerNeverStopsSending) {
   TricklingLink link;
   const TimePoint begin = Clock::now();
-  closeGently(link);
+  link.closeGently();
   EXPECT_GE(elapsedMs(begin), 20);
   EXPECT_LT(elapsedMs(begin), 3000);
 }

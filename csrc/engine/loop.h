@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/deadline.h"
+
+namespace pycomm {
+
+/// What the planes of a group need of the thread that runs them: descriptors watched, ticks in time. EventLoop is the one with epoll;
+/// the simulator has another, so that it runs the very planes that the engine runs.
+class Loop {
+ public:
+  /// Told when its descriptor is ready.
+  class Handler {
+   public:
+    virtual ~Handler() = default;
+    virtual void onReady(uint32_t events) noexcept = 0;
+  };
+
+  /// Told when time has passed.
+  class Ticker {
+   public:
+    virtual ~Ticker() = default;
+    /// When `tick` wants to be called next; TimePoint::max() for never.
+    [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
+    virtual void tick(TimePoint now) noexcept = 0;
+  };
+
+  virtual ~Loop() = default;
+
+  /// The handler outlives its watch. A second call for the same descriptor changes the events.
+  virtual void watch(int fd, uint32_t events, Handler& handler) = 0;
+  virtual void unwatch(int fd) noexcept = 0;
+
+  virtual void addTicker(Ticker& ticker) = 0;
+  virtual void removeTicker(Ticker& ticker) noexcept = 0;
+
+  /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
+  virtual void addBusy(int change) noexcept = 0;
+};
+
+} // namespace pycomm

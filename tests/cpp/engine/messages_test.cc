@@ -1,0 +1,258 @@
+// Point-to-point between ranks that are threads.
+#include <gtest/gtest.h>
+
+#include "engine/point_to_point.h"
+#include "ranks.h"
+
+namespace pycomm::testing {
+namespace {
+
+constexpr int kAny = PointToPoint::kAnyRank;
+
+std::shared_ptr<Operation> message(
+    Rank& self,
+    Collective kind,
+    int peer,
+    uint32_t tag,
+    std::vector<float>& values,
+    int timeout_ms = 20000) {
+  Group::Call call;
+  call.schedule.kind = kind;
+  call.schedule.dtype = DType::Float32;
+  call.schedule.wire_dtype = DType::Float32;
+  call.schedule.numel = static_cast<int64_t>(values.size());
+  call.peer = peer;
+  call.tag = tag;
+  if (kind == Collective::Send) {
+    call.input = viewOf(values);
+  } else {
+    call.output = viewOf(values);
+  }
+  call.deadline = Deadline::after(timeout_ms);
+  return self.group.start(call);
+}
+
+std::shared_ptr<Operation> send(Rank& self, int to, uint32_t tag, std::vector<float>& values, int timeout_ms = 20000) {
+  return message(self, Collective::Send, to, tag, values, timeout_ms);
+}
+std::shared_ptr<Operation> receive(
+    Rank& self,
+    int from,
+    uint32_t tag,
+    std::vector<float>& into,
+    int timeout_ms = 20000) {
+  return message(self, Collective::Recv, from, tag, into, timeout_ms);
+}
+
+std::vector<float> filled(size_t numel, float start) {
+  std::vector<float> values(numel);
+  for (size_t i = 0; i < numel; ++i) {
+    values[i] = start + static_cast<float>(i % 1009);
+  }
+  return values;
+}
+
+void expectDone(const std::shared_ptr<Operation>& operation) {
+  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << operation->label();
+  const auto error = operation->error();
+  ASSERT_FALSE(error) << error->text();
+}
+
+ErrorRecord expectError(const std::shared_ptr<Operation>& operation) {
+  EXPECT_TRUE(operation->wait(Deadline::after(20000))) << operation->label();
+  const auto error = operation->error();
+  EXPECT_TRUE(error) << operation->label() << " succeeded";
+  return error ? *error : ErrorRecord();
+}
+
+TEST(Messages, EverySize) {
+  runRanks(2, [](Rank& self) {
+    for (const size_t numel : {size_t{0}, size_t{1}, size_t{1000}, size_t{16384}, size_t{16385}, size_t{3000001}}) {
+      std::vector<float> values = self.rank == 0 ? filled(numel, 5) : std::vector<float>(numel);
+      expectDone(self.rank == 0 ? send(self, 1, 0, values) : receive(self, 0, 0, values));
+      EXPECT_EQ(values, filled(numel, 5));
+    }
+  });
+}
+
+TEST(Messages, TagsInAnyOrderAndManyUnexpected) {
+  constexpr int kCount = 300;
+  runRanks(2, [](Rank& self) {
+    std::vector<std::vector<float>> values;
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (int k = 0; k < kCount; ++k) {
+      values.push_back(filled(static_cast<size_t>(k * 131 % 40000), static_cast<float>(k)));
+    }
+    const auto expected = values;
+    for (int k = 0; k < kCount; ++k) {
+      if (self.rank == 0) {
+        operations.push_back(send(self, 1, static_cast<uint32_t>(k), values[static_cast<size_t>(k)]));
+      } else {
+        const auto at = static_cast<size_t>(kCount - 1 - k);
+        std::fill(values[at].begin(), values[at].end(), -1.0F);
+        operations.push_back(receive(self, 0, static_cast<uint32_t>(at), values[at]));
+      }
+    }
+    for (const auto& operation : operations) {
+      expectDone(operation);
+    }
+    EXPECT_EQ(values, expected);
+  });
+}
+
+TEST(Messages, OneTagKeepsItsOrder) {
+  runRanks(2, [](Rank& self) {
+    // The first is too large to go eagerly, the second is small and could overtake it.
+    std::vector<float> first = filled(500000, 1);
+    std::vector<float> second = filled(500, 2);
+    if (self.rank == 0) {
+      const auto a = send(self, 1, 4, first);
+      const auto b = send(self, 1, 4, second);
+      expectDone(a);
+      expectDone(b);
+      return;
+    }
+    std::vector<float> got_first(first.size());
+    std::vector<float> got_second(second.size());
+    expectDone(receive(self, kAny, 4, got_first));
+    expectDone(receive(self, kAny, 4, got_second));
+    EXPECT_EQ(got_first, first);
+    EXPECT_EQ(got_second, second);
+  });
+}
+
+TEST(Messages, FromAnyRankEachOnce) {
+  runRanks(4, [](Rank& self) {
+    constexpr int kEach = 20;
+    if (self.rank != 0) {
+      std::vector<std::vector<float>> values;
+      std::vector<std::shared_ptr<Operation>> sends;
+      for (int k = 0; k < kEach; ++k) {
+        values.push_back(filled(k % 2 == 0 ? 10 : 50000, static_cast<float>(self.rank * 100 + k)));
+        sends.push_back(send(self, 0, static_cast<uint32_t>(k % 2), values.back()));
+      }
+      for (const auto& operation : sends) {
+        expectDone(operation);
+      }
+      return;
+    }
+    std::vector<int> count(4, 0);
+    for (int k = 0; k < 3 * kEach; ++k) {
+      // Small and large alternate per sender; taken tag by tag.
+      const bool small = k < 3 * kEach / 2;
+      std::vector<float> got(small ? 10 : 50000);
+      const auto operation = receive(self, kAny, small ? 0 : 1, got);
+      expectDone(operation);
+      const int from = operation->request().descriptor.root;
+      ASSERT_GE(from, 1);
+      const int n = count[static_cast<size_t>(from)]++;
+      const int index = small ? 2 * n : 2 * (n - kEach / 2) + 1;
+      EXPECT_EQ(got, filled(got.size(), static_cast<float>(from * 100 + index)));
+    }
+    EXPECT_EQ(count, (std::vector<int>{0, kEach, kEach, kEach}));
+  });
+}
+
+TEST(Messages, ToOneself) {
+  for (const int size : {1, 2}) {
+    runRanks(size, [](Rank& self) {
+      for (const size_t numel : {size_t{0}, size_t{1}, size_t{1000000}}) {
+        for (const int from : {self.rank, kAny}) {
+          std::vector<float> out = filled(numel, 3);
+          std::vector<float> in(numel, -1.0F);
+          std::vector<float> back(numel, -1.0F);
+          const auto sent = send(self, self.rank, 9, out);
+          const auto again =
+              send(self, self.rank, 9, in); // its bytes are read only once its receive is posted, or eagerly now
+          expectDone(receive(self, from, 9, back));
+          expectDone(sent);
+          EXPECT_EQ(back, out);
+          expectDone(receive(self, from, 9, back));
+          expectDone(again);
+          EXPECT_EQ(back, std::vector<float>(numel, -1.0F));
+        }
+      }
+    });
+  }
+}
+
+TEST(Messages, AmongCollectives) {
+  runRanks(3, [](Rank& self) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<float> ring_out = filled(20000, static_cast<float>(self.rank));
+      std::vector<float> ring_in(20000);
+      std::vector<float> sum(1000, 1.0F);
+      const auto in = receive(self, (self.rank + 2) % 3, 1, ring_in);
+      const auto all = self.group.start(allReduceCall(sum));
+      const auto out = send(self, (self.rank + 1) % 3, 1, ring_out);
+      expectDone(all);
+      expectDone(in);
+      expectDone(out);
+      EXPECT_EQ(sum, std::vector<float>(1000, 3.0F));
+      EXPECT_EQ(ring_in, filled(20000, static_cast<float>((self.rank + 2) % 3)));
+    }
+  });
+}
+
+TEST(Messages, DifferentLengthsAreAMismatch) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(self.rank == 0 ? 10 : 11);
+    std::vector<float> sum(4);
+    if (self.rank == 0) { // a small send ends when its bytes are gone; the receiver finds out, and the group fails
+      expectDone(send(self, 1, 2, values));
+      expectError(self.group.start(allReduceCall(sum)));
+      return;
+    }
+    const ErrorRecord error = expectError(receive(self, 0, 2, values));
+    EXPECT_EQ(error.code, ErrorCode::CollectiveMismatch);
+    EXPECT_EQ(error.peer, 0);
+    EXPECT_NE(error.summary.find("float32 x 10, from rank 0, tag 2"), std::string::npos) << error.text();
+    EXPECT_NE(error.summary.find("float32 x 11, from rank 0, tag 2"), std::string::npos) << error.text();
+  });
+}
+
+TEST(Messages, NobodySends) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(4);
+    if (self.rank == 0) {
+      const ErrorRecord error = expectError(receive(self, kAny, 5, values, 300));
+      EXPECT_EQ(error.code, ErrorCode::Timeout);
+      EXPECT_EQ(error.op, "recv");
+      EXPECT_NE(error.summary.find("recv from any rank (tag 5)"), std::string::npos) << error.text();
+      EXPECT_NE(error.summary.find("no rank has sent"), std::string::npos) << error.text();
+      return;
+    }
+    std::vector<float> sum(4);
+    expectError(self.group.start(allReduceCall(sum))); // the group has failed as a whole
+  });
+}
+
+TEST(Messages, ALateSenderIsNamed) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(4);
+    if (self.rank == 0) {
+      const ErrorRecord error = expectError(receive(self, 1, 5, values, 400));
+      EXPECT_EQ(error.code, ErrorCode::Timeout);
+      EXPECT_EQ(error.peer, 1);
+      EXPECT_NE(error.summary.find("rank 1"), std::string::npos) << error.text();
+      return;
+    }
+    std::vector<float> sum(4);
+    expectError(self.group.start(allReduceCall(sum)));
+  });
+}
+
+TEST(Messages, ASenderThatLeavesEndsAReceiveFromAny) {
+  runRanks(2, [](Rank& self) {
+    if (self.rank == 1) {
+      return; // closes
+    }
+    std::vector<float> values(4);
+    const ErrorRecord error = expectError(receive(self, kAny, 5, values));
+    EXPECT_EQ(error.code, ErrorCode::PeerLeft);
+    EXPECT_EQ(error.peer, 1);
+  });
+}
+
+} // namespace
+} // namespace pycomm::testing
