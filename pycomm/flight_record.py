@@ -44,6 +44,8 @@ class OperationRecord:
     """Where it is another than ``dtype``."""
     algorithm: str
     root: int | None = None
+    peer: int | None = None
+    """Of send and recv; None where it receives from any rank."""
     tag: int | None = None
     splits: int | None = None
     """A hash of uneven split sizes."""
@@ -66,6 +68,9 @@ class OperationRecord:
     @property
     def label(self) -> str:
         """ "all_reduce #12"."""
+        if self.op in ("send", "recv"):
+            whom = "any rank" if self.peer is None else f"rank {self.peer}"
+            return f"{self.op} {'to' if self.op == 'send' else 'from'} {whom} (tag {self.tag or 0})"
         if self.sequence is not None:
             return f"{self.op} #{self.sequence}"
         return f"{self.op} issued in a callback ({int(self.id) & 0xFFFFFF:06x})"
@@ -77,7 +82,7 @@ class OperationRecord:
         parts += [] if self.root is None else [f"root {self.root}"]
         parts += [] if self.wire_dtype is None else [f"wire {self.wire_dtype}"]
         parts += [self.algorithm]
-        parts += [] if self.tag is None else [f"tag {self.tag}"]
+        parts += [] if self.tag is None or self.op in ("send", "recv") else [f"tag {self.tag}"]
         parts += [] if self.splits is None else [f"splits {self.splits}"]
         return ", ".join(part for part in parts if part)
 

@@ -26,6 +26,9 @@ WIDTH = 112
 HOST = "node1"
 """What this machine is called in the document."""
 _TIMEOUT_S = 120
+_ERROR = re.compile(
+    r"(\[rank\d+\]: )?pycomm\.errors\.\w+Error: "
+)  # torch marks lines with the rank
 
 # argv: rank, world size, a folder for the store and the records
 _BEGIN = """
@@ -133,7 +136,7 @@ def play(name: str) -> Seen:
         number: line
         for number, text in enumerate(told)
         for line in text.splitlines()
-        if line.startswith("pycomm.errors.")
+        if _ERROR.match(line)
     }
     missing = [number for number in scenario.shown if number not in errors]
     if missing:
@@ -144,9 +147,8 @@ def play(name: str) -> Seen:
 def blocks(name: str, seen: Seen) -> dict[str, str]:
     """The fenced blocks of a scenario, by the name of their marker."""
     lines = []
-    for number, text in seen.errors.items():
-        prefix = f"rank {number}: " if len(seen.errors) > 1 and name != "second_job" else ""
-        lines.append(textwrap.fill(_renamed(prefix + text), WIDTH, subsequent_indent="  "))
+    for text in seen.errors.values():
+        lines.append(textwrap.fill(_renamed(text), WIDTH, subsequent_indent="  "))
     made = {name: "\n".join(lines)}
     if seen.trace:
         wrapped = [
@@ -178,7 +180,7 @@ def codes_table() -> str:
 
 def marked(text: str, name: str) -> re.Match[str]:
     """The block of one marker in the document."""
-    found = re.search(rf"(<!-- made: {name} -->\n)(.*?)(\n<!-- end -->)", text, re.DOTALL)
+    found = re.search(rf"(<!-- made: {name} -->\n)(.*?)(<!-- end -->)", text, re.DOTALL)
     if found is None:
         raise RuntimeError(f"{DOCUMENT.name} has no block {name}")
     return found
@@ -187,7 +189,7 @@ def marked(text: str, name: str) -> re.Match[str]:
 def replaced(text: str, name: str, body: str) -> str:
     """The document with another block."""
     block = marked(text, name)
-    return text[: block.start(2)] + body + text[block.end(2) :]
+    return f"{text[: block.start(2)]}{body}\n{text[block.end(2) :]}"
 
 
 def main() -> int:

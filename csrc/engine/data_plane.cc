@@ -72,7 +72,16 @@ void DataPlane::notice(ErrorRecord record) {
 
 void DataPlane::post(std::shared_ptr<Operation> operation) {
   if (failure_ || closing_) {
-    operation->finish(errorOf(*operation, failure_ ? *failure_ : *closing_, identity_));
+    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : *closing_, identity_);
+    record.bytes_done = 0;
+    record.bytes_total = 0;
+    if (const PreparedSchedule* schedule = operation->request().schedule.get()) { // null: from any rank
+      for (const Edge& edge : schedule->incoming) {
+        record.bytes_total += edge.nbytes;
+      }
+    }
+    record.phase = record.phase.empty() ? "not_started" : record.phase;
+    operation->finish(std::move(record));
     return;
   }
   guarded(-1, [&] {
@@ -272,8 +281,12 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
-  if (oldest != transfers_.end()) {
+  if (told == nullptr) {
+    // nobody asks
+  } else if (oldest != transfers_.end()) {
     told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
+  } else if (!unmatched_.empty()) {
+    told(errorIn(*unmatched_.begin()->second, nullptr, cause));
   }
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }

@@ -72,7 +72,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void adopt(int peer, std::unique_ptr<Link> link);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
-  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told);
+  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,

@@ -90,8 +90,9 @@ std::string jsonOf(const FlightLog::Entry& entry, const WallClock& clock) {
     out.text("wire_dtype", dtypeName(descriptor.wire_dtype));
   }
   out.text("algorithm", algorithmName(descriptor.algorithm));
-  out.known("root", descriptor.root);
-  if (descriptor.tag != 0) {
+  const bool message = descriptor.kind == Collective::Send || descriptor.kind == Collective::Recv;
+  out.known(message ? "peer" : "root", descriptor.root);
+  if (descriptor.tag != 0 || message) {
     out.number("tag", descriptor.tag);
   }
   if (descriptor.digest != 0) {

@@ -136,12 +136,10 @@ FlightLog::Mark FlightLog::issued(
   return {log, slot, ticket};
 }
 
-void FlightLog::Mark::named(const OperationId& id, const Descriptor& descriptor) const noexcept {
+void FlightLog::Mark::from(int sender) const noexcept {
   if (owns()) {
-    slot_->id.store(id.id, kRelaxed);
-    slot_->root_and_tag.store(pair(static_cast<uint32_t>(descriptor.root), descriptor.tag), kRelaxed);
-    slot_->digest_and_thread.store(
-        pair(descriptor.digest, static_cast<uint32_t>(slot_->digest_and_thread.load(kRelaxed) >> 32)), kRelaxed);
+    const auto tag = static_cast<uint32_t>(slot_->root_and_tag.load(kRelaxed) >> 32);
+    slot_->root_and_tag.store(pair(static_cast<uint32_t>(sender), tag), kRelaxed);
   }
 }
 

@@ -85,8 +85,8 @@ class FlightLog {
   class Mark {
    public:
     Mark() = default;
-    /// A message has its name, and its receiver knows the sender.
-    void named(const OperationId& id, const Descriptor& descriptor) const noexcept;
+    /// A receive from any rank knows its sender.
+    void from(int sender) const noexcept;
     /// The lane has taken the operation up and will receive so many bytes for it.
     void running(TimePoint now, int64_t bytes_total) const noexcept;
     /// A frame of it arrives.

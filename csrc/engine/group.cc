@@ -108,6 +108,17 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
   }
 }
 
+FlightLog::Mark Group::recorded(const Operation& operation) const {
+  const Operation::Request& request = operation.request();
+  Descriptor descriptor = request.descriptor;
+  if (descriptor.kind == Collective::Send) { // which message it is, is settled later
+    descriptor.kind = request.receives ? Collective::Recv : Collective::Send;
+    descriptor.root = request.peer;
+    descriptor.digest = 0;
+  }
+  return FlightLog::issued(log_, request.id, descriptor, operation.issuedAt());
+}
+
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   refuseInChild();
   Operation::Request request;
@@ -127,8 +138,7 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
     fillCollective(request, call);
   }
   auto operation = std::make_shared<Operation>(std::move(request));
-  const Operation::Request& issued = operation->request();
-  operation->setMark(FlightLog::issued(log_, issued.id, issued.descriptor, operation->issuedAt()));
+  operation->setMark(recorded(*operation));
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);

@@ -97,9 +97,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void connect(const Config& config);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
+  [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
+  [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
-  [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;

@@ -9,7 +9,9 @@ void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> s
   request_.schedule = std::move(schedule);
   request_.descriptor.root = sender;
   request_.descriptor.digest = index;
-  mark_.named(id, request_.descriptor);
+  if (request_.receives) {
+    mark_.from(sender);
+  }
   settled_.store(true, std::memory_order_release);
 }
 

@@ -106,9 +106,9 @@ def _entry(number: int, group: GroupRecord, operation: OperationRecord) -> dict[
 def _name(group: GroupRecord, operation: OperationRecord) -> str:
     # torch's reader wants to know who sends to whom.
     if operation.op == "send":
-        return f"send {group.rank}->{operation.root or 0}"
+        return f"send {group.rank}->{operation.peer or 0}"
     if operation.op == "recv":
-        return f"recv {group.rank}<-{operation.root or 0}"
+        return f"recv {group.rank}<-{operation.peer or 0}"
     return operation.op
 
 

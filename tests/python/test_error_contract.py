@@ -117,7 +117,9 @@ def test_an_error_says_everything_ends_everything_and_sticks(
     for error in [*seen["errors"], *seen["futures"]]:
         record = error.record
         assert set(record) >= OF_AN_OPERATION, OF_AN_OPERATION - set(record)
-        assert record["code"] == code and record["peer"] == 1 and record["rank"] == 0
+        assert record["code"] == code and record["rank"] == 0
+        # Of two ranks that differ either may be called the odd one out, by both alike.
+        assert record["peer"] in ({0, 1} if how == "mismatch" else {1})
         assert record["host"] == record["peer_host"] == os.uname().nodename
         for key in OF_AN_OPERATION - {"summary", "hint", "bytes_done", "bytes_total"}:
             in_text = {"sequence": "seq", "elapsed_ms": "elapsed"}.get(key, key)
@@ -125,8 +127,10 @@ def test_an_error_says_everything_ends_everything_and_sticks(
         assert f"bytes={record['bytes_done']}/{record['bytes_total']}" in error.text
         assert error.text.startswith(record["summary"]) and error.text.endswith(record["hint"])
         assert "\n" not in error.text
-    assert seen["errors"][0].record["sequence"] in (2, 3)
-    assert seen["again"].code == code and seen["again"].record["peer"] == 1
+    assert seen["errors"][0].record["sequence"] in (2, 3, 4)
+    again = seen["again"]
+    assert again.code == code and again.record["peer"] == seen["errors"][0].record["peer"]
+    assert set(again.record) >= OF_AN_OPERATION, OF_AN_OPERATION - set(again.record)
     told = seen["record"]
     assert isinstance(told, ErrorRecord) and seen["kind"] == f"ErrorType.{kind}"
     assert dict(told) | {"elapsed_ms": 0} == seen["errors"][0].record | {"elapsed_ms": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -209,7 +210,7 @@ def test_operations_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
             for one in mine
             if one["tid"] == row and one["cat"] != "part"
         )
-        assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
 # Bad files

@@ -32,12 +32,18 @@ def shape(line: str) -> tuple[object, ...]:
     keys = [pair.split("=")[0] for pair in pairs.split()]
     code = pairs.split()[0]
     words = re.sub(r"\d+", "N", found[4])
+    words = re.sub(r"\[rank\d+\]:?$", "", words).strip()
+    # `phase` says how far it had come, which is chance where a process dies.
     return found[1], code, [key for key in keys if key != "cause"], words
 
 
 def errors_in(block: str) -> list[str]:
-    text = " ".join(block.removeprefix("```text").removesuffix("```").split())
-    return [part for part in re.split(r"(?=(?:rank \d+: )?pycomm\.errors\.)", text) if "[" in part]
+    text = " ".join(block.strip().removeprefix("```text").removesuffix("```").split())
+    return [
+        part
+        for part in re.split(r"(?=(?:\[rank\d+\]: )?\bpycomm\.errors\.)", text)
+        if "[code=" in part
+    ]
 
 
 def test_every_scenario_is_tested() -> None:
@@ -60,4 +66,4 @@ def test_the_transcript_is_what_happens(name: str) -> None:
 
 def test_the_table_of_codes_is_made_from_the_classes() -> None:
     tool = transcripts()
-    assert tool.marked(read("docs/troubleshooting.md"), "codes")[2] == tool.codes_table()
+    assert tool.marked(read("docs/troubleshooting.md"), "codes")[2].strip() == tool.codes_table()
