@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -194,6 +195,19 @@ def test_the_table_of_options_is_the_settings() -> None:
     compared = re.findall(r"(\w+)=", digested)
     (said,) = re.findall(r"\*\*The same on all ranks:\*\* (.*)\. Ranks", read("docs/options.md"))
     assert code(said) == compared
+
+
+def test_the_table_of_integrations_is_what_was_recorded() -> None:
+    table_tool = tool("integration_table")
+    document, record = table_tool.DOCUMENT.read_text(), json.loads(table_tool.RECORD.read_text())
+    assert table_tool.with_table(document, table_tool.make_table(record)) == document
+    # And the record is of the tests that there are.
+    marks = re.findall(
+        r'pytest\.mark\.integration\(\s*"([^"]+)", "([^"]+)"',
+        "".join(path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_*.py")),
+    )
+    recorded = {(row["library"], row["what"].partition(" [")[0]) for row in record["rows"]}
+    assert {(library, what.partition(" [")[0]) for library, what in marks} == recorded
 
 
 def test_the_wrappers_limits_are_those_of_the_code() -> None:
