@@ -113,7 +113,9 @@ class _Round:
                 return False
             try:
                 self.store.wait([key], timedelta(seconds=max(0.01, min(_LOOK_S, left_s))))
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise  # the store is lost
+            except RuntimeError:  # time is up; not every store says so by a class of its own
                 self._raise_if_failed()
         return True
 

@@ -159,7 +159,9 @@ class _Normalize(torch.autograd.Function):
         of_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            centred = grad - everywhere_bias.view(shape) - normalized * everywhere_weight.view(shape)
+            centred = (
+                grad - everywhere_bias.view(shape) - normalized * everywhere_weight.view(shape)
+            )
             of_input = (centred * scale.view(shape)).to(grad_output.dtype)
         return (
             of_input,

@@ -87,9 +87,12 @@ int replay(const Options& options) {
   print(report);
   std::printf(
       "%lld operations, %lld succeeded, %lld frames, %lld events, %.3f s of virtual time, fingerprint %016llx: %s\n",
-      static_cast<long long>(report.operations), static_cast<long long>(report.succeeded),
-      static_cast<long long>(report.frames), static_cast<long long>(report.events),
-      static_cast<double>(report.elapsed.count()) / 1e9, static_cast<unsigned long long>(report.fingerprint),
+      static_cast<long long>(report.operations),
+      static_cast<long long>(report.succeeded),
+      static_cast<long long>(report.frames),
+      static_cast<long long>(report.events),
+      static_cast<double>(report.elapsed.count()) / 1e9,
+      static_cast<unsigned long long>(report.fingerprint),
       report.violations.empty() ? "kept every promise" : "broke a promise");
   return report.violations.empty() ? 0 : 1;
 }
@@ -135,16 +138,27 @@ int sweep(const Options& options) {
   std::printf("%-12s %9s %13s %9s\n", "fault", "seeds", "group failed", "violated");
   for (const auto& entry : tallies) {
     std::printf(
-        "%-12s %9lld %13lld %9lld\n", entry.first.c_str(), static_cast<long long>(entry.second.runs),
-        static_cast<long long>(entry.second.failed), static_cast<long long>(entry.second.violated));
+        "%-12s %9lld %13lld %9lld\n",
+        entry.first.c_str(),
+        static_cast<long long>(entry.second.runs),
+        static_cast<long long>(entry.second.failed),
+        static_cast<long long>(entry.second.violated));
   }
   std::printf(
-      "%-12s %9lld %13lld %9lld\n", "all", static_cast<long long>(all.runs), static_cast<long long>(all.failed),
+      "%-12s %9lld %13lld %9lld\n",
+      "all",
+      static_cast<long long>(all.runs),
+      static_cast<long long>(all.failed),
       static_cast<long long>(all.violated));
   std::printf(
       "%lld operations, %lld succeeded; %lld frames; %.1f h of virtual time in %.1f s: %.0f seeds/s with %d jobs\n",
-      static_cast<long long>(operations), static_cast<long long>(succeeded), static_cast<long long>(frames),
-      virtual_s / 3600, seconds, static_cast<double>(all.runs) / seconds, options.jobs);
+      static_cast<long long>(operations),
+      static_cast<long long>(succeeded),
+      static_cast<long long>(frames),
+      virtual_s / 3600,
+      seconds,
+      static_cast<double>(all.runs) / seconds,
+      options.jobs);
   return all.violated == 0 ? 0 : 1;
 }
 
