@@ -49,7 +49,7 @@ def monitored_barrier(
     """
     if group is None:
         group = dist.distributed_c10d._get_default_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if dist.distributed_c10d._rank_not_in_group(group):
         return
     backend = native_backend(group)
     if timeout is None:

@@ -9,8 +9,6 @@ from ranks import run_python
 
 RUN = Path(__file__).resolve().parent.parent / "torch_suite" / "run.py"
 COLLECTIVES = "^test_(all_|batch_|broadcast|gather|scatter|send|recv|isend|irecv|reduce|sparse)"
-    "^test_(all_|batch_|broadcast|gather|scatter|send|recv|isend|irecv|reduce|sparse|object)"
-)
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.slow]
 
