@@ -49,7 +49,7 @@ def monitored_barrier(
     """
     if group is None:
         group = dist.distributed_c10d._get_default_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if dist.distributed_c10d._rank_not_in_group(group):
         return
     backend = native_backend(group)
     if timeout is None:
@@ -113,7 +113,9 @@ class _Round:
                 return False
             try:
                 self.store.wait([key], timedelta(seconds=max(0.01, min(_LOOK_S, left_s))))
-            except dist.DistStoreError:
+            except dist.DistNetworkError:
+                raise  # the store is lost
+            except RuntimeError:  # time is up; not every store says so by a class of its own
                 self._raise_if_failed()
         return True
 

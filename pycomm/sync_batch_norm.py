@@ -48,7 +48,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:  # cumulative average
                 factor = 1.0 / float(self.num_batches_tracked.item())
-        output, mean, variance, count = _Normalize.apply(
+        output, mean, variance, count = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, group
         )
         if self.track_running_stats and self.running_mean is not None:
@@ -101,7 +101,7 @@ class _Normalize(torch.autograd.Function):
     """The arithmetic of both passes. Statistics of ranks are merged as Chan et al. (1979) do."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor | None,
@@ -145,7 +145,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         normalized, weight, inverse, total = ctx.saved_tensors
         dims, shape = ctx.dims, ctx.shape
         grad = grad_output.to(normalized.dtype)
@@ -159,7 +159,9 @@ class _Normalize(torch.autograd.Function):
         of_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            centred = grad - everywhere_bias.view(shape) - normalized * everywhere_weight.view(shape)
+            centred = (
+                grad - everywhere_bias.view(shape) - normalized * everywhere_weight.view(shape)
+            )
             of_input = (centred * scale.view(shape)).to(grad_output.dtype)
         return (
             of_input,

@@ -64,7 +64,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     call.schedule.rank = getRank();
     call.schedule.size = getSize();
     if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) {
-      checkRequest(call.schedule); // all of them, before the first one starts; a message is alone, and start() checks it
+      checkRequest(
+          call.schedule); // all of them, before the first one starts; a message is alone, and start() checks it
     }
   }
   PycommWork::Content& content = prepared.content;

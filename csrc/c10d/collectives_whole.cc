@@ -7,10 +7,8 @@
 
 namespace pycomm {
 
-void PycommBackend::prepareAllReduce(
-    Prepared& prepared,
-    const at::Tensor& tensor,
-    const c10d::AllreduceOptions& opts) const {
+void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tensor, const c10d::AllreduceOptions& opts)
+    const {
   Group::Call request = call(Collective::AllReduce, opts, tensor);
   request.schedule.algorithm = settings_.algorithm;
   request.schedule.numel = tensor.numel();

@@ -57,7 +57,8 @@ bool meet(const Extent& a, const Extent& b) {
 void checkOutput(const at::Tensor& tensor, const char* op) {
   checkTensor(tensor, op, "output");
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    refuse(op, "several elements of the output tensor share memory", "pass output.contiguous(), and copy the result back");
+    refuse(
+        op, "several elements of the output tensor share memory", "pass output.contiguous(), and copy the result back");
   }
 }
 
@@ -84,7 +85,8 @@ void checkApart(const std::vector<at::Tensor>& parts, const at::Tensor& tensor, 
   }
   const Extent single = extentOf(tensor, 0);
   for (const Extent& part : extentsOf(parts)) {
-    const bool in_place = part.index == static_cast<size_t>(own) && part.begin == single.begin && part.end == single.end;
+    const bool in_place =
+        part.index == static_cast<size_t>(own) && part.begin == single.begin && part.end == single.end;
     if (meet(part, single) && !in_place) {
       refusePair(op);
     }

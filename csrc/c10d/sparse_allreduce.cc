@@ -131,8 +131,8 @@ struct SparseSum {
         record.op = kOp;
         record.rank = rank;
         record.peer = static_cast<int>(peer);
-        record.summary = "all_reduce: rank " + std::to_string(rank) + " has a sparse tensor of " + mine.text() + "; rank " +
-            std::to_string(peer) + " one of " + shapes[peer].text() + ".";
+        record.summary = "all_reduce: rank " + std::to_string(rank) + " has a sparse tensor of " + mine.text() +
+            "; rank " + std::to_string(peer) + " one of " + shapes[peer].text() + ".";
         record.hint = "pass sparse tensors of one shape and dtype on all ranks";
         throw Error(record);
       }
@@ -166,9 +166,9 @@ struct SparseSum {
     if (small) {
       all_values = all_values.to(c10::ScalarType::Float); // added up in fp32, rounded once
     }
-    at::Tensor result =
-        at::_sparse_coo_tensor_unsafe(at::cat(columns, 1), all_values, tensor.sizes(), all_values.options().layout(at::kSparse))
-            .coalesce();
+    at::Tensor result = at::_sparse_coo_tensor_unsafe(
+                            at::cat(columns, 1), all_values, tensor.sizes(), all_values.options().layout(at::kSparse))
+                            .coalesce();
     if (average) {
       result = result / static_cast<double>(shapes.size());
     }

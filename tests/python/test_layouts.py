@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -249,6 +251,38 @@ def combinations_without_meaning(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def part_sizes_that_differ(rank: int, size: int) -> None:
+    """Only a root knows all sizes of a gather: what passes between two ranks is compared there."""
+    from pycomm.errors import PycommError
+
+    def gather(group: Any) -> None:
+        outputs = [torch.zeros(3) for _ in range(size)] if rank == 0 else None
+        dist.gather(torch.zeros(4 if rank == 1 else 3), outputs, dst=0, group=group)
+        dist.barrier(group=group)
+
+    def scatter(group: Any) -> None:
+        inputs = [torch.zeros(3) for _ in range(size)] if rank == 0 else None
+        dist.scatter(torch.zeros(4 if rank == 1 else 3), inputs, src=0, group=group)
+        dist.barrier(group=group)
+
+    def exchange(group: Any) -> None:
+        outputs = [torch.zeros(4 if rank == 1 else 3) for _ in range(size)]
+        inputs = [torch.zeros(3) for _ in range(size)]
+        inputs[rank] = torch.zeros_like(outputs[rank])
+        dist.all_to_all(outputs, inputs, group=group)
+        dist.barrier(group=group)
+
+    for call in (gather, scatter, exchange):
+        group = dist.new_group(list(range(size)), timeout=timedelta(seconds=20))
+        started_s = time.monotonic()
+        with pytest.raises(PycommError) as caught:
+            call(group)
+        assert caught.value.code in ("PROTOCOL_VIOLATION", "COLLECTIVE_MISMATCH")
+        assert caught.value.peer is not None, str(caught.value)
+        assert time.monotonic() - started_s < 15
+    dist.barrier()
+
+
 def coalesced(rank: int, size: int) -> None:
     total = sum(range(size))
     device = torch.device("cpu")
@@ -335,6 +369,7 @@ def sparse(rank: int, size: int) -> None:
         overlaps,
         sizes_at_the_edges,
         combinations_without_meaning,
+        part_sizes_that_differ,
         coalesced,
         sparse,
     ],

@@ -49,9 +49,9 @@ def like_one_process(rank: int, size: int, options: dict[str, Any], sizes: list[
             assert isinstance(ours, torch.nn.SyncBatchNorm)
             first = sum(sizes[:rank])
             own = slice(first, first + sizes[rank])
-            close: dict[str, float] = dict(rtol=1e-4, atol=1e-4)
+            close: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
             if dtype == torch.float64:
-                close = dict(rtol=1e-10, atol=1e-10)
+                close = {"rtol": 1e-10, "atol": 1e-10}
             for step in range(2):
                 weights = torch.randn(
                     whole.shape, generator=torch.Generator().manual_seed(step)

@@ -19,9 +19,7 @@ def _on_cpu(value: Any) -> Any:
 class OnCpu(TorchFunctionMode):
     """While it is active, devices in arguments are the CPU."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "cuda":

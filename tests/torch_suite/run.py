@@ -57,8 +57,8 @@ MUST_PASS = {
 # NCCL's tests of collectives, messages and groups; what it tests of DDP asks for CUDA itself.
 TESTS = {
     "gloo": "",
-    "nccl": "^test_(all_|batch_|broadcast|barrier|gather|scatter|send|recv|isend|irecv|reduce|new_sub)"
-    "|SyncBatchNorm",
+    "nccl": "^test_(all_|batch_|broadcast|barrier|gather|scatter|send|recv|isend|irecv|reduce"
+    "|new_sub)|SyncBatchNorm",
 }
 
 Outcomes = dict[str, dict[str, Any]]
@@ -138,9 +138,7 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
         for name, outcome in pair["pycomm"].items()
         if outcome["status"] != "pass" and pair["gloo"].get(name, {}).get("status") == "pass"
     }
-    lines += [
-        f"- `{name}`: {HARD_CODED.get(name, 'NOT EXPECTED')}." for name in sorted(failing)
-    ]
+    lines += [f"- `{name}`: {HARD_CODED.get(name, 'NOT EXPECTED')}." for name in sorted(failing)]
     lines += ["", "## What pycomm passes and gloo does not", ""]
     ahead: dict[str, set[str]] = {}
     for key, pair in results.items():

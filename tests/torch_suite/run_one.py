@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             arguments.backend, arguments.face, arguments.world_size, Path(folder)
         )
         if arguments.backend == "pycomm":
-            import pycomm  # once, before the fork
-
             import torch
+
+            import pycomm  # once, before the fork
 
             if arguments.face == "nccl":  # torch's takes no CPU tensors
                 torch.nn.SyncBatchNorm = pycomm.SyncBatchNorm  # type: ignore[misc]
