@@ -1,7 +1,7 @@
 """Time every collective over several backends: `python benchmarks/collectives.py --help`.
 
 Sizes are those of the larger buffer, as in nccl-tests: an all_gather of 1 MiB over 4 ranks sends
-256 KiB from each. `--backends pycomm,gloo,openmpi` adds Open MPI over TCP (see mpi.py).
+256 KiB from each. `--backends pycomm,gloo,openmpi` adds Open MPI over TCP (openmpi.py).
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import openmpi
 import torch
 import torch.distributed as dist
 from launching import RankFailedError, die_with_parent, run_ranks
@@ -93,6 +94,12 @@ class _Tally:
     wrong: int = 0
     checked: int = 0
 
+    def add(self, times: Floats, cpu_s: float, wrong: float, checked: float) -> None:
+        self.times.append(times)
+        self.cpu_s += float(cpu_s)
+        self.wrong += int(wrong)
+        self.checked += int(checked)
+
     def block_medians(self) -> list[float]:
         return [float(np.median(times)) for times in self.times]
 
@@ -112,8 +119,14 @@ def _time_ops(case: Case, count: int) -> Floats:
     return times
 
 
-def _block_length(world: World, case: Case, seconds: float) -> int:
+def _block_length(world: World, case: Case | openmpi.MpiCase, seconds: float) -> int:
     """Choose, on rank 0, how many operations fill a block's share of the time budget."""
+    if isinstance(case, openmpi.MpiCase):
+        length = 0
+        if world.rank == 0:
+            each = float(np.median(case.block(10, 0)[1]))
+            length = max(1, min(_MAX_BLOCK_LENGTH, int(seconds / each)))
+        return world.agree(length)
     case.run()
     guess = 3
     for _ in range(2):
@@ -123,7 +136,15 @@ def _block_length(world: World, case: Case, seconds: float) -> int:
     return length
 
 
-def _run_block(world: World, case: Case, length: int, seed: int, tally: _Tally) -> None:
+def _run_block(
+    world: World, case: Case | openmpi.MpiCase, length: int, seed: int, tally: _Tally
+) -> None:
+    if isinstance(case, openmpi.MpiCase):
+        if world.rank == 0:
+            sums, times = case.block(length, seed)
+            tally.add(times, *sums)
+        world.barrier()
+        return
     case.arm(seed)
     world.barrier()
     for _ in range(max(1, length // 10)):
@@ -137,10 +158,7 @@ def _run_block(world: World, case: Case, length: int, seed: int, tally: _Tally) 
     if parts:
         stacked = np.stack(parts)
         # An operation has ended when it has ended on every rank.
-        tally.times.append(stacked[:, 3:].max(axis=0))
-        tally.cpu_s += float(stacked[:, 0].sum())
-        tally.wrong += int(stacked[:, 1].sum())
-        tally.checked += int(stacked[:, 2].sum())
+        tally.add(stacked[:, 3:].max(axis=0), *stacked[:, :3].sum(axis=0))
 
 
 def _measure(
@@ -152,14 +170,20 @@ def _measure(
         On rank 0 the rows, and a remark for each backend that cannot do it. Elsewhere nothing.
     """
     dtype = getattr(torch, options.dtype)
-    cases: dict[str, Case] = {}
+    cases: dict[str, Case | openmpi.MpiCase] = {}
     lengths: dict[str, int] = {}
     remarks: list[Row | str] = []
     for backend in options.backends:
-        place = Place(
-            backend, world.groups[backend], world.rank, world.ranks, nbytes, dtype, options.redop
-        )
-        case = workload.prepare(place)
+        case: Case | openmpi.MpiCase
+        if backend == openmpi.NAME:
+            numel = next(iter(cases.values())).numel  # as many as the backend before it has
+            case = openmpi.MpiCase(
+                workload.name, world.ranks, numel, dtype, options.redop, options.timeout
+            )
+        else:
+            group = world.groups[backend]
+            place = Place(backend, group, world.rank, world.ranks, nbytes, dtype, options.redop)
+            case = workload.prepare(place)
         try:
             lengths[backend] = _block_length(world, case, options.seconds / options.blocks)
         except RuntimeError as error:
@@ -184,7 +208,7 @@ def _measure(
 def _row(
     workload: Workload,
     ranks: int,
-    case: Case,
+    case: Case | openmpi.MpiCase,
     backend: str,
     tallies: dict[str, _Tally],
     options: argparse.Namespace,
@@ -224,7 +248,7 @@ def _run_as_rank(
     on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
-    world.open_groups(options.backends)
+    world.open_groups([name for name in options.backends if name != openmpi.NAME])
     for workload in workloads:
         for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
             for row in _measure(world, workload, nbytes, options):
@@ -272,7 +296,11 @@ def main(
         return report.finish(options.out, options.json) if report is not None else 0
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report(header(table, argv))
+    facts = header(table, argv)
+    if openmpi.NAME in options.backends:
+        openmpi.build()
+        facts[openmpi.NAME] = openmpi.version()
+    report = Report(facts)
     for ranks in options.ranks:
         try:
             run_ranks(ranks, argv, options.timeout, report.add_json)

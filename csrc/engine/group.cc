@@ -7,6 +7,7 @@
 #include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
+#include "schedule/select.h"
 
 namespace pycomm {
 namespace {
@@ -56,10 +57,19 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
   return cache_.front().prepared;
 }
 
+ScheduleRequest Group::ours(const ScheduleRequest& schedule) const {
+  ScheduleRequest filled = schedule;
+  filled.rank = identity_.rank;
+  filled.size = identity_.size;
+  return filled;
+}
+
+bool Group::keepsParts(const ScheduleRequest& schedule) {
+  return pycomm::keepsParts(schedule.kind, scheduleFor(ours(schedule))->schedule.algorithm);
+}
+
 void Group::fillCollective(Operation::Request& request, const Call& call) {
-  ScheduleRequest schedule = call.schedule;
-  schedule.rank = identity_.rank;
-  schedule.size = identity_.size;
+  const ScheduleRequest schedule = ours(call.schedule);
   request.schedule = scheduleFor(schedule);
   request.descriptor.algorithm = request.schedule->schedule.algorithm;
   request.descriptor.root = schedule.root;
@@ -81,9 +91,7 @@ void Group::fillMessage(Operation::Request& request, const Call& call) {
   if (request.receives && call.peer == PointToPoint::kAnyRank) {
     return;
   }
-  ScheduleRequest schedule = call.schedule;
-  schedule.rank = identity_.rank;
-  schedule.size = identity_.size;
+  ScheduleRequest schedule = ours(call.schedule);
   schedule.root = call.peer;
   schedule.segment_nbytes = ScheduleRequest().segment_nbytes; // both sides must cut alike, whatever their options
   request.schedule = scheduleFor(schedule);
@@ -130,6 +138,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.descriptor.tag = call.tag;
   request.input = call.input;
   request.output = call.output;
+  request.input_parts = call.input_parts;
+  request.output_parts = call.output_parts;
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
   if (call.schedule.kind == Collective::Send || call.schedule.kind == Collective::Recv) {

@@ -43,6 +43,9 @@ class Group : public std::enable_shared_from_this<Group> {
     ScheduleRequest schedule;
     ConstBufferView input;
     BufferView output;
+    /// Instead of `input` or `output`: a buffer for each rank's part, in rank order. Only where keepsParts() says so.
+    std::vector<ConstBufferView> input_parts;
+    std::vector<BufferView> output_parts;
     Deadline deadline = Deadline::never();
     uint32_t tag = 0;
     double premul_factor = 1.0;
@@ -59,6 +62,10 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
+
+  /// Whether this call may have its parts in buffers of their own. Small ones may not: their algorithms send several ranks' parts as
+  /// one frame, and copying them costs little. Throws what start() throws for a call without meaning.
+  [[nodiscard]] bool keepsParts(const ScheduleRequest& schedule);
 
   /// Waits until the operation has ended, or the deadline: true if it has ended. The calling thread runs the lane meanwhile if no
   /// other does. Not on a native thread, and not with the interpreter's lock. Throws Error(Forked) in a child of fork() if it has not.
@@ -101,6 +108,8 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
+  /// With this rank and the group's size filled in.
+  [[nodiscard]] ScheduleRequest ours(const ScheduleRequest& schedule) const;
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
 
   Engine& engine_;

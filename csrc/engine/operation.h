@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/buffer_view.h"
 #include "base/deadline.h"
@@ -28,6 +29,8 @@ class Operation {
     std::shared_ptr<const PreparedSchedule> schedule;
     ConstBufferView input;
     BufferView output;
+    std::vector<ConstBufferView> input_parts; ///< instead of `input`: a buffer for each rank's part, in rank order
+    std::vector<BufferView> output_parts; ///< instead of `output`
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.

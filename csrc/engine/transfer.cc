@@ -20,6 +20,21 @@ const Edge* findEdge(const std::vector<Edge>& edges, int peer, size_t& index) {
   return nullptr;
 }
 
+/// Where a region lies whose parts have buffers of their own. An empty one may lie nowhere.
+template <typename View>
+auto* placeIn(const std::vector<View>& parts, size_t offset, size_t nbytes) {
+  for (const View& part : parts) {
+    if (offset < part.nbytes) {
+      if (nbytes > part.nbytes - offset) {
+        throw Error(ErrorCode::Internal, "a step reaches from one rank's part into another's", "report this as a bug");
+      }
+      return part.ptr + offset;
+    }
+    offset -= part.nbytes;
+  }
+  return decltype(parts.front().ptr){nullptr};
+}
+
 } // namespace
 
 Transfer::Transfer(
@@ -56,9 +71,12 @@ std::byte* Transfer::at(const Region& region) const {
       return nullptr;
     case Buffer::Input:
       // Steps only read Input; the cast lets one function serve both directions.
-      return const_cast<std::byte*>(request.input.ptr) + offset;
+      return const_cast<std::byte*>(
+          request.input_parts.empty() ? request.input.ptr + offset
+                                      : placeIn(request.input_parts, offset, prepared_.nbytesOf(region)));
     case Buffer::Output:
-      return request.output.ptr + offset;
+      return request.output_parts.empty() ? request.output.ptr + offset
+                                          : placeIn(request.output_parts, offset, prepared_.nbytesOf(region));
     case Buffer::Scratch0:
       break;
   }

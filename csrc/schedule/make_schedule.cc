@@ -70,6 +70,12 @@ const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
   refuseAlgorithm(request, algorithm, others);
 }
 
+/// Elements that the choice of an algorithm goes by: the same on all ranks.
+int64_t wholeNumel(const ScheduleRequest& request) {
+  const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
+  return parts ? Partition::ofParts(request.numel, request.size, request.counts).numel() : request.numel;
+}
+
 /// One rank alone: what it has is the result. Nothing travels, so nothing is encoded either.
 Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
   ScheduleBuilder builder(request, algorithm);
@@ -95,7 +101,7 @@ Schedule makeSchedule(const ScheduleRequest& request) {
     SelectionKey key;
     key.kind = request.kind;
     key.size = request.size;
-    key.nbytes = request.numel * static_cast<int64_t>(elementSize(request.dtype));
+    key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
     key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
     key.encoded = request.wire_dtype != request.dtype;
     key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&

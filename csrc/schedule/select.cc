@@ -1,5 +1,4 @@
 #include "schedule/select.h"
-#include <cstdlib>
 
 namespace pycomm {
 namespace {
@@ -7,7 +6,17 @@ namespace {
 // Up to here a round costs latency, not bandwidth: log2(size) rounds of everything beat 2 * size - 2 of a part.
 constexpr int64_t kSmallAllReduceNbytes = 32 << 10;
 
+// The same for parts of all_gather and reduce_scatter, all together. Large ones gain nothing from fewer rounds: what a
+// ring sends in one round overlaps with what it receives in the one before.
+constexpr int64_t kSmallPartsNbytes = 64 << 10;
+
 constexpr int32_t kMaxDirectSize = 64;
+// Up to here as many small messages at once cost less than log2(size) rounds that wait for each other.
+constexpr int32_t kFewRanks = 4;
+
+constexpr bool isPowerOfTwo(int32_t size) noexcept {
+  return (size & (size - 1)) == 0;
+}
 
 /// For a broadcast or a reduction. A tree's root moves each segment ceil(log2(size)) times; in a chain it moves each
 /// one once, and the last one arrives size - 2 frames later.
@@ -35,8 +44,17 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
     case Collective::Reduce:
       return treeOrChain(key.nbytes == 0 ? 1 : (key.nbytes - 1) / key.segment_nbytes + 1, key.size);
     case Collective::AllGather:
+      if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
+        return isPowerOfTwo(key.size) ? Algorithm::RecursiveDoubling : Algorithm::Bruck;
+      }
+      return Algorithm::Ring;
     case Collective::ReduceScatter:
-      if (const char* e = std::getenv("SCHED_ALG")) return static_cast<Algorithm>(std::atoi(e));
+      if (key.small_float_sum && key.size > 2 && key.size <= kMaxDirectSize) { // as in all_reduce
+        return Algorithm::Direct;
+      }
+      if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
+        return key.size <= kFewRanks ? Algorithm::Direct : Algorithm::RecursiveHalving;
+      }
       return Algorithm::Ring;
     case Collective::Barrier:
       return Algorithm::RecursiveDoubling;
@@ -49,6 +67,26 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       return Algorithm::Direct;
   }
   return Algorithm::Direct; // a value outside the enumeration; makeSchedule has refused it before
+}
+
+bool keepsParts(Collective kind, Algorithm algorithm) noexcept {
+  switch (kind) {
+    case Collective::AllGather:
+    case Collective::ReduceScatter:
+      return algorithm == Algorithm::Ring || algorithm == Algorithm::Direct;
+    case Collective::AllToAll:
+    case Collective::Gather:
+    case Collective::Scatter:
+      return true;
+    case Collective::AllReduce:
+    case Collective::Broadcast:
+    case Collective::Barrier:
+    case Collective::Reduce:
+    case Collective::Send:
+    case Collective::Recv:
+      break;
+  }
+  return false;
 }
 
 } // namespace pycomm

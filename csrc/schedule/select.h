@@ -10,7 +10,7 @@ namespace pycomm {
 struct SelectionKey {
   Collective kind = Collective::Barrier;
   int32_t size = 1;
-  int64_t nbytes = 0; ///< of the whole tensor, in its own dtype
+  int64_t nbytes = 0; ///< of the whole tensor, all parts together, in its own dtype
   int64_t segment_nbytes = 1;
   bool encoded = false; ///< wire_dtype differs from dtype
   bool small_float_sum = false; ///< a sum of fp16, bf16 or fp8, which loses bits at every rounding
@@ -18,5 +18,9 @@ struct SelectionKey {
 
 /// The static table behind Algorithm::Auto. Pure, so that all ranks choose alike by construction.
 [[nodiscard]] Algorithm selectAlgorithm(const SelectionKey& key) noexcept;
+
+/// Whether every step of such a schedule keeps within one rank's part of Input and of Output, so that parts may be
+/// separate buffers. False for collectives that have no parts.
+[[nodiscard]] bool keepsParts(Collective kind, Algorithm algorithm) noexcept;
 
 } // namespace pycomm

@@ -122,6 +122,47 @@ TEST(Group, BarrierBroadcastAllGather) {
   });
 }
 
+TEST(Group, PartsInBuffersOfTheirOwn) {
+  runRanks(3, [](Rank& self) {
+    const size_t counts[] = {40000, 1, 120000}; // elements of each rank's part
+    std::vector<float> mine = startValues(self.rank, counts[self.rank]);
+    std::vector<std::vector<float>> all;
+    Group::Call gather = allReduceCall(mine);
+    gather.schedule.kind = Collective::AllGather;
+    gather.schedule.reduce_op = ReduceOp::None;
+    gather.schedule.numel = 0;
+    gather.output = BufferView();
+    for (const size_t count : counts) {
+      gather.schedule.counts.push_back(static_cast<int64_t>(count));
+      all.emplace_back(count);
+    }
+    for (std::vector<float>& part : all) {
+      gather.output_parts.push_back(viewOf(part));
+    }
+    ASSERT_TRUE(self.group.keepsParts(gather.schedule));
+    expectDone(self.group.start(gather));
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_EQ(all[static_cast<size_t>(rank)], startValues(rank, counts[rank]));
+    }
+
+    // What was gathered goes back to where it came from, summed: three times itself.
+    Group::Call scatter = gather;
+    scatter.schedule.kind = Collective::ReduceScatter;
+    scatter.schedule.reduce_op = ReduceOp::Sum;
+    scatter.input = ConstBufferView();
+    scatter.output_parts.clear();
+    for (std::vector<float>& part : all) {
+      scatter.input_parts.push_back(viewOf(part));
+    }
+    std::vector<float> sum(counts[self.rank]);
+    scatter.output = viewOf(sum);
+    expectDone(self.group.start(scatter));
+    for (size_t i = 0; i < sum.size(); ++i) {
+      ASSERT_EQ(sum[i], 3 * mine[i]);
+    }
+  });
+}
+
 TEST(Group, DifferentSizesAreAMismatchOnEveryRank) {
   runRanks(3, [](Rank& self) {
     std::vector<float> values(self.rank == 2 ? 10 : 11);

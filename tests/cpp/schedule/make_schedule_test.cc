@@ -170,15 +170,78 @@ TEST(Select, Table) {
   EXPECT_EQ(chosen(Collective::Broadcast, 8, 3 << 18), Algorithm::BinomialTree); // 3 segments: 9 against 9
   EXPECT_EQ(chosen(Collective::Reduce, 8, 4 << 18), Algorithm::Ring); // 4 segments: 12 against 10
   EXPECT_EQ(chosen(Collective::Broadcast, 2, kHuge), Algorithm::BinomialTree); // the same edge either way
-  EXPECT_EQ(chosen(Collective::AllGather, 3, 1), Algorithm::Ring);
+  EXPECT_EQ(chosen(Collective::AllGather, 2, 1), Algorithm::Ring); // one round either way
+  EXPECT_EQ(chosen(Collective::AllGather, 3, 64 << 10), Algorithm::Bruck);
+  EXPECT_EQ(chosen(Collective::AllGather, 8, 64 << 10), Algorithm::RecursiveDoubling);
+  EXPECT_EQ(chosen(Collective::AllGather, 8, (64 << 10) + 1), Algorithm::Ring);
+  EXPECT_EQ(chosen(Collective::ReduceScatter, 2, 1), Algorithm::Ring);
+  EXPECT_EQ(chosen(Collective::ReduceScatter, 4, 64 << 10), Algorithm::Direct);
+  EXPECT_EQ(chosen(Collective::ReduceScatter, 5, 64 << 10), Algorithm::RecursiveHalving);
+  EXPECT_EQ(chosen(Collective::ReduceScatter, 5, (64 << 10) + 1), Algorithm::Ring);
   EXPECT_EQ(chosen(Collective::AllToAll, 3, 1), Algorithm::Pairwise);
   EXPECT_EQ(chosen(Collective::Barrier, 3, 0), Algorithm::RecursiveDoubling);
 }
 
+TEST(Select, GoesByTheWholeTensorWhateverItsParts) {
+  auto gather = request(Collective::AllGather, 3, 0);
+  gather.algorithm = Algorithm::Auto;
+  gather.counts = {0, 0, 1 << 20};
+  EXPECT_EQ(makeSchedule(gather).algorithm, Algorithm::Ring);
+  gather.counts = {0, 0, 1 << 10};
+  EXPECT_EQ(makeSchedule(gather).algorithm, Algorithm::Bruck);
+}
+
+// What keepsParts() promises, looked at step by step.
+TEST(Select, PartsAreKeptWhereItSaysSo) {
+  for (const auto kind :
+       {Collective::AllGather, Collective::ReduceScatter, Collective::AllToAll, Collective::Gather, Collective::Scatter}) {
+    for (const auto algorithm : {Algorithm::Ring, Algorithm::Direct, Algorithm::Pairwise}) {
+      for (const int32_t size : {1, 2, 3, 8}) {
+        auto wanted = request(kind, size, 0);
+        wanted.rank = wanted.root = size - 1;
+        wanted.algorithm = algorithm;
+        wanted.segment_nbytes = 64;
+        wanted.reduce_op = ReduceOp::PremulSum;
+        for (int32_t rank = 0; rank < size; ++rank) {
+          wanted.counts.push_back(rank == 1 ? 0 : 40 + rank);
+        }
+        if (kind == Collective::AllToAll) {
+          wanted.recv_counts = wanted.counts;
+        }
+        const auto parts = Partition::ofParts(0, size, wanted.counts);
+        const auto isWithin = [&](const Region& region, Buffer buffer, int64_t buffer_numel) {
+          bool within = region.buffer != buffer || buffer_numel != parts.numel() || region.numel == 0;
+          for (int32_t rank = 0; rank < size; ++rank) {
+            const auto part = parts[rank];
+            within = within ||
+                (region.offset >= part.offset && region.offset + region.numel <= part.offset + part.numel);
+          }
+          return within;
+        };
+        Schedule schedule;
+        try {
+          schedule = makeSchedule(wanted);
+        } catch (const Error& error) {
+          ASSERT_EQ(error.record().code, kUnsupported) << error.what(); // not every pair exists
+          continue;
+        }
+        ASSERT_TRUE(keepsParts(kind, algorithm));
+        for (const Step& step : schedule.steps) {
+          for (const Region& region : {step.src, step.dst}) {
+            EXPECT_TRUE(isWithin(region, Buffer::Input, inputNumel(wanted))) << collectiveName(kind);
+            EXPECT_TRUE(isWithin(region, Buffer::Output, outputNumel(wanted))) << collectiveName(kind);
+          }
+        }
+      }
+    }
+  }
+  EXPECT_FALSE(keepsParts(Collective::AllGather, Algorithm::Bruck));
+}
+
 TEST(Select, SumsOfSmallFloatsAreRoundedOnce) {
-  const auto chosenFor = [](DType dtype, ReduceOp op, int32_t size) {
+  const auto chosenFor = [](DType dtype, ReduceOp op, int32_t size, Collective kind = Collective::AllReduce) {
     ScheduleRequest wanted;
-    wanted.kind = Collective::AllReduce;
+    wanted.kind = kind;
     wanted.dtype = dtype;
     wanted.wire_dtype = dtype;
     wanted.reduce_op = op;
@@ -191,6 +254,8 @@ TEST(Select, SumsOfSmallFloatsAreRoundedOnce) {
   EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Sum, 65), Algorithm::Ring);
   EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Sum, 2), Algorithm::Ring); // one addition, one rounding
   EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Max, 3), Algorithm::Ring);
+  EXPECT_EQ(chosenFor(DType::Float16, ReduceOp::Sum, 3, Collective::ReduceScatter), Algorithm::Direct);
+  EXPECT_EQ(chosenFor(DType::Float32, ReduceOp::Sum, 3, Collective::ReduceScatter), Algorithm::Ring);
   EXPECT_EQ(chosenFor(DType::Float32, ReduceOp::Sum, 3), Algorithm::Ring);
 }
 
