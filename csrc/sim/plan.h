@@ -12,8 +12,7 @@ namespace pycomm::sim {
 
 /// One call of one rank's program.
 struct CallPlan {
-  int key =
-      -1; ///< which operation of the common program it is: says what the data are. -1: one that the others lack
+  int key = -1; ///< which operation of the common program it is: says what the data are. -1: one that the others lack
   ScheduleRequest request;
   uint32_t tag = 0;
   bool altered = false; ///< not what the common program says
