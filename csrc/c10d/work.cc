@@ -7,6 +7,7 @@
 
 #include "c10d/callback_gate.h"
 #include "c10d/python_errors.h"
+#include "c10d/raising.h"
 #include "engine/failure_text.h"
 
 namespace pycomm {
@@ -144,7 +145,12 @@ void PycommWork::synchronize() {
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   for (const auto& operation : state_->content.operations) {
-    while (!state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs)))) {
+    const auto ended = [&] {
+      return raising([&] {
+        return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs)));
+      });
+    };
+    while (!ended()) {
       if (deadline.expired()) {
         ErrorRecord record;
         record.code = ErrorCode::Timeout;

@@ -99,10 +99,15 @@ void Group::fillMessage(Operation::Request& request, const Call& call) {
 
 void Group::refuseInChild() const {
   if (!engine_.belongsToThisProcess()) {
-    throw Error(
-        ErrorCode::Forked,
-        "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.",
-        "start workers with the spawn method, or make a new process group in the child");
+    ErrorRecord record;
+    record.code = ErrorCode::Forked;
+    record.rank = identity_.rank;
+    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+    record.group = identity_.name;
+    record.summary =
+        "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.";
+    record.hint = "start workers with the spawn method, or make a new process group in the child";
+    throw Error(record);
   }
 }
 
