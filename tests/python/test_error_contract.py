@@ -132,7 +132,9 @@ def test_an_error_says_everything_ends_everything_and_sticks(
     assert again.code == code and again.record["peer"] == seen["errors"][0].record["peer"]
     assert set(again.record) >= OF_AN_OPERATION, OF_AN_OPERATION - set(again.record)
     told = seen["record"]
-    assert isinstance(told, ErrorRecord) and seen["kind"] == f"ErrorType.{kind}"
+    assert isinstance(told, ErrorRecord)
+    kind = kind if told.peer == 1 else "COMM_ERROR"  # see above: it may be this rank
+    assert seen["kind"] == f"ErrorType.{kind}"
     assert dict(told) | {"elapsed_ms": 0} == seen["errors"][0].record | {"elapsed_ms": 0}
 
 

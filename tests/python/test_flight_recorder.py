@@ -57,6 +57,10 @@ def look_back(rank: int, world_size: int) -> list[dict[str, Any]]:
     dist.broadcast(tensor, src=1)
     dist.all_gather([torch.empty(8) for _ in range(world_size)], torch.ones(8))
     dist.barrier()
+    if rank == 0:
+        dist.send(torch.ones(5), dst=1, tag=9)
+    else:
+        dist.recv(torch.ones(5), src=None, tag=9)
     before = pycomm.flight_record()
     assert (before.rank, before.size, before.failure) == (rank, world_size, None)
     assert list(before.phases_ns) == ["rendezvous", "connect", "ready"]
@@ -67,6 +71,7 @@ def look_back(rank: int, world_size: int) -> list[dict[str, Any]]:
             "numel": one.numel,
             "reduce_op": one.reduce_op,
             "root": one.root,
+            "label": one.label,
             "sequence": one.sequence,
             "whole": one.bytes_done == one.bytes_total,
             "ordered": one.issued_ns
@@ -80,7 +85,14 @@ def look_back(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_a_group_remembers_what_it_did() -> None:
-    for operations in run_ranks(2, look_back).values():
+    values = run_ranks(2, look_back).values()
+    messages = [operations.pop() for operations in values]
+    labels = ["send to rank 1 (tag 9)", "recv from any rank (tag 9)"]
+    assert [one["label"] for one in messages] == labels
+    assert [(one["state"], one["numel"], one["ordered"]) for one in messages] == [
+        ("done", 5, True)
+    ] * 2
+    for operations in values:
         assert [one["op"] for one in operations] == [
             "all_reduce",
             "broadcast",
