@@ -141,11 +141,11 @@ def train_and_test(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    args = parse_args()
     if "RANK" not in os.environ:  # started by mpirun or srun: let torch find what it looks for
         from pycomm.integrations.launch import env_from_launcher
 
         env_from_launcher()
+    args = parse_args()
     # The one line that chooses the network. Rank, world size and address come from torchrun.
     dist.init_process_group(args.backend)
     succeeded = train_and_test(args)

@@ -24,7 +24,7 @@ END = "<!-- end of what tools/integration_table.py made -->"
 
 def make_table(record: dict[str, Any]) -> str:
     """The Markdown between the two marks."""
-    rows = record["rows"]
+    rows = record["rows"].values()
     counts = {
         outcome: sum(row["outcome"] == outcome for row in rows)
         for outcome in ("passed", "failed", "skipped", "fails in the library")
@@ -38,9 +38,8 @@ def make_table(record: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for row in rows:
-        version = record["versions"][row["library"]]
         result = row["outcome"] + (f": {row['note']}" if row["note"] else "")
-        cells = (row["library"], version, row["what"], result)
+        cells = (row["library"], row["version"], row["what"], result)
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -134,15 +134,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
     began_s, own_s, children_s = session.config.stash[_BEGAN]
     own_now_s, children_now_s = _cpu_seconds()
-    libraries = sorted({row["library"] for row in rows.values()})
-    versions = {name: version_of(name) for name in libraries}
+    versions = {name: version_of(name) for name in {row["library"] for row in rows.values()}}
+    for row in rows.values():
+        row["version"] = versions[row["library"]]
+    # What did not run this time stays as it was: one test may be run again by itself.
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    known = before.get("rows", {})
+    whole = known.keys() <= rows.keys()
     record = {
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "wall_s": round(time.monotonic() - began_s),
-        "cpu_s": round(own_now_s - own_s + children_now_s - children_s),
-        "versions": versions,
-        "rows": list(rows.values()),
+        "wall_s": round(time.monotonic() - began_s) if whole else before["wall_s"],
+        "cpu_s": round(own_now_s - own_s + children_now_s - children_s)
+        if whole
+        else before["cpu_s"],
+        "rows": rows if whole else known | rows,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -111,7 +111,7 @@ def test_mpirun(library: str, through: str, tmp_path: Path) -> None:
     assert {each["address"] for each in said} == {"127.0.0.1"}
 
 
-@pytest.mark.integration("Open MPI", "a rank's failure is one line that names it")
+@pytest.mark.integration("Open MPI", "a port in use: an error that names rank, host and port")
 def test_port_in_use_is_named(tmp_path: Path) -> None:
     require("Open MPI")
     with socket.socket() as taken:
@@ -222,7 +222,7 @@ def test_without_srun_there_is_no_launcher(slurm: Slurm, tmp_path: Path) -> None
 def test_node_list_is_scontrols(slurm: Slurm) -> None:
     from pycomm.integrations.node_list import expand
 
-    lists = ["n1", "n[1-3]", "n[08-11,20],login", "r[1-2]n[01-02]", "a[1-2]-ib,b3,c[099-101]"]
+    lists = ["n1", "n[1-3]", "n[08-11,20],login", "r[1-2]n[01-02]", "a[1-2],b3,c[099-101]"]
     for text in lists:
         done = slurm.run("scontrol", "show", "hostnames", text)
         assert expand(text) == done.stdout.split(), text

@@ -20,6 +20,8 @@ DISTRIBUTIONS = {"torchrun": "torch", "HF Trainer": "transformers", "Accelerate"
 
 def version_of(library: str) -> str:
     """ "2.6.6"; "not installed" where it is not."""
+    if library == "mpirun":  # a test of all of them
+        return ", ".join(f"{name} {version_of(name)}" for name in ("Open MPI", "MPICH"))
     if library in COMMANDS:
         return _command_version(COMMANDS[library])
     name = DISTRIBUTIONS.get(library, library.lower())

@@ -206,7 +206,7 @@ def test_the_table_of_integrations_is_what_was_recorded() -> None:
         r'pytest\.mark\.integration\(\s*"([^"]+)", "([^"]+)"',
         "".join(path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_*.py")),
     )
-    recorded = {(row["library"], row["what"].partition(" [")[0]) for row in record["rows"]}
+    recorded = {(row["library"], row["what"].partition(" [")[0]) for row in record["rows"].values()}
     assert {(library, what.partition(" [")[0]) for library, what in marks} == recorded
 
 
