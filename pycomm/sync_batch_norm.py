@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class SyncBatchNorm(torch.nn.SyncBatchNorm):
+class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm`` that also takes CPU tensors.
+
+    No subclass of it, though: torch's DDP refuses those in a model on the CPU.
 
     Normalizes with the mean and variance of the batches of all ranks together, so that training
     on N ranks equals training one process on the whole batch, also where the ranks' batches have
@@ -25,6 +27,25 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         model = pycomm.SyncBatchNorm.convert_sync_batchnorm(model)
     """
 
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        torch.nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
+    def _check_non_zero_input_channels(self, input: Tensor) -> None:
+        torch.nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes; collective over the group while training.
 
@@ -34,11 +55,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         Raises:
             ValueError: The shape does not fit, or all ranks together have only one value a channel.
         """
-        if not self.training or input.device.type != "cpu" or not dist.is_initialized():
-            return super().forward(input)
-        group = self.process_group or dist.group.WORLD
-        if dist.get_world_size(group) == 1:
-            return super().forward(input)
+        group = None
+        if self.training and input.device.type == "cpu" and dist.is_initialized():
+            group = self.process_group or dist.group.WORLD
+        if group is None or dist.get_world_size(group) == 1:
+            # It uses nothing of itself but what is here, too.
+            return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.size(1) != self.num_features:
