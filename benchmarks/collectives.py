@@ -20,6 +20,7 @@ from exact import Pattern, pattern, reduced_pattern
 from harness import Place
 
 _ROOT = 0
+_GAP = 16
 
 
 def _rolled(numbers: Pattern, start: int) -> Pattern:
@@ -31,6 +32,15 @@ class _InParts(Collective):
     """A collective whose larger buffer has an equal part a rank."""
 
     in_place = False
+    gap = 0
+    """Elements between two parts. Not 0 for lists: tensors of a list are seldom neighbours."""
+
+    def stride(self, place: Place, numel: int) -> int:
+        return numel // place.ranks + self.gap
+
+    def pieces(self, place: Place, flat: torch.Tensor) -> list[torch.Tensor]:
+        stride = len(flat) // place.ranks
+        return [each[: stride - self.gap] for each in flat.split(stride)]
 
     def bus_factor(self, ranks: int) -> float:
         return (ranks - 1) / ranks
@@ -83,7 +93,7 @@ class AllGather(_InParts):
     name = "all_gather_into_tensor"
 
     def shapes(self, place: Place, numel: int) -> tuple[int, int]:
-        return numel // place.ranks, numel
+        return numel // place.ranks, place.ranks * self.stride(place, numel)
 
     def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
         dist.all_gather_into_tensor(output, source, group=place.group)
@@ -91,29 +101,32 @@ class AllGather(_InParts):
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
         part = numel // place.ranks
         for rank in range(place.ranks):
-            yield Segment(rank * part, part, pattern(rank, seed, place.ranks, place.redop))
+            numbers = pattern(rank, seed, place.ranks, place.redop)
+            yield Segment(rank * self.stride(place, numel), part, numbers)
 
 
 class AllGatherList(AllGather):
     name = "all_gather"
+    gap = _GAP
 
     def bind(
         self, place: Place, output: torch.Tensor, source: torch.Tensor
     ) -> Callable[[], object]:
-        parts = list(output.chunk(place.ranks))
+        parts = self.pieces(place, output)
         return lambda: dist.all_gather(parts, source, group=place.group)
 
 
-class Gather(AllGather):
+class Gather(AllGatherList):
     name = "gather"
 
     def shapes(self, place: Place, numel: int) -> tuple[int, int]:
-        return numel // place.ranks, numel if place.rank == _ROOT else 0
+        source, output = super().shapes(place, numel)
+        return source, output if place.rank == _ROOT else 0
 
     def bind(
         self, place: Place, output: torch.Tensor, source: torch.Tensor
     ) -> Callable[[], object]:
-        parts = list(output.chunk(place.ranks)) if place.rank == _ROOT else None
+        parts = self.pieces(place, output) if place.rank == _ROOT else None
         return lambda: dist.gather(source, parts, _ROOT, group=place.group)
 
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
@@ -122,27 +135,29 @@ class Gather(AllGather):
 
 class Scatter(_InParts):
     name = "scatter"
+    gap = _GAP
 
     def shapes(self, place: Place, numel: int) -> tuple[int, int]:
-        return numel if place.rank == _ROOT else 0, numel // place.ranks
+        whole = place.ranks * self.stride(place, numel)
+        return whole if place.rank == _ROOT else 0, numel // place.ranks
 
     def bind(
         self, place: Place, output: torch.Tensor, source: torch.Tensor
     ) -> Callable[[], object]:
-        parts = list(source.chunk(place.ranks)) if place.rank == _ROOT else None
+        parts = self.pieces(place, source) if place.rank == _ROOT else None
         return lambda: dist.scatter(output, parts, _ROOT, group=place.group)
 
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
         part = numel // place.ranks
         numbers = pattern(_ROOT, seed, place.ranks, place.redop)
-        yield Segment(0, part, _rolled(numbers, place.rank * part))
+        yield Segment(0, part, _rolled(numbers, place.rank * self.stride(place, numel)))
 
 
 class ReduceScatter(_InParts):
     name = "reduce_scatter_tensor"
 
     def shapes(self, place: Place, numel: int) -> tuple[int, int]:
-        return numel, numel // place.ranks
+        return place.ranks * self.stride(place, numel), numel // place.ranks
 
     def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
         dist.reduce_scatter_tensor(output, source, op=place.reduce_op, group=place.group)
@@ -150,39 +165,45 @@ class ReduceScatter(_InParts):
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
         part = numel // place.ranks
         numbers = reduced_pattern(seed, place.ranks, place.redop)
-        yield Segment(0, part, _rolled(numbers, place.rank * part))
+        yield Segment(0, part, _rolled(numbers, place.rank * self.stride(place, numel)))
 
 
 class ReduceScatterList(ReduceScatter):
     name = "reduce_scatter"
+    gap = _GAP
 
     def bind(
         self, place: Place, output: torch.Tensor, source: torch.Tensor
     ) -> Callable[[], object]:
-        parts = list(source.chunk(place.ranks))
+        parts = self.pieces(place, source)
         return lambda: dist.reduce_scatter(output, parts, op=place.reduce_op, group=place.group)
 
 
 class AllToAll(_InParts):
     name = "all_to_all_single"
 
+    def shapes(self, place: Place, numel: int) -> tuple[int, int]:
+        whole = place.ranks * self.stride(place, numel)
+        return whole, whole
+
     def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
         dist.all_to_all_single(output, source, group=place.group)
 
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
-        part = numel // place.ranks
+        part, stride = numel // place.ranks, self.stride(place, numel)
         for rank in range(place.ranks):
             numbers = pattern(rank, seed, place.ranks, place.redop)
-            yield Segment(rank * part, part, _rolled(numbers, place.rank * part))
+            yield Segment(rank * stride, part, _rolled(numbers, place.rank * stride))
 
 
 class AllToAllList(AllToAll):
     name = "all_to_all"
+    gap = _GAP
 
     def bind(
         self, place: Place, output: torch.Tensor, source: torch.Tensor
     ) -> Callable[[], object]:
-        sources, outputs = list(source.chunk(place.ranks)), list(output.chunk(place.ranks))
+        sources, outputs = self.pieces(place, source), self.pieces(place, output)
         return lambda: dist.all_to_all(outputs, sources, group=place.group)
 
 

@@ -31,7 +31,9 @@ def build() -> None:
     """Compile the program if it is not there or older than its source."""
     lacking = [tool for tool in ("mpicc", "mpirun") if shutil.which(tool) is None]
     if lacking:
-        raise SystemExit(f"{' and '.join(lacking)} not found: apt install openmpi-bin libopenmpi-dev")
+        raise SystemExit(
+            f"{' and '.join(lacking)} not found: apt install openmpi-bin libopenmpi-dev"
+        )
     if _PROGRAM.exists() and _PROGRAM.stat().st_mtime > _SOURCE.stat().st_mtime:
         return
     _PROGRAM.parent.mkdir(exist_ok=True)
@@ -48,7 +50,13 @@ class MpiCase:
     """The size of one workload, and how to run a block of it."""
 
     def __init__(
-        self, workload: str, ranks: int, numel: int, dtype: torch.dtype, redop: str, timeout_s: float
+        self,
+        workload: str,
+        ranks: int,
+        numel: int,
+        dtype: torch.dtype,
+        redop: str,
+        timeout_s: float,
     ) -> None:
         if dtype != torch.float32 or redop != "sum":
             raise ValueError(f"{NAME} is measured with float32 and sum only")
@@ -66,7 +74,9 @@ class MpiCase:
             operation.
         """
         # Without the harness's own variables, which mpirun's ranks would take for a launcher's.
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "LOCAL_", "WORLD_"))}
+        env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("RANK", "LOCAL_", "WORLD_"))
+        }
         command = ["mpirun", "-np", str(self._ranks), "--oversubscribe", "--bind-to", "none"]
         command += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         command += ["--mca", "btl_tcp_if_include", env.get("GLOO_SOCKET_IFNAME", "lo")]

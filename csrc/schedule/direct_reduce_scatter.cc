@@ -35,9 +35,9 @@ class DirectReduceScatter {
     }
     rounds_ = longest;
     ahead_ = std::min(builder_.pipelineFrames(), longest);
-    slots_.assign(static_cast<size_t>(ahead_) + 1, Slot{std::vector<StepId>(static_cast<size_t>(request.size), kNoStep)});
-    arrivals_ = builder_.addScratch(
-        request.dtype, static_cast<int64_t>(slots_.size()) * request.size * segment_numel_);
+    slots_.assign(
+        static_cast<size_t>(ahead_) + 1, Slot{std::vector<StepId>(static_cast<size_t>(request.size), kNoStep)});
+    arrivals_ = builder_.addScratch(request.dtype, static_cast<int64_t>(slots_.size()) * request.size * segment_numel_);
   }
 
   Schedule build() && {

@@ -40,8 +40,7 @@ class RecursiveHalving {
     if (odd) {
       send({0, parts_.numel()}, request_.rank - 1);
       const Run result = {0, parts_[request_.rank].numel};
-      forEachSegment(
-          result, [&](Run segment) { builder_.recv(request_.rank - 1, outputRegion(segment)); });
+      forEachSegment(result, [&](Run segment) { builder_.recv(request_.rank - 1, outputRegion(segment)); });
       return std::move(builder_).finish();
     }
     if (members_.paired(request_.rank) || members_.count > 2) {

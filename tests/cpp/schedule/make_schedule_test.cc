@@ -194,7 +194,11 @@ TEST(Select, GoesByTheWholeTensorWhateverItsParts) {
 // What keepsParts() promises, looked at step by step.
 TEST(Select, PartsAreKeptWhereItSaysSo) {
   for (const auto kind :
-       {Collective::AllGather, Collective::ReduceScatter, Collective::AllToAll, Collective::Gather, Collective::Scatter}) {
+       {Collective::AllGather,
+        Collective::ReduceScatter,
+        Collective::AllToAll,
+        Collective::Gather,
+        Collective::Scatter}) {
     for (const auto algorithm : {Algorithm::Ring, Algorithm::Direct, Algorithm::Pairwise}) {
       for (const int32_t size : {1, 2, 3, 8}) {
         auto wanted = request(kind, size, 0);
@@ -213,8 +217,8 @@ TEST(Select, PartsAreKeptWhereItSaysSo) {
           bool within = region.buffer != buffer || buffer_numel != parts.numel() || region.numel == 0;
           for (int32_t rank = 0; rank < size; ++rank) {
             const auto part = parts[rank];
-            within = within ||
-                (region.offset >= part.offset && region.offset + region.numel <= part.offset + part.numel);
+            within =
+                within || (region.offset >= part.offset && region.offset + region.numel <= part.offset + part.numel);
           }
           return within;
         };
