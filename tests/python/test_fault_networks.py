@@ -58,10 +58,10 @@ def _filter(incoming: str, outgoing: str) -> Callable[[Host], None]:
     """What nft does with the packets that come and go."""
 
     def act(host: Host) -> None:
-        chain = "chain {0} {{ type filter hook {0} priority 0; {1} lo accept; {2} }}"
+        chain = "chain {0} {{ type filter hook {0} priority 0; {1} lo accept; {2}; }}"
         into = chain.format("input", "iif", incoming)
         out = chain.format("output", "oif", outgoing)
-        run(*host.command("nft", f"flush ruleset; table inet fault {{ {into} {out} }}"))
+        run(*host.command("nft", f"flush ruleset; table inet fault {{ {into}; {out}; }};"))
 
     return act
 
@@ -166,7 +166,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_networks(
     wired: tuple[Host, Host], trouble: Trouble, ranks_a_host: int, tmp_path: Path
 ) -> None:
-    alpha, beta = wired
+    _, beta = wired
     world_size = 2 * ranks_a_host
     children: dict[int, subprocess.Popen[bytes]] = {}
     struck_s = time.monotonic()
