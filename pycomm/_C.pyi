@@ -16,6 +16,7 @@ __all__: list[str] = [
     "IssueChain",
     "Reducer",
     "ReducerStats",
+    "arm_fault_points",
     "build_info",
     "create_backend",
     "describe_backend",
@@ -110,6 +111,7 @@ class DdpLogger:
     def set_error_and_log(self, arg0: str) -> None: ...
     def set_runtime_stats_and_log(self) -> None: ...
 
+def arm_fault_points(spec: str) -> None: ...
 def build_info() -> dict[typing.Any, typing.Any]: ...
 def create_backend(
     store: torch.distributed.distributed_c10d.Store,

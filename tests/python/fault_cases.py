@@ -403,6 +403,5 @@ if __name__ == "__main__":
     print(
         f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
     )
-    print(
-        f"CI: {len(a_part(made))} faults and {sum(len(mismatch_cases(w, everything=False)) for w in WORLDS)} mismatches"
-    )
+    in_ci = sum(len(mismatch_cases(world, everything=False)) for world in WORLDS)
+    print(f"CI: {len(a_part(made))} faults and {in_ci} mismatches")

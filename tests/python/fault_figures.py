@@ -78,8 +78,9 @@ def strike(number: int, count: int) -> None:
         p50, p99 = statistics.median(values), values[min(len(values) - 1, int(len(values) * 0.99))]
         print(
             f"{signal.Signals(number).name}, {count} times, 3 ranks, {name}: "
-            f"p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f} ms, longest {1e3 * values[-1]:.1f} ms; {wrong} of {len(seconds)} "
-            f"did not name the rank; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            f"p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f} ms, longest {1e3 * values[-1]:.1f} ms; "
+            f"{wrong} of {len(seconds)} did not name the rank; "
+            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
 
 
@@ -125,9 +126,10 @@ def oversubscribed(minutes: float) -> None:
     errors = [each["error"] for each in found if each["error"]]
     for error in errors:
         print(error)
+    held_s = sum(each["held_s"] for each in found)
     print(
         f"{ranks} ranks on {os.cpu_count()} cores for {minutes:g} minutes: "
-        f"{len(errors)} errors, {found[0]['steps']} steps, the GIL held for {sum(each['held_s'] for each in found):.0f} s; "
+        f"{len(errors)} errors, {found[0]['steps']} steps, the GIL held for {held_s:.0f} s; "
         f"load at the end {os.getloadavg()[0]:.1f}"
     )
 
@@ -226,8 +228,8 @@ def junk(seconds: float) -> None:
     ratios = sorted(elsewhere / here for elsewhere, here in pairs)
     print(
         f"junk for {seconds:g} s at 1,000 a second ({found['thrown']} came): {len(errors)} errors; "
-        f"an all_reduce of 1 MiB takes {statistics.median(ratios):.3f} times as long as with the same "
-        f"junk thrown elsewhere (median of {len(ratios)} pairs, middle half "
+        f"an all_reduce of 1 MiB takes {statistics.median(ratios):.3f} times as long as with "
+        f"the same junk thrown elsewhere (median of {len(ratios)} pairs, middle half "
         f"{ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f}); "
         f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )

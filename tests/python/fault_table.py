@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 from rank_child import describe_exception, mark
 from ranks import RankResult, start_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 3
 VICTIM = 1
 TIMEOUT_S = 10.0
