@@ -105,15 +105,11 @@ class Trouble:
 
 SILENCE = ("PEER_UNRESPONSIVE",)
 NO_OTHER_PORT = "tcp dport 29500 accept; tcp sport 29500 accept; meta l4proto tcp drop"
+RESET = _filter("meta l4proto tcp reject with tcp reset", "accept")
 TROUBLES = (
     Trouble("silent drop", _filter("drop", "drop"), _heal, SILENCE),
-    Trouble(
-        "reset",
-        _filter("meta l4proto tcp reject with tcp reset", "accept"),
-        _heal,
-        ("PEER_DEAD", "CONN_RESET"),
-        2.0,
-    ),
+    # Who resets what comes in hears nothing: a reset on one side, silence on the other.
+    Trouble("reset", RESET, _heal, ("PEER_DEAD", "CONN_RESET", *SILENCE)),
     Trouble("drop, outgoing only", _filter("accept", "drop"), _heal, SILENCE),
     Trouble("drop, incoming only", _filter("drop", "accept"), _heal, SILENCE),
     Trouble("cable pulled", _pull_the_cable, _plug_it_in, SILENCE),
