@@ -43,14 +43,22 @@ class OutChannel {
   /// Writes up to a bounded number of bytes, so that reading gets its turn. Appends the frames that the kernel has taken whole
   /// to `sent`. Returns true while frames are left.
   [[nodiscard]] bool flush(std::vector<OutFrame>& sent);
-  /// The kernel has a part of a frame: nothing but the rest of it would make sense to the peer.
-  [[nodiscard]] bool midFrame() const noexcept {
-    return written_ > 0;
-  }
   /// Forgets all frames: nothing borrowed is touched again.
   void clear() noexcept {
     frames_.clear();
     written_ = 0;
+  }
+  /// Forgets all frames but one that the kernel has a part of, if that borrows nothing. False if what follows would make no sense to
+  /// the peer.
+  [[nodiscard]] bool clearToLastWords() noexcept {
+    if (written_ > 0 && frames_.front().payload.nbytes > 0) {
+      clear();
+      return false;
+    }
+    while (frames_.size() > (written_ > 0 ? 1U : 0U)) {
+      frames_.pop_back();
+    }
+    return true;
   }
 
  private:

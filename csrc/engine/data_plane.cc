@@ -112,8 +112,8 @@ void DataPlane::begin(std::shared_ptr<Operation> operation) {
   running.start();
   replayHeld(running);
   for (int peer = 0; peer < identity_.size; ++peer) {
-    if (left_[static_cast<size_t>(peer)] && running.needs(peer)) {
-      notice(peerLeftUs(peer, *operation, identity_));
+    if (left_[static_cast<size_t>(peer)]) {
+      missLeft(peer, running);
     }
   }
   act();
@@ -174,6 +174,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
     return;
   }
   if (header.type == FrameType::Goodbye) {
+    endReading(*in_[static_cast<size_t>(peer)]);
     peerLeft(peer);
     return;
   }
@@ -267,6 +268,21 @@ void DataPlane::fail(const ErrorRecord& cause) {
   });
 }
 
+void DataPlane::suspect(int peer, ErrorRecord record) {
+  const bool needed = std::any_of(
+      transfers_.begin(), transfers_.end(), [&](const auto& entry) { return entry.second->needs(peer); });
+  if (record.code == ErrorCode::PeerLeft && (!needed || in_[static_cast<size_t>(peer)] != nullptr)) {
+    return; // its link came after all, and says when it ends
+  }
+  if (!needed) {
+    // It was only asked whether it has entered something, and is not there any more: it has left. If it died, those who have a
+    // control link to it say so.
+    left_[static_cast<size_t>(peer)] = true;
+    return;
+  }
+  notice(std::move(record));
+}
+
 TimePoint DataPlane::nextTick() const noexcept {
   TimePoint next = std::min({protocol_.nextTick(), next_deadline_, close_at_});
   for (const auto& entry : suspicions_) {
@@ -312,7 +328,7 @@ void DataPlane::tick(TimePoint now) noexcept {
     checkDeadlines(now);
     for (auto at = suspicions_.begin(); at != suspicions_.end();) {
       if (at->second.due <= now) {
-        notice(std::move(at->second.record));
+        suspect(at->first, std::move(at->second.record));
         at = suspicions_.erase(at);
       } else {
         ++at;

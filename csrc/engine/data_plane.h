@@ -74,7 +74,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void fail(const ErrorRecord& cause);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
-  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms later. Operations that are under way, and later ones,
+  /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed);
 
@@ -118,7 +118,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// `why` gets a null transfer for a receive without a sender.
   void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
   void stopPorts() noexcept;
+  void sayGoodbye(OutPort& port);
+  void endIfSaid(OutPort& port);
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
+  void missLeft(int peer, const Transfer& transfer);
+  void endReading(InPort& port) noexcept;
+  void suspect(int peer, ErrorRecord record);
   void checkDeadlines(TimePoint now);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),

@@ -15,8 +15,12 @@ namespace {
 
 // After a link breaks, how long to wait for the peer's goodbye on another one before it counts as dead.
 constexpr int kSuspicionMs = 20;
+// How long a link may take to arrive that a peer has opened before it left.
+constexpr int kLastLinkMs = 3000;
 // Closing: how long to wait after a goodbye for the peer to read it.
 constexpr int kGoodbyeMs = 20;
+// Closing: how long to wait for room to say it, where the peer has yet to read what came before.
+constexpr int kLastWordsMs = 1500;
 // After a failure, how long bulk links stay open at the least.
 constexpr int kNewsMs = 50;
 
@@ -104,6 +108,7 @@ void DataPlane::flush(OutPort& port) {
     port.broken = true;
     lane_.unwatch(port.link->fd());
     linkBroke(port.peer, error, true);
+    endIfSaid(port);
     return;
   }
   if (left != port.waits_for_room) {
@@ -118,6 +123,7 @@ void DataPlane::flush(OutPort& port) {
       settle(frame.header.op_id);
     }
   }
+  endIfSaid(port);
   act();
 }
 
@@ -162,10 +168,11 @@ void DataPlane::readPort(InPort& port) {
     stopReading();
     throw;
   }
-  if (!open) {
-    port.ended = true;
-    lane_.unwatch(port.link->fd());
-    if (!left_[static_cast<size_t>(port.peer)]) {
+  if (!open && !port.ended) {
+    endReading(port);
+    if (left_[static_cast<size_t>(port.peer)]) {
+      peerLeft(port.peer);
+    } else {
       linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
     }
   }
@@ -182,7 +189,9 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   }
   if (!may_be_orderly) {
     notice(std::move(record));
-  } else if (!left_[static_cast<size_t>(peer)]) {
+  } else if (left_[static_cast<size_t>(peer)]) {
+    peerLeft(peer); // what is queued for it will not leave
+  } else {
     suspicions_.emplace(peer, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kSuspicionMs)});
   }
 }
@@ -198,6 +207,7 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
       port.broken = true;
       lane_.unwatch(port.link->fd());
       linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
+      endIfSaid(port);
       return;
     }
     writeReady(port);
@@ -220,16 +230,31 @@ void DataPlane::peerLeft(int peer) {
   left_[static_cast<size_t>(peer)] = true;
   suspicions_.erase(peer);
   for (const auto& entry : transfers_) {
-    if (entry.second->needs(peer)) {
-      notice(peerLeftUs(peer, entry.second->operation(), identity_));
-      return;
-    }
+    missLeft(peer, *entry.second);
   }
   // A receive from any rank can still be served as long as anyone is there.
   const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
   if (alone && !unmatched_.empty()) {
     notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
   }
+}
+
+// A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing more will come.
+void DataPlane::missLeft(int peer, const Transfer& transfer) {
+  const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+  if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {
+    notice(peerLeftUs(peer, transfer.operation(), identity_));
+  } else if (transfer.needsFrom(peer) && port == nullptr) {
+    suspicions_.emplace(
+        peer,
+        Suspicion{
+            peerLeftUs(peer, transfer.operation(), identity_), Clock::now() + std::chrono::milliseconds(kLastLinkMs)});
+  }
+}
+
+void DataPlane::endReading(InPort& port) noexcept {
+  port.ended = true;
+  lane_.unwatch(port.link->fd());
 }
 
 void DataPlane::stopPorts() noexcept {
@@ -267,17 +292,36 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     if (port == nullptr || port->broken || !port->connected) {
       continue;
     }
-    const bool mid_frame = port->channel.midFrame();
-    port->channel.clear(); // the memory of operations that ended just now may be gone
-    if (!mid_frame) {
-      OutFrame frame;
-      frame.header.type = FrameType::Goodbye;
-      frame.header.group = identity_.hash;
-      frame.header.epoch = identity_.epoch;
-      port->channel.push(std::move(frame));
-      flush(*port);
-    }
-    port->link->shutdownWrite();
+    sayGoodbye(*port);
+  }
+}
+
+void DataPlane::sayGoodbye(OutPort& port) {
+  // The memory of operations that ended just now may be gone.
+  if (port.channel.clearToLastWords()) {
+    OutFrame frame;
+    frame.header.type = FrameType::Goodbye;
+    frame.header.group = identity_.hash;
+    frame.header.epoch = identity_.epoch;
+    port.channel.push(std::move(frame));
+  }
+  port.says_goodbye = true;
+  close_at_ = Clock::now() + std::chrono::milliseconds(kLastWordsMs);
+  flush(port);
+}
+
+void DataPlane::endIfSaid(OutPort& port) {
+  if (!port.says_goodbye || !(port.broken || port.channel.empty())) {
+    return;
+  }
+  port.says_goodbye = false;
+  if (!port.broken) {
+    port.link->shutdownWrite();
+  }
+  const bool more = std::any_of(out_.begin(), out_.end(), [](const std::unique_ptr<OutPort>& other) {
+    return other != nullptr && other->says_goodbye;
+  });
+  if (!more) {
     close_at_ = Clock::now() + std::chrono::milliseconds(kGoodbyeMs);
   }
 }

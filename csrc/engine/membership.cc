@@ -46,9 +46,9 @@ int causeClass(ErrorCode code) {
   return 6;
 }
 
-bool blamesSilence(ErrorCode code) {
-  return code == ErrorCode::PeerDead || code == ErrorCode::PeerUnresponsive || code == ErrorCode::ConnectionReset ||
-      code == ErrorCode::ConnectFailed || code == ErrorCode::PeerLeft;
+bool blamesHangingUp(ErrorCode code) {
+  return code == ErrorCode::PeerDead || code == ErrorCode::ConnectionReset || code == ErrorCode::ConnectFailed ||
+      code == ErrorCode::PeerLeft;
 }
 
 } // namespace
@@ -147,8 +147,15 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
 void Membership::tick(TimePoint now) {
   if (!failure_ && decide_at_ <= now) {
     decide_at_ = TimePoint::max();
+    // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
+    const auto was_silent = [&](int rank) {
+      return std::any_of(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;
+      });
+    };
     const auto excused = [&](const ErrorRecord& r) {
-      return blamesSilence(r.code) && r.peer >= 0 && r.peer != r.rank && spoke_.count(r.peer) != 0;
+      return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
+          (spoke_.count(r.peer) != 0 || was_silent(r.rank));
     };
     const ErrorRecord* best = nullptr;
     for (const ErrorRecord& record : candidates_) {
@@ -177,9 +184,20 @@ void Membership::tick(TimePoint now) {
       if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
+      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would be wrong.
+      const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
+      const auto counts = [&](const Neighbour& other) { return other.rank != entry.rank && other.connected && !other.left; };
+      const bool others = std::any_of(neighbours_.begin(), neighbours_.end(), counts);
+      const bool heard = std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& other) {
+        return counts(other) && other.heard_at > lately;
+      });
       entry.left = true;
       ErrorRecord record;
       record.code = ErrorCode::PeerUnresponsive;
+      if (others && !heard) {
+        noticed(cutOff(std::move(record), now - entry.heard_at), now);
+        break;
+      }
       record.rank = config_.rank;
       record.host = config_.hosts[static_cast<size_t>(config_.rank)];
       record.peer = entry.rank;
@@ -192,6 +210,17 @@ void Membership::tick(TimePoint now) {
       noticed(std::move(record), now);
     }
   }
+}
+
+ErrorRecord Membership::cutOff(ErrorRecord record, TimePoint::duration silence) const {
+  record.rank = record.peer = config_.rank;
+  record.host = record.peer_host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.group = config_.group;
+  record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(silence).count();
+  record.summary = "Rank " + std::to_string(config_.rank) + " on " + record.host + " has heard nobody for " +
+      std::to_string(record.elapsed_ms) + " ms: its own host or network is cut off.";
+  record.hint = "check that host's cable, interface and firewall";
+  return record;
 }
 
 TimePoint Membership::nextTick() const noexcept {

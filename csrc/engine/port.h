@@ -31,6 +31,7 @@ struct OutPort final : Loop::Handler {
   bool waits_for_room = false; ///< the loop watches for writability
   bool dirty = false; ///< has frames that nobody tried to write yet
   bool broken = false;
+  bool says_goodbye = false; ///< its last frame is queued: the write side ends when that has left
 };
 
 /// The connection that a peer opened to this rank, to read frames.

@@ -36,7 +36,7 @@ Transfer::Transfer(
       send_frame_(std::move(send_frame)),
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
-      next_outgoing_(prepared_.outgoing.size(), 0),
+      leaving_(prepared_.outgoing.size()),
       steps_left_(prepared_.schedule.steps.size()) {
   const Schedule& schedule = prepared_.schedule;
   for (size_t k = 0; k < schedule.scratch_numel.size(); ++k) {
@@ -262,7 +262,7 @@ void Transfer::consumed(uint32_t index) {
 
 void Transfer::pumpEdge(size_t edge_index) {
   const Edge& edge = prepared_.outgoing[edge_index];
-  size_t& next = next_outgoing_[edge_index];
+  size_t& next = leaving_[edge_index].queued;
   const uint64_t op_id = operation_->request().id.id;
   while (next < edge.steps.size() && states_[edge.steps[next]].sendable) {
     const uint32_t index = edge.steps[next];
@@ -294,6 +294,7 @@ void Transfer::pump(int peer) {
 
 void Transfer::sent(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
+  ++leaving_[static_cast<size_t>(prepared_.outgoing_of_step[index])].sent;
   if (step.kind == StepKind::RecvReduceSend) {
     states_[index].staging.release();
     consumed(index);
@@ -327,21 +328,25 @@ int Transfer::waitsFor() const noexcept {
     }
   }
   for (size_t i = 0; i < prepared_.outgoing.size(); ++i) {
-    if (next_outgoing_[i] < prepared_.outgoing[i].steps.size()) {
+    if (leaving_[i].queued < prepared_.outgoing[i].steps.size()) {
       return prepared_.outgoing[i].peer;
     }
   }
   return -1;
 }
 
-bool Transfer::needs(int peer) const noexcept {
+bool Transfer::needsFrom(int peer) const noexcept {
   for (size_t i = 0; i < prepared_.incoming.size(); ++i) {
     if (prepared_.incoming[i].peer == peer && next_incoming_[i] < prepared_.incoming[i].steps.size()) {
       return true;
     }
   }
+  return false;
+}
+
+bool Transfer::owes(int peer) const noexcept {
   for (size_t i = 0; i < prepared_.outgoing.size(); ++i) {
-    if (prepared_.outgoing[i].peer == peer && next_outgoing_[i] < prepared_.outgoing[i].steps.size()) {
+    if (prepared_.outgoing[i].peer == peer && leaving_[i].sent < prepared_.outgoing[i].steps.size()) {
       return true;
     }
   }

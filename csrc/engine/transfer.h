@@ -57,7 +57,13 @@ class Transfer {
   [[nodiscard]] int64_t bytesExpected() const noexcept;
   /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
   [[nodiscard]] int waitsFor() const noexcept;
-  [[nodiscard]] bool needs(int peer) const noexcept;
+  [[nodiscard]] bool needs(int peer) const noexcept {
+    return needsFrom(peer) || owes(peer);
+  }
+  /// Frames are due from `peer`.
+  [[nodiscard]] bool needsFrom(int peer) const noexcept;
+  /// Frames have still to leave for `peer`.
+  [[nodiscard]] bool owes(int peer) const noexcept;
 
  private:
   struct StepState {
@@ -90,7 +96,11 @@ class Transfer {
   std::vector<StepState> states_;
   std::vector<StagingBuffer> scratch_;
   std::vector<size_t> next_incoming_; ///< by edge: how many frames have arrived
-  std::vector<size_t> next_outgoing_; ///< by edge: how many frames have been queued
+  struct Leaving {
+    size_t queued = 0; ///< frames of the edge
+    size_t sent = 0; ///< taken by the kernel
+  };
+  std::vector<Leaving> leaving_; ///< by outgoing edge
   std::deque<uint32_t> ready_; ///< in the order in which they became ready
   size_t steps_left_;
   int64_t bytes_arrived_ = 0;

@@ -60,6 +60,7 @@ class Spec:
     import_pycomm: bool
     destroy: bool
     only_pycomm: bool
+    preload: tuple[str, ...]
 
 
 def mark(name: str) -> None:
@@ -114,6 +115,8 @@ def _run_as_rank(folder: Path, rank: int) -> int:
     spec: Spec = pickle.loads((folder / "spec").read_bytes())
     value, error = None, None
     try:
+        for module in spec.preload:
+            importlib.import_module(module)
         target: Any = importlib.import_module(spec.module)
         for part in spec.function.split("."):
             target = getattr(target, part)

@@ -161,13 +161,11 @@ class Ranks:
         ranks: Sequence[int],
         *,
         fresh: bool = False,
-        preload: Sequence[str] = (),
     ) -> None:
         self.spec = spec
         self.folder = folder
         self._env = env
         self._fresh = fresh
-        self._preload = preload
         self._selector = selectors.DefaultSelector()
         self._marks: dict[int, list[str]] = {}
         self._partial: dict[int, bytes] = {}
@@ -199,7 +197,7 @@ class Ranks:
 
     def _start_process(self, rank: int, write_fd: int, out: BinaryIO, err: BinaryIO) -> Process:
         env = child_environment(self._env(rank))
-        zygote = None if self._fresh else zygote_for(env, self._preload)
+        zygote = None if self._fresh else zygote_for(env, self.spec.preload)
         if zygote is not None:
             return zygote.fork(self.folder, rank, env, [write_fd, out.fileno(), err.fileno()])
         command = [sys.executable, str(TESTS_DIR / "rank_child.py")]
@@ -378,6 +376,7 @@ def start_ranks(
         import_pycomm=import_pycomm,
         destroy=destroy,
         only_pycomm=backend == "pycomm" if only_pycomm is None else only_pycomm,
+        preload=tuple(preload),
     )
     (folder / "spec").write_bytes(pickle.dumps(spec))
 
@@ -395,7 +394,7 @@ def start_ranks(
 
     started = range(world_size) if ranks is None else ranks
     try:
-        running = Ranks(spec, folder, rank_environment, started, fresh=fresh, preload=preload)
+        running = Ranks(spec, folder, rank_environment, started, fresh=fresh)
         try:
             yield running
         finally:

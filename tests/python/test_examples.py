@@ -1,4 +1,7 @@
-"""The examples as a user runs them: two real ranks under torchrun, a few steps."""
+"""The examples as a user runs them: two real ranks under torchrun, a few steps.
+
+Once each under torchrun; what else they are run for starts its ranks itself, which is cheaper.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,17 @@ import fcntl
 import os
 import pty
 import re
+import runpy
 import struct
 import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import child_environment, run_python, run_ranks
+from ranks import LOOPBACK, TORCH_DDP, child_environment, free_port, run_python, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # gloo is here only in the tests of what goes wrong: it aborts at exit now and then, which says
@@ -30,6 +35,33 @@ def run_example(
 ) -> subprocess.CompletedProcess[str]:
     arguments = [*(launcher or TORCHRUN), str(EXAMPLES / name), *flags]
     return run_python(arguments, timeout_s=100.0)
+
+
+def run_as_script(rank: int, world_size: int, path: str, flags: list[str]) -> object:
+    """What ``python PATH FLAGS`` would do, in a rank: its exit status."""
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def run_example_without_torchrun(name: str, *flags: str) -> tuple[object, str]:
+    """Exit status and output of rank 0 of two."""
+    port = str(free_port())
+
+    def launched(rank: int) -> dict[str, str | None]:
+        address: dict[str, str | None] = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        return {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+    args = (str(EXAMPLES / name), list(flags))
+    options: dict[str, Any] = {"init": "none", "env": launched, "preload": TORCH_DDP}
+    options["only_pycomm"] = "gloo" not in flags
+    first, second = run_ranks(2, run_as_script, args=args, **options)
+    assert first.value == second.value
+    return first.value, first.stdout
 
 
 def assert_parameters_equal(stdout: str) -> None:
@@ -58,10 +90,12 @@ def test_digits_learns(backend: str) -> None:
 @pytest.mark.needs_native
 def test_digits_is_deterministic() -> None:
     flags = ["--epochs", "1", "--target", "0", "--wire-dtype", "fp16"]
-    first, second = (run_example("train_digits.py", *flags) for _ in range(2))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert_parameters_equal(first.stdout)
-    assert first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
+    runs = [run_example_without_torchrun("train_digits.py", *flags) for _ in range(2)]
+    for status, stdout in runs:
+        assert status == 0
+        assert_parameters_equal(stdout)
+    (_, first), (_, second) = runs
+    assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
 def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
@@ -89,9 +123,10 @@ def test_lm_loss_falls(backend: str) -> None:
 
 
 def test_lm_fails_where_the_loss_does_not_fall() -> None:
-    done = run_example("train_lm.py", "--backend", "gloo", "--steps", "3", "--lr", "0")
-    assert done.returncode != 0
-    assert "loss DID NOT FALL by 1.0" in done.stdout, done.stdout + done.stderr
+    flags = ["--backend", "gloo", "--steps", "3", "--lr", "0"]
+    status, stdout = run_example_without_torchrun("train_lm.py", *flags)
+    assert status == 1
+    assert "loss DID NOT FALL by 1.0" in stdout
 
 
 @pytest.mark.parametrize("name", ["train_digits.py", "train_lm.py"])

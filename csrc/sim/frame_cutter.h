@@ -1,0 +1,43 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+#include "transport/wire.h"
+
+namespace pycomm::sim {
+
+/// Follows a byte stream and finds the headers of its frames.
+class FrameCutter {
+ public:
+  /// Calls `frame(header)` for each header that `bytes` complete; payloads are passed over.
+  template <typename Frame>
+  void feed(const std::byte* bytes, size_t nbytes, const Frame& frame) {
+    while (nbytes > 0) {
+      size_t take = 0;
+      if (payload_left_ > 0) {
+        take = std::min(nbytes, payload_left_);
+        payload_left_ -= take;
+      } else {
+        take = std::min(nbytes, sizeof header_ - header_got_);
+        std::memcpy(reinterpret_cast<std::byte*>(&header_) + header_got_, bytes, take);
+        header_got_ += take;
+        if (header_got_ == sizeof header_) {
+          header_got_ = 0;
+          payload_left_ = header_.payload_nbytes;
+          frame(static_cast<const FrameHeader&>(header_));
+        }
+      }
+      bytes += take;
+      nbytes -= take;
+    }
+  }
+
+ private:
+  FrameHeader header_;
+  size_t header_got_ = 0;
+  size_t payload_left_ = 0;
+};
+
+} // namespace pycomm::sim

@@ -1,0 +1,173 @@
+#include "sim/verdict.h"
+
+#include <algorithm>
+
+#include "sim/oracle.h"
+#include "sim/verdict_parts.h"
+
+namespace pycomm::sim {
+namespace {
+
+/// What an operation's success says about the others: all of them were in the same one.
+bool needsEveryone(Collective kind) noexcept {
+  return kind == Collective::AllReduce || kind == Collective::ReduceScatter || kind == Collective::AllGather ||
+      kind == Collective::AllToAll || kind == Collective::Barrier;
+}
+
+class Checks {
+ public:
+  explicit Checks(const Run& run) : run_(run) {}
+
+  std::vector<std::string> take() {
+    if (!run_.cameToRest()) {
+      add("the run did not come to rest: some rank never closed its group");
+    }
+    for (const std::string& violation : run_.audit().violations()) {
+      add(violation);
+    }
+    for (int rank = 0; rank < run_.plan().size; ++rank) {
+      checkRank(rank);
+    }
+    for (std::string& violation : failureViolations(run_)) {
+      add(std::move(violation));
+    }
+    return std::move(violations_);
+  }
+
+ private:
+  void add(std::string what) {
+    if (violations_.size() < 20) {
+      violations_.push_back(std::move(what));
+    }
+  }
+
+  void checkRank(int rank) {
+    const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
+    const std::string who = "rank " + std::to_string(rank);
+    for (size_t i = 0; i < state.user->outcomes().size(); ++i) {
+      const Outcome& outcome = *state.user->outcomes()[i];
+      const std::string what = who + ", call " + std::to_string(i + 1) + ": ";
+      if (outcome.ended == TimePoint::max()) {
+        if (!state.group->dead()) {
+          add(what + "never ended");
+        }
+        continue;
+      }
+      if (outcome.input_altered && !outcome.call.in_place) {
+        add(what + "its input was written");
+      }
+      if (outcome.error) {
+        checkError(what, rank, outcome);
+      } else {
+        checkSuccess(what, rank, i, outcome);
+      }
+    }
+    const auto& usage = state.user->usageAtEnd();
+    const bool clean = run_.faults().empty();
+    // To ranks that it only wanted to ask something, and that have not accepted yet.
+    const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
+    if (clean && usage &&
+        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings || usage->protocol.operations != 0 ||
+         usage->protocol.heard != 0 || usage->protocol.eager_in != 0)) {
+      add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) + " transfers, " +
+          std::to_string(usage->held_frames) + " held frames, " + std::to_string(usage->staging_nbytes) + " B of staging, " +
+          std::to_string(usage->protocol.operations) + " operations, " + std::to_string(usage->protocol.heard) + " heard of, " +
+          std::to_string(usage->protocol.eager_in) + " B in pools");
+    }
+  }
+
+  void checkError(const std::string& what, int rank, const Outcome& outcome) {
+    const ErrorCode code = outcome.error->code;
+    const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
+    if (code == ErrorCode::Internal || code == ErrorCode::ProtocolViolation || code == ErrorCode::OutOfMemory) {
+      add(what + "ended with " + outcome.error->text());
+    }
+    if (state.group->failure() && code != state.group->failure()->code && code != ErrorCode::ShutDown) {
+      add(what + "its error " + outcome.error->line() + " is not the group's " + state.group->failure()->line());
+    }
+    if (!state.group->failure() && code != ErrorCode::ShutDown) {
+      add(what + "failed although its group did not: " + outcome.error->text());
+    }
+    // An operation that is issued when the group has failed ends at once.
+    const Nanos slack = milliseconds(300) + longestStop(rank);
+    const TimePoint due = outcome.issued + milliseconds(outcome.group_had_failed ? 0 : outcome.call.timeout_ms);
+    if (outcome.ended > due + slack) {
+      add(what + "ended " + std::to_string((outcome.ended - due) / milliseconds(1)) + " ms past its bound");
+    }
+  }
+
+  [[nodiscard]] Nanos longestStop(int rank) const {
+    Nanos longest{0};
+    for (const FaultRecord& fault : run_.faults()) {
+      if (fault.plan.kind == FaultKind::Stop && fault.plan.rank == rank) {
+        longest += fault.plan.duration;
+      }
+    }
+    return longest;
+  }
+
+  void checkSuccess(const std::string& what, int rank, size_t position, const Outcome& outcome) {
+    if (outcome.group_had_failed) {
+      add(what + "succeeded although its group had failed before it was issued");
+    }
+    const Collective kind = outcome.call.request.kind;
+    for (int other = 0; other < run_.plan().size && needsEveryone(kind); ++other) {
+      const auto& theirs = run_.ranks()[static_cast<size_t>(other)].user->outcomes();
+      if (position >= theirs.size() || theirs[position]->issued > outcome.ended) {
+        add(what + callText(outcome.call) + " succeeded before rank " + std::to_string(other) + " had entered it");
+      } else if (theirs[position]->descriptor != outcome.descriptor) {
+        add(what + outcome.descriptor.text() + " succeeded although rank " + std::to_string(other) + " had " +
+            theirs[position]->descriptor.text());
+      }
+    }
+    if (outcome.call.altered) {
+      return; // it alone knows what it wanted; what needs everyone was refused above
+    }
+    CallPlan call = outcome.call;
+    call.request.rank = rank;
+    const std::vector<std::byte> expected = expectedOutput(call);
+    if (outcome.output != expected) {
+      size_t at = 0;
+      while (at < expected.size() && at < outcome.output.size() && expected[at] == outcome.output[at]) {
+        ++at;
+      }
+      add(what + callText(call) + " delivered a wrong result, from byte " + std::to_string(at) + " of " +
+          std::to_string(expected.size()));
+    }
+  }
+
+  const Run& run_;
+  std::vector<std::string> violations_;
+};
+
+} // namespace
+
+std::vector<std::string> violationsOf(const Run& run) {
+  return Checks(run).take();
+}
+
+Report simulate(uint64_t seed, bool keeps_trace) {
+  Run run(makePlan(seed), keeps_trace);
+  run.execute();
+  Report report;
+  report.seed = seed;
+  report.violations = violationsOf(run);
+  report.trace = run.audit().trace();
+  report.plan = run.plan().text();
+  report.first_fault =
+      run.faults().empty() ? "none" : run.faults().size() > 1 ? "several" : faultName(run.faults()[0].plan.kind);
+  for (const RankState& state : run.ranks()) {
+    report.group_failed = report.group_failed || state.group->failure().has_value();
+    for (const auto& outcome : state.user->outcomes()) {
+      ++report.operations;
+      report.succeeded += outcome->ended != TimePoint::max() && !outcome->error ? 1 : 0;
+    }
+  }
+  report.frames = run.audit().frames();
+  report.events = run.events();
+  report.elapsed = run.elapsed();
+  report.fingerprint = run.audit().fingerprint();
+  return report;
+}
+
+} // namespace pycomm::sim
