@@ -17,6 +17,7 @@ __all__: list[str] = [
     "Reducer",
     "ReducerStats",
     "backend_error",
+    "arm_fault_points",
     "build_info",
     "create_backend",
     "describe_backend",
@@ -117,6 +118,7 @@ class DdpLogger:
 def backend_error(
     backend: torch._C._distributed_c10d.Backend,
 ) -> torch._C._distributed_c10d.ErrorType: ...
+def arm_fault_points(spec: str) -> None: ...
 def build_info() -> dict[typing.Any, typing.Any]: ...
 def create_backend(
     store: torch.distributed.distributed_c10d.Store,

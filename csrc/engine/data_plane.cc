@@ -85,12 +85,20 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     return;
   }
   guarded(-1, [&] {
-    PYCOMM_FAULT_POINT("operation.post");
-    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
-    if (operation->request().descriptor.kind == Collective::Send) {
-      postPointToPoint(std::move(operation));
-    } else {
-      begin(std::move(operation));
+    try {
+      PYCOMM_FAULT_POINT("operation.post");
+      next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+      if (operation->request().descriptor.kind == Collective::Send) {
+        postPointToPoint(operation);
+      } else {
+        begin(operation);
+      }
+    } catch (...) {
+      // Not among transfers_ yet, so the group's failure would not find it, and its waiter would wait for ever.
+      if (transfers_.count(operation->request().id.id) == 0) {
+        operation->finish(errorOf(*operation, ownTrouble(std::current_exception(), identity_), identity_));
+      }
+      throw;
     }
   });
 }

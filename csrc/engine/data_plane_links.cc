@@ -147,16 +147,25 @@ void DataPlane::readPort(InPort& port) {
   if (port.ended || failure_) {
     return;
   }
+  // In the middle of a frame what follows would be taken for a header, and its sender for the culprit.
+  const auto stopReading = [&] {
+    port.ended = true;
+    lane_.unwatch(port.link->fd());
+  };
   bool open = true;
   std::optional<Error> broken;
   try {
     open = port.channel.read();
   } catch (const Error& error) {
     if (error.record().code != ErrorCode::ConnectionReset) {
+      stopReading();
       throw;
     }
     broken = error;
     open = false;
+  } catch (...) {
+    stopReading();
+    throw;
   }
   if (!open && !port.ended) {
     endReading(port);

@@ -149,17 +149,16 @@ def _acts() -> Iterator[Case]:
         nothing = {"codes": (), "victim_codes": (), "bound_s": 15.0}
         yield Case("holds the GIL", *place, act="hold_gil", **nothing)  # type: ignore[arg-type]
         yield Case("stopped for a second", *place, act="stop_and_go", **nothing)  # type: ignore[arg-type]
-    for world_size in (2, 3):
-        yield Case(
-            "no memory, for real",
-            "large operation",
-            world_size,
-            world_size - 1,
-            act="little_memory",
-            program="there",
-            codes=("OUT_OF_MEMORY",),
-            victim_codes=("OUT_OF_MEMORY",),
-        )
+    yield Case(
+        "no memory, for real",
+        "large operation",
+        2,
+        1,
+        act="little_memory",
+        program="there",
+        codes=("OUT_OF_MEMORY",),
+        victim_codes=("OUT_OF_MEMORY",),
+    )
 
 
 def _system_calls() -> Iterator[Case]:
@@ -211,9 +210,16 @@ def _system_calls() -> Iterator[Case]:
 
 
 def _no_memory(site: str, world_size: int, victim: int) -> Case:
-    code = ("OUT_OF_MEMORY",)
-    spec = f"{site}:1:nomem"
-    return Case("no memory", site, world_size, victim, spec=spec, codes=code, victim_codes=code)
+    return Case(
+        "no memory",
+        site,
+        world_size,
+        victim,
+        spec=f"{site}:1:nomem",
+        codes=("OUT_OF_MEMORY",),
+        victim_codes=("OUT_OF_MEMORY",),
+        may_end_well=site == "staging.allocate",  # there may be enough in the pool
+    )
 
 
 def _harmless() -> Iterator[Case]:
@@ -301,7 +307,8 @@ def _refused_at_init() -> Iterator[Case]:
             timeout_s=1.5,
             bound_s=3.5,
         )
-        for files in (1, 2, 3, 4, 5, 6, 7, 8):
+        # Not 4: torch's FileStore then has no file to close with, and its destructor throws.
+        for files in (1, 2, 3, 5, 6, 7, 8):
             yield Case(
                 "few files, for real",
                 f"+{files}",
@@ -309,8 +316,15 @@ def _refused_at_init() -> Iterator[Case]:
                 victim,
                 how="few files",
                 at_init=True,
-                codes=(*gone, "TOO_MANY_FILES"),
-                victim_codes=("TOO_MANY_FILES", "SYSTEM_ERROR", "NO_INTERFACE", *gone),
+                codes=(*gone, "TOO_MANY_FILES", "STORE_LOST"),
+                victim_codes=(
+                    "TOO_MANY_FILES",
+                    "SYSTEM_ERROR",
+                    "NO_INTERFACE",
+                    "STORE_LOST",
+                    *gone,
+                ),
+                culprit=False,  # it may not even say that it was there
                 may_end_well=True,
                 timeout_s=1.5,
                 bound_s=3.5,
@@ -389,6 +403,5 @@ if __name__ == "__main__":
     print(
         f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
     )
-    print(
-        f"CI: {len(a_part(made))} faults and {sum(len(mismatch_cases(w, everything=False)) for w in WORLDS)} mismatches"
-    )
+    in_ci = sum(len(mismatch_cases(world, everything=False)) for world in WORLDS)
+    print(f"CI: {len(a_part(made))} faults and {in_ci} mismatches")

@@ -2,7 +2,7 @@
 
 python tests/python/fault_figures.py kills 100          SIGKILL to exception on every other rank
 python tests/python/fault_figures.py stops 5            SIGSTOP to exception
-python tests/python/fault_figures.py oversubscribed 10  minutes of 4 ranks a core, some holding the GIL
+python tests/python/fault_figures.py oversubscribed 10  minutes of 4 ranks a core
 python tests/python/fault_figures.py junk 60            seconds of 1,000 junk connections a second
 """
 
@@ -18,10 +18,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
-
 
 from rank_child import describe_exception, mark
 from ranks import run_ranks, start_ranks
@@ -81,9 +77,10 @@ def strike(number: int, count: int) -> None:
         values.sort()
         p50, p99 = statistics.median(values), values[min(len(values) - 1, int(len(values) * 0.99))]
         print(
-            f"{signal.Signals(number).name}, {count} times, 3 ranks, {name}: p50 {1e3 * p50:.1f} ms, "
-            f"p99 {1e3 * p99:.1f} ms, longest {1e3 * values[-1]:.1f} ms; {wrong} of {len(seconds)} "
-            f"did not name the rank; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            f"{signal.Signals(number).name}, {count} times, 3 ranks, {name}: "
+            f"p50 {1e3 * p50:.1f} ms, p99 {1e3 * p99:.1f} ms, longest {1e3 * values[-1]:.1f} ms; "
+            f"{wrong} of {len(seconds)} did not name the rank; "
+            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
 
 
@@ -129,9 +126,10 @@ def oversubscribed(minutes: float) -> None:
     errors = [each["error"] for each in found if each["error"]]
     for error in errors:
         print(error)
+    held_s = sum(each["held_s"] for each in found)
     print(
-        f"{ranks} ranks on {os.cpu_count()} cores for {minutes:g} minutes: {len(errors)} false alarms, "
-        f"{found[0]['steps']} steps, the GIL held for {sum(each['held_s'] for each in found):.0f} s; "
+        f"{ranks} ranks on {os.cpu_count()} cores for {minutes:g} minutes: "
+        f"{len(errors)} errors, {found[0]['steps']} steps, the GIL held for {held_s:.0f} s; "
         f"load at the end {os.getloadavg()[0]:.1f}"
     )
 
@@ -161,7 +159,8 @@ if port == 0:  # the same work, and nobody but ourselves to receive it
     sink.setblocking(False)
     port = sink.getsockname()[1]
 thrown, began = 0, time.monotonic()
-junk = [b"", b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(64), os.urandom(600), b"cy\\x01\\x01" + bytes(60)]
+junk = [b"", b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(64), os.urandom(600)]
+junk += [b"cy\\x01\\x01" + bytes(60)]
 while (now := time.monotonic()) < until:
     if thrown > (now - began) * rate:
         time.sleep(0.001)
@@ -229,8 +228,8 @@ def junk(seconds: float) -> None:
     ratios = sorted(elsewhere / here for elsewhere, here in pairs)
     print(
         f"junk for {seconds:g} s at 1,000 a second ({found['thrown']} came): {len(errors)} errors; "
-        f"an all_reduce of 1 MiB takes {statistics.median(ratios):.3f} times as long as with the same "
-        f"junk thrown elsewhere (median of {len(ratios)} pairs, middle half "
+        f"an all_reduce of 1 MiB takes {statistics.median(ratios):.3f} times as long as with "
+        f"the same junk thrown elsewhere (median of {len(ratios)} pairs, middle half "
         f"{ratios[len(ratios) // 4]:.3f} to {ratios[3 * len(ratios) // 4]:.3f}); "
         f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )

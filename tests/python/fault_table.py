@@ -23,13 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "python"))
-
-
 from rank_child import describe_exception, mark
 from ranks import RankResult, start_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 3
 VICTIM = 1
 TIMEOUT_S = 10.0
@@ -73,7 +70,7 @@ def _calls(fault: str, odd: bool) -> None:
         check(tensor, group_size)
     elif fault == "another root":
         dist.broadcast(ones(100), 2 if odd else 0)
-    elif fault == "two calls in another order":
+    elif fault == "two equal calls in another order":
         first, second = ones(100), 10 * ones(100)
         for tensor in (second, first) if odd else (first, second):
             dist.all_reduce(tensor)
@@ -116,7 +113,7 @@ MISTAKES = (
     "another dtype",
     "another reduce op",
     "another root",
-    "two calls in another order",
+    "two equal calls in another order",
     "all_reduce where the others broadcast",
     "other split sizes in all_to_all",
 )
@@ -198,7 +195,8 @@ def cell(results: list[RankResult], struck_s: float | None, fault: str) -> tuple
         if result.timed_out:
             what = f"**hangs**, killed after {LIMIT_S:.0f} s"
         elif result.exit_code < 0:
-            what = f"**aborts** ({signal.Signals(-result.exit_code).name}, exit {128 - result.exit_code})"
+            name = signal.Signals(-result.exit_code).name
+            what = f"**aborts** ({name}, exit {128 - result.exit_code})"
         elif error and "WRONG NUMBERS" in error.text:
             what = "**wrong numbers**, no error"
         elif error:
@@ -236,7 +234,7 @@ def document(rows: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
         "",
         f"Written by `python tests/python/fault_table.py` on {datetime.date.today()}: "
         f"{WORLD_SIZE} ranks on one host, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"Linux {platform.release().split('-')[0]}, commit {commit}; a timeout of {TIMEOUT_S:.0f} s "
+        f"Linux {platform.release().split('-')[0]}, commit {commit}; {TIMEOUT_S:.0f} s timeout "
         f"given to both (gloo's default is 30 minutes). Rank {VICTIM} is the one at fault; the "
         "seconds are from the fault, or from entering the operation, to the exception.",
         "",
