@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -41,10 +42,10 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
-        torch.nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+        TorchSyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
 
     def _check_non_zero_input_channels(self, input: Tensor) -> None:
-        torch.nn.SyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
+        TorchSyncBatchNorm._check_non_zero_input_channels(self, input)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalizes; collective over the group while training.
@@ -60,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
             group = self.process_group or dist.group.WORLD
         if group is None or dist.get_world_size(group) == 1:
             # It uses nothing of itself but what is here, too.
-            return torch.nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+            return TorchSyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.size(1) != self.num_features:

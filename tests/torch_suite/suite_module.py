@@ -50,12 +50,9 @@ class _CountUs(ast.NodeTransformer):
         if not (isinstance(right, ast.Constant) and right.value in FACES):
             return node
         if self.face == "nccl":
-            # Here every backend passes for NCCL, and for gloo where that is asked for.
-            equal = right.value in ("nccl", self.backend)
-            if isinstance(node.ops[0], ast.NotEq):
-                equal = not equal
+            # Here every backend passes for both.
             self.changed += 1
-            return ast.copy_location(ast.Constant(equal), node)
+            return ast.copy_location(ast.Constant(isinstance(node.ops[0], ast.Eq)), node)
         if right.value != "gloo" or self.backend == "gloo":
             return node
         self.changed += 1
