@@ -74,7 +74,11 @@ def run_python(
     timeout_s: float = 60.0,
     env: Mapping[str, str | None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python ARGUMENTS`` in a session of its own, which is killed whole when time is up."""
+    """Runs ``python ARGUMENTS`` in a session of its own, which is ended whole when time is up.
+
+    It is asked first and killed 10 s later: torchrun's workers have sessions of their own, and it
+    ends them when it is asked to end.
+    """
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env=child_environment(env),
@@ -87,7 +91,19 @@ def run_python(
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
+        out, err = _end_session(process)
         raise AssertionError(f"{arguments} ran longer than {timeout_s} s\n{out}\n{err}") from None
+    except BaseException:
+        _end_session(process)
+        raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _end_session(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends a process and its session; what they have written."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
