@@ -36,9 +36,11 @@ std::string rankText(int rank, const GroupIdentity& identity) {
 } // namespace
 
 ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
-  record.rank = identity.rank;
-  record.host = localHostName();
-  record.peer = identity.rank;
+  if (record.rank < 0) { // else the other ranks' rendezvous has it from there
+    record.rank = identity.rank;
+    record.host = localHostName();
+  }
+  record.peer = record.rank;
   record.peer_host = record.host;
   record.group = identity.name;
   if (record.code == ErrorCode::TooManyFiles) {
