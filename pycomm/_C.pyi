@@ -16,8 +16,8 @@ __all__: list[str] = [
     "IssueChain",
     "Reducer",
     "ReducerStats",
-    "backend_error",
     "arm_fault_points",
+    "backend_error",
     "build_info",
     "create_backend",
     "describe_backend",
@@ -115,10 +115,10 @@ class DdpLogger:
     def set_error_and_log(self, arg0: str) -> None: ...
     def set_runtime_stats_and_log(self) -> None: ...
 
+def arm_fault_points(spec: str) -> None: ...
 def backend_error(
     backend: torch._C._distributed_c10d.Backend,
 ) -> torch._C._distributed_c10d.ErrorType: ...
-def arm_fault_points(spec: str) -> None: ...
 def build_info() -> dict[typing.Any, typing.Any]: ...
 def create_backend(
     store: torch.distributed.distributed_c10d.Store,

@@ -50,6 +50,7 @@ class Extension(Protocol):
 
     def write_flight_record(self, path: str) -> None:
         """Writes the flight record of all groups."""
+
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 

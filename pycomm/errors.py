@@ -97,6 +97,8 @@ class ErrorRecord(Mapping[str, Any]):
     """"rendezvous", "connect", "matching", "transfer", "not_entered", "not_started" or "wait"."""
     elapsed_ms: int | None = None
     """How long the operation, or the making of the group, had taken."""
+    missing: list[int] | None = None
+    """Of ``monitored_barrier``: the ranks that did not come."""
 
     def __getitem__(self, key: str) -> Any:
         value = getattr(self, key) if key in self.__dataclass_fields__ else None

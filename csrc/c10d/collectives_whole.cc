@@ -57,11 +57,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
   return raising([&] {
     const at::Tensor& tensor = onlyTensor(tensors, "broadcast");
     const bool root = getRank() == opts.rootRank;
-    if (root) {
-      checkTensor(tensor, "broadcast", "input");
-    } else {
-      checkOutput(tensor, "broadcast");
-    }
+    checkOutput(tensor, "broadcast"); // also the root's, which is not written: all ranks must refuse alike
     Prepared prepared;
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;

@@ -35,8 +35,16 @@ std::vector<Extent> extentsOf(const std::vector<at::Tensor>& tensors) {
   return extents;
 }
 
-[[noreturn]] void refuse(const char* op, const std::string& what, const char* hint) {
+[[noreturn]] void refuse(
+    const char* op,
+    const std::string& what,
+    const char* hint,
+    const at::Tensor* tensor = nullptr) {
   ErrorRecord record;
+  if (tensor != nullptr) {
+    record.dtype = c10::toString(tensor->scalar_type());
+    record.numel = tensor->numel();
+  }
   record.code = ErrorCode::InvalidArgument;
   record.op = op;
   record.summary = std::string(op) + ": " + what + ", so the result would depend on the order in which bytes arrive.";
@@ -58,7 +66,10 @@ void checkOutput(const at::Tensor& tensor, const char* op) {
   checkTensor(tensor, op, "output");
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
     refuse(
-        op, "several elements of the output tensor share memory", "pass output.contiguous(), and copy the result back");
+        op,
+        "several elements of the output tensor share memory",
+        "pass output.contiguous(), and copy the result back",
+        &tensor);
   }
 }
 

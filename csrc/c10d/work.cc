@@ -146,9 +146,8 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   for (const auto& operation : state_->content.operations) {
     const auto ended = [&] {
-      return raising([&] {
-        return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs)));
-      });
+      return raising(
+          [&] { return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
     };
     while (!ended()) {
       if (deadline.expired()) {

@@ -119,7 +119,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void act();
   void settle(uint64_t op_id);
   void replayHeld(Transfer& transfer);
-  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause) const;
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
+      const;
   /// `why` gets a null transfer for a receive without a sender.
   void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
   void stopPorts() noexcept;

@@ -47,8 +47,13 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       self.name = meeting.group_name;
       record = withNeed(std::move(record), self);
     }
+    if (record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
+      record.peer = record.rank;
+      record.peer_host = record.host;
+      record.summary = "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
+    }
     record.rank = meeting.rank;
-    record.host = record.host.empty() ? localHostName() : record.host;
+    record.host = localHostName();
     record.group = meeting.group_name;
     record.epoch = 0;
     record.phase = !record.phase.empty() ? record.phase : (group == nullptr ? "rendezvous" : "connect");
@@ -151,8 +156,8 @@ void Group::connect(const Config& config) {
     for (const int mate : membership.neighbours) {
       if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
         // Looked away from in close(), on this loop, before control_ goes.
-        watches_.push_back(engine_.hostMates().watch(
-            watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
+        watches_.push_back(
+            engine_.hostMates().watch(watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
       }
     }
   });

@@ -170,7 +170,8 @@ void HostMates::open() {
 
 DeathWatch& HostMates::deathWatch() {
   if (death_watch_ == nullptr) {
-    death_watch_ = std::make_unique<DeathWatch>([this](uint64_t watch) { loop_.post([this, watch] { onDeath(watch); }); });
+    death_watch_ =
+        std::make_unique<DeathWatch>([this](uint64_t watch) { loop_.post([this, watch] { onDeath(watch); }); });
   }
   return *death_watch_;
 }
@@ -237,8 +238,7 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
     mate->socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     sockaddr_un address{};
     const socklen_t length = fill(address, name);
-    if (!mate->socket ||
-        ::connect(mate->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+    if (!mate->socket || ::connect(mate->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         !sameUser(mate->socket.get())) {
       tell("no connection to a process of this host, " + errnoText(errno));
       return interest;

@@ -239,7 +239,7 @@ void Transfer::execute(uint32_t index) {
       reduceSources(step);
       break;
     case StepKind::Copy:
-      if (at(step.dst) != at(step.src)) {
+      if (step.src.numel > 0 && at(step.dst) != at(step.src)) {
         std::memmove(at(step.dst), at(step.src), prepared_.nbytesOf(step.src));
       }
       break;

@@ -50,7 +50,9 @@ static_assert(sizeof(WaitEntry) == 24, "the kernel's layout");
 constexpr uint32_t kWait32Bits = 2; // FUTEX_32
 constexpr uint32_t kWaitPrivate = 128; // FUTEX_PRIVATE_FLAG
 
-static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex is a plain word");
+static_assert(
+    sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free,
+    "a futex is a plain word");
 
 uint64_t addressOf(const std::atomic<uint32_t>& word) {
   return reinterpret_cast<uint64_t>(&word);

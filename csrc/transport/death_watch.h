@@ -85,7 +85,8 @@ class DeathWatch {
   const Died died_;
   UniqueFd words_fd_;
   std::byte* words_ = nullptr; ///< kNbytes of shared memory
-  std::array<Node, kWords> nodes_; ///< one a word, linked once and never changed: a word that is not lent holds no thread's id
+  std::array<Node, kWords>
+      nodes_; ///< one a word, linked once and never changed: a word that is not lent holds no thread's id
   Head head_;
   uint32_t own_id_ = 0; ///< of the thread
 

@@ -1,8 +1,8 @@
 """Collectives as plain values: what to call, on what, and what must come out of it.
 
-A ``Call`` says everything about one collective of one group: inputs are made from its seed, so every
-rank can work out, alone, what each rank's result must be. The reference is numpy: exact integers,
-float64 (or wider) and complex128. ``programs.py`` runs calls on real ranks.
+A ``Call`` says everything about one collective of one group: inputs are made from its seed, so
+every rank can work out, alone, what each rank's result must be. The reference is numpy: exact
+integers, float64 (or wider) and complex128. ``programs.py`` runs calls on real ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ UNEVEN = ["all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"]
 ALIKE = ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"]
 
 VALUES = ["whole", "wide", "special"]
-_FACTORS = [0.5, 2.0, 1.0, 0.25, -1.0]  # of PREMUL_SUM: powers of two, so that they cost no rounding
+_FACTORS = [
+    0.5,
+    2.0,
+    1.0,
+    0.25,
+    -1.0,
+]  # of PREMUL_SUM: powers of two cost no rounding
 
 # Half the distance of 1.0 to the next number: what one rounding may cost, relatively; and the
 # smallest number above zero, below which a rounding costs that much absolutely.

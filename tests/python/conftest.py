@@ -30,9 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs", type=int, default=250, help="how many random programs of collectives run"
     )
-    parser.addoption(
-        "--support-json", help="write what test_support.py has seen to this file"
-    )
+    parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(
         "--all-faults", action="store_true", help="the whole fault matrix, not CI's part of it"

@@ -149,16 +149,6 @@ def _acts() -> Iterator[Case]:
         nothing = {"codes": (), "victim_codes": (), "bound_s": 15.0}
         yield Case("holds the GIL", *place, act="hold_gil", **nothing)  # type: ignore[arg-type]
         yield Case("stopped for a second", *place, act="stop_and_go", **nothing)  # type: ignore[arg-type]
-    yield Case(
-        "no memory, for real",
-        "large operation",
-        2,
-        1,
-        act="little_memory",
-        program="there",
-        codes=("OUT_OF_MEMORY",),
-        victim_codes=("OUT_OF_MEMORY",),
-    )
 
 
 def _system_calls() -> Iterator[Case]:

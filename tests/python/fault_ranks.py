@@ -169,8 +169,11 @@ def _os_exit(case: Case) -> None:
 
 
 def _destroy_in_the_middle(case: Case) -> None:
-    dist.all_reduce(torch.ones(1 << 20), async_op=True)
-    dist.all_reduce(torch.ones(3), async_op=True)
+    mine = float(
+        dist.get_rank() + 1
+    )  # as in the steps of the others, which may match these and succeed
+    dist.all_reduce(torch.full((1 << 20,), mine), async_op=True)
+    dist.all_reduce(torch.full((3,), mine), async_op=True)
     dist.destroy_process_group()
     sys.exit(0)
 

@@ -46,7 +46,7 @@ def refused(call: Any) -> RankError:
 def fails(rank: int, world_size: int, how: str) -> dict[str, Any]:
     dist.all_reduce(torch.ones(3))
     seen: dict[str, Any] = {
-        "argument": refused(lambda: dist.all_reduce(torch.ones(4, 4).t())),
+        "argument": refused(lambda: dist.all_reduce(torch.ones(3).expand(4, 3))),
         "before": (pycomm.last_error(), str(pycomm.backend_error())),
     }
     go_on = threading.Event()

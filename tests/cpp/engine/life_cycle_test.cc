@@ -202,6 +202,9 @@ TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {
 }
 
 TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "UBSan looks at objects through a pipe of its own, which takes descriptors";
+#endif
   // UBSan opens a pipe when it meets a dynamic type for the first time: let it meet it now.
   const std::exception& early = Error(ErrorCode::Internal, "early");
   EXPECT_STRNE(early.what(), "");
@@ -223,7 +226,8 @@ TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
                       try {
                         Engine engine;
                         Group::Config config = configOf(rank, 2, "room");
-                        config.rendezvous.deadline = Deadline::after(1500); // the other may have had no room for an engine
+                        config.rendezvous.deadline =
+                            Deadline::after(1500); // the other may have had no room for an engine
                         const auto group = Group::join(engine, store, config);
                         std::vector<float> values(100, 1.0F);
                         const auto operation = group->start(allReduceCall(values, Deadline::after(10000)));

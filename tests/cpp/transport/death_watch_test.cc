@@ -78,8 +78,7 @@ class Lender {
     EXPECT_TRUE(fd_.wait());
   }
   [[nodiscard]] UniqueFd words() const {
-    const std::string path =
-        "/proc/" + std::to_string(process_.pid()) + "/fd/" + std::to_string(fd_.value() - 1);
+    const std::string path = "/proc/" + std::to_string(process_.pid()) + "/fd/" + std::to_string(fd_.value() - 1);
     return UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   }
   void leave() {
@@ -209,8 +208,7 @@ TEST(DeathWatch, IsNotInheritedByAChild) {
 
 TEST(DeathWatch, GivesOthersWordsThatTheyCannotWrite) {
   DeathWatch watch(kNobody);
-  EXPECT_EQ(
-      ::mmap(nullptr, DeathWatch::kNbytes, PROT_READ | PROT_WRITE, MAP_SHARED, watch.wordsFd(), 0), MAP_FAILED);
+  EXPECT_EQ(::mmap(nullptr, DeathWatch::kNbytes, PROT_READ | PROT_WRITE, MAP_SHARED, watch.wordsFd(), 0), MAP_FAILED);
   EXPECT_NE(::ftruncate(watch.wordsFd(), 0), 0);
 }
 
