@@ -109,6 +109,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void hear(int peer, const FrameHeader& header);
   [[nodiscard]] bool isLate(int peer, const FrameHeader& header) const;
   void deliverToSelf();
+  void missSenders(int left);
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);

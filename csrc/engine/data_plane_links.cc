@@ -232,11 +232,7 @@ void DataPlane::peerLeft(int peer) {
   for (const auto& entry : transfers_) {
     missLeft(peer, *entry.second);
   }
-  // A receive from any rank can still be served as long as anyone is there.
-  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
-  if (alone && !unmatched_.empty()) {
-    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
-  }
+  missSenders(peer);
 }
 
 // A goodbye on the control link overtakes what the peer wrote on its bulk link: only where that has ended nothing

@@ -1,8 +1,10 @@
 // The data plane's point-to-point: which send a receive belongs to, and messages to oneself.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "engine/data_plane.h"
+#include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {
@@ -37,6 +39,20 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
   lane_.addBusy(1);
   point_to_point_.postReceive(ticket, from, tag);
   beginMatched();
+  for (int peer = identity_.size - 1; peer >= 0; --peer) {
+    if (left_[static_cast<size_t>(peer)]) {
+      missSenders(peer);
+      return;
+    }
+  }
+}
+
+// A receive from any rank can still be served as long as anyone is there.
+void DataPlane::missSenders(int left) {
+  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
+  if (alone && !unmatched_.empty()) {
+    notice(peerLeftUs(left, *unmatched_.begin()->second, identity_));
+  }
 }
 
 void DataPlane::beginMatched() {

@@ -108,6 +108,11 @@ Schedule makeSchedule(const ScheduleRequest& request) {
         (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
          request.reduce_op == ReduceOp::PremulSum);
     algorithm = selectAlgorithm(key);
+    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: the ring sends an empty frame for it,
+    // the others send nothing.
+    if (request.kind == Collective::AllGather && !request.counts.empty()) {
+      algorithm = Algorithm::Ring;
+    }
   }
   const Entry& entry = findEntry(request, algorithm);
   const bool p2p = request.kind == Collective::Send || request.kind == Collective::Recv; // with oneself, then
