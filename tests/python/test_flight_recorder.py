@@ -89,9 +89,8 @@ def test_a_group_remembers_what_it_did() -> None:
     messages = [operations.pop() for operations in values]
     labels = ["send to rank 1 (tag 9)", "recv from rank 0 (tag 9)"]
     assert [one["label"] for one in messages] == labels
-    assert [(one["state"], one["numel"], one["ordered"]) for one in messages] == [
-        ("done", 5, True)
-    ] * 2
+    # Not "ordered": a small message may have arrived before its receive was posted.
+    assert [(one["state"], one["numel"]) for one in messages] == [("done", 5)] * 2
     for operations in values:
         assert [one["op"] for one in operations] == [
             "all_reduce",
