@@ -24,6 +24,7 @@ int causeClass(ErrorCode code) {
     case ErrorCode::TooManyFiles:
     case ErrorCode::SystemError:
     case ErrorCode::Internal:
+    case ErrorCode::NoSharedMemory:
     case ErrorCode::Forked:
     case ErrorCode::InvalidArgument:
     case ErrorCode::Unsupported:
