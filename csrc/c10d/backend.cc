@@ -119,6 +119,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
+      for (const auto& operation : of.operations) {
+        // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
+        (void)group_->wait(*operation, Deadline::after(0));
+      }
       for (const auto& list : of.output_lists) {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }

@@ -1,4 +1,5 @@
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 #include <algorithm>
 #include <future>

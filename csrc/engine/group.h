@@ -15,13 +15,15 @@
 #include "engine/control_plane.h"
 #include "engine/data_plane.h"
 #include "engine/engine.h"
-#include "engine/host_plane.h"
 #include "engine/operation.h"
 #include "schedule/step.h"
 #include "transport/rendezvous.h"
 #include "transport/store.h"
 
 namespace pycomm {
+
+class HostPlane;
+class SharedArena;
 
 /// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
 enum class Transport { Auto, SharedMemory, Tcp };

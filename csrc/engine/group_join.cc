@@ -7,6 +7,7 @@
 #include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 namespace pycomm {
 namespace {

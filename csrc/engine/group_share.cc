@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 namespace pycomm {
 namespace {

@@ -253,6 +253,8 @@ ACTS: dict[str, Callable[[Case], None]] = {
 def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, Any]:
     """The rank's whole life in a case; what it met."""
     use_fault_build()
+    if case.spec:
+        os.environ["PYCOMM_TRANSPORT"] = "tcp"  # most fault points are on its way
     if case.at_init and rank == case.victim and case.spec:
         os.environ["PYCOMM_FAULT"] = case.spec
     met: dict[str, Any] = {"error": None, "steps": 0}
