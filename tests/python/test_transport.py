@@ -1,0 +1,133 @@
+"""Which way a group's bytes go: what is asked for, what is possible, and that both give the same."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import describe_exception, run_ranks
+
+import pycomm
+from pycomm.backend import flight_record
+
+pytestmark = pytest.mark.needs_native
+
+NUMELS = (1, 2048, 2049, 1_000_003)
+"""One element, what just fits a slot, what does not, several rounds with a crooked end."""
+
+
+def whole_numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Their sums are exact in float32."""
+    return ((torch.arange(numel) * 7 + rank * 13) % 101).to(dtype)
+
+
+def every_collective(rank: int, world_size: int) -> dict[str, Any]:
+    for numel in NUMELS:
+        inputs = [whole_numbers(peer, numel) for peer in range(world_size)]
+        for op, expected in (
+            (dist.ReduceOp.SUM, torch.stack(inputs).sum(0)),
+            (dist.ReduceOp.MAX, torch.stack(inputs).amax(0)),
+            (dist.ReduceOp.AVG, torch.stack(inputs).sum(0) / world_size),
+        ):
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, op)
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in inputs]  # not waited in order
+        dist.barrier()
+        for work in reversed(works):
+            work.wait()
+        assert all(torch.equal(t, whole_numbers(k, numel) * world_size) for k, t in enumerate(inputs))
+
+        root = numel % world_size
+        tensor = whole_numbers(rank, numel)
+        dist.broadcast(tensor, root)
+        assert torch.equal(tensor, whole_numbers(root, numel))
+
+        gathered = [torch.empty(numel) for _ in range(world_size)]
+        dist.all_gather(gathered, whole_numbers(rank, numel))
+        assert all(torch.equal(t, whole_numbers(k, numel)) for k, t in enumerate(gathered))
+
+        parts = [whole_numbers(rank + part, numel) for part in range(world_size)]
+        own = torch.empty(numel)
+        dist.reduce_scatter(own, parts)
+        assert torch.equal(own, sum(whole_numbers(peer + rank, numel) for peer in range(world_size)))
+    return {one.op: one.algorithm for one in flight_record().entries if one.sequence is not None}
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
+def test_every_collective_gives_what_it_says(transport: str, world_size: int) -> None:
+    options = {"transport": transport}
+    for ways in run_ranks(world_size, every_collective, pg_options=options).values():
+        shared = [op for op, algorithm in ways.items() if algorithm == "shared_memory"]
+        assert bool(shared) == (transport == "shm"), ways
+
+
+def inexact_sums(rank: int, world_size: int) -> list[bytes]:
+    found = []
+    for numel in NUMELS:
+        for dtype in (torch.float32, torch.float16):
+            tensor = torch.rand(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            dist.all_reduce(tensor)
+            found.append(tensor.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+def test_all_ranks_get_the_same_bits() -> None:
+    first, *others = run_ranks(3, inexact_sums, pg_options={"transport": "shm"}).values()
+    assert all(other == first for other in others)
+
+
+def with_no_memory_on_rank_one(rank: int, world_size: int, transport: str) -> dict[str, Any]:
+    """Rank 0 makes the memory: there, no file may have a size."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pycomm").addHandler(handler)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    met: dict[str, Any] = {}
+    try:
+        group = dist.new_group(
+            backend="pycomm", pg_options=pycomm.Options(transport=transport, debug="INFO")
+        )
+        tensor = torch.ones(1000)
+        dist.all_reduce(tensor, group=group)
+        met["sum"] = float(tensor[0])
+    except pycomm.errors.PycommError as error:
+        met["error"] = describe_exception(error)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()  # the lines come through the callback pool
+    met["lines"] = [line for line in lines if "goes by TCP" in line]
+    return met
+
+
+def test_without_memory_auto_falls_back_and_shm_says_why() -> None:
+    auto = run_ranks(2, with_no_memory_on_rank_one, args=("auto",)).values()
+    assert [met["sum"] for met in auto] == [2.0, 2.0]
+    shm = run_ranks(2, with_no_memory_on_rank_one, args=("shm",)).values()
+    for met in shm:
+        assert "The ranks cannot share memory: rank 0 has none: no shared memory" in str(met["error"])
+        assert "UNSUPPORTED" in str(met["error"])
+
+
+def different_ways(rank: int, world_size: int) -> str:
+    dist.barrier()
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(10))  # in shared memory
+        else:
+            dist.all_to_all_single(torch.empty(10), torch.ones(10))  # by TCP
+    except pycomm.errors.CollectiveMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_call_that_goes_another_way_is_a_mismatch() -> None:
+    for text in run_ranks(2, different_ways, pg_options={"transport": "shm"}).values():
+        assert "all_reduce(SUM, float32 x 10, shared_memory)" in text
+        assert "all_to_all(" in text
