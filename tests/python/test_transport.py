@@ -55,7 +55,7 @@ def every_collective(rank: int, world_size: int) -> dict[str, Any]:
         own = torch.empty(numel)
         dist.reduce_scatter(own, parts)
         assert torch.equal(own, sum(whole_numbers(peer + rank, numel) for peer in range(world_size)))
-    return {one.op: one.algorithm for one in flight_record().entries if one.sequence is not None}
+    return {one.op: one.algorithm for one in flight_record().operations if one.sequence is not None}
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
