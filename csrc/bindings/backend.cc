@@ -126,8 +126,8 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  const std::string tcp = "TCP on " + group.interfaceName() + " (" +
-      identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const std::string tcp =
+      "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
   const std::string ranks = std::to_string(identity.size) + " ranks over ";
   if (group.sharesMemory()) {
     return ranks + "shared memory, and " + tcp;

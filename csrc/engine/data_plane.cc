@@ -76,8 +76,7 @@ void DataPlane::post(std::shared_ptr<Operation> operation) {
     ErrorRecord closed;
     closed.code = ErrorCode::ShutDown;
     closed.summary = "The process group is closed.";
-    ErrorRecord record =
-        errorOf(*operation, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
+    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
     record.bytes_done = 0;
     record.bytes_total = 0;
     if (const PreparedSchedule* schedule = operation->request().schedule.get()) { // null: from any rank

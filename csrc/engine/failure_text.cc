@@ -92,12 +92,7 @@ ErrorRecord timedOut(
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity) {
   return timedOut(
-      transfer.operation(),
-      transfer.bytesArrived(),
-      transfer.bytesExpected(),
-      transfer.waitsFor(),
-      missing,
-      identity);
+      transfer.operation(), transfer.bytesArrived(), transfer.bytesExpected(), transfer.waitsFor(), missing, identity);
 }
 
 ErrorRecord timedOut(

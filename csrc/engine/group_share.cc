@@ -14,7 +14,8 @@ namespace pycomm {
 namespace {
 
 constexpr int kAskMs = 10000; // a rank 0 that is slow to come so far; one that is gone is noticed by the control links
-constexpr int kSpinUs = 50; // two futex calls and the switches between them cost less; a longer wait is not worth a core
+constexpr int kSpinUs =
+    50; // two futex calls and the switches between them cost less; a longer wait is not worth a core
 const std::string kYes = "yes";
 
 } // namespace
@@ -57,8 +58,7 @@ void Group::shareMemory(const Config& config) {
     }
     std::vector<std::string> votes;
     try {
-      votes = exchangeTexts(
-          store_, claim_, identity_.size, "shared_memory", mine, config.rendezvous.deadline, abort_);
+      votes = exchangeTexts(store_, claim_, identity_.size, "shared_memory", mine, config.rendezvous.deadline, abort_);
     } catch (...) {
       engine_.control().run([&] { mates.withdraw(identity_.nonce); });
       throw;

@@ -20,7 +20,8 @@ struct alignas(256) HostCard {
   std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
   std::atomic<uint64_t> collected; ///< it has read what it needs of the others' stages
   std::atomic<uint32_t> left; ///< 1: it closed its group in good order
-  alignas(64) std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
+  alignas(64)
+      std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
   std::atomic<uint32_t> bell; ///< a futex: rung by who goes on
 };
 static_assert(sizeof(HostCard) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");

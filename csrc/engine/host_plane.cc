@@ -33,11 +33,7 @@ int64_t bytesOf(const Descriptor& descriptor) {
 
 } // namespace
 
-HostPlane::HostPlane(
-    GroupIdentity identity,
-    std::shared_ptr<const SharedArena> arena,
-    Config config,
-    Events events)
+HostPlane::HostPlane(GroupIdentity identity, std::shared_ptr<const SharedArena> arena, Config config, Events events)
     : identity_(std::move(identity)),
       arena_(std::move(arena)),
       view_{arena_->at(0), identity_.rank, identity_.size},

@@ -98,7 +98,9 @@ class HostPlane {
   [[nodiscard]] TimePoint tellStuck(TimePoint now);
   void missLeft(uint64_t blocked);
   void report() noexcept;
-  void endAll(const std::function<ErrorRecord(const Operation&)>& why, const std::function<void(const ErrorRecord&)>& told);
+  void endAll(
+      const std::function<ErrorRecord(const Operation&)>& why,
+      const std::function<void(const ErrorRecord&)>& told);
   void wakeWorker();
   void workerMain() noexcept;
 

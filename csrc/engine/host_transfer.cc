@@ -88,7 +88,8 @@ HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
   return Progress::Moved;
 }
 
-bool HostTransfer::allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked) const noexcept {
+bool HostTransfer::allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)
+    const noexcept {
   for (int rank = 0; rank < view_.size; ++rank) {
     if (rank != view_.rank && (view_.card(rank).*counter).load(std::memory_order_seq_cst) < count) {
       blocked |= bit(rank);
@@ -293,9 +294,7 @@ void HostTransfer::reduce() {
     if (own.numel > 0) {
       fold(output, scales_ ? nullptr : request.input.ptr + at + skip, skip, own.numel);
       copyBytes(
-          view_.stage(view_.rank, base_ + reduced_) + skip,
-          output,
-          static_cast<size_t>(own.numel) * element_nbytes_);
+          view_.stage(view_.rank, base_ + reduced_) + skip, output, static_cast<size_t>(own.numel) * element_nbytes_);
     }
   } else if (kind_ == Collective::ReduceScatter) {
     fold(
@@ -315,7 +314,8 @@ void HostTransfer::collect() {
   const uint64_t round = base_ + collected_;
   const size_t nbytes = static_cast<size_t>(count) * element_nbytes_;
   if (kind_ == Collective::AllReduce) {
-    for (int next = 1; next < view_.size; ++next) { // each begins at another's, so that not all read the same memory at once
+    for (int next = 1; next < view_.size;
+         ++next) { // each begins at another's, so that not all read the same memory at once
       const int owner = (view_.rank + next) % view_.size;
       const Run slice = splitBalanced({0, count}, view_.size, owner);
       const size_t skip = static_cast<size_t>(slice.offset) * element_nbytes_;

@@ -67,7 +67,8 @@ class HostTransfer {
  private:
   [[nodiscard]] Progress match(uint64_t& blocked);
   void finishSmall() const;
-  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked) const noexcept;
+  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)
+      const noexcept;
   [[nodiscard]] bool mayStage(uint64_t& blocked) const noexcept;
   [[nodiscard]] bool mayReduce(uint64_t& blocked) const noexcept;
   [[nodiscard]] bool mayCollect(uint64_t& blocked) const noexcept;

@@ -43,7 +43,8 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
     """The environment for a rank or any other child.
 
     None of the caller's PYCOMM_* or launcher variables, one thread a process, and this very pycomm
-    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT. A value of None in ``extra`` removes a variable.
+    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT. A value of None in
+    ``extra`` removes a variable.
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("PYCOMM_", "TORCHELASTIC_", "GLOO_", "NCCL_")

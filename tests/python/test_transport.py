@@ -1,4 +1,4 @@
-"""Which way a group's bytes go: what is asked for, what is possible, and that both give the same."""
+"""Which way a group's bytes go: what is asked for, what is possible, and the same results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def every_collective(rank: int, world_size: int) -> dict[str, Any]:
         dist.barrier()
         for work in reversed(works):
             work.wait()
-        assert all(torch.equal(t, whole_numbers(k, numel) * world_size) for k, t in enumerate(inputs))
+        assert all(
+            torch.equal(t, whole_numbers(k, numel) * world_size) for k, t in enumerate(inputs)
+        )
 
         root = numel % world_size
         tensor = whole_numbers(rank, numel)
@@ -54,7 +56,9 @@ def every_collective(rank: int, world_size: int) -> dict[str, Any]:
         parts = [whole_numbers(rank + part, numel) for part in range(world_size)]
         own = torch.empty(numel)
         dist.reduce_scatter(own, parts)
-        assert torch.equal(own, sum(whole_numbers(peer + rank, numel) for peer in range(world_size)))
+        assert torch.equal(
+            own, sum(whole_numbers(peer + rank, numel) for peer in range(world_size))
+        )
     return {one.op: one.algorithm for one in flight_record().operations if one.sequence is not None}
 
 
@@ -111,7 +115,9 @@ def test_without_memory_auto_falls_back_and_shm_says_why() -> None:
     assert [met["sum"] for met in auto] == [2.0, 2.0]
     shm = run_ranks(2, with_no_memory_on_rank_one, args=("shm",)).values()
     for met in shm:
-        assert "The ranks cannot share memory: rank 0 has none: no shared memory" in str(met["error"])
+        assert "The ranks cannot share memory: rank 0 has none: no shared memory" in str(
+            met["error"]
+        )
         assert "UNSUPPORTED" in str(met["error"])
 
 

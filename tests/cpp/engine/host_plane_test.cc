@@ -179,10 +179,10 @@ TEST_P(HostPlaneSizes, EveryCollectiveGivesWhatItSays) {
       std::vector<float> own(numel);
       const int root = static_cast<int>(numel) % size;
       std::vector<std::shared_ptr<Operation>> operations;
-      operations.push_back(post(
-          plane, counter, {Collective::AllReduce, n, ReduceOp::Sum}, viewOf(sum), viewOf(sum), false));
-      operations.push_back(post(
-          plane, counter, {Collective::AllReduce, n, ReduceOp::Max}, viewOf(most), viewOf(most), true));
+      operations.push_back(
+          post(plane, counter, {Collective::AllReduce, n, ReduceOp::Sum}, viewOf(sum), viewOf(sum), false));
+      operations.push_back(
+          post(plane, counter, {Collective::AllReduce, n, ReduceOp::Max}, viewOf(most), viewOf(most), true));
       operations.push_back(post(plane, counter, {Collective::Barrier, 0}, {}, {}, true));
       operations.push_back(post(
           plane,
@@ -192,8 +192,8 @@ TEST_P(HostPlaneSizes, EveryCollectiveGivesWhatItSays) {
           viewOf(sent),
           true));
       operations.push_back(post(plane, counter, {Collective::AllGather, n}, viewOf(part), viewOf(all), false));
-      operations.push_back(post(
-          plane, counter, {Collective::ReduceScatter, n, ReduceOp::Sum}, viewOf(parts), viewOf(own), true));
+      operations.push_back(
+          post(plane, counter, {Collective::ReduceScatter, n, ReduceOp::Sum}, viewOf(parts), viewOf(own), true));
       for (const auto& operation : operations) {
         finish(plane, *operation);
         ASSERT_FALSE(operation->error()) << operation->error()->text();
@@ -362,8 +362,7 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   EXPECT_EQ(operation->error()->bytes_total, 4);
   ASSERT_TRUE(told);
   std::shared_ptr<Operation> late;
-  EXPECT_FALSE(host.plane(0).post(
-      [&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
+  EXPECT_FALSE(host.plane(0).post([&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
 }
 
 TEST(HostPlane, WhoLeavesIsNamedByThoseThatWait) {
@@ -391,8 +390,8 @@ TEST(HostPlane, WhoLeavesAfterItsPartIsNotMissed) {
     std::atomic<int64_t> counter{0};
     for (int k = 0; k < 50; ++k) {
       std::vector<float> values = valuesOf(rank, 3000);
-      const auto operation = post(
-          plane, counter, {Collective::AllReduce, 3000, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
+      const auto operation =
+          post(plane, counter, {Collective::AllReduce, 3000, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
       finish(plane, *operation);
       ASSERT_FALSE(operation->error()) << operation->error()->text();
     }
