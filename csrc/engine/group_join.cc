@@ -138,8 +138,7 @@ void Group::connect(const Config& config) {
       }
     });
   };
-  engine_.lane().run(
-      [&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
+  engine_.lane().run([&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
   events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
