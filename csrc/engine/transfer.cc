@@ -138,8 +138,8 @@ uint32_t Transfer::dueStep(int peer, const FrameHeader& header) const {
   }
   const uint32_t index = edge->steps[next];
   const size_t nbytes = prepared_.frameNbytes(prepared_.schedule.steps[index]);
-  if (header.payload_nbytes !=
-      nbytes) { // the descriptors are equal: only the sizes of the parts, of which they say nothing, differ
+  // The descriptors are equal: what can differ are the sizes of parts, of which a descriptor says nothing.
+  if (header.payload_nbytes != nbytes) {
     throw Error(refused(
         ErrorCode::CollectiveMismatch,
         peer,

@@ -135,8 +135,8 @@ def _run_as_rank(folder: Path, rank: int) -> int:
     _store_result(folder, rank, value, error)
     code = 0 if error is None else 1
     if spec.backend == "gloo" and spec.init_method:
-        # A work or future that outlives its group makes gloo join a thread from itself at exit, which
-        # aborts now and then. How gloo exits is not what any test here is about.
+        # A work or future that outlives its group makes gloo join a thread from itself at exit,
+        # which aborts now and then. How gloo exits is not what any test here is about.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
