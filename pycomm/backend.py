@@ -66,8 +66,8 @@ def create_group(group: Any, pg_options: object) -> Any:
     _timeouts_ms[str(group.group_id)] = timeout_ms
     store = group.store
     if size == 1 and dist.is_initialized():
-        # Nobody to meet. And torch's new_subgroups(1, group=...), called in different subgroups, gives
-        # groups of different ranks one name and so one place in the store.
+        # Nobody to meet. And torch, where new_subgroups(1, group=...) is called in different subgroups,
+        # gives groups of different ranks one name and so one place in the store.
         store = dist.HashStore()
     backend = extension.create_backend(
         store,
