@@ -12,11 +12,12 @@ namespace pycomm {
 // its block of kCodecBlock values.
 //
 //   codec  a block's bytes                              |d(v) - v| at most, for finite v
-//   bf16   values                                       2^-9 |v|, or 2^-134
-//   fp16   exponent b (2), values: v * 2^(127-b)        2^-12 ... 2^-11 |v|, or 2^-39 m, or 2^-150
+//   bf16   values                                       2^-8 |v|, or 2^-134
+//   fp16   exponent b (2), values: v * 2^(127-b)        2^-11 |v|, or 2^-39 m, or 2^-150
 //   fp8    exponent b (2), values: v * 2^(127-b), e4m3  2^-4 |v|, or 2^-17 m, or 2^-136
-//   int8   scale s as bf16 (2), v / s                   s / 2, where m / 126 <= s <= m / 125, or s = 2^-133
+//   int8   scale s as bf16 (2), v / s                   s / 2 + 2^-24 |v|, where m / 126 <= s <= m / 125, or m / 126 + 2^-133
 //
+// The largest of the alternatives holds; the first is the format's own rounding, the second its smallest step, the third fp32's.
 // b puts m in the format's range, whatever its size: a gradient of 1e-6 keeps as many bits as one of 1. s is m / 126, rounded up to
 // 8 bits, so that a code times s is exact. Rounding is to nearest even throughout.
 //
