@@ -65,6 +65,9 @@ class Extension(Protocol):
     ) -> tuple[torch.Tensor, int]:
         """The codes and how many values overflowed."""
 
+    def encoded_nbytes(self, codec: str, numel: int) -> int:
+        """Of that many encoded values."""
+
     def sum_decoded(
         self, codec: str, codes: Sequence[torch.Tensor], output: torch.Tensor, divisor: int = 1
     ) -> None:

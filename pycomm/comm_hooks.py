@@ -122,9 +122,7 @@ class CompressedHook:
         self._ordered = ordered(reduce)
         self.__signature__ = inspect.signature(reduce)
 
-    def __call__(
-        self, state: dist.ProcessGroup | None, bucket: GradBucket
-    ) -> Future[torch.Tensor]:
+    def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
         return self._ordered(state, bucket)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -66,7 +66,8 @@ int64_t encodedNumel(Codec codec, int64_t nbytes) noexcept {
   const Layout layout = layoutOf(codec);
   const int64_t block_nbytes = kCodecBlock * layout.element_nbytes + layout.block_header_nbytes;
   const int64_t rest = nbytes % block_nbytes;
-  return nbytes / block_nbytes * kCodecBlock + (rest == 0 ? 0 : (rest - layout.block_header_nbytes) / layout.element_nbytes);
+  return nbytes / block_nbytes * kCodecBlock +
+      (rest == 0 ? 0 : (rest - layout.block_header_nbytes) / layout.element_nbytes);
 }
 
 } // namespace pycomm

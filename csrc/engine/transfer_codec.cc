@@ -62,8 +62,7 @@ void Transfer::runCodec(const Step& step) const {
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));
-  countOverflows(
-      *operation_, codec, sumEncoded(codec, at(step.dst), sources.data(), sources.size(), numel, divisor));
+  countOverflows(*operation_, codec, sumEncoded(codec, at(step.dst), sources.data(), sources.size(), numel, divisor));
 }
 
 } // namespace pycomm

@@ -21,7 +21,8 @@ using numeric::kScalarKernels;
 constexpr auto kBlock = static_cast<size_t>(kCodecBlock);
 constexpr uint32_t kInfinity = 0x7f800000U;
 constexpr uint32_t kLargestExponent = 254; // of finite fp32 numbers, biased
-constexpr uint16_t kSpecialFlag = 0x100; // in the header of an fp8 block: kFloat8Infinity and kFloat8SpecialNan are in use
+constexpr uint16_t kSpecialFlag =
+    0x100; // in the header of an fp8 block: kFloat8Infinity and kFloat8SpecialNan are in use
 
 // e4m3fn has no infinity. In a block that needs one its NaNs become the infinities, and -0 becomes NaN.
 constexpr uint8_t kFloat8Infinity = 0x7f;

@@ -262,6 +262,14 @@ ConvertKernel findConvert(DType to, DType from) {
 
 } // namespace
 
-const KernelSet kScalarKernels = {pick<ReducePick>, pick<ReduceManyPick>, findScale, findDivide, findConvert, summarizeScalar, quantizeScalar, dequantizeScalar};
+const KernelSet kScalarKernels = {
+    pick<ReducePick>,
+    pick<ReduceManyPick>,
+    findScale,
+    findDivide,
+    findConvert,
+    summarizeScalar,
+    quantizeScalar,
+    dequantizeScalar};
 
 } // namespace pycomm::numeric

@@ -14,8 +14,8 @@ struct QuantizeLanes {
     const U32 bits = reinterpret_cast<U32>(value);
     const U32 magnitude = bits & 0x7fffffffU;
     const U32 code = reinterpret_cast<U32>(value / scale + kRounder) - kRounderBits;
-    const U32 infinite =
-        asSigned(bits) < 0 ? U32{} + static_cast<uint32_t>(-kCodeInfinity) : U32{} + static_cast<uint32_t>(kCodeInfinity);
+    const U32 infinite = asSigned(bits) < 0 ? U32{} + static_cast<uint32_t>(-kCodeInfinity)
+                                            : U32{} + static_cast<uint32_t>(kCodeInfinity);
     const U32 number = magnitude == kInfinityBits ? infinite : code;
     const U32 chosen = asSigned(magnitude) > asSigned(kInfinityBits) ? U32{} + static_cast<uint32_t>(kCodeNan) : number;
     storeLow8(to, chosen & 0xffU);

@@ -53,8 +53,8 @@ bool encodes(const ScheduleRequest& request) {
   record.code = ErrorCode::Unsupported;
   record.op = collectiveName(request.kind);
   record.rank = request.rank;
-  record.summary = record.op + " has no " + algorithmName(algorithm) + " algorithm" +
-      (encodes(request) ? " that encodes" : "");
+  record.summary =
+      record.op + " has no " + algorithmName(algorithm) + " algorithm" + (encodes(request) ? " that encodes" : "");
   record.hint = hint;
   throw Error(record);
 }

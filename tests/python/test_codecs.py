@@ -194,7 +194,11 @@ def train(model: nn.Module, rank: int, steps: int, scale: float = 1.0) -> list[f
 
 def train_ddp(rank: int, world_size: int, wrapper: str, steps: int) -> Any:
     base = make_model()
-    wrap = pycomm.DistributedDataParallel if wrapper == "pycomm" else nn.parallel.DistributedDataParallel
+    wrap = (
+        pycomm.DistributedDataParallel
+        if wrapper == "pycomm"
+        else nn.parallel.DistributedDataParallel
+    )
     model = wrap(copy.deepcopy(base), bucket_cap_mb=0.05)
     inputs, targets = batch_of(rank, 0)
     nn.functional.mse_loss(model(inputs), targets).backward()

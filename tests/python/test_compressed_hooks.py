@@ -27,7 +27,9 @@ HOOKS = {
 
 
 def wrap(kind: str, module: nn.Module, hook: CompressedHook | None) -> nn.Module:
-    ddp = pycomm.DistributedDataParallel if kind == "pycomm" else nn.parallel.DistributedDataParallel
+    ddp = (
+        pycomm.DistributedDataParallel if kind == "pycomm" else nn.parallel.DistributedDataParallel
+    )
     model: nn.Module = ddp(module, bucket_cap_mb=0.05)
     if hook is not None:
         model.register_comm_hook(None, hook)  # type: ignore[operator]

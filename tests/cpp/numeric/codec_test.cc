@@ -229,7 +229,8 @@ TEST(Codec, CutsAtBlocksGiveTheSameBytes) {
   for (const Codec codec : kCodecs) {
     Encoded pieces;
     for (const auto& [begin, end] : {std::pair<size_t, size_t>{0, 256}, {256, 768}, {768, 1000}}) {
-      const auto part = encoded(codec, {values.begin() + static_cast<long>(begin), values.begin() + static_cast<long>(end)});
+      const auto part =
+          encoded(codec, {values.begin() + static_cast<long>(begin), values.begin() + static_cast<long>(end)});
       pieces.insert(pieces.end(), part.bytes.begin(), part.bytes.end());
     }
     EXPECT_EQ(pieces, encoded(codec, values).bytes) << codecName(codec);

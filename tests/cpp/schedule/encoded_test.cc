@@ -73,7 +73,8 @@ RunOptions withOp(ReduceOp op, bool in_place) {
 
 TEST(Encoded, AllReduceIsTheCodecOfTheSumOnEveryRankForOneTo64Ranks) {
   for (const int32_t size : allSizes()) {
-    for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{255}, int64_t{257}, int64_t{256} * size + 300, int64_t{5000}}) {
+    for (const int64_t numel :
+         {int64_t{0}, int64_t{1}, int64_t{255}, int64_t{257}, int64_t{256} * size + 300, int64_t{5000}}) {
       if (size > 16 && numel != 5000 && (size + numel) % 7 != 0) {
         continue; // the larger groups take most of the time
       }
@@ -124,7 +125,8 @@ TEST(Encoded, ReduceScatterIsTheSumOfDecodedInputs) {
 }
 
 TEST(Encoded, PremulSumScalesBeforeItEncodes) {
-  const auto requests = forAllRanks(encodedRequest(Collective::ReduceScatter, Codec::Int8, 4, 300, ReduceOp::PremulSum));
+  const auto requests =
+      forAllRanks(encodedRequest(Collective::ReduceScatter, Codec::Int8, 4, 300, ReduceOp::PremulSum));
   const auto inputs = gaussians(requests);
   auto options = withOp(ReduceOp::PremulSum, false);
   options.premul_factors = {0.5, 0.3, 2.0, 0.25};
@@ -151,7 +153,8 @@ TEST(Encoded, TheErrorDoesNotGrowWithTheNumberOfRanks) {
     }
     const auto outputs = runGroup(requests, inputs, withOp(ReduceOp::Avg, false));
     for (size_t i = 0; i < 2048; ++i) {
-      ASSERT_LE(std::fabs(outputs[0][i] - inputs[0][i]), 2 * 1.02 / 250) << size; // one rounding as input, one as result
+      ASSERT_LE(std::fabs(outputs[0][i] - inputs[0][i]), 2 * 1.02 / 250)
+          << size; // one rounding as input, one as result
     }
   }
 }
@@ -163,8 +166,10 @@ TEST(Encoded, TheInterpretersCodecsAgreeWithNumericsToTheBit) {
       Floats values(1 + random() % 600);
       for (float& value : values) {
         const auto bits = static_cast<uint32_t>(random());
-        const uint32_t near = 0x3f000000U + bits % 0x01000000U; // around 1, or any pattern at all: NaN, infinity, denormal
-        const uint32_t pattern = round % 3 == 0 ? bits : (round % 3 == 1 ? near | (bits & 0x80000000U) : bits % 0x02000000U);
+        const uint32_t near =
+            0x3f000000U + bits % 0x01000000U; // around 1, or any pattern at all: NaN, infinity, denormal
+        const uint32_t pattern =
+            round % 3 == 0 ? bits : (round % 3 == 1 ? near | (bits & 0x80000000U) : bits % 0x02000000U);
         std::memcpy(&value, &pattern, sizeof value);
       }
       const auto nbytes = static_cast<size_t>(encodedNbytes(codec, static_cast<int64_t>(values.size())));
