@@ -16,6 +16,10 @@ from ranks import TORCH_DDP, run_ranks
 from pycomm.options import SETTINGS
 
 DOCUMENT = "docs/codecs.md"
+HEADER = (
+    *("codec", "bytes a value"),
+    *("one rounding of v, in a block whose largest value is m", "when"),
+)
 
 
 def run_document(rank: int, world_size: int) -> tuple[str, set[str]]:
@@ -41,7 +45,7 @@ def test_the_programs_run_one_after_the_other() -> None:
 
 def test_the_table_is_the_codes() -> None:
     (setting,) = (setting for setting in SETTINGS if setting.field == "wire_dtype")
-    rows = {row[0].strip("`"): row[1] for row in table(read(DOCUMENT), "codec", "bytes a value")}
+    rows = {row[0].strip("`"): row[1] for row in table(read(DOCUMENT), *HEADER)}
     for codec, nbytes in rows.items():
         assert setting.parse("a test", codec) == codec
         assert float(nbytes) == round(BYTES_PER_BLOCK.get(codec, 1024) / 256, 3)

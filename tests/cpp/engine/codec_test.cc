@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
     Codecs,
     Encoded,
     ::testing::Values(Codec::BFloat16, Codec::Float16, Codec::Float8, Codec::Int8),
-    [](const auto& info) { return codecName(info.param); });
+    [](const auto& tested) { return codecName(tested.param); });
 
 TEST(EncodedMismatch, RanksWithDifferentCodecsAreToldBoth) {
   runRanks(2, [](Rank& self) {
