@@ -20,6 +20,7 @@ from pycomm.backend import (
     register,
 )
 from pycomm.barrier import monitored_barrier
+from pycomm.codecs import CodecStats, codec_stats
 from pycomm.options import Options
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
     from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "CodecStats",
     "DistributedDataParallel",
     "Options",
     "SyncBatchNorm",
     "__version__",
     "backend_error",
+    "codec_stats",
     "comm_hooks",
     "dump_flight_record",
     "errors",

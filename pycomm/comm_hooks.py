@@ -9,14 +9,17 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from pycomm import _extension
+from pycomm.compression import Int8, TopK
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -57,6 +60,90 @@ def ordered(hook: _Hook[_State]) -> _Hook[_State]:
     ordered_hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
     weakref.finalize(ordered_hook, worker.stop).atexit = False
     return ordered_hook
+
+
+def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook:
+    """Sends the ``fraction`` of a bucket's gradient entries that are largest, 8 bytes each.
+
+    The rest stays on its rank and is added to the next gradient (error feedback), so every entry
+    arrives in the end. All ranks hold the same bits.
+
+        model.register_comm_hook(None, pycomm.comm_hooks.top_k(fraction=0.01))
+
+    Args:
+        fraction: More than 0, at most 1. From about 0.5 on fp32 is fewer bytes.
+        module: What is wrapped: needed only to save and load the hook's state.
+
+    Returns:
+        A hook for ``register_comm_hook`` of torch's DDP or pycomm's, for float32 gradients on the
+        CPU, on any backend. Its ``state`` is the process group, None for the default one.
+
+    Raises:
+        ValueError: ``fraction`` is out of range.
+    """
+    return CompressedHook(TopK(fraction, module), "top_k")
+
+
+def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
+    """Averages gradients as int8 with a scale a block of 256, a quarter of fp32's bytes.
+
+    Unlike ``Options.wire_dtype="int8"`` it can feed back what is lost, both by a rank's bytes and
+    by those of the averages. All ranks hold the same bits.
+
+        model.register_comm_hook(None, pycomm.comm_hooks.int8())
+
+    Args:
+        error_feedback: Whether what is lost is added to the next gradient: one more row of float32
+            for the gradients, and one for this rank's slice.
+        module: As in ``top_k``.
+
+    Returns:
+        As ``top_k``.
+    """
+    return CompressedHook(Int8(error_feedback, module), "int8")
+
+
+class CompressedHook:
+    """A communication hook with a state to save: what this rank has not sent yet.
+
+    Every rank saves and loads its own: ``state_dict`` differs from rank to rank.
+    """
+
+    def __init__(self, method: TopK | Int8, name: str) -> None:
+        self._method = method
+        self.__qualname__ = self.__name__ = name  # what DDP logs
+
+        def reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+            reduced: Future[torch.Tensor] = Future()
+            reduced.set_result(method.reduce(state, bucket))
+            return reduced
+
+        reduce.__annotations__.clear()  # torch compares them, and here they are strings
+        self._ordered = ordered(reduce)
+        self.__signature__ = inspect.signature(reduce)
+
+    def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+        return self._ordered(state, bucket)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """By parameter name, in float32. Not while a backward pass is running.
+
+        Raises:
+            RuntimeError: The hook was made without ``module``.
+        """
+        self._method.settle()
+        return self._method.residuals.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes what ``state_dict`` gave; parameters that are not in it begin with zeros.
+
+        Raises:
+            RuntimeError: The hook was made without ``module``.
+            KeyError: The module has no such parameter.
+            ValueError: A shape differs.
+        """
+        self._method.settle()
+        self._method.residuals.load_state_dict(state)
 
 
 class _Job:

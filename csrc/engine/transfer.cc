@@ -225,6 +225,7 @@ void Transfer::execute(uint32_t index) {
   StepState& state = states_[index];
   switch (step.kind) {
     case StepKind::Send:
+      countSent(step);
       state.outgoing = view(step.src);
       break;
     case StepKind::Recv:
@@ -273,8 +274,15 @@ void Transfer::execute(uint32_t index) {
           static_cast<size_t>(step.src.numel),
           operation_->request().premul_factor);
       break;
+    case StepKind::ReduceEncoded:
+      runCodec(step);
+      break;
     case StepKind::Encode:
     case StepKind::Decode:
+      if (prepared_.schedule.codec != Codec::None) {
+        runCodec(step);
+        break;
+      }
       convert(
           prepared_.dtypeOf(step.dst.buffer),
           at(step.dst),
