@@ -40,10 +40,15 @@ c10d::ErrorType PycommBackend::getError() {
 }
 
 void PycommBackend::abort() {
+  abortBecause("");
+}
+
+void PycommBackend::abortBecause(const std::string& why) {
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
   reason.peer = getRank();
-  reason.summary = "Rank " + std::to_string(getRank()) + " aborted the process group.";
+  reason.summary = "Rank " + std::to_string(getRank()) + " aborted the process group" +
+      (why.empty() ? "." : " because " + why + ".");
   group_->abort(reason);
 }
 
