@@ -40,15 +40,10 @@ c10d::ErrorType PycommBackend::getError() {
 }
 
 void PycommBackend::abort() {
-  abortBecause("");
-}
-
-void PycommBackend::abortBecause(const std::string& why) {
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;
   reason.peer = getRank();
-  reason.summary = "Rank " + std::to_string(getRank()) + " aborted the process group" +
-      (why.empty() ? "." : " because " + why + ".");
+  reason.summary = "Rank " + std::to_string(getRank()) + " aborted the process group.";
   group_->abort(reason);
 }
 

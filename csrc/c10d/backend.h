@@ -45,8 +45,6 @@ class PycommBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override;
   c10d::ErrorType getError() override;
   void abort() override;
-  /// The same; `why` goes on in the sentence that every rank raises, "because …".
-  void abortBecause(const std::string& why);
   void shutdown() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;

@@ -160,7 +160,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] std::string namesInBucket(size_t bucket) const;
   void checkHookMayBeSet() const;
 
-  std::mutex mutex_; ///< guards everything below except params_, which never changes
+  std::mutex mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;

@@ -1,5 +1,4 @@
 // What a reducer says of passes that did not end well.
-#include "c10d/backend.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
@@ -36,11 +35,8 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   }
   // A comm hook may have raised here alone. The others would wait for its collectives until the deadline.
   try {
-    auto* backend = dynamic_cast<PycommBackend*>(group_->getBackend(c10::DeviceType::CPU).get());
-    if (backend != nullptr) {
-      backend->abortBecause("its backward pass failed " + failure_);
-    }
-  } catch (const std::exception&) { // it has failed already: then the others know
+    group_->getBackend(c10::DeviceType::CPU)->abort();
+  } catch (const std::exception&) { // a backend that cannot: there the deadline remains
   }
 }
 
