@@ -30,7 +30,9 @@ _EXIT_PATIENCE_S = 2.0
 _ordinals = itertools.count()
 
 
-def ordered(hook: _Hook[_State]) -> _Hook[_State]:
+def ordered(
+    hook: _Hook[_State], *, describe: Callable[[GradBucket], str] | None = None
+) -> _Hook[_State]:
     """Runs a DDP communication hook one bucket at a time, on a thread of its own.
 
     A hook that issues collectives from the callbacks of its futures, as torch's PowerSGD hook does,
@@ -46,11 +48,12 @@ def ordered(hook: _Hook[_State]) -> _Hook[_State]:
 
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
+        describe: What to call a bucket in a note to the exceptions that ``hook`` raises.
 
     Returns:
         A hook for ``register_comm_hook``. What ``hook`` raises, the backward pass raises.
     """
-    worker = _Worker(hook, next(_ordinals))
+    worker = _Worker(hook, next(_ordinals), describe)
 
     @functools.wraps(hook)
     def ordered_hook(state: _State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -202,8 +205,11 @@ def _value_or_raise(future: Future[Any]) -> Any:
 class _Worker:
     """The thread of one wrapped hook: started by the first bucket, ended with the hook."""
 
-    def __init__(self, hook: _Hook[Any], ordinal: int) -> None:
+    def __init__(
+        self, hook: _Hook[Any], ordinal: int, describe: Callable[[GradBucket], str] | None
+    ) -> None:
         self._hook = hook
+        self._describe = describe
         self._ordinal = ordinal
         self._count = 0
         self._lock = threading.Lock()  # guards _count, _thread, _stopped and the order of _jobs
@@ -253,7 +259,14 @@ class _Worker:
                 job.outcome.succeed(self._hook(job.state, job.bucket).wait())
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
+            if self._describe is not None:
+                _add_note(error, self._describe(job.bucket))
             job.outcome.fail(error)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # What add_note() does since Python 3.11; before, tracebacks do not show it.
+    error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
 
 
 def _issue_chain(ordinal: int, index: int) -> contextlib.AbstractContextManager[object]:
