@@ -73,7 +73,9 @@ class LocalSGD:
             raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
         self._group = dist.group.WORLD if process_group is None else process_group
         self._parameters = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
         }
         if not self._parameters:
             raise ValueError("the model has no trainable parameter: there is nothing to average")
@@ -161,9 +163,7 @@ class DiLoCo(LocalSGD):
         super().__init__(
             model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
         )
-        self._anchor = {
-            name: tensor.detach().clone() for name, tensor in self._parameters.items()
-        }
+        self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         make = _nesterov if outer_optimizer is None else outer_optimizer
         self._outer = make(list(self._anchor.values()))
 
