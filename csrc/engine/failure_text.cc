@@ -121,6 +121,10 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
     std::rethrow_exception(exception);
   } catch (const Error& error) {
     record = error.record();
+    if (isOwnTrouble(record.code) && record.summary.rfind("Rank ", 0) != 0) { // other ranks read it, too
+      record.summary = "Rank " + std::to_string(identity.rank) + " on " +
+          identity.hosts[static_cast<size_t>(identity.rank)] + " cannot go on: " + record.summary;
+    }
   } catch (const std::bad_alloc&) {
     record.code = ErrorCode::OutOfMemory;
     record.summary = "Rank " + std::to_string(identity.rank) + " on " +
