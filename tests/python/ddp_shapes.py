@@ -156,7 +156,9 @@ def _tanh_net() -> nn.Module:
     return nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-_OWN = {name: Shape(make, width=108 if name == "conv" else 9) for name, make in ddp_models.ALL.items()}
+_OWN = {
+    name: Shape(make, width=108 if name == "conv" else 9) for name, make in ddp_models.ALL.items()
+}
 
 SHAPES: dict[str, Shape] = _OWN | {
     "no_bias": Shape(lambda: nn.Linear(9, 4, bias=False)),

@@ -170,9 +170,7 @@ def failing_hook(rank: int, world_size: int) -> tuple[float, str, str]:
 
 
 def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
-    results = ranks.run_ranks(
-        2, failing_hook, timeout_s=100, preload=ranks.TORCH_DDP, check=False
-    )
+    results = ranks.run_ranks(2, failing_hook, timeout_s=100, preload=ranks.TORCH_DDP, check=False)
     first_s, first, _ = results[0].value
     second_s, second, notes = results[1].value
     assert "this hook is broken" in second

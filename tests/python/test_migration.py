@@ -53,7 +53,5 @@ def run_blocks(rank: int, world_size: int) -> list[float]:
 
 def test_every_after_runs_and_leaves_the_ranks_equal() -> None:
     assert len(after_blocks()) == 7
-    first, second = ranks.run_ranks(
-        2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP
-    ).values()
+    first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP).values()
     assert first == second and len(first) == 7
