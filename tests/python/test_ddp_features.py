@@ -206,7 +206,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
     first_s, first, _ = results[0].value
     second_s, second, notes = results[1].value
     assert "this hook is broken" in second
-    assert "in the comm hook of rank 1, bucket 0 with 'scale'" in notes.replace('"', "'")
+    assert "in the comm hook of rank 1, bucket 0 with 'layers.2.bias', " in notes
     assert "Rank 1 aborted the process group" in first
     assert max(first_s, second_s) < 20
 
@@ -253,8 +253,9 @@ def test_torch_compile_has_as_many_graphs_as_with_torchs_wrapper(alone: None) ->
             return graph.forward
 
         torch._dynamo.reset()
-        model = wrapper(nn.Sequential(*(nn.Linear(400, 400) for _ in range(6))), bucket_cap_mb=1)
+        # A class of our own: Dynamo does not look into torch's.
+        model = wrapper(Reversed(), bucket_cap_mb=1)
         compiled = torch.compile(model, backend=count)
-        compiled(torch.ones(2, 400)).sum().backward()
+        compiled(torch.ones(2, 300)).sum().backward()
         counts.append(len(graphs))
-    assert counts[0] == counts[1] > 2
+    assert counts[0] == counts[1] >= 2
