@@ -1,14 +1,14 @@
 """Time training steps of data-parallel wrappers: `python benchmarks/ddp.py --help`.
 
-A backend is one way to train: `pycomm` our wrapper over pycomm, `gloo` torch's wrapper over gloo, and
-either with one of these behind it:
+A backend is one way to train: `pycomm` our wrapper over pycomm, `gloo` torch's wrapper over gloo,
+and either with one of these behind it:
 
     #no_sync   nothing is reduced: what computing alone costs
     #torch     torch's wrapper, whatever the backend
     #fp16      gradients travel as fp16: wire_dtype of our wrapper, the hook of torch's
 
-`step` trains 25 M parameters. `small` has 1,000 parameters of 16 elements and next to no arithmetic: with
-`--ranks 1` its time, less that of `#no_sync`, is what a reducer itself costs.
+`step` trains 25 M parameters. `small` has 1,000 parameters of 16 elements and next to no
+arithmetic: with `--ranks 1` its time, less that of `#no_sync`, is what a reducer itself costs.
 """
 
 from __future__ import annotations

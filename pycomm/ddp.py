@@ -60,8 +60,8 @@ class DDPStats:
     wire_nbytes: int
     """Handed to all_reduce (or to the comm hook)."""
     sent_nbytes: int
-    """What a ring all-reduce sends of it from one rank: 2(N-1)/N times as much. With
-    ``sync_every``, inside the host and between hosts together."""
+    """What a ring all-reduce sends of it from one rank: 2(N-1)/N times as much. With ``sync_every``
+    only what goes between hosts counts."""
     saved_nbytes: int
     """What one all-reduce a pass, in the parameters' own dtypes, would have sent more than that."""
     exposed_seconds: float
@@ -156,8 +156,9 @@ class DistributedDataParallel(_TorchDDP):
         raw = self.reducer.stats()
         everyone = self.global_group if self._sync_every > 1 else self.process_group
         world_size = dist.get_world_size(everyone)
-        reduced = ring_nbytes(raw.wire_nbytes, dist.get_world_size(self.process_group))
-        sent = reduced + ring_nbytes(self._sync_wire_nbytes, world_size)
+        # Between hosts, where that is another thing than inside them.
+        handed = self._sync_wire_nbytes if self._sync_every > 1 else raw.wire_nbytes
+        sent = ring_nbytes(handed, world_size)
         exposed = raw.exposed_ns / 1e9 + self._sync_seconds
         return DDPStats(
             passes=raw.passes,

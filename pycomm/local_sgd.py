@@ -1,7 +1,7 @@
 """Training that averages parameters every few steps, and sends no gradients.
 
-Between syncs every worker trains alone, with an optimizer and data of its own. Equations and sources
-are in docs/fewer-syncs.md.
+Between syncs every worker trains alone, with an optimizer and data of its own. Equations and
+sources are in docs/fewer-syncs.md.
 
     local = pycomm.DiLoCo(model, sync_every=100)
     for batch in batches:
@@ -11,9 +11,9 @@ are in docs/fewer-syncs.md.
         local.step()
     local.sync()
 
-A worker is a rank of ``process_group``. Ranks that share gradients every step, such as those of one
-host inside a ``DistributedDataParallel`` over a group of their own, are workers with equal parameters
-and count as many times as they are ranks.
+A worker is a rank of ``process_group``. Ranks that share gradients every step, such as those of
+one host inside a ``DistributedDataParallel`` over a group of their own, are workers with equal
+parameters and count as many times as they are ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LocalSGD:
     ) -> None:
         if not isinstance(sync_every, int) or sync_every < 1:
             raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
-        self._group = dist.group.WORLD if process_group is None else process_group
+        self._group: Any = dist.group.WORLD if process_group is None else process_group
         self._parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -86,7 +86,7 @@ class LocalSGD:
         self._wire_nbytes = 0
         self._seconds = 0.0
         if init_sync:
-            root = dist.get_global_rank(self._group, 0)
+            root: int = dist.get_process_group_ranks(self._group)[0]
             with torch.no_grad():
                 for tensor in [*model.parameters(), *model.buffers()]:
                     dist.broadcast(tensor.detach(), root, group=self._group)

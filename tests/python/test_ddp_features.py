@@ -86,6 +86,38 @@ def rebuilt(rank: int, world_size: int) -> list[Any]:
     return [before, ours.reducer.bucket_names()]
 
 
+class Crossed(nn.Module):
+    """Two branches, whose gradients come in another order on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.left, self.right = (nn.Linear(600, 600, bias=False) for _ in range(2))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        branches = [self.left, self.right]
+        if self.rank == 1:
+            branches.reverse()
+        return sum(torch.tanh(branch(batch)) for branch in branches)
+
+
+def crossed(rank: int, world_size: int) -> list[Any]:
+    torch.manual_seed(1)
+    ours = wrap(Crossed(rank), bucket_cap_mb=1)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batch = torch.randn(2, 600, generator=generator)
+        ours.zero_grad()
+        ours(batch).square().mean().backward()
+        mine = torch.stack([each.grad for each in ours.parameters()])
+        with ours.no_sync():
+            ours.zero_grad()
+            ours(batch).square().mean().backward()
+        local = torch.stack([each.grad for each in ours.parameters()])
+        torch.testing.assert_close(mine, torch.stack(all_ranks(local)).mean(dim=0))
+    return ours.reducer.bucket_names()
+
+
 def uneven(rank: int, world_size: int) -> list[float]:
     """Rank 1 has fewer batches, and ends inside join()."""
     found = []
@@ -139,7 +171,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
 
 
 def test_thawing_order_uneven_data_and_patterns() -> None:
-    names = ["thawed", "rebuilt", "uneven", "by_pattern", "states"]
+    names = ["thawed", "rebuilt", "crossed", "uneven", "by_pattern", "states"]
     first, second = ranks.run_ranks(
         2, in_turn, args=(names,), timeout_s=200, preload=ranks.TORCH_DDP
     ).values()
@@ -174,7 +206,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
     first_s, first, _ = results[0].value
     second_s, second, notes = results[1].value
     assert "this hook is broken" in second
-    assert "in the comm hook of rank 1, bucket 0 with 'scale'" in notes.replace('"', "'")
+    assert "in the comm hook of rank 1, bucket 0 with 'layers.2.bias', " in notes
     assert "Rank 1 aborted the process group" in first
     assert max(first_s, second_s) < 20
 
@@ -221,8 +253,9 @@ def test_torch_compile_has_as_many_graphs_as_with_torchs_wrapper(alone: None) ->
             return graph.forward
 
         torch._dynamo.reset()
-        model = wrapper(nn.Sequential(*(nn.Linear(400, 400) for _ in range(6))), bucket_cap_mb=1)
+        # A class of our own: Dynamo does not look into torch's.
+        model = wrapper(Reversed(), bucket_cap_mb=1)
         compiled = torch.compile(model, backend=count)
-        compiled(torch.ones(2, 400)).sum().backward()
+        compiled(torch.ones(2, 300)).sum().backward()
         counts.append(len(graphs))
-    assert counts[0] == counts[1] > 2
+    assert counts[0] == counts[1] >= 2
