@@ -58,7 +58,8 @@ void Transfer::runCodec(const Step& step) const {
   const int64_t divisor = operation_->request().descriptor.reduce_op == ReduceOp::Avg ? size_ : 1;
   if (to != DType::UInt8) {
     const auto numel = static_cast<size_t>(step.dst.numel);
-    sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor);
+    countOverflows(
+        *operation_, codec, sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor));
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));
