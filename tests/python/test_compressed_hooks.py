@@ -96,8 +96,8 @@ def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[str, str]:
     for resumes in (False, True):
         module = make_model()
         hook = HOOKS[name](module)
-        # With this option torch leaves a bucket's parameters in order after the first step; else the
-        # blocks of int8 would be other ones in the first step after a resumption.
+        # With this option torch leaves a bucket's parameters in order after the first step; else
+        # the blocks of int8 would be other ones in the first step after a resumption.
         model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
         model.register_comm_hook(None, hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
