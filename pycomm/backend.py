@@ -64,8 +64,13 @@ def create_group(group: Any, pg_options: object) -> Any:
     _set_up_logging(extension, resolved, rank)
     timeout_ms = _timeout_ms(resolved, group.timeout)
     _timeouts_ms[str(group.group_id)] = timeout_ms
+    store = group.store
+    if size == 1 and dist.is_initialized():
+        # Nobody to meet. And torch, where new_subgroups(1, group=...) is called in different subgroups,
+        # gives groups of different ranks one name and so one place in the store.
+        store = dist.HashStore()
     backend = extension.create_backend(
-        group.store,
+        store,
         rank,
         size,
         str(group.group_id),

@@ -51,6 +51,24 @@ void PycommBackend::shutdown() {
   group_->close();
 }
 
+void PycommBackend::readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
+  const std::vector<BufferView> apart = Staging::apart(parts);
+  if (!apart.empty() && group_->keepsParts(call.schedule)) {
+    call.input_parts.assign(apart.begin(), apart.end());
+  } else {
+    call.input = staging.in(parts);
+  }
+}
+
+void PycommBackend::writeParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
+  std::vector<BufferView> apart = Staging::apart(parts);
+  if (!apart.empty() && group_->keepsParts(call.schedule)) {
+    call.output_parts = std::move(apart);
+  } else {
+    call.output = staging.out(parts);
+  }
+}
+
 uint64_t PycommBackend::getSequenceNumberForGroup() {
   return static_cast<uint64_t>(group_->operationsIssued());
 }

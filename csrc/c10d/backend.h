@@ -129,6 +129,11 @@ class PycommBackend final : public c10d::Backend {
     PycommWork::Content content;
   };
 
+  /// Point a call at a list with a tensor a rank: at the tensors themselves where the engine can take them, else at a temporary. The
+  /// call is complete but for that.
+  void readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const;
+  void writeParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const;
+
   /// The request for one collective, with all that torch's options and the dtype of `like` say. `opts` is any of torch's option
   /// structs: they share `timeout` and `asyncOp`, and some have a root or a reduce op. What is left for the caller are views and
   /// sizes.

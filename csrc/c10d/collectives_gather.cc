@@ -48,7 +48,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather(
     Group::Call request = call(Collective::AllGather, opts, input);
     setParts(request.schedule, outputs.front());
     request.input = prepared.staging.in(input);
-    request.output = prepared.staging.out(outputs.front());
+    writeParts(request, prepared.staging, outputs.front());
     prepared.calls.push_back(std::move(request));
     return begin({c10d::OpType::ALLGATHER, "pycomm:all_gather"}, std::move(prepared));
   });
@@ -83,7 +83,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_coalesced(
       Group::Call request = call(Collective::AllGather, opts, inputs[i]);
       setParts(request.schedule, column);
       request.input = prepared.staging.in(inputs[i]);
-      request.output = prepared.staging.out(column);
+      writeParts(request, prepared.staging, column);
       prepared.calls.push_back(std::move(request));
     }
     return begin({c10d::OpType::ALLGATHER_COALESCED, "pycomm:all_gather"}, std::move(prepared));
@@ -146,7 +146,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::gather(
     request.input = prepared.staging.in(input);
     if (root) {
       request.schedule.counts = countsOf(outputs.front());
-      request.output = prepared.staging.out(outputs.front());
+      writeParts(request, prepared.staging, outputs.front());
     } else {
       request.schedule.counts = onlyOwnCount(input, getRank(), getSize());
     }

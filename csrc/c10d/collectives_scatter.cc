@@ -91,7 +91,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::scatter(
       checkScattered(inputs.front(), output, getRank(), getSize(), "scatter");
       prepared.content.inputs = inputs.front();
       request.schedule.counts = countsOf(inputs.front());
-      request.input = prepared.staging.in(inputs.front());
+      readParts(request, prepared.staging, inputs.front());
     } else {
       request.schedule.counts = onlyOwnCount(output, getRank(), getSize());
     }
@@ -116,7 +116,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter(
     Group::Call request = call(Collective::ReduceScatter, opts, output);
     setParts(request.schedule, inputs.front());
     chooseCodec(request);
-    request.input = prepared.staging.in(inputs.front());
+    readParts(request, prepared.staging, inputs.front());
     request.output = prepared.staging.out(output);
     prepared.calls.push_back(std::move(request));
     return begin({c10d::OpType::REDUCE_SCATTER, "pycomm:reduce_scatter"}, std::move(prepared));
@@ -201,8 +201,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::alltoall(
     Group::Call request = call(Collective::AllToAll, opts, inputs.front());
     request.schedule.counts = countsOf(inputs);
     request.schedule.recv_counts = countsOf(outputs);
-    request.input = prepared.staging.in(inputs);
-    request.output = prepared.staging.out(outputs);
+    readParts(request, prepared.staging, inputs);
+    writeParts(request, prepared.staging, outputs);
     prepared.calls.push_back(std::move(request));
     return begin({c10d::OpType::ALLTOALL, "pycomm:all_to_all"}, std::move(prepared));
   });

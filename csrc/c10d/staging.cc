@@ -116,6 +116,20 @@ BufferView Staging::out(const std::vector<at::Tensor>& parts) {
   return bytesOf(made, made.numel());
 }
 
+std::vector<BufferView> Staging::apart(const std::vector<at::Tensor>& parts) {
+  std::vector<BufferView> views;
+  if (areOneRun(parts)) {
+    return views;
+  }
+  for (const at::Tensor& part : parts) {
+    if (!isPlain(part)) {
+      return {};
+    }
+    views.push_back(bytesOf(part, part.numel()));
+  }
+  return views;
+}
+
 std::function<void()> Staging::takeUnpack() {
   if (copies_.empty()) {
     return {};

@@ -27,6 +27,9 @@ class Staging {
   [[nodiscard]] ConstBufferView in(const std::vector<at::Tensor>& parts);
   [[nodiscard]] BufferView out(const std::vector<at::Tensor>& parts);
 
+  /// A view of each part's own memory, in order; none where a part is not plain, or where one view of all parts is to be had.
+  [[nodiscard]] static std::vector<BufferView> apart(const std::vector<at::Tensor>& parts);
+
   /// What has to live as long as the views.
   [[nodiscard]] std::vector<at::Tensor> takeTemporaries() {
     return std::move(temporaries_);

@@ -147,6 +147,10 @@ void ControlPlane::notice(const ErrorRecord& record) {
   });
 }
 
+void ControlPlane::peerLeft(int peer) {
+  membership_.saidGoodbye(peer);
+}
+
 void ControlPlane::report(const std::exception_ptr& exception) noexcept {
   try {
     membership_.noticed(ownTrouble(exception, identity_), Clock::now());

@@ -22,11 +22,11 @@ Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config 
 
 } // namespace
 
-DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options)
+DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options)
     : identity_(std::move(identity)),
       options_(std::move(options)),
       lane_(lane),
-      notice_(std::move(notice)),
+      events_(std::move(events)),
       protocol_(protocolConfig(identity_, options_.limits)),
       staging_(kKeepStagingNbytes),
       point_to_point_(identity_.rank, identity_.size, identity_.hash),
@@ -66,7 +66,7 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
 
 void DataPlane::notice(ErrorRecord record) {
   if (!failure_ && !closing_) {
-    notice_(std::move(record));
+    events_.noticed(std::move(record));
   }
 }
 
@@ -190,6 +190,7 @@ void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
   }
   if (header.type == FrameType::Goodbye) {
     endReading(*in_[static_cast<size_t>(peer)]);
+    events_.left(peer);
     peerLeft(peer);
     return;
   }

@@ -36,17 +36,33 @@ struct GroupIdentity {
   std::vector<std::string> hosts; ///< by rank
   std::vector<SocketAddress> addresses; ///< where each rank listens
   SocketAddress local_address; ///< to connect from
+
+  /// How this rank introduces itself on a connection.
+  [[nodiscard]] Hello hello(LinkPurpose purpose) const {
+    Hello hello;
+    hello.nonce = nonce;
+    hello.rank = rank;
+    hello.size = size;
+    hello.epoch = epoch;
+    hello.group = hash;
+    hello.purpose = purpose;
+    return hello;
+  }
 };
 
 /// A group's half on its lane: bulk links, the protocol, and the operations under way.
 ///
-/// It never decides that the group has failed. What it notices goes to `notice`, the control plane agrees with the other ranks on
+/// It never decides that the group has failed. What it notices goes to `noticed`, the control plane agrees with the other ranks on
 /// one cause, and `fail` brings that cause back.
 /// Thread: the lane's, for everything.
 class DataPlane final : public PortOwner, public InChannel::Receiver, public Loop::Ticker {
  public:
-  /// Any thread may be behind it; must not block.
-  using Notice = std::function<void(ErrorRecord)>;
+  /// Any thread may be behind these; they must not block.
+  struct Events {
+    std::function<void(ErrorRecord)> noticed;
+    /// A peer said goodbye on its bulk link: the one on its control link may be lost with that.
+    std::function<void(int peer)> left;
+  };
 
   /// What a simulator puts in other's place.
   struct Options {
@@ -62,9 +78,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     Protocol::Usage protocol;
   };
 
-  DataPlane(GroupIdentity identity, Loop& lane, Notice notice, Options options);
-  DataPlane(GroupIdentity identity, Loop& lane, Notice notice)
-      : DataPlane(std::move(identity), lane, std::move(notice), Options()) {}
+  DataPlane(GroupIdentity identity, Loop& lane, Events events, Options options);
+  DataPlane(GroupIdentity identity, Loop& lane, Events events)
+      : DataPlane(std::move(identity), lane, std::move(events), Options()) {}
   ~DataPlane() override;
 
   void post(std::shared_ptr<Operation> operation);
@@ -149,7 +165,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   const GroupIdentity identity_;
   const Options options_;
   Loop& lane_;
-  const Notice notice_;
+  const Events events_;
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
   PointToPoint point_to_point_;

@@ -48,15 +48,8 @@ OutPort& DataPlane::portTo(int peer) {
 }
 
 void DataPlane::writeHello(OutPort& port) {
-  Hello hello;
-  hello.nonce = identity_.nonce;
-  hello.rank = identity_.rank;
-  hello.size = identity_.size;
-  hello.epoch = identity_.epoch;
-  hello.group = identity_.hash;
-  hello.purpose = LinkPurpose::Bulk;
   PYCOMM_FAULT_POINT("hello.send");
-  const std::string bytes = encodeHello(hello);
+  const std::string bytes = encodeHello(identity_.hello(LinkPurpose::Bulk));
   OutFrame frame;
   std::memcpy(&frame.header, bytes.data(), sizeof frame.header);
   frame.staging = staging_.take(bytes.size() - sizeof frame.header);

@@ -39,11 +39,9 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
   lane_.addBusy(1);
   point_to_point_.postReceive(ticket, from, tag);
   beginMatched();
-  for (int peer = identity_.size - 1; peer >= 0; --peer) {
-    if (left_[static_cast<size_t>(peer)]) {
-      missSenders(peer);
-      return;
-    }
+  const auto left = std::find(left_.begin(), left_.end(), true);
+  if (!unmatched_.empty() && left != left_.end()) {
+    missSenders(static_cast<int>(left - left_.begin()));
   }
 }
 

@@ -137,6 +137,9 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
     record.peer = identity.rank;
     record.peer_host = identity.hosts[static_cast<size_t>(identity.rank)];
   }
+  if (record.peer >= 0 && record.peer < identity.size && record.peer_host.empty()) {
+    record.peer_host = identity.hosts[static_cast<size_t>(record.peer)];
+  }
   record.rank = identity.rank;
   record.host = identity.hosts[static_cast<size_t>(identity.rank)];
   record.group = identity.name;

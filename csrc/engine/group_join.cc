@@ -123,15 +123,22 @@ void Group::connect(const Config& config) {
   membership.dead_after_ms = config.dead_after_ms;
 
   // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
-  engine_.lane().run([&] {
-    data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), [this](ErrorRecord record) {
-      engine_.control().post([this, record = std::move(record)] {
-        if (control_ != nullptr) {
-          control_->notice(record);
-        }
-      });
+  DataPlane::Events data_events;
+  data_events.noticed = [this](ErrorRecord record) {
+    engine_.control().post([this, record = std::move(record)] {
+      if (control_ != nullptr) {
+        control_->notice(record);
+      }
     });
-  });
+  };
+  data_events.left = [this](int peer) {
+    engine_.control().post([this, peer] {
+      if (control_ != nullptr) {
+        control_->peerLeft(peer);
+      }
+    });
+  };
+  engine_.lane().run([&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
   events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
@@ -183,15 +190,8 @@ void Group::connect(const Config& config) {
         }
       }
     }
-    Hello hello;
-    hello.nonce = identity_.nonce;
-    hello.rank = identity_.rank;
-    hello.size = identity_.size;
-    hello.epoch = identity_.epoch;
-    hello.group = identity_.hash;
-    hello.purpose = LinkPurpose::Control;
     PYCOMM_FAULT_POINT("hello.send");
-    const std::string bytes = encodeHello(hello);
+    const std::string bytes = encodeHello(identity_.hello(LinkPurpose::Control));
     writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
     PYCOMM_FAULT_POINT("hello.sent");
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });

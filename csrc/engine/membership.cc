@@ -84,6 +84,9 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   }
   spoke_.insert(record.rank);
   spoke_.insert(from); // whoever passes news on hangs up because of it
+  if (now >= decide_at_) {
+    return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
+  }
   for (const ErrorRecord& known : candidates_) {
     if (known.code == record.code && known.rank == record.rank && known.peer == record.peer) {
       return; // the same news by another way

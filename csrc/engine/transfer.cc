@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/fault_point.h"
-#include "numeric/convert.h"
 #include "numeric/reduce.h"
 
 namespace pycomm {
@@ -111,20 +110,42 @@ void Transfer::runReady() {
   }
 }
 
+ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std::string hint) const {
+  ErrorRecord record;
+  record.code = code;
+  record.peer = peer;
+  record.op = operation_->name();
+  record.sequence = operation_->request().id.sequence;
+  record.dtype = dtypeName(operation_->request().descriptor.dtype);
+  record.numel = operation_->request().descriptor.numel;
+  record.phase = "matching";
+  record.summary = std::move(summary);
+  record.hint = std::move(hint);
+  return record;
+}
+
 uint32_t Transfer::dueStep(int peer, const FrameHeader& header) const {
   size_t edge_index = 0;
   const Edge* edge = findEdge(prepared_.incoming, peer, edge_index);
   const size_t next = edge == nullptr ? 0 : next_incoming_[edge_index];
   if (edge == nullptr || next >= edge->steps.size() || header.index != next) {
-    throw Error(ErrorCode::ProtocolViolation, "a frame that is not due arrived from rank " + std::to_string(peer));
+    throw Error(refused(
+        ErrorCode::ProtocolViolation,
+        peer,
+        "Rank " + std::to_string(peer) + " sent a frame of " + operation_->label() + " that is not due.",
+        "check that all ranks run the same build of pycomm; otherwise report this as a bug"));
   }
   const uint32_t index = edge->steps[next];
   const size_t nbytes = prepared_.frameNbytes(prepared_.schedule.steps[index]);
+  // The descriptors are equal: what can differ are the sizes of parts, of which a descriptor says nothing.
   if (header.payload_nbytes != nbytes) {
-    throw Error(
-        ErrorCode::ProtocolViolation,
-        "a frame of " + std::to_string(header.payload_nbytes) + " bytes arrived from rank " + std::to_string(peer) +
-            " where " + std::to_string(nbytes) + " are due");
+    throw Error(refused(
+        ErrorCode::CollectiveMismatch,
+        peer,
+        "The ranks disagree about the size of a part in " + operation_->label() + ": rank " + std::to_string(peer) +
+            " sends " + std::to_string(header.payload_nbytes) + " bytes where this rank expects " +
+            std::to_string(nbytes) + ".",
+        "give both sides of every part the same shape and dtype"));
   }
   return index;
 }
@@ -252,21 +273,10 @@ void Transfer::execute(uint32_t index) {
           static_cast<size_t>(step.src.numel),
           operation_->request().premul_factor);
       break;
-    case StepKind::ReduceEncoded:
-      runCodec(step);
-      break;
     case StepKind::Encode:
     case StepKind::Decode:
-      if (prepared_.schedule.codec != Codec::None) {
-        runCodec(step);
-        break;
-      }
-      convert(
-          prepared_.dtypeOf(step.dst.buffer),
-          at(step.dst),
-          prepared_.dtypeOf(step.src.buffer),
-          at(step.src),
-          static_cast<size_t>(step.src.numel));
+    case StepKind::ReduceEncoded:
+      runCodec(step);
       break;
   }
   if (!sends(step.kind)) {

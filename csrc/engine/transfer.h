@@ -34,7 +34,8 @@ class Transfer {
   /// Runs what needs nothing from anybody.
   void start();
 
-  /// Throws Error(ProtocolViolation) unless this data frame is the next one due from `peer`.
+  /// Throws Error unless this data frame is the next one due from `peer` (ProtocolViolation) and of the size of its part
+  /// (CollectiveMismatch).
   void expect(int peer, const FrameHeader& header) const;
   /// The same, and says where its payload goes.
   [[nodiscard]] Sink place(int peer, const FrameHeader& header);
@@ -76,6 +77,7 @@ class Transfer {
   };
 
   [[nodiscard]] uint32_t dueStep(int peer, const FrameHeader& header) const;
+  [[nodiscard]] ErrorRecord refused(ErrorCode code, int peer, std::string summary, std::string hint) const;
   void becomeReady(uint32_t step);
   void runReady();
   void execute(uint32_t step);
@@ -86,7 +88,7 @@ class Transfer {
   [[nodiscard]] BufferView view(const Region& region) const;
   void combine(const Step& step, void* dst, const void* arriving) const;
   void reduceSources(const Step& step) const;
-  /// Encode, Decode and ReduceEncoded where there is a codec.
+  /// Encode, Decode and ReduceEncoded.
   void runCodec(const Step& step) const;
   void countSent(const Step& step) const;
 

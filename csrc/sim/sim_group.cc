@@ -53,17 +53,22 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings
   options.connect = [this](int peer) { return network_.connect(identity_.rank, peer); };
   options.limits = settings_.limits;
   options.read_buffer_nbytes = 1024;
-  data_ = std::make_unique<DataPlane>(
-      identity_,
-      lane_,
-      [this](ErrorRecord record) {
-        control_loop_.post([this, record = std::move(record)] {
-          if (control_ != nullptr) {
-            control_->notice(record);
-          }
-        });
-      },
-      std::move(options));
+  DataPlane::Events data_events;
+  data_events.noticed = [this](ErrorRecord record) {
+    control_loop_.post([this, record = std::move(record)] {
+      if (control_ != nullptr) {
+        control_->notice(record);
+      }
+    });
+  };
+  data_events.left = [this](int peer) {
+    control_loop_.post([this, peer] {
+      if (control_ != nullptr) {
+        control_->peerLeft(peer);
+      }
+    });
+  };
+  data_ = std::make_unique<DataPlane>(identity_, lane_, std::move(data_events), std::move(options));
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) {
     failure_ = cause;

@@ -278,10 +278,12 @@ def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, An
             PROGRAMS[case.program](rank, world_size)
             met["steps"] += 1
     except pycomm.errors.PycommError as error:
+        # torch's FileStore opens a file to close itself; where it cannot, its destructor ends the
+        # process. The error's traceback holds the store, so here it is not too late.
+        resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
         met["error"] = describe_exception(error)
         met["s"] = time.monotonic() - began_s
         met["sticks"] = _second_error(error)
-    # torch's FileStore needs a file to close; without one its destructor ends the process.
     resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
     met.setdefault("s", time.monotonic() - began_s)
     ending_s = time.monotonic()

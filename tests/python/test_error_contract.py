@@ -201,10 +201,12 @@ def test_a_record_is_frozen_a_mapping_of_what_is_known_and_travels() -> None:
 def test_its_fields_are_the_native_parts() -> None:
     native = read("csrc/c10d/record_dict.h")
     found = re.findall(r'(?:text|number)\("(\w+)"|dict\["(\w+)"\]', native)
-    assert {a or b for a, b in found} == {field.name for field in dataclasses.fields(ErrorRecord)}
+    fields = {field.name for field in dataclasses.fields(ErrorRecord)}
+    fields.remove("missing")  # monitored_barrier's, which is written in Python
+    assert {a or b for a, b in found} == fields
     flight = read("csrc/engine/flight_json.cc").split("jsonOf(const ErrorRecord& record)")[1]
     in_dumps = set(re.findall(r'out\.\w+\("(\w+)"', flight.split("return out.end()")[0]))
-    assert in_dumps == {field.name for field in dataclasses.fields(ErrorRecord)}
+    assert in_dumps == fields
 
 
 def test_only_a_group_of_pycomms_has_an_error() -> None:

@@ -7,23 +7,12 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from collective_calls import DTYPES
 from ranks import mark, run_ranks, start_ranks
 
 import pycomm
 
 pytestmark = pytest.mark.needs_native
-
-DTYPES = (
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.bool,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.complex64,
-    torch.float8_e4m3fn,
-)
 
 
 def pattern(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,7 +22,7 @@ def pattern(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 
 def around_the_ring(rank: int, world_size: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    for dtype in DTYPES:
+    for dtype in DTYPES.values():
         for numel in (0, 1, 1000, 300_000):
             arriving = torch.empty(numel, dtype=dtype)
             works = [

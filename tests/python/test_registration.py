@@ -231,6 +231,20 @@ def test_subgroups_and_their_options() -> None:
     assert results.values() == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
 
 
+def make_groups_of_one(rank: int, world_size: int) -> float:
+    # Both subgroups make a group called "3", each of other ranks.
+    mine, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    alone, _ = dist.new_subgroups(1, group=mine)
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=alone)
+    return float(tensor)
+
+
+@pytest.mark.needs_native
+def test_groups_of_one_in_different_subgroups() -> None:
+    assert list(run_ranks(2, make_groups_of_one).values()) == [0.0, 1.0]
+
+
 def init_twice(rank: int, world_size: int, folder: str) -> list[float]:
     sums = []
     for attempt in range(2):

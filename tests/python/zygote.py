@@ -28,7 +28,7 @@ _IMPORT_S = 120.0
 MODULES = ("numpy", "torch", "torch.distributed", "pytest")
 """What every zygote has imported. Nothing of pycomm: tests look at how that comes in."""
 
-_FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT")
+_FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT", "TORCHINDUCTOR_")
 _FREE_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that nothing reads while it is imported: a forked process may have others."""
 
