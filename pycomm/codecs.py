@@ -25,8 +25,9 @@ class CodecStats:
     bytes_saved: int
     """How many bytes more they would have been in their own dtype."""
     overflows: int
-    """Finite values that encoding on this rank turned into infinities, being beyond or next to the
-    largest float32. Infinities and NaNs that were there before are passed on and do not count."""
+    """Finite values that encoding or adding up on this rank turned into infinities, being beyond or
+    next to the largest float32. Infinities and NaNs that were there before are passed on and do not
+    count."""
 
 
 def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:

@@ -76,14 +76,14 @@ void sumDecodedTensors(
           "a row of codes does not have the output's size.");
       sources.push_back(row.const_data_ptr());
     }
-    sumDecoded(
+    static_cast<void>(sumDecoded(
         codec,
         toDType(output.scalar_type()),
         output.data_ptr(),
         sources.data(),
         sources.size(),
         static_cast<size_t>(output.numel()),
-        divisor);
+        divisor));
   });
 }
 

@@ -4,7 +4,6 @@
 #include <string>
 #include <utility>
 
-#include "numeric/convert.h"
 #include "numeric/reduce.h"
 
 namespace pycomm {
@@ -237,21 +236,10 @@ void Transfer::execute(uint32_t index) {
           static_cast<size_t>(step.src.numel),
           operation_->request().premul_factor);
       break;
-    case StepKind::ReduceEncoded:
-      runCodec(step);
-      break;
     case StepKind::Encode:
     case StepKind::Decode:
-      if (prepared_.schedule.codec != Codec::None) {
-        runCodec(step);
-        break;
-      }
-      convert(
-          prepared_.dtypeOf(step.dst.buffer),
-          at(step.dst),
-          prepared_.dtypeOf(step.src.buffer),
-          at(step.src),
-          static_cast<size_t>(step.src.numel));
+    case StepKind::ReduceEncoded:
+      runCodec(step);
       break;
   }
   if (!sends(step.kind)) {

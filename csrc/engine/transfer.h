@@ -88,7 +88,7 @@ class Transfer {
   [[nodiscard]] BufferView view(const Region& region) const;
   void combine(const Step& step, void* dst, const void* arriving) const;
   void reduceSources(const Step& step) const;
-  /// Encode, Decode and ReduceEncoded where there is a codec.
+  /// Encode, Decode and ReduceEncoded.
   void runCodec(const Step& step) const;
   void countSent(const Step& step) const;
 

@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "engine/transfer.h"
 #include "numeric/codec.h"
+#include "numeric/convert.h"
 
 namespace pycomm {
 namespace {
@@ -40,6 +41,11 @@ void Transfer::countSent(const Step& step) const {
 void Transfer::runCodec(const Step& step) const {
   const Codec codec = prepared_.schedule.codec;
   const DType to = prepared_.dtypeOf(step.dst.buffer);
+  if (codec == Codec::None) { // a cast to the wire's dtype or back
+    const DType from = prepared_.dtypeOf(step.src.buffer);
+    convert(to, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel));
+    return;
+  }
   if (step.kind == StepKind::Encode) {
     const DType from = prepared_.dtypeOf(step.src.buffer);
     countOverflows(
@@ -58,7 +64,8 @@ void Transfer::runCodec(const Step& step) const {
   const int64_t divisor = operation_->request().descriptor.reduce_op == ReduceOp::Avg ? size_ : 1;
   if (to != DType::UInt8) {
     const auto numel = static_cast<size_t>(step.dst.numel);
-    sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor);
+    countOverflows(
+        *operation_, codec, sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor));
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));

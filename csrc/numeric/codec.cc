@@ -214,8 +214,34 @@ size_t bytesBefore(Codec codec, size_t at) {
   return static_cast<size_t>(encodedNbytes(codec, static_cast<int64_t>(at)));
 }
 
-/// The sum of one block of all sources, in `sum`.
-void sumBlock(
+/// How many sums are not finite though all that was added is. Only blocks that have such a sum pay for looking.
+size_t countOverflownSums(
+    const KernelSet& set,
+    Codec codec,
+    const float* sum,
+    const void* const* sources,
+    size_t source_count,
+    size_t offset,
+    size_t count) {
+  if (source_count == 1 || !set.summarize(sum, count).special) {
+    return 0;
+  }
+  bool overflown[kBlock];
+  for (size_t i = 0; i < count; ++i) {
+    overflown[i] = !std::isfinite(sum[i]);
+  }
+  float row[kBlock];
+  for (size_t k = 0; k < source_count; ++k) {
+    decodeBlock(set, codec, row, static_cast<const std::byte*>(sources[k]) + offset, count);
+    for (size_t i = 0; i < count; ++i) {
+      overflown[i] = overflown[i] && std::isfinite(row[i]);
+    }
+  }
+  return static_cast<size_t>(std::count(overflown, overflown + count, true));
+}
+
+/// The sum of one block of all sources, in `sum`. Returns how many finite values became an infinite sum.
+size_t sumBlock(
     const KernelSet& set,
     Codec codec,
     float* sum,
@@ -232,9 +258,11 @@ void sumBlock(
       set.reduce(DType::Float32, ReduceOp::Sum)(sum, sum, next, count);
     }
   }
+  const size_t overflows = countOverflownSums(set, codec, sum, sources, source_count, offset, count);
   if (divisor != 1) {
     set.divide(DType::Float32)(sum, sum, count, static_cast<double>(divisor));
   }
+  return overflows;
 }
 
 void checkSum(Codec codec, size_t source_count, int64_t divisor) {
@@ -282,7 +310,7 @@ size_t encodeWithError(Codec codec, void* dst, const float* src, float* error, s
 
 void decode(Codec codec, DType to, void* dst, const void* src, size_t numel) {
   const void* const sources[] = {src};
-  sumDecoded(codec, to, dst, sources, 1, numel);
+  static_cast<void>(sumDecoded(codec, to, dst, sources, 1, numel)); // one row cannot overflow
 }
 
 size_t sumEncoded(
@@ -298,13 +326,13 @@ size_t sumEncoded(
   size_t overflows = 0;
   forBlocks(numel, [&](size_t at, size_t count) {
     float sum[kBlock];
-    sumBlock(set, codec, sum, sources, source_count, at, count, divisor);
+    overflows += sumBlock(set, codec, sum, sources, source_count, at, count, divisor);
     overflows += encodeBlock(set, codec, static_cast<std::byte*>(dst) + bytesBefore(codec, at), sum, count);
   });
   return overflows;
 }
 
-void sumDecoded(
+size_t sumDecoded(
     Codec codec,
     DType to,
     void* dst,
@@ -317,11 +345,13 @@ void sumDecoded(
   const KernelSet& set = numeric::activeKernels();
   const numeric::FpEnvironment environment;
   const size_t element_nbytes = elementSize(to);
+  size_t overflows = 0;
   forBlocks(numel, [&](size_t at, size_t count) {
     float sum[kBlock];
-    sumBlock(set, codec, sum, sources, source_count, at, count, divisor);
+    overflows += sumBlock(set, codec, sum, sources, source_count, at, count, divisor);
     storeFloats(set, to, static_cast<std::byte*>(dst) + at * element_nbytes, sum, count);
   });
+  return overflows;
 }
 
 } // namespace pycomm

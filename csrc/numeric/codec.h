@@ -39,7 +39,8 @@ namespace pycomm {
 void decode(Codec codec, DType to, void* dst, const void* src, size_t numel);
 
 /// What an owner does: decodes all sources, adds them up from the first to the last in fp32 (so lower rank first), divides once,
-/// and encodes once. dst may be one of the sources. Returns how many finite sums became infinite by encoding.
+/// and encodes once. dst may be one of the sources. Returns how many sums of finite values became
+/// infinite, in the sum or by encoding it.
 [[nodiscard]] size_t sumEncoded(
     Codec codec,
     void* dst,
@@ -49,7 +50,7 @@ void decode(Codec codec, DType to, void* dst, const void* src, size_t numel);
     int64_t divisor = 1);
 
 /// The same, without encoding the sum: `to` values.
-void sumDecoded(
+[[nodiscard]] size_t sumDecoded(
     Codec codec,
     DType to,
     void* dst,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from codec_bounds import BYTES_PER_BLOCK
 from documents import blocks, read, table
-from ranks import TORCH_DDP, run_ranks
+from ranks import LOOPBACK, TORCH_DDP, free_port, run_ranks
 
 from pycomm.options import SETTINGS
 
@@ -23,6 +24,7 @@ HEADER = (
 
 
 def run_document(rank: int, world_size: int) -> tuple[str, set[str]]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     namespace: dict[str, Any] = {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -35,7 +37,12 @@ def run_document(rank: int, world_size: int) -> tuple[str, set[str]]:
 @pytest.mark.needs_native
 def test_the_programs_run_one_after_the_other() -> None:
     for printed, saved in run_ranks(
-        2, run_document, backend=None, init="env", only_pycomm=True, preload=TORCH_DDP
+        2,
+        run_document,
+        init="none",
+        env={"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())},
+        destroy=False,
+        preload=TORCH_DDP,
     ).values():
         sent, nbytes = map(int, re.findall(r"elements_sent=(\d+), bytes_sent=(\d+)", printed)[0])
         assert abs(sent - 1_000_000) < 256  # this rank's slice and its values for the other's

@@ -96,8 +96,9 @@ def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[str, str]:
     for resumes in (False, True):
         module = make_model()
         hook = HOOKS[name](module)
-        # One bucket: torch orders several anew after the first step, also after a resumption.
-        model = nn.parallel.DistributedDataParallel(module)
+        # With this option torch leaves a bucket's parameters in order after the first step; else
+        # the blocks of int8 would be other ones in the first step after a resumption.
+        model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
         model.register_comm_hook(None, hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(8):
@@ -111,7 +112,7 @@ def stop_and_go_on(rank: int, world_size: int, name: str) -> tuple[str, str]:
                 module.load_state_dict(saved)
                 hook = HOOKS[name](module)
                 hook.load_state_dict(state)
-                model = nn.parallel.DistributedDataParallel(module)
+                model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
                 model.register_comm_hook(None, hook)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             inputs, targets = batch_of(rank, step)
