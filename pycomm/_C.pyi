@@ -12,6 +12,7 @@ import torch.distributed.distributed_c10d
 import typing
 
 __all__: list[str] = [
+    "CODEC_BLOCK",
     "DdpLogger",
     "IssueChain",
     "Reducer",
@@ -19,8 +20,11 @@ __all__: list[str] = [
     "arm_fault_points",
     "backend_error",
     "build_info",
+    "codec_stats",
     "create_backend",
     "describe_backend",
+    "encode",
+    "encoded_nbytes",
     "fail_future",
     "flight_record",
     "last_error",
@@ -30,6 +34,7 @@ __all__: list[str] = [
     "set_log_callback",
     "shutdown_all",
     "simd_level",
+    "sum_decoded",
     "write_flight_record",
 ]
 
@@ -136,6 +141,7 @@ def backend_error(
     backend: torch._C._distributed_c10d.Backend,
 ) -> torch._C._distributed_c10d.ErrorType: ...
 def build_info() -> dict[typing.Any, typing.Any]: ...
+def codec_stats(backend: torch._C._distributed_c10d.Backend) -> dict[typing.Any, typing.Any]: ...
 def create_backend(
     store: torch.distributed.distributed_c10d.Store,
     rank: int,
@@ -145,6 +151,10 @@ def create_backend(
     options: dict[typing.Any, typing.Any],
 ) -> torch._C._distributed_c10d.Backend: ...
 def describe_backend(backend: torch._C._distributed_c10d.Backend) -> str: ...
+def encode(
+    codec: str, values: torch.Tensor, error: torch.Tensor | None = None
+) -> tuple[typing.Any, ...]: ...
+def encoded_nbytes(codec: str, numel: int) -> int: ...
 def fail_future(future: torch.Future[typing.Any], error: typing.Any) -> None: ...
 def flight_record(backend: torch._C._distributed_c10d.Backend) -> str: ...
 def last_error(backend: torch._C._distributed_c10d.Backend) -> typing.Any: ...
@@ -154,4 +164,12 @@ def set_exception_types(types: dict[typing.Any, typing.Any]) -> None: ...
 def set_log_callback(callback: typing.Any, level: str) -> None: ...
 def shutdown_all(timeout_ms: int) -> None: ...
 def simd_level() -> str: ...
+def sum_decoded(
+    codec: str,
+    codes: collections.abc.Sequence[torch.Tensor],
+    output: torch.Tensor,
+    divisor: int = 1,
+) -> None: ...
 def write_flight_record(path: str) -> None: ...
+
+CODEC_BLOCK: int = 256
