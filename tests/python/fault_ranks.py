@@ -408,8 +408,8 @@ def run_mismatches(
         met: dict[str, Any] = {"case": name, "victim": victim, "error": None}
         try:
             (mine if rank == victim else others)(group)
-            # Who only sends ends before anybody can know, and may even enter the next operation: the
-            # error comes within milliseconds, and sticks.
+            # Who only sends ends before anybody can know, and may even enter the next operation:
+            # the error comes within milliseconds, and sticks.
             for _ in range(100):
                 dist.barrier(group)
         except Exception as error:
