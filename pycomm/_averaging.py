@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from pycomm import _extension
 
 _CHUNK_NBYTES = 32 << 20
 _SMALL_FLOATS = (torch.float16, torch.bfloat16)
@@ -55,20 +54,21 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         chunk: list[torch.Tensor] = []
+        nbytes = 0
         for tensor in alike:
             chunk.append(tensor)
-            if sum(each.nbytes for each in chunk) >= _CHUNK_NBYTES:
+            nbytes += tensor.nbytes
+            if nbytes >= _CHUNK_NBYTES:
                 yield chunk
-                chunk = []
+                chunk, nbytes = [], 0
         if chunk:
             yield chunk
 
 
 def host_identity() -> str:
     """Equal on two ranks when they run on one host, in one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.stat("/proc/self/ns/net").st_ino
-    return f"{boot} {namespace} {socket.gethostname()}"
+    identity: str = _extension.load().host_identity()
+    return identity
 
 
 def host_group(group: Any) -> Any:

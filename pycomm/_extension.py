@@ -54,6 +54,9 @@ class Extension(Protocol):
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 
+    def host_identity(self) -> str:
+        """Equal in two processes of one host and network namespace."""
+
     def describe_backend(self, backend: Any) -> str:
         """How the ranks reach each other, in a few words."""
 

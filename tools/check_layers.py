@@ -72,8 +72,8 @@ FORBIDDEN_CALLS = [
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_version"},
     {"errors", "flight_record"},
-    {"_extension", "_model_check", "_wire_patterns", "_averaging", "_ddp_options"},
-    {"options"},
+    {"_extension", "_model_check", "_wire_patterns", "_ddp_options"},
+    {"options", "_averaging"},
     {"backend"},
     {"barrier", "codecs", "sync_batch_norm"},
     {"compression"},
