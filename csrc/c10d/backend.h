@@ -156,6 +156,8 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] Group::Call call(Collective kind, const Opts& opts) const {
     Group::Call call;
     call.schedule.kind = kind;
+    call.schedule.rank = getRank();
+    call.schedule.size = getSize();
     call.schedule.segment_nbytes = settings_.segment_nbytes;
     call.deadline = Deadline::after((opts.timeout.count() > 0 ? opts.timeout : settings_.timeout).count());
     call.waits = !opts.asyncOp;

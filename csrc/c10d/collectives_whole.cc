@@ -20,9 +20,7 @@ void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tenso
 }
 
 void PycommBackend::chooseCodec(Group::Call& call) const {
-  ScheduleRequest whole = call.schedule;
-  whole.size = getSize();
-  call.schedule.codec = codecFor(whole, settings_.codec);
+  call.schedule.codec = codecFor(call.schedule, settings_.codec);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
