@@ -20,18 +20,24 @@ from pycomm.backend import (
     register,
 )
 from pycomm.barrier import monitored_barrier
+from pycomm.codecs import CodecStats, codec_stats
 from pycomm.options import Options
 
 if TYPE_CHECKING:
     from pycomm.ddp import DistributedDataParallel
+    from pycomm.local_sgd import DiLoCo, LocalSGD
     from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "CodecStats",
+    "DiLoCo",
     "DistributedDataParallel",
+    "LocalSGD",
     "Options",
     "SyncBatchNorm",
     "__version__",
     "backend_error",
+    "codec_stats",
     "comm_hooks",
     "dump_flight_record",
     "errors",
@@ -50,6 +56,10 @@ def __getattr__(name: str) -> Any:
         from pycomm.ddp import DistributedDataParallel
 
         return DistributedDataParallel
+    if name in ("DiLoCo", "LocalSGD"):
+        from pycomm import local_sgd
+
+        return getattr(local_sgd, name)
     if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
         from pycomm.sync_batch_norm import SyncBatchNorm
 

@@ -54,8 +54,27 @@ class Extension(Protocol):
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 
+    def host_identity(self) -> str:
+        """Equal in two processes of one host and network namespace."""
+
     def describe_backend(self, backend: Any) -> str:
         """How the ranks reach each other, in a few words."""
+
+    def codec_stats(self, backend: Any) -> Mapping[str, int]:
+        """The fields of ``CodecStats``."""
+
+    def encode(
+        self, codec: str, values: torch.Tensor, error: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """The codes and how many values overflowed."""
+
+    def encoded_nbytes(self, codec: str, numel: int) -> int:
+        """Of that many encoded values."""
+
+    def sum_decoded(
+        self, codec: str, codes: Sequence[torch.Tensor], output: torch.Tensor, divisor: int = 1
+    ) -> None:
+        """output = sum of the decoded rows / divisor."""
 
     def set_exception_types(self, types: Mapping[str, type[Exception]]) -> None:
         """By error code; each is called as ``cls(text, record)``."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
@@ -66,9 +67,9 @@ def create_group(group: Any, pg_options: object) -> Any:
     _timeouts_ms[str(group.group_id)] = timeout_ms
     store = group.store
     if size == 1 and dist.is_initialized():
-        # Nobody to meet. And torch, where new_subgroups(1, group=...) is called in different subgroups,
-        # gives groups of different ranks one name and so one place in the store.
-        store = dist.HashStore()
+        # Nobody to meet. And torch, where new_subgroups(1, group=...) is called in different
+        # subgroups, gives groups of different ranks one name and so one place in the store.
+        store = HashStore()
     backend = extension.create_backend(
         store,
         rank,
@@ -193,6 +194,7 @@ def native_options(
         "algorithm": resolved.algorithm,
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,
+        "wire_dtype": resolved.wire_dtype,
         "flight_recorder_size": resolved.flight_recorder_size,
         "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,

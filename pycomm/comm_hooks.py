@@ -9,14 +9,17 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from pycomm import _extension
+from pycomm.compression import Int8, TopK
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -27,7 +30,9 @@ _EXIT_PATIENCE_S = 2.0
 _ordinals = itertools.count()
 
 
-def ordered(hook: _Hook[_State]) -> _Hook[_State]:
+def ordered(
+    hook: _Hook[_State], *, describe: Callable[[GradBucket], str] | None = None
+) -> _Hook[_State]:
     """Runs a DDP communication hook one bucket at a time, on a thread of its own.
 
     A hook that issues collectives from the callbacks of its futures, as torch's PowerSGD hook does,
@@ -43,11 +48,12 @@ def ordered(hook: _Hook[_State]) -> _Hook[_State]:
 
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
+        describe: What to call a bucket in a note to the exceptions that ``hook`` raises.
 
     Returns:
         A hook for ``register_comm_hook``. What ``hook`` raises, the backward pass raises.
     """
-    worker = _Worker(hook, next(_ordinals))
+    worker = _Worker(hook, next(_ordinals), describe)
 
     @functools.wraps(hook)
     def ordered_hook(state: _State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -57,6 +63,90 @@ def ordered(hook: _Hook[_State]) -> _Hook[_State]:
     ordered_hook.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
     weakref.finalize(ordered_hook, worker.stop).atexit = False
     return ordered_hook
+
+
+def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook:
+    """Sends the ``fraction`` of a bucket's gradient entries that are largest, 8 bytes each.
+
+    The rest stays on its rank and is added to the next gradient (error feedback), so every entry
+    arrives in the end. All ranks hold the same bits.
+
+        model.register_comm_hook(None, pycomm.comm_hooks.top_k(fraction=0.01))
+
+    Args:
+        fraction: More than 0, at most 1. From about 0.5 on fp32 is fewer bytes.
+        module: What is wrapped: needed only to save and load the hook's state.
+
+    Returns:
+        A hook for ``register_comm_hook`` of torch's DDP or pycomm's, for float32 gradients on the
+        CPU, on any backend. Its ``state`` is the process group, None for the default one.
+
+    Raises:
+        ValueError: ``fraction`` is out of range.
+    """
+    return CompressedHook(TopK(fraction, module), "top_k")
+
+
+def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
+    """Averages gradients as int8 with a scale a block of 256, a quarter of fp32's bytes.
+
+    Unlike ``Options.wire_dtype="int8"`` it can feed back what is lost, both by a rank's bytes and
+    by those of the averages. All ranks hold the same bits.
+
+        model.register_comm_hook(None, pycomm.comm_hooks.int8())
+
+    Args:
+        error_feedback: Whether what is lost is added to the next gradient: one more row of float32
+            for the gradients, and one for this rank's slice.
+        module: As in ``top_k``.
+
+    Returns:
+        As ``top_k``.
+    """
+    return CompressedHook(Int8(error_feedback, module), "int8")
+
+
+class CompressedHook:
+    """A communication hook with a state to save: what this rank has not sent yet.
+
+    Every rank saves and loads its own: ``state_dict`` differs from rank to rank.
+    """
+
+    def __init__(self, method: TopK | Int8, name: str) -> None:
+        self._method = method
+        self.__qualname__ = self.__name__ = name  # what DDP logs
+
+        def reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+            reduced: Future[torch.Tensor] = Future()
+            reduced.set_result(method.reduce(state, bucket))
+            return reduced
+
+        reduce.__annotations__.clear()  # torch compares them, and here they are strings
+        self._ordered = ordered(reduce)
+        self.__signature__ = inspect.signature(reduce)
+
+    def __call__(self, state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+        return self._ordered(state, bucket)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """By parameter name, in float32. Not while a backward pass is running.
+
+        Raises:
+            RuntimeError: The hook was made without ``module``.
+        """
+        self._method.settle()
+        return self._method.residuals.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes what ``state_dict`` gave; parameters that are not in it begin with zeros.
+
+        Raises:
+            RuntimeError: The hook was made without ``module``.
+            KeyError: The module has no such parameter.
+            ValueError: A shape differs.
+        """
+        self._method.settle()
+        self._method.residuals.load_state_dict(state)
 
 
 class _Job:
@@ -115,8 +205,11 @@ def _value_or_raise(future: Future[Any]) -> Any:
 class _Worker:
     """The thread of one wrapped hook: started by the first bucket, ended with the hook."""
 
-    def __init__(self, hook: _Hook[Any], ordinal: int) -> None:
+    def __init__(
+        self, hook: _Hook[Any], ordinal: int, describe: Callable[[GradBucket], str] | None
+    ) -> None:
         self._hook = hook
+        self._describe = describe
         self._ordinal = ordinal
         self._count = 0
         self._lock = threading.Lock()  # guards _count, _thread, _stopped and the order of _jobs
@@ -166,7 +259,14 @@ class _Worker:
                 job.outcome.succeed(self._hook(job.state, job.bucket).wait())
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
+            if self._describe is not None:
+                _add_note(error, self._describe(job.bucket))
             job.outcome.fail(error)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    # What add_note() does since Python 3.11; before, tracebacks do not show it.
+    error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
 
 
 def _issue_chain(ordinal: int, index: int) -> contextlib.AbstractContextManager[object]:

@@ -8,54 +8,65 @@ the parameters have.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
-import inspect
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size
+from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
+from pycomm._averaging import average_, host_group, ring_nbytes
+from pycomm._ddp_options import (
+    INSTEAD,
+    check_options,
+    expect_sparse,
+    given,
+    names_of,
+    torch_options,
+)
 from pycomm._model_check import check_same_on_all_ranks
+from pycomm._wire_patterns import WireDtype, check_wire_dtype, wire_dtypes
 from pycomm.errors import UnsupportedError
 
 __all__ = ["DDPStats", "DistributedDataParallel"]
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 _MIB = 1024 * 1024
-# The first all-reduce should start early, while most of backward is still to come.
-_FIRST_BUCKET_CAP_NBYTES = _MIB
+# The first all-reduce should start early, while most of backward is still to come; and what leaves
+# last is what backward's end waits for.
+_EDGE_BUCKET_CAP_NBYTES = _MIB
+# Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
+# short against a backward pass.
+_BUCKET_CAP_NBYTES = 4 * _MIB
 
-_WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-# Options of torch's constructor that the reducer does not have yet: only these values are taken.
-_ONLY = {
-    "static_graph": False,
-    "mixed_precision": None,
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
-    "skip_all_reduce_unused_params": False,
-    "bucket_cap_mb_list": None,
-    "batched_grad_copy": False,
-}
-_INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
+_NAMES_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class DDPStats:
     """What one wrapper's reducer has done on this rank since it was made."""
 
+    passes: int
+    """Backward passes, but for those in ``no_sync()``."""
     steps: int
-    """Backward passes whose gradients were reduced."""
+    """Of them, those whose gradients were reduced."""
+    syncs: int
+    """Times that parameters were averaged between hosts (``sync_every``)."""
     buckets_reduced: int
     wire_nbytes: int
-    """Handed to all_reduce (or to the comm hook). A ring sends 2(N-1)/N times as much."""
+    """Handed to all_reduce (or to the comm hook)."""
+    sent_nbytes: int
+    """What a ring all-reduce sends of it from one rank: 2(N-1)/N times as much. With ``sync_every``
+    only what goes between hosts counts."""
+    saved_nbytes: int
+    """What one all-reduce a pass, in the parameters' own dtypes, would have sent more than that."""
     exposed_seconds: float
-    """Time that backward had ended and waited for the network."""
+    """Time that backward had ended and waited for the network, and that averaging took."""
+    exposed_seconds_per_step: float
     overflowed_buckets: int
     """fp16 buckets reduced a second time because the first scale was too large for them."""
     underflowed_buckets: int
@@ -67,55 +78,137 @@ class DDPStats:
 class DistributedDataParallel(_TorchDDP):
     """Averages gradients over the ranks of a group while backward runs.
 
-    Takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and ``wire_dtype``. Gradients
-    must be dense and on the CPU. Where an option is not supported, construction says so; none is
-    ignored.
+    Takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and some more. Gradients must be
+    on the CPU. Where an option is not supported, construction says so; none is ignored.
 
     Args:
-        module: The model, the same on all ranks: checked, names, shapes and strides.
-        wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16" or "bf16".
+        module: The model, the same on all ranks: checked, names, shapes and strides. Parameters
+            may be frozen and thawed between passes, on all ranks alike.
+        wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16" or "bf16", or
+            a mapping from patterns over parameter names to one of these; the first that matches
+            wins: ``{"*.norm.*": "fp32", "*": "fp16"}``.
             How fp16 and bf16 sums are rounded is the backend's (pycomm: added in fp32, rounded
             once); the division by the number of ranks comes after, in fp32. fp16 is scaled by a
             power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; a bucket
             that its scale did not fit is reduced again, and counted in ``stats()``.
+        accumulate: Backward passes to one reduction: gradients add up in ``.grad``, and the last
+            pass reduces the sum, as ``no_sync()`` around the others would have it.
+        sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
+            the next forward first averages the parameters between all ranks. Optimizer state stays
+            local.
+        gradient_as_bucket_view: True by default here.
+        bucket_cap_mb: Buckets hold 4 MiB by default here; the first and the last one 1 MiB.
 
     Raises:
         ConfigMismatchError: The model or an option differs between ranks. Names the first
             difference and the ranks. Not looked for with init_sync=False.
         UnsupportedError: An option, device or parameter that the reducer cannot serve.
-        TypeError, ValueError: As torch's class, for its own arguments.
+        TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
-    Cost: one all-reduce a bucket, launched from backward; the first bucket holds 1 MiB of
-    parameters and the others ``bucket_cap_mb`` (25). The end of backward waits for those that are
-    still under way. At construction an all-gather of 24 bytes a rank, and what torch's class does.
+    Cost: one all-reduce a bucket, launched from backward. The end of backward waits for those that
+    are still under way. At construction an all-gather of 24 bytes a rank, and what torch's class
+    does; before the second forward a broadcast of 8 bytes a parameter, rank 0's order of buckets.
     """
 
     reducer: Any
     logger: Any
+    process_group: Any
 
     def __init__(
-        self, module: nn.Module, *args: Any, wire_dtype: str | None = None, **kwargs: Any
+        self,
+        module: nn.Module,
+        *args: Any,
+        wire_dtype: WireDtype = None,
+        accumulate: int = 1,
+        sync_every: int = 1,
+        **kwargs: Any,
     ) -> None:
-        options = _torch_options(module, args, kwargs)
-        _check_options(module, options)
+        options = torch_options(module, args, kwargs)
+        check_options(module, options)
+        check_wire_dtype(wire_dtype)
+        for name, value in (("accumulate", accumulate), ("sync_every", sync_every)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a whole number from 1")
         # Before Module.__init__, which keeps plain attributes: torch's constructor calls back.
-        self._wire_dtype_name = wire_dtype
-        self._wire_dtype = _parse_wire_dtype(wire_dtype)
+        self._wire_dtype: WireDtype = (
+            dict(wire_dtype) if isinstance(wire_dtype, Mapping) else wire_dtype
+        )
+        self._accumulate = accumulate
+        self._sync_every = sync_every
+        self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
+        self._host_group: Any = None
+        self._steps_at_sync = 0
+        self._syncs = 0
+        self._sync_wire_nbytes = 0
+        self._sync_seconds = 0.0
+        if "gradient_as_bucket_view" not in given(args, kwargs):
+            kwargs["gradient_as_bucket_view"] = True
         super().__init__(module, *args, **kwargs)
+        if sync_every > 1:
+            # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
+            self.global_group = self.process_group
+            self.process_group = self._host_group
+            self.register_forward_pre_hook(_sync_when_due)
 
     def stats(self) -> DDPStats:
         """Counters since construction. Blocks while another thread is in the end of backward."""
         raw = self.reducer.stats()
+        everyone = self.global_group if self._sync_every > 1 else self.process_group
+        world_size = dist.get_world_size(everyone)
+        # Between hosts, where that is another thing than inside them.
+        handed = self._sync_wire_nbytes if self._sync_every > 1 else raw.wire_nbytes
+        sent = ring_nbytes(handed, world_size)
+        exposed = raw.exposed_ns / 1e9 + self._sync_seconds
         return DDPStats(
+            passes=raw.passes,
             steps=raw.steps,
+            syncs=self._syncs,
             buckets_reduced=raw.buckets_reduced,
-            wire_nbytes=raw.wire_nbytes,
-            exposed_seconds=raw.exposed_ns / 1e9,
+            wire_nbytes=raw.wire_nbytes + self._sync_wire_nbytes,
+            sent_nbytes=sent,
+            saved_nbytes=ring_nbytes(raw.gradient_nbytes, world_size) - sent,
+            exposed_seconds=exposed,
+            exposed_seconds_per_step=exposed / max(1, raw.steps),
             overflowed_buckets=raw.overflowed_buckets,
             underflowed_buckets=raw.underflowed_buckets,
             nonfinite_buckets=raw.nonfinite_buckets,
         )
+
+    def sync(self) -> None:
+        """With ``sync_every``: averages parameters between all ranks now. Collective.
+
+        Call it after the last step, before the model is saved or judged. Buffers become those of
+        rank 0.
+        """
+        if self._sync_every == 1:
+            return
+        begin = time.perf_counter()
+        with torch.no_grad():
+            trained = [each for each in self.module.parameters() if each.requires_grad]
+            self._sync_wire_nbytes += average_(trained, self.global_group)
+            buffers = list(self.module.buffers()) if self.broadcast_buffers else []
+            if buffers:
+                dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                    self.global_group, buffers, self.broadcast_bucket_size, 0
+                )
+        self._sync_seconds += time.perf_counter() - begin
+        self._syncs += 1
+        self._steps_at_sync = self.reducer.stats().steps
+
+    def communication_state_dict(self) -> dict[str, int]:
+        """Where this wrapper stands between reductions and syncs: part of a full checkpoint.
+
+        ``state_dict()`` is torch's and holds none of it. Gradients that have been accumulated are
+        the caller's to keep.
+        """
+        raw = self.reducer.stats()
+        return {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
+
+    def load_communication_state_dict(self, state: dict[str, int]) -> None:
+        """Continues where ``communication_state_dict()`` was taken, on every rank."""
+        self.reducer.set_accumulated(int(state["accumulated"]))
+        self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
@@ -131,7 +224,7 @@ class DistributedDataParallel(_TorchDDP):
         self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         from pycomm.comm_hooks import ordered
 
-        self.reducer._register_comm_hook(state, ordered(hook))
+        self.reducer._register_comm_hook(state, ordered(hook, describe=self._describe_bucket))
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
 
@@ -140,35 +233,53 @@ class DistributedDataParallel(_TorchDDP):
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    def _describe_bucket(self, bucket: GradBucket) -> str:
+        names = names_of(self.module, bucket.parameters())
+        shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        rank = dist.get_rank(self.process_group)
+        return f"in the comm hook of rank {rank}, bucket {bucket.index()} with {shown}{more}"
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Any:
-        """Not supported yet, except with ``enable=False``, which does nothing.
+        """For uneven data: ranks that have run out of it follow the others with zeros.
+
+        As torch's method of this name.
 
         Raises:
-            UnsupportedError: ``enable`` is true.
+            UnsupportedError: ``sync_every`` is above 1.
         """
-        if enable:
+        if enable and self._sync_every > 1:
             raise UnsupportedError(
-                "pycomm.DistributedDataParallel.join() is not supported yet; give every rank the "
-                "same number of batches, as torch.utils.data.DistributedSampler does"
+                "join() cannot follow the averaging of sync_every yet: give every rank the same "
+                "number of batches, as torch.utils.data.DistributedSampler does"
             )
-        return contextlib.nullcontext()
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        # Torch's way runs hooks on zeros, bucket by bucket; buckets may need to be reduced twice.
+        self.reducer.shadow_backward()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Part of ``shadow_backward()``."""
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         # torch calls this before it checks shapes itself, which it does by index, without names.
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        names = _names_of(self.module, parameters)
+        names = names_of(self.module, parameters)
         if self._check_ranks_agree:
             self._check_ranks_agree = False  # not when unpickled, which one rank may do alone
             check_same_on_all_ranks(
                 self.process_group,
                 self.device,
                 options={
-                    "wire_dtype": self._wire_dtype_name,
+                    "wire_dtype": self._wire_dtype,
+                    "accumulate": self._accumulate,
+                    "sync_every": self._sync_every,
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
                     "find_unused_parameters": self.find_unused_parameters,
                     "broadcast_buffers": self.broadcast_buffers,
@@ -176,8 +287,12 @@ class DistributedDataParallel(_TorchDDP):
                 parameters=zip(names, parameters, strict=True),
                 buffers=self.named_module_buffers.items() if self.broadcast_buffers else (),
             )
-        for name, parameter, sparse in zip(names, parameters, expect_sparse, strict=True):
-            _check_parameter(name, parameter, sparse, self._wire_dtype_name)
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter.device.type != "cpu":
+                raise UnsupportedError(
+                    f"parameter {name!r} is on {parameter.device}; pycomm.DistributedDataParallel "
+                    f"reduces CPU gradients only so far: {INSTEAD}"
+                )
         return parameters, expect_sparse
 
     def _ddp_init_helper(
@@ -188,12 +303,18 @@ class DistributedDataParallel(_TorchDDP):
         static_graph: bool,
     ) -> None:
         native: Any = _extension.load()
+        if self._sync_every > 1:
+            self._host_group = host_group(self.process_group)
+        everything = self._reducible()
+        names, tensors = list(everything), list(everything.values())
         self.reducer = native.Reducer(
-            parameters,
-            _names_of(self.module, parameters),
-            _bucket_indices(parameters, self._bucket_caps()),
-            self.process_group,
-            wire_dtype=self._wire_dtype,
+            tensors,
+            names,
+            wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors]),
+            expect_sparse(self.module, tensors),
+            self.process_group if self._host_group is None else self._host_group,
+            **self._bucket_caps(),
+            accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             native_hooks=not self._use_python_reducer,
@@ -209,88 +330,30 @@ class DistributedDataParallel(_TorchDDP):
         )
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
-    def _bucket_caps(self) -> list[int]:
-        """Bytes of parameters in the first, second … bucket; the last holds for all that follow."""
-        if self.bucket_bytes_cap_default:
-            return [_FIRST_BUCKET_CAP_NBYTES, self.bucket_bytes_cap]
-        return [self.bucket_bytes_cap]
+    def _reducible(self) -> dict[str, nn.Parameter]:
+        """Parameters that have gradients, or may once they are thawed, by their first name."""
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            ignored = {name, f".{name}"} & set(self.parameters_to_ignore)
+            if not ignored and (parameter.is_floating_point() or parameter.is_complex()):
+                found[name] = parameter
+        return found
+
+    def _bucket_caps(self) -> dict[str, Any]:
+        """Bytes in the first, second … bucket, the last number for all that follow; and the end."""
+        listed = list(getattr(self, "bucket_bytes_cap_list", []))
+        if listed:
+            return {"bucket_caps": listed, "last_bucket_cap": 0}
+        cap = _BUCKET_CAP_NBYTES if self._uses_default_cap else self.bucket_bytes_cap
+        edge = min(_EDGE_BUCKET_CAP_NBYTES, cap)
+        return {"bucket_caps": [edge, cap], "last_bucket_cap": edge}
 
 
-def _torch_options(
-    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Every argument of torch's constructor by name, with defaults; TypeError for unknown ones."""
-    signature = inspect.signature(_TorchDDP.__init__)
-    known = list(signature.parameters)[2:]
-    for name in kwargs:
-        if name not in known:
-            close = difflib.get_close_matches(name, [*known, "wire_dtype"], 1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"pycomm.DistributedDataParallel has no option {name!r}{hint}")
-    bound = signature.bind(None, module, *args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
-    for name, only in _ONLY.items():
-        given = options.get(name, only)
-        if given is not only and given != only:
-            raise UnsupportedError(
-                f"pycomm.DistributedDataParallel does not support {name}={given!r} yet: "
-                f"leave it at {only!r}, or {_INSTEAD}"
-            )
-    for name, layer in module.named_modules():
-        if isinstance(layer, _TorchDDP):
-            where = f"its part {name!r}" if name else "it"
-            raise ValueError(f"the module cannot be wrapped: {where} is wrapped already")
-
-
-def _parse_wire_dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in _WIRE_DTYPES:
-        allowed = ", ".join(repr(known) for known in _WIRE_DTYPES)
-        close = difflib.get_close_matches(str(name), list(_WIRE_DTYPES), 1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
-    return _WIRE_DTYPES[name]
-
-
-def _names_of(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str]:
-    """The first name of each; a shared parameter has several."""
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, name)
-    return [names[parameter] for parameter in parameters]
-
-
-def _check_parameter(
-    name: str, parameter: nn.Parameter, sparse: bool, wire_dtype: str | None
-) -> None:
-    if sparse:
-        raise UnsupportedError(
-            f"parameter {name!r} belongs to an embedding with sparse=True; "
-            "pycomm.DistributedDataParallel reduces dense gradients only"
-        )
-    if parameter.device.type != "cpu":
-        raise UnsupportedError(
-            f"parameter {name!r} is on {parameter.device}; pycomm.DistributedDataParallel reduces "
-            f"CPU gradients only so far: {_INSTEAD}"
-        )
-    if wire_dtype is not None and parameter.dtype not in _WIRE_DTYPES.values():
-        raise UnsupportedError(
-            f"parameter {name!r} is {parameter.dtype}; wire_dtype={wire_dtype!r} is for float32, "
-            "float16 and bfloat16"
-        )
-
-
-def _bucket_indices(parameters: Sequence[nn.Parameter], caps: list[int]) -> list[list[int]]:
-    """Which parameters share a bucket, buckets in the order in which they are reduced.
-
-    Backward produces gradients roughly from the last registered parameter to the first, so that is
-    the order. A bucket holds one dtype; its size counts in that.
-    """
-    backward: list[torch.Tensor] = list(reversed(parameters))
-    groups, _ = _compute_bucket_assignment_by_size(backward, caps, [False] * len(backward))
-    return [[len(parameters) - 1 - place for place in group] for group in groups]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sync_when_due(model: nn.Module, args: object) -> None:
+    """Before a forward pass that trains, averages parameters once they have gone far enough."""
+    assert isinstance(model, DistributedDataParallel)
+    if not torch.is_grad_enabled() or not model.module.training:
+        return
+    if model.reducer.stats().steps - model._steps_at_sync >= model._sync_every:
+        model.sync()

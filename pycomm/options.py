@@ -155,6 +155,12 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_ALGO",
     ),
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
+    Setting(
+        "wire_dtype",
+        _one_of("fp32", "bf16", "fp16", "fp8", "int8"),
+        "fp32",
+        "PYCOMM_WIRE_DTYPE",
+    ),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
     Setting(
         "flight_recorder_size",
@@ -180,7 +186,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``transport`` and ``segment_nbytes``; the others may differ.
+    the same ``algorithm``, ``transport``, ``segment_nbytes`` and ``wire_dtype``; the others may
+    differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -199,6 +206,12 @@ class Options:
         transport: "auto": shared memory where all ranks of the group share a host and it can be
             had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
             ``PYCOMM_TRANSPORT``.
+        wire_dtype: What sums travel as: "fp32" for their own dtype, "bf16", "fp16", "fp8" or
+            "int8". It holds for SUM, AVG and PREMUL_SUM of float32 and float64 tensors of 16 KiB or
+            more (all ranks' parts together) in all_reduce and reduce_scatter; all else travels as
+            it is, exactly. Sums are added up in float32 and rounded once before they travel, so all
+            ranks get the same bits, and the error does not grow with their number (docs/codecs.md).
+            ``PYCOMM_WIRE_DTYPE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
         flight_recorder_size: How many of its last operations a group remembers; 0 for none.
@@ -219,6 +232,7 @@ class Options:
     debug: str | None = None
     algorithm: str | None = None
     transport: str | None = None
+    wire_dtype: str | None = None
     segment_nbytes: int | str | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
@@ -246,6 +260,12 @@ class Options:
         origins: dict[str, str] = {}
         for setting in SETTINGS:
             values[setting.field], origins[setting.field] = self.find(setting, environ)
+        algorithm, wire_dtype = values["algorithm"], values["wire_dtype"]
+        if wire_dtype != "fp32" and algorithm not in ("auto", "direct"):
+            raise ValueError(
+                f"{origins['algorithm']}={algorithm!r} does not go with {origins['wire_dtype']}="
+                f"{wire_dtype!r}: values that travel encoded are summed by 'direct'; use 'auto'"
+            )
         return ResolvedOptions(**values, origins=origins)
 
     def find(self, setting: Setting, environ: Mapping[str, str]) -> tuple[Any, str]:
@@ -292,6 +312,7 @@ class ResolvedOptions:
     debug: str
     algorithm: str
     transport: str
+    wire_dtype: str
     segment_nbytes: int
     flight_recorder_size: int
     flight_recorder_dir: str

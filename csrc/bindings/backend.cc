@@ -25,6 +25,7 @@ struct NativeOptions {
   std::string algorithm;
   std::string transport;
   std::string store_host;
+  std::string wire_dtype;
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
@@ -39,6 +40,7 @@ struct NativeOptions {
         algorithm(options["algorithm"].cast<std::string>()),
         transport(options["transport"].cast<std::string>()),
         store_host(options["store_host"].cast<std::string>()),
+        wire_dtype(options["wire_dtype"].cast<std::string>()),
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
@@ -59,6 +61,14 @@ Algorithm algorithmNamed(const std::string& name) {
 
 Transport transportNamed(const std::string& name) {
   return name == "tcp" ? Transport::Tcp : (name == "shm" ? Transport::SharedMemory : Transport::Auto);
+}
+
+Codec codecOf(const std::string& wire_dtype) {
+  const auto codec = codecNamed(wire_dtype);
+  if (!codec) {
+    throw Error(ErrorCode::InvalidArgument, "wire_dtype=" + wire_dtype + " is not a codec.", "fp32");
+  }
+  return *codec;
 }
 
 AddressFamily familyNamed(const std::string& name) {
@@ -88,6 +98,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.timeout = std::chrono::milliseconds(timeout_ms);
     settings.algorithm = algorithmNamed(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
+    settings.codec = codecOf(options.wire_dtype);
 
     Group::Config config;
     RendezvousConfig& meeting = config.rendezvous;
@@ -99,7 +110,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.family = familyNamed(options.socket_family);
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
-        " segment_nbytes=" + std::to_string(options.segment_nbytes);
+        " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype;
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
@@ -171,6 +182,18 @@ void bindBackend(py::module_& m) {
       [](const std::string& path) { raising([&] { processEngine().recorder().write(path); }); },
       py::arg("path"),
       py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "codec_stats",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        const CodecCounters& counters = asPycomm(backend).group().codecCounters();
+        py::dict stats;
+        stats["elements_sent"] = counters.sent_numel.load();
+        stats["bytes_sent"] = counters.sent_nbytes.load();
+        stats["bytes_saved"] = counters.saved_nbytes.load();
+        stats["overflows"] = counters.overflows.load();
+        return stats;
+      },
+      py::arg("backend"));
   m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },

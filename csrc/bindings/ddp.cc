@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/distributed/c10d/default_comm_hooks.hpp>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "ddp/logger.h"
@@ -16,21 +17,41 @@ namespace {
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
 std::shared_ptr<Reducer> makeReducer(
-    std::vector<at::Tensor> params,
-    std::vector<std::string> names,
-    std::vector<std::vector<size_t>> bucket_indices,
+    const std::vector<at::Tensor>& params,
+    const std::vector<std::string>& names,
+    const std::vector<std::optional<at::ScalarType>>& wire_dtypes,
+    const std::vector<bool>& sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
-    std::optional<at::ScalarType> wire_dtype,
+    std::vector<size_t> bucket_caps,
+    size_t last_bucket_cap,
+    int64_t accumulate,
     bool find_unused_parameters,
     bool gradient_as_bucket_view,
     bool native_hooks) {
+  TORCH_CHECK_VALUE(
+      names.size() == params.size() && wire_dtypes.size() == params.size() && sparse.size() == params.size(),
+      "one name, wire dtype and answer to sparse a parameter");
+  std::vector<ReducedParam> reduced;
+  for (size_t index = 0; index < params.size(); ++index) {
+    reduced.push_back({params[index], names[index], wire_dtypes[index], sparse[index]});
+  }
   ReducerOptions options;
-  options.wire_dtype = wire_dtype;
+  options.caps = {std::move(bucket_caps), last_bucket_cap};
+  options.accumulate = accumulate;
   options.find_unused_parameters = find_unused_parameters;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.native_hooks = native_hooks;
-  return std::make_shared<Reducer>(
-      std::move(params), std::move(names), std::move(bucket_indices), std::move(group), options);
+  return std::make_shared<Reducer>(std::move(reduced), std::move(group), std::move(options));
+}
+
+using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
+
+void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) {
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> inner;
+  for (const PythonFuture& future : futures) {
+    inner.push_back(future->fut);
+  }
+  reducer.installPostBackwardFutures(std::move(inner));
 }
 
 void registerPythonHook(Reducer& reducer, py::object state, py::object hook) {
@@ -63,13 +84,16 @@ void defUnsupported(Class& bound, const char* method, const char* what) {
 
 void bindReducer(py::module_& m) {
   py::class_<ReducerStats>(m, "ReducerStats")
+      .def_readonly("passes", &ReducerStats::passes)
       .def_readonly("steps", &ReducerStats::steps)
       .def_readonly("buckets_reduced", &ReducerStats::buckets_reduced)
       .def_readonly("wire_nbytes", &ReducerStats::wire_nbytes)
+      .def_readonly("gradient_nbytes", &ReducerStats::gradient_nbytes)
       .def_readonly("exposed_ns", &ReducerStats::exposed_ns)
       .def_readonly("overflowed_buckets", &ReducerStats::overflowed_buckets)
       .def_readonly("underflowed_buckets", &ReducerStats::underflowed_buckets)
-      .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets);
+      .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets)
+      .def_readonly("accumulated", &ReducerStats::accumulated);
 
   ReducerClass reducer(m, "Reducer");
   reducer
@@ -77,10 +101,13 @@ void bindReducer(py::module_& m) {
           py::init(torch::wrap_pybind_function(makeReducer)),
           py::arg("params"),
           py::arg("names"),
-          py::arg("bucket_indices"),
+          py::arg("wire_dtypes"),
+          py::arg("sparse"),
           py::arg("process_group"),
           py::kw_only(),
-          py::arg("wire_dtype"),
+          py::arg("bucket_caps"),
+          py::arg("last_bucket_cap"),
+          py::arg("accumulate"),
           py::arg("find_unused_parameters"),
           py::arg("gradient_as_bucket_view"),
           py::arg("native_hooks"))
@@ -89,8 +116,19 @@ void bindReducer(py::module_& m) {
           "prepare_for_backward",
           torch::wrap_pybind_function_no_gil(
               [](Reducer& self, const std::vector<at::Tensor>& outputs) { self.prepareForBackward(outputs); }))
-      .def("_rebuild_buckets", [](const Reducer& /*self*/) { return false; }) // the order stays as it was built
-      .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {})
+      .def("_rebuild_buckets", torch::wrap_pybind_function_no_gil(&Reducer::rebuildBuckets))
+      .def("_push_all_rebuilt_params", [](const Reducer& /*self*/) {}) // shadow_backward() leaves all that is needed
+      .def("_set_static_graph", torch::wrap_pybind_function_no_gil(&Reducer::setStaticGraph))
+      .def("_delay_all_reduce", torch::wrap_pybind_function_no_gil(&Reducer::delayAllReduce))
+      .def(
+          "_set_forward_pass_work_handle",
+          torch::wrap_pybind_function_no_gil(&Reducer::setForwardPassWork),
+          py::arg("work"),
+          py::arg("use_static_world_size"))
+      .def("shadow_backward", torch::wrap_pybind_function_no_gil(&Reducer::shadowBackward))
+      .def("_install_post_backward_futures", torch::wrap_pybind_function(installFutures), py::arg("futures"))
+      .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
+      .def("bucket_names", torch::wrap_pybind_function_no_gil(&Reducer::bucketNames))
       .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
       .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))
       .def("_remove_autograd_hooks", torch::wrap_pybind_function_no_gil(&Reducer::removeAutogradHooks))
@@ -104,18 +142,14 @@ void bindReducer(py::module_& m) {
       .def("set_logger", [](const Reducer& /*self*/, const py::object& /*logger*/) {}) // ours reads, nothing is pushed
       .def("_set_ddp_runtime_logging_sample_rate", [](const Reducer& /*self*/, int /*rate*/) {}); // counts every step
 
-  defUnsupported(reducer, "_set_static_graph", "static_graph");
-  defUnsupported(reducer, "_delay_all_reduce", "static_graph");
   defUnsupported(reducer, "_autograd_hook", "mixed_precision");
   defUnsupported(reducer, "_set_mixed_precision_param_dtype", "mixed_precision");
   defUnsupported(reducer, "_set_optimizer_in_backward", "an optimizer applied in backward");
   defUnsupported(reducer, "_run_allreduce_hook", "an optimizer applied in backward");
-  defUnsupported(reducer, "_set_forward_pass_work_handle", "join()");
-  defUnsupported(reducer, "_get_zeros_like_grad_buckets", "join()");
-  defUnsupported(reducer, "_run_comm_hook", "join()");
-  defUnsupported(reducer, "_get_local_used_map", "join()");
-  defUnsupported(reducer, "_install_post_backward_futures", "a buffer comm hook that returns futures");
-  defUnsupported(reducer, "_set_sparse_metadata", "a sparse gradient");
+  defUnsupported(reducer, "_get_zeros_like_grad_buckets", "torch's way of following a reduction");
+  defUnsupported(reducer, "_run_comm_hook", "torch's way of following a reduction");
+  defUnsupported(reducer, "_get_local_used_map", "torch's way of following a reduction");
+  defUnsupported(reducer, "_set_sparse_metadata", "metadata of sparse gradients");
 }
 
 void bindLogger(py::module_& m) {
@@ -124,10 +158,10 @@ void bindLogger(py::module_& m) {
       .def("set_construction_data_and_log", torch::wrap_pybind_function(&DdpLogger::setConstructionData))
       .def("set_error_and_log", torch::wrap_pybind_function(&DdpLogger::setError))
       .def("set_runtime_stats_and_log", [](const DdpLogger& /*self*/) {}) // the reducer counts
+      .def("_set_static_graph", torch::wrap_pybind_function(&DdpLogger::setStaticGraph))
+      .def("_set_uneven_input_join", torch::wrap_pybind_function(&DdpLogger::setUnevenInputJoin))
       .def("_set_comm_hook_name", torch::wrap_pybind_function(&DdpLogger::setCommHookName))
       .def("_get_ddp_logging_data", torch::wrap_pybind_function_no_gil(&DdpLogger::table));
-  defUnsupported(logger, "_set_static_graph", "static_graph");
-  defUnsupported(logger, "_set_uneven_input_join", "join()");
 }
 
 } // namespace

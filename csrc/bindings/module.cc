@@ -1,6 +1,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/backend.h"
+#include "bindings/codecs.h"
 #include "bindings/ddp.h"
 #include "bindings/futures.h"
 #include "bindings/process.h"
@@ -10,5 +11,6 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bindProcess(m);
   pycomm::bindBackend(m);
   pycomm::bindFutures(m);
+  pycomm::bindCodecs(m);
   pycomm::bindDdp(m);
 }

@@ -12,6 +12,7 @@
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "numeric/simd_level.h"
+#include "transport/host_identity.h"
 #include "transport/interfaces.h"
 
 namespace py = pybind11;
@@ -101,6 +102,7 @@ void bindProcess(py::module_& m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
   m.def("list_interfaces", &interfaces);
+  m.def("host_identity", [] { return HostIdentity::ofThisProcess().wireText(); });
   m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });
   m.def("build_info", &buildInfo);
 }

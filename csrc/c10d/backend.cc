@@ -78,12 +78,9 @@ std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
-  for (Group::Call& call : prepared.calls) {
-    call.schedule.rank = getRank();
-    call.schedule.size = getSize();
-    if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) {
-      checkRequest(
-          call.schedule); // all of them, before the first one starts; a message is alone, and start() checks it
+  for (const Group::Call& call : prepared.calls) { // all of them, before the first one starts
+    if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) { // start() checks messages
+      checkRequest(call.schedule);
     }
   }
   PycommWork::Content& content = prepared.content;

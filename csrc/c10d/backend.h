@@ -32,6 +32,7 @@ class PycommBackend final : public c10d::Backend {
     std::chrono::milliseconds timeout{0}; ///< of every operation that brings none of its own
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
+    Codec codec = Codec::None; ///< for what codecFor() says
   };
 
   /// `store` is what the group met in: it is left when the group closes.
@@ -155,6 +156,8 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] Group::Call call(Collective kind, const Opts& opts) const {
     Group::Call call;
     call.schedule.kind = kind;
+    call.schedule.rank = getRank();
+    call.schedule.size = getSize();
     call.schedule.segment_nbytes = settings_.segment_nbytes;
     call.deadline = Deadline::after((opts.timeout.count() > 0 ? opts.timeout : settings_.timeout).count());
     call.waits = !opts.asyncOp;
@@ -180,6 +183,8 @@ class PycommBackend final : public c10d::Backend {
   template <typename Opts>
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
+  /// Encodes a request that is otherwise complete, where the group's codec has a meaning for it.
+  void chooseCodec(Group::Call& call) const;
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);

@@ -115,6 +115,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter(
     prepared.content.outputs = outputs;
     Group::Call request = call(Collective::ReduceScatter, opts, output);
     setParts(request.schedule, inputs.front());
+    chooseCodec(request);
     readParts(request, prepared.staging, inputs.front());
     request.output = prepared.staging.out(output);
     prepared.calls.push_back(std::move(request));
@@ -149,6 +150,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter_tensor_coalesced(
       checkPart(inputs[i], outputs[i], getRank(), kOp);
       Group::Call request = call(Collective::ReduceScatter, opts, inputs[i]);
       request.schedule.numel = outputs[i].numel();
+      chooseCodec(request);
       request.input = prepared.staging.in(inputs[i]);
       request.output = prepared.staging.out(outputs[i]);
       prepared.calls.push_back(std::move(request));

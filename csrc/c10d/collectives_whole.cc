@@ -4,6 +4,7 @@
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
+#include "schedule/select.h"
 
 namespace pycomm {
 
@@ -14,7 +15,12 @@ void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tenso
   request.schedule.numel = tensor.numel();
   request.output = prepared.staging.inOut(tensor);
   request.input = request.output;
+  chooseCodec(request);
   prepared.calls.push_back(std::move(request));
+}
+
+void PycommBackend::chooseCodec(Group::Call& call) const {
+  call.schedule.codec = codecFor(call.schedule, settings_.codec);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(

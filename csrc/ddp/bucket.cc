@@ -1,6 +1,9 @@
 #include "ddp/bucket.h"
 
+#include <ATen/core/TensorBody.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_coalesced.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
@@ -48,6 +51,19 @@ bool sameMemory(const at::Tensor& grad, const at::Tensor& view, const std::vecto
   return grad.is_alias_of(view) && grad.data_ptr() == view.data_ptr() && hasStrides(grad, strides);
 }
 
+at::Tensor emptySparse(const at::Tensor& param) {
+  // One dimension is sparse, as in the gradients of embeddings: ranks must agree on that.
+  const auto options = param.options().requires_grad(false);
+  std::vector<int64_t> values = param.sizes().vec();
+  values.at(0) = 0;
+  const at::Tensor indices = at::empty({1, 0}, options.dtype(at::kLong));
+  return at::_sparse_coo_tensor_unsafe(indices, at::empty(values, options), param.sizes())._coalesced_(true);
+}
+
+size_t sparseNbytes(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor._indices().nbytes() + tensor._values().nbytes() : 0;
+}
+
 void bumpVersion(const at::Tensor& written) {
   if (!written.is_inference()) {
     written.unsafeGetTensorImpl()->bump_version();
@@ -68,64 +84,110 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
     numel_ += slot.numel;
     slots_.push_back(std::move(slot));
   }
+  divisor_ = layout.world_size;
+  pending_ = slots_.size();
+  if (layout.sparse) {
+    return;
+  }
   const at::ScalarType wire = layout.wire_dtype.value_or(dtype_);
   const bool scaled = layout.wire_dtype == at::kHalf;
   const bool travels_cast = wire != dtype_ || scaled;
-  const auto options = slots_[0].param.options().requires_grad(false);
   if (travels_cast) {
     const size_t tail = scaled ? static_cast<size_t>(layout.world_size) : 0;
+    const auto options = slots_[0].param.options().requires_grad(false);
     wire_ = at::zeros({static_cast<int64_t>(numel_ + tail)}, options.dtype(wire));
   }
   if (scaled) {
-    scale_.emplace(layout.world_size);
+    scale_.emplace(layout.world_size, layout.scale_exponent);
   }
   if (!travels_cast || layout.grads_are_views) {
-    home_ = at::empty({static_cast<int64_t>(numel_)}, options);
-    for (Slot& slot : slots_) {
-      slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
-    }
+    allocateHome();
   }
-  beginStep();
+}
+
+void Bucket::allocateHome() {
+  const auto options = slots_[0].param.options().requires_grad(false);
+  home_ = at::zeros({static_cast<int64_t>(numel_)}, options);
+  for (Slot& slot : slots_) {
+    slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
+  }
 }
 
 at::Tensor Bucket::wire() const {
   if (cast()) {
     return wire_;
   }
-  return home_.is_complex() ? at::view_as_real(home_) : home_;
+  return home_.is_complex() && !layout_.sparse ? at::view_as_real(home_) : home_;
 }
 
-void Bucket::beginStep() noexcept {
+size_t Bucket::gradientNbytes() const {
+  return layout_.sparse ? sparseNbytes(home_) : numel_ * c10::elementSize(dtype_);
+}
+
+void Bucket::beginStep(int divisor) {
+  divisor_ = divisor;
   pending_ = slots_.size();
   max_abs_bits_ = 0;
+  shadow_ = false;
+}
+
+void Bucket::beginShadowStep() {
+  const at::NoGradGuard no_grad;
+  beginStep(layout_.world_size);
+  shadow_ = true;
+  pending_ = 0;
+  if (layout_.sparse) {
+    home_ = emptySparse(slots_[0].param);
+  } else if (cast()) {
+    wire_.zero_();
+  } else {
+    allocateHome(); // not in place: .grad may still point into the old one
+  }
 }
 
 void Bucket::pack(size_t slot) {
   const at::NoGradGuard no_grad;
-  if (home_.defined()) {
-    packHome(slots_[slot]);
-  }
-  if (cast()) {
+  if (layout_.sparse) {
+    packSparse(slots_[slot]);
+  } else if (cast()) {
     packWire(slots_[slot]);
+  } else {
+    packHome(slots_[slot]);
   }
   --pending_;
 }
 
+void Bucket::packSparse(const Slot& slot) {
+  const at::Tensor& grad = slot.param.grad();
+  if (!grad.defined()) {
+    home_ = emptySparse(slot.param);
+    return;
+  }
+  // A tensor of its own: the all-reduce puts other elements into it, and .grad is the user's until unpack().
+  home_ = layout_.hook_averages ? grad.coalesce() : grad.coalesce().mul(1.0 / divisor_);
+}
+
 void Bucket::packHome(const Slot& slot) {
   at::Tensor& grad = slot.param.mutable_grad();
-  const bool average_here = !cast() && !layout_.hook_averages && layout_.world_size > 1;
-  const double factor = average_here ? 1.0 / layout_.world_size : 1.0;
+  const bool average_here = !layout_.hook_averages && divisor_ > 1;
+  const double factor = average_here ? 1.0 / divisor_ : 1.0;
   if (!grad.defined()) {
     slot.view.zero_();
     return;
   }
+  const bool same_type = grad.scalar_type() == dtype_;
   if (layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides)) {
     if (average_here) {
       slot.view.mul_(factor);
     }
     return;
   }
-  if (average_here && grad.scalar_type() == dtype_) {
+  if (same_type && dtype_ == at::kFloat && hasStrides(grad, slot.strides)) {
+    // The usual case without torch's dispatcher, which costs more than a small gradient does.
+    void* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
+    const auto divided = static_cast<float>(factor);
+    convert(DType::Float32, out, DType::Float32, grad.const_data_ptr(), slot.numel, divided);
+  } else if (average_here && same_type) {
     at::Tensor out = slot.view;
     at::mul_out(out, grad, at::scalar_tensor(factor, at::kDouble)); // no dimensions: does not promote
   } else {
@@ -145,7 +207,7 @@ void Bucket::packWire(const Slot& slot) {
   }
   const size_t element = wire_.element_size();
   auto* out = static_cast<char*>(wire_.data_ptr()) + slot.offset * element;
-  at::Tensor grad = slot.param.grad();
+  at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
   if (!grad.defined()) {
     std::fill_n(out, slot.numel * element, char{0});
     return;
@@ -203,6 +265,13 @@ Bucket::Verdict Bucket::judge() {
 
 void Bucket::takeHookResult(const at::Tensor& result) {
   const at::NoGradGuard no_grad;
+  if (layout_.sparse) {
+    TORCH_CHECK(
+        result.is_sparse() && result.sizes() == slots_[0].param.sizes(),
+        "the comm hook was given a sparse gradient and did not return a sparse tensor of its shape");
+    home_ = result;
+    return;
+  }
   TORCH_CHECK(
       result.numel() == home_.numel(),
       "the comm hook returned ",
@@ -217,23 +286,37 @@ void Bucket::takeHookResult(const at::Tensor& result) {
 
 void Bucket::unpack(size_t index) {
   const at::NoGradGuard no_grad;
-  const Slot& slot = slots_[index];
+  Slot& slot = slots_[index];
   at::Tensor& grad = slot.param.mutable_grad();
+  if (layout_.sparse) {
+    grad = home_;
+    return;
+  }
+  if (cast()) {
+    unpackWire(slot);
+    return;
+  }
   if (!grad.defined()) {
     grad = layout_.grads_are_views
         ? slot.view
         : at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
   }
-  if (!cast()) {
-    if (!sameMemory(grad, slot.view, slot.strides)) {
-      grad.copy_(slot.view);
-    }
-    return;
+  if (!sameMemory(grad, slot.view, slot.strides)) {
+    grad.copy_(slot.view);
+  }
+}
+
+void Bucket::unpackWire(Slot& slot) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  if (layout_.grads_are_views && (!grad.defined() || grad.scalar_type() == dtype_)) {
+    grad = slot.view;
+  } else if (!grad.defined()) {
+    grad = at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
   }
   if (slot.numel == 0) {
     return;
   }
-  const float factor = scale_.has_value() ? scale_->unpackFactor() : 1.0F / static_cast<float>(layout_.world_size);
+  const float factor = scale_.has_value() ? scale_->unpackFactor(divisor_) : 1.0F / static_cast<float>(divisor_);
   const bool direct = grad.scalar_type() == dtype_ && hasStrides(grad, slot.strides);
   at::Tensor target = direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
   const auto* in = static_cast<const char*>(wire_.const_data_ptr()) + slot.offset * wire_.element_size();
@@ -248,6 +331,9 @@ void Bucket::unpack(size_t index) {
 void Bucket::finishStep() noexcept {
   if (scale_.has_value()) {
     scale_->finishStep();
+  }
+  if (layout_.sparse) {
+    home_.reset(); // its elements belong to .grad now
   }
 }
 

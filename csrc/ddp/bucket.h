@@ -17,6 +17,8 @@ struct BucketLayout {
   std::optional<at::ScalarType> wire_dtype; ///< none: the parameters' own
   bool grads_are_views = false; ///< .grad points into the bucket
   bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
+  bool sparse = false; ///< one parameter, whose gradients are sparse COO tensors
+  int scale_exponent = 0; ///< the fp16 scale's first, the same on every rank
 };
 
 /// Gradients of one dtype that are reduced together.
@@ -24,13 +26,17 @@ struct BucketLayout {
 /// Two flat buffers, either of which may be missing. `home` has the parameters' dtype: it is what .grad points into
 /// when gradients are views, and what comm hooks see. `wire` is what the all-reduce gets: home itself, or the cast
 /// gradients, with one element a rank behind them when the wire is fp16 (see WireScale).
-/// Both hold each gradient in the memory order of its parameter, which all ranks share.
+/// Both hold each gradient in the memory order of its parameter, which all ranks share. A sparse gradient has no flat
+/// memory: there home is the scaled gradient itself, and only while it is reduced.
 ///
 ///     dtype on the wire     pack                          reduce     unpack
 ///     the parameters' own   home = g / N                  SUM home   .grad = home
 ///     fp32, bf16            wire = cast(g)                SUM wire   .grad = wire * 1/N
 ///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or all once more
 ///     any, comm hook        home = g                      hook       .grad = what the hook returned
+///
+/// N is the divisor of the step: the ranks that still have data, all of them unless in join().
+/// A wire of another kind goes in here and nowhere else: packWire(), seal(), judge(), and the factor in unpackWire().
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
@@ -49,14 +55,27 @@ class Bucket {
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept {
     return slots_;
   }
-  /// The flat gradients in the parameters' dtype. Defined unless wire_dtype changes them and .grad is no view.
+  /// The flat gradients in the parameters' dtype. Undefined where wire_dtype changes them and .grad is no view, and, if
+  /// sparse, outside of a step.
   [[nodiscard]] const at::Tensor& home() const noexcept {
     return home_;
   }
   /// What to all-reduce, by SUM. Complex gradients are seen as pairs of reals.
   [[nodiscard]] at::Tensor wire() const;
 
-  void beginStep() noexcept;
+  [[nodiscard]] bool sparse() const noexcept {
+    return layout_.sparse;
+  }
+  /// The s of the fp16 scale, 0 where there is none.
+  [[nodiscard]] int scaleExponent() const noexcept {
+    return scale_.has_value() ? scale_->exponent() : 0;
+  }
+  /// Bytes of the gradients in their own dtype; of a sparse one, those of the step under way.
+  [[nodiscard]] size_t gradientNbytes() const;
+
+  void beginStep(int divisor);
+  /// A step in which this rank has no data: zeros travel, and no .grad is read or written.
+  void beginShadowStep();
   /// Slots that have not been packed in this step.
   [[nodiscard]] size_t pending() const noexcept {
     return pending_;
@@ -82,6 +101,9 @@ class Bucket {
   }
   void packHome(const Slot& slot);
   void packWire(const Slot& slot);
+  void packSparse(const Slot& slot);
+  void unpackWire(Slot& slot);
+  void allocateHome();
 
   BucketLayout layout_;
   at::ScalarType dtype_;
@@ -92,6 +114,8 @@ class Bucket {
   std::optional<WireScale> scale_; ///< fp16 wire only
   uint32_t max_abs_bits_ = 0;
   size_t pending_ = 0;
+  int divisor_ = 1;
+  bool shadow_ = false;
 };
 
 } // namespace pycomm

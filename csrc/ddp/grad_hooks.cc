@@ -10,14 +10,13 @@ namespace pycomm {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-GradHooks::GradHooks(const std::vector<at::Tensor>& params, const OnGradient& on_gradient)
-    : param_count_(params.size()) {
+GradHooks::GradHooks(const std::vector<std::pair<size_t, at::Tensor>>& params, const OnGradient& on_gradient) {
   hooked_.reserve(params.size());
-  for (size_t index = 0; index < params.size(); ++index) {
-    NodePtr accumulator = torch::autograd::impl::grad_accumulator(params[index]);
+  for (const auto& [index, param] : params) {
+    NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
     TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
     auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
+        [on_gradient, index = index](const variable_list& outputs, const variable_list& /*inputs*/) {
           on_gradient(index);
           return outputs;
         },
@@ -48,7 +47,6 @@ void GradHooks::remove() {
 }
 
 std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& outputs) const {
-  std::vector<bool> reached(param_count_, false);
   std::unordered_set<const Node*> seen;
   std::vector<const Node*> open;
   const auto visit = [&](const Node* node) {
@@ -66,15 +64,11 @@ std::vector<size_t> GradHooks::unreachableFrom(const std::vector<at::Tensor>& ou
     for (const auto& edge : node->next_edges()) {
       visit(edge.function.get());
     }
-    const auto found = index_of_.find(node);
-    if (found != index_of_.end()) {
-      reached[found->second] = true;
-    }
   }
   std::vector<size_t> unreached;
-  for (size_t index = 0; index < param_count_; ++index) {
-    if (!reached[index]) {
-      unreached.push_back(index);
+  for (const Hooked& hooked : hooked_) {
+    if (seen.find(hooked.accumulator.get()) == seen.end()) {
+      unreached.push_back(index_of_.at(hooked.accumulator.get()));
     }
   }
   return unreached;

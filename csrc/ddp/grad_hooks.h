@@ -21,7 +21,8 @@ class GradHooks {
   /// out of backward().
   using OnGradient = std::function<void(size_t index)>;
 
-  GradHooks(const std::vector<at::Tensor>& params, const OnGradient& on_gradient);
+  /// `params`: with the index that each is known by.
+  GradHooks(const std::vector<std::pair<size_t, at::Tensor>>& params, const OnGradient& on_gradient);
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
   ~GradHooks();
@@ -41,7 +42,6 @@ class GradHooks {
   };
   std::vector<Hooked> hooked_;
   std::unordered_map<const torch::autograd::Node*, size_t> index_of_; ///< keys live as long as hooked_ holds them
-  size_t param_count_ = 0;
 };
 
 } // namespace pycomm

@@ -22,28 +22,22 @@ DdpLogger::DdpLogger(std::shared_ptr<Reducer> reducer) : reducer_(std::move(redu
   const ReducerOptions& options = reducer_->options();
   int64_t nbytes = 0;
   std::set<std::string> dtypes;
-  for (const at::Tensor& param : reducer_->params()) {
-    nbytes += static_cast<int64_t>(param.nbytes());
-    dtypes.insert(c10::toString(param.scalar_type()));
-  }
-  std::vector<std::string> bucket_sizes;
-  for (const auto& indices : reducer_->bucketIndices()) {
-    size_t bucket_nbytes = 0;
-    for (const size_t index : indices) {
-      bucket_nbytes += reducer_->params()[index].nbytes();
+  int64_t tensors = 0;
+  for (const ReducedParam& param : reducer_->params()) {
+    if (param.tensor.requires_grad()) {
+      ++tensors;
+      nbytes += static_cast<int64_t>(param.tensor.nbytes());
+      dtypes.insert(c10::toString(param.tensor.scalar_type()));
     }
-    bucket_sizes.push_back(std::to_string(bucket_nbytes));
   }
   table_.ints_map["world_size"] = reducer_->group()->getSize();
   table_.ints_map["rank"] = reducer_->group()->getRank();
-  table_.ints_map["num_parameter_tensors"] = static_cast<int64_t>(reducer_->params().size());
+  table_.ints_map["num_parameter_tensors"] = tensors;
   table_.ints_map["total_parameter_size_bytes"] = nbytes;
-  table_.ints_map["num_buckets"] = static_cast<int64_t>(bucket_sizes.size());
   table_.ints_map["find_unused_parameters"] = options.find_unused_parameters ? 1 : 0;
   table_.ints_map["gradient_as_bucket_view"] = options.gradient_as_bucket_view ? 1 : 0;
   table_.ints_map["has_error"] = 0;
   table_.strs_map["dtypes"] = joined(dtypes);
-  table_.strs_map["bucket_sizes"] = joined(bucket_sizes);
   table_.strs_map["backend_name"] = reducer_->group()->getBackendName();
 }
 
@@ -70,6 +64,14 @@ void DdpLogger::setCommHookName(const std::string& name) {
   table_.strs_map["comm_hook"] = name;
 }
 
+void DdpLogger::setStaticGraph() {
+  table_.ints_map["static_graph"] = 1;
+}
+
+void DdpLogger::setUnevenInputJoin() {
+  table_.ints_map["join_uneven_inputs"] = 1;
+}
+
 void DdpLogger::setError(const std::string& text) {
   table_.ints_map["has_error"] = 1;
   table_.strs_map["error"] = text;
@@ -78,8 +80,17 @@ void DdpLogger::setError(const std::string& text) {
 at::DDPLoggingData DdpLogger::table() const {
   at::DDPLoggingData table = table_;
   const ReducerStats stats = reducer_->stats();
-  const auto& wire = reducer_->options().wire_dtype; // read now: a built-in hook may set it after construction
-  table.strs_map["wire_dtype"] = wire.has_value() ? c10::toString(*wire) : "the parameters' own";
+  std::set<std::string> wire; // read now, as the buckets are: a built-in hook may set it after construction
+  for (const ReducedParam& param : reducer_->params()) {
+    wire.insert(param.wire_dtype.has_value() ? c10::toString(*param.wire_dtype) : "the parameters' own");
+  }
+  std::vector<std::string> bucket_sizes;
+  for (const size_t nbytes : reducer_->bucketNbytes()) {
+    bucket_sizes.push_back(std::to_string(nbytes));
+  }
+  table.ints_map["num_buckets"] = static_cast<int64_t>(bucket_sizes.size());
+  table.strs_map["bucket_sizes"] = joined(bucket_sizes);
+  table.strs_map["wire_dtype"] = joined(wire);
   table.ints_map["iteration"] = stats.steps;
   table.ints_map["wire_bytes"] = stats.wire_nbytes;
   table.ints_map["exposed_comm_time"] = stats.exposed_ns;

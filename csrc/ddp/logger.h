@@ -24,6 +24,8 @@ class DdpLogger final {
       bool has_sync_bn,
       bool static_graph);
   void setCommHookName(const std::string& name);
+  void setStaticGraph();
+  void setUnevenInputJoin();
   void setError(const std::string& text);
 
   /// The table, with the reducer's counters as they are now.

@@ -10,25 +10,38 @@
 #include <vector>
 
 #include "ddp/bucket.h"
+#include "ddp/bucket_plan.h"
 #include "ddp/grad_hooks.h"
 
 namespace pycomm {
 
+/// One parameter of the model, trainable or frozen.
+struct ReducedParam {
+  at::Tensor tensor;
+  std::string name; ///< for errors
+  std::optional<at::ScalarType> wire_dtype; ///< none: its own
+  bool sparse = false; ///< its gradients are sparse
+};
+
 struct ReducerOptions {
-  std::optional<at::ScalarType> wire_dtype; ///< none: the parameters' own
+  BucketCaps caps;
+  int64_t accumulate = 1; ///< backward passes to one reduction
   bool find_unused_parameters = false;
-  bool gradient_as_bucket_view = false;
+  bool gradient_as_bucket_view = true;
   bool native_hooks = true; ///< false where Dynamo's Python reducer does the work
 };
 
 struct ReducerStats {
-  int64_t steps = 0; ///< backward passes whose gradients were reduced
+  int64_t passes = 0; ///< backward passes, but for those in no_sync()
+  int64_t steps = 0; ///< of them, those whose gradients were reduced
   int64_t buckets_reduced = 0;
   int64_t wire_nbytes = 0; ///< handed to all_reduce, repetitions included; with a comm hook, handed to the hook
+  int64_t gradient_nbytes = 0; ///< what `passes` all_reduces in the parameters' own dtypes would have been handed
   int64_t exposed_ns = 0; ///< backward was over and waited for the network
   int64_t overflowed_buckets = 0; ///< fp16 buckets reduced twice because the first scale was too large,
   int64_t underflowed_buckets = 0; ///< … too small,
   int64_t nonfinite_buckets = 0; ///< and those that held Inf or NaN before they were packed
+  int64_t accumulated = 0; ///< passes since the last reduction
 };
 
 /// Averages gradients over a process group while backward runs. The methods are those that
@@ -41,43 +54,59 @@ struct ReducerStats {
 /// Example, buckets {d, c} {b} {a}, backward produces d, b, c, a: b is packed and waits, c completes the first bucket,
 /// so buckets 0 and 1 leave together, a completes the last, the callback finishes 0, 1, 2.
 ///
+/// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
+/// which gradients came to rank 0. Parameters that are frozen or thawed between passes leave or enter the buckets.
+///
 /// Thread-safe by one mutex. It is held while buckets are launched and awaited, so no caller may hold the GIL.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
-  /// `names`: of params, for errors. `bucket_indices`: which parameters share a bucket, buckets in launch order.
-  Reducer(
-      std::vector<at::Tensor> params,
-      std::vector<std::string> names,
-      std::vector<std::vector<size_t>> bucket_indices,
-      c10::intrusive_ptr<c10d::ProcessGroup> group,
-      ReducerOptions options);
+  /// `params`: in the order of registration, the same on all ranks.
+  Reducer(std::vector<ReducedParam> params, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options);
 
   /// Throws when the last backward pass did not complete: naming the parameters without a gradient, or its failure.
   void prepareForForward();
   /// The next backward pass reduces. `outputs`: what forward returned, looked at with find_unused_parameters only.
   void prepareForBackward(const std::vector<at::Tensor>& outputs);
+  /// Cuts the buckets anew in the order that the first reduction showed on rank 0. Collective, once; true when it did.
+  bool rebuildBuckets();
+
+  /// The graph is the same in every pass: the first one shows how often each parameter's gradient comes.
+  void setStaticGraph();
+  /// The end of a static graph's first pass, called once the engine has nothing left to do.
+  void delayAllReduce();
 
   /// Once, before the first backward pass, and not together with a wire dtype.
   void registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook);
   /// The same, for buckets that travel as fp16 (torch's FP16_COMPRESS).
   void compressToFp16();
+  /// Waited for at the end of the next backward pass.
+  void installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+
+  // join(): ranks that have run out of data follow the others.
+  /// `work`: an all-reduced 1 of every rank that still has data; the next pass divides by it unless told otherwise.
+  void setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size);
+  /// Takes part in the others' reduction with zeros.
+  void shadowBackward();
 
   void removeAutogradHooks();
   void checkFinalized();
   /// Forgets an unfinished or failed pass; buffers that a lost operation might still write are replaced.
   void resetState();
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
+  /// Passes since the last reduction, as a checkpoint had them.
+  void setAccumulated(int64_t passes);
 
   [[nodiscard]] ReducerStats stats();
   [[nodiscard]] const ReducerOptions& options() const noexcept {
     return options_;
   }
-  [[nodiscard]] const std::vector<at::Tensor>& params() const noexcept {
+  [[nodiscard]] const std::vector<ReducedParam>& params() const noexcept {
     return params_;
   }
-  [[nodiscard]] const std::vector<std::vector<size_t>>& bucketIndices() const noexcept {
-    return bucket_indices_;
-  }
+  /// Names of each bucket's parameters, buckets in launch order.
+  [[nodiscard]] std::vector<std::vector<std::string>> bucketNames();
+  /// Bytes of each bucket's gradients in their own dtype.
+  [[nodiscard]] std::vector<size_t> bucketNbytes();
   [[nodiscard]] const c10::intrusive_ptr<c10d::ProcessGroup>& group() const noexcept {
     return group_;
   }
@@ -91,47 +120,80 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     size_t bucket;
     size_t slot;
   };
+  enum class Pass {
+    Idle, ///< gradients that come stay local: no_sync(), or a second backward through the same graph
+    Armed, ///< a forward pass asked for a reduction; no gradient has come yet
+    Local, ///< accumulating
+    Reducing,
+  };
 
+  void adoptTrainable();
   void buildBuckets();
   void resetStep();
   void onGradient(size_t index);
   void takeGradient(size_t index);
+  void beginPass();
+  void takeDivisor();
   void markReady(size_t index);
+  void packInto(Place place);
+  void launchComplete();
   void launch(size_t bucket);
   void launchUsedMap();
   void queueFinish();
   void finish();
-  void finishBucket(size_t bucket);
+  void finishBuckets(bool unpack);
+  void finishBucket(size_t bucket, bool unpack);
   void awaitAllReduce(size_t bucket);
   void awaitUsedMap();
+  void awaitPostBackward();
   void wait(c10d::Work& work);
+  [[nodiscard]] bool tracksUse() const noexcept {
+    return options_.find_unused_parameters || static_graph_;
+  }
+  [[nodiscard]] bool countingStaticGraph() const noexcept {
+    return static_graph_ && !static_graph_known_;
+  }
   [[nodiscard]] bool usedAnywhere(size_t index);
   void fail(const std::string& doing, const std::exception& error);
   void throwIfUnfinished() const;
   [[nodiscard]] std::string namesOfMissing() const;
+  [[nodiscard]] std::string namesInBucket(size_t bucket) const;
   void checkHookMayBeSet() const;
 
-  std::mutex mutex_; ///< guards everything below except params_, names_ and bucket_indices_, which never change
-  const std::vector<at::Tensor> params_;
-  const std::vector<std::string> names_;
-  const std::vector<std::vector<size_t>> bucket_indices_;
+  std::mutex mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
+  std::vector<ReducedParam> params_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
   std::unique_ptr<c10d::CommHookInterface> hook_;
 
+  std::vector<size_t> order_; ///< all parameters, in the order in which their gradients are expected
+  std::vector<bool> trainable_; ///< by parameter: is in a bucket
+  std::vector<std::vector<size_t>> bucket_indices_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
   std::vector<Launched> launched_; ///< by bucket
   size_t next_bucket_ = 0; ///< the first that has not been launched
+  bool reduced_once_ = false;
+  bool rebuilt_ = false;
+  std::vector<size_t> arrival_; ///< parameters in the order in which the gradients of the first reduction came
 
-  bool expecting_ = false; ///< a forward pass asked for a reduction that has not finished
-  bool started_ = false; ///< at least one gradient of that pass has come
+  Pass pass_ = Pass::Idle;
   std::vector<bool> ready_; ///< by parameter, in this pass
   std::vector<size_t> unreachable_; ///< parameters that this pass's graph does not reach
   std::string failure_; ///< of an earlier pass; sticky until resetState()
 
+  bool static_graph_ = false;
+  bool static_graph_known_ = false; ///< its first pass is over
+  std::vector<int> arrivals_; ///< by parameter: how often its gradient comes in a pass of the static graph
+  std::vector<int> awaited_; ///< by parameter: how often it is still to come in this pass
+
+  c10::intrusive_ptr<c10d::Work> join_work_;
+  int divisor_ = 1;
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
+
   at::Tensor used_; ///< int32 by parameter: 1 where a gradient came since the last reduction; summed over ranks
   at::Tensor used_anywhere_;
+  bool used_known_ = false; ///< used_anywhere_ holds for every pass: the graph is static
   c10::intrusive_ptr<c10d::Work> used_work_;
 
   ReducerStats stats_;

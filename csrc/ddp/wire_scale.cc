@@ -36,14 +36,15 @@ int ceilLog2(int value) {
 
 } // namespace
 
-WireScale::WireScale(int world_size) : world_size_(world_size), log2_world_(ceilLog2(world_size)) {}
+WireScale::WireScale(int world_size, int exponent)
+    : world_size_(world_size), log2_world_(ceilLog2(world_size)), exponent_(exponent), next_exponent_(exponent) {}
 
 float WireScale::packFactor() const {
   return std::ldexp(1.0F, exponent_);
 }
 
-float WireScale::unpackFactor() const {
-  return std::ldexp(1.0F, -exponent_) / static_cast<float>(world_size_);
+float WireScale::unpackFactor(int divisor) const {
+  return std::ldexp(1.0F, -exponent_) / static_cast<float>(divisor);
 }
 
 float WireScale::slotValue(uint32_t max_abs_bits) {

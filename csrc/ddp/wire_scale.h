@@ -22,7 +22,7 @@ namespace pycomm {
 ///     good as it is   0 <= top <= 15    … down to 2^(L-14) at the lower end
 ///     otherwise       the bucket is packed and reduced once more, with the s that makes top = 9
 ///
-/// The first step starts with s = 0.
+/// The first step starts with s = 0; buckets that are cut anew start with the least s of those they come from.
 ///
 /// How the ranks agree on E without another message: a bucket ends with N further elements, one a rank. A rank writes
 /// e_r + kBias into its own and zero into the others, so that the SUM hands every rank all e_r, exactly, whatever the
@@ -41,15 +41,16 @@ class WireScale {
     NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
   };
 
-  explicit WireScale(int world_size);
+  /// `exponent`: the s to start with, the same on every rank.
+  explicit WireScale(int world_size, int exponent = 0);
 
   [[nodiscard]] int exponent() const noexcept {
     return exponent_;
   }
   /// 2^s.
   [[nodiscard]] float packFactor() const;
-  /// 2^-s / N.
-  [[nodiscard]] float unpackFactor() const;
+  /// 2^-s / divisor: the ranks that take part, N, or fewer while others have run out of data.
+  [[nodiscard]] float unpackFactor(int divisor) const;
 
   /// What a rank writes into its own element. `max_abs_bits` as maxAbsBits() gives it. An integer from 0 to 1000.
   [[nodiscard]] static float slotValue(uint32_t max_abs_bits);

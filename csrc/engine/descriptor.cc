@@ -3,19 +3,42 @@
 #include <tuple>
 
 namespace pycomm {
+namespace {
+
+constexpr uint8_t kCodecBit = 0x80; // no dtype has it
+
+} // namespace
 
 bool Descriptor::operator==(const Descriptor& other) const noexcept {
   const auto fields = [](const Descriptor& d) {
-    return std::tie(d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.algorithm, d.root, d.numel, d.tag, d.digest);
+    return std::tie(d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.codec, d.algorithm, d.root, d.numel, d.tag, d.digest);
   };
   return fields(*this) == fields(other);
+}
+
+uint8_t Descriptor::wireByte() const noexcept {
+  return codec == Codec::None ? static_cast<uint8_t>(wire_dtype)
+                              : static_cast<uint8_t>(kCodecBit | static_cast<uint8_t>(codec));
+}
+
+void Descriptor::setWireByte(uint8_t byte) noexcept {
+  const bool encoded = (byte & kCodecBit) != 0;
+  codec = encoded ? static_cast<Codec>(byte & ~kCodecBit) : Codec::None;
+  wire_dtype = encoded ? dtype : static_cast<DType>(byte);
+}
+
+std::string Descriptor::wireName() const {
+  if (codec != Codec::None) {
+    return codecName(codec);
+  }
+  return wire_dtype == dtype ? "" : dtypeName(wire_dtype);
 }
 
 void Descriptor::writeTo(FrameHeader& header) const noexcept {
   header.kind = static_cast<uint8_t>(kind);
   header.dtype = static_cast<uint8_t>(dtype);
   header.reduce_op = static_cast<uint8_t>(reduce_op);
-  header.codec = static_cast<uint8_t>(wire_dtype);
+  header.codec = wireByte();
   header.algorithm = static_cast<uint16_t>(algorithm);
   header.root = root;
   header.numel = numel;
@@ -28,7 +51,7 @@ Descriptor Descriptor::readFrom(const FrameHeader& header) noexcept {
   d.kind = static_cast<Collective>(header.kind);
   d.dtype = static_cast<DType>(header.dtype);
   d.reduce_op = static_cast<ReduceOp>(header.reduce_op);
-  d.wire_dtype = static_cast<DType>(header.codec);
+  d.setWireByte(header.codec);
   d.algorithm = static_cast<Algorithm>(header.algorithm);
   d.root = header.root;
   d.numel = header.numel;
@@ -50,8 +73,8 @@ std::string Descriptor::text() const {
   if (root >= 0) {
     out += ", root " + std::to_string(root);
   }
-  if (wire_dtype != dtype) {
-    out += std::string(", wire ") + dtypeName(wire_dtype);
+  if (const std::string wire = wireName(); !wire.empty()) {
+    out += ", wire " + wire;
   }
   out += std::string(", ") + algorithmName(algorithm);
   if (tag != 0) {

@@ -14,6 +14,7 @@ struct Descriptor {
   DType dtype = DType::UInt8;
   ReduceOp reduce_op = ReduceOp::None;
   DType wire_dtype = DType::UInt8;
+  Codec codec = Codec::None; ///< other than None: wire_dtype is dtype
   Algorithm algorithm = Algorithm::Auto; ///< resolved: what really runs
   int32_t root = -1; ///< point-to-point: the sender
   int64_t numel = 0;
@@ -25,6 +26,12 @@ struct Descriptor {
   [[nodiscard]] bool operator!=(const Descriptor& other) const noexcept {
     return !(*this == other);
   }
+
+  /// Codec or wire dtype in one byte, as the header has it, and back.
+  [[nodiscard]] uint8_t wireByte() const noexcept;
+  void setWireByte(uint8_t byte) noexcept;
+  /// What values travel as where that is not their dtype, else "".
+  [[nodiscard]] std::string wireName() const;
 
   void writeTo(FrameHeader& header) const noexcept;
   [[nodiscard]] static Descriptor readFrom(const FrameHeader& header) noexcept;

@@ -126,15 +126,19 @@ bool isOwnTrouble(ErrorCode code) noexcept {
 }
 
 ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
+  const std::string who =
+      "Rank " + std::to_string(identity.rank) + " on " + identity.hosts[static_cast<size_t>(identity.rank)];
   ErrorRecord record;
   try {
     std::rethrow_exception(exception);
   } catch (const Error& error) {
     record = error.record();
+    if (isOwnTrouble(record.code)) { // other ranks read it, too
+      record.summary = who + " cannot go on: " + record.summary;
+    }
   } catch (const std::bad_alloc&) {
     record.code = ErrorCode::OutOfMemory;
-    record.summary = "Rank " + std::to_string(identity.rank) + " on " +
-        identity.hosts[static_cast<size_t>(identity.rank)] + " has no memory left.";
+    record.summary = who + " has no memory left.";
     record.hint = "use a smaller batch, or fewer operations at once";
   } catch (const std::exception& error) {
     record.summary = "A native thread met an exception that it does not know.";

@@ -86,8 +86,8 @@ std::string jsonOf(const FlightLog::Entry& entry, const WallClock& clock) {
   if (descriptor.reduce_op != ReduceOp::None) {
     out.text("reduce_op", reduceOpName(descriptor.reduce_op));
   }
-  if (descriptor.wire_dtype != descriptor.dtype) {
-    out.text("wire_dtype", dtypeName(descriptor.wire_dtype));
+  if (const std::string wire = descriptor.wireName(); !wire.empty()) {
+    out.text("wire_dtype", wire);
   }
   out.text("algorithm", algorithmName(descriptor.algorithm));
   const bool message = descriptor.kind == Collective::Send || descriptor.kind == Collective::Recv;

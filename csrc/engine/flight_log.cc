@@ -120,7 +120,7 @@ FlightLog::Mark FlightLog::issued(
   slot->kinds.store(
       pair(
           static_cast<uint32_t>(descriptor.kind) | static_cast<uint32_t>(descriptor.dtype) << 8 |
-              static_cast<uint32_t>(descriptor.reduce_op) << 16 | static_cast<uint32_t>(descriptor.wire_dtype) << 24,
+              static_cast<uint32_t>(descriptor.reduce_op) << 16 | static_cast<uint32_t>(descriptor.wireByte()) << 24,
           static_cast<uint32_t>(descriptor.algorithm)),
       kRelaxed);
   slot->root_and_tag.store(pair(static_cast<uint32_t>(descriptor.root), descriptor.tag), kRelaxed);
@@ -209,7 +209,7 @@ bool FlightLog::readSlot(const Slot& slot, Entry& entry) noexcept {
   descriptor.kind = static_cast<Collective>(kinds & 0xff);
   descriptor.dtype = static_cast<DType>(kinds >> 8 & 0xff);
   descriptor.reduce_op = static_cast<ReduceOp>(kinds >> 16 & 0xff);
-  descriptor.wire_dtype = static_cast<DType>(kinds >> 24 & 0xff);
+  descriptor.setWireByte(static_cast<uint8_t>(kinds >> 24 & 0xff));
   descriptor.algorithm = static_cast<Algorithm>(high(kinds));
   descriptor.numel = slot.numel.load(kAcquire);
   const uint64_t root_and_tag = slot.root_and_tag.load(kAcquire);

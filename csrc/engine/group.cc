@@ -19,7 +19,7 @@ constexpr size_t kCachedSchedules = 64;
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
-      a.wire_dtype == b.wire_dtype && a.reduce_op == b.reduce_op && a.numel == b.numel &&
+      a.wire_dtype == b.wire_dtype && a.codec == b.codec && a.reduce_op == b.reduce_op && a.numel == b.numel &&
       a.segment_nbytes == b.segment_nbytes && a.counts == b.counts && a.recv_counts == b.recv_counts &&
       a.pipeline_frames == b.pipeline_frames;
 }
@@ -148,6 +148,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.descriptor.dtype = call.schedule.dtype;
   request.descriptor.reduce_op = call.schedule.reduce_op;
   request.descriptor.wire_dtype = call.schedule.wire_dtype;
+  request.descriptor.codec = call.schedule.codec;
+  request.codec_counters = call.schedule.codec == Codec::None ? nullptr : codec_counters_;
   request.descriptor.numel = call.schedule.numel;
   request.descriptor.tag = call.tag;
   request.input = call.input;

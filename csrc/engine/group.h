@@ -12,6 +12,7 @@
 #include "base/abort_token.h"
 #include "base/buffer_view.h"
 #include "base/deadline.h"
+#include "engine/codec_counters.h"
 #include "engine/control_plane.h"
 #include "engine/data_plane.h"
 #include "engine/engine.h"
@@ -93,6 +94,9 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] int64_t operationsIssued() const noexcept {
     return counter_.load(std::memory_order_relaxed);
   }
+  [[nodiscard]] const CodecCounters& codecCounters() const noexcept {
+    return *codec_counters_;
+  }
   [[nodiscard]] const std::string& addressReason() const noexcept {
     return address_reason_;
   }
@@ -145,6 +149,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string interface_name_;
   Listener listener_; ///< until connect() hands it on
   AbortToken abort_; ///< set when the group has failed
+  const std::shared_ptr<CodecCounters> codec_counters_ = std::make_shared<CodecCounters>();
   std::atomic<int64_t> counter_{0}; ///< operations issued by user threads
 
   std::unique_ptr<ControlPlane> control_; ///< used on the control loop only

@@ -12,6 +12,7 @@
 #include "base/buffer_view.h"
 #include "base/deadline.h"
 #include "base/error.h"
+#include "engine/codec_counters.h"
 #include "engine/descriptor.h"
 #include "engine/flight_log.h"
 #include "engine/issue_context.h"
@@ -33,6 +34,7 @@ class Operation {
     std::vector<BufferView> output_parts; ///< instead of `output`
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
+    std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
     bool receives = false;
     int peer = -1; ///< as asked; PointToPoint::kAnyRank for a receive from any rank

@@ -4,8 +4,6 @@
 #include <string>
 #include <utility>
 
-#include "base/fault_point.h"
-#include "numeric/convert.h"
 #include "numeric/reduce.h"
 
 namespace pycomm {
@@ -184,47 +182,12 @@ void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
   }
 }
 
-void Transfer::combine(const Step& step, void* dst, const void* arriving) const {
-  PYCOMM_FAULT_POINT("reduce.step");
-  const Operation::Request& request = operation_->request();
-  const DType dtype = prepared_.dtypeOf(step.src.buffer);
-  const ReduceOp op = request.descriptor.reduce_op;
-  const auto numel = static_cast<size_t>(step.src.numel);
-  const void* local = at(step.src);
-  const void* lower = step.local_first ? local : arriving;
-  const void* higher = step.local_first ? arriving : local;
-  if (step.final && op == ReduceOp::Avg) {
-    const void* both[] = {lower, higher};
-    reduceMany(dtype, op, dst, both, 2, numel, size_);
-    return;
-  }
-  reduce(dtype, op, dst, lower, higher, numel);
-}
-
-void Transfer::reduceSources(const Step& step) const {
-  PYCOMM_FAULT_POINT("reduce.step");
-  const Operation::Request& request = operation_->request();
-  std::vector<const void*> sources;
-  for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
-    sources.push_back(at(prepared_.schedule.sources[i]));
-  }
-  const ReduceOp op = request.descriptor.reduce_op;
-  const bool divides = step.final && op == ReduceOp::Avg;
-  reduceMany(
-      prepared_.dtypeOf(step.dst.buffer),
-      op,
-      at(step.dst),
-      sources.data(),
-      sources.size(),
-      static_cast<size_t>(step.dst.numel),
-      divides ? size_ : 1);
-}
-
 void Transfer::execute(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
   StepState& state = states_[index];
   switch (step.kind) {
     case StepKind::Send:
+      countSent(step);
       state.outgoing = view(step.src);
       break;
     case StepKind::Recv:
@@ -275,12 +238,8 @@ void Transfer::execute(uint32_t index) {
       break;
     case StepKind::Encode:
     case StepKind::Decode:
-      convert(
-          prepared_.dtypeOf(step.dst.buffer),
-          at(step.dst),
-          prepared_.dtypeOf(step.src.buffer),
-          at(step.src),
-          static_cast<size_t>(step.src.numel));
+    case StepKind::ReduceEncoded:
+      runCodec(step);
       break;
   }
   if (!sends(step.kind)) {

@@ -88,6 +88,9 @@ class Transfer {
   [[nodiscard]] BufferView view(const Region& region) const;
   void combine(const Step& step, void* dst, const void* arriving) const;
   void reduceSources(const Step& step) const;
+  /// Encode, Decode and ReduceEncoded.
+  void runCodec(const Step& step) const;
+  void countSent(const Step& step) const;
 
   std::shared_ptr<Operation> operation_;
   const PreparedSchedule& prepared_; ///< held by the operation's request

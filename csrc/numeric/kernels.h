@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "base/dtype.h"
 #include "base/reduce_op.h"
@@ -19,6 +20,13 @@ using ReduceManyKernel =
 using ScaleKernel = void (*)(void* dst, const void* src, size_t numel, double factor);
 using ConvertKernel = void (*)(void* dst, const void* src, size_t numel, float factor);
 
+/// What an encoder must know of a block of fp32 values before it begins.
+struct BlockSummary {
+  uint32_t max_bits = 0; ///< bits of the largest finite magnitude
+  bool special = false; ///< there is a NaN or an infinity
+};
+using SummarizeKernel = BlockSummary (*)(const void* src, size_t numel);
+
 /// Each may return nullptr: this instruction set has nothing better than the scalar loop, or, from the scalar set, the
 /// combination is undefined. `op` is never Avg or PremulSum, which add like Sum, and `dtype` is complex only for
 /// Product: the rest treats a complex number as two reals.
@@ -28,6 +36,9 @@ struct KernelSet {
   ScaleKernel (*scale)(DType dtype);
   ScaleKernel (*divide)(DType dtype);
   ConvertKernel (*convert)(DType to, DType from);
+  SummarizeKernel summarize; ///< these three are in every set; fp32 and int8 codes
+  ConvertKernel quantize; ///< code = src / factor
+  ConvertKernel dequantize; ///< dst = code * factor
 };
 
 extern const KernelSet kScalarKernels;

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "numeric/elements.h"
+#include "numeric/int8_code.h"
 #include "numeric/kernels.h"
 
 // Loops that any processor runs, and the definition of every result. Plain enough for the compiler to vectorise with
@@ -261,6 +262,14 @@ ConvertKernel findConvert(DType to, DType from) {
 
 } // namespace
 
-const KernelSet kScalarKernels = {pick<ReducePick>, pick<ReduceManyPick>, findScale, findDivide, findConvert};
+const KernelSet kScalarKernels = {
+    pick<ReducePick>,
+    pick<ReduceManyPick>,
+    findScale,
+    findDivide,
+    findConvert,
+    summarizeScalar,
+    quantizeScalar,
+    dequantizeScalar};
 
 } // namespace pycomm::numeric

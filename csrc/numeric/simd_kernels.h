@@ -146,4 +146,5 @@ PYCOMM_SIMD_TARGET void mapVectors(void* dst, const void* src, size_t numel, Fac
 } // namespace
 } // namespace pycomm::numeric
 
+#include "numeric/simd_codec.h"
 #include "numeric/simd_pick.h"

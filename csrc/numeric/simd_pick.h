@@ -100,7 +100,15 @@ ConvertKernel findConvert(DType to, DType from) {
   });
 }
 
-constexpr KernelSet kSimdKernels = {findReduce, findReduceMany, findScale, findDivide, findConvert};
+constexpr KernelSet kSimdKernels = {
+    findReduce,
+    findReduceMany,
+    findScale,
+    findDivide,
+    findConvert,
+    summarizeVectors,
+    quantizeVectors,
+    dequantizeVectors};
 
 } // namespace
 } // namespace pycomm::numeric

@@ -23,6 +23,8 @@ namespace pycomm {
 
 [[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
 [[nodiscard]] Schedule directReduceScatter(const ScheduleRequest& request);
+/// Both of them, for requests with a codec.
+[[nodiscard]] Schedule encodedDirect(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule pairwiseAllToAll(const ScheduleRequest& request);
 [[nodiscard]] Schedule directGather(const ScheduleRequest& request);

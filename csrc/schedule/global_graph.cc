@@ -34,7 +34,7 @@ GlobalGraph::GlobalGraph(const std::vector<Schedule>& schedules) : schedules_(sc
     const Schedule& first = schedules.front();
     if (schedule.rank != static_cast<int32_t>(rank) || schedule.size != static_cast<int32_t>(schedules.size()) ||
         schedule.kind != first.kind || schedule.algorithm != first.algorithm || schedule.dtype != first.dtype ||
-        schedule.wire_dtype != first.wire_dtype) {
+        schedule.wire_dtype != first.wire_dtype || schedule.codec != first.codec) {
       const std::string why = "rank " + std::to_string(rank) + " has one of another operation";
       failSchedule(schedule, static_cast<int32_t>(rank), why);
     }
@@ -74,12 +74,16 @@ void GlobalGraph::checkStep(NodeId node) const {
   if (usesDst(at.kind)) {
     checkRegion(node, "dst", at.dst);
   }
+  const bool converts = at.kind == StepKind::Encode || at.kind == StepKind::Decode;
+  if ((converts && schedule.codec != Codec::None) || at.kind == StepKind::ReduceEncoded) {
+    checkEncoded(node);
+    return;
+  }
   if (usesSrc(at.kind) && usesDst(at.kind)) {
     if (at.src.numel != at.dst.numel) {
       const std::string counts = std::to_string(at.src.numel) + " elements in src and " + std::to_string(at.dst.numel);
       fail(node, "has " + counts + " in dst");
     }
-    const bool converts = at.kind == StepKind::Encode || at.kind == StepKind::Decode;
     const DType from = at.kind == StepKind::Decode ? schedule.wire_dtype : schedule.dtype;
     const DType to = at.kind == StepKind::Encode ? schedule.wire_dtype : schedule.dtype;
     if (converts && (dtypeOf(schedule, at.src.buffer) != from || dtypeOf(schedule, at.dst.buffer) != to)) {
@@ -100,6 +104,34 @@ void GlobalGraph::checkStep(NodeId node) const {
     if (schedule.sources[k].numel != at.dst.numel ||
         dtypeOf(schedule, schedule.sources[k].buffer) != dtypeOf(schedule, at.dst.buffer)) {
       fail(node, "has a source of another count or dtype than dst");
+    }
+  }
+}
+
+void GlobalGraph::checkEncoded(NodeId node) const {
+  const Schedule& schedule = scheduleOf(node);
+  const Step& at = step(node);
+  const auto isEncoded = [&](const Region& region) { return dtypeOf(schedule, region.buffer) == DType::UInt8; };
+  const auto valuesOf = [&](const Region& region) {
+    return isEncoded(region) ? encodedNumel(schedule.codec, region.numel) : region.numel;
+  };
+  if (schedule.codec == Codec::None || schedule.dtype == DType::UInt8) {
+    fail(node, "has no codec");
+  }
+  if (at.kind != StepKind::ReduceEncoded) {
+    const bool right_way = isEncoded(at.dst) == (at.kind == StepKind::Encode) && isEncoded(at.src) != isEncoded(at.dst);
+    if (!right_way || valuesOf(at.src) != valuesOf(at.dst)) {
+      fail(node, "converts between the wrong dtypes or counts");
+    }
+    return;
+  }
+  if (at.sources_begin == at.sources_end) {
+    fail(node, "has no sources");
+  }
+  for (uint32_t k = at.sources_begin; k < at.sources_end; ++k) {
+    checkRegion(node, "source", schedule.sources[k]);
+    if (!isEncoded(schedule.sources[k]) || valuesOf(schedule.sources[k]) != valuesOf(at.dst)) {
+      fail(node, "has a source that is not encoded, or of another count than dst");
     }
   }
 }

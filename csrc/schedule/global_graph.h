@@ -13,7 +13,8 @@ using NodeId = uint32_t;
 inline constexpr NodeId kNoNode = UINT32_MAX;
 
 [[nodiscard]] constexpr bool usesSrc(StepKind kind) noexcept {
-  return kind != StepKind::Recv && kind != StepKind::RecvCopySend && kind != StepKind::ReduceMany;
+  return kind != StepKind::Recv && kind != StepKind::RecvCopySend && kind != StepKind::ReduceMany &&
+      kind != StepKind::ReduceEncoded;
 }
 [[nodiscard]] constexpr bool usesDst(StepKind kind) noexcept {
   return kind != StepKind::Send && kind != StepKind::RecvReduceSend;
@@ -93,6 +94,7 @@ class GlobalGraph {
 
  private:
   void checkStep(NodeId node) const;
+  void checkEncoded(NodeId node) const;
   void checkRegion(NodeId node, const char* name, const Region& region) const;
   void joinEdges();
 

@@ -14,6 +14,7 @@
 #include "schedule/global_graph.h"
 #include "schedule/rank_image.h"
 #include "schedule/request_checks.h"
+#include "schedule/scalar_codec.h"
 #include "schedule/scalar_math.h"
 
 namespace pycomm {
@@ -187,8 +188,16 @@ class Interpretation {
       fold(node, step.dst, dst, sources);
       return;
     }
+    if (step.kind == StepKind::ReduceEncoded) {
+      foldEncoded(node);
+      return;
+    }
     const std::byte* src = local(node, step.src);
-    if (step.kind == StepKind::Reduce) {
+    if (step.kind == StepKind::Encode && schedule.codec != Codec::None) {
+      encodeElements(schedule.codec, dst, dtypeOf(schedule, step.src.buffer), src, static_cast<size_t>(step.src.numel));
+    } else if (step.kind == StepKind::Decode && schedule.codec != Codec::None) {
+      decodeElements(schedule.codec, dtypeOf(schedule, step.dst.buffer), dst, src, numel);
+    } else if (step.kind == StepKind::Reduce) {
       fold(node, step.dst, dst, step.local_first ? Operands{dst, src} : Operands{src, dst});
     } else if (step.kind == StepKind::Copy) {
       std::memmove(dst, src, nbytesOf(node, step.src)); // in place, both may be the same
@@ -205,6 +214,31 @@ class Interpretation {
     const Schedule& schedule = graph_.scheduleOf(node);
     const int64_t divisor = graph_.step(node).final && op_ == ReduceOp::Avg ? schedule.size : 1;
     foldElements(dtypeOf(schedule, shape.buffer), op_, dst, operands, static_cast<size_t>(shape.numel), divisor);
+  }
+
+  /// Through fp32 whatever the dtype, as the executor does.
+  void foldEncoded(NodeId node) {
+    const Step& step = graph_.step(node);
+    const Schedule& schedule = graph_.scheduleOf(node);
+    const bool encodes = dtypeOf(schedule, step.dst.buffer) == DType::UInt8;
+    const auto numel = static_cast<size_t>(encodes ? encodedNumel(schedule.codec, step.dst.numel) : step.dst.numel);
+    std::vector<Bytes> rows;
+    Operands operands;
+    for (uint32_t k = step.sources_begin; k < step.sources_end; ++k) {
+      rows.emplace_back(numel * sizeof(float));
+      decodeElements(schedule.codec, DType::Float32, rows.back().data(), local(node, schedule.sources[k]), numel);
+    }
+    for (const Bytes& row : rows) {
+      operands.push_back(row.data());
+    }
+    Bytes sum(numel * sizeof(float));
+    const int64_t divisor = op_ == ReduceOp::Avg ? schedule.size : 1;
+    foldElements(DType::Float32, op_, sum.data(), operands, numel, divisor);
+    if (encodes) {
+      encodeElements(schedule.codec, local(node, step.dst), DType::Float32, sum.data(), numel);
+    } else {
+      castElements(dtypeOf(schedule, step.dst.buffer), local(node, step.dst), DType::Float32, sum.data(), numel);
+    }
   }
 
   std::byte* local(NodeId node, const Region& region) {

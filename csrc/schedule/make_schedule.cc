@@ -44,13 +44,17 @@ constexpr Entry kTable[] = {
     {Collective::Recv, Algorithm::Direct, pointToPoint},
 };
 
+bool encodes(const ScheduleRequest& request) {
+  return request.wire_dtype != request.dtype || request.codec != Codec::None;
+}
+
 [[noreturn]] void refuseAlgorithm(const ScheduleRequest& request, Algorithm algorithm, const std::string& hint) {
   ErrorRecord record;
   record.code = ErrorCode::Unsupported;
   record.op = collectiveName(request.kind);
   record.rank = request.rank;
-  record.summary = record.op + " has no " + algorithmName(algorithm) + " algorithm" +
-      (request.wire_dtype != request.dtype ? " that encodes" : "");
+  record.summary =
+      record.op + " has no " + algorithmName(algorithm) + " algorithm" + (encodes(request) ? " that encodes" : "");
   record.hint = hint;
   throw Error(record);
 }
@@ -59,7 +63,7 @@ const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
   std::string others;
   for (const Entry& entry : kTable) {
     const bool can_encode = entry.algorithm == Algorithm::Direct;
-    if (entry.kind != request.kind || (request.wire_dtype != request.dtype && !can_encode)) {
+    if (entry.kind != request.kind || (encodes(request) && !can_encode)) {
       continue;
     }
     if (entry.algorithm == algorithm) {
@@ -103,7 +107,7 @@ Schedule makeSchedule(const ScheduleRequest& request) {
     key.size = request.size;
     key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
     key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
-    key.encoded = request.wire_dtype != request.dtype;
+    key.encoded = encodes(request);
     key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
         (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
          request.reduce_op == ReduceOp::PremulSum);
@@ -116,6 +120,9 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   }
   const Entry& entry = findEntry(request, algorithm);
   const bool p2p = request.kind == Collective::Send || request.kind == Collective::Recv; // with oneself, then
+  if (request.codec != Codec::None && request.size > 1) {
+    return encodedDirect(request);
+  }
   return request.size == 1 && !p2p ? makeForOneRank(request, algorithm) : entry.make(request);
 }
 

@@ -70,6 +70,21 @@ void checkRanks(const ScheduleRequest& request) {
   }
 }
 
+void checkCodec(const ScheduleRequest& request) {
+  const std::string what = std::string(dtypeName(request.dtype)) + " as " + codecName(request.codec);
+  const bool adds = request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
+      request.reduce_op == ReduceOp::PremulSum;
+  if (!isKnown(request.codec)) {
+    refuse(request, "unknown codec", "use one of pycomm's");
+  }
+  if ((request.kind != Collective::AllReduce && request.kind != Collective::ReduceScatter) || !adds) {
+    refuse(request, "cannot encode " + what, "only sums and averages travel encoded", ErrorCode::Unsupported);
+  }
+  if ((request.dtype != DType::Float32 && request.dtype != DType::Float64) || request.wire_dtype != request.dtype) {
+    refuse(request, "cannot encode " + what, "only float32 and float64 travel encoded", ErrorCode::Unsupported);
+  }
+}
+
 void checkDTypes(const ScheduleRequest& request) {
   if (elementSize(request.dtype) == 0 || elementSize(request.wire_dtype) == 0) {
     refuse(request, "unknown dtype", "use one of pycomm's dtypes");
@@ -82,6 +97,9 @@ void checkDTypes(const ScheduleRequest& request) {
     if (!why.empty()) {
       refuse(request, why, "use another reduce op or dtype", ErrorCode::Unsupported);
     }
+  }
+  if (request.codec != Codec::None) {
+    checkCodec(request);
   }
   if (request.wire_dtype == request.dtype) {
     return;

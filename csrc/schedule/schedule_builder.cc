@@ -21,6 +21,7 @@ ScheduleBuilder::ScheduleBuilder(const ScheduleRequest& request, Algorithm algor
   schedule_.size = request.size;
   schedule_.dtype = request.dtype;
   schedule_.wire_dtype = request.wire_dtype;
+  schedule_.codec = request.codec;
 }
 
 int32_t ScheduleBuilder::around(int64_t distance) const noexcept {
@@ -122,6 +123,12 @@ StepId ScheduleBuilder::reduceMany(const std::vector<Region>& sources, Region ds
   schedule_.sources.insert(schedule_.sources.end(), sources.begin(), sources.end());
   step.sources_end = static_cast<uint32_t>(schedule_.sources.size());
   return add(step, deps);
+}
+
+StepId ScheduleBuilder::reduceEncoded(const std::vector<Region>& sources, Region dst, const Deps& deps) {
+  const StepId step = reduceMany(sources, dst, deps);
+  schedule_.steps[step].kind = StepKind::ReduceEncoded;
+  return step;
 }
 
 StepId ScheduleBuilder::copy(Region src, Region dst, bool final) {

@@ -49,6 +49,9 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       }
       return Algorithm::Ring;
     case Collective::ReduceScatter:
+      if (key.encoded) {
+        return Algorithm::Direct;
+      }
       if (key.small_float_sum && key.size > 2 && key.size <= kMaxDirectSize) { // as in all_reduce
         return Algorithm::Direct;
       }
@@ -87,6 +90,24 @@ bool keepsParts(Collective kind, Algorithm algorithm) noexcept {
       break;
   }
   return false;
+}
+
+Codec codecFor(const ScheduleRequest& request, Codec wanted) noexcept {
+  const bool adds = request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
+      request.reduce_op == ReduceOp::PremulSum;
+  if (!adds || (request.dtype != DType::Float32 && request.dtype != DType::Float64)) {
+    return Codec::None;
+  }
+  int64_t numel = request.numel;
+  if (request.kind == Collective::ReduceScatter) {
+    numel = request.counts.empty() ? request.numel * request.size : 0;
+    for (const int64_t count : request.counts) {
+      numel += count;
+    }
+  } else if (request.kind != Collective::AllReduce) {
+    return Codec::None;
+  }
+  return numel * static_cast<int64_t>(elementSize(request.dtype)) < kMinEncodedNbytes ? Codec::None : wanted;
 }
 
 } // namespace pycomm

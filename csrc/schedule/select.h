@@ -12,7 +12,7 @@ struct SelectionKey {
   int32_t size = 1;
   int64_t nbytes = 0; ///< of the whole tensor, all parts together, in its own dtype
   int64_t segment_nbytes = 1;
-  bool encoded = false; ///< wire_dtype differs from dtype
+  bool encoded = false; ///< wire_dtype differs from dtype, or there is a codec
   bool small_float_sum = false; ///< a sum of fp16, bf16 or fp8, which loses bits at every rounding
 };
 
@@ -22,5 +22,12 @@ struct SelectionKey {
 /// Whether every step of such a schedule keeps within one rank's part of Input and of Output, so that parts may be
 /// separate buffers. False for collectives that have no parts.
 [[nodiscard]] bool keepsParts(Collective kind, Algorithm algorithm) noexcept;
+
+/// Smaller tensors, counted whole, travel as they are: they cost latency, not bandwidth, and a loss or a norm stays exact.
+inline constexpr int64_t kMinEncodedNbytes = 16 << 10;
+
+/// `wanted` where it has a meaning for such a request, else None: sums and averages of fp32 and fp64, by all_reduce and
+/// reduce_scatter of at least kMinEncodedNbytes.
+[[nodiscard]] Codec codecFor(const ScheduleRequest& request, Codec wanted) noexcept;
 
 } // namespace pycomm

@@ -80,6 +80,8 @@ const char* stepKindName(StepKind kind) noexcept {
       return "encode";
     case StepKind::Decode:
       return "decode";
+    case StepKind::ReduceEncoded:
+      return "reduce_encoded";
   }
   return "unknown";
 }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/codec.h"
 #include "base/dtype.h"
 #include "base/reduce_op.h"
 
@@ -63,8 +64,9 @@ enum class StepKind : uint8_t {
   ReduceMany, ///< dst = op over all of `sources`, in their order, one rounding; divides for Avg when `final`
   Copy, ///< dst = src
   Scale, ///< dst = src * the operation's premul factor
-  Encode, ///< dst (wire dtype) = cast of src
-  Decode, ///< dst = cast of src (wire dtype)
+  Encode, ///< dst (wire dtype, or encoded) = cast of src
+  Decode, ///< dst = cast of src (wire dtype, or encoded)
+  ReduceEncoded, ///< dst = op over the decoded `sources`, in their order, in fp32, divided for Avg; encoded once if dst is
 };
 [[nodiscard]] const char* stepKindName(StepKind kind) noexcept;
 [[nodiscard]] constexpr bool receives(StepKind kind) noexcept {
@@ -85,7 +87,7 @@ struct Step {
   Region src;
   Region dst;
   uint32_t deps_begin = 0, deps_end = 0; ///< range in Schedule::deps: steps that must have ended before this one starts
-  uint32_t sources_begin = 0, sources_end = 0; ///< range in Schedule::sources, for ReduceMany
+  uint32_t sources_begin = 0, sources_end = 0; ///< range in Schedule::sources, for ReduceMany and ReduceEncoded
 };
 
 /// What one rank does in one collective: plain data, made by a pure function, cached and shared. Steps are listed so
@@ -103,6 +105,8 @@ struct Schedule {
   std::vector<DType> scratch_dtype;
   DType dtype = DType::UInt8; ///< of Input and Output
   DType wire_dtype = DType::UInt8; ///< of encoded scratch; equal to dtype where nothing is encoded
+  /// Other than None: scratch of UInt8 holds encoded values, and regions in it count bytes. Input and Output are no bytes then.
+  Codec codec = Codec::None;
 };
 
 /// What is asked for; the same on all ranks but for `rank`. Equal requests give equal schedules.
@@ -114,6 +118,7 @@ struct ScheduleRequest {
   int32_t root = -1;
   DType dtype = DType::UInt8;
   DType wire_dtype = DType::UInt8;
+  Codec codec = Codec::None; ///< how values travel; wire_dtype is dtype then. all_reduce and reduce_scatter
   ReduceOp reduce_op = ReduceOp::None;
   /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts`
   /// is given

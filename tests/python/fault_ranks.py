@@ -312,7 +312,7 @@ def _second_error(first: pycomm.errors.PycommError) -> str | None:
 # Ranks that call different things: one set of processes, a new group for each mistake
 
 
-def _split(numel: int, *, outputs: list[int], inputs: list[int]) -> Callable[[Any], None]:
+def _split(*, outputs: list[int], inputs: list[int]) -> Callable[[Any], None]:
     def call(group: Any) -> None:
         dist.all_to_all_single(
             torch.empty(sum(outputs)), torch.ones(sum(inputs)), outputs, inputs, group=group
@@ -355,8 +355,12 @@ def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callab
     def barrier(group: Any) -> None:
         dist.barrier(group)
 
+    def more_for_the_next(group: Any) -> None:
+        inputs = [4] * world_size
+        inputs[(dist.get_rank() + 1) % world_size] = 5
+        _split(outputs=[4] * world_size, inputs=inputs)(group)
+
     even = [4] * world_size
-    more = [5] + [4] * (world_size - 1)
     return {
         "shape, small": (reduce_of(10), reduce_of(11)),
         "shape, large": (reduce_of(1 << 20), reduce_of((1 << 20) + 1)),
@@ -379,12 +383,12 @@ def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callab
             in_turn(gather_of(1 << 18), reduce_of(1 << 20)),
         ),
         "splits": (
-            _split(0, outputs=even, inputs=more),
-            _split(0, outputs=even, inputs=even),
+            more_for_the_next,
+            _split(outputs=even, inputs=even),
         ),
         "splits, large": (
-            _split(0, outputs=[1 << 18] * world_size, inputs=[1 << 18] * world_size),
-            _split(0, outputs=[1 << 17] * world_size, inputs=[1 << 17] * world_size),
+            _split(outputs=[1 << 18] * world_size, inputs=[1 << 18] * world_size),
+            _split(outputs=[1 << 17] * world_size, inputs=[1 << 17] * world_size),
         ),
         "one rank alone goes on": (
             in_turn(reduce_of(10), barrier),
@@ -406,7 +410,10 @@ def run_mismatches(
         met: dict[str, Any] = {"case": name, "victim": victim, "error": None}
         try:
             (mine if rank == victim else others)(group)
-            dist.barrier(group)  # a root may end before it can know: the error sticks
+            # Who only sends ends before anybody can know, and may even enter the next operation:
+            # the error comes within milliseconds, and sticks.
+            for _ in range(100):
+                dist.barrier(group)
         except Exception as error:
             met["error"] = describe_exception(error)
         met["s"] = time.monotonic() - began_s

@@ -19,7 +19,8 @@ from documents import ROOT, blocks, installed_environment, read, table
 
 import pycomm
 from pycomm import errors
-from pycomm.ddp import _ONLY, _WIRE_DTYPES
+from pycomm._ddp_options import ONLY
+from pycomm._wire_patterns import WIRE_DTYPES
 from pycomm.options import SETTINGS
 
 DOCUMENTS = [
@@ -213,10 +214,10 @@ def test_the_table_of_integrations_is_what_was_recorded() -> None:
 def test_the_wrappers_limits_are_those_of_the_code() -> None:
     rows = {row[0]: row[1] for row in table(read("docs/ddp.md"), "option", "here")}
     (refused,) = (option for option, text in rows.items() if "UnsupportedError" in text)
-    assert set(code(refused)) == set(_ONLY)
+    assert set(code(refused)) == set(ONLY)
     assert [word.strip('"') for word in code(rows["`wire_dtype`"])] == [
         "None",
-        *_WIRE_DTYPES,
+        *WIRE_DTYPES,
         "None",
     ]
 

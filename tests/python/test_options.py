@@ -27,6 +27,7 @@ def test_defaults() -> None:
         debug="WARN",
         algorithm="auto",
         transport="auto",
+        wire_dtype="fp32",
         segment_nbytes=256 * 1024,
         flight_recorder_size=2000,
         flight_recorder_dir="off",
@@ -57,6 +58,7 @@ SAME_EITHER_WAY = [
     ("debug", "info", "INFO", "INFO"),
     ("algorithm", "Recursive_Doubling", "recursive_doubling", "recursive_doubling"),
     ("transport", "TCP", "tcp", "tcp"),
+    ("wire_dtype", "INT8", "int8", "int8"),
     ("segment_nbytes", "64K", 65536, 65536),
     ("segment_nbytes", "1MiB", "1M", 1 << 20),
     ("segment_nbytes", "4096", "4096", 4096),
@@ -228,3 +230,12 @@ def test_nothing_else_reads_the_variables() -> None:
         if re.search(r"(environ|getenv)\W+(get\W+)?PYCOMM_", path.read_text())
     ]
     assert readers == []
+
+
+def test_a_codec_goes_with_direct_alone() -> None:
+    with pytest.raises(ValueError, match="PYCOMM_ALGO='ring' does not go with PYCOMM_WIRE_DTYPE"):
+        Options().resolve({"PYCOMM_ALGO": "ring", "PYCOMM_WIRE_DTYPE": "int8"})
+    assert Options(algorithm="direct", wire_dtype="fp8").resolve({}).wire_dtype == "fp8"
+    assert Options(algorithm="ring", wire_dtype="fp32").resolve({}).wire_dtype == "fp32"
+    with pytest.raises(ValueError, match=r"Options.wire_dtype='fp61' is not allowed: use 'fp32'"):
+        Options(wire_dtype="fp61")

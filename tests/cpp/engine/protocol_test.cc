@@ -168,6 +168,7 @@ TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
       [](Descriptor& d) { d.dtype = DType::Int32; },
       [](Descriptor& d) { d.reduce_op = ReduceOp::Max; },
       [](Descriptor& d) { d.wire_dtype = DType::Float16; },
+      [](Descriptor& d) { d.codec = Codec::Int8; },
       [](Descriptor& d) { d.algorithm = Algorithm::Pairwise; },
       [](Descriptor& d) { d.root = 1; },
       [](Descriptor& d) { d.numel = 99; },

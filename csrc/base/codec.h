@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace pycomm {
+
+/// What floating-point values travel as, where fewer bytes are wanted than they have in memory. Part of the wire format:
+/// never reuse a number. Formats and errors: numeric/codec.h.
+enum class Codec : uint8_t {
+  None = 0,
+  BFloat16 = 1,
+  Float16 = 2,
+  Float8 = 3,
+  Int8 = 4,
+};
+
+/// "fp32" for None, "bf16", "fp16", "fp8", "int8".
+[[nodiscard]] const char* codecName(Codec codec) noexcept;
+/// The reverse; nothing for another name.
+[[nodiscard]] std::optional<Codec> codecNamed(const std::string& name) noexcept;
+[[nodiscard]] bool isKnown(Codec codec) noexcept;
+
+/// Values are encoded in blocks of so many, counted from where the encoding starts; the last one may be shorter. Whoever cuts a
+/// tensor at multiples of it gets the same bytes, however it is cut.
+inline constexpr int64_t kCodecBlock = 256;
+
+/// Bytes of `numel` encoded values. None counts as fp32.
+[[nodiscard]] int64_t encodedNbytes(Codec codec, int64_t numel) noexcept;
+/// How many values `nbytes` are: the reverse of encodedNbytes.
+[[nodiscard]] int64_t encodedNumel(Codec codec, int64_t nbytes) noexcept;
+
+} // namespace pycomm

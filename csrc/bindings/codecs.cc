@@ -1,0 +1,112 @@
+#include "bindings/codecs.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "c10d/dtypes.h"
+#include "c10d/raising.h"
+#include "numeric/codec.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+namespace {
+
+Codec lossyCodec(const std::string& name) {
+  const auto codec = codecNamed(name);
+  if (!codec || *codec == Codec::None) {
+    throw Error(ErrorCode::InvalidArgument, "'" + name + "' is not a codec.", "bf16, fp16, fp8 or int8");
+  }
+  return *codec;
+}
+
+void require(bool holds, const char* what) {
+  if (!holds) {
+    throw Error(ErrorCode::InvalidArgument, what, "pass contiguous CPU tensors of the size that the codec needs");
+  }
+}
+
+bool isPlain(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
+
+/// The codes of `values`, and how many of them overflowed. `error`: where given, takes what the codes lose; it may be `values`.
+py::tuple encodeTensor(const std::string& name, const at::Tensor& values, const std::optional<at::Tensor>& error) {
+  at::Tensor codes;
+  size_t overflows = 0;
+  {
+    const py::gil_scoped_release no_gil;
+    raising([&] {
+      const Codec codec = lossyCodec(name);
+      require(isPlain(values), "the values cannot be encoded as they lie.");
+      codes = at::empty({encodedNbytes(codec, values.numel())}, at::kByte);
+      const auto numel = static_cast<size_t>(values.numel());
+      if (!error) {
+        overflows = encode(codec, codes.data_ptr(), toDType(values.scalar_type()), values.data_ptr(), numel);
+        return;
+      }
+      require(
+          isPlain(*error) && error->scalar_type() == at::kFloat && values.scalar_type() == at::kFloat &&
+              error->numel() == values.numel(),
+          "values and error are not both float32 and of one size.");
+      overflows = encodeWithError(
+          codec, codes.data_ptr(), values.const_data_ptr<float>(), error->mutable_data_ptr<float>(), numel);
+    });
+  }
+  return py::make_tuple(codes, overflows);
+}
+
+/// output = the sum of the decoded rows of `codes`, in their order, divided by `divisor`.
+void sumDecodedTensors(
+    const std::string& name,
+    const std::vector<at::Tensor>& codes,
+    const at::Tensor& output,
+    int64_t divisor) {
+  raising([&] {
+    const Codec codec = lossyCodec(name);
+    require(isPlain(output), "the output is not contiguous, or not on the CPU.");
+    std::vector<const void*> sources;
+    for (const at::Tensor& row : codes) {
+      require(
+          isPlain(row) && row.scalar_type() == at::kByte && row.numel() == encodedNbytes(codec, output.numel()),
+          "a row of codes does not have the output's size.");
+      sources.push_back(row.const_data_ptr());
+    }
+    static_cast<void>(sumDecoded(
+        codec,
+        toDType(output.scalar_type()),
+        output.data_ptr(),
+        sources.data(),
+        sources.size(),
+        static_cast<size_t>(output.numel()),
+        divisor));
+  });
+}
+
+} // namespace
+
+void bindCodecs(py::module_& m) {
+  m.attr("CODEC_BLOCK") = kCodecBlock;
+  m.def(
+      "encoded_nbytes",
+      [](const std::string& name, int64_t numel) {
+        return raising([&] { return encodedNbytes(lossyCodec(name), numel); });
+      },
+      py::arg("codec"),
+      py::arg("numel"));
+  m.def("encode", &encodeTensor, py::arg("codec"), py::arg("values"), py::arg("error") = py::none());
+  m.def(
+      "sum_decoded",
+      &sumDecodedTensors,
+      py::arg("codec"),
+      py::arg("codes"),
+      py::arg("output"),
+      py::arg("divisor") = 1,
+      py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace pycomm

@@ -1,0 +1,82 @@
+"""Averages whole models between ranks, and finds out which ranks share a host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _extension
+
+_CHUNK_NBYTES = 32 << 20
+_SMALL_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def ring_nbytes(nbytes: int, ranks: int) -> int:
+    """What one rank sends when ``nbytes`` go through an all-reduce: 2(N-1)/N times as much."""
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
+    """Replaces each tensor by its mean over the group; the same bits on all ranks.
+
+    Small floats are added and divided in fp32.
+
+    Returns:
+        The bytes that were handed to all_reduce.
+    """
+    ranks = dist.get_world_size(group)
+    nbytes = 0
+    for chunk in _chunks(tensors):
+        flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
+        wire = torch.view_as_real(flat) if flat.is_complex() else flat
+        dist.all_reduce(wire, group=group)
+        flat /= ranks
+        nbytes += flat.nbytes
+        for tensor, part in zip(
+            chunk, torch.split(flat, [each.numel() for each in chunk]), strict=True
+        ):
+            tensor.copy_(part.view(tensor.shape))
+    return nbytes
+
+
+def _travelling(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.float() if detached.dtype in _SMALL_FLOATS else detached
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Lists of one dtype, about 32 MiB each, in an order that follows from the tensors alone."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        chunk: list[torch.Tensor] = []
+        nbytes = 0
+        for tensor in alike:
+            chunk.append(tensor)
+            nbytes += tensor.nbytes
+            if nbytes >= _CHUNK_NBYTES:
+                yield chunk
+                chunk, nbytes = [], 0
+        if chunk:
+            yield chunk
+
+
+def host_identity() -> str:
+    """Equal on two ranks when they run on one host, in one network namespace."""
+    identity: str = _extension.load().host_identity()
+    return identity
+
+
+def host_group(group: Any) -> Any:
+    """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, host_identity(), group=group)
+    ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    mine = hosts[dist.get_rank(group)]
+    members = [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine]
+    backend = dist.get_backend(group)
+    return dist.new_group(members, backend=backend, use_local_synchronization=True)

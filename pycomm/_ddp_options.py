@@ -1,0 +1,76 @@
+"""What the wrapper's constructor takes, and what it reads off a model."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycomm.errors import UnsupportedError
+
+_TorchDDP = nn.parallel.DistributedDataParallel
+
+# Options of torch's constructor that the reducer does not have yet: only these values are taken.
+ONLY = {
+    "mixed_precision": None,
+    "delay_all_reduce_named_params": None,
+    "param_to_hook_all_reduce": None,
+    "skip_all_reduce_unused_params": False,
+    "batched_grad_copy": False,
+}
+_OURS = ("wire_dtype", "accumulate", "sync_every")
+INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
+
+
+def given(args: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:
+    """The names of torch's options that a caller has given."""
+    return {*list(inspect.signature(_TorchDDP.__init__).parameters)[2 : 2 + len(args)], *kwargs}
+
+
+def torch_options(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of torch's constructor by name, with defaults; TypeError for unknown ones."""
+    signature = inspect.signature(_TorchDDP.__init__)
+    known = list(signature.parameters)[2:]
+    for name in kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *_OURS], 1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"pycomm.DistributedDataParallel has no option {name!r}{hint}")
+    bound = signature.bind(None, module, *args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def check_options(module: nn.Module, options: dict[str, Any]) -> None:
+    for name, only in ONLY.items():
+        given = options.get(name, only)
+        if given is not only and given != only:
+            raise UnsupportedError(
+                f"pycomm.DistributedDataParallel does not support {name}={given!r} yet: "
+                f"leave it at {only!r}, or {INSTEAD}"
+            )
+    for name, layer in module.named_modules():
+        if isinstance(layer, _TorchDDP):
+            where = f"its part {name!r}" if name else "it"
+            raise ValueError(f"the module cannot be wrapped: {where} is wrapped already")
+
+
+def names_of(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
+    """The first name of each; a shared parameter has several."""
+    names: dict[torch.Tensor, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, name)
+    return [names[parameter] for parameter in parameters]
+
+
+def expect_sparse(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
+    sparse = {
+        id(layer.weight)
+        for layer in module.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    }
+    return [id(parameter) in sparse for parameter in parameters]

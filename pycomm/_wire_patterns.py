@@ -1,0 +1,79 @@
+"""Which parameter's gradient travels as what."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pycomm.errors import UnsupportedError
+
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+WireDtype = str | Mapping[str, str | None] | None
+_NAMES_SHOWN = 5
+
+
+def check_wire_dtype(wire_dtype: WireDtype) -> None:
+    """ValueError where a name is no dtype's. Needs no model."""
+    chosen: list[object] = (
+        list(wire_dtype.values()) if isinstance(wire_dtype, Mapping) else [wire_dtype]
+    )
+    for name in chosen:
+        if name is None or (isinstance(name, str) and name in WIRE_DTYPES):
+            continue
+        allowed = ", ".join(repr(known) for known in WIRE_DTYPES)
+        close = difflib.get_close_matches(str(name), list(WIRE_DTYPES), 1)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
+
+
+def wire_dtypes(
+    wire_dtype: WireDtype, names: Sequence[str], dtypes: Sequence[torch.dtype]
+) -> list[torch.dtype | None]:
+    """Each parameter's wire dtype, None for its own.
+
+    Patterns are those of ``fnmatch``, in the mapping's order; the first that matches a name wins,
+    and a name that none matches keeps its own dtype.
+
+    Raises:
+        ValueError: A pattern decides for no parameter.
+        UnsupportedError: A parameter is of a dtype that cannot be cast.
+    """
+    patterns = dict(wire_dtype) if isinstance(wire_dtype, Mapping) else {"*": wire_dtype}
+    chosen: list[str | None] = []
+    won: set[str] = set()
+    for name in names:
+        winner = next((each for each in patterns if fnmatch.fnmatchcase(name, each)), None)
+        if winner is not None:
+            won.add(winner)
+        chosen.append(None if winner is None else patterns[winner])
+    for pattern in patterns:
+        if pattern not in won and isinstance(wire_dtype, Mapping):
+            raise ValueError(_useless(pattern, list(patterns), names))
+    for name, dtype, wire in zip(names, dtypes, chosen, strict=True):
+        if wire is not None and dtype not in WIRE_DTYPES.values():
+            raise UnsupportedError(
+                f"parameter {name!r} is {dtype}; wire_dtype={wire!r} is for float32, "
+                "float16 and bfloat16. A pattern that gives it None lets it travel as it is."
+            )
+    return [None if wire is None else WIRE_DTYPES[wire] for wire in chosen]
+
+
+def _useless(pattern: str, patterns: list[str], names: Sequence[str]) -> str:
+    taken = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if taken:
+        first = next(each for each in patterns if fnmatch.fnmatchcase(taken[0], each))
+        return (
+            f"wire_dtype: the pattern {pattern!r} decides nothing, because {first!r} stands before "
+            f"it and matches {taken[0]!r} first; put the narrower one in front"
+        )
+    plain = pattern.replace("*", "").strip(".")
+    near = difflib.get_close_matches(pattern, names, _NAMES_SHOWN, 0.4)
+    near += [name for name in names if plain and plain in name and name not in near]
+    shown = ", ".join(repr(name) for name in (near or list(names))[:_NAMES_SHOWN])
+    return (
+        f"wire_dtype: the pattern {pattern!r} matches no parameter; there are, for example, {shown}"
+    )

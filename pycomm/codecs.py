@@ -1,0 +1,83 @@
+"""Wire codecs: what float32 sums may travel as. Formats and errors: docs/codecs.md."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from pycomm import _extension
+from pycomm.backend import native_backend
+
+CODECS = ("bf16", "fp16", "fp8", "int8")
+"""Names of all codecs that change bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecStats:
+    """What the codec of a group has done on this rank since the group was made."""
+
+    elements_sent: int
+    """Values that this rank has sent encoded: contributions and results."""
+    bytes_sent: int
+    """The bytes of those."""
+    bytes_saved: int
+    """How many bytes more they would have been in their own dtype."""
+    overflows: int
+    """Finite values that encoding or adding up on this rank turned into infinities, being beyond or
+    next to the largest float32. Infinities and NaNs that were there before are passed on and do not
+    count."""
+
+
+def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
+    """What ``Options.wire_dtype`` of a group has saved and lost on this rank. Blocks nobody.
+
+    Args:
+        group: Default: the default group.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    backend = native_backend(group)
+    return CodecStats(**_extension.load().codec_stats(backend))
+
+
+def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = None) -> torch.Tensor:
+    """The bytes that ``values`` travel as.
+
+    Blocks of 256 values are counted from the first one: rows cut at multiples of 256 have the same
+    bytes as the whole.
+
+    Args:
+        codec: "bf16", "fp16", "fp8" or "int8".
+        values: (any shape) float32, float64, float16 or bfloat16; contiguous, CPU.
+        error: (as values) Takes what the bytes lose, ``values - decode(encode(values))``, and 0
+            where that is not finite; float32, as values must be then. May be ``values``.
+
+    Returns:
+        uint8, one dimension. A finite value beyond the largest float32 becomes infinite.
+
+    Raises:
+        InvalidArgumentError: An argument does not fit.
+    """
+    codes: torch.Tensor
+    codes, _ = _extension.load().encode(codec, values, error)
+    return codes
+
+
+def decode_sum(
+    codec: str, rows: list[torch.Tensor], output: torch.Tensor, *, divisor: int = 1
+) -> None:
+    """Adds up encoded rows in float32, from the first to the last, divides, and stores.
+
+    Args:
+        codec: As for ``encode``.
+        rows: What ``encode`` gave for values of as many elements as output has; one at least.
+        output: Same dtypes as for ``encode``; contiguous, CPU.
+        divisor: 1 or more.
+
+    Raises:
+        InvalidArgumentError: An argument does not fit.
+    """
+    _extension.load().sum_decoded(codec, rows, output, divisor)

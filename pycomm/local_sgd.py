@@ -1,0 +1,200 @@
+"""Training that averages parameters every few steps, and sends no gradients.
+
+Between syncs every worker trains alone, with an optimizer and data of its own. Equations and
+sources are in docs/fewer-syncs.md.
+
+    local = pycomm.DiLoCo(model, sync_every=100)
+    for batch in batches:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        local.step()
+    local.sync()
+
+A worker is a rank of ``process_group``. Ranks that share gradients every step, such as those of
+one host inside a ``DistributedDataParallel`` over a group of their own, are workers with equal
+parameters and count as many times as they are ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from pycomm._averaging import average_, ring_nbytes
+
+__all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
+
+MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncStats:
+    """What one ``LocalSGD`` or ``DiLoCo`` has done on this rank since it was made."""
+
+    steps: int
+    syncs: int
+    sent_nbytes: int
+    """What a ring all-reduce sends from one rank for all syncs."""
+    saved_nbytes: int
+    """What an all-reduce of the gradients in every step would have sent more than that."""
+    exposed_seconds: float
+    """Time in syncs: nothing computes meanwhile."""
+
+
+class LocalSGD:
+    """Averages the parameters of all workers every ``sync_every`` steps.
+
+    Args:
+        model: Its trainable parameters are averaged. At construction, parameters and buffers become
+            those of rank 0, unless ``init_sync`` is false.
+        sync_every: Steps from one sync to the next, 1 or more.
+        process_group: The workers; the default group if None.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sync_every: int,
+        process_group: Any = None,
+        init_sync: bool = True,
+    ) -> None:
+        if not isinstance(sync_every, int) or sync_every < 1:
+            raise ValueError(f"sync_every={sync_every!r} is not a whole number from 1")
+        self._group: Any = dist.group.WORLD if process_group is None else process_group
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        if not self._parameters:
+            raise ValueError("the model has no trainable parameter: there is nothing to average")
+        self._sync_every = sync_every
+        self._since_sync = 0
+        self._steps = 0
+        self._syncs = 0
+        self._wire_nbytes = 0
+        self._seconds = 0.0
+        if init_sync:
+            root: int = dist.get_process_group_ranks(self._group)[0]
+            with torch.no_grad():
+                for tensor in [*model.parameters(), *model.buffers()]:
+                    dist.broadcast(tensor.detach(), root, group=self._group)
+
+    def step(self) -> bool:
+        """Counts one step; call it after the optimizer's, on every rank, as often on each.
+
+        Where a ``GradScaler`` skips the optimizer's step on one rank, call it all the same.
+
+        Returns:
+            Whether it synced. Collective when it does.
+        """
+        self._steps += 1
+        self._since_sync += 1
+        if self._since_sync < self._sync_every:
+            return False
+        self.sync()
+        return True
+
+    def sync(self) -> None:
+        """Averages now, whatever the count: before saving or judging the model. Collective."""
+        begin = time.perf_counter()
+        with torch.no_grad():
+            self._average()
+        self._since_sync = 0
+        self._syncs += 1
+        self._seconds += time.perf_counter() - begin
+
+    def _average(self) -> None:
+        self._wire_nbytes += average_(self._parameters.values(), self._group)
+
+    def stats(self) -> SyncStats:
+        """Counters since construction."""
+        ranks = dist.get_world_size(self._group)
+        each = ring_nbytes(sum(tensor.nbytes for tensor in self._parameters.values()), ranks)
+        sent = ring_nbytes(self._wire_nbytes, ranks)
+        return SyncStats(
+            steps=self._steps,
+            syncs=self._syncs,
+            sent_nbytes=sent,
+            saved_nbytes=self._steps * each - sent,
+            exposed_seconds=self._seconds,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs besides the model's and the optimizer's state, of each rank."""
+        return {"since_sync": self._since_sync}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict()`` was taken."""
+        self._since_sync = int(state["since_sync"])
+
+
+class DiLoCo(LocalSGD):
+    """Every ``sync_every`` steps an outer optimizer follows the mean of what workers have moved.
+
+    Args:
+        model, sync_every, process_group, init_sync: As ``LocalSGD``.
+        outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks. By default
+            SGD with learning rate 0.7 and Nesterov momentum 0.9, as the paper has it.
+
+    Memory: one more copy of the parameters, and the outer optimizer's state.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sync_every: int,
+        outer_optimizer: MakeOptimizer | None = None,
+        process_group: Any = None,
+        init_sync: bool = True,
+    ) -> None:
+        super().__init__(
+            model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
+        )
+        self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
+        make = _nesterov if outer_optimizer is None else outer_optimizer
+        self._outer = make(list(self._anchor.values()))
+
+    def _average(self) -> None:
+        moved = {
+            name: anchor - self._parameters[name].detach() for name, anchor in self._anchor.items()
+        }
+        self._wire_nbytes += average_(moved.values(), self._group)
+        for name, anchor in self._anchor.items():
+            anchor.grad = moved[name]
+        self._outer.step()
+        self._outer.zero_grad()
+        for name, anchor in self._anchor.items():
+            self._parameters[name].copy_(anchor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the parameters of the last sync, by name, and the outer optimizer's state."""
+        anchor = {name: tensor.clone() for name, tensor in self._anchor.items()}
+        return {**super().state_dict(), "anchor": anchor, "outer": self._outer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``state_dict()`` was taken."""
+        if set(state["anchor"]) != set(self._anchor):
+            other = sorted(set(state["anchor"]) ^ set(self._anchor))
+            raise ValueError(f"the state is that of another model: {other[0]!r} is in one only")
+        super().load_state_dict(state)
+        with torch.no_grad():
+            for name, anchor in self._anchor.items():
+                anchor.copy_(state["anchor"][name])
+        self._outer.load_state_dict(state["outer"])
+
+
+def _nesterov(tensors: list[torch.Tensor]) -> Optimizer:
+    return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
