@@ -24,6 +24,7 @@
 namespace pycomm {
 
 class HostPlane;
+struct HostHeaps;
 class SharedArena;
 
 /// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
@@ -122,8 +123,10 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
   void shareMemory(const Config& config);
-  [[nodiscard]] std::shared_ptr<const SharedArena> openArena(Deadline deadline);
-  void makeHostPlane(std::shared_ptr<const SharedArena> arena);
+  struct OpenedMemory;
+  [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
+  [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
+  void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);

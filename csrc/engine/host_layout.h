@@ -30,6 +30,8 @@ static_assert(sizeof(HostCard) == 256 && std::atomic<uint64_t>::is_always_lock_f
 struct alignas(64) HostSlot {
   std::atomic<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
   FrameHeader header; ///< the descriptor and the operation's id, as a frame on the wire has them
+  uint64_t input_place; ///< 1 + where the input lies in the rank's SharedHeap; 0: others cannot reach it
+  uint64_t output_place; ///< the same of the output, which others may then write
 };
 static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
 
@@ -42,6 +44,7 @@ inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead 
 /// The same memory, as one rank of the group sees it.
 struct HostView {
   std::byte* base = nullptr;
+  std::byte* const* heaps = nullptr; ///< each rank's SharedHeap; null where not all ranks reach all of them
   int rank = 0;
   int size = 1;
 
@@ -55,8 +58,19 @@ struct HostView {
   [[nodiscard]] std::byte* payload(int of, uint64_t ticket) const noexcept {
     return reinterpret_cast<std::byte*>(&slot(of, ticket)) + sizeof(HostSlot);
   }
+  /// What a rank has published in its slot; not null only where it has.
+  [[nodiscard]] std::byte* inputOf(int of, uint64_t ticket) const noexcept {
+    return inHeap(of, slot(of, ticket).input_place);
+  }
+  [[nodiscard]] std::byte* outputOf(int of, uint64_t ticket) const noexcept {
+    return inHeap(of, slot(of, ticket).output_place);
+  }
   [[nodiscard]] std::byte* stage(int of, uint64_t round) const noexcept {
     return base + stageOffset(size, of) + round % kHostStages * kHostStageNbytes;
+  }
+
+  [[nodiscard]] std::byte* inHeap(int of, uint64_t place) const noexcept {
+    return heaps == nullptr || place == 0 ? nullptr : heaps[of] + (place - 1);
   }
 
   static constexpr size_t kSlotNbytes = sizeof(HostSlot) + kHostInlineNbytes;

@@ -33,10 +33,11 @@ int64_t bytesOf(const Descriptor& descriptor) {
 
 } // namespace
 
-HostPlane::HostPlane(GroupIdentity identity, std::shared_ptr<const SharedArena> arena, Config config, Events events)
+HostPlane::HostPlane(GroupIdentity identity, std::shared_ptr<const SharedArena> arena, HostHeaps heaps, Config config, Events events)
     : identity_(std::move(identity)),
       arena_(std::move(arena)),
-      view_{arena_->at(0), identity_.rank, identity_.size},
+      heaps_(std::move(heaps)),
+      view_{arena_->at(0), heaps_.own == nullptr ? nullptr : heaps_.bases.data(), identity_.rank, identity_.size},
       config_(config),
       events_(std::move(events)) {}
 
@@ -172,7 +173,7 @@ void HostPlane::takeInbox() {
     const Deadline deadline = operation->request().deadline;
     const uint64_t ticket = operation->shared().ticket;
     operation->mark().running(issued, operation->shared().bytes_total);
-    HostTransfer& transfer = queue_.emplace_back(view_, std::move(operation), ticket);
+    HostTransfer& transfer = queue_.emplace_back(view_, heaps_.own.get(), std::move(operation), ticket);
     transfer.tell_at = issued + std::chrono::milliseconds(config_.tell_after_ms);
     if (!deadline.isNever()) { // early enough for the others' answers
       transfer.tell_at = std::min(transfer.tell_at, issued + (deadline.instant() - issued) / 4);

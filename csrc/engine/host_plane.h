@@ -17,8 +17,16 @@
 #include "engine/host_transfer.h"
 #include "engine/operation.h"
 #include "transport/shared_arena.h"
+#include "transport/shared_heap.h"
 
 namespace pycomm {
+
+/// The memory that tensors lie in which the ranks of a group reach in place.
+struct HostHeaps {
+  std::shared_ptr<SharedHeap> own; ///< null: there are none
+  std::vector<std::shared_ptr<const SharedArena>> mapped; ///< of the others, by rank
+  std::vector<std::byte*> bases; ///< by rank
+};
 
 /// The collectives of a group whose ranks all share one host, in memory that they share; beside the DataPlane, which has everything
 /// else.
@@ -47,7 +55,13 @@ class HostPlane {
   };
 
   /// `arena` is HostView::totalNbytes(size) long; its first HostView::commonNbytes(size) exist.
-  HostPlane(GroupIdentity identity, std::shared_ptr<const SharedArena> arena, Config config, Events events);
+  /// `heaps`: of all ranks, its own among them, or none.
+  HostPlane(
+      GroupIdentity identity,
+      std::shared_ptr<const SharedArena> arena,
+      HostHeaps heaps,
+      Config config,
+      Events events);
   /// After close().
   ~HostPlane();
   HostPlane(const HostPlane&) = delete;
@@ -101,11 +115,13 @@ class HostPlane {
   void endAll(
       const std::function<ErrorRecord(const Operation&)>& why,
       const std::function<void(const ErrorRecord&)>& told);
+  void takeAway(const HostTransfer::Published& published);
   void wakeWorker();
   void workerMain() noexcept;
 
   const GroupIdentity identity_;
   const std::shared_ptr<const SharedArena> arena_;
+  const HostHeaps heaps_;
   const HostView view_;
   const Config config_;
   const Events events_;

@@ -1,10 +1,27 @@
 // How the host plane ends: with the group's failure, or in good order.
 #include <utility>
 
+#include "base/log.h"
 #include "engine/failure_text.h"
 #include "engine/host_plane.h"
 
 namespace pycomm {
+
+// A stopped peer that goes on one day must find nothing of the user's where it reads and writes then.
+void HostPlane::takeAway(const HostTransfer::Published& published) {
+  bool taken = true;
+  if (published.output.ptr != nullptr) {
+    taken = heaps_.own->detach(published.output.ptr, published.output.nbytes);
+  }
+  if (published.input.ptr != nullptr && published.input.ptr != published.output.ptr) {
+    taken = heaps_.own->detach(published.input.ptr, published.input.nbytes) && taken;
+  }
+  if (!taken) {
+    log(LogLevel::Warn,
+        "no memory to take a tensor away from the other ranks of " + identity_.name +
+            ": if one of them is stopped and goes on later, it may still write into that tensor");
+  }
+}
 
 void HostPlane::endAll(
     const std::function<ErrorRecord(const Operation&)>& why,
@@ -13,6 +30,9 @@ void HostPlane::endAll(
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     over_ = true;
+    for (size_t i = head_; i < entered_; ++i) {
+      takeAway(queue_[i].published());
+    }
     for (size_t i = head_; i < queue_.size(); ++i) {
       rest.push_back(queue_[i].operation());
     }

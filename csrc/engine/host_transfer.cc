@@ -24,8 +24,12 @@ void copyBytes(std::byte* to, const std::byte* from, size_t nbytes) {
 
 } // namespace
 
-HostTransfer::HostTransfer(const HostView& view, std::shared_ptr<Operation> operation, uint64_t ticket)
-    : view_(view), operation_(std::move(operation)), ticket_(ticket) {
+HostTransfer::HostTransfer(
+    const HostView& view,
+    const SharedHeap* heap,
+    std::shared_ptr<Operation> operation,
+    uint64_t ticket)
+    : view_(view), heap_(heap), operation_(std::move(operation)), ticket_(ticket) {
   const Descriptor& descriptor = operation_->request().descriptor;
   kind_ = descriptor.kind;
   element_nbytes_ = elementSize(descriptor.dtype);
@@ -66,7 +70,8 @@ void HostTransfer::enter() {
       give(payload, request.input.ptr, numel_);
     }
   }
-  slot.ticket.store(ticket_, std::memory_order_seq_cst); // after the descriptor and the payload
+  publish(slot);
+  slot.ticket.store(ticket_, std::memory_order_seq_cst); // after all that belongs to it
 }
 
 HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
@@ -183,13 +188,17 @@ HostTransfer::Progress HostTransfer::advance(uint64_t& rounds, uint64_t& blocked
       return matching;
     }
     base_ = rounds;
-    rounds += rounds_;
     if (rounds_ == 0) {
       finishSmall();
       return Progress::Done;
     }
+    in_place_ = canGoInPlace();
+    rounds += in_place_ ? 1 : rounds_;
     operation_->mark().arriving(Clock::now());
     return Progress::Moved;
+  }
+  if (in_place_) {
+    return advanceInPlace(blocked);
   }
   // First what others wait for.
   if (mayReduce(blocked)) {

@@ -4,8 +4,10 @@
 #include <memory>
 
 #include "engine/host_layout.h"
+#include "base/buffer_view.h"
 #include "engine/operation.h"
 #include "schedule/step.h"
+#include "transport/shared_heap.h"
 
 namespace pycomm {
 
@@ -25,9 +27,18 @@ namespace pycomm {
 ///   collect  once all have reduced: copies the other slices from their owners' stages to the output      collected = g + 1
 /// A stage is written again for round g + 2 once all have collected round g. One rank makes each sum, so all have the same bits.
 /// all_gather and broadcast stage and collect; reduce_scatter stages and reduces.
+///
+/// In place: where what others need lies in the heaps of the ranks (SharedHeap), there is one round without stages. all_reduce: each
+/// rank folds its slice from where all inputs lie, and writes it to where all outputs lie. The others copy or fold from the inputs.
+/// Whether it can be done is seen by all ranks alike, in the slots; each sum is made by the same rank in the same order either way.
 class HostTransfer {
  public:
-  HostTransfer(const HostView& view, std::shared_ptr<Operation> operation, uint64_t ticket);
+  /// `heap`: where operands may lie that peers can reach; null where they cannot.
+  HostTransfer(
+      const HostView& view,
+      const SharedHeap* heap,
+      std::shared_ptr<Operation> operation,
+      uint64_t ticket);
 
   /// Needs more than a slot holds, so this rank's stage must be committed first.
   [[nodiscard]] bool large() const noexcept {
@@ -61,12 +72,26 @@ class HostTransfer {
     return astray_;
   }
 
+  /// What peers may be reading or writing: nothing unless published.
+  struct Published {
+    ConstBufferView input;
+    BufferView output;
+  };
+  [[nodiscard]] Published published() const noexcept {
+    return published_;
+  }
+
   TimePoint tell_at; ///< when the lane is told that this one waits
   bool told = false;
 
  private:
   [[nodiscard]] Progress match(uint64_t& blocked);
   void finishSmall() const;
+  void publish(HostSlot& slot);
+  [[nodiscard]] bool canGoInPlace() const noexcept;
+  [[nodiscard]] Progress advanceInPlace(uint64_t& blocked);
+  void allReduceInPlace(int64_t first, int64_t numel) const;
+  void readInPlace(int64_t first, int64_t numel) const;
   [[nodiscard]] bool allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)
       const noexcept;
   [[nodiscard]] bool mayStage(uint64_t& blocked) const noexcept;
@@ -85,6 +110,7 @@ class HostTransfer {
   void fold(std::byte* to, const std::byte* own, size_t offset_in_stage, int64_t numel) const;
 
   HostView view_;
+  const SharedHeap* heap_;
   std::shared_ptr<Operation> operation_;
   uint64_t ticket_;
   Collective kind_;
@@ -93,6 +119,9 @@ class HostTransfer {
   int64_t round_numel_ = 0; ///< of the tensor, or of one part, in a full round
   uint64_t rounds_ = 0; ///< 0: small
   bool scales_; ///< PREMUL_SUM
+  bool in_place_ = false;
+  int64_t position_ = 0; ///< in place: elements that this rank has made, or copied
+  Published published_;
   int matched_ = 0; ///< ranks whose descriptors have been compared
   bool astray_ = false;
   uint64_t base_ = 0; ///< rounds of earlier operations

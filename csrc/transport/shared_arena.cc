@@ -60,14 +60,14 @@ SharedArena SharedArena::create(size_t nbytes) {
   return SharedArena(std::move(fd), nbytes);
 }
 
-SharedArena SharedArena::attach(UniqueFd fd, size_t nbytes) {
+SharedArena SharedArena::attach(UniqueFd fd, std::optional<size_t> nbytes) {
   struct stat status{};
   const int seals = ::fcntl(fd.get(), F_GET_SEALS);
-  if (::fstat(fd.get(), &status) != 0 || status.st_size != static_cast<off_t>(nbytes) || seals < 0 ||
-      (seals & F_SEAL_SHRINK) == 0) {
+  if (::fstat(fd.get(), &status) != 0 || status.st_size <= 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 ||
+      static_cast<size_t>(status.st_size) != nbytes.value_or(static_cast<size_t>(status.st_size))) {
     throw Error(ErrorCode::ProtocolViolation, "a process of this host passed something else than shared memory");
   }
-  return SharedArena(std::move(fd), nbytes);
+  return SharedArena(std::move(fd), static_cast<size_t>(status.st_size));
 }
 
 void SharedArena::commit(size_t offset, size_t nbytes) const {

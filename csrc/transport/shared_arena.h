@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "base/unique_fd.h"
 
@@ -16,8 +17,8 @@ class SharedArena {
  public:
   /// Throws Error(Unsupported) where a sandbox forbids it, SystemError or TooManyFiles.
   [[nodiscard]] static SharedArena create(size_t nbytes);
-  /// Maps what another process has passed. Throws Error(ProtocolViolation) unless it is sealed and of this size.
-  [[nodiscard]] static SharedArena attach(UniqueFd fd, size_t nbytes);
+  /// Maps what another process has passed. Throws Error(ProtocolViolation) unless it is sealed, and of this size if one is given.
+  [[nodiscard]] static SharedArena attach(UniqueFd fd, std::optional<size_t> nbytes);
 
   SharedArena(SharedArena&& other) noexcept;
   SharedArena& operator=(SharedArena&& other) = delete;
@@ -36,6 +37,10 @@ class SharedArena {
   }
   [[nodiscard]] int fd() const noexcept {
     return fd_.get();
+  }
+  /// The mapping stays; nothing can be committed any more.
+  void closeFd() noexcept {
+    fd_.reset();
   }
 
  private:

@@ -20,9 +20,14 @@ namespace {
 /// Ranks that notice something tell all planes, as the control planes would.
 class Host {
  public:
-  explicit Host(int size, HostPlane::Config config = {})
+  explicit Host(int size, HostPlane::Config config = {}, bool heaps = false)
       : size_(size), arena_(std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(size)))) {
     arena_->commit(0, HostView::commonNbytes(size));
+    HostHeaps shared;
+    for (int rank = 0; heaps && rank < size; ++rank) {
+      heaps_.push_back(std::make_shared<SharedHeap>(SharedArena::create(64 << 20)));
+      shared.bases.push_back(heaps_.back()->base()); // one mapping, so that ThreadSanitizer knows both sides as one memory
+    }
     for (int rank = 0; rank < size; ++rank) {
       GroupIdentity identity;
       identity.rank = rank;
@@ -45,7 +50,9 @@ class Host {
         changed_.notify_all();
       };
       events.unstuck = [](uint64_t) {};
-      planes_.push_back(std::make_unique<HostPlane>(identity, arena_, config, std::move(events)));
+      HostHeaps mine = shared;
+      mine.own = heaps ? heaps_[static_cast<size_t>(rank)] : nullptr;
+      planes_.push_back(std::make_unique<HostPlane>(identity, arena_, std::move(mine), config, std::move(events)));
     }
   }
   ~Host() {
@@ -79,6 +86,9 @@ class Host {
       plane->fail(cause, nullptr);
     }
   }
+  SharedHeap& heap(int rank) {
+    return *heaps_[static_cast<size_t>(rank)];
+  }
   HostPlane& plane(int rank) {
     return *planes_[static_cast<size_t>(rank)];
   }
@@ -86,6 +96,7 @@ class Host {
  private:
   int size_;
   std::shared_ptr<SharedArena> arena_;
+  std::vector<std::shared_ptr<SharedHeap>> heaps_;
   std::vector<std::unique_ptr<HostPlane>> planes_;
   std::mutex mutex_; ///< guards the rest
   std::condition_variable changed_;
@@ -156,6 +167,31 @@ std::vector<float> valuesOf(int rank, size_t numel) {
   }
   return values;
 }
+
+/// A tensor in a rank's heap.
+class HeapTensor {
+ public:
+  HeapTensor(SharedHeap& heap, const std::vector<float>& values)
+      : heap_(heap), numel_(values.size()), data_(static_cast<float*>(heap.allocate(numel_ * sizeof(float)))) {
+    std::copy(values.begin(), values.end(), data_);
+  }
+  ~HeapTensor() {
+    heap_.release(data_);
+  }
+  HeapTensor(const HeapTensor&) = delete;
+  HeapTensor& operator=(const HeapTensor&) = delete;
+  BufferView view() {
+    return {reinterpret_cast<std::byte*>(data_), numel_ * sizeof(float)};
+  }
+  float& operator[](size_t i) {
+    return data_[i];
+  }
+
+ private:
+  SharedHeap& heap_;
+  size_t numel_;
+  float* data_;
+};
 
 class HostPlaneSizes : public ::testing::TestWithParam<int> {};
 
@@ -243,6 +279,58 @@ TEST_P(HostPlaneSizes, ManyInFlight) {
           total += valueOf(peer, i);
         }
         ASSERT_EQ(values[i], total) << i;
+      }
+    }
+  });
+}
+
+// In place and through stages in turn: rounds are counted alike. Several steps of one operation, crooked ends.
+TEST_P(HostPlaneSizes, TensorsThatAllCanReachAreUsedInPlace) {
+  const int size = GetParam();
+  Host host(size, {}, true);
+  host.run([&](int rank, HostPlane& plane) {
+    std::atomic<int64_t> counter{0};
+    SharedHeap& heap = host.heap(rank);
+    for (const size_t numel : {size_t{2049}, size_t{1000003}, size_t{5000}}) {
+      const auto n = static_cast<int64_t>(numel);
+      const int root = static_cast<int>(numel) % size;
+      HeapTensor sum(heap, valuesOf(rank, numel));
+      HeapTensor sent(heap, valuesOf(rank, numel));
+      HeapTensor part(heap, valuesOf(rank, numel));
+      HeapTensor parts(heap, valuesOf(rank, numel * static_cast<size_t>(size)));
+      std::vector<float> staged = valuesOf(rank, numel);
+      HeapTensor mixed(heap, valuesOf(rank, numel)); // in a heap on some ranks only
+      std::vector<float> ordinary = valuesOf(rank, numel);
+      std::vector<float> all(numel * static_cast<size_t>(size));
+      std::vector<float> own(numel);
+      const BufferView either = rank == 0 ? mixed.view() : viewOf(ordinary);
+      const Wish reduce{Collective::AllReduce, n, ReduceOp::Sum};
+      const Wish send{Collective::Broadcast, n, ReduceOp::None, DType::Float32, root};
+      std::vector<std::shared_ptr<Operation>> operations;
+      operations.push_back(post(plane, counter, reduce, sum.view(), sum.view(), false));
+      operations.push_back(post(plane, counter, reduce, viewOf(staged), viewOf(staged), true));
+      operations.push_back(post(plane, counter, send, sent.view(), sent.view(), false));
+      operations.push_back(post(plane, counter, {Collective::AllGather, n}, part.view(), viewOf(all), true));
+      operations.push_back(
+          post(plane, counter, {Collective::ReduceScatter, n, ReduceOp::Sum}, parts.view(), viewOf(own), true));
+      operations.push_back(post(plane, counter, reduce, either, either, true));
+      for (const auto& operation : operations) {
+        finish(plane, *operation);
+        ASSERT_FALSE(operation->error()) << operation->error()->text();
+      }
+      for (size_t i = 0; i < numel; ++i) {
+        float total = 0;
+        float mine = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          total += valueOf(peer, i);
+          mine += valueOf(peer, static_cast<size_t>(rank) * numel + i);
+          ASSERT_EQ(all[static_cast<size_t>(peer) * numel + i], valueOf(peer, i)) << numel << " at " << i;
+        }
+        ASSERT_EQ(sum[i], total) << numel << " at " << i;
+        ASSERT_EQ(staged[i], total) << numel << " at " << i;
+        ASSERT_EQ(rank == 0 ? mixed[i] : ordinary[i], total) << numel << " at " << i;
+        ASSERT_EQ(own[i], mine) << numel << " at " << i;
+        ASSERT_EQ(sent[i], valueOf(root, i)) << numel << " at " << i;
       }
     }
   });
@@ -363,6 +451,28 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   ASSERT_TRUE(told);
   std::shared_ptr<Operation> late;
   EXPECT_FALSE(host.plane(0).post([&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
+}
+
+TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
+  constexpr size_t kNumel = 100000;
+  Host host(2, {}, true);
+  HeapTensor values(host.heap(0), std::vector<float>(kNumel, 1.0F));
+  const SharedArena peer = SharedArena::attach(UniqueFd(::dup(host.heap(0).fd())), std::nullopt);
+  auto* seen = reinterpret_cast<float*>(peer.at(host.heap(0).placeOf(&values[0], kNumel * sizeof(float)).value()));
+  std::atomic<int64_t> counter{0};
+  const auto operation = post(
+      host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  host.waitUntilStuck(0); // it has said where its tensor lies
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerUnresponsive;
+  cause.peer = 1;
+  host.plane(0).fail(cause, nullptr);
+  waiter.join();
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(seen[7], 1.0F);
+  seen[7] = 2.0F; // rank 1 goes on
+  EXPECT_EQ(values[7], 1.0F);
 }
 
 TEST(HostPlane, WhoLeavesIsNamedByThoseThatWait) {
