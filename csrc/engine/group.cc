@@ -70,6 +70,10 @@ bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
   return host_ != nullptr && HostPlane::serves(schedule, identity_.size);
 }
 
+bool Group::reachesTensors() const noexcept {
+  return host_ != nullptr && host_->reachesTensors();
+}
+
 bool Group::keepsParts(const ScheduleRequest& schedule) {
   if (servedByHost(schedule)) {
     return schedule.kind == Collective::AllGather || schedule.kind == Collective::ReduceScatter;

@@ -111,6 +111,8 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] bool sharesMemory() const noexcept {
     return host_ != nullptr;
   }
+  /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
+  [[nodiscard]] bool reachesTensors() const noexcept;
   /// Why they do not, although nobody has asked for TCP; empty otherwise.
   [[nodiscard]] const std::string& whyNotShared() const noexcept {
     return why_not_shared_;

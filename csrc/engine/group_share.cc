@@ -82,9 +82,8 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
     attempt(opened.no_heaps, [&] {
       const std::string& name = watch_names_[static_cast<size_t>(rank)];
       const bool own = rank == identity_.rank;
-      opened.heaps.mapped.push_back(own ? nullptr : engine_.heapOf(name, [&] {
-        return HostMates::ask(name, heapKey(rank), patience, abort_);
-      }));
+      opened.heaps.mapped.push_back(
+          own ? nullptr : engine_.heapOf(name, [&] { return HostMates::ask(name, heapKey(rank), patience, abort_); }));
       opened.heaps.bases.push_back(own ? opened.heaps.own->base() : opened.heaps.mapped.back()->at(0));
     });
   }
@@ -119,9 +118,8 @@ void Group::shareMemory(const Config& config) {
       throw;
     }
     withdraw();
-    const auto no = std::find_if(votes.begin(), votes.end(), [](const std::string& vote) {
-      return vote != kYes && vote != kWithoutHeaps;
-    });
+    const auto no = std::find_if(
+        votes.begin(), votes.end(), [](const std::string& vote) { return vote != kYes && vote != kWithoutHeaps; });
     if (no == votes.end()) {
       const auto without = std::find(votes.begin(), votes.end(), kWithoutHeaps);
       if (without != votes.end()) {

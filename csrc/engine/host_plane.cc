@@ -33,7 +33,12 @@ int64_t bytesOf(const Descriptor& descriptor) {
 
 } // namespace
 
-HostPlane::HostPlane(GroupIdentity identity, std::shared_ptr<const SharedArena> arena, HostHeaps heaps, Config config, Events events)
+HostPlane::HostPlane(
+    GroupIdentity identity,
+    std::shared_ptr<const SharedArena> arena,
+    HostHeaps heaps,
+    Config config,
+    Events events)
     : identity_(std::move(identity)),
       arena_(std::move(arena)),
       heaps_(std::move(heaps)),

@@ -70,6 +70,10 @@ class HostPlane {
   /// Whether this is how such a request runs in a group of so many ranks, asked for by the calling thread. The same on all ranks.
   [[nodiscard]] static bool serves(const ScheduleRequest& request, int size) noexcept;
 
+  [[nodiscard]] bool reachesTensors() const noexcept {
+    return heaps_.own != nullptr;
+  }
+
   /// Puts what `make` returns behind all others. `make` takes the operation's id: here, so that ids and tickets have one order.
   /// False if the plane is over: then the operation is not taken.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "engine/host_layout.h"
 #include "base/buffer_view.h"
+#include "engine/host_layout.h"
 #include "engine/operation.h"
 #include "schedule/step.h"
 #include "transport/shared_heap.h"
@@ -34,11 +34,7 @@ namespace pycomm {
 class HostTransfer {
  public:
   /// `heap`: where operands may lie that peers can reach; null where they cannot.
-  HostTransfer(
-      const HostView& view,
-      const SharedHeap* heap,
-      std::shared_ptr<Operation> operation,
-      uint64_t ticket);
+  HostTransfer(const HostView& view, const SharedHeap* heap, std::shared_ptr<Operation> operation, uint64_t ticket);
 
   /// Needs more than a slot holds, so this rank's stage must be committed first.
   [[nodiscard]] bool large() const noexcept {

@@ -12,7 +12,8 @@ namespace pycomm {
 namespace {
 
 constexpr int64_t kStepNbytes = 1 << 20; // between two looks whether to stop
-constexpr int64_t kBlockNbytes = 16 << 10; // of all ranks together it stays in the first caches between being made and being written
+constexpr int64_t kBlockNbytes =
+    16 << 10; // of all ranks together it stays in the first caches between being made and being written
 
 } // namespace
 
@@ -31,8 +32,7 @@ void HostTransfer::publish(HostSlot& slot) {
     published_.input = {request.input.ptr, parts * nbytes};
     slot.input_place = *input + 1;
   }
-  const auto output =
-      kind_ == Collective::AllReduce ? heap_->placeOf(request.output.ptr, nbytes) : std::nullopt;
+  const auto output = kind_ == Collective::AllReduce ? heap_->placeOf(request.output.ptr, nbytes) : std::nullopt;
   if (output) {
     published_.output = {request.output.ptr, nbytes};
     slot.output_place = *output + 1;

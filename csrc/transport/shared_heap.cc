@@ -147,8 +147,8 @@ std::optional<uint64_t> SharedHeap::placeOf(const void* buffer, size_t nbytes) c
   }
   const auto begin = static_cast<size_t>(static_cast<const std::byte*>(buffer) - arena_.at(0));
   const size_t end = begin + nbytes;
-  const bool own_pages = begin % pageNbytes() == 0 &&
-      (end % pageNbytes() == 0 || end == block->first + block->second.nbytes);
+  const bool own_pages =
+      begin % pageNbytes() == 0 && (end % pageNbytes() == 0 || end == block->first + block->second.nbytes);
   return own_pages ? std::optional<uint64_t>(begin) : std::nullopt;
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import signal
 from typing import Any
 
 import pytest
@@ -137,3 +139,91 @@ def test_a_call_that_goes_another_way_is_a_mismatch() -> None:
     for text in run_ranks(2, different_ways, pg_options={"transport": "shm"}).values():
         assert "all_reduce(SUM, float32 x 10, shared_memory)" in text
         assert "all_to_all(" in text
+
+
+def in_place(rank: int, world_size: int) -> dict[str, Any]:
+    met: dict[str, Any] = {}
+    numel = 1_000_003
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        inputs = [whole_numbers(peer, numel, dtype) for peer in range(world_size)]
+        reached = pycomm.empty(numel, dtype=dtype)
+        reached.copy_(inputs[rank])
+        dist.all_reduce(reached)
+        ordinary = inputs[rank].clone()
+        dist.all_reduce(ordinary)
+        assert torch.equal(reached, ordinary)
+        assert dtype == torch.bfloat16 or torch.equal(reached, sum(inputs))
+
+        reached.copy_(inputs[rank])
+        gathered = pycomm.empty(world_size, numel, dtype=dtype)
+        dist.all_gather_into_tensor(gathered.view(-1), reached)
+        assert torch.equal(gathered, torch.stack(inputs))
+        scattered = torch.empty(numel, dtype=dtype)
+        dist.reduce_scatter_tensor(scattered, gathered.view(-1))
+        assert torch.equal(scattered, inputs[rank] * world_size)
+        dist.broadcast(reached, world_size - 1)
+        assert torch.equal(reached, inputs[-1])
+        # A view that shares a page with other elements, and a tensor that is in reach on one rank only.
+        gathered[rank].copy_(inputs[rank])
+        dist.all_reduce(gathered[rank])
+        assert torch.equal(gathered[rank], ordinary)
+        some = pycomm.empty(numel, dtype=dtype) if rank == 0 else torch.empty(numel, dtype=dtype)
+        some.copy_(inputs[rank])
+        dist.all_reduce(some)
+        assert torch.equal(some, ordinary)
+    group = dist.group.WORLD
+    assert group is not None
+    backend = group._get_backend(torch.device("cpu"))
+    met["allocates"] = backend.supports_tensor_alloc(torch.device("cpu"))
+    if met["allocates"]:
+        tensor = backend.allocate_tensor(5000, dtype=torch.float32, device=torch.device("cpu"))
+        tensor.fill_(rank + 1)
+        dist.all_reduce(tensor)
+        met["sum"] = float(tensor.sum())
+    dist.destroy_process_group()
+    met["after"] = float(reached.sum()) == float(inputs[-1].sum())  # outlives its group
+    return met
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
+def test_tensors_that_peers_reach_in_place(transport: str, world_size: int) -> None:
+    for met in run_ranks(world_size, in_place, pg_options={"transport": transport}).values():
+        assert met.pop("after")
+        expected = {"allocates": transport == "shm"}
+        if transport == "shm":
+            expected["sum"] = 5000.0 * world_size * (world_size + 1) / 2
+        assert met == expected
+
+
+def test_empty_says_what_is_wrong() -> None:
+    assert pycomm.empty(2, 3).shape == pycomm.empty((2, 3)).shape == (2, 3)
+    assert pycomm.empty(0).numel() == 0
+    assert pycomm.empty(3, dtype=torch.float64).dtype == torch.float64
+    assert float(pycomm.empty(1000).abs().sum()) == 0.0
+    for wrong in ((-1,), (2.0,), (True,)):
+        with pytest.raises(pycomm.errors.InvalidArgumentError, match="sizes are whole numbers"):
+            pycomm.empty(*wrong)  # type: ignore[arg-type]
+    with pytest.raises(pycomm.errors.NoSharedMemoryError, match="among the shared tensors"):
+        pycomm.empty(1 << 45)
+
+
+def stopped_in_the_middle(rank: int, world_size: int) -> Any:
+    tensor = pycomm.empty(1 << 22)
+    tensor.fill_(1)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(tensor)
+    except pycomm.errors.PycommError as error:
+        tensor.fill_(5)  # its own again, and still what it was
+        return describe_exception(error), float(tensor.sum())
+    return None
+
+
+def test_a_dead_peer_leaves_the_tensor_usable() -> None:
+    results = run_ranks(3, stopped_in_the_middle, check=False, pg_options={"transport": "shm"})
+    for rank in (0, 2):
+        error, total = results[rank].value
+        assert "Rank 1" in str(error)
+        assert total == 5.0 * (1 << 22)

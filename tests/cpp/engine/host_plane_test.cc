@@ -26,7 +26,8 @@ class Host {
     HostHeaps shared;
     for (int rank = 0; heaps && rank < size; ++rank) {
       heaps_.push_back(std::make_shared<SharedHeap>(SharedArena::create(64 << 20)));
-      shared.bases.push_back(heaps_.back()->base()); // one mapping, so that ThreadSanitizer knows both sides as one memory
+      shared.bases.push_back(
+          heaps_.back()->base()); // one mapping, so that ThreadSanitizer knows both sides as one memory
     }
     for (int rank = 0; rank < size; ++rank) {
       GroupIdentity identity;
@@ -460,8 +461,8 @@ TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   const SharedArena peer = SharedArena::attach(UniqueFd(::dup(host.heap(0).fd())), std::nullopt);
   auto* seen = reinterpret_cast<float*>(peer.at(host.heap(0).placeOf(&values[0], kNumel * sizeof(float)).value()));
   std::atomic<int64_t> counter{0};
-  const auto operation = post(
-      host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
   std::thread waiter([&] { finish(host.plane(0), *operation); });
   host.waitUntilStuck(0); // it has said where its tensor lies
   ErrorRecord cause;
