@@ -621,7 +621,7 @@ def test_a_peer_that_leaves_is_an_error_in_backward_and_stays_one(backend: str) 
     first, second = results[0].value
     # Through shared memory the peer is missed already where rank 0 says in which order buckets go.
     if "PEER_LEFT" in first and "broadcast" in first:
-        assert second == first
+        assert "PEER_LEFT" in second
     else:
         assert "rank 0: an earlier backward pass failed" in second
 

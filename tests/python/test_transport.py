@@ -163,7 +163,7 @@ def in_place(rank: int, world_size: int) -> dict[str, Any]:
         assert torch.equal(scattered, inputs[rank] * world_size)
         dist.broadcast(reached, world_size - 1)
         assert torch.equal(reached, inputs[-1])
-        # A view that shares a page with other elements, and a tensor that is in reach on one rank only.
+        # A view that shares a page with other elements; a tensor in reach on one rank only.
         gathered[rank].copy_(inputs[rank])
         dist.all_reduce(gathered[rank])
         assert torch.equal(gathered[rank], ordinary)
