@@ -44,13 +44,15 @@ class World:
 
     def open_groups(self, names: Sequence[str]) -> None:
         """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
-        pycomm with that transport."""
+        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty."""
         for name in names:
             backend, _, transport = name.partition("#")[0].partition(":")
             options = None
             if backend == "pycomm":  # imported here: works also where autoload is switched off
                 pycomm = importlib.import_module("pycomm")
-                options = pycomm.Options(transport=transport or "auto")
+                options = pycomm.Options(
+                    transport="shm" if transport == "arena" else transport or "auto"
+                )
             if not self.groups:
                 dist.init_process_group(
                     backend,

@@ -116,6 +116,7 @@ void HostPlane::runAll() {
 
 template <typename Done>
 void HostPlane::run(const Done& done, Deadline deadline, int spin_us) {
+  const int looks_before_yield = config_.crowded ? 1 : kLooksBeforeYield;
   int looks = 0;
   TimePoint spin_until{};
   while (!done() && !ending_.load(std::memory_order_seq_cst)) {
@@ -128,12 +129,12 @@ void HostPlane::run(const Done& done, Deadline deadline, int spin_us) {
       continue;
     }
     if (spin_us > 0) {
-      if (++looks % kLooksBeforeYield != 0) {
+      if (++looks % looks_before_yield != 0) {
         pauseCore();
         continue;
       }
       const TimePoint now = Clock::now();
-      if (looks == kLooksBeforeYield) {
+      if (looks == looks_before_yield) {
         spin_until = now + std::chrono::microseconds(spin_us);
       }
       if (now < spin_until) {

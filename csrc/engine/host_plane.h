@@ -50,7 +50,8 @@ class HostPlane {
     std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
   };
   struct Config {
-    int spin_us = 0; ///< how long a driver looks before it sleeps; 0 where there are more ranks than cores
+    int spin_us = 0; ///< how long a driver looks before it sleeps
+    bool crowded = false; ///< more ranks than cores: who looks leaves its core to another rank after each look
     int tell_after_ms = 50;
   };
 
