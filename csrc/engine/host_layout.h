@@ -19,7 +19,7 @@ struct alignas(256) HostCard {
   std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
   std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
   std::atomic<uint64_t> collected; ///< it has read what it needs of the others' stages
-  std::atomic<uint32_t> left; ///< 1: it closed its group in good order
+  std::atomic<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
   alignas(64)
       std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
   std::atomic<uint32_t> bell; ///< a futex: rung by who goes on
@@ -35,6 +35,8 @@ struct alignas(64) HostSlot {
 };
 static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
 
+inline constexpr uint32_t kLeftInOrder = 1;
+inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others are told why, and nobody is to blame for it
 inline constexpr int kMaxHostRanks = 64; ///< bits of HostCard::waits_for
 inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ahead of another
 inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot

@@ -292,7 +292,7 @@ void HostPlane::sleep(Deadline deadline) noexcept {
   const uint32_t bell = card.bell.load(std::memory_order_seq_cst);
   uint64_t left = 0;
   for (int peer = 0; peer < view_.size; ++peer) {
-    if (peer != view_.rank && view_.card(peer).left.load(std::memory_order_seq_cst) != 0) {
+    if (peer != view_.rank && view_.card(peer).left.load(std::memory_order_seq_cst) == kLeftInOrder) {
       left |= uint64_t{1} << peer;
     }
   }

@@ -66,6 +66,7 @@ void HostPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   ringSelf(); // whoever has the baton leaves it: after a step at the most
   const std::lock_guard<std::mutex> baton(baton_);
   broken_ = true;
+  view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
   endAll([&](const Operation& operation) { return errorOf(operation, cause, identity_); }, told);
 }
 
@@ -79,8 +80,7 @@ void HostPlane::close(const ErrorRecord& reason) {
       if (under_way != nullptr && !broken_) {
         events_.notice(leftInTheMiddle(*under_way, identity_));
       }
-      // Who failed does not say that it left: the others are told why, and nobody is to be blamed for leaving then.
-      view_.card(view_.rank).left.store(1, std::memory_order_seq_cst);
+      view_.card(view_.rank).left.store(kLeftInOrder, std::memory_order_seq_cst);
       ring();
     }
     broken_ = true;

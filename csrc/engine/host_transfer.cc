@@ -261,6 +261,7 @@ bool HostTransfer::mayCollect(uint64_t& blocked) const noexcept {
 }
 
 void HostTransfer::stage() {
+  PYCOMM_FAULT_POINT("host.stage");
   const Operation::Request& request = operation_->request();
   const int64_t first = firstOf(staged_);
   const int64_t count = countOf(staged_);
@@ -317,6 +318,7 @@ void HostTransfer::reduce() {
 }
 
 void HostTransfer::collect() {
+  PYCOMM_FAULT_POINT("host.collect");
   const Operation::Request& request = operation_->request();
   const int64_t count = countOf(collected_);
   const size_t at = static_cast<size_t>(firstOf(collected_)) * element_nbytes_;

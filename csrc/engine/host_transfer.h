@@ -86,6 +86,7 @@ class HostTransfer {
   void publish(HostSlot& slot);
   [[nodiscard]] bool canGoInPlace() const noexcept;
   [[nodiscard]] Progress advanceInPlace(uint64_t& blocked);
+  [[nodiscard]] bool operandsLasted(uint64_t& blocked) const noexcept;
   void allReduceInPlace(int64_t first, int64_t numel) const;
   void readInPlace(int64_t first, int64_t numel) const;
   [[nodiscard]] bool allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)

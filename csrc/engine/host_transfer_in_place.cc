@@ -118,6 +118,21 @@ void HostTransfer::readInPlace(int64_t first, int64_t numel) const {
   }
 }
 
+// A rank that gave up before it had ended this operation has its operands for itself again. So a rank that was stopped in the meantime
+// may have read something else there: it must not take that for a result, and hears why before long. Who gives up says so before it
+// lets go of its operands; so if it has not said so by now, all that was read here was what it gave.
+bool HostTransfer::operandsLasted(uint64_t& blocked) const noexcept {
+  for (int rank = 0; rank < view_.size; ++rank) {
+    const HostCard& card = view_.card(rank);
+    if (rank != view_.rank && card.left.load(std::memory_order_seq_cst) != 0 &&
+        card.done.load(std::memory_order_seq_cst) < ticket_) {
+      blocked |= uint64_t{1} << rank;
+      return false;
+    }
+  }
+  return true;
+}
+
 HostTransfer::Progress HostTransfer::advanceInPlace(uint64_t& blocked) {
   HostCard& own_card = view_.card(view_.rank);
   Run work{0, numel_};
@@ -149,6 +164,9 @@ HostTransfer::Progress HostTransfer::advanceInPlace(uint64_t& blocked) {
   }
   // Its operands are its own again once nobody reads or writes them.
   if (!allHave(&HostCard::reduced, base_ + 1, blocked)) {
+    return Progress::Blocked;
+  }
+  if (!operandsLasted(blocked)) {
     return Progress::Blocked;
   }
   own_card.collected.store(base_ + 1, std::memory_order_seq_cst);

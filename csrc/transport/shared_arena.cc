@@ -44,7 +44,9 @@ SharedArena::~SharedArena() {
 
 SharedArena SharedArena::create(size_t nbytes) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  UniqueFd fd(::memfd_create("pycomm", kFlags | MFD_NOEXEC_SEAL));
+  const Fault fault = PYCOMM_FAULT("arena.create");
+  errno = fault.error_number;
+  UniqueFd fd(fault.error_number != 0 ? -1 : ::memfd_create("pycomm", kFlags | MFD_NOEXEC_SEAL));
   if (!fd && errno == EINVAL) {
     fd = UniqueFd(::memfd_create("pycomm", kFlags));
   }

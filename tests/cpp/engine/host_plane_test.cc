@@ -476,6 +476,41 @@ TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   EXPECT_EQ(values[7], 1.0F);
 }
 
+// Rank 1 is stopped when it has read rank 0's tensor in part; rank 0 gives up and overwrites its tensor; rank 1 goes on.
+TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
+  constexpr size_t kNumel = size_t{1} << 20;
+  Host host(2, {}, true);
+  std::atomic<int64_t> counter0{0};
+  std::atomic<int64_t> counter1{0};
+  HeapTensor own(host.heap(0), valuesOf(0, kNumel));
+  HeapTensor theirs(host.heap(1), valuesOf(1, kNumel));
+  std::vector<float> all0(2 * kNumel);
+  std::vector<float> all1(2 * kNumel);
+  const Wish wish{Collective::AllGather, kNumel};
+  const auto first = post(host.plane(0), counter0, wish, own.view(), viewOf(all0), true);
+  std::thread waiter([&] { finish(host.plane(0), *first); });
+  host.waitUntilStuck(0);
+  const auto second = post(host.plane(1), counter1, wish, theirs.view(), viewOf(all1), true);
+  (void)host.plane(1).drive(*second, Deadline::after(0)); // one step: it has entered, and perhaps read a little
+  // Rank 0 has read all that it wanted, and says so a moment later: from then on its own end is all that rank 1 lacks.
+  const Deadline patience = Deadline::after(20000);
+  while (first->shared().bytes_done.load() < static_cast<int64_t>(2 * kNumel * sizeof(float)) && !patience.expired()) {
+    std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerUnresponsive;
+  cause.peer = 1;
+  host.plane(0).fail(cause, nullptr);
+  waiter.join();
+  ASSERT_TRUE(first->error());
+  own[kNumel - 1] = -1.0F;
+  (void)host.plane(1).drive(*second, Deadline::after(200));
+  EXPECT_FALSE(second->done());
+  host.plane(1).fail(cause, nullptr);
+  EXPECT_TRUE(second->error());
+}
+
 TEST(HostPlane, WhoLeavesIsNamedByThoseThatWait) {
   Host host(3);
   std::vector<float> values(1, 1.0F);
