@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import describe_exception, run_ranks
+from documents import blocks, read
+from ranks import LOOPBACK, describe_exception, free_port, run_ranks
 
 import pycomm
 from pycomm.backend import flight_record
@@ -227,3 +228,19 @@ def test_a_dead_peer_leaves_the_tensor_usable() -> None:
         error, total = results[rank].value
         assert "Rank 1" in str(error)
         assert total == 5.0 * (1 << 22)
+
+
+def run_document(rank: int, world_size: int) -> tuple[bool, bool]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    namespace: dict[str, Any] = {}
+    for block in blocks(read("docs/shared-memory.md"), "python"):
+        exec(compile(block, "docs/shared-memory.md", "exec"), namespace)
+    dist.destroy_process_group()
+    gradient, weights = namespace["gradient"], namespace["weights"]
+    return bool((gradient == world_size).all()), bool((weights == 1).all())
+
+
+def test_the_documents_programs_run() -> None:
+    rendezvous = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
+    results = run_ranks(2, run_document, init="none", env=rendezvous, destroy=False)
+    assert list(results.values()) == [(True, True)] * 2
