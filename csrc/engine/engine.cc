@@ -1,7 +1,5 @@
 #include "engine/engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -11,7 +9,7 @@
 namespace pycomm {
 
 Engine::Engine()
-    : pid_(::getpid()),
+    : forks_(forkCount()),
       lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
       host_mates_(std::make_unique<HostMates>(*control_)),
@@ -25,7 +23,7 @@ Engine::~Engine() {
 }
 
 bool Engine::belongsToThisProcess() const noexcept {
-  return ::getpid() == pid_;
+  return forkCount() == forks_;
 }
 
 void Engine::add(const std::weak_ptr<Group>& group) {

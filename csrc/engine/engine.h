@@ -1,7 +1,6 @@
 #pragma once
 
-#include <sys/types.h>
-
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -69,7 +68,7 @@ class Engine {
   friend class Group;
   void add(const std::weak_ptr<Group>& group);
 
-  const pid_t pid_;
+  const uint32_t forks_; ///< forkCount() of the process that this belongs to
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
   std::unique_ptr<HostMates> host_mates_;
