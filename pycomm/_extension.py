@@ -54,6 +54,9 @@ class Extension(Protocol):
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 
+    def topology_text(self, backend: Any) -> str:
+        """How the ranks are spread over hosts, in words."""
+
     def host_identity(self) -> str:
         """Equal in two processes of one host and network namespace."""
 
