@@ -51,6 +51,14 @@ class Place:
     redop: str
 
     @property
+    def empty(self) -> Callable[..., torch.Tensor]:
+        """Makes this backend's tensors: those of ``pycomm:arena`` are reached in place."""
+        if self.backend.partition("#")[0] == "pycomm:arena":
+            made: Callable[..., torch.Tensor] = importlib.import_module("pycomm").empty
+            return made
+        return torch.empty
+
+    @property
     def reduce_op(self) -> dist.ReduceOp:
         names = {"prod": "PRODUCT"}
         op: dist.ReduceOp = getattr(dist.ReduceOp, names.get(self.redop, self.redop.upper()))

@@ -5,7 +5,7 @@
     python benchmarks/switch.py --hosts 0,0,1,1 -- allreduce.py ...  # 2 hosts x 2 ranks
     python benchmarks/switch.py --hosts 0,1,0,1 -- allreduce.py ...  # interleaved
 
-`--hosts` names the host of each rank. Each host is a namespace with one card, eth0, on a bridge in a
+`--hosts` names the host of each rank. A host is a namespace with one card, eth0, on a bridge in a
 namespace of its own; a token bucket at both ends of each wire bounds what leaves and what arrives.
 Nothing leaves the namespaces; processes inside are ended by their pids and the namespaces removed,
 however this ends.

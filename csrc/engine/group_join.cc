@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 namespace pycomm {
 namespace {
@@ -50,6 +51,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   try {
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
+    group->shareMemory(config);
   } catch (const Error& error) {
     ErrorRecord record = error.record();
     if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told

@@ -64,6 +64,7 @@ bool goesByHost(Collective kind, Algorithm algorithm) noexcept {
     case Algorithm::Pairwise:
     case Algorithm::Bruck:
     case Algorithm::RecursiveHalving:
+    case Algorithm::SharedMemory:
     case Algorithm::Hierarchical:
       return false;
   }

@@ -38,7 +38,8 @@ enum class Algorithm : uint16_t {
   Pairwise = 5,
   Bruck = 6,
   RecursiveHalving = 7,
-  Hierarchical = 9, ///< 8 is taken
+  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host_plane.h)
+  Hierarchical = 9,
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
 
