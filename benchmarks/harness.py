@@ -34,6 +34,7 @@ from report import Floats, Report, Row, header, paired_ratio
 from world import World
 
 _MAX_BLOCK_LENGTH = 5000
+RAW = "raw"  # raw.py: plain sockets and additions
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
 
 
@@ -184,7 +185,12 @@ def _measure(
     remarks: list[Row | str] = []
     for backend in options.backends:
         case: Case | openmpi.MpiCase
-        if backend == openmpi.NAME:
+        if backend == RAW:
+            raw = importlib.import_module("raw")  # which imports this module
+            group = next(iter(world.groups.values()))
+            place = Place(backend, group, world.rank, world.ranks, nbytes, dtype, options.redop)
+            case = raw.prepare(world, place, workload.name)
+        elif backend == openmpi.NAME:
             numel = next(iter(cases.values())).numel  # as many as the backend before it has
             case = openmpi.MpiCase(
                 workload.name, world.ranks, numel, dtype, options.redop, options.timeout
@@ -257,7 +263,7 @@ def _run_as_rank(
     on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
-    world.open_groups([name for name in options.backends if name != openmpi.NAME])
+    world.open_groups([name for name in options.backends if name not in (openmpi.NAME, RAW)])
     for workload in workloads:
         for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
             for row in _measure(world, workload, nbytes, options):

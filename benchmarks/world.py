@@ -30,6 +30,7 @@ class World:
         self._store = PrefixStore("harness", store)
         self._store.set_timeout(self._timeout)
         self._round = 0
+        self.raw_sockets: object = None  # of raw.py, once it has made them
 
     @staticmethod
     def join(launched: bool, timeout_s: float) -> World:
@@ -75,6 +76,13 @@ class World:
         self.groups.clear()
         gc.collect()  # a group that lives into the interpreter's exit may abort there
         dist.destroy_process_group()
+
+    def exchange(self, text: str) -> list[str]:
+        """Return every rank's text on every rank."""
+        self._round += 1
+        key = f"exchange/{self._round}"
+        self._store.set(f"{key}/{self.rank}", text)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks)]
 
     def barrier(self) -> None:
         self._round += 1

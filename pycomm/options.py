@@ -124,6 +124,14 @@ def _flight_recorder_dir(where: str, value: object) -> str:
     return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
+def _tuning(where: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise _bad(where, value, "a file that 'python -m pycomm bench --tune' wrote, or 'off'")
+    if str(value).strip().lower() == _OFF:
+        return _OFF
+    return os.path.abspath(os.path.expanduser(str(value).strip()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One thing that can be set."""
@@ -150,10 +158,11 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
     Setting(
         "algorithm",
-        _one_of("auto", "ring", "recursive_doubling", "direct"),
+        _one_of("auto", "ring", "recursive_doubling", "direct", "hierarchical"),
         "auto",
         "PYCOMM_ALGO",
     ),
+    Setting("tuning", _tuning, _OFF, "PYCOMM_TUNING"),
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
@@ -186,8 +195,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``transport``, ``segment_nbytes`` and ``wire_dtype``; the others may
-    differ.
+    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes`` and ``wire_dtype``; the
+    others may differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -202,7 +211,9 @@ class Options:
             goes before the variable.
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
-            "direct". ``PYCOMM_ALGO``.
+            "direct", "hierarchical". ``PYCOMM_ALGO``.
+        tuning: File with a table of algorithms that ``python -m pycomm bench --tune`` has measured
+            on these hosts, or "off". All ranks must have the same one. ``PYCOMM_TUNING``.
         transport: "auto": shared memory where all ranks of the group share a host and it can be
             had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
             ``PYCOMM_TRANSPORT``.
@@ -231,6 +242,7 @@ class Options:
     timeout: float | timedelta | None = None
     debug: str | None = None
     algorithm: str | None = None
+    tuning: str | os.PathLike[str] | None = None
     transport: str | None = None
     wire_dtype: str | None = None
     segment_nbytes: int | str | None = None
@@ -311,6 +323,8 @@ class ResolvedOptions:
     timeout: float
     debug: str
     algorithm: str
+    tuning: str
+    """"off", or the table's file."""
     transport: str
     wire_dtype: str
     segment_nbytes: int

@@ -71,7 +71,7 @@ FORBIDDEN_CALLS = [
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_version"},
-    {"errors", "flight_record"},
+    {"errors", "flight_record", "tuning"},
     {"_extension", "_model_check", "_wire_patterns", "_ddp_options"},
     {"options", "_averaging"},
     {"backend"},

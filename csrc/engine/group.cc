@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
 #include "schedule/request_checks.h"
@@ -52,7 +53,10 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
     cache_.splice(cache_.begin(), cache_, found);
     return cache_.front().prepared;
   }
-  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(request))});
+  ScheduleRequest tuned = request;
+  tuned.algorithm = request.algorithm == Algorithm::Auto ? tunedAlgorithm(tuned_, request) : request.algorithm;
+  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(tuned))});
+  tellChoice(request, cache_.front().prepared->schedule.algorithm);
   if (cache_.size() > kCachedSchedules) {
     cache_.pop_back();
   }
@@ -63,7 +67,30 @@ ScheduleRequest Group::ours(const ScheduleRequest& schedule) const {
   ScheduleRequest filled = schedule;
   filled.rank = identity_.rank;
   filled.size = identity_.size;
+  filled.topology = topology_.get();
   return filled;
+}
+
+// Once for each collective and power of two: which algorithm, and why. With cache_mutex_.
+void Group::tellChoice(const ScheduleRequest& request, Algorithm algorithm) {
+  const bool chosen = request.kind != Collective::Send && request.kind != Collective::Recv && request.size > 1;
+  if (!chosen || !logEnabled(LogLevel::Info)) {
+    return;
+  }
+  const SelectionKey key = selectionKey(request);
+  int size_class = 0;
+  while (size_class < 62 && (int64_t{1} << size_class) < key.nbytes) {
+    ++size_class;
+  }
+  if (!told_choices_.emplace(key.kind, size_class).second) {
+    return;
+  }
+  const std::string why = request.algorithm != Algorithm::Auto ? "the algorithm option"
+      : tunedAlgorithm(tuned_, request) == algorithm           ? "the measured table"
+                                                               : whySelected(key);
+  log(LogLevel::Info,
+      "group " + identity_.name + ": " + collectiveName(key.kind) + " of " + std::to_string(key.nbytes) +
+          " bytes goes by " + algorithmName(algorithm) + ": " + why + " (" + topology_->text() + ")");
 }
 
 bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {

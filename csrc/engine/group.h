@@ -6,7 +6,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/abort_token.h"
@@ -17,7 +19,9 @@
 #include "engine/data_plane.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
+#include "schedule/select.h"
 #include "schedule/step.h"
+#include "schedule/topology_view.h"
 #include "transport/rendezvous.h"
 #include "transport/store.h"
 
@@ -44,6 +48,8 @@ class Group : public std::enable_shared_from_this<Group> {
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     int world_rank = -1; ///< -1: the rank in this group
     std::vector<int> global_ranks; ///< see FlightLog::Subject
+    std::vector<TunedChoice> tuned; ///< the same on all ranks, like the next
+    std::string tuned_for; ///< TopologyView::text() of where that was measured; elsewhere it is not used
     Transport transport = Transport::Auto; ///< the same on all ranks
   };
 
@@ -104,6 +110,9 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] const std::string& interfaceName() const noexcept {
     return interface_name_;
   }
+  [[nodiscard]] const TopologyView& topology() const noexcept {
+    return *topology_;
+  }
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
   }
@@ -138,15 +147,18 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
-  /// With this rank and the group's size filled in.
+  /// With this rank and what the group knows filled in.
   [[nodiscard]] ScheduleRequest ours(const ScheduleRequest& schedule) const;
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
+  void tellChoice(const ScheduleRequest& request, Algorithm algorithm);
 
   Engine& engine_;
   Store& store_;
   const std::shared_ptr<FlightLog> log_;
   GroupIdentity identity_;
   RankClaim claim_;
+  std::unique_ptr<const TopologyView> topology_; ///< made from the list that rank 0 wrote, so the same on all ranks
+  std::vector<TunedChoice> tuned_; ///< empty where it was measured on another topology
   std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
   std::vector<std::string> watch_names_; ///< by rank
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
@@ -172,8 +184,9 @@ class Group : public std::enable_shared_from_this<Group> {
     ScheduleRequest request;
     std::shared_ptr<const PreparedSchedule> prepared;
   };
-  std::mutex cache_mutex_; ///< guards cache_
+  std::mutex cache_mutex_; ///< guards all below
   std::list<CachedSchedule> cache_; ///< most recently used first
+  std::set<std::pair<Collective, int>> told_choices_; ///< kind and size class of what tellChoice() has said
 };
 
 } // namespace pycomm

@@ -1,11 +1,13 @@
 #include "schedule/make_schedule.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "schedule/algorithms.h"
+#include "schedule/by_host.h"
 #include "schedule/partition.h"
 #include "schedule/request_checks.h"
 #include "schedule/schedule_builder.h"
@@ -26,6 +28,7 @@ constexpr Entry kTable[] = {
     {Collective::AllReduce, Algorithm::Ring, ringAllReduce},
     {Collective::AllReduce, Algorithm::RecursiveDoubling, recursiveDoublingAllReduce},
     {Collective::AllReduce, Algorithm::Direct, directAllReduce},
+    {Collective::AllReduce, Algorithm::Hierarchical, hierarchicalAllReduce},
     {Collective::Broadcast, Algorithm::BinomialTree, binomialBroadcast},
     {Collective::Broadcast, Algorithm::Ring, chainBroadcast},
     {Collective::Reduce, Algorithm::BinomialTree, binomialReduce},
@@ -74,12 +77,6 @@ const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
   refuseAlgorithm(request, algorithm, others);
 }
 
-/// Elements that the choice of an algorithm goes by: the same on all ranks.
-int64_t wholeNumel(const ScheduleRequest& request) {
-  const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
-  return parts ? Partition::ofParts(request.numel, request.size, request.counts).numel() : request.numel;
-}
-
 /// One rank alone: what it has is the result. Nothing travels, so nothing is encoded either.
 Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
   ScheduleBuilder builder(request, algorithm);
@@ -98,20 +95,17 @@ Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
 
 } // namespace
 
+bool hasAlgorithm(Collective kind, Algorithm algorithm) noexcept {
+  return std::any_of(std::begin(kTable), std::end(kTable), [&](const Entry& entry) {
+    return entry.kind == kind && entry.algorithm == algorithm;
+  });
+}
+
 Schedule makeSchedule(const ScheduleRequest& request) {
   checkRequest(request);
   Algorithm algorithm = request.algorithm;
   if (algorithm == Algorithm::Auto) {
-    SelectionKey key;
-    key.kind = request.kind;
-    key.size = request.size;
-    key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
-    key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
-    key.encoded = encodes(request);
-    key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
-        (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
-         request.reduce_op == ReduceOp::PremulSum);
-    algorithm = selectAlgorithm(key);
+    algorithm = selectAlgorithm(selectionKey(request));
     // A rank with an empty part must be heard all the same, or its mistakes would go unseen: the ring sends an empty frame for it,
     // the others send nothing.
     if (request.kind == Collective::AllGather && !request.counts.empty()) {
@@ -123,7 +117,10 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   if (request.codec != Codec::None && request.size > 1) {
     return encodedDirect(request);
   }
-  return request.size == 1 && !p2p ? makeForOneRank(request, algorithm) : entry.make(request);
+  if (request.size == 1 && !p2p) {
+    return makeForOneRank(request, algorithm);
+  }
+  return goesByHost(request.kind, algorithm) ? makeByHost(request, entry.make) : entry.make(request);
 }
 
 int64_t inputNumel(const ScheduleRequest& request) {

@@ -51,6 +51,9 @@ class ScheduleBuilder {
   /// two ranks exchange is cut the same way on both, because this depends on nothing else.
   [[nodiscard]] int64_t segmentCount(int64_t numel, DType dtype) const noexcept;
 
+  /// Elements of the longest segment.
+  [[nodiscard]] int64_t segmentNumel(DType dtype) const noexcept;
+
   /// Frames of one edge to keep under way: what the request says, but so few that they and one more have room.
   [[nodiscard]] int64_t pipelineFrames() const noexcept;
 

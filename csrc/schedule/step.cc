@@ -50,6 +50,8 @@ const char* algorithmName(Algorithm algorithm) noexcept {
       return "recursive_halving";
     case Algorithm::SharedMemory:
       return "shared_memory";
+    case Algorithm::Hierarchical:
+      return "hierarchical";
   }
   return "unknown";
 }
