@@ -1,4 +1,4 @@
-"""How groups begin and end, 1,000 times each: what is left afterwards, and did every end come in time.
+"""How groups begin and end, 1,000 times each: what is left, and did every end come in time.
 
 Three ranks live through all repetitions of a scenario, so whatever a group leaves behind adds up in
 them; each repetition has a group of its own, over a store of its own. One line a scenario:
@@ -78,7 +78,7 @@ def a_little() -> None:
     time.sleep(random.random() * 0.004)
 
 
-# --- scenarios: one repetition on one rank, in a group that is there; the returned word is counted --
+# --- scenarios: one repetition in a group that is there; the returned word is counted ------------
 
 
 def abort(rank: int) -> str:
