@@ -32,6 +32,8 @@ struct NativeOptions {
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
   std::vector<int> global_ranks;
+  bool check_call_sites = false;
+  std::vector<std::string> skipped_folders;
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
@@ -46,7 +48,9 @@ struct NativeOptions {
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
-        global_ranks(options["global_ranks"].cast<std::vector<int>>()) {}
+        global_ranks(options["global_ranks"].cast<std::vector<int>>()),
+        check_call_sites(options["check_call_sites"].cast<bool>()),
+        skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
 
 Algorithm algorithmNamed(const std::string& name) {
@@ -95,6 +99,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.algorithm = algorithmNamed(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
     settings.codec = codecOf(options.wire_dtype);
+    settings.check_call_sites = options.check_call_sites;
+    settings.skipped_folders = options.skipped_folders;
 
     Group::Config config;
     RendezvousConfig& meeting = config.rendezvous;
@@ -106,7 +112,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.family = familyNamed(options.socket_family);
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
-        " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype;
+        " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
+        (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
