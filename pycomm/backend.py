@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
+import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,17 @@ _timeouts_ms: dict[str, int] = {}
 """By the group's name; torch has no way to ask a plugin's group for it."""
 _told = False
 _level_set_here: int | None = None
+
+
+_FOREIGN_FOLDERS = [
+    os.path.join(folder, "")
+    for folder in (
+        str(Path(dist.__file__).parent.parent),
+        str(Path(__file__).parent),
+        sysconfig.get_path("stdlib"),
+    )
+]
+"""Where no code of the user lies: torch, pycomm, Python's library."""
 
 
 def register() -> None:
@@ -221,6 +233,8 @@ def native_options(
         "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,
         "global_ranks": global_ranks,
+        "check_call_sites": resolved.check_call_sites,
+        "skipped_folders": _FOREIGN_FOLDERS,
     }
 
 

@@ -109,6 +109,15 @@ def _segment_nbytes(where: str, value: object) -> int:
     return number
 
 
+def _switch(where: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in ("0", "1"):
+        raise _bad(where, value, "True or False" if where.startswith("Options.") else "0 or 1")
+    return text == "1"
+
+
 def _flight_recorder_size(where: str, value: object) -> int:
     number = _whole_number(value)
     if number is None or not 0 <= number <= _MAX_RECORDED:
@@ -171,6 +180,7 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_WIRE_DTYPE",
     ),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+    Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
     Setting(
         "flight_recorder_size",
         _flight_recorder_size,
@@ -195,8 +205,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes`` and ``wire_dtype``; the
-    others may differ.
+    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype`` and
+    ``check_call_sites``; the others may differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -225,6 +235,10 @@ class Options:
             ``PYCOMM_WIRE_DTYPE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
+        check_call_sites: Compare the lines of Python that issue an operation, too, so that two
+            equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines.
+            Where ranks rightly issue one operation from different lines, that is an error then:
+            for finding mistakes, not for good. ``PYCOMM_CHECK_CALL_SITES``; default: off.
         flight_recorder_size: How many of its last operations a group remembers; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes what it remembers when a group
@@ -246,6 +260,7 @@ class Options:
     transport: str | None = None
     wire_dtype: str | None = None
     segment_nbytes: int | str | None = None
+    check_call_sites: bool | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
 
@@ -328,6 +343,7 @@ class ResolvedOptions:
     transport: str
     wire_dtype: str
     segment_nbytes: int
+    check_call_sites: bool
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""

@@ -38,6 +38,8 @@ struct NativeOptions {
   std::vector<std::tuple<std::string, int64_t, std::string>> tuned; ///< collective, up to so many bytes, algorithm
   std::string tuned_for;
   std::string tuned_digest;
+  bool check_call_sites = false;
+  std::vector<std::string> skipped_folders;
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
@@ -55,7 +57,9 @@ struct NativeOptions {
         global_ranks(options["global_ranks"].cast<std::vector<int>>()),
         tuned(options["tuned"].cast<std::vector<std::tuple<std::string, int64_t, std::string>>>()),
         tuned_for(options["tuned_for"].cast<std::string>()),
-        tuned_digest(options["tuned_digest"].cast<std::string>()) {}
+        tuned_digest(options["tuned_digest"].cast<std::string>()),
+        check_call_sites(options["check_call_sites"].cast<bool>()),
+        skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
 
 Algorithm allReduceAlgorithm(const std::string& name) {
@@ -123,6 +127,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.algorithm = allReduceAlgorithm(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
     settings.codec = codecOf(options.wire_dtype);
+    settings.check_call_sites = options.check_call_sites;
+    settings.skipped_folders = options.skipped_folders;
 
     Group::Config config;
     RendezvousConfig& meeting = config.rendezvous;
@@ -135,7 +141,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
-        (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest);
+        (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
+        (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
@@ -12,7 +13,11 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
     : Backend(group->identity().rank, group->identity().size),
       store_(std::move(store)),
       group_(std::move(group)),
-      settings_(settings) {}
+      settings_(std::move(settings)) {
+  if (settings_.check_call_sites) {
+    call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
+  }
+}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
@@ -96,14 +101,21 @@ uint64_t PycommBackend::getSequenceNumberForGroup() {
   return static_cast<uint64_t>(group_->operationsIssued());
 }
 
+uint32_t PycommBackend::tagFor() const {
+  const uint32_t tag = CallTag::current();
+  return tag != 0 || call_sites_ == nullptr ? tag : call_sites_->tagHere();
+}
+
 std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
   return group_->start(call);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
-  for (const Group::Call& call : prepared.calls) { // all of them, before the first one starts
+  const uint32_t tag = tagFor();
+  for (Group::Call& call : prepared.calls) { // all of them, before the first one starts
     if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) { // start() checks messages
       checkRequest(call.schedule);
+      call.tag = tag;
     }
   }
   PycommWork::Content& content = prepared.content;
@@ -118,6 +130,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
+  content.call_sites = call_sites_;
   auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
   const std::lock_guard<std::mutex> lock(windows_mutex_);
   const auto window = windows_.find(std::this_thread::get_id());

@@ -33,6 +33,8 @@ class PycommBackend final : public c10d::Backend {
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< for what codecFor() says
+    bool check_call_sites = false; ///< see CallSites
+    std::vector<std::string> skipped_folders; ///< see CallSites
   };
 
   /// `store` is what the group met in: it is left when the group closes.
@@ -193,6 +195,8 @@ class PycommBackend final : public c10d::Backend {
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
+  [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
@@ -208,6 +212,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
+  std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 
   using Window = std::vector<c10::intrusive_ptr<PycommWork>>;
   std::mutex windows_mutex_; ///< guards windows_

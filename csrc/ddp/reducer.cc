@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 
 namespace pycomm {
@@ -98,6 +99,14 @@ void Reducer::buildBuckets() {
     buckets_.emplace_back(tensors, indices, layout);
   }
   launched_.assign(buckets_.size(), {});
+  tags_.clear();
+  for (size_t b = 0; b < bucket_indices_.size(); ++b) {
+    uint32_t tag = CallTag::of("bucket " + std::to_string(b));
+    for (const size_t index : bucket_indices_[b]) {
+      tag = CallTag::of(params_[index].name, tag);
+    }
+    tags_.push_back(tag);
+  }
   resetStep();
 }
 

@@ -172,6 +172,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
   std::vector<Launched> launched_; ///< by bucket
+  std::vector<uint32_t> tags_; ///< by bucket: its index and its parameters' names, see CallTag
   size_t next_bucket_ = 0; ///< the first that has not been launched
   bool reduced_once_ = false;
   bool rebuilt_ = false;

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 #include "ddp/comm_hook.h"
 #include "ddp/reducer.h"
@@ -168,6 +169,7 @@ void Reducer::launch(size_t index) {
     return;
   }
   std::vector<at::Tensor> tensors{std::move(wire)};
+  const CallTag about(tags_[index]);
   launched_[index].work = group_->allreduce(tensors);
 }
 
@@ -177,6 +179,7 @@ void Reducer::launchUsedMap() {
   }
   used_anywhere_ = used_.clone();
   std::vector<at::Tensor> tensors{used_anywhere_};
+  const CallTag about(CallTag::of("which parameters are used"));
   used_work_ = group_->allreduce(tensors);
 }
 
@@ -265,6 +268,7 @@ void Reducer::awaitAllReduce(size_t index) {
     // Every rank came to the same verdict and finishes its buckets in the same order, so these match as well.
     std::vector<at::Tensor> tensors{bucket.wire()};
     stats_.wire_nbytes += static_cast<int64_t>(tensors[0].nbytes());
+    const CallTag about(tags_[index]);
     launched_[index].work = group_->allreduce(tensors);
   }
 }

@@ -175,6 +175,8 @@ void drawFault(Random& random, Plan& plan) {
           ? static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size)
           : -1;
       break;
+    case FaultKind::Sleep:
+      break; // see drawExtras
     case FaultKind::Reset:
       fault.other = static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size);
       break;

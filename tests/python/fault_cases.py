@@ -392,12 +392,11 @@ def _refused_at_init() -> Iterator[Case]:
                 victim,
                 how="few files",
                 at_init=True,
-                codes=(*gone, "TOO_MANY_FILES", "STORE_LOST"),
+                codes=(*gone, "TOO_MANY_FILES"),
                 victim_codes=(
                     "TOO_MANY_FILES",
                     "SYSTEM_ERROR",
                     "NO_INTERFACE",
-                    "STORE_LOST",
                     *gone,
                 ),
                 culprit=False,  # it may not even say that it was there
