@@ -227,12 +227,9 @@ class Options:
         transport: "auto": shared memory where all ranks of the group share a host and it can be
             had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
             ``PYCOMM_TRANSPORT``.
-        wire_dtype: What sums travel as: "fp32" for their own dtype, "bf16", "fp16", "fp8" or
-            "int8". It holds for SUM, AVG and PREMUL_SUM of float32 and float64 tensors of 16 KiB or
-            more (all ranks' parts together) in all_reduce and reduce_scatter; all else travels as
-            it is, exactly. Sums are added up in float32 and rounded once before they travel, so all
-            ranks get the same bits, and the error does not grow with their number (docs/codecs.md).
-            ``PYCOMM_WIRE_DTYPE``.
+        wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
+            "bf16", "fp16", "fp8" or "int8"; all else travels as it is, exactly. docs/codecs.md has
+            formats and bounds. ``PYCOMM_WIRE_DTYPE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
         check_call_sites: Compare the lines of Python that issue an operation, too, so that two
