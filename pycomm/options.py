@@ -228,8 +228,7 @@ class Options:
             had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
             ``PYCOMM_TRANSPORT``.
         wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
-            "bf16", "fp16", "fp8" or "int8"; all else travels as it is, exactly. docs/codecs.md has
-            formats and bounds. ``PYCOMM_WIRE_DTYPE``.
+            "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
         check_call_sites: Compare the lines of Python that issue an operation, too, so that two

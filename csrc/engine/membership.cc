@@ -162,9 +162,19 @@ void Membership::tick(TimePoint now) {
       return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
           (spoke_.count(r.peer) != 0 || was_silent(r.rank));
     };
+    // Where one rank calls something else than all others, they all blame it, and it blames any of them.
+    const auto blamed = [&](const ErrorRecord& of) {
+      return std::count_if(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == of.code && r.peer == of.peer;
+      });
+    };
+    const auto before = [&](const ErrorRecord& a, const ErrorRecord& b) {
+      const bool disagree = a.code == ErrorCode::CollectiveMismatch && b.code == a.code && blamed(a) != blamed(b);
+      return disagree ? blamed(a) > blamed(b) : precedes(a, b);
+    };
     const ErrorRecord* best = nullptr;
     for (const ErrorRecord& record : candidates_) {
-      if (!excused(record) && (best == nullptr || precedes(record, *best))) {
+      if (!excused(record) && (best == nullptr || before(record, *best))) {
         best = &record;
       }
     }

@@ -30,6 +30,7 @@ def test_defaults() -> None:
         transport="auto",
         wire_dtype="fp32",
         segment_nbytes=256 * 1024,
+        check_call_sites=False,
         flight_recorder_size=2000,
         flight_recorder_dir="off",
         origins={setting.field: "default" for setting in SETTINGS},
