@@ -191,7 +191,16 @@ void Membership::tick(TimePoint now) {
     actions_.push_back(std::move(fail));
   }
   if (heartbeat_at_ <= now) {
-    sleptThrough(now);
+    // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and
+    // heard nobody because it did not listen. Where the whole group slept, nobody is to blame. What has come meanwhile is read
+    // before anything is sent: it may say that the others have left, and a heartbeat to them would only bring a reset.
+    if (const auto late = now - heartbeat_at_; late >= std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+      for (Neighbour& entry : neighbours_) {
+        entry.heard_at = std::min(now, entry.heard_at + late);
+      }
+      heartbeat_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+      return;
+    }
     heartbeat_at_ = now + std::chrono::milliseconds(config_.heartbeat_every_ms);
     Action beat;
     beat.kind = Action::Kind::Heartbeat;
@@ -228,18 +237,6 @@ void Membership::tick(TimePoint now) {
       record.hint = "check that host and the cable or switch to it; a debugger or Ctrl-Z also stops a rank";
       noticed(std::move(record), now);
     }
-  }
-}
-
-// A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and heard nobody
-// because it did not listen. Where the whole group slept, nobody is to blame.
-void Membership::sleptThrough(TimePoint now) {
-  const auto late = now - heartbeat_at_;
-  if (late < std::chrono::milliseconds(config_.heartbeat_every_ms)) {
-    return;
-  }
-  for (Neighbour& entry : neighbours_) {
-    entry.heard_at = std::min(now, entry.heard_at + late);
   }
 }
 

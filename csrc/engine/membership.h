@@ -74,7 +74,6 @@ class Membership {
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
   void learn(ErrorRecord record, int from, TimePoint now);
-  void sleptThrough(TimePoint now);
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
   Neighbour* neighbour(int rank);
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import describe_exception, run_ranks
+from ranks import TORCH_DDP, describe_exception, run_ranks
 
 import pycomm
 
@@ -87,7 +87,8 @@ def reduce_in_helpers_and_callbacks(rank: int, world_size: int) -> list[float]:
 
 
 def test_what_is_right_stays_right_with_the_check() -> None:
-    first, *others = run_ranks(3, reduce_in_helpers_and_callbacks, env=ON).values()
+    results = run_ranks(3, reduce_in_helpers_and_callbacks, env=ON, preload=TORCH_DDP)
+    first, *others = results.values()
     assert all(seen == first for seen in others)
 
 
@@ -141,7 +142,7 @@ def swap_models(rank: int, world_size: int) -> Any:
 
 
 def test_two_equal_models_in_another_order_are_a_mismatch_without_any_option() -> None:
-    for result in run_ranks(2, swap_models):
+    for result in run_ranks(2, swap_models, preload=TORCH_DDP):
         error = result.value
         assert error is not None, "one model's gradients were averaged with the other's"
         assert "disagree" in error.text and "tag" in error.text, error.text
