@@ -34,10 +34,12 @@ constexpr Entry kTable[] = {
     {Collective::Reduce, Algorithm::BinomialTree, binomialReduce},
     {Collective::Reduce, Algorithm::Ring, chainReduce},
     {Collective::AllGather, Algorithm::Ring, ringAllGather},
+    {Collective::AllGather, Algorithm::Hierarchical, hierarchicalAllGather},
     {Collective::AllGather, Algorithm::Bruck, bruckAllGather},
     {Collective::AllGather, Algorithm::RecursiveDoubling, recursiveDoublingAllGather},
     {Collective::ReduceScatter, Algorithm::Ring, ringReduceScatter},
     {Collective::ReduceScatter, Algorithm::RecursiveHalving, recursiveHalvingReduceScatter},
+    {Collective::ReduceScatter, Algorithm::Hierarchical, hierarchicalReduceScatter},
     {Collective::ReduceScatter, Algorithm::Direct, directReduceScatter},
     {Collective::Barrier, Algorithm::RecursiveDoubling, disseminationBarrier},
     {Collective::AllToAll, Algorithm::Pairwise, pairwiseAllToAll},
@@ -106,9 +108,9 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   Algorithm algorithm = request.algorithm;
   if (algorithm == Algorithm::Auto) {
     algorithm = selectAlgorithm(selectionKey(request));
-    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: the ring sends an empty frame for it,
-    // the others send nothing.
-    if (request.kind == Collective::AllGather && !request.counts.empty()) {
+    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: rings send an empty frame for it, the
+    // others nothing.
+    if (request.kind == Collective::AllGather && !request.counts.empty() && algorithm != Algorithm::Hierarchical) {
       algorithm = Algorithm::Ring;
     }
   }

@@ -27,6 +27,11 @@ constexpr bool severalRanksOnSeveralHosts(const SelectionKey& key) noexcept {
   return key.hosts > 1 && key.most_ranks > 1 && key.most_ranks <= kMostUneven * key.fewest_ranks;
 }
 
+/// Where the parts of all hosts make as many slices.
+constexpr bool equalHostsOfSeveralRanks(const SelectionKey& key) noexcept {
+  return key.hosts > 1 && key.fewest_ranks > 1 && key.fewest_ranks == key.most_ranks;
+}
+
 /// Elements that the choice of an algorithm goes by: the same on all ranks.
 int64_t wholeNumel(const ScheduleRequest& request) {
   const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
@@ -115,7 +120,7 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
         return isPowerOfTwo(key.size) ? Algorithm::RecursiveDoubling : Algorithm::Bruck;
       }
-      return Algorithm::Ring;
+      return equalHostsOfSeveralRanks(key) ? Algorithm::Hierarchical : Algorithm::Ring;
     case Collective::ReduceScatter:
       if (key.encoded) {
         return Algorithm::Direct;
@@ -126,7 +131,7 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
         return key.size <= kFewRanks ? Algorithm::Direct : Algorithm::RecursiveHalving;
       }
-      return Algorithm::Ring;
+      return equalHostsOfSeveralRanks(key) ? Algorithm::Hierarchical : Algorithm::Ring;
     case Collective::Barrier:
       return Algorithm::RecursiveDoubling;
     case Collective::AllToAll:
@@ -144,7 +149,7 @@ bool keepsParts(Collective kind, Algorithm algorithm) noexcept {
   switch (kind) {
     case Collective::AllGather:
     case Collective::ReduceScatter:
-      return algorithm == Algorithm::Ring || algorithm == Algorithm::Direct;
+      return algorithm == Algorithm::Ring || algorithm == Algorithm::Direct || algorithm == Algorithm::Hierarchical;
     case Collective::AllToAll:
     case Collective::Gather:
     case Collective::Scatter:

@@ -153,8 +153,17 @@ void runAll(const Case& test, const Hosts& hosts, int64_t numel) {
 class ByHost : public ::testing::TestWithParam<Case> {};
 
 TEST_P(ByHost, AnyNumberingGivesTheSameResult) {
-  for (const Hosts& hosts : hostsToTry(GetParam().algorithm == Algorithm::Hierarchical)) {
+  const bool all_sizes = GetParam().algorithm == Algorithm::Hierarchical && GetParam().kind == Collective::AllReduce;
+  for (const Hosts& hosts : hostsToTry(all_sizes)) {
     const auto size = static_cast<int64_t>(hosts.size());
+    if (GetParam().kind == Collective::AllGather || GetParam().kind == Collective::ReduceScatter) {
+      for (const int64_t numel : {0, 1, 4}) { // of each part
+        if (hosts.size() <= 9 || (numel == 4 && hosts.size() <= 20)) { // more takes too long
+          ASSERT_NO_FATAL_FAILURE(runAll(GetParam(), hosts, numel));
+        }
+      }
+      continue;
+    }
     for (const int64_t numel : {int64_t{0}, int64_t{1}, 2 * size + 3, int64_t{64}}) {
       if (hosts.size() > 9 && numel != (hosts.size() % 2 == 0 ? 64 : 2 * size + 3)) {
         continue; // takes too long
@@ -176,7 +185,9 @@ INSTANTIATE_TEST_SUITE_P(
         Case{Collective::Reduce, Algorithm::Ring},
         Case{Collective::Reduce, Algorithm::BinomialTree},
         Case{Collective::AllGather, Algorithm::Ring},
-        Case{Collective::ReduceScatter, Algorithm::Ring}),
+        Case{Collective::AllGather, Algorithm::Hierarchical},
+        Case{Collective::ReduceScatter, Algorithm::Ring},
+        Case{Collective::ReduceScatter, Algorithm::Hierarchical}),
     [](const auto& test) {
       return std::string(collectiveName(test.param.kind)) + "_" + algorithmName(test.param.algorithm);
     });
@@ -208,6 +219,15 @@ TEST(Cards, CarryEachByteOnce) {
     // A flat ring over all ranks: one link enters and one leaves each host.
     for (const auto& [host, sent] : leaving(requestOf({Collective::AllReduce, Algorithm::Ring}, topology, numel))) {
       EXPECT_EQ(sent, 2 * (size - 1) * numel / size) << topology.text();
+    }
+    if (topology.fewestRanks() == topology.mostRanks()) {
+      const int64_t remote = size - topology.mostRanks(); // ranks whose parts come from elsewhere
+      for (const auto kind : {Collective::AllGather, Collective::ReduceScatter}) {
+        const int64_t part = 1000;
+        for (const auto& [host, sent] : leaving(requestOf({kind, Algorithm::Hierarchical}, topology, part))) {
+          EXPECT_EQ(sent, remote * part) << collectiveName(kind) << " on " << topology.text();
+        }
+      }
     }
     int64_t all = 0;
     for (const auto& [host, sent] : leaving(requestOf({Collective::Broadcast, Algorithm::Ring}, topology, numel))) {
