@@ -35,6 +35,14 @@ typedef struct PycommCudaPackStats {
   uint32_t reserved;
 } PycommCudaPackStats;
 
+typedef struct PycommCudaStager PycommCudaStager; ///< pinned memory and copies of one device
+
+typedef struct PycommCudaCopy {
+  void* device;
+  void* host; ///< within a block of stager_take
+  size_t nbytes;
+} PycommCudaCopy;
+
 typedef struct PycommCudaNccl PycommCudaNccl; ///< a communicator
 typedef struct PycommCudaNcclWork PycommCudaNcclWork; ///< one operation of it
 
@@ -120,6 +128,25 @@ typedef struct PycommCudaTable {
       uint32_t divisor,
       void* stream,
       PycommCudaError* error);
+
+  /// pycomm::cuda::Stager. `ready` is called once, on the stager's thread, with null or why the bytes cannot come; not if
+  /// stager_to_host fails.
+  uint16_t (*stager_create)(int device, void* out, void* in, PycommCudaStager** stager, PycommCudaError* error);
+  void (*stager_destroy)(PycommCudaStager* stager);
+  uint16_t (*stager_take)(PycommCudaStager* stager, size_t nbytes, void** block, PycommCudaError* error);
+  /// `copied`: copies of stager_to_device may still read the block.
+  uint16_t (*stager_give)(PycommCudaStager* stager, void* block, int copied, PycommCudaError* error);
+  uint16_t (*stager_to_host)(
+      PycommCudaStager* stager,
+      const PycommCudaCopy* copies,
+      size_t count,
+      void* caller,
+      void (*ready)(void* context, const PycommCudaError* failure),
+      void* context,
+      PycommCudaError* error);
+  uint16_t (
+      *stager_to_device)(PycommCudaStager* stager, const PycommCudaCopy* copies, size_t count, PycommCudaError* error);
+  uint16_t (*stager_wait_on)(PycommCudaStager* stager, void* stream, PycommCudaError* error);
 
   uint16_t (*nccl_create)(const PycommCudaNcclConfig* config, PycommCudaNccl** comm, PycommCudaError* error);
   void (*nccl_destroy)(PycommCudaNccl* comm);

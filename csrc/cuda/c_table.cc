@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "cuda/c_errors.h"
 #include "cuda/c_nccl.h"
+#include "cuda/c_stager.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -166,6 +167,7 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     made.pack = pack;
     made.unpack = unpack;
     made.reduce = reduce;
+    addStager(made);
     addNccl(made);
     return made;
   }();
