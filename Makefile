@@ -31,6 +31,13 @@ cpp: ## C++ tests only, as C++17
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py plain
 
+cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/cuda_library.py $(ARGS)
+
+gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
+	@$(BIN)/python tools/gpu_checks.py $(ARGS)
+
 cxx20: ## the same as C++20
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py cxx20
@@ -102,7 +109,7 @@ docs: ## fail where a document links to a file that is not there
 	@"$(PYTHON)" tools/check_docs.py
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cxx20 asan tsan py tcp faults fault_build integrations bench torch_suite lint format layers \
-  typecheck stubs stubs_check docs clean
+.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan py tcp faults fault_build integrations bench torch_suite lint \
+  format layers typecheck stubs stubs_check docs clean

@@ -11,6 +11,8 @@ SESSIONS = {
     "lint": ["lint", "layers", "stubs_check"],
     "typecheck": ["typecheck"],
     "cpp": ["cpp", "cxx20"],
+    "cuda": ["cuda"],
+    "gpu": ["gpu"],
     "asan": ["asan"],
     "tsan": ["tsan"],
     "py": ["py"],

@@ -12,6 +12,7 @@ import setuptools
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import cuda_library  # noqa: E402
 from machine import extension_objects, jobs  # noqa: E402
 
 TORCH_MISSING = """\
@@ -61,6 +62,35 @@ def git_commit() -> str:
     return commit if Path(top) == ROOT else ""
 
 
+def build_cuda_library(package: Path, torch_has_cuda: bool) -> None:
+    """Builds libpycomm_cuda.so into `package`, as PYCOMM_BUILD_CUDA says.
+
+    0: not. 1: or fail. auto, the default: where torch is a CUDA build and there is an nvcc; if that
+    fails the package is installed without it, since all else works.
+    """
+    wanted = os.environ.get("PYCOMM_BUILD_CUDA", "").strip().lower() or "auto"
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"PYCOMM_BUILD_CUDA={wanted!r} is not allowed: use 'auto', '0' or '1'")
+    if wanted == "0" or (wanted == "auto" and not torch_has_cuda):
+        return
+    nvcc = cuda_library.find_nvcc()
+    if nvcc is None:
+        if wanted == "1":
+            raise SystemExit(
+                "PYCOMM_BUILD_CUDA=1, and no nvcc was found. Try: install a CUDA toolkit, or put "
+                "its bin folder into PATH"
+            )
+        print("pycomm: no nvcc, so CUDA tensors will not be served: see docs/cuda.md")
+        return
+    try:
+        cuda_library.install(cuda_library.build(nvcc), package)
+    except (OSError, subprocess.CalledProcessError) as error:
+        if wanted == "1":
+            raise SystemExit(f"libpycomm_cuda.so could not be built: {error}") from None
+        print(f"pycomm: libpycomm_cuda.so could not be built ({error}); CUDA tensors will not be")
+        print("served. PYCOMM_BUILD_CUDA=1 makes this an error, PYCOMM_BUILD_CUDA=0 skips it")
+
+
 def extension_keywords() -> dict[str, object]:
     """What setup() needs to build the extension; imports torch."""
     # This checkout may be installed in place already: do not load it while it is being built.
@@ -85,6 +115,7 @@ def extension_keywords() -> dict[str, object]:
             lines = f'TORCH_VERSION = "{torch_minor}"\nGIT_COMMIT = "{git_commit()}"\n'
             package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
             package.mkdir(parents=True, exist_ok=True)
+            build_cuda_library(package, torch.version.cuda is not None)
             (package / "_build_info.py").write_text(f'"""Written by setup.py."""\n\n{lines}')
 
     debug = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]

@@ -8,14 +8,14 @@ endif()
 
 # A fused multiply-add rounds once where the scalar reference rounds twice, so ranks with different CPUs would
 # disagree in the last bit. No -march here either: SIMD files choose their instructions by function, at run time.
-target_compile_options(pycomm_flags INTERFACE -ffp-contract=off -Wall -Wextra)
+target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off;-Wall;-Wextra>)
 if(PYCOMM_WERROR)
-  target_compile_options(pycomm_flags INTERFACE -Werror)
+  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
 
 if(PYCOMM_SANITIZE)
   # Without -fno-sanitize-recover UBSan only prints, and the test passes.
   set(sanitize -fsanitize=${PYCOMM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
-  target_compile_options(pycomm_flags INTERFACE ${sanitize})
+  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${sanitize}>)
   target_link_options(pycomm_flags INTERFACE ${sanitize})
 endif()

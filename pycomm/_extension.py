@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from pycomm import errors
 
 _NAME = "pycomm._C"
+CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
+"""What the extension loads when the first CUDA tensor comes; setup.py puts it there."""
 _REBUILD = "build pycomm in this environment, from its sources: pip install --no-build-isolation ."
 _EXIT_TIMEOUT_MS = 2000
 LOG_LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}

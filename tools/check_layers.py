@@ -34,6 +34,13 @@ FOREIGN_HEADERS = [
 # and the CUDA library is loaded at run time.
 PRIVATE_KINDS = {"sim", "cuda"}
 
+# The one header of such a folder that the floors above may include: plain C declarations.
+PUBLIC_HEADERS = {"cuda/c_api.h"}
+
+# Within the CUDA folder only these files include CUDA's headers: the others are built and tested
+# without a toolkit.
+CUDA_SUFFIXES = {".cu", ".cuh"}
+
 # Folders that are pure, or that know no sockets: (folders, pattern of system headers they must not
 # include, why).
 IMPURE_HEADERS = [
@@ -148,7 +155,7 @@ def why_not_include(
         target = floors[folder]
         if folder == includer:
             return None
-        if target.kind in PRIVATE_KINDS:
+        if target.kind in PRIVATE_KINDS and header not in PUBLIC_HEADERS:
             return f"csrc/{folder} is used by nothing else in csrc/"
         if target.level >= own.level:
             return f"{includer} [floor {own.level}] must not see {folder} [floor {target.level}]"
@@ -181,6 +188,16 @@ def check_cpp(root: Path) -> Iterator[Violation]:
             why = include and why_not_include(folder, include[2], include[1] == '"', floors)
             if include and why:
                 yield Violation(where, number, f"includes {include[2]}: {why}")
+            if (
+                include
+                and floors[folder].kind == "cuda"
+                and path.suffix not in CUDA_SUFFIXES
+                and include[1] == "<"
+                and re.match(FOREIGN_HEADERS[0][0], include[2])
+            ):
+                yield Violation(
+                    where, number, f"includes {include[2]}: only .cu files see CUDA's headers"
+                )
         for number, line in enumerate(without_comments(source).splitlines(), start=1):
             for pattern, why in FORBIDDEN_CALLS:
                 if str(where) == ENDS_PROCESSES and why.startswith("ends the process"):

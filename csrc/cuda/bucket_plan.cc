@@ -1,0 +1,66 @@
+#include "cuda/bucket_plan.h"
+
+#include <string>
+
+#include "base/error.h"
+
+namespace pycomm::cuda {
+namespace {
+
+constexpr uint64_t kMaxNbytes = uint64_t{1} << 47; // a device's addresses have no more bits
+
+void check(const Gradient& gradient, size_t index, size_t element, uint64_t before) {
+  const std::string name = "gradient " + std::to_string(index) + " of the bucket";
+  if (gradient.numel > kMaxNbytes / element - before) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        name + " has " + std::to_string(gradient.numel) + " elements: more than a device can hold.",
+        "report this: no tensor is that large");
+  }
+  if (reinterpret_cast<uintptr_t>(gradient.ptr) % element != 0) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        name + " does not lie at a multiple of its element's " + std::to_string(element) + " bytes.",
+        "pass gradient.clone()");
+  }
+}
+
+/// Whether `next` goes on where `ptr` with `numel` elements ends; two without memory do.
+bool continues(const void* ptr, uint64_t numel, const void* next, size_t element) {
+  if (ptr == nullptr || next == nullptr) {
+    return ptr == next;
+  }
+  return static_cast<const std::byte*>(ptr) + numel * element == next;
+}
+
+} // namespace
+
+BucketPlan planBucket(const Gradient* gradients, size_t count, DType dtype, size_t max_segments) {
+  const size_t element = elementSize(dtype);
+  BucketPlan plan;
+  uint64_t begin_of_last = 0; // in the bucket
+  for (size_t i = 0; i < count; ++i) {
+    const Gradient& gradient = gradients[i];
+    if (gradient.numel == 0) {
+      continue;
+    }
+    check(gradient, i, element, plan.numel);
+    const bool joins = !plan.segments.empty() &&
+        continues(plan.segments.back().ptr, plan.numel - begin_of_last, gradient.ptr, element);
+    if (!joins) {
+      if (plan.launches.empty() || plan.launches.back().count == max_segments) {
+        plan.launches.push_back({plan.segments.size(), 0, plan.numel, 0});
+      }
+      plan.segments.push_back({gradient.ptr, 0});
+      plan.launches.back().count += 1;
+      begin_of_last = plan.numel;
+    }
+    plan.numel += gradient.numel;
+    Launch& launch = plan.launches.back();
+    launch.numel = plan.numel - launch.begin;
+    plan.segments.back().end = launch.numel;
+  }
+  return plan;
+}
+
+} // namespace pycomm::cuda

@@ -1,0 +1,178 @@
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+// libpycomm_cuda.so as the floors above see it: one exported function that gives a table of others. No CUDA type, no
+// C++ type and no exception crosses it; streams and events are cudaStream_t and cudaEvent_t as void*.
+//
+// The library and the extension are built apart (another compiler, another machine), so the table says its version.
+// Whatever changes here, also the meaning of a field, raises kPycommCudaVersion.
+
+#define PYCOMM_CUDA_VERSION 1
+#define PYCOMM_CUDA_ENTRY "pycomm_cuda_table"
+
+extern "C" {
+
+/// Why a call failed. `code` is a pycomm::ErrorCode; texts are cut at their buffers' ends.
+typedef struct PycommCudaError {
+  uint16_t code;
+  char summary[512];
+  char hint[256];
+  char cause[512];
+} PycommCudaError;
+
+/// One gradient of a bucket; null `ptr`: zeros are packed, nothing is unpacked.
+typedef struct PycommCudaGradient {
+  void* ptr;
+  uint64_t numel;
+} PycommCudaGradient;
+
+/// In device memory, or pinned; set to zero by the caller.
+typedef struct PycommCudaPackStats {
+  unsigned long long overflows;
+  uint32_t max_abs_bits;
+  uint32_t reserved;
+} PycommCudaPackStats;
+
+typedef struct PycommCudaStager PycommCudaStager; ///< pinned memory and copies of one device
+
+typedef struct PycommCudaCopy {
+  void* device;
+  void* host; ///< within a block of stager_take
+  size_t nbytes;
+} PycommCudaCopy;
+
+typedef struct PycommCudaNccl PycommCudaNccl; ///< a communicator
+typedef struct PycommCudaNcclWork PycommCudaNcclWork; ///< one operation of it
+
+typedef struct PycommCudaNcclConfig {
+  int rank;
+  int size;
+  int device;
+  const char* group;
+  void* stream; ///< the side stream
+  int64_t timeout_ms; ///< of the making
+  const char* const* library_paths; ///< where to look for NCCL; `library_count` of them
+  size_t library_count;
+  void* context; ///< for the two functions below, which may be called until the communicator is destroyed
+  /// Rank 0: publish the 128 bytes of `id`. Others: write them. Returns 0, or a code with `error` filled in.
+  uint16_t (*exchange)(void* context, char* id, int publish, int64_t timeout_ms, PycommCudaError* error);
+  /// 1 with `error` filled in if the group has failed, else 0.
+  int (*group_failure)(void* context, PycommCudaError* error);
+} PycommCudaNcclConfig;
+
+/// pycomm::cuda::NcclCall. `kind` and `algorithm` are its enums' numbers, `dtype` and `op` pycomm's.
+typedef struct PycommCudaNcclCall {
+  int kind;
+  int algorithm;
+  const void* input;
+  void* output;
+  uint64_t numel;
+  uint8_t dtype;
+  uint8_t op;
+  int peer;
+  const uint64_t* send_counts; ///< a rank's each, or null
+  const uint64_t* recv_counts;
+  const char* name; ///< lives for ever
+  int64_t sequence;
+} PycommCudaNcclCall;
+
+/// All functions may be called by any thread. They return 0, or the code that `error` holds. Those of a device are for
+/// the calling thread's current one: set_device first.
+typedef struct PycommCudaTable {
+  uint32_t version;
+  uint32_t nbytes; ///< of this struct
+
+  uint16_t (*device_count)(int* count, PycommCudaError* error);
+  uint16_t (*set_device)(int device, PycommCudaError* error);
+  uint16_t (*allocate_pinned)(size_t nbytes, void** ptr, PycommCudaError* error);
+  void (*free_pinned)(void* ptr);
+  uint16_t (*copy)(void* dst, const void* src, size_t nbytes, void* stream, PycommCudaError* error);
+  uint16_t (*create_event)(void** event, PycommCudaError* error);
+  void (*destroy_event)(void* event);
+  uint16_t (*record)(void* event, void* stream, PycommCudaError* error);
+  uint16_t (*stream_wait)(void* stream, void* event, PycommCudaError* error);
+  uint16_t (*event_done)(void* event, int* done, PycommCudaError* error);
+  uint16_t (*wait_event)(void* event, PycommCudaError* error);
+  uint16_t (*is_capturing)(void* stream, int* capturing, PycommCudaError* error);
+
+  /// The fused bucket: one launch for up to 1,900 gradients. `grad` and `wire` are pycomm::DType numbers.
+  uint16_t (*pack)(
+      const PycommCudaGradient* gradients,
+      size_t count,
+      uint8_t grad,
+      uint8_t wire,
+      void* bucket,
+      float factor,
+      PycommCudaPackStats* stats,
+      void* stream,
+      PycommCudaError* error);
+  uint16_t (*unpack)(
+      const PycommCudaGradient* gradients,
+      size_t count,
+      uint8_t grad,
+      uint8_t wire,
+      const void* bucket,
+      float factor,
+      void* stream,
+      PycommCudaError* error);
+  /// dst = the fold of `count` sources in their order; AVG divides by `divisor`.
+  uint16_t (*reduce)(
+      uint8_t dtype,
+      uint8_t op,
+      void* dst,
+      const void* const* sources,
+      size_t count,
+      uint64_t numel,
+      uint32_t divisor,
+      void* stream,
+      PycommCudaError* error);
+
+  /// pycomm::cuda::Stager. `ready` is called once, on the stager's thread, with null or why the bytes cannot come; not if
+  /// stager_to_host fails.
+  uint16_t (*stager_create)(int device, void* out, void* in, PycommCudaStager** stager, PycommCudaError* error);
+  void (*stager_destroy)(PycommCudaStager* stager);
+  uint16_t (*stager_take)(PycommCudaStager* stager, size_t nbytes, void** block, PycommCudaError* error);
+  /// `copied`: copies of stager_to_device may still read the block.
+  uint16_t (*stager_give)(PycommCudaStager* stager, void* block, int copied, PycommCudaError* error);
+  uint16_t (*stager_to_host)(
+      PycommCudaStager* stager,
+      const PycommCudaCopy* copies,
+      size_t count,
+      void* caller,
+      void (*ready)(void* context, const PycommCudaError* failure),
+      void* context,
+      PycommCudaError* error);
+  uint16_t (
+      *stager_to_device)(PycommCudaStager* stager, const PycommCudaCopy* copies, size_t count, PycommCudaError* error);
+  uint16_t (*stager_wait_on)(PycommCudaStager* stager, void* stream, PycommCudaError* error);
+
+  uint16_t (*nccl_create)(const PycommCudaNcclConfig* config, PycommCudaNccl** comm, PycommCudaError* error);
+  void (*nccl_destroy)(PycommCudaNccl* comm);
+  /// "…/libnccl.so.2, version 2.27.7"
+  void (*nccl_origin)(PycommCudaNccl* comm, char* text, size_t capacity);
+  uint16_t (*nccl_start)(
+      PycommCudaNccl* comm,
+      const PycommCudaNcclCall* calls,
+      size_t count,
+      void* caller,
+      int64_t timeout_ms,
+      PycommCudaNcclWork** work,
+      PycommCudaError* error);
+  /// What is put onto `stream` from here on runs after `work`.
+  uint16_t (*nccl_wait)(PycommCudaNccl* comm, PycommCudaNcclWork* work, void* stream, PycommCudaError* error);
+  int (*nccl_done)(PycommCudaNccl* comm, PycommCudaNcclWork* work);
+  void (*nccl_free_work)(PycommCudaNcclWork* work);
+  /// To be called every few milliseconds while anything is under way: 0, or the communicator's failure.
+  uint16_t (*nccl_poll)(PycommCudaNccl* comm, PycommCudaError* error);
+  void (*nccl_abort)(PycommCudaNccl* comm, const PycommCudaError* reason);
+} PycommCudaTable;
+
+typedef const PycommCudaTable* (*PycommCudaEntry)(void);
+
+#if defined(PYCOMM_CUDA_LIBRARY)
+/// The one exported name.
+__attribute__((visibility("default"))) const PycommCudaTable* pycomm_cuda_table(void);
+#endif
+}

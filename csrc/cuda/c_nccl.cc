@@ -1,0 +1,154 @@
+#include "cuda/c_nccl.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/c_errors.h"
+#include "cuda/nccl_comm.h"
+
+/// A communicator with the NCCL that it came from.
+struct PycommCudaNccl {
+  std::unique_ptr<pycomm::cuda::NcclApi> api; // outlives `comm`
+  std::unique_ptr<pycomm::cuda::NcclComm> comm;
+  int size = 1;
+};
+
+struct PycommCudaNcclWork {
+  std::shared_ptr<pycomm::cuda::NcclOperation> operation;
+};
+
+namespace pycomm::cuda {
+namespace {
+
+NcclComm::Config configOf(const PycommCudaNcclConfig& given) {
+  NcclComm::Config config;
+  config.rank = given.rank;
+  config.size = given.size;
+  config.device = given.device;
+  config.group = given.group;
+  config.stream = given.stream;
+  config.deadline = Deadline::after(given.timeout_ms);
+  void* const context = given.context;
+  config.exchange = [context, exchange = given.exchange](const NcclUniqueId* own, Deadline deadline) {
+    NcclUniqueId id = own != nullptr ? *own : NcclUniqueId{};
+    PycommCudaError error = {};
+    constexpr int kDayMs = 24 * 3600 * 1000;
+    if (exchange(context, id.bytes, own != nullptr ? 1 : 0, deadline.remainingMs(kDayMs), &error) != 0) {
+      throw Error(recordOf(error));
+    }
+    return id;
+  };
+  config.group_failure = [context, failed = given.group_failure]() -> std::optional<ErrorRecord> {
+    PycommCudaError error = {};
+    return failed(context, &error) != 0 ? std::optional<ErrorRecord>(recordOf(error)) : std::nullopt;
+  };
+  return config;
+}
+
+uint16_t create(const PycommCudaNcclConfig* given, PycommCudaNccl** comm, PycommCudaError* error) {
+  return guarded(error, [&] {
+    auto made = std::make_unique<PycommCudaNccl>();
+    made->size = given->size;
+    made->api = loadNccl({given->library_paths, given->library_paths + given->library_count});
+    made->comm = NcclComm::create(*made->api, theRuntime(), configOf(*given));
+    *comm = made.release();
+  });
+}
+
+void destroy(PycommCudaNccl* comm) {
+  delete comm;
+}
+
+void origin(PycommCudaNccl* comm, char* text, size_t capacity) {
+  const std::string said = comm->api->origin();
+  const size_t length = std::min(said.size(), capacity - 1);
+  std::memcpy(text, said.data(), length);
+  text[length] = '\0';
+}
+
+NcclCall callOf(const PycommCudaNcclCall& given, int size) {
+  if (given.kind < 0 || given.kind > static_cast<int>(NcclKind::Recv) || given.algorithm < 0 ||
+      given.algorithm > static_cast<int>(NcclAlgorithm::Direct)) {
+    throw Error(ErrorCode::InvalidArgument, "a collective that this library does not know.");
+  }
+  NcclCall call;
+  call.kind = static_cast<NcclKind>(given.kind);
+  call.algorithm = static_cast<NcclAlgorithm>(given.algorithm);
+  call.input = given.input;
+  call.output = given.output;
+  call.numel = given.numel;
+  call.dtype = dtypeOf(given.dtype);
+  call.op = opOf(given.op);
+  call.peer = given.peer;
+  if (given.send_counts != nullptr) {
+    call.send_counts.assign(given.send_counts, given.send_counts + size);
+    call.recv_counts.assign(given.recv_counts, given.recv_counts + size);
+  }
+  call.name = given.name;
+  call.sequence = given.sequence;
+  return call;
+}
+
+uint16_t start(
+    PycommCudaNccl* comm,
+    const PycommCudaNcclCall* calls,
+    size_t count,
+    void* caller,
+    int64_t timeout_ms,
+    PycommCudaNcclWork** work,
+    PycommCudaError* error) {
+  return guarded(error, [&] {
+    std::vector<NcclCall> list;
+    for (size_t i = 0; i < count; ++i) {
+      list.push_back(callOf(calls[i], comm->size));
+    }
+    auto made = std::make_unique<PycommCudaNcclWork>();
+    made->operation = comm->comm->start(list, caller, Deadline::after(timeout_ms));
+    *work = made.release();
+  });
+}
+
+uint16_t wait(PycommCudaNccl* comm, PycommCudaNcclWork* work, void* stream, PycommCudaError* error) {
+  return guarded(error, [&] { comm->comm->wait(*work->operation, stream); });
+}
+
+int done(PycommCudaNccl* comm, PycommCudaNcclWork* work) {
+  return comm->comm->done(*work->operation) ? 1 : 0;
+}
+
+void freeWork(PycommCudaNcclWork* work) {
+  delete work;
+}
+
+uint16_t poll(PycommCudaNccl* comm, PycommCudaError* error) {
+  return guarded(error, [&] {
+    comm->comm->poll();
+    if (const auto failure = comm->comm->failure()) {
+      throw Error(*failure);
+    }
+  });
+}
+
+void abort(PycommCudaNccl* comm, const PycommCudaError* reason) {
+  comm->comm->abort(recordOf(*reason));
+}
+
+} // namespace
+
+void addNccl(PycommCudaTable& table) {
+  table.nccl_create = create;
+  table.nccl_destroy = destroy;
+  table.nccl_origin = origin;
+  table.nccl_start = start;
+  table.nccl_wait = wait;
+  table.nccl_done = done;
+  table.nccl_free_work = freeWork;
+  table.nccl_poll = poll;
+  table.nccl_abort = abort;
+}
+
+} // namespace pycomm::cuda

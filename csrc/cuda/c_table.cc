@@ -1,0 +1,177 @@
+// The C interface over this folder's classes: exceptions become codes and texts, and nothing else happens here.
+#include "cuda/c_table.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "cuda/c_errors.h"
+#include "cuda/c_nccl.h"
+#include "cuda/c_stager.h"
+
+namespace pycomm::cuda {
+namespace {
+
+static_assert(sizeof(PycommCudaGradient) == sizeof(Gradient) && offsetof(PycommCudaGradient, numel) == 8);
+static_assert(sizeof(PycommCudaPackStats) == sizeof(PackStats));
+
+std::unique_ptr<DeviceRuntime> (*make_runtime)() = nullptr;
+
+uint16_t deviceCount(int* count, PycommCudaError* error) {
+  return guarded(error, [&] { *count = theRuntime().deviceCount(); });
+}
+
+uint16_t setDevice(int device, PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().setDevice(device); });
+}
+
+uint16_t allocatePinned(size_t nbytes, void** ptr, PycommCudaError* error) {
+  return guarded(error, [&] { *ptr = theRuntime().allocatePinned(nbytes); });
+}
+
+void freePinned(void* ptr) {
+  theRuntime().freePinned(ptr);
+}
+
+uint16_t copy(void* dst, const void* src, size_t nbytes, void* stream, PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().copy(dst, src, nbytes, stream); });
+}
+
+uint16_t createEvent(void** event, PycommCudaError* error) {
+  return guarded(error, [&] { *event = theRuntime().createEvent(); });
+}
+
+void destroyEvent(void* event) {
+  theRuntime().destroyEvent(event);
+}
+
+uint16_t record(void* event, void* stream, PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().record(event, stream); });
+}
+
+uint16_t streamWait(void* stream, void* event, PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().streamWait(stream, event); });
+}
+
+uint16_t eventDone(void* event, int* done, PycommCudaError* error) {
+  return guarded(error, [&] { *done = theRuntime().eventDone(event) ? 1 : 0; });
+}
+
+uint16_t waitEvent(void* event, PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().waitEvent(event); });
+}
+
+uint16_t isCapturing(void* stream, int* capturing, PycommCudaError* error) {
+  return guarded(error, [&] { *capturing = theRuntime().isCapturing(stream) ? 1 : 0; });
+}
+
+BucketPlan planOf(const PycommCudaGradient* gradients, size_t count, DType dtype) {
+  std::vector<Gradient> list;
+  list.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    list.push_back({gradients[i].ptr, gradients[i].numel});
+  }
+  return planBucket(list.data(), list.size(), dtype);
+}
+
+uint16_t pack(
+    const PycommCudaGradient* gradients,
+    size_t count,
+    uint8_t grad,
+    uint8_t wire,
+    void* bucket,
+    float factor,
+    PycommCudaPackStats* stats,
+    void* stream,
+    PycommCudaError* error) {
+  return guarded(error, [&] {
+    const DType grad_dtype = dtypeOf(grad);
+    packBucket(
+        theRuntime(),
+        planOf(gradients, count, grad_dtype),
+        grad_dtype,
+        dtypeOf(wire),
+        bucket,
+        factor,
+        reinterpret_cast<PackStats*>(stats),
+        stream);
+  });
+}
+
+uint16_t unpack(
+    const PycommCudaGradient* gradients,
+    size_t count,
+    uint8_t grad,
+    uint8_t wire,
+    const void* bucket,
+    float factor,
+    void* stream,
+    PycommCudaError* error) {
+  return guarded(error, [&] {
+    const DType grad_dtype = dtypeOf(grad);
+    unpackBucket(
+        theRuntime(),
+        planOf(gradients, count, grad_dtype),
+        grad_dtype,
+        dtypeOf(wire),
+        const_cast<void*>(bucket), // which unpacking only reads
+        factor,
+        stream);
+  });
+}
+
+uint16_t reduce(
+    uint8_t dtype,
+    uint8_t op,
+    void* dst,
+    const void* const* sources,
+    size_t count,
+    uint64_t numel,
+    uint32_t divisor,
+    void* stream,
+    PycommCudaError* error) {
+  return guarded(
+      error, [&] { reduceInto(theRuntime(), dtypeOf(dtype), opOf(op), dst, sources, count, numel, divisor, stream); });
+}
+
+} // namespace
+
+DeviceRuntime& theRuntime() {
+  // Never destroyed: threads of the process may use it until the very end.
+  static DeviceRuntime* const runtime = make_runtime().release();
+  return *runtime;
+}
+
+const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()) {
+  static const PycommCudaTable table = [&] {
+    make_runtime = makeRuntime;
+    PycommCudaTable made = {};
+    made.version = PYCOMM_CUDA_VERSION;
+    made.nbytes = sizeof(PycommCudaTable);
+    made.device_count = deviceCount;
+    made.set_device = setDevice;
+    made.allocate_pinned = allocatePinned;
+    made.free_pinned = freePinned;
+    made.copy = copy;
+    made.create_event = createEvent;
+    made.destroy_event = destroyEvent;
+    made.record = record;
+    made.stream_wait = streamWait;
+    made.event_done = eventDone;
+    made.wait_event = waitEvent;
+    made.is_capturing = isCapturing;
+    made.pack = pack;
+    made.unpack = unpack;
+    made.reduce = reduce;
+    addStager(made);
+    addNccl(made);
+    return made;
+  }();
+  return &table;
+}
+
+} // namespace pycomm::cuda

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <memory>
+
+#include "cuda/device_runtime.h"
+
+namespace pycomm::cuda {
+
+/// CUDA's own runtime, linked statically: the only part of this folder that needs a toolkit to build.
+[[nodiscard]] std::unique_ptr<DeviceRuntime> makeCudartRuntime();
+
+} // namespace pycomm::cuda

@@ -1,0 +1,242 @@
+// What each collective is in NCCL's calls, and the two all_reduces of pycomm's own.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/nccl_comm.h"
+
+namespace pycomm::cuda {
+namespace {
+
+const std::byte* at(const void* base, uint64_t numel, size_t element) {
+  return static_cast<const std::byte*>(base) + numel * element;
+}
+
+std::byte* at(void* base, uint64_t numel, size_t element) {
+  return static_cast<std::byte*>(base) + numel * element;
+}
+
+/// Where part `part` of `size` begins: parts differ by one element at most. The products fit: an address has 47 bits,
+/// and more ranks than 2^16 do not exist.
+uint64_t partBegin(uint64_t numel, int part, int size) {
+  return numel * static_cast<uint64_t>(part) / static_cast<uint64_t>(size);
+}
+
+uint64_t partNumel(uint64_t numel, int part, int size) {
+  return partBegin(numel, part + 1, size) - partBegin(numel, part, size);
+}
+
+bool reduces(NcclKind kind) {
+  return kind == NcclKind::AllReduce || kind == NcclKind::Reduce || kind == NcclKind::ReduceScatter;
+}
+
+} // namespace
+
+void NcclComm::validate(const NcclCall& call) const {
+  const auto refuse = [&](const std::string& why) {
+    ErrorRecord record = about(call);
+    record.code = ErrorCode::InvalidArgument;
+    record.summary = std::string(call.name) + ": " + why;
+    throw Error(record);
+  };
+  if (reduces(call.kind)) {
+    static_cast<void>(ncclReduction(call.dtype, call.op)); // throws where NCCL has none
+  }
+  const bool named = call.kind == NcclKind::Reduce || call.kind == NcclKind::Broadcast || call.kind == NcclKind::Send ||
+      call.kind == NcclKind::Recv;
+  if (named && (call.peer < 0 || call.peer >= config_.size)) {
+    refuse("rank " + std::to_string(call.peer) + " is not in a group of " + std::to_string(config_.size) + ".");
+  }
+  if (call.kind == NcclKind::AllToAll &&
+      (call.send_counts.size() != static_cast<size_t>(config_.size) ||
+       call.recv_counts.size() != static_cast<size_t>(config_.size))) {
+    refuse("a count for each rank is needed.");
+  }
+}
+
+void NcclComm::enqueueMoves(const NcclCall& call) {
+  const size_t element = elementSize(call.dtype);
+  const size_t nbytes = call.numel * element;
+  Stream const stream = config_.stream;
+  NcclReduction how;
+  if (reduces(call.kind)) {
+    how = ncclReduction(call.dtype, call.op);
+  }
+  const size_t count = call.numel * how.count_per_element;
+  switch (call.kind) {
+    case NcclKind::AllReduce:
+      return check(api_.allReduce(call.input, call.output, count, how.dtype, how.op, comm_, stream), "ncclAllReduce");
+    case NcclKind::Reduce:
+      return check(
+          api_.reduce(call.input, call.output, count, how.dtype, how.op, call.peer, comm_, stream), "ncclReduce");
+    case NcclKind::ReduceScatter:
+      return check(
+          api_.reduceScatter(call.input, call.output, count, how.dtype, how.op, comm_, stream), "ncclReduceScatter");
+    case NcclKind::Broadcast:
+      return check(
+          api_.broadcast(call.input, call.output, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclBroadcast");
+    case NcclKind::AllGather:
+      return check(api_.allGather(call.input, call.output, nbytes, kNcclBytes, comm_, stream), "ncclAllGather");
+    case NcclKind::Send:
+      return check(api_.send(call.input, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclSend");
+    case NcclKind::Recv:
+      return check(api_.recv(call.output, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclRecv");
+    case NcclKind::AllToAll:
+      return allToAll(call);
+  }
+}
+
+void NcclComm::allToAll(const NcclCall& call) {
+  const size_t element = elementSize(call.dtype);
+  uint64_t sent = 0;
+  uint64_t received = 0;
+  for (int peer = 0; peer < config_.size; ++peer) {
+    const uint64_t out = call.send_counts[static_cast<size_t>(peer)];
+    const uint64_t in = call.recv_counts[static_cast<size_t>(peer)];
+    if (peer == config_.rank) {
+      runtime_.copy(at(call.output, received, element), at(call.input, sent, element), out * element, config_.stream);
+    } else {
+      if (out > 0) {
+        const std::byte* const part = at(call.input, sent, element);
+        check(api_.send(part, out * element, kNcclBytes, peer, comm_, config_.stream), "ncclSend");
+      }
+      if (in > 0) {
+        std::byte* const part = at(call.output, received, element);
+        check(api_.recv(part, in * element, kNcclBytes, peer, comm_, config_.stream), "ncclRecv");
+      }
+    }
+    sent += out;
+    received += in;
+  }
+}
+
+void* NcclComm::scratch(size_t nbytes) {
+  if (nbytes > scratch_nbytes_) {
+    if (scratch_ != nullptr) {
+      // Kernels before may still use the old one; cudaFree waits for them.
+      runtime_.freeDevice(scratch_);
+      scratch_ = nullptr;
+      scratch_nbytes_ = 0;
+    }
+    scratch_ = runtime_.allocateDevice(nbytes);
+    scratch_nbytes_ = nbytes;
+  }
+  return scratch_;
+}
+
+// A ring of N ranks, N parts. In step s of the first phase rank r sends part r-s and adds what it receives to part
+// r-s-1; then part r+1 is complete on rank r, and goes round once more. N = 3, rank 0's view:
+//
+//     step          sends        receives
+//     reduce 0      part 0       part 2, adds
+//     reduce 1      part 2       part 1, adds: complete
+//     gather 0      part 1       part 0
+//     gather 1      part 0       part 2
+void NcclComm::ring(const NcclCall& call, Deadline deadline, ErrorRecord& about) {
+  const int n = config_.size;
+  const size_t element = elementSize(call.dtype);
+  if (call.input != call.output) {
+    runtime_.copy(call.output, call.input, call.numel * element, config_.stream);
+  }
+  const auto part = [&](int index) { return ((index % n) + n) % n; };
+  const int next = part(config_.rank + 1);
+  const int previous = part(config_.rank - 1);
+  const auto exchange = [&](int sent, int received, void* into) {
+    const uint64_t out = partNumel(call.numel, sent, n) * element;
+    const uint64_t in = partNumel(call.numel, received, n) * element;
+    inGroup(
+        [&] {
+          if (out > 0) {
+            const std::byte* const from = at(call.output, partBegin(call.numel, sent, n), element);
+            check(api_.send(from, out, kNcclBytes, next, comm_, config_.stream), "ncclSend");
+          }
+          if (in > 0) {
+            check(api_.recv(into, in, kNcclBytes, previous, comm_, config_.stream), "ncclRecv");
+          }
+        },
+        deadline,
+        about);
+  };
+  void* const arrived = scratch((call.numel / static_cast<uint64_t>(n) + 1) * element);
+  for (int step = 0; step < n - 1; ++step) {
+    const int received = part(config_.rank - step - 1);
+    exchange(part(config_.rank - step), received, arrived);
+    void* const own = at(call.output, partBegin(call.numel, received, n), element);
+    const void* const sources[] = {arrived, own};
+    const bool last = step == n - 2;
+    reduceInto(
+        runtime_,
+        call.dtype,
+        call.op == ReduceOp::Avg && !last ? ReduceOp::Sum : call.op,
+        own,
+        sources,
+        2,
+        partNumel(call.numel, received, n),
+        static_cast<uint32_t>(n),
+        config_.stream);
+  }
+  for (int step = 0; step < n - 1; ++step) {
+    const int received = part(config_.rank - step);
+    exchange(part(config_.rank + 1 - step), received, at(call.output, partBegin(call.numel, received, n), element));
+  }
+}
+
+// Everyone sends every other rank that one's part, adds all N of its own part in rank order in one fp32 accumulator,
+// and sends the result to all.
+void NcclComm::direct(const NcclCall& call, Deadline deadline, ErrorRecord& about) {
+  const int n = config_.size;
+  const size_t element = elementSize(call.dtype);
+  const uint64_t own_begin = partBegin(call.numel, config_.rank, n);
+  const uint64_t own_numel = partNumel(call.numel, config_.rank, n);
+  // Each rank's part at a multiple of 16 bytes, so that the kernel's vectors fit.
+  const size_t stride = (own_numel * element + 15) / 16 * 16;
+  std::byte* const arrived = static_cast<std::byte*>(scratch(stride * static_cast<size_t>(n) + 16));
+  std::vector<const void*> sources;
+  for (int peer = 0; peer < n; ++peer) {
+    sources.push_back(
+        peer == config_.rank ? at(call.input, own_begin, element) : arrived + stride * static_cast<size_t>(peer));
+  }
+  const auto others = [&](const auto& with) {
+    inGroup(
+        [&] {
+          for (int peer = 0; peer < n; ++peer) {
+            if (peer != config_.rank) {
+              with(peer, partBegin(call.numel, peer, n), partNumel(call.numel, peer, n) * element);
+            }
+          }
+        },
+        deadline,
+        about);
+  };
+  const auto send = [&](const void* from, uint64_t nbytes, int peer) {
+    if (nbytes > 0) {
+      check(api_.send(from, nbytes, kNcclBytes, peer, comm_, config_.stream), "ncclSend");
+    }
+  };
+  const auto recv = [&](void* into, uint64_t nbytes, int peer) {
+    if (nbytes > 0) {
+      check(api_.recv(into, nbytes, kNcclBytes, peer, comm_, config_.stream), "ncclRecv");
+    }
+  };
+  others([&](int peer, uint64_t begin, uint64_t nbytes) {
+    send(at(call.input, begin, element), nbytes, peer);
+    recv(arrived + stride * static_cast<size_t>(peer), own_numel * element, peer);
+  });
+  std::byte* const own = at(call.output, own_begin, element);
+  reduceInto(
+      runtime_,
+      call.dtype,
+      call.op,
+      own,
+      sources.data(),
+      sources.size(),
+      own_numel,
+      static_cast<uint32_t>(n),
+      config_.stream);
+  others([&](int peer, uint64_t begin, uint64_t nbytes) {
+    send(own, own_numel * element, peer);
+    recv(at(call.output, begin, element), nbytes, peer);
+  });
+}
+
+} // namespace pycomm::cuda

@@ -1,0 +1,317 @@
+#include "cuda/nccl_comm.h"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "cuda/nccl_operation.h"
+
+namespace pycomm::cuda {
+namespace {
+
+// How long a wait for NCCL's own threads sleeps between two looks. They need about this long themselves.
+constexpr std::chrono::microseconds kLookEvery{50};
+
+ErrorCode codeOf(NcclResult result) {
+  switch (result) {
+    case NcclResult::RemoteError:
+      return ErrorCode::ConnectionReset;
+    case NcclResult::InvalidArgument:
+    case NcclResult::InvalidUsage:
+      return ErrorCode::InvalidArgument;
+    case NcclResult::Success:
+    case NcclResult::UnhandledCudaError:
+    case NcclResult::SystemError:
+    case NcclResult::InternalError:
+    case NcclResult::InProgress:
+      break;
+  }
+  return ErrorCode::SystemError;
+}
+
+} // namespace
+
+NcclComm::NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config)
+    : api_(api), runtime_(runtime), config_(std::move(config)) {}
+
+std::unique_ptr<NcclComm> NcclComm::create(NcclApi& api, DeviceRuntime& runtime, Config config) {
+  std::unique_ptr<NcclComm> comm(new NcclComm(api, runtime, std::move(config)));
+  comm->connect();
+  return comm;
+}
+
+void NcclComm::connect() {
+  runtime_.setDevice(config_.device);
+  entry_ = runtime_.createEvent();
+  ErrorRecord making;
+  making.rank = config_.rank;
+  making.group = config_.group;
+  making.phase = "nccl init";
+  NcclUniqueId id;
+  if (config_.rank == 0) {
+    check(api_.uniqueId(&id), "ncclGetUniqueId");
+  }
+  id = config_.exchange(config_.rank == 0 ? &id : nullptr, config_.deadline);
+  try {
+    {
+      const std::lock_guard<std::mutex> lock(api_mutex_);
+      check(api_.init(&comm_, config_.size, id, config_.rank), "ncclCommInitRankConfig");
+    }
+    settle(config_.deadline, making);
+  } catch (const Error& error) {
+    throw Error(fail(error.record()));
+  }
+}
+
+NcclComm::~NcclComm() {
+  poll();
+  bool idle = false;
+  {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    idle = pending_.empty() && !failure_;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(api_mutex_);
+    if (comm_ != nullptr) {
+      // Only an idle communicator is destroyed in good order: with work under way ncclCommDestroy waits for other ranks.
+      static_cast<void>(idle ? api_.destroy(comm_) : api_.abort(comm_));
+    }
+  }
+  for (const auto& operation : pending_) {
+    runtime_.destroyEvent(operation->end);
+  }
+  for (Event event : events_) {
+    runtime_.destroyEvent(event);
+  }
+  if (entry_ != nullptr) {
+    runtime_.destroyEvent(entry_);
+  }
+  if (scratch_ != nullptr) {
+    runtime_.freeDevice(scratch_);
+  }
+}
+
+void NcclComm::check(NcclResult result, const char* call) const {
+  if (result == NcclResult::Success || result == NcclResult::InProgress) {
+    return;
+  }
+  ErrorRecord record;
+  record.code = codeOf(result);
+  record.rank = config_.rank;
+  record.group = config_.group;
+  record.summary = std::string("NCCL: ") + call + " failed.";
+  record.cause = ncclResultName(result);
+  if (const std::string words = api_.lastError(comm_); !words.empty()) {
+    record.cause += ": " + words;
+  }
+  record.hint = "NCCL_DEBUG=WARN prints what NCCL saw";
+  throw Error(record);
+}
+
+void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
+  const TimePoint begin = Clock::now();
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> lock(api_mutex_);
+      throwIfFailed();
+      NcclResult state = NcclResult::Success;
+      check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
+      check(state, about.phase == "nccl init" ? "making the communicator" : "the group's launch");
+      if (state == NcclResult::Success) {
+        return;
+      }
+    }
+    if (const auto failure = config_.group_failure ? config_.group_failure() : std::nullopt) {
+      throw Error(*failure);
+    }
+    if (deadline.expired()) {
+      ErrorRecord record = about;
+      record.code = ErrorCode::Timeout;
+      record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+      record.summary = about.op.empty() ? "NCCL has not connected all ranks in time."
+                                        : about.op + " could not be started in time: NCCL still waits for other ranks.";
+      record.hint = "see which rank is missing; NCCL_DEBUG=INFO shows what NCCL tries";
+      throw Error(record);
+    }
+    std::this_thread::sleep_for(kLookEvery);
+  }
+}
+
+std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& calls, Stream caller, Deadline deadline) {
+  for (const NcclCall& call : calls) {
+    validate(call);
+  }
+  throwIfFailed();
+  runtime_.setDevice(config_.device);
+  if (runtime_.isCapturing(caller)) {
+    throw Error(
+        ErrorCode::Unsupported,
+        std::string(calls.front().name) + " while a CUDA graph is captured is not supported.",
+        "keep collectives of pycomm outside of torch.cuda.graph()");
+  }
+  const std::lock_guard<std::mutex> issue(issue_mutex_);
+  auto operation = std::make_shared<NcclOperation>();
+  operation->deadline = deadline;
+  operation->issued_at = Clock::now();
+  operation->about = about(calls.front());
+  try {
+    runtime_.record(entry_, caller);
+    runtime_.streamWait(config_.stream, entry_);
+    std::vector<NcclCall> together;
+    for (const NcclCall& call : calls) {
+      if (call.kind == NcclKind::AllReduce && call.algorithm == NcclAlgorithm::Ring) {
+        ring(call, deadline, operation->about);
+      } else if (call.kind == NcclKind::AllReduce && call.algorithm == NcclAlgorithm::Direct) {
+        direct(call, deadline, operation->about);
+      } else {
+        together.push_back(call);
+      }
+    }
+    if (!together.empty()) {
+      inGroup(
+          [&] {
+            for (const NcclCall& call : together) {
+              enqueueMoves(call);
+            }
+          },
+          deadline,
+          operation->about);
+    }
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    if (events_.empty()) {
+      events_.push_back(runtime_.createEvent());
+    }
+    operation->end = events_.back();
+    runtime_.record(operation->end, config_.stream);
+    events_.pop_back();
+    pending_.push_back(operation);
+  } catch (const Error& error) {
+    // Part of it may be on the stream, and other ranks wait for the rest.
+    throw Error(fail(error.record()));
+  }
+  return operation;
+}
+
+void NcclComm::inGroup(const std::function<void()>& body, Deadline deadline, ErrorRecord& about) {
+  {
+    // NCCL's groups are the calling thread's, but an abort in the middle would free what the calls use.
+    const std::lock_guard<std::mutex> lock(api_mutex_);
+    throwIfFailed();
+    check(api_.groupStart(), "ncclGroupStart");
+    try {
+      body();
+    } catch (...) {
+      static_cast<void>(api_.groupEnd());
+      throw;
+    }
+    check(api_.groupEnd(), "ncclGroupEnd");
+  }
+  // Only when NCCL has put its kernels onto the stream is what follows behind them.
+  settle(deadline, about);
+}
+
+void NcclComm::wait(const NcclOperation& operation, Stream stream) {
+  throwIfFailed();
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  if (!operation.done) {
+    runtime_.setDevice(config_.device);
+    runtime_.streamWait(stream, operation.end);
+  }
+}
+
+bool NcclComm::done(const NcclOperation& operation) const {
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  return operation.done;
+}
+
+void NcclComm::poll() {
+  std::optional<ErrorRecord> cause;
+  try {
+    NcclResult state = NcclResult::Success;
+    {
+      const std::lock_guard<std::mutex> lock(api_mutex_);
+      if (comm_ == nullptr) {
+        return;
+      }
+      check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
+      check(state, "an operation under way");
+    }
+    runtime_.setDevice(config_.device);
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    while (!pending_.empty() && runtime_.eventDone(pending_.front()->end)) {
+      pending_.front()->done = true;
+      events_.push_back(pending_.front()->end);
+      pending_.pop_front();
+    }
+    for (const auto& operation : pending_) {
+      if (operation->deadline.expired()) {
+        cause = operation->about;
+        cause->code = ErrorCode::Timeout;
+        cause->phase = "transfer";
+        cause->elapsed_ms =
+            std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation->issued_at).count();
+        cause->summary = cause->op + " had not ended on the device by its deadline.";
+        cause->hint = "see which rank did not call it, or is still busy with what comes before it";
+        break;
+      }
+    }
+  } catch (const Error& error) {
+    cause = error.record();
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    if (!pending_.empty() && cause->op.empty()) {
+      cause->op = pending_.front()->about.op;
+      cause->sequence = pending_.front()->about.sequence;
+    }
+  }
+  if (!cause && config_.group_failure) {
+    cause = config_.group_failure();
+  }
+  if (cause) {
+    static_cast<void>(fail(*cause));
+  }
+}
+
+void NcclComm::abort(const ErrorRecord& reason) {
+  static_cast<void>(fail(reason));
+}
+
+ErrorRecord NcclComm::fail(const ErrorRecord& cause) {
+  ErrorRecord in_force;
+  {
+    const std::lock_guard<std::mutex> lock(state_mutex_);
+    if (!failure_) {
+      failure_ = cause;
+    }
+    in_force = *failure_;
+  }
+  const std::lock_guard<std::mutex> lock(api_mutex_);
+  if (comm_ != nullptr) {
+    static_cast<void>(api_.abort(comm_)); // its kernels end, and with them what the stream holds
+    comm_ = nullptr;
+  }
+  return in_force;
+}
+
+std::optional<ErrorRecord> NcclComm::failure() const {
+  const std::lock_guard<std::mutex> lock(state_mutex_);
+  return failure_;
+}
+
+void NcclComm::throwIfFailed() const {
+  if (const auto record = failure()) {
+    throw Error(*record);
+  }
+}
+
+ErrorRecord NcclComm::about(const NcclCall& call) const {
+  ErrorRecord record;
+  record.rank = config_.rank;
+  record.group = config_.group;
+  record.op = call.name;
+  record.sequence = call.sequence;
+  record.dtype = dtypeName(call.dtype);
+  record.numel = static_cast<int64_t>(call.numel);
+  return record;
+}
+
+} // namespace pycomm::cuda

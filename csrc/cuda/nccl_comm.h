@@ -1,0 +1,129 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "cuda/device_runtime.h"
+#include "cuda/nccl_api.h"
+
+namespace pycomm::cuda {
+
+enum class NcclKind { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AllToAll, Send, Recv };
+
+/// How an all_reduce is done. Ring and Direct move with ncclSend and ncclRecv and add with pycomm's reduce kernel.
+enum class NcclAlgorithm {
+  Nccl, ///< ncclAllReduce
+  Ring, ///< 2 (N-1) steps of 1/N; a small float is rounded once a hop
+  Direct, ///< everyone sends everyone its part; added in fp32 in rank order, rounded once
+};
+
+/// What one rank asks for. Sizes are in elements.
+struct NcclCall {
+  NcclKind kind = NcclKind::AllReduce;
+  const void* input = nullptr;
+  void* output = nullptr;
+  uint64_t numel = 0; ///< of the whole tensor; of one rank's part for AllGather and ReduceScatter
+  DType dtype = DType::Float32;
+  ReduceOp op = ReduceOp::Sum;
+  int peer = 0; ///< the root, or the other side of Send and Recv
+  NcclAlgorithm algorithm = NcclAlgorithm::Nccl;
+  std::vector<uint64_t> send_counts; ///< AllToAll: by rank
+  std::vector<uint64_t> recv_counts;
+  const char* name = "all_reduce"; ///< for errors
+  int64_t sequence = -1;
+};
+
+/// One start(): its own state is for NcclComm, everyone else asks that.
+class NcclOperation;
+
+/// One rank's NCCL communicator, driven so that nothing here waits without an end.
+///
+/// Work goes onto a side stream: it waits for what the caller's stream holds at the start (an event), and a stream that
+/// calls wait() waits for it (another event); the host does not. The communicator is non-blocking, so that calls return
+/// while other ranks are still missing, and every wait for NCCL looks at the deadline and at failure.
+///
+/// Fails as a whole, once: the first error aborts the communicator, which ends its kernels on this rank, and every
+/// operation, under way or new, ends with that cause. Thread-safe. Someone calls poll() every few milliseconds; it is
+/// what notices errors, deadlines and ends.
+class NcclComm {
+ public:
+  struct Config {
+    int rank = 0;
+    int size = 1;
+    int device = 0;
+    std::string group;
+    Stream stream = nullptr; ///< the side stream
+    Deadline deadline = Deadline::never(); ///< of the making
+    /// Rank 0 is given its id to publish; the others are given none and return rank 0's. Blocks until the deadline.
+    std::function<NcclUniqueId(const NcclUniqueId* own, Deadline deadline)> exchange;
+    /// Whether the group has failed, and why: looked at while waiting.
+    std::function<std::optional<ErrorRecord>()> group_failure;
+  };
+
+  /// Not on a lane: blocks until all ranks have come, the deadline or the group's failure. `api` and `runtime` outlive
+  /// what is made. Throws Error.
+  [[nodiscard]] static std::unique_ptr<NcclComm> create(NcclApi& api, DeviceRuntime& runtime, Config config);
+  ~NcclComm();
+  NcclComm(const NcclComm&) = delete;
+  NcclComm& operator=(const NcclComm&) = delete;
+
+  /// Puts the calls onto the side stream, as one NCCL group, behind what `caller` holds. Throws Error for calls without
+  /// meaning (nothing has happened then) and for everything that breaks the communicator.
+  [[nodiscard]] std::shared_ptr<NcclOperation> start(
+      const std::vector<NcclCall>& calls,
+      Stream caller,
+      Deadline deadline);
+  /// What is put onto `stream` from here on runs after the operation. Throws the failure, if there is one.
+  void wait(const NcclOperation& operation, Stream stream);
+  /// Whether the device is through with it, as of the last poll().
+  [[nodiscard]] bool done(const NcclOperation& operation) const;
+  void poll();
+  void abort(const ErrorRecord& reason);
+  [[nodiscard]] std::optional<ErrorRecord> failure() const;
+
+ private:
+  NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config);
+  void connect();
+  void validate(const NcclCall& call) const;
+  void enqueueMoves(const NcclCall& call);
+  void allToAll(const NcclCall& call);
+  void ring(const NcclCall& call, Deadline deadline, ErrorRecord& about);
+  void direct(const NcclCall& call, Deadline deadline, ErrorRecord& about);
+  [[nodiscard]] void* scratch(size_t nbytes);
+  void inGroup(const std::function<void()>& body, Deadline deadline, ErrorRecord& about);
+  void settle(Deadline deadline, const ErrorRecord& about);
+  void check(NcclResult result, const char* call) const;
+  [[nodiscard]] ErrorRecord about(const NcclCall& call) const;
+  void throwIfFailed() const;
+  /// The first failure wins: aborts the communicator. Returns what is in force.
+  ErrorRecord fail(const ErrorRecord& cause);
+
+  NcclApi& api_;
+  DeviceRuntime& runtime_;
+  const Config config_;
+
+  // Order: issue_mutex_, api_mutex_, state_mutex_.
+  std::mutex issue_mutex_; ///< one start() at a time: NCCL wants the same order on all ranks
+  void* scratch_ = nullptr; ///< of issue_mutex_; grows
+  size_t scratch_nbytes_ = 0;
+  Event entry_ = nullptr; ///< of issue_mutex_; used again by each start, which CUDA allows
+
+  std::mutex api_mutex_; ///< held for NCCL calls, never while waiting; guards comm_
+  NcclHandle comm_ = nullptr; ///< null once aborted
+
+  mutable std::mutex state_mutex_; ///< guards all below
+  std::optional<ErrorRecord> failure_;
+  std::deque<std::shared_ptr<NcclOperation>> pending_; ///< in stream order
+  std::vector<Event> events_; ///< free ones
+};
+
+} // namespace pycomm::cuda

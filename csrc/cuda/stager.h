@@ -1,0 +1,93 @@
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "cuda/device_runtime.h"
+
+namespace pycomm::cuda {
+
+/// Moves tensors of one device through pinned host memory, for collectives that run on the CPU.
+///
+///     caller's stream   … kernels … E                                        W … kernels …
+///     out stream                     wait E, copies to the host, event 1 …
+///     this thread                                    event 1? ready(1)  event 2? ready(2)
+///     (the wire)                                             collective 1
+///     in stream                      wait E                               copies to the device
+///
+/// toHost() and toDevice() return at once. `ready` is called once for each toHost(), in their order, on this object's
+/// thread, when the bytes are in host memory or cannot come any more: it starts the collective. While one piece is on
+/// the wire the next one is being copied, and both directions of the bus are used.
+///
+/// Pinned blocks are kept and used again, in classes of powers of two; a block that the device may still read (after
+/// toDevice) is used again only when the copy has ended. Thread-safe.
+class Stager {
+ public:
+  struct Copy {
+    void* device = nullptr;
+    void* host = nullptr; ///< within a block of take()
+    size_t nbytes = 0;
+  };
+  using Ready = std::function<void(const std::optional<ErrorRecord>& failure)>;
+
+  /// `runtime` outlives the stager. The streams are of `device`, and differ.
+  Stager(DeviceRuntime& runtime, int device, Stream out, Stream in);
+  /// What is not ready yet is told so (SHUT_DOWN), then the thread ends; copies under way are waited for.
+  ~Stager();
+  Stager(const Stager&) = delete;
+  Stager& operator=(const Stager&) = delete;
+
+  /// A pinned block of at least `nbytes`. Throws Error(OutOfMemory).
+  [[nodiscard]] void* take(size_t nbytes);
+  /// Of a block that no copy uses.
+  void give(void* block);
+  /// Of a block that copies of toDevice() may still read.
+  void giveAfterCopies(void* block);
+
+  /// Copies to the host behind what `caller` holds. Also without copies `in` waits for `caller`: what toDevice() writes
+  /// later may be what kernels of `caller` read now. Throws Error if the device refuses; `ready` is not called then.
+  void toHost(const std::vector<Copy>& copies, Stream caller, Ready ready);
+  void toDevice(const std::vector<Copy>& copies);
+  /// What is put onto `stream` from here on runs behind every toDevice() so far.
+  void waitOn(Stream stream);
+
+ private:
+  struct Entry {
+    Event event = nullptr; ///< null: ready at once
+    Ready ready;
+  };
+  struct Cooling {
+    Event event;
+    void* block;
+  };
+
+  void threadMain() noexcept;
+  void await(Entry& entry) noexcept;
+  [[nodiscard]] Event takeEvent();
+  void reclaim();
+
+  DeviceRuntime& runtime_;
+  const int device_;
+  Stream const out_;
+  Stream const in_;
+
+  std::mutex mutex_; ///< guards all below
+  std::condition_variable changed_;
+  std::deque<Entry> entries_;
+  bool stopping_ = false;
+  std::vector<Event> events_; ///< free ones
+  std::multimap<size_t, void*> free_; ///< by capacity
+  std::map<void*, size_t> capacity_; ///< of every block there is
+  std::deque<Cooling> cooling_; ///< in the order of the in stream
+  std::thread thread_;
+};
+
+} // namespace pycomm::cuda

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.h"
+#include "cuda/device_runtime.h"
+#include "cuda/dispatch.h"
+
+namespace pycomm::cuda::testing {
+
+/// A device that is host memory: what goes onto a stream has happened when the call returns. Kernels are the very
+/// functions that the device runs, called for each of `threads` threads in turn.
+class HostDevice : public DeviceRuntime {
+ public:
+  explicit HostDevice(uint32_t threads = 32) : threads_(threads) {}
+
+  int deviceCount() override {
+    return 1;
+  }
+  void setDevice(int) override {}
+  void* allocatePinned(size_t nbytes) override {
+    return std::malloc(nbytes);
+  }
+  void freePinned(void* ptr) noexcept override {
+    std::free(ptr);
+  }
+  void* allocateDevice(size_t nbytes) override {
+    return std::malloc(nbytes);
+  }
+  void freeDevice(void* ptr) noexcept override {
+    std::free(ptr);
+  }
+  void copy(void* dst, const void* src, size_t nbytes, Stream) override {
+    std::memmove(dst, src, nbytes);
+  }
+  Event createEvent() override {
+    return new char;
+  }
+  void destroyEvent(Event event) noexcept override {
+    delete static_cast<char*>(event);
+  }
+  void record(Event, Stream) override {}
+  void streamWait(Stream, Event) override {}
+  bool eventDone(Event) override {
+    return true;
+  }
+  void waitEvent(Event) override {}
+  bool isCapturing(Stream) override {
+    return false;
+  }
+  void pack(DType grad, DType wire, const BucketArgs& args, Stream) override {
+    ++launches;
+    withCast(grad, wire, [&](auto pair) {
+      using Pair = decltype(pair);
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        Packer<typename Pair::GradElement, typename Pair::WireElement> packer{args.factor};
+        for (uint64_t tile = 0; tile < tileCount(args.numel); ++tile) {
+          packTile(args, tile, thread, threads_, packer);
+        }
+        if (args.stats != nullptr) {
+          args.stats->overflows += packer.overflows;
+          args.stats->max_abs_bits = std::max(args.stats->max_abs_bits, packer.max_abs_bits);
+        }
+      }
+    });
+  }
+  void unpack(DType grad, DType wire, const BucketArgs& args, Stream) override {
+    ++launches;
+    withCast(grad, wire, [&](auto pair) {
+      using Pair = decltype(pair);
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        for (uint64_t tile = 0; tile < tileCount(args.numel); ++tile) {
+          unpackTile<typename Pair::GradElement, typename Pair::WireElement>(args, tile, thread, threads_);
+        }
+      }
+    });
+  }
+  void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream) override {
+    ++launches;
+    withFold(dtype, op, [&](auto fold) {
+      using Chosen = decltype(fold);
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        reduceShare<typename Chosen::ElementType, typename Chosen::OpType>(args, thread, threads_);
+      }
+    });
+  }
+
+  int launches = 0;
+
+ private:
+  const uint32_t threads_;
+};
+
+} // namespace pycomm::cuda::testing

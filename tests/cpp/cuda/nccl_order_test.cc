@@ -1,0 +1,388 @@
+// What NcclComm asks of NCCL and of the device, in which order, and what it does when either refuses.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "cuda/nccl_comm.h"
+#include "host_device.h"
+
+namespace pycomm::cuda {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+Stream const kSide = reinterpret_cast<Stream>(0x51);
+Stream const kCaller = reinterpret_cast<Stream>(0xca);
+
+using Journal = std::vector<std::string>;
+
+std::string nameOf(Stream stream) {
+  return stream == kSide ? "side" : (stream == kCaller ? "caller" : "another");
+}
+
+/// Writes down what it is asked; events are done when the test says so.
+class Recorder final : public testing::HostDevice {
+ public:
+  explicit Recorder(Journal& journal) : journal_(journal) {}
+  void setDevice(int device) override {
+    current = device;
+  }
+  Event createEvent() override {
+    ++events;
+    return HostDevice::createEvent();
+  }
+  void destroyEvent(Event event) noexcept override {
+    --events;
+    HostDevice::destroyEvent(event);
+  }
+  void record(Event, Stream stream) override {
+    journal_.push_back("record " + nameOf(stream));
+  }
+  void streamWait(Stream stream, Event) override {
+    journal_.push_back("wait " + nameOf(stream));
+  }
+  bool eventDone(Event) override {
+    if (broken) {
+      throw Error(ErrorCode::SystemError, "CUDA: cudaEventQuery failed.");
+    }
+    return ended;
+  }
+  bool isCapturing(Stream) override {
+    return capturing;
+  }
+  void reduce(DType, ReduceOp, const ReduceArgs&, Stream stream) override {
+    journal_.push_back("reduce " + nameOf(stream));
+  }
+  void copy(void*, const void*, size_t, Stream stream) override {
+    journal_.push_back("copy " + nameOf(stream));
+  }
+
+  int current = -1;
+  int events = 0;
+  bool ended = false;
+  bool capturing = false;
+  bool broken = false;
+
+ private:
+  Journal& journal_;
+};
+
+class ScriptedNccl final : public NcclApi {
+ public:
+  explicit ScriptedNccl(Journal& journal) : journal_(journal) {}
+  std::string origin() const override {
+    return "script";
+  }
+  NcclResult uniqueId(NcclUniqueId* id) override {
+    id->bytes[0] = 'x';
+    return note("uniqueId");
+  }
+  NcclResult init(NcclHandle* comm, int size, const NcclUniqueId& id, int rank) override {
+    *comm = this;
+    return note("init " + std::to_string(rank) + "/" + std::to_string(size) + " " + id.bytes);
+  }
+  NcclResult asyncError(NcclHandle, NcclResult* out) override {
+    *out = state;
+    return NcclResult::Success;
+  }
+  NcclResult abort(NcclHandle) override {
+    return note("abort");
+  }
+  NcclResult destroy(NcclHandle) override {
+    return note("destroy");
+  }
+  std::string lastError(NcclHandle) override {
+    return "the cable is out";
+  }
+  NcclResult groupStart() override {
+    return note("groupStart");
+  }
+  NcclResult groupEnd() override {
+    return note("groupEnd");
+  }
+  NcclResult allReduce(const void*, void*, size_t count, int dtype, int op, NcclHandle, Stream stream) override {
+    return note(
+        "allReduce " + std::to_string(count) + " dtype " + std::to_string(dtype) + " op " + std::to_string(op) + " " +
+        nameOf(stream));
+  }
+  NcclResult reduce(const void*, void*, size_t, int, int, int root, NcclHandle, Stream) override {
+    return note("reduce to " + std::to_string(root));
+  }
+  NcclResult broadcast(const void*, void*, size_t count, int, int root, NcclHandle, Stream) override {
+    return note("broadcast " + std::to_string(count) + " from " + std::to_string(root));
+  }
+  NcclResult allGather(const void*, void*, size_t count, int, NcclHandle, Stream) override {
+    return note("allGather " + std::to_string(count));
+  }
+  NcclResult reduceScatter(const void*, void*, size_t count, int, int, NcclHandle, Stream) override {
+    return note("reduceScatter " + std::to_string(count));
+  }
+  NcclResult send(const void*, size_t count, int, int peer, NcclHandle, Stream) override {
+    return note("send " + std::to_string(count) + " to " + std::to_string(peer));
+  }
+  NcclResult recv(void*, size_t count, int, int peer, NcclHandle, Stream) override {
+    return note("recv " + std::to_string(count) + " from " + std::to_string(peer));
+  }
+
+  NcclResult state = NcclResult::Success; ///< what asyncError tells
+  std::string refuses; ///< the call that begins so answers ncclSystemError
+
+ private:
+  NcclResult note(const std::string& call) {
+    journal_.push_back(call);
+    return !refuses.empty() && call.rfind(refuses, 0) == 0 ? NcclResult::SystemError : NcclResult::Success;
+  }
+  Journal& journal_;
+};
+
+class NcclOrder : public ::testing::Test {
+ protected:
+  std::unique_ptr<NcclComm> make(int rank = 0, int size = 2, int timeout_ms = 2000) {
+    NcclComm::Config config;
+    config.rank = rank;
+    config.size = size;
+    config.device = 3;
+    config.group = "g";
+    config.stream = kSide;
+    config.deadline = Deadline::after(timeout_ms);
+    config.exchange = [this](const NcclUniqueId* own, Deadline) {
+      journal.push_back(own != nullptr ? "publish" : "fetch");
+      NcclUniqueId id;
+      id.bytes[0] = 'y';
+      return own != nullptr ? *own : id;
+    };
+    config.group_failure = [this] { return group_failure; };
+    return NcclComm::create(nccl, device, config);
+  }
+  /// Made, and the journal emptied.
+  std::unique_ptr<NcclComm> made(int rank = 0, int size = 2) {
+    auto comm = make(rank, size);
+    journal.clear();
+    return comm;
+  }
+  static NcclCall allReduce(uint64_t numel = 10) {
+    NcclCall call;
+    call.numel = numel;
+    call.sequence = 7;
+    return call;
+  }
+  template <class Body>
+  ErrorRecord failureOf(const Body& body) {
+    try {
+      body();
+    } catch (const Error& error) {
+      return error.record();
+    }
+    ADD_FAILURE() << "nothing was thrown";
+    return {};
+  }
+
+  Journal journal;
+  Recorder device{journal};
+  ScriptedNccl nccl{journal};
+  std::optional<ErrorRecord> group_failure;
+};
+
+TEST_F(NcclOrder, RankZeroPublishesTheIdAndTheOthersFetchIt) {
+  make(0)->abort({});
+  EXPECT_THAT(journal, ElementsAre("uniqueId", "publish", "init 0/2 x", "abort"));
+  EXPECT_EQ(device.current, 3);
+  journal.clear();
+  make(1).reset();
+  EXPECT_THAT(journal, ElementsAre("fetch", "init 1/2 y", "destroy"));
+  EXPECT_EQ(device.events, 0) << "every event was given back";
+}
+
+TEST_F(NcclOrder, AnOperationWaitsForTheCallerAndTheCallerForIt) {
+  const auto comm = made();
+  const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());
+  EXPECT_THAT(
+      journal,
+      ElementsAre(
+          "record caller", "wait side", "groupStart", "allReduce 10 dtype 7 op 0 side", "groupEnd", "record side"));
+  journal.clear();
+  comm->wait(*operation, kCaller);
+  EXPECT_THAT(journal, ElementsAre("wait caller")) << "the stream waits, not the host";
+  comm->poll();
+  EXPECT_FALSE(comm->done(*operation));
+  device.ended = true;
+  comm->poll();
+  EXPECT_TRUE(comm->done(*operation));
+  journal.clear();
+  comm->wait(*operation, kCaller);
+  EXPECT_TRUE(journal.empty()) << "what has ended needs no order";
+}
+
+TEST_F(NcclOrder, EventsAreUsedAgain) {
+  const auto comm = made();
+  device.ended = true;
+  for (int i = 0; i < 10; ++i) {
+    static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never()));
+    comm->poll();
+  }
+  EXPECT_EQ(device.events, 2) << "one for entries, one for ends";
+}
+
+TEST_F(NcclOrder, SeveralCallsAreOneGroup) {
+  const auto comm = made();
+  NcclCall broadcast = allReduce(3);
+  broadcast.kind = NcclKind::Broadcast;
+  broadcast.peer = 1;
+  NcclCall gather = allReduce(5);
+  gather.kind = NcclKind::AllGather;
+  gather.dtype = DType::Float8E4M3;
+  NcclCall complex = allReduce(2);
+  complex.dtype = DType::Complex128;
+  static_cast<void>(comm->start({broadcast, gather, complex}, kCaller, Deadline::never()));
+  EXPECT_THAT(
+      journal,
+      ElementsAre(
+          "record caller",
+          "wait side",
+          "groupStart",
+          "broadcast 12 from 1",
+          "allGather 5",
+          "allReduce 4 dtype 8 op 0 side",
+          "groupEnd",
+          "record side"));
+}
+
+TEST_F(NcclOrder, TheRingSendsAddsAndSendsRound) {
+  const auto comm = made(0, 3);
+  NcclCall call = allReduce(6); // two elements a part
+  call.algorithm = NcclAlgorithm::Ring;
+  static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
+  const Journal expected = {"record caller", "wait side", //
+                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "reduce side", //
+                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "reduce side", //
+                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", //
+                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "record side"};
+  EXPECT_EQ(journal, expected);
+}
+
+TEST_F(NcclOrder, ACallWithoutMeaningTouchesNothing) {
+  const auto comm = made();
+  NcclCall bits = allReduce();
+  bits.op = ReduceOp::Bxor;
+  bits.dtype = DType::Int32;
+  EXPECT_EQ(
+      failureOf([&] { static_cast<void>(comm->start({bits}, kCaller, Deadline::never())); }).code,
+      ErrorCode::Unsupported);
+  NcclCall nobody = allReduce();
+  nobody.kind = NcclKind::Broadcast;
+  nobody.peer = 2;
+  EXPECT_EQ(
+      failureOf([&] { static_cast<void>(comm->start({allReduce(), nobody}, kCaller, Deadline::never())); }).code,
+      ErrorCode::InvalidArgument);
+  device.capturing = true;
+  const ErrorRecord capture =
+      failureOf([&] { static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never())); });
+  EXPECT_EQ(capture.code, ErrorCode::Unsupported);
+  EXPECT_THAT(capture.summary, HasSubstr("CUDA graph"));
+  EXPECT_TRUE(journal.empty());
+  EXPECT_FALSE(comm->failure());
+}
+
+TEST_F(NcclOrder, AFailedCallAbortsAndStays) {
+  const auto comm = made();
+  nccl.refuses = "allReduce";
+  const ErrorRecord first =
+      failureOf([&] { static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never())); });
+  EXPECT_EQ(first.code, ErrorCode::SystemError);
+  EXPECT_EQ(first.cause, "ncclSystemError: the cable is out");
+  EXPECT_THAT(
+      journal,
+      ElementsAre("record caller", "wait side", "groupStart", "allReduce 10 dtype 7 op 0 side", "groupEnd", "abort"));
+  journal.clear();
+  nccl.refuses.clear();
+  const ErrorRecord second =
+      failureOf([&] { static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never())); });
+  EXPECT_EQ(second.text(), first.text());
+  comm->poll();
+  EXPECT_TRUE(journal.empty()) << "NCCL is not asked again";
+}
+
+TEST_F(NcclOrder, AnErrorOnTheWayIsFoundByPollAndNamesTheOldestOperation) {
+  const auto comm = made();
+  const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());
+  nccl.state = NcclResult::RemoteError;
+  comm->poll();
+  ASSERT_TRUE(comm->failure());
+  EXPECT_EQ(comm->failure()->code, ErrorCode::ConnectionReset);
+  EXPECT_EQ(comm->failure()->op, "all_reduce");
+  EXPECT_EQ(comm->failure()->sequence, 7);
+  EXPECT_EQ(journal.back(), "abort");
+  EXPECT_THROW(comm->wait(*operation, kCaller), Error);
+}
+
+TEST_F(NcclOrder, ADeadlineThatPassesOnTheDeviceAborts) {
+  const auto comm = made();
+  static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::after(0)));
+  comm->poll();
+  ASSERT_TRUE(comm->failure());
+  EXPECT_EQ(comm->failure()->code, ErrorCode::Timeout);
+  EXPECT_EQ(comm->failure()->rank, 0);
+  EXPECT_EQ(comm->failure()->numel, 10);
+  EXPECT_EQ(journal.back(), "abort");
+}
+
+TEST_F(NcclOrder, ABrokenDeviceIsAFailureAndNotAnException) {
+  const auto comm = made();
+  static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never()));
+  device.broken = true;
+  EXPECT_NO_THROW(comm->poll());
+  ASSERT_TRUE(comm->failure());
+  EXPECT_EQ(comm->failure()->summary, "CUDA: cudaEventQuery failed.");
+}
+
+TEST_F(NcclOrder, TheGroupsFailureIsTheCommunicators) {
+  const auto comm = made();
+  ErrorRecord dead;
+  dead.code = ErrorCode::PeerDead;
+  dead.peer = 1;
+  group_failure = dead;
+  comm->poll();
+  ASSERT_TRUE(comm->failure());
+  EXPECT_EQ(comm->failure()->code, ErrorCode::PeerDead);
+  EXPECT_EQ(journal.back(), "abort");
+}
+
+TEST_F(NcclOrder, WaitingForOtherRanksEndsByTheDeadlineOrTheGroup) {
+  nccl.state = NcclResult::InProgress;
+  const ErrorRecord late = failureOf([&] { static_cast<void>(make(0, 2, 30)); });
+  EXPECT_EQ(late.code, ErrorCode::Timeout);
+  EXPECT_EQ(late.phase, "nccl init");
+  EXPECT_EQ(journal.back(), "abort");
+  ErrorRecord dead;
+  dead.code = ErrorCode::PeerDead;
+  group_failure = dead;
+  EXPECT_EQ(failureOf([&] { static_cast<void>(make()); }).code, ErrorCode::PeerDead);
+
+  group_failure.reset();
+  nccl.state = NcclResult::Success;
+  const auto comm = made();
+  nccl.state = NcclResult::InProgress;
+  const ErrorRecord stuck =
+      failureOf([&] { static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::after(20))); });
+  EXPECT_EQ(stuck.code, ErrorCode::Timeout);
+  EXPECT_EQ(stuck.op, "all_reduce");
+}
+
+TEST(NcclLoad, SaysWhereItLooked) {
+  try {
+    static_cast<void>(loadNccl({"/nonexistent/libnccl.so.2"}));
+    GTEST_SKIP() << "there is an NCCL on this machine";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.record().code, ErrorCode::Unsupported);
+    EXPECT_THAT(error.record().summary, HasSubstr("/nonexistent/libnccl.so.2"));
+    EXPECT_THAT(error.record().hint, HasSubstr("cuda_mode"));
+  }
+}
+
+} // namespace
+} // namespace pycomm::cuda

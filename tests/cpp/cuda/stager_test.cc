@@ -1,0 +1,212 @@
+// The staging of CUDA tensors through pinned memory, on a device whose events the test ends by hand.
+#include "cuda/stager.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host_device.h"
+
+namespace pycomm::cuda {
+namespace {
+
+using ::testing::ElementsAre;
+
+Stream const kOut = reinterpret_cast<Stream>(0x1);
+Stream const kIn = reinterpret_cast<Stream>(0x2);
+Stream const kCaller = reinterpret_cast<Stream>(0x3);
+
+class ManualDevice final : public testing::HostDevice {
+ public:
+  void* allocatePinned(size_t nbytes) override {
+    ++pinned;
+    return HostDevice::allocatePinned(nbytes);
+  }
+  void freePinned(void* ptr) noexcept override {
+    --pinned;
+    HostDevice::freePinned(ptr);
+  }
+  Event createEvent() override {
+    ++events;
+    return HostDevice::createEvent();
+  }
+  void destroyEvent(Event event) noexcept override {
+    --events;
+    HostDevice::destroyEvent(event);
+  }
+  void record(Event event, Stream stream) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    journal.push_back("record " + nameOf(stream));
+    recorded_[event] = ++count_;
+  }
+  void streamWait(Stream stream, Event) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    journal.push_back("wait " + nameOf(stream));
+  }
+  void copy(void* dst, const void* src, size_t nbytes, Stream stream) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    journal.push_back("copy " + std::to_string(nbytes) + " " + nameOf(stream));
+    if (refuse_copies) {
+      throw Error(ErrorCode::SystemError, "CUDA: cudaMemcpyAsync failed.");
+    }
+    std::memcpy(dst, src, nbytes);
+  }
+  bool eventDone(Event event) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (broken_) {
+      throw Error(ErrorCode::SystemError, "CUDA: cudaEventQuery failed.");
+    }
+    return recorded_[event] <= reached_;
+  }
+  void waitEvent(Event) override {}
+
+  /// Everything recorded so far has happened.
+  void reachAll() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reached_ = count_;
+  }
+  void breakDown() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = true;
+  }
+
+  std::vector<std::string> journal;
+  bool refuse_copies = false;
+  std::atomic<int> pinned{0};
+  std::atomic<int> events{0};
+
+ private:
+  static std::string nameOf(Stream stream) {
+    return stream == kOut ? "out" : (stream == kIn ? "in" : "caller");
+  }
+  std::mutex mutex_;
+  std::map<Event, int> recorded_;
+  int count_ = 0;
+  int reached_ = 0;
+  bool broken_ = false;
+};
+
+using Verdict = std::optional<ErrorRecord>;
+
+/// A `ready` that keeps its promise.
+Stager::Ready promising(const std::shared_ptr<std::promise<Verdict>>& promise) {
+  return [promise](const Verdict& failure) { promise->set_value(failure); };
+}
+
+TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
+  ManualDevice device;
+  Stager stager(device, 0, kOut, kIn);
+  std::vector<int> tensor = {1, 2, 3};
+  auto* const block = static_cast<int*>(stager.take(12));
+  const auto promise = std::make_shared<std::promise<Verdict>>();
+  auto ready = promise->get_future();
+  stager.toHost({{tensor.data(), block, 8}, {tensor.data() + 2, block + 2, 4}}, kCaller, promising(promise));
+  EXPECT_THAT(
+      device.journal, ElementsAre("record caller", "wait in", "wait out", "copy 8 out", "copy 4 out", "record out"));
+  EXPECT_EQ(ready.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << "the copies have not ended";
+  device.reachAll();
+  EXPECT_FALSE(ready.get());
+  EXPECT_EQ(block[2], 3);
+
+  block[0] = 40;
+  device.journal.clear();
+  stager.toDevice({{tensor.data(), block, 12}});
+  stager.giveAfterCopies(block);
+  stager.waitOn(kCaller);
+  EXPECT_THAT(device.journal, ElementsAre("copy 12 in", "record in", "record in", "wait caller"));
+  EXPECT_EQ(tensor[0], 40);
+}
+
+TEST(Stager, ABlockIsUsedAgainOnlyWhenTheDeviceHasReadIt) {
+  ManualDevice device;
+  {
+    Stager stager(device, 0, kOut, kIn);
+    int value = 0;
+    void* const first = stager.take(100);
+    stager.toDevice({{&value, first, 4}});
+    stager.giveAfterCopies(first);
+    void* const second = stager.take(100);
+    EXPECT_NE(second, first) << "the device may still read it";
+    device.reachAll();
+    EXPECT_EQ(stager.take(100), first);
+    stager.give(second);
+    EXPECT_EQ(stager.take(1000), second) << "same class";
+    EXPECT_EQ(device.pinned, 2);
+    void* const large = stager.take((64 << 10) + 1);
+    EXPECT_NE(large, nullptr);
+    EXPECT_EQ(device.pinned, 3) << "another class";
+  }
+  EXPECT_EQ(device.pinned, 0);
+  EXPECT_EQ(device.events, 0);
+}
+
+TEST(Stager, PiecesAreReadyInTheirOrder) {
+  ManualDevice device;
+  std::vector<int> order;
+  std::promise<void> all;
+  Stager stager(device, 0, kOut, kIn);
+  int value = 0;
+  void* const block = stager.take(4);
+  for (int piece = 0; piece < 5; ++piece) {
+    // One without copies among them: it must not overtake.
+    const std::vector<Stager::Copy> copies = {{&value, block, 4}};
+    stager.toHost(piece == 2 ? std::vector<Stager::Copy>() : copies, kCaller, [&, piece](const Verdict& failure) {
+      EXPECT_FALSE(failure);
+      order.push_back(piece);
+      if (piece == 4) {
+        all.set_value();
+      }
+    });
+  }
+  device.reachAll();
+  all.get_future().get();
+  EXPECT_THAT(order, ElementsAre(0, 1, 2, 3, 4));
+}
+
+TEST(Stager, ADeviceThatBreaksInTheMiddleFailsWhatWaits) {
+  ManualDevice device;
+  Stager stager(device, 0, kOut, kIn);
+  int value = 0;
+  void* const block = stager.take(4);
+  const auto promise = std::make_shared<std::promise<Verdict>>();
+  stager.toHost({{&value, block, 4}}, kCaller, promising(promise));
+  device.breakDown();
+  const Verdict failure = promise->get_future().get();
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->summary, "CUDA: cudaEventQuery failed.");
+
+  device.refuse_copies = true;
+  bool called = false;
+  EXPECT_THROW(stager.toHost({{&value, block, 4}}, kCaller, [&](const Verdict&) { called = true; }), Error);
+  EXPECT_FALSE(called) << "whoever is told by an exception is not told again";
+}
+
+TEST(Stager, ClosingTellsWhatIsNotReady) {
+  ManualDevice device;
+  const auto promise = std::make_shared<std::promise<Verdict>>();
+  int value = 0;
+  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn);
+  stager->toHost({{&value, stager->take(4), 4}}, kCaller, promising(promise));
+  auto ready = promise->get_future();
+  std::thread closing([&] { stager.reset(); });
+  EXPECT_EQ(ready.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << "the copy writes the block";
+  device.reachAll();
+  const Verdict failure = ready.get();
+  closing.join();
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->code, ErrorCode::ShutDown);
+  EXPECT_EQ(device.pinned, 0);
+}
+
+} // namespace
+} // namespace pycomm::cuda

@@ -1,0 +1,186 @@
+"""What needs a GPU: the kernels against float64 and torch, and ranks that share one device."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from pycomm import _extension
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+from cuda_table import CudaTable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(
+        not _extension.CUDA_LIBRARY.exists(), reason="libpycomm_cuda.so was not built"
+    ),
+]
+
+PAIRS = [
+    ("float32", "float32"),
+    ("float32", "float16"),
+    ("float32", "bfloat16"),
+    ("float32", "float8_e5m2"),
+    ("float16", "float16"),
+    ("float16", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+]
+SIZES = [1, 3, 0, 64, 8187, 8192, 16391, 1000, 1, 1, 17, 4096, 250_000, *range(50)]
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def _gradients(dtype: torch.dtype, offset: int) -> list[torch.Tensor]:
+    """On the device; each begins `offset` elements further past a boundary than the last."""
+    torch.manual_seed(1)
+    made = []
+    for number, size in enumerate(SIZES):
+        room = torch.randn(size + 16, device="cuda").to(dtype)
+        at = (number * offset) % 8
+        made.append(room[at : at + size])
+    return made
+
+
+def _where(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize(("grad", "wire"), PAIRS)
+def test_pack_and_unpack_have_torchs_bits(grad: str, wire: str, offset: int) -> None:
+    table = CudaTable(_extension.CUDA_LIBRARY)
+    gradients = _gradients(getattr(torch, grad), offset)
+    flat = torch.cat([each.reshape(-1) for each in gradients])
+    bucket = torch.empty(flat.numel(), device="cuda", dtype=getattr(torch, wire))
+    stats = torch.zeros(2, dtype=torch.int64, device="cuda")
+    table.pack(
+        _where(gradients),
+        grad,
+        wire,
+        bucket.data_ptr(),
+        factor=4.0,
+        stats=stats.data_ptr(),
+        stream=_stream(),
+    )
+    expected = (flat.float() * 4).to(bucket.dtype)
+    assert torch.equal(bucket.float(), expected.float())
+    assert int(stats[0]) == 0
+    assert int(stats[1]) == int(flat.float().abs().max().view(torch.int32))
+    table.unpack(_where(gradients), grad, wire, bucket.data_ptr(), factor=0.125, stream=_stream())
+    back = torch.cat([each.reshape(-1) for each in gradients])
+    assert torch.equal(back, (bucket.float() * 0.125).to(back.dtype))
+    error = (back.double() - flat.double() / 2).abs()
+    steps = {"float32": 2**-24, "float16": 2**-10, "bfloat16": 2**-7, "float8_e5m2": 2**-2}
+    step = max(steps[grad], steps[wire])
+    assert bool((error <= flat.double().abs() / 2 * step + 1e-4 * step).all())
+
+
+def test_overflow_is_counted() -> None:
+    table = CudaTable(_extension.CUDA_LIBRARY)
+    values = torch.tensor([1.0, 65519, 65520, -1e30, float("inf"), float("nan")], device="cuda")
+    bucket = torch.empty(6, device="cuda", dtype=torch.float16)
+    stats = torch.zeros(2, dtype=torch.int64, device="cuda")
+    table.pack(
+        _where([values]),
+        "float32",
+        "float16",
+        bucket.data_ptr(),
+        stats=stats.data_ptr(),
+        stream=_stream(),
+    )
+    assert int(stats[0]) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("op", ["sum", "avg", "product", "min", "max"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_reduce_follows_float64(dtype: str, op: str, offset: int) -> None:
+    if op == "avg" and dtype.startswith("int"):
+        pytest.skip("undefined")
+    table = CudaTable(_extension.CUDA_LIBRARY)
+    torch.manual_seed(2)
+    kind = getattr(torch, dtype)
+    numel = 100_003
+    ranks = [
+        (torch.randn(numel + 8, device="cuda") * 4).to(kind)[offset:][:numel] for _ in range(5)
+    ]
+    exact = torch.stack([each.double() for each in ranks])
+    out = torch.empty(numel, device="cuda", dtype=kind)
+    pointers = [each.data_ptr() for each in ranks]
+    table.reduce(dtype, op, out.data_ptr(), pointers, numel, stream=_stream())
+    folds: dict[str, Any] = {
+        "sum": lambda all_ranks: all_ranks.sum(0),
+        "avg": lambda all_ranks: all_ranks.mean(0),
+        "product": lambda all_ranks: all_ranks.prod(0),
+        "min": lambda all_ranks: all_ranks.amin(0),
+        "max": lambda all_ranks: all_ranks.amax(0),
+    }
+    expected = folds[op](exact)
+    if dtype.startswith("int"):
+        assert torch.equal(out, expected.to(kind))
+        return
+    step = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-22, "float64": 2**-50}[dtype]
+    size = exact.abs().prod(0) if op == "product" else exact.abs().sum(0)
+    assert bool(((out.double() - expected).abs() <= size * 5 * step + 2**-24).all())
+
+
+def _on_one_device(rank: int, size: int) -> list[float]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(rank)
+    errors = []
+    for numel in (1, 1000, 3_000_000):
+        tensor = torch.randn(numel, device="cuda")
+        every = torch.empty(size * numel, device="cuda")
+        dist.all_gather_into_tensor(every, tensor)
+        exact = every.double().view(size, numel).sum(0)
+        busy = torch.randn(2048, 2048, device="cuda")
+        for _ in range(20):  # the copy must wait for what the stream still has to do
+            busy = busy @ busy / 64
+        tensor += 0 * busy[0, 0].nan_to_num()
+        dist.all_reduce(tensor)
+        errors.append(float((tensor.double() - exact).abs().max()))
+    works = [dist.all_reduce(torch.ones(1 << 20, device="cuda"), async_op=True) for _ in range(50)]
+    for work in works:
+        work.wait()
+    transposed = torch.arange(12.0, device="cuda").view(3, 4).t()
+    dist.all_reduce(transposed)
+    assert torch.equal(transposed.cpu(), torch.arange(12.0).view(3, 4).t() * size)
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_a_device(size: int) -> None:
+    for errors in run_ranks(size, _on_one_device, fresh=True, timeout=120).values():
+        assert max(errors) < 1e-5
+
+
+def _ddp(rank: int, size: int) -> list[float]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 10).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(5, 8, 100, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(batch[rank::size].cuda()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return [float(parameter.double().sum()) for parameter in model.parameters()]
+
+
+def test_torchs_ddp_trains_alike_on_all_ranks() -> None:
+    first, second = run_ranks(2, _ddp, fresh=True, timeout=120).values()
+    assert first == second
