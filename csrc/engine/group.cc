@@ -149,6 +149,7 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.output_parts = call.output_parts;
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
+  request.lost = call.lost;
   if (call.schedule.kind == Collective::Send || call.schedule.kind == Collective::Recv) {
     fillMessage(request, call);
   } else {
