@@ -46,6 +46,7 @@ _EDGE_BUCKET_CAP_NBYTES = _MIB
 _BUCKET_CAP_NBYTES = 4 * _MIB
 
 _NAMES_SHOWN = 10
+_BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
 class DistributedDataParallel(_TorchDDP):
@@ -222,7 +223,7 @@ class DistributedDataParallel(_TorchDDP):
             RuntimeError: There is a hook already, or training has begun.
             UnsupportedError: ``wire_dtype`` is set, and the group is not pycomm's.
         """
-        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self._check_comm_hook(hook)
         from pycomm.comm_hooks import ordered
 
         if self._wire_dtype is not None:
@@ -232,6 +233,11 @@ class DistributedDataParallel(_TorchDDP):
         )
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        # torch knows its bf16 hooks by their names and wants NCCL for them; pycomm adds bf16 up.
+        if getattr(hook, "__name__", "") not in _BF16_HOOKS:
+            super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """ALLREDUCE is what happens anyway; FP16_COMPRESS is ``wire_dtype="fp16"``."""
