@@ -25,6 +25,7 @@ from pycomm.codecs import CodecStats, codec_stats
 from pycomm.options import Options
 
 if TYPE_CHECKING:
+    from pycomm import report
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
     from pycomm.sync_batch_norm import SyncBatchNorm
@@ -47,6 +48,7 @@ __all__ = [
     "last_error",
     "monitored_barrier",
     "register",
+    "report",
 ]
 
 register()
@@ -62,6 +64,10 @@ def __getattr__(name: str) -> Any:
         from pycomm import local_sgd
 
         return getattr(local_sgd, name)
+    if name == "report":
+        import importlib
+
+        return importlib.import_module("pycomm.report")
     if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
         from pycomm.sync_batch_norm import SyncBatchNorm
 

@@ -82,6 +82,17 @@ class Extension(Protocol):
     def codec_stats(self, backend: Any) -> Mapping[str, int]:
         """The fields of ``CodecStats``."""
 
+    def all_reduce_as(
+        self,
+        backend: Any,
+        tensor: torch.Tensor,
+        codec: str,
+        lost: torch.Tensor | None,
+        op: Any,
+        async_op: bool,
+    ) -> Any:
+        """An all_reduce that travels as ``codec``: its Work."""
+
     def encode(
         self, codec: str, values: torch.Tensor, error: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int]:
@@ -110,8 +121,11 @@ class Extension(Protocol):
     def fail_future(self, future: Any, error: BaseException) -> None:
         """Completes a ``torch.futures.Future`` with this very exception."""
 
-    def IssueChain(self, hook_ordinal: int, index: int) -> AbstractContextManager[object]:
-        """While entered, what this thread and its futures' callbacks issue belongs to one chain."""
+    def IssueChain(
+        self, hook_ordinal: int, index: int, codec: str | None = None
+    ) -> AbstractContextManager[object]:
+        """While entered, what this thread and its futures' callbacks issue belongs to one chain,
+        whose sums travel as ``codec``; None: as the group's."""
 
     def list_interfaces(self) -> Sequence[Mapping[str, Any]]:
         """``name``, ``address``, ``family`` ("ipv4" or "ipv6") and ``loopback`` of each address."""

@@ -229,6 +229,27 @@ void bindBackend(py::module_& m) {
       },
       py::arg("backend"));
   m.def(
+      "all_reduce_as",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend,
+         const at::Tensor& tensor,
+         const std::string& codec,
+         const std::optional<at::Tensor>& lost,
+         const c10d::ReduceOp& op,
+         bool async_op) {
+        c10d::AllreduceOptions options;
+        options.reduceOp = op;
+        options.asyncOp = async_op;
+        const Codec chosen = raising([&] { return codecOf(codec); });
+        return asPycomm(backend).allreduceAs(chosen, {tensor}, lost.value_or(at::Tensor()), options);
+      },
+      py::arg("backend"),
+      py::arg("tensor"),
+      py::arg("codec"),
+      py::arg("lost"),
+      py::arg("op"),
+      py::arg("async_op"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },
       py::arg("backend"));

@@ -119,6 +119,14 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
+  /// all_reduce that travels as `codec`, whatever the group's own: where codecFor() has a meaning for it, else as it is.
+  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allreduceAs(
+      Codec codec,
+      std::vector<at::Tensor> tensors,
+      const at::Tensor& lost,
+      const c10d::AllreduceOptions& opts = {});
+
   [[nodiscard]] Group& group() noexcept {
     return *group_;
   }
@@ -190,7 +198,8 @@ class PycommBackend final : public c10d::Backend {
   template <typename Opts>
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
-  /// Encodes a request that is otherwise complete, where the group's codec has a meaning for it.
+  /// Encodes a request that is otherwise complete, where the codec of the group, or of the chain that it is issued in, has a meaning
+  /// for it.
   void chooseCodec(Group::Call& call) const;
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);

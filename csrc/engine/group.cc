@@ -189,6 +189,7 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.output_parts = call.output_parts;
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
+  request.lost = call.lost;
   if (servedByHost(call.schedule)) {
     return startOnHost(std::move(request), call);
   }

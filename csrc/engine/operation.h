@@ -34,6 +34,7 @@ class Operation {
     std::vector<BufferView> output_parts; ///< instead of `output`
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
+    BufferView lost; ///< see Group::Call
     std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
     bool receives = false;

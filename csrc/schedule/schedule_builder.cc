@@ -127,9 +127,10 @@ StepId ScheduleBuilder::reduceMany(const std::vector<Region>& sources, Region ds
   return add(step, deps);
 }
 
-StepId ScheduleBuilder::reduceEncoded(const std::vector<Region>& sources, Region dst, const Deps& deps) {
+StepId ScheduleBuilder::reduceEncoded(const std::vector<Region>& sources, Region dst, Region output, const Deps& deps) {
   const StepId step = reduceMany(sources, dst, deps);
   schedule_.steps[step].kind = StepKind::ReduceEncoded;
+  schedule_.steps[step].src = output;
   return step;
 }
 

@@ -696,9 +696,9 @@ def test_modules_it_cannot_serve(alone: None) -> None:
         wrap(nn.Sequential(TorchDDP(nn.Linear(2, 2))))
     with pytest.raises(NotImplementedError, match="optimizer applied in backward"):
         wrap(nn.Linear(2, 2)).reducer._set_optimizer_in_backward()
-    with pytest.raises(RuntimeError, match="cannot be combined with wire_dtype"):
-        wrap(nn.Linear(2, 2), wire_dtype="bf16").register_comm_hook(
-            None, default_hooks.allreduce_hook
+    with pytest.raises(RuntimeError, match="wire_dtype has been given"):
+        wrap(nn.Linear(2, 2), wire_dtype="bf16")._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.FP16_COMPRESS
         )
 
 
