@@ -19,6 +19,17 @@ _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 80, 190, 40, 50
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d5fd3", "#c98a1b", "#444444", "#17a2b8", "#a0522d")
 
+_STYLE = """<style>
+.paper { fill: #ffffff }
+.ink { fill: #1f2328 }
+.grid { stroke: #dddddd }
+@media (prefers-color-scheme: dark) {
+  .paper { fill: #0d1117 }
+  .ink { fill: #e6edf3 }
+  .grid { stroke: #30363d }
+}
+</style>"""
+
 
 def _ticks(low: float, high: float) -> list[float]:
     """Powers of ten from low to high, with both ends inside."""
@@ -28,7 +39,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", size: int = 12) -> str:
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">'
+        f'<text class="ink" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">'
         f"{escape(text)}</text>"
     )
 
@@ -64,20 +75,24 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Poin
         return _TOP + height * (1 - math.log(y / y_ticks[0]) / math.log(y_ticks[-1] / y_ticks[0]))
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        'font-family="sans-serif">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        'aria-labelledby="title desc" font-family="sans-serif">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="desc">{escape(y_label)} against {escape(x_label)}, both logarithmic: '
+        f'{escape(", ".join(series))}</desc>',
+        _STYLE,
+        f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>',
         _text(_LEFT + width / 2, _TOP - 16, title, size=15),
         _text(_LEFT + width / 2, _HEIGHT - 10, x_label),
         f'<g transform="translate(16 {_TOP + height / 2}) rotate(-90)">{_text(0, 0, y_label)}</g>',
     ]
     for x in x_ticks:
         at = across(x)
-        parts.append(f'<path d="M{at:.1f} {_TOP}V{_TOP + height}" stroke="#dddddd"/>')
+        parts.append(f'<path d="M{at:.1f} {_TOP}V{_TOP + height}" class="grid"/>')
         parts.append(_text(at, _TOP + height + 16, _number(x)))
     for y in y_ticks:
         at = down(y)
-        parts.append(f'<path d="M{_LEFT} {at:.1f}H{_LEFT + width}" stroke="#dddddd"/>')
+        parts.append(f'<path d="M{_LEFT} {at:.1f}H{_LEFT + width}" class="grid"/>')
         parts.append(_text(_LEFT - 6, at + 4, _number(y), "end"))
     for index, (name, line) in enumerate(series.items()):
         colour = _COLOURS[index % len(_COLOURS)]
