@@ -13,6 +13,7 @@ A table is a script that passes one or more Workloads to main(); allreduce.py is
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -47,6 +48,14 @@ class Place:
     nbytes: int
     dtype: torch.dtype
     redop: str
+
+    @property
+    def empty(self) -> Callable[..., torch.Tensor]:
+        """Makes this backend's tensors: those of ``pycomm:arena`` are reached in place."""
+        if self.backend.partition("#")[0] == "pycomm:arena":
+            made: Callable[..., torch.Tensor] = importlib.import_module("pycomm").empty
+            return made
+        return torch.empty
 
     @property
     def reduce_op(self) -> dist.ReduceOp:

@@ -43,11 +43,16 @@ class World:
         return World(store, int(env["RANK"]), int(env["WORLD_SIZE"]), timeout_s)
 
     def open_groups(self, names: Sequence[str]) -> None:
-        """Open a group for each backend. `gloo#2` is one more group of gloo."""
+        """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
+        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty."""
         for name in names:
-            backend = name.partition("#")[0]
-            if backend == "pycomm":
-                importlib.import_module("pycomm")  # works also where autoload is switched off
+            backend, _, transport = name.partition("#")[0].partition(":")
+            options = None
+            if backend == "pycomm":  # imported here: works also where autoload is switched off
+                pycomm = importlib.import_module("pycomm")
+                options = pycomm.Options(
+                    transport="shm" if transport == "arena" else transport or "auto"
+                )
             if not self.groups:
                 dist.init_process_group(
                     backend,
@@ -55,11 +60,14 @@ class World:
                     rank=self.rank,
                     world_size=self.ranks,
                     timeout=self._timeout,
+                    pg_options=options,
                 )
                 assert dist.group.WORLD is not None
                 self.groups[name] = dist.group.WORLD
             else:
-                self.groups[name] = dist.new_group(backend=backend, timeout=self._timeout)
+                self.groups[name] = dist.new_group(
+                    backend=backend, timeout=self._timeout, pg_options=options
+                )
 
     def close(self) -> None:
         """Leave all groups once every rank is done with them."""

@@ -24,6 +24,7 @@ __all__: list[str] = [
     "codec_stats",
     "create_backend",
     "describe_backend",
+    "empty_shared",
     "encode",
     "encoded_nbytes",
     "fail_future",
@@ -167,6 +168,7 @@ def create_backend(
     options: dict[typing.Any, typing.Any],
 ) -> torch._C._distributed_c10d.Backend: ...
 def describe_backend(backend: torch._C._distributed_c10d.Backend) -> str: ...
+def empty_shared(sizes: collections.abc.Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 def encode(
     codec: str, values: torch.Tensor, error: torch.Tensor | None = None
 ) -> tuple[typing.Any, ...]: ...

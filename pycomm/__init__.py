@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
+from pycomm._shared import empty
 from pycomm._version import __version__
 from pycomm.backend import (
     backend_error,
@@ -41,6 +42,7 @@ __all__ = [
     "codec_stats",
     "comm_hooks",
     "dump_flight_record",
+    "empty",
     "errors",
     "flight_record",
     "last_error",

@@ -39,6 +39,9 @@ class Extension(Protocol):
     ) -> Any:
         """Joins the group: blocks, without the GIL, until all ranks are there."""
 
+    def empty_shared(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros in the memory that peers on this host can map."""
+
     def last_error(self, backend: Any) -> dict[str, Any] | None:
         """The record of the group's first error. Raises TypeError for another library's backend."""
 

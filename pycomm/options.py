@@ -39,7 +39,9 @@ def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
         text = value.strip() if isinstance(value, str) else ""
         text = text.upper() if upper else text.lower()
         if text not in allowed:
-            raise _bad(where, value, " or ".join(repr(name) for name in allowed))
+            nearest = difflib.get_close_matches(text, allowed, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise _bad(where, value, " or ".join(repr(name) for name in allowed) + hint)
         return text
 
     return parse
@@ -122,15 +124,6 @@ def _flight_recorder_dir(where: str, value: object) -> str:
     return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
-def _transport(where: str, value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() == "shm":
-        raise ValueError(
-            f"{where}={value!r} is not available: this pycomm has no shared-memory transport; "
-            "use 'auto' or 'tcp'"
-        )
-    return _one_of("auto", "tcp")(where, value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One thing that can be set."""
@@ -161,7 +154,7 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "PYCOMM_ALGO",
     ),
-    Setting("transport", _transport, "auto", "PYCOMM_TRANSPORT"),
+    Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
         _one_of("fp32", "bf16", "fp16", "fp8", "int8"),
@@ -193,7 +186,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``segment_nbytes`` and ``wire_dtype``; the others may differ.
+    the same ``algorithm``, ``transport``, ``segment_nbytes`` and ``wire_dtype``; the others may
+    differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -209,7 +203,9 @@ class Options:
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct". ``PYCOMM_ALGO``.
-        transport: "auto" or "tcp". ``PYCOMM_TRANSPORT``.
+        transport: "auto": shared memory where all ranks of the group share a host and it can be
+            had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
+            ``PYCOMM_TRANSPORT``.
         wire_dtype: What sums travel as: "fp32" for their own dtype, "bf16", "fp16", "fp8" or
             "int8". It holds for SUM, AVG and PREMUL_SUM of float32 and float64 tensors of 16 KiB or
             more (all ranks' parts together) in all_reduce and reduce_scatter; all else travels as

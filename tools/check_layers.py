@@ -75,7 +75,7 @@ PYTHON_FLOORS = [
     {"_extension", "_model_check", "_wire_patterns", "_ddp_options", "_ddp_stats"},
     {"options", "_averaging"},
     {"backend"},
-    {"barrier", "codecs", "sync_batch_norm"},
+    {"_shared", "barrier", "codecs", "sync_batch_norm"},
     {"compression"},
     {"comm_hooks"},
     {"ddp"},

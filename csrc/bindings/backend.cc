@@ -59,6 +59,10 @@ Algorithm algorithmNamed(const std::string& name) {
   throw Error(ErrorCode::InvalidArgument, "algorithm=" + name + " is not an algorithm for all_reduce.", "auto");
 }
 
+Transport transportNamed(const std::string& name) {
+  return name == "tcp" ? Transport::Tcp : (name == "shm" ? Transport::SharedMemory : Transport::Auto);
+}
+
 Codec codecOf(const std::string& wire_dtype) {
   const auto codec = codecNamed(wire_dtype);
   if (!codec) {
@@ -110,6 +114,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
+    config.transport = transportNamed(options.transport);
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
     config.global_ranks = options.global_ranks;
@@ -132,8 +137,13 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  return std::to_string(identity.size) + " ranks over TCP on " + group.interfaceName() + " (" +
-      identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const std::string tcp =
+      "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const std::string ranks = std::to_string(identity.size) + " ranks over ";
+  if (group.sharesMemory()) {
+    return ranks + "shared memory, and " + tcp;
+  }
+  return ranks + tcp + (group.whyNotShared().empty() ? "" : "; no shared memory: " + group.whyNotShared());
 }
 
 } // namespace

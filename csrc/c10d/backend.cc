@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "c10d/raising.h"
+#include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
 #include "schedule/request_checks.h"
 
@@ -49,6 +50,28 @@ void PycommBackend::abort() {
 
 void PycommBackend::shutdown() {
   group_->close();
+}
+
+bool PycommBackend::supportsTensorAlloc(c10::DeviceIndex device) {
+  return device < 0 && group_->reachesTensors();
+}
+
+at::Tensor PycommBackend::allocateTensor(long numel, at::TensorOptions options) {
+  return raising([&] {
+    const bool plain = options.device().is_cpu() && options.layout() == at::kStrided && !options.requires_grad() &&
+        !options.pinned_memory();
+    if (!plain) {
+      throw Error(
+          ErrorCode::Unsupported,
+          "allocateTensor() makes dense tensors on the CPU.",
+          "leave out device, layout, pin_memory and requires_grad");
+    }
+    return emptyShared({numel}, c10::typeMetaToScalarType(options.dtype()));
+  });
+}
+
+std::shared_ptr<c10::Allocator> PycommBackend::getMemAllocator() {
+  return {&heapAllocator(), [](c10::Allocator*) {}}; // lives as long as the process
 }
 
 void PycommBackend::readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
@@ -134,6 +157,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
+      for (const auto& operation : of.operations) {
+        // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
+        (void)group_->wait(*operation, Deadline::after(0));
+      }
       for (const auto& list : of.output_lists) {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }

@@ -47,6 +47,11 @@ class PycommBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+  /// Memory that the ranks of this host reach in place. torch asks for it as for a device without a number.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long numel, at::TensorOptions options)
+      override; // NOLINT(google-runtime-int): torch's signature
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   /// From here to endCoalescing(), the calling thread's collectives start as ever; endCoalescing() gives one Work for all of them.

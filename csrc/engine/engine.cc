@@ -35,6 +35,29 @@ void Engine::add(const std::weak_ptr<Group>& group) {
   groups_.push_back(group);
 }
 
+std::shared_ptr<SharedHeap> Engine::heap() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (heap_ == nullptr) {
+    heap_ = SharedHeap::create();
+  }
+  return heap_;
+}
+
+std::shared_ptr<const SharedArena> Engine::heapOf(const std::string& name, const std::function<UniqueFd()>& ask) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (auto known = mapped_heaps_[name].lock()) {
+      return known;
+    }
+  }
+  SharedArena mapped = SharedArena::attach(ask(), std::nullopt); // waits for the other process, so without the lock
+  mapped.closeFd();
+  auto made = std::make_shared<const SharedArena>(std::move(mapped));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  mapped_heaps_[name] = made;
+  return made;
+}
+
 bool Engine::shutdown(Deadline deadline) {
   if (!belongsToThisProcess()) {
     return true;

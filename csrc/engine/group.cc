@@ -1,4 +1,5 @@
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 #include <algorithm>
 #include <future>
@@ -7,6 +8,7 @@
 #include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
+#include "schedule/request_checks.h"
 #include "schedule/select.h"
 
 namespace pycomm {
@@ -64,7 +66,18 @@ ScheduleRequest Group::ours(const ScheduleRequest& schedule) const {
   return filled;
 }
 
+bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
+  return host_ != nullptr && HostPlane::serves(schedule, identity_.size);
+}
+
+bool Group::reachesTensors() const noexcept {
+  return host_ != nullptr && host_->reachesTensors();
+}
+
 bool Group::keepsParts(const ScheduleRequest& schedule) {
+  if (servedByHost(schedule)) {
+    return schedule.kind == Collective::AllGather || schedule.kind == Collective::ReduceScatter;
+  }
   return pycomm::keepsParts(schedule.kind, scheduleFor(ours(schedule))->schedule.algorithm);
 }
 
@@ -150,6 +163,9 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
   request.lost = call.lost;
+  if (servedByHost(call.schedule)) {
+    return startOnHost(std::move(request), call);
+  }
   if (call.schedule.kind == Collective::Send || call.schedule.kind == Collective::Recv) {
     fillMessage(request, call);
   } else {
@@ -157,6 +173,29 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
+  postToLane(operation, call.waits);
+  return operation;
+}
+
+std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const Call& call) {
+  const ScheduleRequest schedule = ours(call.schedule);
+  checkRequest(schedule);
+  request.descriptor.algorithm = Algorithm::SharedMemory;
+  request.descriptor.root = schedule.root;
+  std::shared_ptr<Operation> operation;
+  const auto make = [&] {
+    request.id = takeOperationId(counter_, identity_.hash);
+    auto made = std::make_shared<Operation>(std::move(request));
+    made->setMark(recorded(*made));
+    return made;
+  };
+  if (!host_->post(std::cref(make), call.waits, operation)) {
+    postToLane(operation, call.waits); // which knows why it is over
+  }
+  return operation;
+}
+
+void Group::postToLane(const std::shared_ptr<Operation>& operation, bool waits) {
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);
@@ -168,17 +207,22 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
     record.hint = "destroy_process_group() was called before this operation";
     operation->finish(errorOf(*operation, record, self->identity_));
   };
-  if (call.waits) {
+  if (waits) {
     engine_.lane().postQuietly(std::move(begin));
   } else {
     engine_.lane().post(std::move(begin));
   }
-  return operation;
 }
 
 bool Group::wait(const Operation& operation, Deadline deadline) {
   if (!operation.done()) {
     refuseInChild();
+  }
+  if (operation.shared().ticket != 0) {
+    if (!operation.done() && !host_->drive(operation, deadline)) {
+      return operation.wait(deadline);
+    }
+    return operation.done();
   }
   EventLoop& lane = engine_.lane();
   if (operation.done() || lane.drive([&] { return operation.done(); }, deadline)) {
@@ -191,11 +235,17 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
 void Group::onFailed(const ErrorRecord& cause) {
   abort_.abort(cause);
   engine_.lane().post([this, cause] {
-    if (data_ != nullptr) {
-      data_->fail(cause, [this](const ErrorRecord& record) {
-        const std::lock_guard<std::mutex> lock(failure_mutex_);
+    const auto told = [this](const ErrorRecord& record) {
+      const std::lock_guard<std::mutex> lock(failure_mutex_);
+      if (!told_ || told_->elapsed_ms < record.elapsed_ms) { // of the two planes, the older operation
         told_ = record;
-      });
+      }
+    };
+    if (data_ != nullptr) {
+      data_->fail(cause, told);
+    }
+    if (host_ != nullptr) {
+      host_->fail(cause, told);
     }
     engine_.recorder().failed(log_, failure().value_or(cause)); // now that every operation has ended
   });
@@ -237,6 +287,7 @@ void Group::close() {
   if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
     static_cast<void>(control_.release()); // see Engine::shutdown
     static_cast<void>(data_.release());
+    static_cast<void>(host_.release());
     return;
   }
   const std::lock_guard<std::mutex> lock(close_mutex_);
@@ -250,6 +301,9 @@ void Group::close() {
   reason.rank = identity_.rank;
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
+  if (host_ != nullptr) {
+    host_->close(reason);
+  }
   if (data_ != nullptr) {
     std::promise<void> down;
     engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });

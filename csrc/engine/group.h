@@ -23,6 +23,13 @@
 
 namespace pycomm {
 
+class HostPlane;
+struct HostHeaps;
+class SharedArena;
+
+/// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
+enum class Transport { Auto, SharedMemory, Tcp };
+
 /// One process group on one rank: what everything above the engine talks to.
 ///
 /// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
@@ -37,6 +44,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     int world_rank = -1; ///< -1: the rank in this group
     std::vector<int> global_ranks; ///< see FlightLog::Subject
+    Transport transport = Transport::Auto; ///< the same on all ranks
   };
 
   /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
@@ -103,6 +111,16 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
   }
+  /// Its ranks share memory.
+  [[nodiscard]] bool sharesMemory() const noexcept {
+    return host_ != nullptr;
+  }
+  /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
+  [[nodiscard]] bool reachesTensors() const noexcept;
+  /// Why they do not, although nobody has asked for TCP; empty otherwise.
+  [[nodiscard]] const std::string& whyNotShared() const noexcept {
+    return why_not_shared_;
+  }
   [[nodiscard]] const FlightLog& flightLog() const noexcept {
     return *log_;
   }
@@ -110,9 +128,17 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
+  void shareMemory(const Config& config);
+  struct OpenedMemory;
+  [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
+  [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
+  void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
+  [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
+  void postToLane(const std::shared_ptr<Operation>& operation, bool waits);
+  [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
@@ -137,6 +163,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::unique_ptr<ControlPlane> control_; ///< used on the control loop only
   std::unique_ptr<DataPlane> data_; ///< used on the lane only
+  std::unique_ptr<HostPlane> host_; ///< set before the group is used, and kept; null where the ranks share no memory
+  std::string why_not_shared_;
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;

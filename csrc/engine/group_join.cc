@@ -7,6 +7,7 @@
 #include "base/fault_point.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 namespace pycomm {
 namespace {
@@ -38,6 +39,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   try {
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
+    group->shareMemory(config);
   } catch (const Error& error) {
     ErrorRecord record = error.record();
     if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told

@@ -24,6 +24,7 @@ int causeClass(ErrorCode code) {
     case ErrorCode::TooManyFiles:
     case ErrorCode::SystemError:
     case ErrorCode::Internal:
+    case ErrorCode::NoSharedMemory:
     case ErrorCode::Forked:
     case ErrorCode::InvalidArgument:
     case ErrorCode::Unsupported:
@@ -97,10 +98,11 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   flood.except = from;
   flood.record = record;
   actions_.push_back(std::move(flood));
-  candidates_.push_back(std::move(record));
   if (decide_at_ == TimePoint::max()) {
-    decide_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+    const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
+    decide_at_ = now + std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
   }
+  candidates_.push_back(std::move(record));
 }
 
 void Membership::noticed(ErrorRecord record, TimePoint now) {

@@ -58,6 +58,19 @@ class Operation {
     return issued_at_;
   }
 
+  /// Of an operation in shared memory: see HostPlane.
+  struct Shared {
+    uint64_t ticket = 0; ///< 0: it is not one. Set once, before others have it
+    int64_t bytes_total = 0;
+    std::atomic<int64_t> bytes_done{0};
+  };
+  [[nodiscard]] Shared& shared() noexcept {
+    return shared_;
+  }
+  [[nodiscard]] const Shared& shared() const noexcept {
+    return shared_;
+  }
+
   /// Its place in the flight log. Set once, before the lane has it.
   void setMark(FlightLog::Mark mark) noexcept {
     mark_ = std::move(mark);
@@ -91,6 +104,7 @@ class Operation {
   std::atomic<bool> settled_;
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
+  Shared shared_;
   mutable std::mutex mutex_; ///< guards all below
   mutable std::condition_variable ended_;
   std::atomic<bool> done_{false}; ///< written under mutex_, read without

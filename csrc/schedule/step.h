@@ -36,6 +36,7 @@ enum class Algorithm : uint16_t {
   Pairwise = 5,
   Bruck = 6,
   RecursiveHalving = 7,
+  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host_plane.h)
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
 

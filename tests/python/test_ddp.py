@@ -618,8 +618,12 @@ def deserted(rank: int, world_size: int) -> list[str]:
 
 def test_a_peer_that_leaves_is_an_error_in_backward_and_stays_one(backend: str) -> None:
     results = run_ranks(2, deserted, backend=backend, check=False)
-    assert len(results[0].value) == 2
-    assert "rank 0: an earlier backward pass failed" in results[0].value[1]
+    first, second = results[0].value
+    # Through shared memory the peer is missed already where rank 0 says in which order buckets go.
+    if "PEER_LEFT" in first and "broadcast" in first:
+        assert "PEER_LEFT" in second
+    else:
+        assert "rank 0: an earlier backward pass failed" in second
 
 
 # The wrapper as a class: one rank, in this process
