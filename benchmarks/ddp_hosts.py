@@ -33,9 +33,9 @@ from typing import Any
 
 import ddp_models
 import numpy as np
-import virtual_switch as switch
 import torch
 import torch.distributed as dist
+import virtual_switch as switch
 from launching import LOOPBACK, die_with_parent
 from report import header, paired_ratio
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
