@@ -35,7 +35,7 @@ import ddp_models
 import numpy as np
 import torch
 import torch.distributed as dist
-import virtual_switch as switch
+import virtual_switch
 from launching import LOOPBACK, die_with_parent
 from report import header, paired_ratio
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -250,7 +250,9 @@ def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> int:
     return 1 if bad else 0
 
 
-def launch(hosts: Sequence[switch.Host | None], argv: Sequence[str], limit_s: float) -> bytes:
+def launch(
+    hosts: Sequence[virtual_switch.Host | None], argv: Sequence[str], limit_s: float
+) -> bytes:
     """One rank a host; what rank 0 reports."""
     read_fd, write_fd = os.pipe()
     ranks: list[subprocess.Popen[bytes]] = []
@@ -328,9 +330,9 @@ def main(argv: Sequence[str]) -> int:
         dist.destroy_process_group()
         return 0
     with contextlib.ExitStack() as stack:
-        hosts: Sequence[switch.Host | None] = [None] * options.hosts
+        hosts: Sequence[virtual_switch.Host | None] = [None] * options.hosts
         if options.mbit > 0:
-            hosts = stack.enter_context(switch.switch(options.hosts, options.mbit))
+            hosts = stack.enter_context(virtual_switch.switch(options.hosts, options.mbit))
         found = json.loads(launch(hosts, argv, options.limit))
     facts = header("ddp_hosts", argv) | {"one plain connection, Mbit/s": round(found["wire_mbit"])}
     code = print_table(found["rows"], facts)

@@ -30,8 +30,9 @@ def _run(*command: str) -> None:
 
 
 def _shape(namespace: str, device: str, mbit: int) -> None:
-    # 64 KiB at once is what a network card gets handed; 50 ms of queue is a common switch's.
-    bucket = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms"]
+    # Less than 256 KiB at once, and the bucket does not reach its rate; 50 ms of queue is a common
+    # switch's.
+    bucket = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
 
