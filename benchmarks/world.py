@@ -30,7 +30,7 @@ class World:
         self._store = PrefixStore("harness", store)
         self._store.set_timeout(self._timeout)
         self._round = 0
-        self.raw_sockets: object = None  # of raw.py, once it has made them
+        self.kept: dict[str, object] = {}  # what raw.py and deepspeed_shm.py make once
 
     @staticmethod
     def join(launched: bool, timeout_s: float) -> World:
