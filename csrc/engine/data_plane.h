@@ -112,6 +112,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
+  [[nodiscard]] Look look() noexcept override;
 
  private:
   struct HeldFrame {
@@ -138,7 +139,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
-  void readPort(InPort& port);
+  bool readPort(InPort& port); ///< whether anything came
   void writeReady(OutPort& port);
   void flush(OutPort& port);
   void flushDirty();
@@ -191,6 +192,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
   std::vector<std::unique_ptr<InPort>> in_;
   std::vector<OutPort*> dirty_; ///< members of out_
+  std::vector<int> looked_; ///< scratch of look()
   std::vector<bool> left_; ///< by rank: said goodbye
   std::unordered_map<int, Suspicion> suspicions_;
   std::optional<ErrorRecord> failure_;

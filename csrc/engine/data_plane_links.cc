@@ -22,6 +22,8 @@ constexpr int kGoodbyeMs = 20;
 constexpr int kLastWordsMs = 1500;
 // After a failure, how long bulk links stay open at the least.
 constexpr int kNewsMs = 50;
+// Operations that expect more than this are not looked for.
+constexpr int64_t kLookNbytes = 256 << 10;
 
 } // namespace
 
@@ -136,9 +138,9 @@ void DataPlane::writeReady(OutPort& port) {
   flush(port);
 }
 
-void DataPlane::readPort(InPort& port) {
+bool DataPlane::readPort(InPort& port) {
   if (port.ended || failure_) {
-    return;
+    return false;
   }
   // In the middle of a frame what follows would be taken for a header, and its sender for the culprit.
   const auto stopReading = [&] {
@@ -168,6 +170,31 @@ void DataPlane::readPort(InPort& port) {
       linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
     }
   }
+  return !open || port.channel.moved();
+}
+
+// Only small operations: a large one's bytes are better read when many have come.
+Loop::Ticker::Look DataPlane::look() noexcept {
+  looked_.clear(); // reading may change transfers_
+  for (const auto& entry : transfers_) {
+    if (entry.second->bytesExpected() > kLookNbytes) {
+      continue;
+    }
+    for (const Edge& edge : entry.second->incoming()) {
+      const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(edge.peer)];
+      if (port != nullptr && !port->ended && entry.second->needsFrom(edge.peer)) {
+        looked_.push_back(edge.peer);
+      }
+    }
+  }
+  for (const int peer : looked_) {
+    bool moved = false;
+    guarded(peer, [&] { moved = readPort(*in_[static_cast<size_t>(peer)]); });
+    if (moved) {
+      return Look::Moved;
+    }
+  }
+  return looked_.empty() ? Look::Nothing : Look::NotYet;
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {

@@ -132,11 +132,10 @@ Group::Group(
 }
 
 void Group::connect(const Config& config) {
-  // Spinning pays only where every rank of this host can have a core.
   const auto local =
       std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
   engine_.lane().setSpin(
-      std::chrono::microseconds(static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
+      std::chrono::microseconds(kSpinUs), static_cast<unsigned>(local) > std::thread::hardware_concurrency());
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
