@@ -228,6 +228,7 @@ def native_options(
         "algorithm": resolved.algorithm,
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,
+        "streams": resolved.streams,
         "wire_dtype": resolved.wire_dtype,
         "flight_recorder_size": resolved.flight_recorder_size,
         "flight_recorder_prefix": resolved.flight_recorder_prefix,

@@ -25,8 +25,7 @@ _KIB = 1024
 _SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
 _MIN_SEGMENT_NBYTES = 4 * _KIB
 _MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
-_MIN_PORT, _MAX_PORT = 1024, 65535
-_MAX_RECORDED = 1_000_000
+_MIN_PORT, _MAX_PORT, _MAX_RECORDED = 1024, 65535, 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
 
 
@@ -118,27 +117,25 @@ def _switch(where: str, value: object) -> bool:
     return text == "1"
 
 
-def _flight_recorder_size(where: str, value: object) -> int:
-    number = _whole_number(value)
-    if number is None or not 0 <= number <= _MAX_RECORDED:
-        raise _bad(where, value, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off")
-    return number
+def _count(first: int, last: int, allowed: str) -> Callable[[str, object], int]:
+    def parse(where: str, value: object) -> int:
+        number = _whole_number(value)
+        if number is None or not first <= number <= last:
+            raise _bad(where, value, allowed)
+        return number
+
+    return parse
 
 
-def _flight_recorder_dir(where: str, value: object) -> str:
-    if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise _bad(where, value, "a folder, or 'off'")
-    if str(value).strip().lower() == _OFF:
-        return _OFF
-    return os.path.abspath(os.path.expanduser(str(value).strip()))
+def _path_or_off(allowed: str) -> Callable[[str, object], str]:
+    def parse(where: str, value: object) -> str:
+        if not isinstance(value, str | os.PathLike) or not str(value).strip():
+            raise _bad(where, value, f"{allowed}, or 'off'")
+        if str(value).strip().lower() == _OFF:
+            return _OFF
+        return os.path.abspath(os.path.expanduser(str(value).strip()))
 
-
-def _tuning(where: str, value: object) -> str:
-    if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise _bad(where, value, "a file that 'python -m pycomm bench --tune' wrote, or 'off'")
-    if str(value).strip().lower() == _OFF:
-        return _OFF
-    return os.path.abspath(os.path.expanduser(str(value).strip()))
+    return parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +168,7 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "PYCOMM_ALGO",
     ),
-    Setting("tuning", _tuning, _OFF, "PYCOMM_TUNING"),
+    Setting("tuning", _path_or_off("a file that 'bench --tune' wrote"), _OFF, "PYCOMM_TUNING"),
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
@@ -180,17 +177,18 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_WIRE_DTYPE",
     ),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+    Setting("streams", _count(1, 16, "connections, 1 to 16"), 1, "PYCOMM_STREAMS"),
     Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
     Setting(
         "flight_recorder_size",
-        _flight_recorder_size,
+        _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),
         2000,
         "PYCOMM_FLIGHT_RECORDER_SIZE",
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
     ),
     Setting(
         "flight_recorder_dir",
-        _flight_recorder_dir,
+        _path_or_off("a folder"),
         _OFF,
         "PYCOMM_FLIGHT_RECORDER_DIR",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
@@ -205,13 +203,13 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype`` and
-    ``check_call_sites``; the others may differ.
+    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
+    ``streams`` and ``check_call_sites``; the others may differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
-            "=eth0" is exactly one, "^lo,docker" all but these. Default: the one that routes to the
-            store's host. ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
+            "=eth0" is exactly one, "^lo,docker" all but these; of a list, all. Default: the one
+            that routes to the store's host. ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
             ``NCCL_SOCKET_IFNAME``.
         socket_family: "auto", "ipv4" or "ipv6". ``PYCOMM_SOCKET_FAMILY``.
         port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": a port a
@@ -231,6 +229,7 @@ class Options:
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
+        streams: Connections of each link over each interface, 1 to 16. ``PYCOMM_STREAMS``.
         check_call_sites: Compare the lines of Python that issue an operation, too, so that two
             equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines.
             Where ranks rightly issue one operation from different lines, that is an error then:
@@ -256,6 +255,7 @@ class Options:
     transport: str | None = None
     wire_dtype: str | None = None
     segment_nbytes: int | str | None = None
+    streams: int | None = None
     check_call_sites: bool | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
@@ -297,8 +297,7 @@ class Options:
         if explicit is not None:
             return explicit, f"Options.{setting.field}"
         for variable in (setting.variable, *setting.fallbacks):
-            # An empty variable counts as unset: `PYCOMM_DEBUG= torchrun …` is how shells switch one
-            # off.
+            # An empty variable counts as unset: `PYCOMM_DEBUG= torchrun …` is how to do that.
             if text := environ.get(variable, "").strip():
                 return setting.parse(variable, text), variable
         return setting.default, _DEFAULT_ORIGIN
@@ -339,6 +338,7 @@ class ResolvedOptions:
     transport: str
     wire_dtype: str
     segment_nbytes: int
+    streams: int
     check_call_sites: bool
     flight_recorder_size: int
     flight_recorder_dir: str

@@ -32,6 +32,7 @@ struct NativeOptions {
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
+  int streams = 1;
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
   std::vector<int> global_ranks;
@@ -52,6 +53,7 @@ struct NativeOptions {
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
+        streams(options["streams"].cast<int>()),
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
         global_ranks(options["global_ranks"].cast<std::vector<int>>()),
@@ -141,12 +143,14 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
+        " streams=" + std::to_string(options.streams) +
         (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
         (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
     config.transport = transportNamed(options.transport);
+    config.streams = options.streams;
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
     config.global_ranks = options.global_ranks;
@@ -171,8 +175,14 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  const std::string tcp =
+  std::string tcp =
       "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
+  for (const GroupIdentity::Path& path : identity.further) {
+    tcp += " and " + path.interface_name + " (" + path.local_address.ip() + ")";
+  }
+  if (identity.streams > 1) {
+    tcp += ", " + std::to_string(identity.streams) + " connections a link";
+  }
   const std::string ranks = std::to_string(identity.size) + " ranks over ";
   if (group.sharesMemory()) {
     return ranks + "shared memory, and " + tcp;

@@ -99,12 +99,12 @@ void InChannel::consumeBuffer() {
 }
 
 bool InChannel::read() {
-  size_t turn = 0;
-  while (turn < kTurnNbytes) {
+  turn_ = 0;
+  while (turn_ < kTurnNbytes) {
     const size_t missing = in_payload_ ? size_t{header_.payload_nbytes} - payload_got_ : 0;
     if (missing >= kDirectNbytes && sink_.into.nbytes > 0) { // the buffer is empty here
       const Progress progress = link_.tryRead(sink_.into.slice(payload_got_, missing));
-      turn += progress.nbytes;
+      turn_ += progress.nbytes;
       payload_got_ += progress.nbytes;
       if (progress.nbytes == missing) {
         finishFrame();
@@ -118,7 +118,7 @@ bool InChannel::read() {
     }
     const size_t room = buffer_.size() - end_;
     const Progress progress = link_.tryRead({buffer_.data() + end_, room});
-    turn += progress.nbytes;
+    turn_ += progress.nbytes;
     end_ += progress.nbytes;
     consumeBuffer();
     if (progress.closed || progress.would_block) {

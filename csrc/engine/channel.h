@@ -86,6 +86,10 @@ class InChannel {
   /// Reads a bounded number of bytes. False once the peer has closed its side. Throws Error(ConnectionReset) or
   /// Error(ProtocolViolation).
   [[nodiscard]] bool read();
+  /// The last read() brought something.
+  [[nodiscard]] bool moved() const noexcept {
+    return turn_ > 0;
+  }
 
  private:
   void consumeBuffer();
@@ -101,6 +105,7 @@ class InChannel {
   FrameHeader header_;
   bool in_payload_ = false;
   size_t payload_got_ = 0;
+  size_t turn_ = 0; ///< bytes that the last read() brought
   Sink sink_;
 };
 

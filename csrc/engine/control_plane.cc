@@ -52,7 +52,7 @@ struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
 ControlPlane::ControlPlane(
     GroupIdentity identity,
     Loop& loop,
-    std::optional<Listener> listener,
+    std::vector<Listener> listeners,
     Membership::Config membership,
     Events events)
     : identity_(std::move(identity)),
@@ -61,12 +61,12 @@ ControlPlane::ControlPlane(
       membership_(membership, Clock::now()),
       staging_(64 << 10),
       missing_(membership.neighbours) {
-  if (listener) {
-    AcceptorConfig config;
-    config.nonce = identity_.nonce;
-    config.group = identity_.hash;
-    config.size = identity_.size;
-    acceptor_.emplace(std::move(*listener), config);
+  AcceptorConfig config;
+  config.nonce = identity_.nonce;
+  config.group = identity_.hash;
+  config.size = identity_.size;
+  for (Listener& listener : listeners) {
+    acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
   }
 }
 
@@ -76,8 +76,8 @@ ControlPlane::~ControlPlane() {
 
 void ControlPlane::open() {
   open_ = true;
-  if (acceptor_) {
-    loop_.watch(acceptor_->fd(), EPOLLIN, *this);
+  for (const auto& acceptor : acceptors_) {
+    loop_.watch(acceptor->fd(), EPOLLIN, *this);
   }
   loop_.addTicker(*this);
 }
@@ -87,8 +87,8 @@ std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
   if (!std::exchange(open_, false)) {
     return closing;
   }
-  if (acceptor_) {
-    loop_.unwatch(acceptor_->fd());
+  for (const auto& acceptor : acceptors_) {
+    loop_.unwatch(acceptor->fd());
   }
   loop_.removeTicker(*this);
   for (const auto& entry : links_) {
@@ -174,8 +174,10 @@ void ControlPlane::onReady(uint32_t) noexcept {
 }
 
 void ControlPlane::poll() {
-  for (Accepted& accepted : acceptor_->poll(Clock::now())) {
-    welcome(std::move(accepted));
+  for (const auto& acceptor : acceptors_) {
+    for (Accepted& accepted : acceptor->poll(Clock::now())) {
+      welcome(std::move(accepted));
+    }
   }
 }
 
@@ -185,7 +187,7 @@ void ControlPlane::welcome(Accepted accepted) {
       adopt(accepted.hello.rank, std::move(accepted.link));
       break;
     case LinkPurpose::Bulk:
-      events_.bulk_link(accepted.hello.rank, std::move(accepted.link));
+      events_.bulk_link(accepted.hello.rank, std::move(accepted.link), accepted.hello.stream);
       break;
   }
 }
@@ -298,18 +300,32 @@ void ControlPlane::act() {
   }
 }
 
+std::optional<ErrorRecord> ControlPlane::trouble() const {
+  for (const auto& acceptor : acceptors_) {
+    if (acceptor->trouble()) {
+      return acceptor->trouble();
+    }
+  }
+  return std::nullopt;
+}
+
 TimePoint ControlPlane::nextTick() const noexcept {
-  const TimePoint next = membership_.nextTick();
-  return acceptor_ ? std::min(next, acceptor_->nextDeadline()) : next;
+  TimePoint next = membership_.nextTick();
+  for (const auto& acceptor : acceptors_) {
+    next = std::min(next, acceptor->nextDeadline());
+  }
+  return next;
 }
 
 void ControlPlane::tick(TimePoint now) noexcept {
   guarded([&] {
-    if (acceptor_ && acceptor_->nextDeadline() <= now) {
-      poll();
-    }
-    if (acceptor_ && acceptor_->troubleSince() != TimePoint::max() && now - acceptor_->troubleSince() >= kTrouble) {
-      membership_.noticed(cannotAccept(*acceptor_->trouble(), identity_), now);
+    for (const auto& acceptor : acceptors_) {
+      if (acceptor->nextDeadline() <= now) {
+        poll();
+      }
+      if (acceptor->troubleSince() != TimePoint::max() && now - acceptor->troubleSince() >= kTrouble) {
+        membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
+      }
     }
     membership_.tick(now);
     act();

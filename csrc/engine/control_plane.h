@@ -27,7 +27,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
     /// The group has failed. Called once.
     std::function<void(const ErrorRecord&)> failed;
     /// A peer opened a bulk link.
-    std::function<void(int peer, std::unique_ptr<Link>)> bulk_link;
+    std::function<void(int peer, std::unique_ptr<Link>, int stream)> bulk_link;
     /// A peer said goodbye on its control link.
     std::function<void(int peer)> left;
   };
@@ -35,7 +35,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   ControlPlane(
       GroupIdentity identity,
       Loop& loop,
-      std::optional<Listener> listener,
+      std::vector<Listener> listeners,
       Membership::Config membership,
       Events events);
   ~ControlPlane() override;
@@ -55,14 +55,12 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   std::vector<std::unique_ptr<Link>> close() noexcept;
 
   /// Why no connection can be accepted at the moment, if so.
-  [[nodiscard]] std::optional<ErrorRecord> trouble() const {
-    return acceptor_ ? acceptor_->trouble() : std::nullopt;
-  }
+  [[nodiscard]] std::optional<ErrorRecord> trouble() const;
 
   /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
 
-  // Loop::Handler (the acceptor's descriptor), Loop::Ticker
+  // Loop::Handler (the acceptors' descriptors), Loop::Ticker
   void onReady(uint32_t events) noexcept override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
@@ -93,7 +91,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   const GroupIdentity identity_;
   Loop& loop_;
   const Events events_;
-  std::optional<Acceptor> acceptor_; ///< none where somebody else listens: a simulator
+  std::vector<std::unique_ptr<Acceptor>> acceptors_; ///< none where somebody else listens: a simulator
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;

@@ -38,6 +38,15 @@ struct GroupIdentity {
   std::vector<std::string> hosts; ///< by rank
   std::vector<SocketAddress> addresses; ///< where each rank listens
   SocketAddress local_address; ///< to connect from
+  std::string interface_name;
+  /// One more interface of each rank, where several are used.
+  struct Path {
+    SocketAddress local_address;
+    std::string interface_name;
+    std::vector<SocketAddress> addresses; ///< by rank
+  };
+  std::vector<Path> further;
+  int streams = 1; ///< connections that a bulk link is made of, taking the interfaces by turns
 
   /// How this rank introduces itself on a connection.
   [[nodiscard]] Hello hello(LinkPurpose purpose) const {
@@ -87,7 +96,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
 
   void post(std::shared_ptr<Operation> operation);
   /// A peer has connected to us.
-  void adopt(int peer, std::unique_ptr<Link> link);
+  void adopt(int peer, std::unique_ptr<Link> link, int stream = 0);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
@@ -112,6 +121,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
+  [[nodiscard]] Look look() noexcept override;
 
  private:
   struct HeldFrame {
@@ -138,7 +148,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
-  void readPort(InPort& port);
+  [[nodiscard]] std::unique_ptr<Link> startStreams(int peer) const;
+  [[nodiscard]] const std::string& interfaceOf(int stream) const noexcept;
+  void watch(OutPort& port, uint32_t events);
+  void watch(InPort& port);
+  void unwatch(int& watched) noexcept;
+  bool readPort(InPort& port); ///< whether anything came
   void writeReady(OutPort& port);
   void flush(OutPort& port);
   void flushDirty();
@@ -190,7 +205,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
   std::vector<std::unique_ptr<InPort>> in_;
+  std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
   std::vector<OutPort*> dirty_; ///< members of out_
+  std::vector<int> looked_; ///< scratch of look()
   std::vector<bool> left_; ///< by rank: said goodbye
   std::unordered_map<int, Suspicion> suspicions_;
   std::optional<ErrorRecord> failure_;

@@ -2,13 +2,11 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "base/fault_point.h"
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
-#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {
@@ -22,41 +20,10 @@ constexpr int kGoodbyeMs = 20;
 constexpr int kLastWordsMs = 1500;
 // After a failure, how long bulk links stay open at the least.
 constexpr int kNewsMs = 50;
+// Operations that expect more than this are not looked for.
+constexpr int64_t kLookNbytes = 256 << 10;
 
 } // namespace
-
-OutPort& DataPlane::portTo(int peer) {
-  std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
-  if (port == nullptr) {
-    try {
-      port = std::make_unique<OutPort>(
-          *this,
-          peer,
-          options_.connect ? options_.connect(peer)
-                           : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
-    } catch (const Error& error) {
-      if (error.record().code != ErrorCode::ConnectFailed) {
-        throw;
-      }
-      throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
-    }
-    port->waits_for_room = true;
-    writeHello(*port);
-    lane_.watch(port->link->fd(), EPOLLOUT, *port);
-  }
-  return *port;
-}
-
-void DataPlane::writeHello(OutPort& port) {
-  PYCOMM_FAULT_POINT("hello.send");
-  const std::string bytes = encodeHello(identity_.hello(LinkPurpose::Bulk));
-  OutFrame frame;
-  std::memcpy(&frame.header, bytes.data(), sizeof frame.header);
-  frame.staging = staging_.take(bytes.size() - sizeof frame.header);
-  std::memcpy(frame.staging.view().ptr, bytes.data() + sizeof frame.header, frame.staging.view().nbytes);
-  frame.payload = frame.staging.view();
-  port.channel.push(std::move(frame));
-}
 
 void DataPlane::push(int peer, OutFrame frame) {
   if (failure_ || closing_) {
@@ -98,15 +65,13 @@ void DataPlane::flush(OutPort& port) {
     left = port.channel.flush(sent);
   } catch (const Error& error) {
     port.broken = true;
-    lane_.unwatch(port.link->fd());
+    unwatch(port.watched);
     linkBroke(port.peer, error, true);
     endIfSaid(port);
     return;
   }
-  if (left != port.waits_for_room) {
-    port.waits_for_room = left;
-    lane_.watch(port.link->fd(), left ? EPOLLOUT : 0U, port);
-  }
+  port.waits_for_room = left;
+  watch(port, left ? EPOLLOUT : 0U);
   for (OutFrame& frame : sent) {
     PYCOMM_FAULT_POINT("frame.written");
     const auto found = frame.step < 0 ? transfers_.end() : transfers_.find(frame.header.op_id);
@@ -123,11 +88,12 @@ void DataPlane::writeReady(OutPort& port) {
   if (!port.connected) {
     try {
       if (!port.link->finishConnect()) {
+        watch(port, EPOLLOUT);
         return;
       }
     } catch (const Error& error) {
       port.broken = true;
-      lane_.unwatch(port.link->fd());
+      unwatch(port.watched);
       linkBroke(port.peer, error, true);
       return;
     }
@@ -136,19 +102,22 @@ void DataPlane::writeReady(OutPort& port) {
   flush(port);
 }
 
-void DataPlane::readPort(InPort& port) {
+bool DataPlane::readPort(InPort& port) {
   if (port.ended || failure_) {
-    return;
+    return false;
   }
   // In the middle of a frame what follows would be taken for a header, and its sender for the culprit.
   const auto stopReading = [&] {
     port.ended = true;
-    lane_.unwatch(port.link->fd());
+    unwatch(port.watched);
   };
   bool open = true;
   std::optional<Error> broken;
   try {
     open = port.channel.read();
+    if (open) {
+      watch(port);
+    }
   } catch (const Error& error) {
     if (error.record().code != ErrorCode::ConnectionReset) {
       stopReading();
@@ -168,6 +137,31 @@ void DataPlane::readPort(InPort& port) {
       linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
     }
   }
+  return !open || port.channel.moved();
+}
+
+// Only small operations: a large one's bytes are better read when many have come.
+Loop::Ticker::Look DataPlane::look() noexcept {
+  looked_.clear(); // reading may change transfers_
+  for (const auto& entry : transfers_) {
+    if (entry.second->bytesExpected() > kLookNbytes) {
+      continue;
+    }
+    for (const Edge& edge : entry.second->incoming()) {
+      const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(edge.peer)];
+      if (port != nullptr && !port->ended && entry.second->needsFrom(edge.peer)) {
+        looked_.push_back(edge.peer);
+      }
+    }
+  }
+  for (const int peer : looked_) {
+    bool moved = false;
+    guarded(peer, [&] { moved = readPort(*in_[static_cast<size_t>(peer)]); });
+    if (moved) {
+      return Look::Moved;
+    }
+  }
+  return looked_.empty() ? Look::Nothing : Look::NotYet;
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
@@ -198,24 +192,12 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
     OutPort& port = *out_[static_cast<size_t>(peer)];
     if (port.connected && (events & (EPOLLERR | EPOLLHUP)) != 0) {
       port.broken = true;
-      lane_.unwatch(port.link->fd());
+      unwatch(port.watched);
       linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
       endIfSaid(port);
       return;
     }
     writeReady(port);
-  });
-}
-
-void DataPlane::adopt(int peer, std::unique_ptr<Link> link) {
-  guarded(peer, [&] {
-    std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
-    if (failure_ || closing_ || port != nullptr) {
-      return; // a second connection of one rank is no peer of ours: drop it
-    }
-    port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
-    lane_.watch(port->link->fd(), EPOLLIN, *port);
-    readPort(*port);
   });
 }
 
@@ -246,7 +228,7 @@ void DataPlane::missLeft(int peer, const Transfer& transfer) {
 
 void DataPlane::endReading(InPort& port) noexcept {
   port.ended = true;
-  lane_.unwatch(port.link->fd());
+  unwatch(port.watched);
 }
 
 void DataPlane::stopPorts() noexcept {
@@ -254,14 +236,14 @@ void DataPlane::stopPorts() noexcept {
   to_self_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
-      lane_.unwatch(port->link->fd());
+      unwatch(port->watched);
       port->channel.clear();
       port->broken = true;
     }
   }
   for (const auto& port : in_) {
     if (port != nullptr) {
-      lane_.unwatch(port->link->fd());
+      unwatch(port->watched);
       port->ended = true;
     }
   }
@@ -289,7 +271,7 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
       continue;
     }
     // What waits for the connection borrows memory of operations that ended just now: it must never leave.
-    lane_.unwatch(port->link->fd());
+    unwatch(port->watched);
     port->channel.clear();
     port->broken = true;
   }

@@ -24,6 +24,7 @@ constexpr uint64_t kWakeup = ~uint64_t{0};
 // A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
 constexpr int kLongestSleepMs = 1000;
 constexpr std::chrono::milliseconds kGrace{1};
+constexpr int kLooksBeforeAll = 8;
 
 [[noreturn]] void throwErrno(const char* call, int error_number) {
   const std::string summary = std::string("an event loop could not be set up: ") + call + " failed";
@@ -152,6 +153,40 @@ void EventLoop::giveBaton() noexcept {
   }
 }
 
+Loop::Ticker::Look EventLoop::lookOnce() noexcept {
+  Ticker::Look all = Ticker::Look::Nothing;
+  for (size_t i = 0; i < tickers_.size(); ++i) {
+    const Ticker::Look one = tickers_[i] == nullptr ? Ticker::Look::Nothing : tickers_[i]->look();
+    if (one == Ticker::Look::Moved) {
+      return one;
+    }
+    all = one == Ticker::Look::NotYet ? one : all;
+  }
+  return all;
+}
+
+bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
+  const bool crowded = crowded_.load(std::memory_order_relaxed);
+  const TimePoint until = Clock::now() + longest;
+  for (;;) {
+    // What nobody looks for must be seen, too: room to write, connections, frames of other peers.
+    const bool all = ++looks_ % kLooksBeforeAll == 0;
+    const Ticker::Look looked = all ? Ticker::Look::NotYet : lookOnce();
+    if (looked == Ticker::Look::Moved) {
+      runDue();
+      return true;
+    }
+    if (((all || looked == Ticker::Look::Nothing) && dispatch(0)) || !tasks_.empty()) {
+      return true;
+    }
+    if ((crowded && looked == Ticker::Look::Nothing) || Clock::now() >= until) {
+      return false;
+    }
+    // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.
+    std::this_thread::yield();
+  }
+}
+
 void EventLoop::turn(Deadline deadline) noexcept {
   if (!tasks_.empty()) {
     tasks_.runAll(); // what they send may be answered before the kernel need be asked
@@ -159,15 +194,8 @@ void EventLoop::turn(Deadline deadline) noexcept {
     return;
   }
   const int spin_us = spin_us_.load(std::memory_order_relaxed);
-  if (spin_us > 0) {
-    const TimePoint until = Clock::now() + std::chrono::microseconds(spin_us);
-    do {
-      if (dispatch(0) || !tasks_.empty()) {
-        return;
-      }
-      // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.
-      std::this_thread::yield();
-    } while (Clock::now() < until);
+  if (spin_us > 0 && spin(std::chrono::microseconds(spin_us))) {
+    return;
   }
   driver_sleeps_.store(true, std::memory_order_seq_cst);
   dispatch(tasks_.empty() ? deadline.remainingMs(sleepMs()) : 0);

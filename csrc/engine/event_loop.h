@@ -69,9 +69,11 @@ class EventLoop final : public Loop {
   /// Makes sure that what was posted quietly is seen.
   void nudge() noexcept;
 
-  /// How long a driver polls before it sleeps. Zero where more ranks than cores share a host: there the peer needs this core.
-  void setSpin(std::chrono::microseconds spin) noexcept {
+  /// How long a driver polls before it sleeps. `crowded`: more ranks than cores share this host; then it polls only for what a
+  /// ticker looks for, which is small and soon there, and leaves its core to the others for all else.
+  void setSpin(std::chrono::microseconds spin, bool crowded) noexcept {
     spin_us_.store(static_cast<int>(spin.count()), std::memory_order_relaxed);
+    crowded_.store(crowded, std::memory_order_relaxed);
   }
   void addBusy(int change) noexcept override {
     busy_.fetch_add(change, std::memory_order_relaxed);
@@ -93,6 +95,9 @@ class EventLoop final : public Loop {
   void giveBaton() noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
+  [[nodiscard]] Ticker::Look lookOnce() noexcept;
+  /// Polls for a while; whether there was something.
+  bool spin(std::chrono::microseconds longest) noexcept;
   /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
   bool dispatch(int timeout_ms) noexcept;
   void runDue() noexcept;
@@ -116,6 +121,7 @@ class EventLoop final : public Loop {
   std::atomic<int64_t> last_driven_ns_{0};
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};
+  std::atomic<bool> crowded_{false};
   std::mutex park_mutex_; ///< guards unpark_
   std::condition_variable park_;
   bool unpark_ = false;
@@ -124,6 +130,7 @@ class EventLoop final : public Loop {
   std::unordered_map<int, Watch> watches_;
   uint32_t next_serial_ = 1;
   std::vector<Ticker*> tickers_; ///< each alive until removeTicker
+  int looks_ = 0; ///< since the kernel was asked about all descriptors
   std::thread thread_;
 };
 

@@ -51,6 +51,7 @@ class Group : public std::enable_shared_from_this<Group> {
     std::vector<TunedChoice> tuned; ///< the same on all ranks, like the next
     std::string tuned_for; ///< TopologyView::text() of where that was measured; elsewhere it is not used
     Transport transport = Transport::Auto; ///< the same on all ranks
+    int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
   };
 
   /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
@@ -168,7 +169,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
   std::string address_reason_;
   std::string interface_name_;
-  Listener listener_; ///< until connect() hands it on
+  std::vector<Listener> listeners_; ///< until connect() hands them on
   AbortToken abort_; ///< set when the group has failed
   const std::shared_ptr<CodecCounters> codec_counters_ = std::make_shared<CodecCounters>();
   std::atomic<int64_t> counter_{0}; ///< operations issued by user threads

@@ -20,6 +20,8 @@ constexpr int kSpinUs = 50;
 constexpr int kLookMs = 500;
 constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
 
+constexpr int kMaxStreams = 16; // over each interface
+
 /// A number a rank, equal where hosts are: the lowest rank there.
 std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
   std::vector<int32_t> numbers;
@@ -49,6 +51,12 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   const std::shared_ptr<FlightLog> log = engine.recorder().open(std::move(subject));
   std::shared_ptr<Group> group;
   try {
+    if (config.streams < 1 || config.streams > kMaxStreams) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "a link cannot be made of " + std::to_string(config.streams) + " connections",
+          "streams=1 to " + std::to_string(kMaxStreams));
+    }
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
     group->shareMemory(config);
@@ -103,14 +111,26 @@ Group::Group(
       log_(std::move(log)),
       claim_(rendezvous.claim),
       address_reason_(rendezvous.address_reason),
-      interface_name_(rendezvous.interface_name),
-      listener_(std::move(rendezvous.listener)) {
+      interface_name_(rendezvous.interface_name) {
   identity_.rank = config.rendezvous.rank;
   identity_.size = config.rendezvous.size;
   identity_.name = config.rendezvous.group_name;
   identity_.hash = rendezvous.group_hash;
   identity_.nonce = rendezvous.nonce;
   identity_.local_address = rendezvous.local_address;
+  identity_.interface_name = rendezvous.interface_name;
+  identity_.streams = config.streams * static_cast<int>(rendezvous.further.size() + 1);
+  listeners_.push_back(std::move(rendezvous.listener));
+  for (Rendezvous::Further& further : rendezvous.further) {
+    GroupIdentity::Path path;
+    path.local_address = further.listener.address();
+    path.interface_name = further.interface_name;
+    for (const Member& member : rendezvous.members) {
+      path.addresses.push_back(member.further[identity_.further.size()]);
+    }
+    identity_.further.push_back(std::move(path));
+    listeners_.push_back(std::move(further.listener));
+  }
   for (const Member& member : rendezvous.members) {
     identity_.hosts.push_back(member.host);
     identity_.addresses.push_back(member.address);
@@ -132,11 +152,10 @@ Group::Group(
 }
 
 void Group::connect(const Config& config) {
-  // Spinning pays only where every rank of this host can have a core.
   const auto local =
       std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
   engine_.lane().setSpin(
-      std::chrono::microseconds(static_cast<unsigned>(local) <= std::thread::hardware_concurrency() ? kSpinUs : 0));
+      std::chrono::microseconds(kSpinUs), static_cast<unsigned>(local) > std::thread::hardware_concurrency());
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
@@ -164,11 +183,11 @@ void Group::connect(const Config& config) {
   engine_.lane().run([&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
-  events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
+  events.bulk_link = [this](int peer, std::unique_ptr<Link> link, int stream) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
-    engine_.lane().post([this, peer, shared] {
+    engine_.lane().post([this, peer, shared, stream] {
       if (data_ != nullptr) {
-        data_->adopt(peer, std::move(*shared));
+        data_->adopt(peer, std::move(*shared), stream);
       }
     });
   };
@@ -181,7 +200,7 @@ void Group::connect(const Config& config) {
   };
   engine_.control().run([&] {
     control_ = std::make_unique<ControlPlane>(
-        identity_, engine_.control(), std::move(listener_), membership, std::move(events));
+        identity_, engine_.control(), std::move(listeners_), membership, std::move(events));
     control_->open();
     for (const int mate : membership.neighbours) {
       if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {

@@ -24,6 +24,17 @@ class Loop {
     /// When `tick` wants to be called next; TimePoint::max() for never.
     [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
     virtual void tick(TimePoint now) noexcept = 0;
+
+    enum class Look {
+      Nothing, ///< there is nothing that only this could find: ask the kernel about all descriptors
+      NotYet, ///< what is waited for has not come
+      Moved
+    };
+    /// A driver that spins asks this before it asks the kernel about all descriptors: to try to read from the one connection
+    /// from which something is due costs one system call, where being told that it is readable and then reading costs two.
+    [[nodiscard]] virtual Look look() noexcept {
+      return Look::Nothing;
+    }
   };
 
   virtual ~Loop() = default;

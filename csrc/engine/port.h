@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "engine/channel.h"
@@ -27,6 +28,8 @@ struct OutPort final : Loop::Handler {
   const int peer;
   std::unique_ptr<Link> link;
   OutChannel channel;
+  int watched = -1; ///< the descriptor of the link that the loop watches
+  uint32_t watched_events = 0;
   bool connected = false;
   bool waits_for_room = false; ///< the loop watches for writability
   bool dirty = false; ///< has frames that nobody tried to write yet
@@ -54,6 +57,7 @@ struct InPort final : Loop::Handler {
   const int peer;
   std::unique_ptr<Link> link;
   InChannel channel;
+  int watched = -1;
   bool ended = false; ///< the peer closed it, or we stopped reading
 };
 

@@ -56,6 +56,9 @@ class Transfer {
     return bytes_arrived_;
   }
   [[nodiscard]] int64_t bytesExpected() const noexcept;
+  [[nodiscard]] const std::vector<Edge>& incoming() const noexcept {
+    return prepared_.incoming;
+  }
   /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
   [[nodiscard]] int waitsFor() const noexcept;
   [[nodiscard]] bool needs(int peer) const noexcept {

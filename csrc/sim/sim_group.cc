@@ -82,7 +82,7 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings
       on_failure_(cause);
     }
   };
-  events.bulk_link = [this](int peer, std::unique_ptr<Link> link) {
+  events.bulk_link = [this](int peer, std::unique_ptr<Link> link, int) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link));
     lane_.post([this, peer, shared] {
       if (data_ != nullptr) {
@@ -97,8 +97,8 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings
       }
     });
   };
-  control_ =
-      std::make_unique<ControlPlane>(identity_, control_loop_, std::nullopt, settings_.membership, std::move(events));
+  control_ = std::make_unique<ControlPlane>(
+      identity_, control_loop_, std::vector<Listener>(), settings_.membership, std::move(events));
   control_->open();
   network_.listen(identity_.rank, [this](std::unique_ptr<Link> link) { accept(std::move(link)); });
 }

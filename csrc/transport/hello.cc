@@ -12,7 +12,8 @@ struct HelloPayload {
   int32_t size = 0;
   uint32_t lane = 0;
   uint8_t purpose = 0;
-  uint8_t reserved[11] = {};
+  uint8_t stream = 0;
+  uint8_t reserved[10] = {};
 };
 static_assert(sizeof(HelloPayload) == kHelloPayloadNbytes, "the payload is part of the wire format");
 
@@ -41,6 +42,7 @@ std::string encodeHello(const Hello& hello) {
   payload.rank = hello.rank;
   payload.size = hello.size;
   payload.lane = hello.lane;
+  payload.stream = hello.stream;
   payload.purpose = static_cast<uint8_t>(hello.purpose);
   return frame(header, &payload);
 }
@@ -91,6 +93,7 @@ HelloReading decodeHello(ConstBufferView bytes) {
   reading.hello.group = header.group;
   reading.hello.purpose = static_cast<LinkPurpose>(payload.purpose);
   reading.hello.lane = payload.lane;
+  reading.hello.stream = payload.stream;
   return reading;
 }
 

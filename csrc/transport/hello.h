@@ -23,6 +23,7 @@ struct Hello {
   uint32_t group = 0; ///< Rendezvous::group_hash
   LinkPurpose purpose = LinkPurpose::Control;
   uint32_t lane = 0;
+  uint8_t stream = 0; ///< which one of the connections that one link is made of
 };
 
 /// Bytes of a Hello frame's payload, and of the whole frame. All versions share the first three bytes of the header

@@ -41,7 +41,7 @@ void wait(
     throw Error(broken(link, transfer, ErrorCode::Timeout, "did not end in time"));
   }
   if (!moved) {
-    pollfd ready{link.fd(), event, 0};
+    pollfd ready{event == POLLIN ? link.readFd() : link.writeFd(), event, 0};
     (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: the caller tries and comes back
   }
 }
@@ -88,7 +88,7 @@ void Link::closeGently() noexcept {
         return;
       }
       if (progress.would_block) {
-        pollfd ready{fd(), POLLIN, 0};
+        pollfd ready{readFd(), POLLIN, 0};
         (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
       }
     }

@@ -28,6 +28,13 @@ class Link {
 
   /// What epoll waits on. Owned by the link.
   [[nodiscard]] virtual int fd() const noexcept = 0;
+  /// What epoll waits on before the next tryRead, tryWrite or finishConnect; a try may change it.
+  [[nodiscard]] virtual int readFd() const noexcept {
+    return fd();
+  }
+  [[nodiscard]] virtual int writeFd() const noexcept {
+    return fd();
+  }
 
   /// Writes from up to `count` views in order, as one system call. Partial writes are normal.
   [[nodiscard]] virtual Progress tryWrite(const ConstBufferView* views, size_t count) = 0;

@@ -27,6 +27,7 @@ namespace pycomm {
 namespace {
 
 constexpr int kMaxSize = 1 << 20;
+constexpr size_t kMaxAddresses = 8; // of one rank
 
 uint64_t randomNonce() {
   uint64_t nonce = 0;
@@ -90,15 +91,34 @@ std::vector<RankRecord> introduce(const StoreRound& round, const RankRecord& min
   return records;
 }
 
-SocketAddress readAddress(int rank, const std::string& text) {
-  const auto address = SocketAddress::fromWireText(text);
-  if (!address || address->port() == 0 || address->isUnspecified()) {
-    throw Error(
-        ErrorCode::ProtocolViolation,
-        "the store holds an address of rank " + std::to_string(rank) + " that no pycomm wrote",
-        "is the store shared with another program?");
+// With spaces between, at least one.
+std::vector<SocketAddress> readAddresses(int rank, const std::string& text) {
+  std::vector<SocketAddress> addresses;
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find(' ', begin), text.size());
+    const auto address = SocketAddress::fromWireText(text.substr(begin, end - begin));
+    if (!address || address->port() == 0 || address->isUnspecified() || addresses.size() == kMaxAddresses) {
+      throw Error(
+          ErrorCode::ProtocolViolation,
+          "the store holds an address of rank " + std::to_string(rank) + " that no pycomm wrote",
+          "is the store shared with another program?");
+    }
+    addresses.push_back(*address);
+    begin = end + 1;
   }
-  return *address;
+  return addresses;
+}
+
+// A rank that has fewer interfaces than the others decides: all see the same list.
+void keepCommon(std::vector<Member>& members) {
+  size_t common = kMaxAddresses;
+  for (const Member& member : members) {
+    common = std::min(common, member.further.size());
+  }
+  for (Member& member : members) {
+    member.further.resize(common);
+  }
 }
 
 // Whether all can connect to all, said now and not by connections that never come. Every rank looks at the whole list,
@@ -129,10 +149,10 @@ void checkReachable(const std::vector<Member>& members) {
 std::vector<Member> exchangeAddresses(
     const StoreRound& round,
     const std::vector<RankRecord>& records,
-    const SocketAddress& address) {
+    const std::string& addresses) {
   const auto name = [&](int rank, const std::string&) { return records[static_cast<size_t>(rank)].who(); };
   std::vector<Member> members;
-  for (const std::string& text : round.gather("address", address.wireText(), readAddress, name)) {
+  for (const std::string& text : round.gather("address", addresses, readAddresses, name)) {
     const RankRecord& record = records[members.size()];
     Member member;
     member.rank = record.rank;
@@ -140,10 +160,13 @@ std::vector<Member> exchangeAddresses(
     member.identity = record.identity;
     member.pid = record.process.pid;
     member.watch_name = record.watch_name;
-    member.address = readAddress(record.rank, text);
+    member.further = readAddresses(record.rank, text);
+    member.address = member.further.front();
+    member.further.erase(member.further.begin());
     members.push_back(std::move(member));
   }
   checkReachable(members);
+  keepCommon(members);
   return members;
 }
 
@@ -168,7 +191,15 @@ Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
   met.address_reason = choice.why;
   met.listener = Listener::bind(choice.address, config.ports);
   met.local_address = met.listener.address();
-  met.members = exchangeAddresses(round, records, met.local_address);
+  std::string addresses = met.local_address.wireText();
+  for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
+    if (met.further.size() + 1 < kMaxAddresses) {
+      met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
+      addresses += " " + met.further.back().listener.address().wireText();
+    }
+  }
+  met.members = exchangeAddresses(round, records, addresses);
+  met.further.resize(met.members.front().further.size());
   return met;
 }
 

@@ -36,6 +36,7 @@ struct Member {
   HostIdentity identity;
   int64_t pid = 0;
   SocketAddress address; ///< where it listens
+  std::vector<SocketAddress> further; ///< and besides, on as many interfaces as every rank has
   std::string watch_name;
 };
 
@@ -47,6 +48,12 @@ struct Rendezvous {
   std::string interface_name;
   std::string address_reason; ///< why this address: "route to the store's host 10.0.0.1"
   Listener listener;
+  /// The further interfaces that the user listed: as many as all ranks have.
+  struct Further {
+    std::string interface_name;
+    Listener listener;
+  };
+  std::vector<Further> further;
   RankClaim claim;
 };
 

@@ -57,4 +57,11 @@ struct RankRoute {
 /// True if all ranks can reach each other over loopback.
 [[nodiscard]] bool onOneHost(const std::vector<RankRoute>& everyone);
 
+/// Where the user lists several interfaces: an address of the family of `first` on each other one of them, in the list's order. What
+/// is missing or down is left out.
+[[nodiscard]] std::vector<AddressChoice> chooseFurther(
+    const AddressPolicy& policy,
+    const HostNetwork& network,
+    const AddressChoice& first);
+
 } // namespace pycomm

@@ -1,8 +1,13 @@
 #include <gtest/gtest.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
+#include <vector>
 
+#include "base/unique_fd.h"
 #include "engine/callback_pool.h"
 #include "engine/event_loop.h"
 #include "engine/issue_context.h"
@@ -33,7 +38,7 @@ TEST(EventLoop, RunsTasksOfEachThreadInOrder) {
 
 TEST(EventLoop, DriversAndTheThreadShareTheWork) {
   EventLoop loop("test");
-  loop.setSpin(std::chrono::microseconds(20));
+  loop.setSpin(std::chrono::microseconds(20), false);
   std::atomic<int> done{0};
   std::atomic<bool> overlap{false};
   std::atomic<int> inside{0};
@@ -64,6 +69,45 @@ TEST(EventLoop, DriversAndTheThreadShareTheWork) {
   }
   EXPECT_EQ(done, 1500);
   EXPECT_FALSE(overlap);
+}
+
+// A driver asks its tickers first, but what none of them looks for is seen, too, and not only when it has stopped polling.
+TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
+  struct Looker final : Loop::Ticker {
+    [[nodiscard]] TimePoint nextTick() const noexcept override {
+      return TimePoint::max();
+    }
+    void tick(TimePoint) noexcept override {}
+    [[nodiscard]] Look look() noexcept override {
+      ++looks;
+      return Look::NotYet;
+    }
+    int looks = 0;
+  };
+  struct Seen final : Loop::Handler {
+    void onReady(uint32_t) noexcept override {
+      seen = true;
+    }
+    bool seen = false;
+  };
+  for (const bool crowded : {false, true}) {
+    EventLoop loop("test");
+    loop.setSpin(std::chrono::seconds(20), crowded);
+    Looker looker;
+    Seen handler;
+    const UniqueFd ready(::eventfd(1, EFD_CLOEXEC));
+    loop.postQuietly([&] {
+      loop.addTicker(looker);
+      loop.watch(ready.get(), EPOLLIN, handler);
+    });
+    ASSERT_TRUE(loop.drive([&] { return handler.seen; }, Deadline::after(10000)));
+    EXPECT_TRUE(handler.seen);
+    EXPECT_GT(looker.looks, 0);
+    loop.run([&] {
+      loop.unwatch(ready.get());
+      loop.removeTicker(looker);
+    });
+  }
 }
 
 TEST(EventLoop, PostAfterStopRunsHere) {

@@ -1,7 +1,7 @@
 // What one small all_reduce costs below torch and Python, beside the least that a round can cost: one word through shared memory, and
 // 64 bytes over a loopback connection whose ends look without sleeping. Ranks are threads.
 //
-//   pycomm_latency [ranks] [bytes] [calls]        prints microseconds a call: p50 and p99 of each way
+//   pycomm_latency [ranks] [bytes] [calls] [tcp]    prints microseconds a call: p50 and p99 of each way, or of TCP alone
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -13,6 +13,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -147,8 +148,14 @@ int main(int argc, char** argv) {
   const size_t nbytes = argc > 2 ? static_cast<size_t>(std::atoll(argv[2])) : 4;
   const size_t calls = argc > 3 ? static_cast<size_t>(std::atoll(argv[3])) : 20000;
   std::printf("%d ranks, %zu bytes, %zu calls\n", ranks, nbytes, calls);
-  print("all_reduce, shared memory", allReduces(Transport::SharedMemory, ranks, nbytes, calls));
+  const bool tcp_alone = argc > 4 && std::strcmp(argv[4], "tcp") == 0;
+  if (!tcp_alone) {
+    print("all_reduce, shared memory", allReduces(Transport::SharedMemory, ranks, nbytes, calls));
+  }
   print("all_reduce, TCP", allReduces(Transport::Tcp, ranks, nbytes, calls));
+  if (tcp_alone) {
+    return 0;
+  }
   print("one word through memory, one way", words(calls));
   print("64 bytes over loopback TCP, one way", frames(calls));
 }

@@ -1,0 +1,105 @@
+#include "transport/striped_link.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxViews = 64; // more views simply take another call
+
+} // namespace
+
+StripedLink::StripedLink(std::vector<Part> parts) : parts_(std::move(parts)) {
+  const bool greets =
+      std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return !part.greeting.empty(); });
+  connected_ = greets ? 0 : parts_.size();
+}
+
+void StripedLink::Place::advance(size_t nbytes, size_t parts) noexcept {
+  left -= nbytes;
+  if (left == 0) {
+    left = kChunkNbytes;
+    part = (part + 1) % parts;
+  }
+}
+
+// Runs `body` on one of the connections; what it throws says which one that was.
+template <typename Body>
+auto StripedLink::naming(size_t part, const Body& body) {
+  try {
+    return body(*parts_[part].link);
+  } catch (const Error& error) {
+    ErrorRecord record = error.record();
+    const std::string& name = parts_[part].interface_name;
+    const std::string which = " (connection " + std::to_string(part + 1) + " of " + std::to_string(parts_.size()) +
+        (name.empty() ? "" : ", on " + name) + ")";
+    record.summary += which;
+    record.cause += record.cause.empty() ? "" : which; // the summary may give way to one about the peer
+    throw Error(record);
+  }
+}
+
+Progress StripedLink::tryWrite(const ConstBufferView* views, size_t count) {
+  std::array<ConstBufferView, kMaxViews> chunk{};
+  size_t used = 0;
+  size_t room = writing_.left;
+  for (size_t i = 0; i < count && used < kMaxViews && room > 0; ++i) {
+    const size_t nbytes = std::min(views[i].nbytes, room);
+    chunk[used++] = views[i].slice(0, nbytes);
+    room -= nbytes;
+  }
+  const Progress progress = naming(writing_.part, [&](Link& link) { return link.tryWrite(chunk.data(), used); });
+  writing_.advance(progress.nbytes, parts_.size());
+  return progress;
+}
+
+Progress StripedLink::tryRead(BufferView into) {
+  const BufferView chunk = into.slice(0, std::min(into.nbytes, reading_.left));
+  const Progress progress = naming(reading_.part, [&](Link& link) { return link.tryRead(chunk); });
+  reading_.advance(progress.nbytes, parts_.size());
+  return progress;
+}
+
+void StripedLink::shutdownWrite() noexcept {
+  for (const Part& part : parts_) {
+    part.link->shutdownWrite();
+  }
+}
+
+bool StripedLink::finishConnect() {
+  for (; connected_ < parts_.size(); ++connected_) {
+    std::string& greeting = parts_[connected_].greeting;
+    const bool greeted = naming(connected_, [&](Link& link) {
+      if (!link.finishConnect()) {
+        return false;
+      }
+      while (!greeting.empty()) {
+        const ConstBufferView rest(reinterpret_cast<const std::byte*>(greeting.data()), greeting.size());
+        const Progress progress = link.tryWrite(&rest, 1);
+        if (progress.nbytes == 0) {
+          return false;
+        }
+        greeting.erase(0, progress.nbytes);
+      }
+      return true;
+    });
+    if (!greeted) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string StripedLink::describe() const {
+  std::string all;
+  for (const Part& part : parts_) {
+    all += (all.empty() ? "" : " and ") + part.link->describe();
+  }
+  return all;
+}
+
+} // namespace pycomm

@@ -1,0 +1,127 @@
+#include "transport/striped_link.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "transport/error_matchers.h"
+#include "transport/link_conformance.h"
+#include "transport/tcp_link.h"
+
+namespace pycomm {
+namespace {
+
+using testing::errorOf;
+using ::testing::HasSubstr;
+using testing::LinkCase;
+using testing::LinkConformance;
+using testing::LinkPair;
+using testing::PeerPlace;
+
+std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> connection() {
+  int ends[2] = {-1, -1};
+  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
+    throw Error(ErrorCode::SystemError, "no pair of sockets could be made");
+  }
+  return {std::make_unique<TcpLink>(UniqueFd(ends[0])), std::make_unique<TcpLink>(UniqueFd(ends[1]))};
+}
+
+LinkPair striped(size_t connections) {
+  std::vector<StripedLink::Part> near;
+  std::vector<StripedLink::Part> far;
+  for (size_t i = 0; i < connections; ++i) {
+    auto [one, other] = connection();
+    near.push_back({std::move(one), "", "near" + std::to_string(i)});
+    far.push_back({std::move(other), "", "far" + std::to_string(i)});
+  }
+  return {std::make_unique<StripedLink>(std::move(near)), std::make_unique<StripedLink>(std::move(far))};
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Striped,
+    LinkConformance,
+    ::testing::Combine(
+        ::testing::Values(LinkCase{"Of3", [] { return striped(3); }}),
+        ::testing::Values(PeerPlace::Thread, PeerPlace::Process)),
+    [](const auto& test) {
+      return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
+    });
+
+/// Remembers what is written on it, and takes so much at a time.
+class Recorder final : public Link {
+ public:
+  Recorder(std::string& written, size_t at_most) : written_(written), at_most_(at_most) {}
+  [[nodiscard]] int fd() const noexcept override {
+    return -1;
+  }
+  [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override {
+    Progress progress;
+    for (size_t i = 0; i < count && progress.nbytes < at_most_; ++i) {
+      const size_t nbytes = std::min(views[i].nbytes, at_most_ - progress.nbytes);
+      written_.append(reinterpret_cast<const char*>(views[i].ptr), nbytes);
+      progress.nbytes += nbytes;
+    }
+    return progress;
+  }
+  [[nodiscard]] Progress tryRead(BufferView) override {
+    throw Error(ErrorCode::ConnectionReset, "reading failed");
+  }
+  void shutdownWrite() noexcept override {}
+  [[nodiscard]] std::string describe() const override {
+    return "a recorder";
+  }
+
+ private:
+  std::string& written_;
+  const size_t at_most_;
+};
+
+// Every connection gets its greeting, then its chunks: as many bytes as the others, give or take a chunk.
+TEST(StripedLink, SpreadsChunksAfterTheGreetings) {
+  std::vector<std::string> written(3);
+  std::vector<StripedLink::Part> parts;
+  for (size_t i = 0; i < written.size(); ++i) {
+    parts.push_back({std::make_unique<Recorder>(written[i], 10000 + i), "hello " + std::to_string(i), "eth0"});
+  }
+  StripedLink link(std::move(parts));
+  ASSERT_TRUE(link.finishConnect());
+  std::string stream;
+  for (int i = 0; stream.size() < 7 * StripedLink::kChunkNbytes + 5; ++i) {
+    stream += std::to_string(i) + ",";
+  }
+  const auto* bytes = reinterpret_cast<const std::byte*>(stream.data());
+  for (size_t done = 0; done < stream.size();) { // as two views, the first one short
+    const size_t first = std::min<size_t>(64, stream.size() - done);
+    const ConstBufferView views[] = {{bytes + done, first}, {bytes + done + first, stream.size() - done - first}};
+    const Progress progress = link.tryWrite(views, 2);
+    ASSERT_GT(progress.nbytes, 0U);
+    done += progress.nbytes;
+  }
+  std::vector<std::string> expected = {"hello 0", "hello 1", "hello 2"};
+  for (size_t chunk = 0; chunk * StripedLink::kChunkNbytes < stream.size(); ++chunk) {
+    expected[chunk % 3] += stream.substr(chunk * StripedLink::kChunkNbytes, StripedLink::kChunkNbytes);
+  }
+  EXPECT_EQ(written, expected);
+}
+
+TEST(StripedLink, SaysWhichConnectionBroke) {
+  std::vector<std::string> written(2);
+  std::vector<StripedLink::Part> parts;
+  parts.push_back({std::make_unique<Recorder>(written[0], 1), "", "eth0"});
+  parts.push_back({std::make_unique<Recorder>(written[1], 1), "", "eth1"});
+  StripedLink link(std::move(parts));
+  std::byte one{};
+  const ErrorRecord record = errorOf([&] { static_cast<void>(link.tryRead({&one, 1})); });
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+  EXPECT_THAT(record.summary, HasSubstr("connection 1 of 2, on eth0"));
+}
+
+} // namespace
+} // namespace pycomm
