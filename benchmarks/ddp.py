@@ -42,33 +42,33 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
 
 
+def wrapped(module: nn.Module, way: str, group: Any) -> Any:
+    """The module, in the wrapper that a way to train says."""
+    backend, _, how = way.partition("#")
+    if backend.partition(":")[0] == "pycomm" and how != "torch":
+        import pycomm
+
+        wire = "fp16" if how == "fp16" else None
+        return pycomm.DistributedDataParallel(module, process_group=group, wire_dtype=wire)
+    model = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
+    if how == "fp16":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    return model
+
+
 class TrainingStep:
     """One model, wrapped in one way."""
 
     def __init__(self, place: harness.Place, plain: nn.Module, shape: tuple[int, ...]) -> None:
-        backend, _, how = place.backend.partition("#")
+        how = place.backend.partition("#")[2]
         self._alone = plain  # never wrapped, never trained
         self._shape, self._rank, self._ranks = shape, place.rank, place.ranks
         self._syncs, self._lossy = how != "no_sync", how == "fp16"
-        self._model = self._wrap(place, backend == "pycomm" and how != "torch")
+        self._model = wrapped(copy.deepcopy(plain), place.backend, place.group)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
         self.numel = sum(parameter.numel() for parameter in plain.parameters())
         self.nbytes = 4 * self.numel
         self._batch = self._batch_of(0, self._rank)
-
-    def _wrap(self, place: harness.Place, ours: bool) -> Any:
-        module = copy.deepcopy(self._alone)
-        if ours:
-            import pycomm
-
-            wire = "fp16" if self._lossy else None
-            return pycomm.DistributedDataParallel(
-                module, process_group=place.group, wire_dtype=wire
-            )
-        model = TorchDDP(module, process_group=place.group, gradient_as_bucket_view=True)
-        if self._lossy:
-            model.register_comm_hook(place.group, default_hooks.fp16_compress_hook)
-        return model
 
     def _batch_of(self, seed: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + rank)

@@ -64,6 +64,8 @@ class ReducerStats:
     @property
     def passes(self) -> int: ...
     @property
+    def shared_nbytes(self) -> int: ...
+    @property
     def steps(self) -> int: ...
     @property
     def underflowed_buckets(self) -> int: ...
@@ -79,6 +81,7 @@ class Reducer:
         sparse: collections.abc.Sequence[bool],
         process_group: torch.distributed.distributed_c10d.ProcessGroup,
         backend: torch._C._distributed_c10d.Backend | None,
+        store: torch.distributed.distributed_c10d.Store | None,
         *,
         bucket_caps: collections.abc.Sequence[int],
         last_bucket_cap: int,

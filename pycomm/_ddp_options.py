@@ -22,6 +22,11 @@ ONLY = {
     "skip_all_reduce_unused_params": False,
     "batched_grad_copy": False,
 }
+# Where torch's wrapper is no way out, on the CPU at least.
+_OTHERWISE = {
+    "mixed_precision": 'use torch.autocast, with wire_dtype="bf16" for the bytes (torch\'s own '
+    "wrapper runs this option on an accelerator only)"
+}
 _OURS = ("wire_dtype", "error_feedback", "accumulate", "sync_every")
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 
@@ -51,7 +56,7 @@ def check_options(module: nn.Module, options: dict[str, Any]) -> None:
         if given is not only and given != only:
             raise UnsupportedError(
                 f"pycomm.DistributedDataParallel does not support {name}={given!r} yet: "
-                f"leave it at {only!r}, or {INSTEAD}"
+                f"leave it at {only!r}, or {_OTHERWISE.get(name, INSTEAD)}"
             )
     for name, layer in module.named_modules():
         if isinstance(layer, _TorchDDP):

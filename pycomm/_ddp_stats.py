@@ -32,6 +32,9 @@ class DDPStats:
     """The same because it was too small; usual in the first step only."""
     nonfinite_buckets: int
     """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
+    shared_nbytes: int
+    """Of the buckets as they are now, what the other ranks of this host reach in place; 0 where the
+    ranks are on several hosts, or share no memory."""
     codec_overflows: int
     """Finite values that became infinite on this rank as int8 or fp8: see ``codec_stats``, which
     counts all that the group does."""

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
+from pycomm._ddp_group import need_pycomm, pycomm_backend, wrapper_store
 from pycomm._ddp_options import (
     INSTEAD,
     check_options,
@@ -30,7 +31,6 @@ from pycomm._ddp_options import (
 from pycomm._ddp_stats import DDPStats
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, check_wire_dtype, wire_dtypes
-from pycomm.backend import native_backend
 from pycomm.codecs import codec_stats
 from pycomm.errors import UnsupportedError
 
@@ -119,6 +119,7 @@ class DistributedDataParallel(_TorchDDP):
         self._sync_every = sync_every
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
+        self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._host_group: Any = None
         self._steps_at_sync = 0
         self._syncs = 0
@@ -129,6 +130,7 @@ class DistributedDataParallel(_TorchDDP):
         if "gradient_as_bucket_view" not in given(args, kwargs):
             kwargs["gradient_as_bucket_view"] = True
         super().__init__(module, *args, **kwargs)
+        self._with_all_ranks = False
         self._overflows_before = self._overflows()
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
@@ -158,6 +160,7 @@ class DistributedDataParallel(_TorchDDP):
             overflowed_buckets=raw.overflowed_buckets,
             underflowed_buckets=raw.underflowed_buckets,
             nonfinite_buckets=raw.nonfinite_buckets,
+            shared_nbytes=raw.shared_nbytes,
             codec_overflows=self._overflows() - self._overflows_before,
         )
 
@@ -227,7 +230,8 @@ class DistributedDataParallel(_TorchDDP):
         from pycomm.comm_hooks import ordered
 
         if self._wire_dtype is not None:
-            self._need_pycomm(f"wire_dtype={self._wire_dtype!r} together with a comm hook")
+            what = f"wire_dtype={self._wire_dtype!r} together with a comm hook"
+            need_pycomm(self._reducing_group(), what)
         self.reducer._register_comm_hook(
             state, ordered(hook, describe=self._describe_bucket, codec_of=self._codec_of)
         )
@@ -244,15 +248,8 @@ class DistributedDataParallel(_TorchDDP):
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
-    def _need_pycomm(self, what: str) -> Any:
-        group = self.process_group if self._host_group is None else self._host_group
-        try:
-            return native_backend(group)
-        except ValueError as error:
-            raise UnsupportedError(
-                f"{what} needs a process group of pycomm, which adds up encoded gradients; this "
-                f"one's backend is {dist.get_backend(group)!r}"
-            ) from error
+    def _reducing_group(self) -> Any:
+        return self.process_group if self._host_group is None else self._host_group
 
     def _codec_of(self, bucket: GradBucket) -> str | None:
         return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
@@ -296,7 +293,7 @@ class DistributedDataParallel(_TorchDDP):
         parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         names = names_of(self.module, parameters)
         if self._check_ranks_agree:
-            self._check_ranks_agree = False  # not when unpickled, which one rank may do alone
+            self._check_ranks_agree = False
             check_same_on_all_ranks(
                 self.process_group,
                 self.device,
@@ -335,13 +332,16 @@ class DistributedDataParallel(_TorchDDP):
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))
         encoded = next((wire for wire in wires if wire in ENCODED), None)
+        if encoded is not None:
+            need_pycomm(self._reducing_group(), f"wire_dtype={encoded!r}")
         self.reducer = native.Reducer(
             tensors,
             names,
             wires,
             expect_sparse(self.module, tensors),
-            self.process_group if self._host_group is None else self._host_group,
-            None if encoded is None else self._need_pycomm(f"wire_dtype={encoded!r}"),
+            self._reducing_group(),
+            pycomm_backend(self._reducing_group()),
+            wrapper_store(self._reducing_group()) if self._with_all_ranks else None,
             **self._bucket_caps(),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,

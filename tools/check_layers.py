@@ -82,7 +82,7 @@ PYTHON_FLOORS = [
     {"_extension", "_model_check", "_wire_patterns", "_ddp_options", "_ddp_stats"},
     {"options", "_averaging"},
     {"backend"},
-    {"_shared", "barrier", "codecs", "sync_batch_norm"},
+    {"_ddp_group", "_shared", "barrier", "codecs", "sync_batch_norm"},
     {"compression"},
     {"comm_hooks"},
     {"ddp"},

@@ -85,6 +85,7 @@ std::shared_ptr<Reducer> makeReducer(
     const std::vector<bool>& sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
+    const std::optional<c10::intrusive_ptr<c10d::Store>>& store,
     std::vector<size_t> bucket_caps,
     size_t last_bucket_cap,
     int64_t accumulate,
@@ -107,7 +108,8 @@ std::shared_ptr<Reducer> makeReducer(
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.error_feedback = error_feedback;
   options.native_hooks = native_hooks;
-  return std::make_shared<Reducer>(std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr));
+  return std::make_shared<Reducer>(
+      std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
@@ -159,7 +161,8 @@ void bindReducer(py::module_& m) {
       .def_readonly("overflowed_buckets", &ReducerStats::overflowed_buckets)
       .def_readonly("underflowed_buckets", &ReducerStats::underflowed_buckets)
       .def_readonly("nonfinite_buckets", &ReducerStats::nonfinite_buckets)
-      .def_readonly("accumulated", &ReducerStats::accumulated);
+      .def_readonly("accumulated", &ReducerStats::accumulated)
+      .def_readonly("shared_nbytes", &ReducerStats::shared_nbytes);
 
   ReducerClass reducer(m, "Reducer");
   reducer
@@ -171,6 +174,7 @@ void bindReducer(py::module_& m) {
           py::arg("sparse"),
           py::arg("process_group"),
           py::arg("backend"),
+          py::arg("store"),
           py::kw_only(),
           py::arg("bucket_caps"),
           py::arg("last_bucket_cap"),

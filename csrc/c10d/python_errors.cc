@@ -58,6 +58,29 @@ std::exception_ptr toException(const ErrorRecord& record) {
   }
 }
 
+bool standsFor(const std::exception& error, ErrorCode code) {
+  const auto* python = dynamic_cast<const py::error_already_set*>(&error);
+  if (python == nullptr || !interpreterIsUsable()) {
+    return false;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object& types = exceptionTypes();
+  const py::str name(errorCodeName(code));
+  return types && types.contains(name) && py::isinstance(python->value(), types[name]);
+}
+
+void addNote(const std::exception& error, const std::string& note) {
+  const auto* python = dynamic_cast<const py::error_already_set*>(&error);
+  if (python == nullptr || !interpreterIsUsable()) {
+    return;
+  }
+  const py::gil_scoped_acquire lock;
+  const py::object value = python->value();
+  py::list notes(py::getattr(value, "__notes__", py::list()));
+  notes.append(note);
+  py::setattr(value, "__notes__", notes);
+}
+
 void throwToPython(const ErrorRecord& record) {
   std::rethrow_exception(toException(record));
 }

@@ -13,6 +13,12 @@ namespace pycomm {
 /// on a lane. While the interpreter is ending it is a plain C++ exception.
 [[nodiscard]] std::exception_ptr toException(const ErrorRecord& record);
 
+/// Whether this is the exception of Python's that stands for `code`.
+[[nodiscard]] bool standsFor(const std::exception& error, ErrorCode code);
+
+/// What BaseException.add_note() does since Python 3.11; before, tracebacks do not show it. Nothing if it is none of Python's.
+void addNote(const std::exception& error, const std::string& note);
+
 /// Throws toException(record).
 [[noreturn]] void throwToPython(const ErrorRecord& record);
 

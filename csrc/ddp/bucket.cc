@@ -13,7 +13,11 @@
 
 #include <algorithm>
 
+#include "base/error.h"
+#include "base/log.h"
 #include "c10d/dtypes.h"
+#include "c10d/shared_tensors.h"
+#include "ddp/grad_memory.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
 #include "schedule/select.h"
@@ -21,37 +25,8 @@
 namespace pycomm {
 namespace {
 
+constexpr size_t kSharedAtLeastNbytes = 32 << 10; // below, whole pages and a system call each cost more than a copy
 constexpr size_t kBlock = 4096; // elements looked at and cast while they are in the first-level cache
-
-// Where AccumulateGrad puts a gradient of this parameter: in the parameter's own memory order if that order has no
-// holes, else contiguous.
-std::vector<int64_t> gradStrides(const at::Tensor& param) {
-  if (param.is_non_overlapping_and_dense()) {
-    return param.strides().vec();
-  }
-  std::vector<int64_t> strides(static_cast<size_t>(param.dim()));
-  int64_t step = 1;
-  for (size_t d = strides.size(); d-- > 0;) {
-    strides[d] = step;
-    step *= std::max<int64_t>(param.size(static_cast<int64_t>(d)), 1);
-  }
-  return strides;
-}
-
-bool hasStrides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
-  for (size_t d = 0; d < strides.size(); ++d) {
-    const auto dim = static_cast<int64_t>(d);
-    if (tensor.size(dim) != 1 && tensor.stride(dim) != strides[d]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Is `grad` the very memory of `view`?
-bool sameMemory(const at::Tensor& grad, const at::Tensor& view, const std::vector<int64_t>& strides) {
-  return grad.is_alias_of(view) && grad.data_ptr() == view.data_ptr() && hasStrides(grad, strides);
-}
 
 at::Tensor emptySparse(const at::Tensor& param) {
   // One dimension is sparse, as in the gradients of embeddings: ranks must agree on that.
@@ -97,7 +72,7 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
   if (travels_cast) {
     const size_t tail = scaled ? static_cast<size_t>(layout.world_size) : 0;
     const auto options = slots_[0].param.options().requires_grad(false);
-    wire_ = at::zeros({static_cast<int64_t>(numel_ + tail)}, options.dtype(wire));
+    wire_ = zerosToReduce(numel_ + tail, options.dtype(wire));
   }
   if (scaled) {
     scale_.emplace(layout.world_size, layout.scale_exponent);
@@ -112,10 +87,30 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
 
 void Bucket::allocateHome() {
   const auto options = slots_[0].param.options().requires_grad(false);
-  home_ = at::zeros({static_cast<int64_t>(numel_)}, options);
+  home_ = cast() ? at::zeros({static_cast<int64_t>(numel_)}, options) : zerosToReduce(numel_, options);
   for (Slot& slot : slots_) {
     slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
   }
+}
+
+at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options) {
+  const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
+  const size_t nbytes = numel * c10::elementSize(dtype);
+  const auto length = static_cast<int64_t>(numel);
+  shared_ = false;
+  // A comm hook's sums and encoded ones do not go through shared memory.
+  if (layout_.reachable && !layout_.hook_averages && layout_.codec == Codec::None && nbytes >= kSharedAtLeastNbytes) {
+    try {
+      at::Tensor zeros = emptyShared({length}, dtype);
+      shared_ = true;
+      return zeros;
+    } catch (const Error& error) { // as in a small container: it is copied on its way, and that is all
+      log(LogLevel::Warn,
+          "a gradient bucket of " + std::to_string(nbytes >> 10) +
+              " KiB lies in ordinary memory: " + error.record().summary + " Its all_reduce copies it.");
+    }
+  }
+  return at::zeros({length}, options);
 }
 
 at::Tensor Bucket::wire() const {
@@ -137,6 +132,10 @@ size_t Bucket::wireNbytes() const {
   const at::Tensor travels = wire();
   const bool encoded = layout_.codec != Codec::None && static_cast<int64_t>(travels.nbytes()) >= kMinEncodedNbytes;
   return encoded ? static_cast<size_t>(encodedNbytes(layout_.codec, travels.numel())) : travels.nbytes();
+}
+
+size_t Bucket::sharedNbytes() const {
+  return shared_ ? wire().nbytes() : 0;
 }
 
 size_t Bucket::gradientNbytes() const {

@@ -21,6 +21,7 @@ struct BucketLayout {
   bool grads_are_views = false; ///< .grad points into the bucket
   bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
   bool sparse = false; ///< one parameter, whose gradients are sparse COO tensors
+  bool reachable = false; ///< the ranks share a host and reach each other's tensors in place: see SharedHeap
   int scale_exponent = 0; ///< the fp16 scale's first, the same on every rank
 };
 
@@ -86,6 +87,8 @@ class Bucket {
   [[nodiscard]] at::Tensor lostOf(const Slot& slot) const;
   /// Bytes that one all-reduce is handed, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
+  /// Bytes that the other ranks reach in place: of wire(), or 0.
+  [[nodiscard]] size_t sharedNbytes() const;
   /// Bytes of the gradients in their own dtype; of a sparse one, those of the step under way.
   [[nodiscard]] size_t gradientNbytes() const;
 
@@ -121,6 +124,7 @@ class Bucket {
   void unpackWire(Slot& slot);
   void addLost(const Slot& slot);
   void allocateHome();
+  [[nodiscard]] at::Tensor zerosToReduce(size_t numel, const at::TensorOptions& options);
 
   BucketLayout layout_;
   at::ScalarType dtype_;
@@ -134,6 +138,7 @@ class Bucket {
   size_t pending_ = 0;
   int divisor_ = 1;
   bool shadow_ = false;
+  bool shared_ = false; ///< wire() lies where the other ranks reach it
 };
 
 } // namespace pycomm

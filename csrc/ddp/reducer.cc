@@ -27,9 +27,10 @@ Reducer::Reducer(
     std::vector<ReducedParam> params,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     ReducerOptions options,
-    const c10::intrusive_ptr<c10d::Backend>& backend)
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    c10::intrusive_ptr<c10d::Store> store)
     : params_(std::move(params)), group_(std::move(group)), options_(std::move(options)) {
-  findCodecBackend(backend);
+  findBackend(backend);
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   for (size_t index = params_.size(); index-- > 0;) {
@@ -38,13 +39,15 @@ Reducer::Reducer(
   used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   arrivals_.assign(params_.size(), 0);
   adoptTrainable();
+  trained_set_.emplace(std::move(store), group_->getRank(), trainable_);
 }
 
-void Reducer::findCodecBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
+void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
   const bool encodes =
       std::any_of(params_.begin(), params_.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
   TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
+  reachable_ = ours != nullptr && ours->supportsTensorAlloc(-1);
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
 }
 
@@ -108,6 +111,7 @@ void Reducer::buildBuckets() {
     layout.grads_are_views = options_.gradient_as_bucket_view;
     layout.hook_averages = hook_ != nullptr;
     layout.sparse = params_[indices[0]].sparse;
+    layout.reachable = reachable_;
     std::optional<int> exponent;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
       places_[indices[slot]] = {b, slot};
@@ -161,6 +165,7 @@ void Reducer::prepareForForward() {
           trainable_[index] ? "frozen" : "thawed",
           " after the first backward pass, which static_graph=True does not allow: leave it out");
       adoptTrainable();
+      trained_set_->change(trainable_);
       return;
     }
   }
@@ -293,10 +298,9 @@ void Reducer::resetState() {
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(pass_ != Pass::Reducing, "the process group cannot change in the middle of a backward pass");
-  if (codec_backend_ != nullptr) {
-    findCodecBackend(group->getBackend(c10::DeviceType::CPU));
-  }
+  findBackend(group->getBackend(c10::DeviceType::CPU));
   group_ = std::move(group);
+  trained_set_.emplace(nullptr, group_->getRank(), trainable_); // other ranks, and no store of theirs
   buildBuckets();
 }
 
@@ -354,6 +358,10 @@ bool Reducer::setLost(const std::map<std::string, at::Tensor>& lost, std::string
 
 ReducerStats Reducer::stats() {
   const std::lock_guard lock(mutex_);
+  stats_.shared_nbytes = 0;
+  for (const Bucket& bucket : buckets_) {
+    stats_.shared_nbytes += static_cast<int64_t>(bucket.sharedNbytes());
+  }
   return stats_;
 }
 

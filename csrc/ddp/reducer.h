@@ -15,6 +15,7 @@
 #include "ddp/bucket_plan.h"
 #include "ddp/grad_hooks.h"
 #include "ddp/step_record.h"
+#include "ddp/trained_set.h"
 
 namespace pycomm {
 
@@ -47,6 +48,7 @@ struct ReducerStats {
   int64_t underflowed_buckets = 0; ///< … too small,
   int64_t nonfinite_buckets = 0; ///< and those that held Inf or NaN before they were packed
   int64_t accumulated = 0; ///< passes since the last reduction
+  int64_t shared_nbytes = 0; ///< of the buckets as they are, what other ranks reach in place
 };
 
 /// Averages gradients over a process group while backward runs. The methods are those that
@@ -66,12 +68,15 @@ struct ReducerStats {
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks.
-  /// `backend`: pycomm's in `group`, needed where a parameter has a codec.
+  /// `backend`: pycomm's in `group`, or null; needed where a parameter has a codec. Where its ranks reach each other's
+  /// memory, buckets lie there.
+  /// `store`: what ranks say in when they freeze or thaw parameters, or null. See TrainedSet.
   Reducer(
       std::vector<ReducedParam> params,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
       ReducerOptions options,
-      const c10::intrusive_ptr<c10d::Backend>& backend = {});
+      const c10::intrusive_ptr<c10d::Backend>& backend = {},
+      c10::intrusive_ptr<c10d::Store> store = {});
 
   /// Throws when the last backward pass did not complete: naming the parameters without a gradient, or its failure.
   void prepareForForward();
@@ -159,7 +164,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchComplete();
   void launch(size_t bucket);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(Bucket& bucket);
-  void findCodecBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
+  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
   void launchUsedMap();
   void queueFinish();
   void finish();
@@ -178,6 +183,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
   [[nodiscard]] bool usedAnywhere(size_t index);
   void fail(const std::string& doing, const std::exception& error);
+  [[nodiscard]] std::string whyMismatched() const;
   void throwIfUnfinished() const;
   [[nodiscard]] std::string namesOfMissing() const;
   [[nodiscard]] std::string namesInBucket(size_t bucket) const;
@@ -189,9 +195,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::unique_ptr<c10d::CommHookInterface> hook_;
   c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null where nothing is encoded
+  bool reachable_ = false; ///< the ranks of the group reach each other's tensors in place
 
   std::vector<size_t> order_; ///< all parameters, in the order in which their gradients are expected
   std::vector<bool> trainable_; ///< by parameter: is in a bucket
+  std::optional<TrainedSet> trained_set_; ///< trainable_, as all ranks have it
   std::vector<std::vector<size_t>> bucket_indices_;
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter

@@ -1,4 +1,5 @@
 // What a reducer says of passes that did not end well.
+#include "c10d/python_errors.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
@@ -30,6 +31,13 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
     return;
   }
   failure_ = "while " + doing + ": " + firstLine(error);
+  if (standsFor(error, ErrorCode::CollectiveMismatch)) {
+    const std::string why = whyMismatched();
+    if (!why.empty()) {
+      failure_ += " -- " + why;
+      addNote(error, why);
+    }
+  }
   if (hook_ == nullptr) {
     return;
   }
@@ -37,6 +45,19 @@ void Reducer::fail(const std::string& doing, const std::exception& error) {
   try {
     group_->getBackend(c10::DeviceType::CPU)->abort();
   } catch (const std::exception&) { // a backend that cannot: there the deadline remains
+  }
+}
+
+// Asked only after a mismatch, which tells that all ranks are there to answer.
+std::string Reducer::whyMismatched() const {
+  std::vector<std::string> names;
+  for (const ReducedParam& param : params_) {
+    names.push_back(param.name);
+  }
+  try {
+    return trained_set_->difference(names, group_->getSize()).value_or("");
+  } catch (const std::exception&) { // a store that is gone: the mismatch itself is said anyway
+    return "";
   }
 }
 

@@ -689,6 +689,17 @@ def test_what_it_cannot_do_it_says(
         wrap(ddp_models.make("mlp"), **options)
 
 
+def test_options_that_torch_itself_cannot_serve_on_the_cpu(alone: None) -> None:
+    """Should torch learn it, ours is to learn it, too."""
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    options = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
+    with pytest.raises(NotImplementedError, match=r"use torch\.autocast"):
+        wrap(nn.Linear(2, 2), **options)
+    with pytest.raises(RuntimeError, match="cpu backend doesn't support events"):
+        TorchDDP(nn.Linear(2, 2), **options)(torch.ones(1, 2))
+
+
 def test_modules_it_cannot_serve(alone: None) -> None:
     with pytest.raises(NotImplementedError, match=r"'layers\.0\.weight' is torch\.float64"):
         wrap(ddp_models.make("double"), wire_dtype="fp16")

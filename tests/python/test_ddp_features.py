@@ -211,6 +211,33 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
     assert max(first_s, second_s) < 20
 
 
+def thawed_alone(rank: int, world_size: int) -> tuple[str, str, str]:
+    model = wrap(ddp_models.make("frozen"))
+    loss_of(model, "frozen", rank, 0).backward()
+    loss_of(model, "frozen", rank, 1).backward()
+    if rank == 1:
+        model.module.layers[0].weight.requires_grad_(True)
+    try:
+        loss_of(model, "frozen", rank, 2).backward()
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        try:
+            model(ddp_models.batch_of("frozen", rank, 3))
+        except RuntimeError as later:
+            return str(error), notes, str(later)
+    raise AssertionError("backward did not raise")
+
+
+def test_a_parameter_that_one_rank_alone_thaws_is_named() -> None:
+    results = ranks.run_ranks(2, thawed_alone, timeout_s=100, preload=ranks.TORCH_DDP, check=False)
+    why = "parameter 'layers.0.weight' is trained on rank 1 and frozen on rank 0"
+    for rank in range(2):
+        error, notes, later = results[rank].value
+        assert "COLLECTIVE_MISMATCH" in error
+        assert why in notes
+        assert why in later
+
+
 def deserted(rank: int, world_size: int) -> str:
     model = wrap(ddp_models.make("mlp"))
     store = dist.PrefixStore("deserted", dist.distributed_c10d._get_default_store())

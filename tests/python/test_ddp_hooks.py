@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
+    register_ddp_comm_hook,
 )
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
@@ -37,6 +44,10 @@ def gradients(model: Any, rank: int, step: int) -> list[torch.Tensor]:
     model.zero_grad()
     loss_of(model, rank, step).backward()
     return [each.grad.clone() for each in model.parameters()]
+
+
+def parameters(model: Any) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
 
 
 def the_same(tensors: list[torch.Tensor]) -> bool:
@@ -111,14 +122,100 @@ def post_local_sgd(rank: int, world_size: int) -> None:
         assert near(gradients(ours, rank, step), expected, 1e-6), step
 
 
+def quantized(rank: int, world_size: int) -> None:
+    """Each rank's bytes are off by half a step of its own scale, of 255 from least to largest.
+
+    Not quantization_perchannel_hook, which takes what all_gather's future holds for one tensor, as
+    NCCL alone has it: see refused_by_every_cpu_backend.
+    """
+    ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
+    ours.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+    plain = TorchDDP(ddp_models.make("buckets"))
+    for step in range(3):
+        found = gradients(ours, rank, step)
+        spans = [max(float(a.abs().max()) for a in local(each, step)) for each in range(world_size)]
+        for mine, exact in zip(found, gradients(plain, rank, step), strict=True):
+            assert float((mine - exact).abs().max()) <= 2 * max(spans) / 255
+        assert the_same(found), step
+
+
+def refused_by_every_cpu_backend(rank: int, world_size: int) -> None:
+    ours = wrap(nn.Linear(600, 2))
+    ours.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_perchannel_hook)
+    with pytest.raises(RuntimeError, match="list indices must be integers"):
+        ours(torch.ones(1, 600)).sum().backward()
+
+
+def fused_optimizer(rank: int, world_size: int) -> None:
+    """optimizer_overlap_hooks: each bucket is stepped by the callback of its all-reduce."""
+    ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
+    ours._register_fused_optim(torch.optim.SGD, lr=0.1)
+    plain = TorchDDP(ddp_models.make("buckets"))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        gradients(ours, rank, step)
+        gradients(plain, rank, step)
+        optimizer.step()
+    assert near(parameters(ours), parameters(plain), 1e-6)
+    assert the_same(parameters(ours))
+
+
+def zero_overlapped(rank: int, world_size: int) -> None:
+    """ddp_zero_hook steps each rank's part of the optimizer and sends it to the others.
+
+    Without an optimizer step in the first two, which find out how buckets are cut.
+    """
+    for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
+        zero = ZeroRedundancyOptimizer(
+            ours.parameters(), optimizer_class=torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        )
+        ours.register_comm_hook(None, make(default_hooks.allreduce_hook, ours, zero))
+        plain = TorchDDP(ddp_models.make("buckets"))
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(5):
+            gradients(ours, rank, step)
+            zero.step()
+            gradients(plain, rank, step)
+            if step >= 2:
+                optimizer.step()
+        assert near(parameters(ours), parameters(plain), 1e-6), make.__name__
+
+
+def named_types(rank: int, world_size: int) -> None:
+    """What torch calls by a name registers with our wrapper as well."""
+    plain = TorchDDP(ddp_models.make("buckets"))
+    for kind, part in ((DDPCommHookType.ALLREDUCE, 1e-6), (DDPCommHookType.FP16_COMPRESS, 2e-3)):
+        ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
+        register_ddp_comm_hook(kind, ours, None)
+        for step in range(2):
+            assert near(gradients(ours, rank, step), gradients(plain, rank, step), part), kind
+    ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
+    register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ours, None)
+    assert the_same(gradients(ours, rank, 0))
+
+
 def in_turn(rank: int, world_size: int, names: list[str]) -> None:
     for name in names:
         globals()[name](rank, world_size)
 
 
 def test_torchs_hooks_on_two_ranks() -> None:
-    names = ["averaging_hooks", "noop", "power_sgd", "post_local_sgd"]
+    names = ["averaging_hooks", "noop", "power_sgd", "post_local_sgd", "quantized"]
+    names += ["fused_optimizer", "zero_overlapped", "named_types"]
     ranks.run_ranks(2, in_turn, args=(names,), timeout_s=200, preload=ranks.TORCH_DDP)
+
+
+def test_what_no_cpu_backend_can_run() -> None:
+    ranks.run_ranks(1, refused_by_every_cpu_backend, preload=ranks.TORCH_DDP)
+
+
+def test_no_hook_of_torchs_is_forgotten() -> None:
+    """A hook that a later torch brings shows here."""
+    known = {"ddp_zero_hook", "debugging_hooks", "default_hooks", "optimizer_overlap_hooks"}
+    known |= {"post_localSGD_hook", "powerSGD_hook", "quantization_hooks"}
+    known |= {"mixed_precision_hooks"}  # part of an option that torch itself runs on CUDA only
+    assert {each.name for each in pkgutil.iter_modules(ddp_comm_hooks.__path__)} == known
 
 
 def recorded(rank: int, world_size: int) -> dict[str, Any]:
