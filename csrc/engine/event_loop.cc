@@ -25,6 +25,9 @@ constexpr uint64_t kWakeup = ~uint64_t{0};
 constexpr int kLongestSleepMs = 1000;
 constexpr std::chrono::milliseconds kGrace{1};
 constexpr int kLooksBeforeAll = 8;
+// After so many sleeps in a row that outlasted a spin, what a driver waits for comes at the pace of a link. To poll for that
+// would only burn a core that somebody may compute on.
+constexpr int kSlowTurns = 4;
 
 [[noreturn]] void throwErrno(const char* call, int error_number) {
   const std::string summary = std::string("an event loop could not be set up: ") + call + " failed";
@@ -166,7 +169,8 @@ Loop::Ticker::Look EventLoop::lookOnce() noexcept {
 }
 
 bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
-  const bool crowded = crowded_.load(std::memory_order_relaxed);
+  const bool slow = slow_turns_ >= kSlowTurns;
+  const bool leaves = slow || crowded_.load(std::memory_order_relaxed);
   const TimePoint until = Clock::now() + longest;
   for (;;) {
     // What nobody looks for must be seen, too: room to write, connections, frames of other peers.
@@ -176,10 +180,13 @@ bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
       runDue();
       return true;
     }
+    if (slow && looked == Ticker::Look::Nothing) {
+      return false; // the sleep asks the kernel, too
+    }
     if (((all || looked == Ticker::Look::Nothing) && dispatch(0)) || !tasks_.empty()) {
       return true;
     }
-    if ((crowded && looked == Ticker::Look::Nothing) || Clock::now() >= until) {
+    if ((leaves && looked == Ticker::Look::Nothing) || Clock::now() >= until) {
       return false;
     }
     // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.
@@ -198,7 +205,10 @@ void EventLoop::turn(Deadline deadline) noexcept {
     return;
   }
   driver_sleeps_.store(true, std::memory_order_seq_cst);
+  const TimePoint slept = Clock::now();
   dispatch(tasks_.empty() ? deadline.remainingMs(sleepMs()) : 0);
+  const bool outlasted = Clock::now() - slept > std::chrono::microseconds(spin_us);
+  slow_turns_ = outlasted ? std::min(slow_turns_ + 1, kSlowTurns) : 0;
 }
 
 void EventLoop::watch(int fd, uint32_t events, Handler& handler) {

@@ -131,6 +131,7 @@ class EventLoop final : public Loop {
   uint32_t next_serial_ = 1;
   std::vector<Ticker*> tickers_; ///< each alive until removeTicker
   int looks_ = 0; ///< since the kernel was asked about all descriptors
+  int slow_turns_ = 0; ///< sleeps in a row that outlasted a spin
   std::thread thread_;
 };
 
