@@ -50,6 +50,10 @@ tsan: ## C++ tests under ThreadSanitizer
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py tsan
 
+fuzz: ## what reads bytes from outside, guided by coverage, with clang; ARGS="--seconds 3600 frames"
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/fuzz.py $(ARGS)
+
 py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
@@ -111,5 +115,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan py tcp faults fault_build integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan fuzz py tcp faults fault_build integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

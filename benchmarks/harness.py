@@ -34,7 +34,8 @@ from report import Floats, Report, Row, header, paired_ratio
 from world import World
 
 _MAX_BLOCK_LENGTH = 5000
-RAW = "raw"  # raw.py: plain sockets and additions
+# Not process groups: modules beside this one, which import it.
+_BESIDE = {"raw": "raw", "deepspeed": "deepspeed_shm"}
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
 
 
@@ -51,9 +52,14 @@ class Place:
     redop: str
 
     @property
+    def variant(self) -> str:
+        """What follows the colon in a backend's name, "" where nothing does."""
+        return self.backend.partition("#")[0].partition(":")[2]
+
+    @property
     def empty(self) -> Callable[..., torch.Tensor]:
         """Makes this backend's tensors: those of ``pycomm:arena`` are reached in place."""
-        if self.backend.partition("#")[0] == "pycomm:arena":
+        if self.variant == "arena":
             made: Callable[..., torch.Tensor] = importlib.import_module("pycomm").empty
             return made
         return torch.empty
@@ -185,11 +191,11 @@ def _measure(
     remarks: list[Row | str] = []
     for backend in options.backends:
         case: Case | openmpi.MpiCase
-        if backend == RAW:
-            raw = importlib.import_module("raw")  # which imports this module
+        if backend in _BESIDE:
+            rival = importlib.import_module(_BESIDE[backend])
             group = next(iter(world.groups.values()))
             place = Place(backend, group, world.rank, world.ranks, nbytes, dtype, options.redop)
-            case = raw.prepare(world, place, workload.name)
+            case = rival.prepare(world, place, workload.name)
         elif backend == openmpi.NAME:
             numel = next(iter(cases.values())).numel  # as many as the backend before it has
             case = openmpi.MpiCase(
@@ -263,7 +269,7 @@ def _run_as_rank(
     on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
-    world.open_groups([name for name in options.backends if name not in (openmpi.NAME, RAW)])
+    world.open_groups([name for name in options.backends if name not in (openmpi.NAME, *_BESIDE)])
     for workload in workloads:
         for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
             for row in _measure(world, workload, nbytes, options):
@@ -315,6 +321,8 @@ def main(
     if openmpi.NAME in options.backends:
         openmpi.build()
         facts[openmpi.NAME] = openmpi.version()
+    if "deepspeed" in options.backends:
+        facts["deepspeed"] = importlib.import_module(_BESIDE["deepspeed"]).build()
     report = Report(facts)
     for ranks in options.ranks:
         try:

@@ -102,10 +102,11 @@ def prepare(world: World, place: Place, workload: str) -> CollectiveCase:
     """This rank's part at one size."""
     if workload != "all_reduce" or place.dtype != torch.float32 or place.redop != "sum":
         raise SystemExit(f"{NAME} is measured with all_reduce, float32 and sum only")
-    if world.raw_sockets is None:
-        world.raw_sockets = Sockets(world)
-    assert isinstance(world.raw_sockets, Sockets)
-    return _RawAllReduce(world.raw_sockets).prepare(place)
+    if NAME not in world.kept:
+        world.kept[NAME] = Sockets(world)
+    sockets = world.kept[NAME]
+    assert isinstance(sockets, Sockets)
+    return _RawAllReduce(sockets).prepare(place)
 
 
 def _own_address() -> str:

@@ -14,11 +14,13 @@ however this ends.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,17 +50,37 @@ def start(
     return subprocess.Popen(inside, env=env, stdin=subprocess.DEVNULL)
 
 
+def print_iperf(sender: Host, receiver: Host) -> None:
+    """Say what iperf3 reads between two hosts: one TCP stream one way, for five seconds."""
+    server = subprocess.Popen(receiver.command("iperf3", "-s", "-1"), stdout=subprocess.DEVNULL)
+    client = sender.command("iperf3", "-J", "-t", "5", "-c", receiver.address)
+    try:
+        for _ in range(20):  # until the server listens
+            time.sleep(0.1)
+            done = subprocess.run(client, capture_output=True, text=True, timeout=30, check=False)
+            if done.returncode == 0:
+                break
+        received = json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]
+        print(f"# iperf3         {received / 1e6:.1f} Mbit/s from host 0 to host 1", flush=True)
+    finally:
+        server.kill()
+        server.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--hosts", default="0,1", help="the host of each rank; default: %(default)s")
     add("--mbit", type=int, default=1000, help="of each card; default: %(default)s")
     add("--timeout", type=float, default=900.0, help="end it after these seconds")
+    add("--iperf", action="store_true", help="first say what iperf3 reads between hosts 0 and 1")
     add("command", nargs="+", help="a script of benchmarks/ and its arguments, after --")
     options = parser.parse_args()
     hosts = [int(host) for host in options.hosts.split(",")]
     if sorted(set(hosts)) != list(range(max(hosts) + 1)):
         parser.error(f"--hosts {options.hosts}: number the hosts 0, 1, 2 ...")
+    if options.iperf and (shutil.which("iperf3") is None or len(set(hosts)) < 2):
+        parser.error("--iperf needs the command iperf3 and two hosts")
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         parser.error("network namespaces need root and the commands ip and tc (package iproute2)")
     script, *arguments = options.command
@@ -67,6 +89,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with switch(len(set(hosts)), options.mbit) as wired:
+            if options.iperf:
+                print_iperf(wired[0], wired[1])
             ranks = [start(rank, hosts, wired, command) for rank in range(len(hosts))]
             codes = [process.wait(options.timeout) for process in ranks]
     except (OSError, subprocess.TimeoutExpired) as error:

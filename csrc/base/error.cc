@@ -41,7 +41,12 @@ struct Reader {
       return "";
     }
     at += length;
-    return bytes.substr(at - length, length);
+    std::string text = bytes.substr(at - length, length);
+    for (char& c : text) { // it will be printed: one line, and nothing that a terminal obeys
+      const auto code = static_cast<unsigned char>(c);
+      c = code < 0x20 || code == 0x7f ? ' ' : c;
+    }
+    return text;
   }
 
  private:

@@ -62,6 +62,10 @@ void Protocol::grantAllFrom(int peer) {
 
 void Protocol::creditArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
   const int64_t limit = static_cast<int64_t>(header.aux);
+  if (limit < 0) {
+    fail(violation(peer, header, "credit of less than nothing"));
+    return;
+  }
   if (header.op_id == 0) {
     Peer& pool = peers_[static_cast<size_t>(peer)];
     pool.eager_out = std::max<int64_t>(0, pool.eager_out - limit);

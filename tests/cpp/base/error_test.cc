@@ -71,6 +71,15 @@ TEST(ErrorRecord, LengthsFromTheWireAreBounded) {
   EXPECT_EQ(ErrorRecord::deserialize(bytes).code, ErrorCode::ProtocolViolation);
 }
 
+TEST(ErrorRecord, WhatAPeerWroteStaysOneLineAndCommandsNoTerminal) {
+  ErrorRecord record;
+  record.summary = "first\nsecond \x1b[2J";
+  record.hint = "a\rb";
+  const std::string text = ErrorRecord::deserialize(record.serialize()).text();
+  EXPECT_EQ(text.find_first_of("\n\r\x1b"), std::string::npos) << text;
+  EXPECT_EQ(text.rfind("first second  [2J", 0), 0U) << text;
+}
+
 TEST(ErrorRecord, LongTextsAreCutNotRefused) {
   ErrorRecord record;
   record.summary = std::string(100000, 'x');

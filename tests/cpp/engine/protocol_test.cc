@@ -74,6 +74,20 @@ std::vector<Protocol::Action> of(Kind kind, std::vector<Protocol::Action> action
   return chosen;
 }
 
+TEST(Protocol, CreditOfLessThanNothingIsAViolation) {
+  for (const uint64_t op_id : {0, 1}) { // of the pool, and of an operation
+    Protocol root(configOf(0, 2));
+    const Posted posted = broadcastOf(1, 0, 2, 0, kLarge);
+    post(root, posted);
+    FrameHeader credit = frameOf(posted, FrameType::Credit, 0, uint64_t{1} << 63);
+    credit.op_id = op_id;
+    EXPECT_EQ(root.arrived(1, credit, Clock::now()), Protocol::Verdict::Ignore);
+    const auto failures = of(Kind::Fail, root.takeActions());
+    ASSERT_EQ(failures.size(), 1U);
+    EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
+  }
+}
+
 TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
   Protocol root(configOf(0, 2));
   const Posted small = broadcastOf(1, 0, 2, 0, 100);

@@ -1,0 +1,166 @@
+#include "fuzz/decoders.h"
+
+#include <string>
+
+#include "base/error.h"
+#include "fuzz/frames.h"
+#include "fuzz/promise.h"
+#include "transport/address.h"
+#include "transport/hello.h"
+#include "transport/host_identity.h"
+#include "transport/rank_record.h"
+#include "transport/wire.h"
+
+namespace pycomm::fuzz {
+namespace {
+
+std::vector<uint8_t> bytesOf(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+
+std::string textOf(const uint8_t* bytes, size_t nbytes) {
+  return {reinterpret_cast<const char*>(bytes), nbytes};
+}
+
+// ---- hello
+
+std::vector<uint8_t> helloSample() {
+  Hello hello;
+  hello.nonce = 0x1122334455667788U;
+  hello.rank = 3;
+  hello.size = 5;
+  hello.group = 77;
+  return bytesOf(encodeHello(hello));
+}
+
+bool readHello(const uint8_t* bytes, size_t nbytes) {
+  nbytes = std::min(nbytes, kHelloNbytes); // the acceptor reads no more
+  const auto memory = exactly(bytes, nbytes);
+  const HelloReading reading = decodeHello({memory.get(), nbytes});
+  if (reading.state != HelloReading::State::Complete) {
+    return false;
+  }
+  promise(reading.hello.rank >= 0 && reading.hello.rank < reading.hello.size, "a rank outside of the group");
+  const std::string again = encodeHello(reading.hello);
+  const auto copy = exactly(again.data(), again.size());
+  promise(decodeHello({copy.get(), again.size()}).hello.nonce == reading.hello.nonce, "hello does not survive");
+  return true;
+}
+
+// ---- error record
+
+std::vector<uint8_t> errorSample() {
+  ErrorRecord record;
+  record.code = ErrorCode::PeerDead;
+  record.summary = "Rank 2 is gone.";
+  record.hint = "look there";
+  record.rank = 1;
+  record.peer = 2;
+  record.host = "a";
+  record.op = "all_reduce";
+  record.numel = 1 << 20;
+  return bytesOf(record.serialize());
+}
+
+bool readError(const uint8_t* bytes, size_t nbytes) {
+  const auto memory = exactly(bytes, nbytes);
+  const auto reply = decodeHelloReply({memory.get(), nbytes});
+  if (!reply) {
+    return false;
+  }
+  const std::string text = reply->text();
+  promise(text.find('\n') == std::string::npos, "more than one line");
+  promise(ErrorRecord::deserialize(reply->serialize()).text() == text, "the record does not survive");
+  return true;
+}
+
+// ---- rank record
+
+std::vector<uint8_t> rankSample() {
+  RankRecord record;
+  record.version = FrameHeader::kVersion;
+  record.rank = 1;
+  record.size = 4;
+  record.host = "node1";
+  record.identity = {"4d8ab4fc-6ae1-4f4b-9d39-0b7e2e6f6a11", 4026531840, "node1"};
+  record.process = {4711, 4026531836, 123456};
+  record.route = SocketAddress::parse("10.0.0.1", 29600);
+  record.config_text = "algorithm=auto transport=tcp";
+  record.nonce = 99;
+  record.watch_name = "0123456789abcdef";
+  return bytesOf(record.wireText());
+}
+
+bool readRank(const uint8_t* bytes, size_t nbytes) {
+  RankRecord record;
+  record.version = FrameHeader::kVersion;
+  record.rank = 0;
+  record.size = 4;
+  try {
+    const RankRecord theirs = RankRecord::fromWireText(textOf(bytes, nbytes), 1);
+    (void)theirs.who();
+    if (theirs.version == FrameHeader::kVersion) {
+      const RankRecord again = RankRecord::fromWireText(theirs.wireText(), 1);
+      promise(again.wireText() == theirs.wireText(), "the record does not survive");
+    }
+    checkCompatible(record, theirs);
+    return true;
+  } catch (const Error&) { // the only thing that may come out
+    return false;
+  }
+}
+
+// ---- texts in the store: a byte that says which, then the text
+
+std::vector<uint8_t> textSample() {
+  return bytesOf('\0' + joinTexts({"first", "", std::string(300, 'x')}));
+}
+
+bool readText(const uint8_t* bytes, size_t nbytes) {
+  if (nbytes == 0) {
+    return false;
+  }
+  const std::string text = textOf(bytes + 1, nbytes - 1);
+  switch (bytes[0] % 4) {
+    case 0: {
+      const auto texts = splitTexts(text);
+      promise(!texts || splitTexts(joinTexts(*texts)) == texts, "the list does not survive");
+      return texts.has_value();
+    }
+    case 1: {
+      const auto address = SocketAddress::fromWireText(text);
+      promise(
+          !address || SocketAddress::fromWireText(address->wireText())->wireText() == address->wireText(),
+          "the address does not survive");
+      return address.has_value();
+    }
+    case 2: {
+      const auto host = HostIdentity::fromWireText(text);
+      promise(
+          !host || HostIdentity::fromWireText(host->wireText())->wireText() == host->wireText(),
+          "the host does not survive");
+      return host.has_value();
+    }
+    default: {
+      const auto process = ProcessIdentity::fromWireText(text);
+      promise(!process || process->pid >= 0, "a process id below 0");
+      return process.has_value();
+    }
+  }
+}
+
+} // namespace
+
+const std::vector<Decoder>& decoders() {
+  static const std::vector<Decoder> all = {
+      {"hello", readHello, helloSample},
+      {"error", readError, errorSample},
+      {"rank", readRank, rankSample},
+      {"text", readText, textSample},
+      {"frames", readFrames, framesSample},
+      {"matching", readMatching, matchingSample},
+  };
+  return all;
+}
+
+} // namespace pycomm::fuzz

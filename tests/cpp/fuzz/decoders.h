@@ -1,0 +1,23 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pycomm::fuzz {
+
+/// What reads bytes that a stranger, or a broken peer, may have written. One input is any bytes. Nothing may be read out of bounds
+/// (AddressSanitizer looks), nothing but pycomm::Error may be thrown inside, and what was understood must survive being written
+/// again. A broken promise is thrown as std::logic_error.
+struct Decoder {
+  const char* name;
+  /// Returns true where the input, or some of it, was understood.
+  bool (*read)(const uint8_t* bytes, size_t nbytes);
+  /// A well-formed input, for mutations to begin with.
+  std::vector<uint8_t> (*sample)();
+};
+
+/// Hello, error records, rank records, texts in the store, frames of a connection, and frames into the matching of operations.
+[[nodiscard]] const std::vector<Decoder>& decoders();
+
+} // namespace pycomm::fuzz
