@@ -107,7 +107,9 @@ at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options)
     } catch (const Error& error) { // as in a small container: it is copied on its way, and that is all
       log(LogLevel::Warn,
           "a gradient bucket of " + std::to_string(nbytes >> 10) +
-              " KiB lies in ordinary memory: " + error.record().summary + " Its all_reduce copies it.");
+              " KiB, and those that are made after it, lie in ordinary memory: " + error.record().summary +
+              " They are copied on their way.");
+      layout_.reachable = false;
     }
   }
   return at::zeros({length}, options);

@@ -87,6 +87,10 @@ class Bucket {
   [[nodiscard]] at::Tensor lostOf(const Slot& slot) const;
   /// Bytes that one all-reduce is handed, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
+  /// What the layout said, until there was no room for this bucket.
+  [[nodiscard]] bool reachable() const noexcept {
+    return layout_.reachable;
+  }
   /// Bytes that the other ranks reach in place: of wire(), or 0.
   [[nodiscard]] size_t sharedNbytes() const;
   /// Bytes of the gradients in their own dtype; of a sparse one, those of the step under way.

@@ -123,6 +123,7 @@ void Reducer::buildBuckets() {
     layout.scale_exponent = exponent.value_or(0);
     buckets_.emplace_back(tensors, indices, layout);
     const Bucket& bucket = buckets_.back();
+    reachable_ = bucket.reachable(); // the next ones would find no room either, and once is enough to say so
     for (const Bucket::Slot& slot : bucket.slots()) {
       const auto known = lost.find(slot.index);
       if (bucket.lost().defined() && known != lost.end()) {
