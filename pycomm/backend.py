@@ -195,6 +195,8 @@ def native_options(
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,
         "wire_dtype": resolved.wire_dtype,
+        "cuda_mode": resolved.cuda_mode,
+        "cuda_library": str(_extension.CUDA_LIBRARY),
         "flight_recorder_size": resolved.flight_recorder_size,
         "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,

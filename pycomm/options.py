@@ -20,6 +20,7 @@ _DEFAULT_ORIGIN = "default"
 _OFF = "off"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
+_BUILD_VARIABLES = {"PYCOMM_BUILD_CUDA"}  # setup.py reads them; left in a shell they do no harm
 _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
 _KIB = 1024
 _SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
@@ -131,6 +132,15 @@ def _transport(where: str, value: object) -> str:
     return _one_of("auto", "tcp")(where, value)
 
 
+def _cuda_mode(where: str, value: object) -> str:
+    if isinstance(value, str) and value.strip().lower() == "nccl":
+        raise ValueError(
+            f"{where}={value!r} is not available yet: CUDA tensors go over the network through "
+            "pinned memory; use 'auto' or 'tcp'"
+        )
+    return _one_of("auto", "tcp")(where, value)
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One thing that can be set."""
@@ -168,6 +178,7 @@ SETTINGS: tuple[Setting, ...] = (
         "fp32",
         "PYCOMM_WIRE_DTYPE",
     ),
+    Setting("cuda_mode", _cuda_mode, "auto", "PYCOMM_CUDA_MODE"),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
     Setting(
         "flight_recorder_size",
@@ -193,7 +204,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``segment_nbytes`` and ``wire_dtype``; the others may differ.
+    the same ``algorithm``, ``segment_nbytes``, ``wire_dtype`` and ``cuda_mode``; the others may
+    differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -216,6 +228,9 @@ class Options:
             it is, exactly. Sums are added up in float32 and rounded once before they travel, so all
             ranks get the same bits, and the error does not grow with their number (docs/codecs.md).
             ``PYCOMM_WIRE_DTYPE``.
+        cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
+            the same engine that serves CPU tensors (docs/cuda.md). "auto", the default, is the same
+            today. ``PYCOMM_CUDA_MODE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
         flight_recorder_size: How many of its last operations a group remembers; 0 for none.
@@ -237,6 +252,7 @@ class Options:
     algorithm: str | None = None
     transport: str | None = None
     wire_dtype: str | None = None
+    cuda_mode: str | None = None
     segment_nbytes: int | str | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
@@ -317,6 +333,7 @@ class ResolvedOptions:
     algorithm: str
     transport: str
     wire_dtype: str
+    cuda_mode: str
     segment_nbytes: int
     flight_recorder_size: int
     flight_recorder_dir: str
@@ -354,7 +371,7 @@ def variable_error(name: str) -> str:
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:
     """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
-    known = {*variables(), _FAULT_VARIABLE}
+    known = {*variables(), *_BUILD_VARIABLES, _FAULT_VARIABLE}
     return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
 
 

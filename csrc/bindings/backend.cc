@@ -26,6 +26,8 @@ struct NativeOptions {
   std::string transport;
   std::string store_host;
   std::string wire_dtype;
+  std::string cuda_mode;
+  std::string cuda_library;
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
@@ -41,6 +43,8 @@ struct NativeOptions {
         transport(options["transport"].cast<std::string>()),
         store_host(options["store_host"].cast<std::string>()),
         wire_dtype(options["wire_dtype"].cast<std::string>()),
+        cuda_mode(options["cuda_mode"].cast<std::string>()),
+        cuda_library(options["cuda_library"].cast<std::string>()),
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
@@ -95,6 +99,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.algorithm = algorithmNamed(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
     settings.codec = codecOf(options.wire_dtype);
+    settings.cuda_library = options.cuda_library;
 
     Group::Config config;
     RendezvousConfig& meeting = config.rendezvous;
@@ -106,7 +111,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.family = familyNamed(options.socket_family);
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
-        " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype;
+        " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
+        " cuda_mode=" + options.cuda_mode;
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 

@@ -11,7 +11,8 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
     : Backend(group->identity().rank, group->identity().size),
       store_(std::move(store)),
       group_(std::move(group)),
-      settings_(settings) {}
+      settings_(std::move(settings)),
+      devices_(std::make_shared<CudaDevices>(settings_.cuda_library)) {}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
@@ -88,10 +89,40 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     content.keep_alive.push_back(std::move(temporary));
   }
   content.unpack = prepared.staging.takeUnpack();
-  for (const Group::Call& call : prepared.calls) {
-    content.operations.push_back(start(call));
+  content.cuda = prepared.staging.takeCopies();
+  if (content.cuda != nullptr) {
+    content.behind.push_back(content.cuda);
+    startBehindCopies(prepared.calls, content);
+  } else {
+    for (const Group::Call& call : prepared.calls) {
+      content.operations.push_back(start(call));
+    }
   }
   return work(titled, std::move(content));
+}
+
+void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content) {
+  for (Group::Call& call : calls) {
+    call.held = true;
+    content.operations.push_back(start(call));
+  }
+  const auto begin = [group = group_, operations = content.operations](const std::optional<ErrorRecord>& failure) {
+    if (failure) {
+      ErrorRecord reason = *failure;
+      reason.peer = group->identity().rank;
+      group->abort(reason);
+    }
+    for (const auto& operation : operations) {
+      group->release(operation);
+    }
+  };
+  try {
+    content.cuda->toHost(begin);
+  } catch (const Error& error) {
+    // The other ranks have, or will have, operations of these numbers: they are not left waiting for them.
+    begin(error.record());
+    throw;
+  }
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
@@ -134,6 +165,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
+      content.behind.insert(content.behind.end(), of.behind.begin(), of.behind.end());
       for (const auto& list : of.output_lists) {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }

@@ -33,6 +33,7 @@ class PycommBackend final : public c10d::Backend {
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< for what codecFor() says
+    std::string cuda_library; ///< the path of libpycomm_cuda.so, loaded when the first CUDA tensor comes
   };
 
   /// `store` is what the group met in: it is left when the group closes.
@@ -124,6 +125,7 @@ class PycommBackend final : public c10d::Backend {
 
   /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
   struct Prepared {
+    explicit Prepared(std::shared_ptr<CudaDevices> devices) : staging(std::move(devices)) {}
     std::vector<Group::Call> calls;
     Staging staging;
     PycommWork::Content content;
@@ -188,6 +190,9 @@ class PycommBackend final : public c10d::Backend {
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
+  /// in host memory.
+  void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
   /// Every Work is made here, so that a coalescing window sees it.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
@@ -203,6 +208,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
+  std::shared_ptr<CudaDevices> devices_;
 
   using Window = std::vector<c10::intrusive_ptr<PycommWork>>;
   std::mutex windows_mutex_; ///< guards windows_

@@ -31,7 +31,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     } else {
       checkOutput(tensor, collectiveName(kind));
     }
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(kind, MessageOptions{settings_.timeout}, tensor);

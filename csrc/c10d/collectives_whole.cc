@@ -28,11 +28,11 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
     const c10d::AllreduceOptions& opts) {
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
-    if (tensor.defined() && tensor.is_sparse()) {
+    if (tensor.defined() && tensor.is_sparse() && tensor.is_cpu()) { // others: checkOutput refuses
       return sparseAllReduce(tensor, opts);
     }
     checkOutput(tensor, "all_reduce");
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     prepareAllReduce(prepared, tensor, opts);
@@ -47,7 +47,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_coalesced(
     for (const at::Tensor& tensor : tensors) {
       checkOutput(tensor, "all_reduce_coalesced");
     }
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     for (const at::Tensor& tensor : tensors) {
@@ -64,7 +64,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
     const at::Tensor& tensor = onlyTensor(tensors, "broadcast");
     const bool root = getRank() == opts.rootRank;
     checkOutput(tensor, "broadcast"); // also the root's, which is not written: all ranks must refuse alike
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(Collective::Broadcast, opts, tensor);
@@ -87,7 +87,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
     } else {
       checkTensor(tensor, "reduce", "input");
     }
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(Collective::Reduce, opts, tensor);
@@ -105,7 +105,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::barrier(const c10d::BarrierOptions& opts) {
   return raising([&] {
-    Prepared prepared;
+    Prepared prepared(devices_);
     prepared.calls.push_back(call(Collective::Barrier, opts));
     return begin({c10d::OpType::BARRIER, "pycomm:barrier"}, std::move(prepared));
   });

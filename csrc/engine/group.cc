@@ -156,6 +156,17 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
+  if (!call.held) {
+    post(operation, call.waits);
+  }
+  return operation;
+}
+
+void Group::release(const std::shared_ptr<Operation>& operation) {
+  post(operation, false);
+}
+
+void Group::post(const std::shared_ptr<Operation>& operation, bool quietly) {
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);
@@ -167,12 +178,11 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
     record.hint = "destroy_process_group() was called before this operation";
     operation->finish(errorOf(*operation, record, self->identity_));
   };
-  if (call.waits) {
+  if (quietly) {
     engine_.lane().postQuietly(std::move(begin));
   } else {
     engine_.lane().post(std::move(begin));
   }
-  return operation;
 }
 
 bool Group::wait(const Operation& operation, Deadline deadline) {

@@ -52,6 +52,7 @@ class Group : public std::enable_shared_from_this<Group> {
     double premul_factor = 1.0;
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
+    bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
   };
 
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
@@ -63,6 +64,10 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
+
+  /// Lets an operation begin that was started `held`: its input is there now. Once, and also if the input will never come (the group
+  /// is aborted first): an operation that is not released never ends. Any thread.
+  void release(const std::shared_ptr<Operation>& operation);
 
   /// Whether this call may have its parts in buffers of their own. Small ones may not: their algorithms send several ranks' parts as
   /// one frame, and copying them costs little. Throws what start() throws for a call without meaning.
@@ -109,6 +114,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
+  void post(const std::shared_ptr<Operation>& operation, bool quietly);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
