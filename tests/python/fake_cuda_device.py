@@ -91,6 +91,7 @@ class Device:
         _extension.CUDA_LIBRARY = library
         # torch's Python initialises the driver when it meets the first CUDA tensor.
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+        torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
         self._kept: list[Any] = []
 
     def tensor(self, array: np.ndarray[Any, Any], index: int = 0) -> torch.Tensor:

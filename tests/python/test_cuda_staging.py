@@ -18,11 +18,10 @@ import torch.distributed as dist
 from fake_cuda_device import Device, build
 from ranks import run_ranks
 
-import pycomm
+from pycomm import errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from cuda_table import CudaError, CudaTable
-
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -171,11 +170,11 @@ def _refusals(rank: int, size: int, library: str) -> list[str]:
     array = np.ones(4, "float32")
     told = []
     device.library.fake_capture(1)
-    with pytest.raises(pycomm.UnsupportedError) as capture:
+    with pytest.raises(errors.UnsupportedError) as capture:
         dist.all_reduce(device.tensor(array), group=group)
     device.library.fake_capture(0)
     told.append(str(capture.value))
-    with pytest.raises(pycomm.InvalidArgumentError) as mixed:
+    with pytest.raises(errors.InvalidArgumentError) as mixed:
         dist.all_gather_into_tensor(
             device.tensor(np.zeros(4 * size, "float32")), device.tensor(array, 1), group=group
         )
@@ -198,7 +197,7 @@ def _without_library(rank: int, size: int, library: str, missing: str) -> str:
 
     _extension.CUDA_LIBRARY = Path(missing)
     group = dist.new_group(list(range(size)))
-    with pytest.raises(pycomm.UnsupportedError) as error:
+    with pytest.raises(errors.UnsupportedError) as error:
         dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
     tensor = torch.ones(2)
     dist.all_reduce(tensor, group=group)
@@ -221,7 +220,7 @@ def _peer_leaves(rank: int, size: int, library: str) -> str:
     if rank == 1:
         dist.destroy_process_group(group)
         return ""
-    with pytest.raises(pycomm.PycommError) as error:
+    with pytest.raises(errors.PycommError) as error:
         dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
     return str(error.value)
 
