@@ -54,6 +54,12 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
 
+TCP_TESTS = collectives_basic async_work error_contract faults_basic random_programs torch_ddp life_cycle
+tcp: ## the Python tests whose ranks would share memory, over TCP
+	$(BOOTSTRAP) --group test
+	@TEST_TRANSPORT=tcp $(BIN)/python -m pytest --require-native \
+	  $(patsubst %,tests/python/test_%.py,$(TCP_TESTS)) $(ARGS)
+
 faults: ## the Python tests that kill, stop or starve ranks, every case of them
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native -m faults --all-faults $(ARGS)
@@ -105,5 +111,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan py faults fault_build integrations bench torch_suite lint format layers \
-  typecheck stubs stubs_check docs clean
+.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan py tcp faults fault_build integrations bench torch_suite lint \
+  format layers typecheck stubs stubs_check docs clean

@@ -16,6 +16,7 @@ SESSIONS = {
     "asan": ["asan"],
     "tsan": ["tsan"],
     "py": ["py"],
+    "tcp": ["tcp"],
     "faults": ["faults"],
     "integrations": ["integrations"],
     "bench": ["bench"],

@@ -87,10 +87,11 @@ class CollectiveCase:
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         source_numel, output_numel = self.collective.shapes(self.place, self.numel)
-        source = torch.empty(source_numel, dtype=self.place.dtype)
+        empty = self.place.empty
+        source = empty(source_numel, dtype=self.place.dtype)
         if self.collective.in_place:
             return source, source
-        return source, torch.empty(output_numel, dtype=self.place.dtype)
+        return source, empty(output_numel, dtype=self.place.dtype)
 
     def _bind(self, buffers: tuple[torch.Tensor, torch.Tensor]) -> Callable[[], object]:
         source, output = buffers

@@ -13,6 +13,7 @@ A table is a script that passes one or more Workloads to main(); allreduce.py is
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -33,6 +34,7 @@ from report import Floats, Report, Row, header, paired_ratio
 from world import World
 
 _MAX_BLOCK_LENGTH = 5000
+RAW = "raw"  # raw.py: plain sockets and additions
 _DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
 
 
@@ -47,6 +49,14 @@ class Place:
     nbytes: int
     dtype: torch.dtype
     redop: str
+
+    @property
+    def empty(self) -> Callable[..., torch.Tensor]:
+        """Makes this backend's tensors: those of ``pycomm:arena`` are reached in place."""
+        if self.backend.partition("#")[0] == "pycomm:arena":
+            made: Callable[..., torch.Tensor] = importlib.import_module("pycomm").empty
+            return made
+        return torch.empty
 
     @property
     def reduce_op(self) -> dist.ReduceOp:
@@ -175,7 +185,12 @@ def _measure(
     remarks: list[Row | str] = []
     for backend in options.backends:
         case: Case | openmpi.MpiCase
-        if backend == openmpi.NAME:
+        if backend == RAW:
+            raw = importlib.import_module("raw")  # which imports this module
+            group = next(iter(world.groups.values()))
+            place = Place(backend, group, world.rank, world.ranks, nbytes, dtype, options.redop)
+            case = raw.prepare(world, place, workload.name)
+        elif backend == openmpi.NAME:
             numel = next(iter(cases.values())).numel  # as many as the backend before it has
             case = openmpi.MpiCase(
                 workload.name, world.ranks, numel, dtype, options.redop, options.timeout
@@ -248,7 +263,7 @@ def _run_as_rank(
     on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
-    world.open_groups([name for name in options.backends if name != openmpi.NAME])
+    world.open_groups([name for name in options.backends if name not in (openmpi.NAME, RAW)])
     for workload in workloads:
         for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
             for row in _measure(world, workload, nbytes, options):

@@ -30,6 +30,7 @@ class World:
         self._store = PrefixStore("harness", store)
         self._store.set_timeout(self._timeout)
         self._round = 0
+        self.raw_sockets: object = None  # of raw.py, once it has made them
 
     @staticmethod
     def join(launched: bool, timeout_s: float) -> World:
@@ -43,11 +44,16 @@ class World:
         return World(store, int(env["RANK"]), int(env["WORLD_SIZE"]), timeout_s)
 
     def open_groups(self, names: Sequence[str]) -> None:
-        """Open a group for each backend. `gloo#2` is one more group of gloo."""
+        """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
+        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty."""
         for name in names:
-            backend = name.partition("#")[0]
-            if backend == "pycomm":
-                importlib.import_module("pycomm")  # works also where autoload is switched off
+            backend, _, transport = name.partition("#")[0].partition(":")
+            options = None
+            if backend == "pycomm":  # imported here: works also where autoload is switched off
+                pycomm = importlib.import_module("pycomm")
+                options = pycomm.Options(
+                    transport="shm" if transport == "arena" else transport or "auto"
+                )
             if not self.groups:
                 dist.init_process_group(
                     backend,
@@ -55,11 +61,14 @@ class World:
                     rank=self.rank,
                     world_size=self.ranks,
                     timeout=self._timeout,
+                    pg_options=options,
                 )
                 assert dist.group.WORLD is not None
                 self.groups[name] = dist.group.WORLD
             else:
-                self.groups[name] = dist.new_group(backend=backend, timeout=self._timeout)
+                self.groups[name] = dist.new_group(
+                    backend=backend, timeout=self._timeout, pg_options=options
+                )
 
     def close(self) -> None:
         """Leave all groups once every rank is done with them."""
@@ -67,6 +76,13 @@ class World:
         self.groups.clear()
         gc.collect()  # a group that lives into the interpreter's exit may abort there
         dist.destroy_process_group()
+
+    def exchange(self, text: str) -> list[str]:
+        """Return every rank's text on every rank."""
+        self._round += 1
+        key = f"exchange/{self._round}"
+        self._store.set(f"{key}/{self.rank}", text)
+        return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.ranks)]
 
     def barrier(self) -> None:
         self._round += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
+from pycomm._shared import empty
 from pycomm._version import __version__
 from pycomm.backend import (
     backend_error,
@@ -24,6 +25,7 @@ from pycomm.codecs import CodecStats, codec_stats
 from pycomm.options import Options
 
 if TYPE_CHECKING:
+    from pycomm import report
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
     from pycomm.sync_batch_norm import SyncBatchNorm
@@ -40,11 +42,13 @@ __all__ = [
     "codec_stats",
     "comm_hooks",
     "dump_flight_record",
+    "empty",
     "errors",
     "flight_record",
     "last_error",
     "monitored_barrier",
     "register",
+    "report",
 ]
 
 register()
@@ -60,6 +64,10 @@ def __getattr__(name: str) -> Any:
         from pycomm import local_sgd
 
         return getattr(local_sgd, name)
+    if name == "report":
+        import importlib
+
+        return importlib.import_module("pycomm.report")
     if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
         from pycomm.sync_batch_norm import SyncBatchNorm
 

@@ -22,7 +22,7 @@ ONLY = {
     "skip_all_reduce_unused_params": False,
     "batched_grad_copy": False,
 }
-_OURS = ("wire_dtype", "accumulate", "sync_every")
+_OURS = ("wire_dtype", "error_feedback", "accumulate", "sync_every")
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 
 

@@ -42,6 +42,9 @@ class Extension(Protocol):
     ) -> Any:
         """Joins the group: blocks, without the GIL, until all ranks are there."""
 
+    def empty_shared(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros in the memory that peers on this host can map."""
+
     def last_error(self, backend: Any) -> dict[str, Any] | None:
         """The record of the group's first error. Raises TypeError for another library's backend."""
 
@@ -57,6 +60,19 @@ class Extension(Protocol):
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 
+    def topology_text(self, backend: Any) -> str:
+        """How the ranks are spread over hosts, in words."""
+
+    def schedule_cost(
+        self,
+        collective: str,
+        algorithm: str,
+        host_of_rank: list[int],
+        nbytes: int,
+        network: list[float],
+    ) -> dict[str, Any]:
+        """What a collective costs on a virtual network (schedule/cost_model.h)."""
+
     def host_identity(self) -> str:
         """Equal in two processes of one host and network namespace."""
 
@@ -65,6 +81,17 @@ class Extension(Protocol):
 
     def codec_stats(self, backend: Any) -> Mapping[str, int]:
         """The fields of ``CodecStats``."""
+
+    def all_reduce_as(
+        self,
+        backend: Any,
+        tensor: torch.Tensor,
+        codec: str,
+        lost: torch.Tensor | None,
+        op: Any,
+        async_op: bool,
+    ) -> Any:
+        """An all_reduce that travels as ``codec``: its Work."""
 
     def encode(
         self, codec: str, values: torch.Tensor, error: torch.Tensor | None = None
@@ -94,8 +121,11 @@ class Extension(Protocol):
     def fail_future(self, future: Any, error: BaseException) -> None:
         """Completes a ``torch.futures.Future`` with this very exception."""
 
-    def IssueChain(self, hook_ordinal: int, index: int) -> AbstractContextManager[object]:
-        """While entered, what this thread and its futures' callbacks issue belongs to one chain."""
+    def IssueChain(
+        self, hook_ordinal: int, index: int, codec: str | None = None
+    ) -> AbstractContextManager[object]:
+        """While entered, what this thread and its futures' callbacks issue belongs to one chain,
+        whose sums travel as ``codec``; None: as the group's."""
 
     def list_interfaces(self) -> Sequence[Mapping[str, Any]]:
         """``name``, ``address``, ``family`` ("ipv4" or "ipv6") and ``loopback`` of each address."""

@@ -10,7 +10,10 @@ import torch
 
 from pycomm.errors import UnsupportedError
 
-WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+WIRE_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8")
+ENCODED = ("int8", "fp8")
+"""Those that only pycomm's own all_reduce can add up."""
+_CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 WireDtype = str | Mapping[str, str | None] | None
 _NAMES_SHOWN = 5
@@ -25,14 +28,14 @@ def check_wire_dtype(wire_dtype: WireDtype) -> None:
         if name is None or (isinstance(name, str) and name in WIRE_DTYPES):
             continue
         allowed = ", ".join(repr(known) for known in WIRE_DTYPES)
-        close = difflib.get_close_matches(str(name), list(WIRE_DTYPES), 1)
+        close = difflib.get_close_matches(str(name), WIRE_DTYPES, 1)
         hint = f": did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
 
 
 def wire_dtypes(
     wire_dtype: WireDtype, names: Sequence[str], dtypes: Sequence[torch.dtype]
-) -> list[torch.dtype | None]:
+) -> list[str | None]:
     """Each parameter's wire dtype, None for its own.
 
     Patterns are those of ``fnmatch``, in the mapping's order; the first that matches a name wins,
@@ -54,12 +57,12 @@ def wire_dtypes(
         if pattern not in won and isinstance(wire_dtype, Mapping):
             raise ValueError(_useless(pattern, list(patterns), names))
     for name, dtype, wire in zip(names, dtypes, chosen, strict=True):
-        if wire is not None and dtype not in WIRE_DTYPES.values():
+        if wire is not None and dtype not in _CASTABLE:
             raise UnsupportedError(
                 f"parameter {name!r} is {dtype}; wire_dtype={wire!r} is for float32, "
                 "float16 and bfloat16. A pattern that gives it None lets it travel as it is."
             )
-    return [None if wire is None else WIRE_DTYPES[wire] for wire in chosen]
+    return chosen
 
 
 def _useless(pattern: str, patterns: list[str], names: Sequence[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
+import sysconfig
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ import _pycomm_autoload
 from pycomm import _extension, errors
 from pycomm.flight_record import GroupRecord, parse_record
 from pycomm.options import FLIGHT_RECORD_NAME, Options, ResolvedOptions, fault_points
+from pycomm.tuning import TuningTable, read_table
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ErrorType
@@ -28,6 +31,17 @@ _timeouts_ms: dict[str, int] = {}
 """By the group's name; torch has no way to ask a plugin's group for it."""
 _told = False
 _level_set_here: int | None = None
+
+
+_FOREIGN_FOLDERS = [
+    os.path.join(folder, "")
+    for folder in (
+        str(Path(dist.__file__).parent.parent),
+        str(Path(__file__).parent),
+        sysconfig.get_path("stdlib"),
+    )
+]
+"""Where no code of the user lies: torch, pycomm, Python's library."""
 
 
 def register() -> None:
@@ -152,6 +166,18 @@ def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
+def topology_text(group: dist.ProcessGroup | None = None) -> str:
+    """How the ranks of a group are spread, as ``2 hosts with 4 ranks each``.
+
+    Args:
+        group: Default: the default group.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    return _extension.load().topology_text(native_backend(group))
+
+
 def native_backend(group: dist.ProcessGroup | None = None) -> Any:
     """The backend object of pycomm inside a group; None is the default group.
 
@@ -183,8 +209,16 @@ def store_host(store: Any) -> str:
 def native_options(
     resolved: ResolvedOptions, store_host: str, global_ranks: list[int]
 ) -> dict[str, Any]:
-    """What ``create_backend`` takes as ``options``."""
+    """What ``create_backend`` takes as ``options``.
+
+    Raises:
+        ValueError: The tuning table cannot be read.
+    """
+    table = TuningTable("", ()) if resolved.tuning == "off" else read_table(resolved.tuning)
     return {
+        "tuned": [dataclasses.astuple(choice) for choice in table.choices],
+        "tuned_for": table.topology,
+        "tuned_digest": table.digest if table.choices else "",
         "interface": resolved.interface,
         "interface_origin": resolved.origins["interface"],
         "socket_family": resolved.socket_family,
@@ -201,6 +235,8 @@ def native_options(
         "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,
         "global_ranks": global_ranks,
+        "check_call_sites": resolved.check_call_sites,
+        "skipped_folders": _FOREIGN_FOLDERS,
     }
 
 

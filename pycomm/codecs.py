@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,45 @@ def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
     """
     backend = native_backend(group)
     return CodecStats(**_extension.load().codec_stats(backend))
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    wire_dtype: str,
+    *,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    lost: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """``dist.all_reduce`` of one tensor that travels as ``wire_dtype``, whatever the group's own.
+
+    What is not encoded in a group with that ``Options.wire_dtype`` (small tensors, other dtypes and
+    operations) is not encoded here. All ranks must pass the same.
+
+    Args:
+        tensor: As for ``dist.all_reduce``.
+        wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8".
+        op: As for ``dist.all_reduce``.
+        group: A group of pycomm; default: the default group.
+        lost: (as tensor) float32, contiguous. Takes what encoding lost on this rank: of its own
+            values, and of the sums that it made. Added to the next inputs on all ranks, nothing is
+            lost for good. For float32 and ``ReduceOp.SUM`` only; left alone where nothing is
+            encoded.
+        async_op: Whether to return at once, with the operation.
+
+    Raises:
+        ValueError: The group is not pycomm's.
+        InvalidArgumentError: An argument does not fit.
+    """
+    native = _extension.load()
+    work: dist.Work = native.all_reduce_as(
+        native_backend(group), tensor, wire_dtype, lost, op, async_op
+    )
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = None) -> torch.Tensor:

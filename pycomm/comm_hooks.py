@@ -31,7 +31,10 @@ _ordinals = itertools.count()
 
 
 def ordered(
-    hook: _Hook[_State], *, describe: Callable[[GradBucket], str] | None = None
+    hook: _Hook[_State],
+    *,
+    describe: Callable[[GradBucket], str] | None = None,
+    codec_of: Callable[[GradBucket], str | None] | None = None,
 ) -> _Hook[_State]:
     """Runs a DDP communication hook one bucket at a time, on a thread of its own.
 
@@ -49,11 +52,13 @@ def ordered(
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
         describe: What to call a bucket in a note to the exceptions that ``hook`` raises.
+        codec_of: What the sums that ``hook`` issues for a bucket travel as over pycomm, by the name
+            of a codec; None for what the group's options say.
 
     Returns:
         A hook for ``register_comm_hook``. What ``hook`` raises, the backward pass raises.
     """
-    worker = _Worker(hook, next(_ordinals), describe)
+    worker = _Worker(hook, next(_ordinals), describe, codec_of)
 
     @functools.wraps(hook)
     def ordered_hook(state: _State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -206,10 +211,15 @@ class _Worker:
     """The thread of one wrapped hook: started by the first bucket, ended with the hook."""
 
     def __init__(
-        self, hook: _Hook[Any], ordinal: int, describe: Callable[[GradBucket], str] | None
+        self,
+        hook: _Hook[Any],
+        ordinal: int,
+        describe: Callable[[GradBucket], str] | None,
+        codec_of: Callable[[GradBucket], str | None] | None,
     ) -> None:
         self._hook = hook
         self._describe = describe
+        self._codec_of = codec_of
         self._ordinal = ordinal
         self._count = 0
         self._lock = threading.Lock()  # guards _count, _thread, _stopped and the order of _jobs
@@ -255,7 +265,8 @@ class _Worker:
 
     def _reduce(self, job: _Job) -> None:
         try:
-            with job.surroundings(), _issue_chain(self._ordinal, job.index):
+            codec = None if self._codec_of is None else self._codec_of(job.bucket)
+            with job.surroundings(), _issue_chain(self._ordinal, job.index, codec):
                 job.outcome.succeed(self._hook(job.state, job.bucket).wait())
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
@@ -269,9 +280,13 @@ def _add_note(error: BaseException, note: str) -> None:
     error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
 
 
-def _issue_chain(ordinal: int, index: int) -> contextlib.AbstractContextManager[object]:
+def _issue_chain(
+    ordinal: int, index: int, codec: str | None
+) -> contextlib.AbstractContextManager[object]:
     extension = _extension.loaded()
-    return contextlib.nullcontext() if extension is None else extension.IssueChain(ordinal, index)
+    if extension is None:
+        return contextlib.nullcontext()
+    return extension.IssueChain(ordinal, index, codec)
 
 
 _running: set[_Worker] = set()

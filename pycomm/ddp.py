@@ -8,7 +8,6 @@ the parameters have.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,8 +27,11 @@ from pycomm._ddp_options import (
     names_of,
     torch_options,
 )
+from pycomm._ddp_stats import DDPStats
 from pycomm._model_check import check_same_on_all_ranks
-from pycomm._wire_patterns import WireDtype, check_wire_dtype, wire_dtypes
+from pycomm._wire_patterns import ENCODED, WireDtype, check_wire_dtype, wire_dtypes
+from pycomm.backend import native_backend
+from pycomm.codecs import codec_stats
 from pycomm.errors import UnsupportedError
 
 __all__ = ["DDPStats", "DistributedDataParallel"]
@@ -44,35 +46,7 @@ _EDGE_BUCKET_CAP_NBYTES = _MIB
 _BUCKET_CAP_NBYTES = 4 * _MIB
 
 _NAMES_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class DDPStats:
-    """What one wrapper's reducer has done on this rank since it was made."""
-
-    passes: int
-    """Backward passes, but for those in ``no_sync()``."""
-    steps: int
-    """Of them, those whose gradients were reduced."""
-    syncs: int
-    """Times that parameters were averaged between hosts (``sync_every``)."""
-    buckets_reduced: int
-    wire_nbytes: int
-    """Handed to all_reduce (or to the comm hook)."""
-    sent_nbytes: int
-    """What a ring all-reduce sends of it from one rank: 2(N-1)/N times as much. With ``sync_every``
-    only what goes between hosts counts."""
-    saved_nbytes: int
-    """What one all-reduce a pass, in the parameters' own dtypes, would have sent more than that."""
-    exposed_seconds: float
-    """Time that backward had ended and waited for the network, and that averaging took."""
-    exposed_seconds_per_step: float
-    overflowed_buckets: int
-    """fp16 buckets reduced a second time because the first scale was too large for them."""
-    underflowed_buckets: int
-    """The same because it was too small; usual in the first step only."""
-    nonfinite_buckets: int
-    """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
+_BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
 class DistributedDataParallel(_TorchDDP):
@@ -84,13 +58,17 @@ class DistributedDataParallel(_TorchDDP):
     Args:
         module: The model, the same on all ranks: checked, names, shapes and strides. Parameters
             may be frozen and thawed between passes, on all ranks alike.
-        wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16" or "bf16", or
-            a mapping from patterns over parameter names to one of these; the first that matches
-            wins: ``{"*.norm.*": "fp32", "*": "fp16"}``.
+        wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16", "bf16",
+            "int8" or "fp8", or a mapping from patterns over parameter names to one of these; the
+            first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``.
             How fp16 and bf16 sums are rounded is the backend's (pycomm: added in fp32, rounded
             once); the division by the number of ranks comes after, in fp32. fp16 is scaled by a
             power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; a bucket
             that its scale did not fit is reduced again, and counted in ``stats()``.
+            int8 and fp8 need a group of pycomm, and carry a scale for each 256 elements.
+        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients: one
+            more float32 for each gradient element that travels so. Part of
+            ``communication_state_dict()``.
         accumulate: Backward passes to one reduction: gradients add up in ``.grad``, and the last
             pass reduces the sum, as ``no_sync()`` around the others would have it.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
@@ -119,6 +97,7 @@ class DistributedDataParallel(_TorchDDP):
         module: nn.Module,
         *args: Any,
         wire_dtype: WireDtype = None,
+        error_feedback: bool = True,
         accumulate: int = 1,
         sync_every: int = 1,
         **kwargs: Any,
@@ -126,6 +105,8 @@ class DistributedDataParallel(_TorchDDP):
         options = torch_options(module, args, kwargs)
         check_options(module, options)
         check_wire_dtype(wire_dtype)
+        if not isinstance(error_feedback, bool):
+            raise ValueError(f"error_feedback={error_feedback!r} is neither True nor False")
         for name, value in (("accumulate", accumulate), ("sync_every", sync_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number from 1")
@@ -133,6 +114,7 @@ class DistributedDataParallel(_TorchDDP):
         self._wire_dtype: WireDtype = (
             dict(wire_dtype) if isinstance(wire_dtype, Mapping) else wire_dtype
         )
+        self._error_feedback = error_feedback
         self._accumulate = accumulate
         self._sync_every = sync_every
         self._uses_default_cap = options["bucket_cap_mb"] is None
@@ -140,11 +122,14 @@ class DistributedDataParallel(_TorchDDP):
         self._host_group: Any = None
         self._steps_at_sync = 0
         self._syncs = 0
+        self._wires: dict[torch.Tensor, str | None] = {}
+        self._overflows_before = 0
         self._sync_wire_nbytes = 0
         self._sync_seconds = 0.0
         if "gradient_as_bucket_view" not in given(args, kwargs):
             kwargs["gradient_as_bucket_view"] = True
         super().__init__(module, *args, **kwargs)
+        self._overflows_before = self._overflows()
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
             self.global_group = self.process_group
@@ -173,7 +158,13 @@ class DistributedDataParallel(_TorchDDP):
             overflowed_buckets=raw.overflowed_buckets,
             underflowed_buckets=raw.underflowed_buckets,
             nonfinite_buckets=raw.nonfinite_buckets,
+            codec_overflows=self._overflows() - self._overflows_before,
         )
+
+    def _overflows(self) -> int:
+        if not any(wire in ENCODED for wire in self._wires.values()):
+            return 0
+        return codec_stats(self.process_group).overflows
 
     def sync(self) -> None:
         """With ``sync_every``: averages parameters between all ranks now. Collective.
@@ -196,17 +187,25 @@ class DistributedDataParallel(_TorchDDP):
         self._syncs += 1
         self._steps_at_sync = self.reducer.stats().steps
 
-    def communication_state_dict(self) -> dict[str, int]:
+    def communication_state_dict(self) -> dict[str, Any]:
         """Where this wrapper stands between reductions and syncs: part of a full checkpoint.
 
         ``state_dict()`` is torch's and holds none of it. Gradients that have been accumulated are
-        the caller's to keep.
+        the caller's to keep. With error feedback "lost" has, by parameter name, what this rank has
+        not sent yet: then every rank saves and loads its own.
         """
         raw = self.reducer.stats()
-        return {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
+        state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
+        lost = self.reducer.lost()
+        return {**state, "lost": lost} if lost else state
 
-    def load_communication_state_dict(self, state: dict[str, int]) -> None:
-        """Continues where ``communication_state_dict()`` was taken, on every rank."""
+    def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where ``communication_state_dict()`` was taken, on every rank.
+
+        Raises:
+            ValueError: Error feedback of a parameter that has none here, or of another shape.
+        """
+        self.reducer.set_lost(dict(state.get("lost", {})))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
 
@@ -216,22 +215,47 @@ class DistributedDataParallel(_TorchDDP):
         """Lets ``hook(state, bucket)`` reduce the buckets, as torch's method of this name has it.
 
         The hook runs through ``pycomm.comm_hooks.ordered``, so collectives that it issues from
-        callbacks come in one order on all ranks.
+        callbacks come in one order on all ranks. It gets gradients in the parameters' dtype; with
+        ``wire_dtype`` over a group of pycomm, the sums of float32 that it issues travel as that,
+        without error feedback.
 
         Raises:
-            RuntimeError: There is a hook already, training has begun, or ``wire_dtype`` is set.
+            RuntimeError: There is a hook already, or training has begun.
+            UnsupportedError: ``wire_dtype`` is set, and the group is not pycomm's.
         """
-        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self._check_comm_hook(hook)
         from pycomm.comm_hooks import ordered
 
-        self.reducer._register_comm_hook(state, ordered(hook, describe=self._describe_bucket))
+        if self._wire_dtype is not None:
+            self._need_pycomm(f"wire_dtype={self._wire_dtype!r} together with a comm hook")
+        self.reducer._register_comm_hook(
+            state, ordered(hook, describe=self._describe_bucket, codec_of=self._codec_of)
+        )
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        # torch knows its bf16 hooks by their names and wants NCCL for them; pycomm adds bf16 up.
+        if getattr(hook, "__name__", "") not in _BF16_HOOKS:
+            super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """ALLREDUCE is what happens anyway; FP16_COMPRESS is ``wire_dtype="fp16"``."""
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def _need_pycomm(self, what: str) -> Any:
+        group = self.process_group if self._host_group is None else self._host_group
+        try:
+            return native_backend(group)
+        except ValueError as error:
+            raise UnsupportedError(
+                f"{what} needs a process group of pycomm, which adds up encoded gradients; this "
+                f"one's backend is {dist.get_backend(group)!r}"
+            ) from error
+
+    def _codec_of(self, bucket: GradBucket) -> str | None:
+        return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
 
     def _describe_bucket(self, bucket: GradBucket) -> str:
         names = names_of(self.module, bucket.parameters())
@@ -278,6 +302,7 @@ class DistributedDataParallel(_TorchDDP):
                 self.device,
                 options={
                     "wire_dtype": self._wire_dtype,
+                    "error_feedback": self._error_feedback,
                     "accumulate": self._accumulate,
                     "sync_every": self._sync_every,
                     "bucket_cap_mb": self.bucket_bytes_cap / _MIB,
@@ -307,16 +332,21 @@ class DistributedDataParallel(_TorchDDP):
             self._host_group = host_group(self.process_group)
         everything = self._reducible()
         names, tensors = list(everything), list(everything.values())
+        wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
+        self._wires = dict(zip(tensors, wires, strict=True))
+        encoded = next((wire for wire in wires if wire in ENCODED), None)
         self.reducer = native.Reducer(
             tensors,
             names,
-            wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors]),
+            wires,
             expect_sparse(self.module, tensors),
             self.process_group if self._host_group is None else self._host_group,
+            None if encoded is None else self._need_pycomm(f"wire_dtype={encoded!r}"),
             **self._bucket_caps(),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
+            error_feedback=self._error_feedback,
             native_hooks=not self._use_python_reducer,
         )
         self.logger = native.DdpLogger(self.reducer)

@@ -29,6 +29,7 @@ __all__ = [
     "InternalError",
     "InvalidArgumentError",
     "NoInterfaceError",
+    "NoSharedMemoryError",
     "OutOfMemoryError",
     "PeerDeadError",
     "PeerLeftError",
@@ -279,6 +280,10 @@ class TooManyFilesError(PycommBackendError):
     """The limit of open files is reached."""
 
 
+class NoSharedMemoryError(PycommBackendError):
+    """There is no room for the memory that the ranks of a host share."""
+
+
 class SystemCallError(PycommBackendError):
     """The kernel refused something."""
 
@@ -311,6 +316,7 @@ BY_CODE: Mapping[str, type[PycommError]] = {
     "FORKED": ForkedError,
     "OUT_OF_MEMORY": OutOfMemoryError,
     "TOO_MANY_FILES": TooManyFilesError,
+    "SHM_NO_SPACE": NoSharedMemoryError,
     "SYSTEM_ERROR": SystemCallError,
     "INTERNAL": InternalError,
 }

@@ -40,7 +40,9 @@ def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
         text = value.strip() if isinstance(value, str) else ""
         text = text.upper() if upper else text.lower()
         if text not in allowed:
-            raise _bad(where, value, " or ".join(repr(name) for name in allowed))
+            nearest = difflib.get_close_matches(text, allowed, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise _bad(where, value, " or ".join(repr(name) for name in allowed) + hint)
         return text
 
     return parse
@@ -108,6 +110,15 @@ def _segment_nbytes(where: str, value: object) -> int:
     return number
 
 
+def _switch(where: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in ("0", "1"):
+        raise _bad(where, value, "True or False" if where.startswith("Options.") else "0 or 1")
+    return text == "1"
+
+
 def _flight_recorder_size(where: str, value: object) -> int:
     number = _whole_number(value)
     if number is None or not 0 <= number <= _MAX_RECORDED:
@@ -123,13 +134,12 @@ def _flight_recorder_dir(where: str, value: object) -> str:
     return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
-def _transport(where: str, value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() == "shm":
-        raise ValueError(
-            f"{where}={value!r} is not available: this pycomm has no shared-memory transport; "
-            "use 'auto' or 'tcp'"
-        )
-    return _one_of("auto", "tcp")(where, value)
+def _tuning(where: str, value: object) -> str:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise _bad(where, value, "a file that 'python -m pycomm bench --tune' wrote, or 'off'")
+    if str(value).strip().lower() == _OFF:
+        return _OFF
+    return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
 def _cuda_mode(where: str, value: object) -> str:
@@ -167,11 +177,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
     Setting(
         "algorithm",
-        _one_of("auto", "ring", "recursive_doubling", "direct"),
+        _one_of("auto", "ring", "recursive_doubling", "direct", "hierarchical"),
         "auto",
         "PYCOMM_ALGO",
     ),
-    Setting("transport", _transport, "auto", "PYCOMM_TRANSPORT"),
+    Setting("tuning", _tuning, _OFF, "PYCOMM_TUNING"),
+    Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
         _one_of("fp32", "bf16", "fp16", "fp8", "int8"),
@@ -180,6 +191,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("cuda_mode", _cuda_mode, "auto", "PYCOMM_CUDA_MODE"),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+    Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
     Setting(
         "flight_recorder_size",
         _flight_recorder_size,
@@ -204,8 +216,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``segment_nbytes``, ``wire_dtype`` and ``cuda_mode``; the others may
-    differ.
+    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
+    ``cuda_mode`` and ``check_call_sites``; the others may differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -220,19 +232,24 @@ class Options:
             goes before the variable.
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
-            "direct". ``PYCOMM_ALGO``.
-        transport: "auto" or "tcp". ``PYCOMM_TRANSPORT``.
-        wire_dtype: What sums travel as: "fp32" for their own dtype, "bf16", "fp16", "fp8" or
-            "int8". It holds for SUM, AVG and PREMUL_SUM of float32 and float64 tensors of 16 KiB or
-            more (all ranks' parts together) in all_reduce and reduce_scatter; all else travels as
-            it is, exactly. Sums are added up in float32 and rounded once before they travel, so all
-            ranks get the same bits, and the error does not grow with their number (docs/codecs.md).
-            ``PYCOMM_WIRE_DTYPE``.
+            "direct", "hierarchical". ``PYCOMM_ALGO``.
+        tuning: File with a table of algorithms that ``python -m pycomm bench --tune`` has measured
+            on these hosts, or "off". All ranks must have the same one. ``PYCOMM_TUNING``.
+        transport: "auto": shared memory where all ranks of the group share a host and it can be
+            had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
+            ``PYCOMM_TRANSPORT``.
+        wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
+            "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
-            the same engine that serves CPU tensors (docs/cuda.md). "auto", the default, is the same
-            today. ``PYCOMM_CUDA_MODE``.
+            the same engine that serves CPU tensors; "nccl" hands them to NCCL, or is an error that
+            says why not; "auto": NCCL where every rank has a GPU of its own and NCCL loads, else
+            "tcp" (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
+        check_call_sites: Compare the lines of Python that issue an operation, too, so that two
+            equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines.
+            Where ranks rightly issue one operation from different lines, that is an error then:
+            for finding mistakes, not for good. ``PYCOMM_CHECK_CALL_SITES``; default: off.
         flight_recorder_size: How many of its last operations a group remembers; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes what it remembers when a group
@@ -250,10 +267,12 @@ class Options:
     timeout: float | timedelta | None = None
     debug: str | None = None
     algorithm: str | None = None
+    tuning: str | os.PathLike[str] | None = None
     transport: str | None = None
     wire_dtype: str | None = None
     cuda_mode: str | None = None
     segment_nbytes: int | str | None = None
+    check_call_sites: bool | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
 
@@ -331,10 +350,13 @@ class ResolvedOptions:
     timeout: float
     debug: str
     algorithm: str
+    tuning: str
+    """"off", or the table's file."""
     transport: str
     wire_dtype: str
     cuda_mode: str
     segment_nbytes: int
+    check_call_sites: bool
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""

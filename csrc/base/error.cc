@@ -138,6 +138,8 @@ const char* errorCodeName(ErrorCode code) noexcept {
       return "SYSTEM_ERROR";
     case ErrorCode::Internal:
       return "INTERNAL";
+    case ErrorCode::NoSharedMemory:
+      return "SHM_NO_SPACE";
   }
   return "UNKNOWN";
 }

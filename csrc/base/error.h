@@ -38,6 +38,7 @@ enum class ErrorCode : uint16_t {
   TooManyFiles = 54,
   SystemError = 55,
   Internal = 56,
+  NoSharedMemory = 57, ///< there is no room for what the ranks of a host share
 };
 
 /// "PEER_DEAD": the name in messages and in Python.

@@ -4,13 +4,16 @@
 
 #include <chrono>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "bindings/algorithm_names.h"
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
 #include "c10d/raising.h"
 #include "c10d/record_dict.h"
 #include "c10d/store_adapter.h"
+#include "schedule/select.h"
 
 namespace py = pybind11;
 
@@ -34,6 +37,11 @@ struct NativeOptions {
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
   std::vector<int> global_ranks;
+  std::vector<std::tuple<std::string, int64_t, std::string>> tuned; ///< collective, up to so many bytes, algorithm
+  std::string tuned_for;
+  std::string tuned_digest;
+  bool check_call_sites = false;
+  std::vector<std::string> skipped_folders;
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
@@ -50,17 +58,41 @@ struct NativeOptions {
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
-        global_ranks(options["global_ranks"].cast<std::vector<int>>()) {}
+        global_ranks(options["global_ranks"].cast<std::vector<int>>()),
+        tuned(options["tuned"].cast<std::vector<std::tuple<std::string, int64_t, std::string>>>()),
+        tuned_for(options["tuned_for"].cast<std::string>()),
+        tuned_digest(options["tuned_digest"].cast<std::string>()),
+        check_call_sites(options["check_call_sites"].cast<bool>()),
+        skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
 
-Algorithm algorithmNamed(const std::string& name) {
-  for (const Algorithm algorithm :
-       {Algorithm::Auto, Algorithm::Ring, Algorithm::RecursiveDoubling, Algorithm::Direct}) {
-    if (name == algorithmName(algorithm)) {
-      return algorithm;
-    }
+Algorithm allReduceAlgorithm(const std::string& name) {
+  const auto algorithm = algorithmNamed(name);
+  if (!algorithm || (*algorithm != Algorithm::Auto && !hasAlgorithm(Collective::AllReduce, *algorithm))) {
+    throw Error(ErrorCode::InvalidArgument, "algorithm=" + name + " is not an algorithm for all_reduce.", "auto");
   }
-  throw Error(ErrorCode::InvalidArgument, "algorithm=" + name + " is not an algorithm for all_reduce.", "auto");
+  return *algorithm;
+}
+
+// Python has checked the table's form; which collective has which algorithm is known here. "auto" is the static table's.
+std::vector<TunedChoice> tunedChoices(const NativeOptions& options) {
+  std::vector<TunedChoice> choices;
+  for (const auto& [kind_name, up_to_nbytes, algorithm_name] : options.tuned) {
+    const auto kind = collectiveNamed(kind_name);
+    const auto algorithm = algorithmNamed(algorithm_name);
+    if (!kind || !algorithm || (*algorithm != Algorithm::Auto && !hasAlgorithm(*kind, *algorithm))) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "the tuning table says that " + kind_name + " goes by " + algorithm_name + ", which there is not.",
+          "measure it again: python -m pycomm bench --tune FILE");
+    }
+    choices.push_back({*kind, up_to_nbytes, *algorithm});
+  }
+  return choices;
+}
+
+Transport transportNamed(const std::string& name) {
+  return name == "tcp" ? Transport::Tcp : (name == "shm" ? Transport::SharedMemory : Transport::Auto);
 }
 
 Codec codecOf(const std::string& wire_dtype) {
@@ -96,10 +128,12 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
   return raising([&]() -> c10::intrusive_ptr<c10d::Backend> {
     PycommBackend::Settings settings;
     settings.timeout = std::chrono::milliseconds(timeout_ms);
-    settings.algorithm = algorithmNamed(options.algorithm);
+    settings.algorithm = allReduceAlgorithm(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
     settings.codec = codecOf(options.wire_dtype);
     settings.cuda_library = options.cuda_library;
+    settings.check_call_sites = options.check_call_sites;
+    settings.skipped_folders = options.skipped_folders;
 
     Group::Config config;
     RendezvousConfig& meeting = config.rendezvous;
@@ -112,13 +146,17 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
-        " cuda_mode=" + options.cuda_mode;
+        " cuda_mode=" + options.cuda_mode + (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
+        (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.deadline = Deadline::after(timeout_ms);
 
+    config.transport = transportNamed(options.transport);
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
     config.global_ranks = options.global_ranks;
+    config.tuned = tunedChoices(options);
+    config.tuned_for = options.tuned_for;
     if (!options.global_ranks.empty()) { // empty: the default group, whose ranks are the world's
       config.world_rank = options.global_ranks.at(static_cast<size_t>(rank));
     }
@@ -138,8 +176,13 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  return std::to_string(identity.size) + " ranks over TCP on " + group.interfaceName() + " (" +
-      identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const std::string tcp =
+      "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const std::string ranks = std::to_string(identity.size) + " ranks over ";
+  if (group.sharesMemory()) {
+    return ranks + "shared memory, and " + tcp;
+  }
+  return ranks + tcp + (group.whyNotShared().empty() ? "" : "; no shared memory: " + group.whyNotShared());
 }
 
 } // namespace
@@ -191,8 +234,33 @@ void bindBackend(py::module_& m) {
       },
       py::arg("backend"));
   m.def(
+      "all_reduce_as",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend,
+         const at::Tensor& tensor,
+         const std::string& codec,
+         const std::optional<at::Tensor>& lost,
+         const c10d::ReduceOp& op,
+         bool async_op) {
+        c10d::AllreduceOptions options;
+        options.reduceOp = op;
+        options.asyncOp = async_op;
+        const Codec chosen = raising([&] { return codecOf(codec); });
+        return asPycomm(backend).allreduceAs(chosen, {tensor}, lost.value_or(at::Tensor()), options);
+      },
+      py::arg("backend"),
+      py::arg("tensor"),
+      py::arg("codec"),
+      py::arg("lost"),
+      py::arg("op"),
+      py::arg("async_op"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },
+      py::arg("backend"));
+  m.def(
+      "topology_text",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().topology().text(); },
       py::arg("backend"));
   m.def(
       "describe_backend",

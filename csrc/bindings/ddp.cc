@@ -6,6 +6,13 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/codec.h"
 #include "ddp/logger.h"
 #include "ddp/reducer.h"
 
@@ -16,32 +23,91 @@ namespace {
 
 using ReducerClass = py::class_<Reducer, std::shared_ptr<Reducer>>;
 
+/// What a bucket is cast to, and what that is encoded as.
+std::pair<std::optional<at::ScalarType>, Codec> wireOf(const std::optional<std::string>& wire) {
+  if (!wire) {
+    return {std::nullopt, Codec::None};
+  }
+  const std::optional<Codec> named = codecNamed(*wire);
+  TORCH_CHECK_VALUE(named.has_value(), "no wire dtype: ", *wire);
+  switch (*named) {
+    case Codec::None:
+      return {at::kFloat, Codec::None};
+    case Codec::BFloat16: // these two as casts of the whole bucket: see WireScale
+      return {at::kBFloat16, Codec::None};
+    case Codec::Float16:
+      return {at::kHalf, Codec::None};
+    case Codec::Float8:
+    case Codec::Int8:
+      break;
+  }
+  return {at::kFloat, *named};
+}
+
+py::object lastStep(Reducer& reducer) {
+  std::shared_ptr<const StepRecord> record;
+  {
+    const py::gil_scoped_release no_gil;
+    record = reducer.lastStep();
+  }
+  if (record == nullptr) {
+    return py::none();
+  }
+  py::list buckets;
+  for (const StepRecord::Bucket& of : record->buckets) {
+    py::dict bucket;
+    bucket["gradient_nbytes"] = of.gradient_nbytes;
+    bucket["wire_nbytes"] = of.wire_nbytes;
+    bucket["first_gradient_ns"] = of.first_gradient_ns;
+    bucket["launched_ns"] = of.launched_ns;
+    bucket["reduced_ns"] = of.reduced_ns.load(std::memory_order_acquire);
+    bucket["unpacked_ns"] = of.unpacked_ns;
+    buckets.append(bucket);
+  }
+  py::dict step;
+  step["began_ns"] = record->began_ns;
+  step["first_gradient_ns"] = record->first_gradient_ns;
+  step["backward_ended_ns"] = record->backward_ended_ns;
+  step["ended_ns"] = record->ended_ns;
+  step["buckets"] = buckets;
+  return step;
+}
+
+void setLost(Reducer& reducer, const std::map<std::string, at::Tensor>& lost) {
+  std::string why;
+  TORCH_CHECK_VALUE(reducer.setLost(lost, why), why);
+}
+
 std::shared_ptr<Reducer> makeReducer(
     const std::vector<at::Tensor>& params,
     const std::vector<std::string>& names,
-    const std::vector<std::optional<at::ScalarType>>& wire_dtypes,
+    const std::vector<std::optional<std::string>>& wires,
     const std::vector<bool>& sparse,
     c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend,
     std::vector<size_t> bucket_caps,
     size_t last_bucket_cap,
     int64_t accumulate,
     bool find_unused_parameters,
     bool gradient_as_bucket_view,
+    bool error_feedback,
     bool native_hooks) {
   TORCH_CHECK_VALUE(
-      names.size() == params.size() && wire_dtypes.size() == params.size() && sparse.size() == params.size(),
+      names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
       "one name, wire dtype and answer to sparse a parameter");
   std::vector<ReducedParam> reduced;
   for (size_t index = 0; index < params.size(); ++index) {
-    reduced.push_back({params[index], names[index], wire_dtypes[index], sparse[index]});
+    const auto [dtype, codec] = wireOf(wires[index]);
+    reduced.push_back({params[index], names[index], dtype, codec, sparse[index]});
   }
   ReducerOptions options;
   options.caps = {std::move(bucket_caps), last_bucket_cap};
   options.accumulate = accumulate;
   options.find_unused_parameters = find_unused_parameters;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
+  options.error_feedback = error_feedback;
   options.native_hooks = native_hooks;
-  return std::make_shared<Reducer>(std::move(reduced), std::move(group), std::move(options));
+  return std::make_shared<Reducer>(std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr));
 }
 
 using PythonFuture = std::shared_ptr<torch::jit::PythonFutureWrapper>;
@@ -101,15 +167,17 @@ void bindReducer(py::module_& m) {
           py::init(torch::wrap_pybind_function(makeReducer)),
           py::arg("params"),
           py::arg("names"),
-          py::arg("wire_dtypes"),
+          py::arg("wires"),
           py::arg("sparse"),
           py::arg("process_group"),
+          py::arg("backend"),
           py::kw_only(),
           py::arg("bucket_caps"),
           py::arg("last_bucket_cap"),
           py::arg("accumulate"),
           py::arg("find_unused_parameters"),
           py::arg("gradient_as_bucket_view"),
+          py::arg("error_feedback"),
           py::arg("native_hooks"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
@@ -128,6 +196,10 @@ void bindReducer(py::module_& m) {
       .def("shadow_backward", torch::wrap_pybind_function_no_gil(&Reducer::shadowBackward))
       .def("_install_post_backward_futures", torch::wrap_pybind_function(installFutures), py::arg("futures"))
       .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
+      .def("record_steps", torch::wrap_pybind_function_no_gil(&Reducer::recordSteps), py::arg("on"))
+      .def("last_step", lastStep)
+      .def("lost", torch::wrap_pybind_function_no_gil(&Reducer::lost))
+      .def("set_lost", torch::wrap_pybind_function_no_gil(setLost), py::arg("lost"))
       .def("bucket_names", torch::wrap_pybind_function_no_gil(&Reducer::bucketNames))
       .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
       .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))

@@ -4,6 +4,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "engine/issue_context.h"
 
@@ -12,14 +14,16 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-/// `with IssueChain(hook, bucket):` what the thread issues meanwhile belongs to one chain, the same on all ranks.
+/// `with IssueChain(hook, bucket, codec):` what the thread issues meanwhile belongs to one chain, the same on all ranks, and its
+/// sums travel as that codec; None: as the group's.
 class IssueChain {
  public:
-  IssueChain(uint32_t hook_ordinal, uint32_t index)
+  IssueChain(uint32_t hook_ordinal, uint32_t index, const std::optional<std::string>& codec)
       : context_(
             std::make_shared<IssueContext>(
                 IssueContext::Kind::Chain,
-                mix64((uint64_t{hook_ordinal} << 32) | index) ^ 0x636861696eULL)) {}
+                mix64((uint64_t{hook_ordinal} << 32) | index) ^ 0x636861696eULL,
+                codec ? codecNamed(*codec) : std::nullopt)) {}
 
   void enter() {
     scope_ = std::make_unique<IssueScope>(context_);
@@ -37,7 +41,11 @@ class IssueChain {
 
 void bindFutures(py::module_& m) {
   py::class_<IssueChain>(m, "IssueChain")
-      .def(py::init<uint32_t, uint32_t>(), py::arg("hook_ordinal"), py::arg("index"))
+      .def(
+          py::init<uint32_t, uint32_t, const std::optional<std::string>&>(),
+          py::arg("hook_ordinal"),
+          py::arg("index"),
+          py::arg("codec") = py::none())
       .def(
           "__enter__",
           [](py::object self) {

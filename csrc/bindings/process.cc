@@ -11,6 +11,7 @@
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
+#include "c10d/shared_tensors.h"
 #include "numeric/simd_level.h"
 #include "transport/host_identity.h"
 #include "transport/interfaces.h"
@@ -101,6 +102,14 @@ void bindProcess(py::module_& m) {
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());
   m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
+  m.def(
+      "empty_shared",
+      [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+        return raising([&] { return emptyShared(sizes, dtype); });
+      },
+      py::arg("sizes"),
+      py::arg("dtype"),
+      py::call_guard<py::gil_scoped_release>()); // making pages takes a while
   m.def("list_interfaces", &interfaces);
   m.def("host_identity", [] { return HostIdentity::ofThisProcess().wireText(); });
   m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });

@@ -2,7 +2,9 @@
 
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
+#include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
 #include "schedule/request_checks.h"
 
@@ -12,7 +14,11 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
       store_(std::move(store)),
       group_(std::move(group)),
       settings_(std::move(settings)),
-      devices_(std::make_shared<CudaDevices>(settings_.cuda_library)) {}
+      devices_(std::make_shared<CudaDevices>(settings_.cuda_library)) {
+  if (settings_.check_call_sites) {
+    call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
+  }
+}
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
@@ -52,6 +58,28 @@ void PycommBackend::shutdown() {
   group_->close();
 }
 
+bool PycommBackend::supportsTensorAlloc(c10::DeviceIndex device) {
+  return device < 0 && group_->reachesTensors();
+}
+
+at::Tensor PycommBackend::allocateTensor(long numel, at::TensorOptions options) {
+  return raising([&] {
+    const bool plain = options.device().is_cpu() && options.layout() == at::kStrided && !options.requires_grad() &&
+        !options.pinned_memory();
+    if (!plain) {
+      throw Error(
+          ErrorCode::Unsupported,
+          "allocateTensor() makes dense tensors on the CPU.",
+          "leave out device, layout, pin_memory and requires_grad");
+    }
+    return emptyShared({numel}, c10::typeMetaToScalarType(options.dtype()));
+  });
+}
+
+std::shared_ptr<c10::Allocator> PycommBackend::getMemAllocator() {
+  return {&heapAllocator(), [](c10::Allocator*) {}}; // lives as long as the process
+}
+
 void PycommBackend::readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const {
   const std::vector<BufferView> apart = Staging::apart(parts);
   if (!apart.empty() && group_->keepsParts(call.schedule)) {
@@ -74,14 +102,21 @@ uint64_t PycommBackend::getSequenceNumberForGroup() {
   return static_cast<uint64_t>(group_->operationsIssued());
 }
 
+uint32_t PycommBackend::tagFor() const {
+  const uint32_t tag = CallTag::current();
+  return tag != 0 || call_sites_ == nullptr ? tag : call_sites_->tagHere();
+}
+
 std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
   return group_->start(call);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
-  for (const Group::Call& call : prepared.calls) { // all of them, before the first one starts
+  const uint32_t tag = tagFor();
+  for (Group::Call& call : prepared.calls) { // all of them, before the first one starts
     if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) { // start() checks messages
       checkRequest(call.schedule);
+      call.tag = tag;
     }
   }
   PycommWork::Content& content = prepared.content;
@@ -126,6 +161,7 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
+  content.call_sites = call_sites_;
   auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
   const std::lock_guard<std::mutex> lock(windows_mutex_);
   const auto window = windows_.find(std::this_thread::get_id());
@@ -166,6 +202,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
       content.behind.insert(content.behind.end(), of.behind.begin(), of.behind.end());
+      for (const auto& operation : of.operations) {
+        // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
+        (void)group_->wait(*operation, Deadline::after(0));
+      }
       for (const auto& list : of.output_lists) {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }

@@ -34,6 +34,8 @@ class PycommBackend final : public c10d::Backend {
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< for what codecFor() says
     std::string cuda_library; ///< the path of libpycomm_cuda.so, loaded when the first CUDA tensor comes
+    bool check_call_sites = false; ///< see CallSites
+    std::vector<std::string> skipped_folders; ///< see CallSites
   };
 
   /// `store` is what the group met in: it is left when the group closes.
@@ -48,6 +50,11 @@ class PycommBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+  /// Memory that the ranks of this host reach in place. torch asks for it as for a device without a number.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long numel, at::TensorOptions options)
+      override; // NOLINT(google-runtime-int): torch's signature
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   /// From here to endCoalescing(), the calling thread's collectives start as ever; endCoalescing() gives one Work for all of them.
@@ -112,6 +119,14 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int src, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+
+  /// all_reduce that travels as `codec`, whatever the group's own: where codecFor() has a meaning for it, else as it is.
+  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allreduceAs(
+      Codec codec,
+      std::vector<at::Tensor> tensors,
+      const at::Tensor& lost,
+      const c10d::AllreduceOptions& opts = {});
 
   [[nodiscard]] Group& group() noexcept {
     return *group_;
@@ -185,7 +200,8 @@ class PycommBackend final : public c10d::Backend {
   template <typename Opts>
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
-  /// Encodes a request that is otherwise complete, where the group's codec has a meaning for it.
+  /// Encodes a request that is otherwise complete, where the codec of the group, or of the chain that it is issued in, has a meaning
+  /// for it.
   void chooseCodec(Group::Call& call) const;
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
@@ -193,6 +209,8 @@ class PycommBackend final : public c10d::Backend {
   /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
   /// in host memory.
   void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
+  /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
+  [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
@@ -209,6 +227,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Group> group_;
   Settings settings_;
   std::shared_ptr<CudaDevices> devices_;
+  std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 
   using Window = std::vector<c10::intrusive_ptr<PycommWork>>;
   std::mutex windows_mutex_; ///< guards windows_

@@ -4,9 +4,24 @@
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
+#include "engine/issue_context.h"
 #include "schedule/select.h"
 
 namespace pycomm {
+namespace {
+
+void checkLost(const at::Tensor& tensor, const at::Tensor& lost, ReduceOp op) {
+  const bool fits = lost.scalar_type() == at::kFloat && tensor.scalar_type() == at::kFloat && lost.is_contiguous() &&
+      lost.numel() == tensor.numel() && lost.device().is_cpu() && op == ReduceOp::Sum && !lost.is_alias_of(tensor);
+  if (!fits) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "What all_reduce loses cannot be kept: that needs a sum of float32 tensors.",
+        "pass a contiguous float32 tensor of the same size, that shares no memory with the other, and ReduceOp.SUM");
+  }
+}
+
+} // namespace
 
 void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tensor, const c10d::AllreduceOptions& opts)
     const {
@@ -20,7 +35,9 @@ void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tenso
 }
 
 void PycommBackend::chooseCodec(Group::Call& call) const {
-  call.schedule.codec = codecFor(call.schedule, settings_.codec);
+  const std::shared_ptr<IssueContext>& context = IssueContext::current();
+  const std::optional<Codec> chains = context == nullptr ? std::nullopt : context->codec();
+  call.schedule.codec = codecFor(call.schedule, chains.value_or(settings_.codec));
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
@@ -36,6 +53,29 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     prepareAllReduce(prepared, tensor, opts);
+    return begin({c10d::OpType::ALLREDUCE, "pycomm:all_reduce"}, std::move(prepared));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
+    Codec codec,
+    std::vector<at::Tensor> tensors,
+    const at::Tensor& lost,
+    const c10d::AllreduceOptions& opts) {
+  return raising([&] {
+    const at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
+    checkOutput(tensor, "all_reduce");
+    Prepared prepared(devices_);
+    prepared.content.inputs = tensors;
+    prepared.content.outputs = tensors;
+    prepareAllReduce(prepared, tensor, opts);
+    Group::Call& request = prepared.calls.back();
+    request.schedule.codec = codecFor(request.schedule, codec);
+    if (lost.defined()) {
+      checkLost(tensor, lost, request.schedule.reduce_op);
+      request.lost = {static_cast<std::byte*>(lost.data_ptr()), lost.nbytes()};
+      prepared.content.keep_alive.push_back(lost);
+    }
     return begin({c10d::OpType::ALLREDUCE, "pycomm:all_reduce"}, std::move(prepared));
   });
 }

@@ -2,13 +2,27 @@
 
 #include <c10/util/Exception.h>
 
+#include <fcntl.h>
+
+#include <cerrno>
 #include <chrono>
 #include <limits>
 
 #include "base/error.h"
+#include "base/unique_fd.h"
+#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {
+
+// A store of files opens one at every call, and one over TCP at the first; both put errno's text into what they throw.
+bool lacksFiles(const std::string& text) {
+  if (text.find("Too many open files") != std::string::npos) {
+    return true;
+  }
+  const UniqueFd probe(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  return !probe && errno == EMFILE;
+}
 
 // torch tells a time-out from a lost server only by the exception's type, and the types differ between its stores.
 template <typename Call>
@@ -16,11 +30,17 @@ auto translated(const char* what, Deadline deadline, const Call& call) -> declty
   try {
     return call();
   } catch (const std::exception& error) {
+    const std::string text = error.what();
+    if (lacksFiles(text)) {
+      ErrorRecord record =
+          systemError(ErrorCode::StoreLost, std::string("The store of the process group (") + what + ")", EMFILE);
+      record.phase = "rendezvous";
+      throw Error(record);
+    }
     ErrorRecord record;
     record.code = deadline.expired() ? ErrorCode::RendezvousTimeout : ErrorCode::StoreLost;
     record.phase = "rendezvous";
     record.summary = std::string("The store of the process group did not answer (") + what + ").";
-    const std::string text = error.what();
     record.cause = text.substr(0, text.find('\n'));
     record.hint = "check that rank 0 is alive and that MASTER_ADDR and MASTER_PORT name it";
     throw Error(record);

@@ -49,6 +49,9 @@ struct PycommWork::State {
   std::optional<ErrorRecord> error() const {
     for (const auto& operation : content.operations) {
       if (auto record = operation->error()) {
+        if (content.call_sites != nullptr) {
+          content.call_sites->explain(*record);
+        }
         return record;
       }
     }

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "c10d/call_sites.h"
 #include "c10d/cuda_staging.h"
 #include "engine/group.h"
 #include "engine/operation.h"
@@ -19,6 +20,7 @@ namespace pycomm {
 class PycommWork final : public c10d::Work {
  public:
   struct Content {
+    std::shared_ptr<CallSites> call_sites; ///< explains mismatches; null where calls are not told apart by their line
     std::vector<std::shared_ptr<Operation>> operations;
     std::vector<at::Tensor> inputs; ///< also what the profiler shows
     std::vector<at::Tensor> keep_alive; ///< staging tensors

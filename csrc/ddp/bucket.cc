@@ -13,8 +13,12 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "c10d/dtypes.h"
+#include "c10d/shared_tensors.h"
 #include "numeric/convert.h"
+#include "numeric/reduce.h"
+#include "schedule/select.h"
 
 namespace pycomm {
 namespace {
@@ -70,6 +74,19 @@ void bumpVersion(const at::Tensor& written) {
   }
 }
 
+// Flat memory of a bucket, at best where others reach it.
+at::Tensor zeros(size_t numel, const at::TensorOptions& options, bool reached) {
+  constexpr size_t kWorthPages = 32 << 10;
+  const auto length = static_cast<int64_t>(numel);
+  if (reached && numel * options.dtype().itemsize() >= kWorthPages) {
+    try {
+      return emptyShared({length}, c10::typeMetaToScalarType(options.dtype()));
+    } catch (const Error&) { // no room, as in a small container: then it is copied when it is reduced, that is all
+    }
+  }
+  return at::zeros({length}, options);
+}
+
 } // namespace
 
 Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices, const BucketLayout& layout)
@@ -95,7 +112,7 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
   if (travels_cast) {
     const size_t tail = scaled ? static_cast<size_t>(layout.world_size) : 0;
     const auto options = slots_[0].param.options().requires_grad(false);
-    wire_ = at::zeros({static_cast<int64_t>(numel_ + tail)}, options.dtype(wire));
+    wire_ = zeros(numel_ + tail, options.dtype(wire), layout.reached && layout.codec == Codec::None);
   }
   if (scaled) {
     scale_.emplace(layout.world_size, layout.scale_exponent);
@@ -103,11 +120,14 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
   if (!travels_cast || layout.grads_are_views) {
     allocateHome();
   }
+  if (layout.error_feedback && layout.codec != Codec::None) {
+    lost_ = at::zeros({static_cast<int64_t>(numel_)}, at::kFloat);
+  }
 }
 
 void Bucket::allocateHome() {
   const auto options = slots_[0].param.options().requires_grad(false);
-  home_ = at::zeros({static_cast<int64_t>(numel_)}, options);
+  home_ = zeros(numel_, options, layout_.reached && !cast());
   for (Slot& slot : slots_) {
     slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
   }
@@ -118,6 +138,20 @@ at::Tensor Bucket::wire() const {
     return wire_;
   }
   return home_.is_complex() && !layout_.sparse ? at::view_as_real(home_) : home_;
+}
+
+at::Tensor Bucket::lostOf(const Slot& slot) const {
+  return lost_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
+}
+
+size_t Bucket::wireNbytes() const {
+  if (layout_.sparse) {
+    return gradientNbytes();
+  }
+  // The backend sends small tensors as they are.
+  const at::Tensor travels = wire();
+  const bool encoded = layout_.codec != Codec::None && static_cast<int64_t>(travels.nbytes()) >= kMinEncodedNbytes;
+  return encoded ? static_cast<size_t>(encodedNbytes(layout_.codec, travels.numel())) : travels.nbytes();
 }
 
 size_t Bucket::gradientNbytes() const {
@@ -143,6 +177,9 @@ void Bucket::beginShadowStep() {
   } else {
     allocateHome(); // not in place: .grad may still point into the old one
   }
+  for (const Slot& slot : slots_) {
+    addLost(slot);
+  }
 }
 
 void Bucket::pack(size_t slot) {
@@ -154,7 +191,20 @@ void Bucket::pack(size_t slot) {
   } else {
     packHome(slots_[slot]);
   }
+  addLost(slots_[slot]);
   --pending_;
+}
+
+// What was lost goes with this step's gradients. It is zero from then on: the all-reduce writes it where it encodes, and it
+// does not always.
+void Bucket::addLost(const Slot& slot) {
+  if (!lost_.defined() || slot.numel == 0) {
+    return;
+  }
+  auto* lost = lost_.mutable_data_ptr<float>() + slot.offset;
+  float* travels = static_cast<float*>(wire().data_ptr()) + slot.offset;
+  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, slot.numel);
+  std::fill_n(lost, slot.numel, 0.0F);
 }
 
 void Bucket::packSparse(const Slot& slot) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/codec.h"
 #include "ddp/wire_scale.h"
 
 namespace pycomm {
@@ -15,9 +16,12 @@ struct BucketLayout {
   int rank = 0;
   int world_size = 1;
   std::optional<at::ScalarType> wire_dtype; ///< none: the parameters' own
+  Codec codec = Codec::None; ///< what a wire of fp32 is encoded as, inside the all-reduce
+  bool error_feedback = false; ///< what the codec loses is added to the next step's gradients
   bool grads_are_views = false; ///< .grad points into the bucket
   bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
   bool sparse = false; ///< one parameter, whose gradients are sparse COO tensors
+  bool reached = false; ///< what is reduced lies where the other ranks of this host reach it in place
   int scale_exponent = 0; ///< the fp16 scale's first, the same on every rank
 };
 
@@ -33,6 +37,7 @@ struct BucketLayout {
 ///     the parameters' own   home = g / N                  SUM home   .grad = home
 ///     fp32, bf16            wire = cast(g)                SUM wire   .grad = wire * 1/N
 ///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or all once more
+///     int8, fp8             as fp32, plus l               SUM wire, encoded: l = what that lost here
 ///     any, comm hook        home = g                      hook       .grad = what the hook returned
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join().
@@ -70,6 +75,18 @@ class Bucket {
   [[nodiscard]] int scaleExponent() const noexcept {
     return scale_.has_value() ? scale_->exponent() : 0;
   }
+  [[nodiscard]] Codec codec() const noexcept {
+    return layout_.sparse ? Codec::None : layout_.codec;
+  }
+  /// What this rank's bytes have lost and not sent yet, in the order of wire(): undefined without error feedback. The
+  /// all-reduce writes it.
+  [[nodiscard]] const at::Tensor& lost() const noexcept {
+    return lost_;
+  }
+  /// The part of one slot, in its parameter's shape.
+  [[nodiscard]] at::Tensor lostOf(const Slot& slot) const;
+  /// Bytes that one all-reduce is handed, as they travel.
+  [[nodiscard]] size_t wireNbytes() const;
   /// Bytes of the gradients in their own dtype; of a sparse one, those of the step under way.
   [[nodiscard]] size_t gradientNbytes() const;
 
@@ -103,6 +120,7 @@ class Bucket {
   void packWire(const Slot& slot);
   void packSparse(const Slot& slot);
   void unpackWire(Slot& slot);
+  void addLost(const Slot& slot);
   void allocateHome();
 
   BucketLayout layout_;
@@ -112,6 +130,7 @@ class Bucket {
   at::Tensor home_;
   at::Tensor wire_; ///< undefined when home is what travels
   std::optional<WireScale> scale_; ///< fp16 wire only
+  at::Tensor lost_; ///< float32, with error feedback only
   uint32_t max_abs_bits_ = 0;
   size_t pending_ = 0;
   int divisor_ = 1;

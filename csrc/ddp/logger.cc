@@ -82,7 +82,8 @@ at::DDPLoggingData DdpLogger::table() const {
   const ReducerStats stats = reducer_->stats();
   std::set<std::string> wire; // read now, as the buckets are: a built-in hook may set it after construction
   for (const ReducedParam& param : reducer_->params()) {
-    wire.insert(param.wire_dtype.has_value() ? c10::toString(*param.wire_dtype) : "the parameters' own");
+    const char* cast = param.wire_dtype.has_value() ? c10::toString(*param.wire_dtype) : "the parameters' own";
+    wire.insert(param.codec == Codec::None ? cast : codecName(param.codec));
   }
   std::vector<std::string> bucket_sizes;
   for (const size_t nbytes : reducer_->bucketNbytes()) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 
 namespace pycomm {
@@ -17,13 +18,18 @@ namespace {
 /// Parameters of one kind share buckets.
 int kindOf(const ReducedParam& param) {
   const int wire = param.wire_dtype.has_value() ? static_cast<int>(*param.wire_dtype) + 1 : 0;
-  return static_cast<int>(param.tensor.scalar_type()) * 1000 + wire;
+  return (static_cast<int>(param.tensor.scalar_type()) * 1000 + wire) * 16 + static_cast<int>(param.codec);
 }
 
 } // namespace
 
-Reducer::Reducer(std::vector<ReducedParam> params, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options)
+Reducer::Reducer(
+    std::vector<ReducedParam> params,
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    ReducerOptions options,
+    const c10::intrusive_ptr<c10d::Backend>& backend)
     : params_(std::move(params)), group_(std::move(group)), options_(std::move(options)) {
+  findBackend(backend);
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   for (size_t index = params_.size(); index-- > 0;) {
@@ -32,6 +38,15 @@ Reducer::Reducer(std::vector<ReducedParam> params, c10::intrusive_ptr<c10d::Proc
   used_ = at::zeros({static_cast<int64_t>(params_.size())}, at::kInt);
   arrivals_.assign(params_.size(), 0);
   adoptTrainable();
+}
+
+void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const bool encodes =
+      std::any_of(params_.begin(), params_.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
+  auto* ours = dynamic_cast<PycommBackend*>(backend.get());
+  TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
+  reached_ = ours != nullptr && ours->supportsTensorAlloc(-1);
+  codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
 }
 
 void Reducer::adoptTrainable() {
@@ -66,11 +81,15 @@ void Reducer::buildBuckets() {
       order.push_back(index);
     }
   }
-  // What a parameter's fp16 scale was, for the bucket that it comes to.
+  // What a parameter's fp16 scale was, and what its codec had lost, for the bucket that it comes to.
   std::map<size_t, int> exponents;
-  for (size_t index = 0; index < places_.size(); ++index) {
-    if (places_[index].bucket < buckets_.size()) {
-      exponents[index] = buckets_[places_[index].bucket].scaleExponent();
+  std::map<size_t, at::Tensor> lost;
+  for (const Bucket& bucket : buckets_) {
+    for (const Bucket::Slot& slot : bucket.slots()) {
+      exponents[slot.index] = bucket.scaleExponent();
+      if (bucket.lost().defined()) {
+        lost[slot.index] = bucket.lostOf(slot);
+      }
     }
   }
   bucket_indices_ = planBuckets(order, members, options_.caps);
@@ -82,10 +101,15 @@ void Reducer::buildBuckets() {
     BucketLayout layout;
     layout.rank = group_->getRank();
     layout.world_size = group_->getSize();
-    layout.wire_dtype = params_[indices[0]].wire_dtype;
+    if (hook_ == nullptr) {
+      layout.wire_dtype = params_[indices[0]].wire_dtype;
+      layout.codec = params_[indices[0]].codec;
+      layout.error_feedback = options_.error_feedback;
+    }
     layout.grads_are_views = options_.gradient_as_bucket_view;
     layout.hook_averages = hook_ != nullptr;
     layout.sparse = params_[indices[0]].sparse;
+    layout.reached = reached_ && hook_ == nullptr;
     std::optional<int> exponent;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
       places_[indices[slot]] = {b, slot};
@@ -96,8 +120,23 @@ void Reducer::buildBuckets() {
     }
     layout.scale_exponent = exponent.value_or(0);
     buckets_.emplace_back(tensors, indices, layout);
+    const Bucket& bucket = buckets_.back();
+    for (const Bucket::Slot& slot : bucket.slots()) {
+      const auto known = lost.find(slot.index);
+      if (bucket.lost().defined() && known != lost.end()) {
+        bucket.lostOf(slot).copy_(known->second);
+      }
+    }
   }
   launched_.assign(buckets_.size(), {});
+  tags_.clear();
+  for (size_t b = 0; b < bucket_indices_.size(); ++b) {
+    uint32_t tag = CallTag::of("bucket " + std::to_string(b));
+    for (const size_t index : bucket_indices_[b]) {
+      tag = CallTag::of(params_[index].name, tag);
+    }
+    tags_.push_back(tag);
+  }
   resetStep();
 }
 
@@ -138,6 +177,10 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
     if (options_.find_unused_parameters && grad_hooks_.has_value()) {
       unreachable_ = grad_hooks_->unreachableFrom(outputs);
     }
+  }
+  record_ = records_ ? std::make_shared<StepRecord>(buckets_.size()) : nullptr;
+  if (record_ != nullptr) {
+    record_->began_ns = nowNs();
   }
   pass_ = buckets_.empty() ? Pass::Idle : Pass::Armed;
 }
@@ -202,6 +245,11 @@ void Reducer::registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook) {
 void Reducer::compressToFp16() {
   const std::lock_guard lock(mutex_);
   checkHookMayBeSet();
+  for (const ReducedParam& param : params_) {
+    TORCH_CHECK(
+        !param.wire_dtype.has_value(),
+        "FP16_COMPRESS is wire_dtype=\"fp16\", and wire_dtype has been given: leave one of them out");
+  }
   for (ReducedParam& param : params_) {
     param.wire_dtype = at::kHalf;
   }
@@ -236,20 +284,74 @@ void Reducer::resetState() {
   if (!used_known_) {
     used_.zero_();
   }
+  for (const Bucket& bucket : buckets_) {
+    if (bucket.lost().defined()) {
+      bucket.lost().zero_(); // a failed operation may have left anything in it
+    }
+  }
   buildBuckets();
 }
 
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(pass_ != Pass::Reducing, "the process group cannot change in the middle of a backward pass");
+  if (codec_backend_ != nullptr) {
+    findBackend(group->getBackend(c10::DeviceType::CPU));
+  }
   group_ = std::move(group);
   buildBuckets();
+}
+
+void Reducer::recordSteps(bool on) {
+  const std::lock_guard lock(mutex_);
+  records_ = on;
+}
+
+std::shared_ptr<const StepRecord> Reducer::lastStep() {
+  const std::lock_guard lock(mutex_);
+  return last_step_;
 }
 
 void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
   stats_.accumulated = passes;
+}
+
+std::map<std::string, at::Tensor> Reducer::lost() {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, at::Tensor> kept;
+  for (const Bucket& bucket : buckets_) {
+    for (size_t slot = 0; bucket.lost().defined() && slot < bucket.slots().size(); ++slot) {
+      const Bucket::Slot& of = bucket.slots()[slot];
+      kept[params_[of.index].name] = bucket.lostOf(of).clone(at::MemoryFormat::Contiguous);
+    }
+  }
+  return kept;
+}
+
+bool Reducer::setLost(const std::map<std::string, at::Tensor>& lost, std::string& why) {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, at::Tensor> rooms;
+  for (const Bucket& bucket : buckets_) {
+    for (size_t slot = 0; bucket.lost().defined() && slot < bucket.slots().size(); ++slot) {
+      rooms[params_[bucket.slots()[slot].index].name] = bucket.lostOf(bucket.slots()[slot]);
+    }
+  }
+  for (const auto& [name, tensor] : lost) {
+    const auto room = rooms.find(name);
+    if (room == rooms.end() || room->second.sizes() != tensor.sizes()) {
+      why = room == rooms.end() ? "no parameter '" + name + "' has error feedback here"
+                                : "what parameter '" + name + "' has lost is of another shape here";
+      return false;
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [name, room] : rooms) {
+    const auto found = lost.find(name);
+    found == lost.end() ? room.zero_() : room.copy_(found->second);
+  }
+  return true;
 }
 
 ReducerStats Reducer::stats() {

@@ -3,15 +3,18 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "c10d/backend.h"
 #include "ddp/bucket.h"
 #include "ddp/bucket_plan.h"
 #include "ddp/grad_hooks.h"
+#include "ddp/step_record.h"
 
 namespace pycomm {
 
@@ -20,6 +23,7 @@ struct ReducedParam {
   at::Tensor tensor;
   std::string name; ///< for errors
   std::optional<at::ScalarType> wire_dtype; ///< none: its own
+  Codec codec = Codec::None; ///< with a comm hook what the hook's sums travel as, else with a wire dtype of fp32
   bool sparse = false; ///< its gradients are sparse
 };
 
@@ -28,6 +32,7 @@ struct ReducerOptions {
   int64_t accumulate = 1; ///< backward passes to one reduction
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
+  bool error_feedback = true; ///< where there is a codec
   bool native_hooks = true; ///< false where Dynamo's Python reducer does the work
 };
 
@@ -35,7 +40,7 @@ struct ReducerStats {
   int64_t passes = 0; ///< backward passes, but for those in no_sync()
   int64_t steps = 0; ///< of them, those whose gradients were reduced
   int64_t buckets_reduced = 0;
-  int64_t wire_nbytes = 0; ///< handed to all_reduce, repetitions included; with a comm hook, handed to the hook
+  int64_t wire_nbytes = 0; ///< handed to all_reduce, as they travel, repetitions included; or to the comm hook
   int64_t gradient_nbytes = 0; ///< what `passes` all_reduces in the parameters' own dtypes would have been handed
   int64_t exposed_ns = 0; ///< backward was over and waited for the network
   int64_t overflowed_buckets = 0; ///< fp16 buckets reduced twice because the first scale was too large,
@@ -61,7 +66,12 @@ struct ReducerStats {
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks.
-  Reducer(std::vector<ReducedParam> params, c10::intrusive_ptr<c10d::ProcessGroup> group, ReducerOptions options);
+  /// `backend`: pycomm's in `group`, needed where a parameter has a codec.
+  Reducer(
+      std::vector<ReducedParam> params,
+      c10::intrusive_ptr<c10d::ProcessGroup> group,
+      ReducerOptions options,
+      const c10::intrusive_ptr<c10d::Backend>& backend = {});
 
   /// Throws when the last backward pass did not complete: naming the parameters without a gradient, or its failure.
   void prepareForForward();
@@ -75,7 +85,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// The end of a static graph's first pass, called once the engine has nothing left to do.
   void delayAllReduce();
 
-  /// Once, before the first backward pass, and not together with a wire dtype.
+  /// Once, before the first backward pass. Buckets then hold the parameters' own dtype.
   void registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook);
   /// The same, for buckets that travel as fp16 (torch's FP16_COMPRESS).
   void compressToFp16();
@@ -95,6 +105,16 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
+  /// What error feedback holds on this rank, by parameter name: copies, in float32. Not during a backward pass.
+  [[nodiscard]] std::map<std::string, at::Tensor> lost();
+  /// Takes what lost() gave; parameters that it lacks begin with zeros. False, and nothing done, where a name or shape is
+  /// unknown, which `why` then says.
+  [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& lost, std::string& why);
+
+  /// Whether steps are recorded from the next forward pass on; the last one is kept.
+  void recordSteps(bool on);
+  /// Of the last recorded step that has ended; null if there is none.
+  [[nodiscard]] std::shared_ptr<const StepRecord> lastStep();
 
   [[nodiscard]] ReducerStats stats();
   [[nodiscard]] const ReducerOptions& options() const noexcept {
@@ -138,6 +158,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void packInto(Place place);
   void launchComplete();
   void launch(size_t bucket);
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(Bucket& bucket);
+  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
   void launchUsedMap();
   void queueFinish();
   void finish();
@@ -146,6 +168,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void awaitAllReduce(size_t bucket);
   void awaitUsedMap();
   void awaitPostBackward();
+  void noteLaunch(size_t bucket);
   void wait(c10d::Work& work);
   [[nodiscard]] bool tracksUse() const noexcept {
     return options_.find_unused_parameters || static_graph_;
@@ -165,6 +188,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
   std::unique_ptr<c10d::CommHookInterface> hook_;
+  c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null where nothing is encoded
+  bool reached_ = false; ///< the ranks of this host reach each other's tensors
 
   std::vector<size_t> order_; ///< all parameters, in the order in which their gradients are expected
   std::vector<bool> trainable_; ///< by parameter: is in a bucket
@@ -172,6 +197,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
   std::vector<Launched> launched_; ///< by bucket
+  std::vector<uint32_t> tags_; ///< by bucket: its index and its parameters' names, see CallTag
   size_t next_bucket_ = 0; ///< the first that has not been launched
   bool reduced_once_ = false;
   bool rebuilt_ = false;
@@ -196,6 +222,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   bool used_known_ = false; ///< used_anywhere_ holds for every pass: the graph is static
   c10::intrusive_ptr<c10d::Work> used_work_;
 
+  bool records_ = false;
+  std::shared_ptr<StepRecord> record_; ///< of the pass under way; null unless it is recorded
+  std::shared_ptr<const StepRecord> last_step_;
   ReducerStats stats_;
   std::optional<GradHooks> grad_hooks_; ///< last: its hooks hold `this`, and it removes them before anything else goes
 };

@@ -3,16 +3,14 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 
-#include <chrono>
 #include <utility>
 
+#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 #include "ddp/comm_hook.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
-
-using Clock = std::chrono::steady_clock;
 
 void Reducer::onGradient(size_t index) {
   raising([&] {
@@ -144,7 +142,27 @@ void Reducer::markReady(size_t index) {
     arrival_.push_back(index);
   }
   const Place place = places_[index];
+  if (record_ != nullptr) {
+    StepRecord::Bucket& bucket = record_->buckets[place.bucket];
+    const int64_t now = nowNs();
+    record_->first_gradient_ns = record_->first_gradient_ns == 0 ? now : record_->first_gradient_ns;
+    bucket.first_gradient_ns = bucket.first_gradient_ns == 0 ? now : bucket.first_gradient_ns;
+  }
   buckets_[place.bucket].pack(place.slot);
+}
+
+void Reducer::noteLaunch(size_t index) {
+  if (record_ == nullptr) {
+    return;
+  }
+  StepRecord::Bucket& bucket = record_->buckets[index];
+  bucket.gradient_nbytes = static_cast<int64_t>(buckets_[index].gradientNbytes());
+  bucket.wire_nbytes = static_cast<int64_t>(buckets_[index].wireNbytes());
+  bucket.launched_ns = nowNs();
+  const auto future = launched_[index].future ? launched_[index].future : launched_[index].work->getFuture();
+  future->addCallback([record = record_, index](c10::ivalue::Future& /*future*/) {
+    record->buckets[index].reduced_ns.store(nowNs(), std::memory_order_release);
+  });
 }
 
 void Reducer::launchComplete() {
@@ -159,16 +177,24 @@ void Reducer::launchComplete() {
 void Reducer::launch(size_t index) {
   Bucket& bucket = buckets_[index];
   bucket.seal();
-  at::Tensor wire = bucket.wire();
-  stats_.wire_nbytes += static_cast<int64_t>(bucket.sparse() ? bucket.gradientNbytes() : wire.nbytes());
+  stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
   ++stats_.buckets_reduced;
   if (hook_ != nullptr) {
     c10d::GradBucket grad_bucket = gradBucketOf(bucket, index, buckets_.size());
     launched_[index].future = hook_->runHook(grad_bucket);
-    return;
+  } else {
+    const CallTag about(tags_[index]);
+    launched_[index].work = allReduce(bucket);
   }
-  std::vector<at::Tensor> tensors{std::move(wire)};
-  launched_[index].work = group_->allreduce(tensors);
+  noteLaunch(index);
+}
+
+c10::intrusive_ptr<c10d::Work> Reducer::allReduce(Bucket& bucket) {
+  std::vector<at::Tensor> tensors{bucket.wire()};
+  if (bucket.codec() == Codec::None) {
+    return group_->allreduce(tensors);
+  }
+  return codec_backend_->allreduceAs(bucket.codec(), std::move(tensors), bucket.lost());
 }
 
 void Reducer::launchUsedMap() {
@@ -177,6 +203,7 @@ void Reducer::launchUsedMap() {
   }
   used_anywhere_ = used_.clone();
   std::vector<at::Tensor> tensors{used_anywhere_};
+  const CallTag about(CallTag::of("which parameters are used"));
   used_work_ = group_->allreduce(tensors);
 }
 
@@ -193,7 +220,14 @@ void Reducer::finish() {
     if (pass_ != Pass::Reducing || next_bucket_ != buckets_.size()) {
       return; // of a static graph whose first pass was local
     }
+    if (record_ != nullptr) {
+      record_->backward_ended_ns = nowNs();
+    }
     finishBuckets(true);
+    if (record_ != nullptr) {
+      record_->ended_ns = nowNs();
+      last_step_ = std::exchange(record_, nullptr);
+    }
     ++stats_.steps;
     reduced_once_ = true;
     resetStep();
@@ -227,9 +261,9 @@ void Reducer::finishBuckets(bool unpack) {
 void Reducer::finishBucket(size_t index, bool unpack) {
   Bucket& bucket = buckets_[index];
   if (launched_[index].future) {
-    const auto before = Clock::now();
+    const int64_t before = nowNs();
     const at::Tensor result = hookResult(*hook_, *launched_[index].future);
-    stats_.exposed_ns += std::chrono::nanoseconds(Clock::now() - before).count();
+    stats_.exposed_ns += nowNs() - before;
     if (unpack) {
       bucket.takeHookResult(result);
     }
@@ -243,6 +277,9 @@ void Reducer::finishBucket(size_t index, bool unpack) {
     }
   }
   bucket.finishStep();
+  if (record_ != nullptr) {
+    record_->buckets[index].unpacked_ns = nowNs();
+  }
 }
 
 void Reducer::awaitAllReduce(size_t index) {
@@ -263,16 +300,16 @@ void Reducer::awaitAllReduce(size_t index) {
         break;
     }
     // Every rank came to the same verdict and finishes its buckets in the same order, so these match as well.
-    std::vector<at::Tensor> tensors{bucket.wire()};
-    stats_.wire_nbytes += static_cast<int64_t>(tensors[0].nbytes());
-    launched_[index].work = group_->allreduce(tensors);
+    stats_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
+    const CallTag about(tags_[index]);
+    launched_[index].work = allReduce(bucket);
   }
 }
 
 void Reducer::wait(c10d::Work& work) {
-  const auto before = Clock::now();
+  const int64_t before = nowNs();
   work.wait();
-  stats_.exposed_ns += std::chrono::nanoseconds(Clock::now() - before).count();
+  stats_.exposed_ns += nowNs() - before;
 }
 
 void Reducer::awaitUsedMap() {
@@ -301,6 +338,7 @@ void Reducer::shadowBackward() {
     const std::lock_guard lock(mutex_);
     throwIfUnfinished();
     resetStep();
+    record_.reset();
     if (++stats_.accumulated < options_.accumulate) {
       return;
     }

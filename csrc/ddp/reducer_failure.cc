@@ -78,11 +78,6 @@ std::string Reducer::namesInBucket(size_t bucket) const {
 
 void Reducer::checkHookMayBeSet() const {
   TORCH_CHECK(hook_ == nullptr, "a comm hook has been registered already; there can be one");
-  for (const ReducedParam& param : params_) {
-    TORCH_CHECK(
-        !param.wire_dtype.has_value(),
-        "a comm hook cannot be combined with wire_dtype: the hook decides what travels. Leave one of them out.");
-  }
   TORCH_CHECK(
       pass_ != Pass::Reducing && stats_.passes == 0, "a comm hook must be registered before the first backward pass");
 }

@@ -71,8 +71,12 @@ void DataPlane::notice(ErrorRecord record) {
 }
 
 void DataPlane::post(std::shared_ptr<Operation> operation) {
-  if (failure_ || closing_) {
-    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : *closing_, identity_);
+  if (failure_ || closing_ || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
+    // What belongs in shared memory comes here only when that is over, which is a little before all else is.
+    ErrorRecord closed;
+    closed.code = ErrorCode::ShutDown;
+    closed.summary = "The process group is closed.";
+    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
     record.bytes_done = 0;
     record.bytes_total = 0;
     if (const PreparedSchedule* schedule = operation->request().schedule.get()) { // null: from any rank
@@ -161,6 +165,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
     }
     hear(peer, header);
   }
+  recallHost(header.op_id);
   const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
   act();
   switch (verdict) {
@@ -256,6 +261,7 @@ void DataPlane::settle(uint64_t op_id) {
 void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
   const auto transfers = std::exchange(transfers_, {});
   const auto unmatched = std::exchange(unmatched_, {});
+  host_stuck_.clear();
   lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);
@@ -358,6 +364,7 @@ void DataPlane::checkDeadlines(TimePoint now) {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }
   }
+  checkHostDeadlines(now);
 }
 
 void DataPlane::tick(TimePoint now) noexcept {

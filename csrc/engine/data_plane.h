@@ -25,6 +25,8 @@
 
 namespace pycomm {
 
+class HostPlane;
+
 /// What both planes of a group know about it.
 struct GroupIdentity {
   int rank = 0;
@@ -95,6 +97,13 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed);
 
+  /// Of a group that also has a HostPlane, which outlives this. The rest is about operations there.
+  void accompany(const HostPlane* host) noexcept {
+    host_ = host;
+  }
+  void hostStuck(std::shared_ptr<Operation> operation);
+  void hostUnstuck(uint64_t op_id);
+
   [[nodiscard]] Usage usage() const;
 
   // PortOwner, InChannel::Receiver, Loop::Ticker
@@ -148,6 +157,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void endReading(InPort& port) noexcept;
   void suspect(int peer, Suspicion suspicion);
   void checkDeadlines(TimePoint now);
+  void checkHostDeadlines(TimePoint now);
+  void recallHost(uint64_t op_id);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
   /// and frames that were queued leave.
@@ -172,6 +183,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
   uint64_t next_ticket_ = 1;
+  const HostPlane* host_ = nullptr;
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> host_stuck_; ///< in shared memory, and waiting for long
+  int64_t host_recalled_ = 0; ///< up to this one the protocol knows them
   std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed

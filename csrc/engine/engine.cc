@@ -1,7 +1,5 @@
 #include "engine/engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -11,7 +9,7 @@
 namespace pycomm {
 
 Engine::Engine()
-    : pid_(::getpid()),
+    : forks_(forkCount()),
       lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
       host_mates_(std::make_unique<HostMates>(*control_)),
@@ -25,7 +23,7 @@ Engine::~Engine() {
 }
 
 bool Engine::belongsToThisProcess() const noexcept {
-  return ::getpid() == pid_;
+  return forkCount() == forks_;
 }
 
 void Engine::add(const std::weak_ptr<Group>& group) {
@@ -33,6 +31,29 @@ void Engine::add(const std::weak_ptr<Group>& group) {
   groups_.erase(
       std::remove_if(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.expired(); }), groups_.end());
   groups_.push_back(group);
+}
+
+std::shared_ptr<SharedHeap> Engine::heap() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (heap_ == nullptr) {
+    heap_ = SharedHeap::create();
+  }
+  return heap_;
+}
+
+std::shared_ptr<const SharedArena> Engine::heapOf(const std::string& name, const std::function<UniqueFd()>& ask) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (auto known = mapped_heaps_[name].lock()) {
+      return known;
+    }
+  }
+  SharedArena mapped = SharedArena::attach(ask(), std::nullopt); // waits for the other process, so without the lock
+  mapped.closeFd();
+  auto made = std::make_shared<const SharedArena>(std::move(mapped));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  mapped_heaps_[name] = made;
+  return made;
 }
 
 bool Engine::shutdown(Deadline deadline) {

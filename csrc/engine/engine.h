@@ -1,9 +1,11 @@
 #pragma once
 
-#include <sys/types.h>
-
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/deadline.h"
@@ -11,6 +13,7 @@
 #include "engine/event_loop.h"
 #include "engine/flight_recorder.h"
 #include "engine/host_mates.h"
+#include "transport/shared_heap.h"
 
 namespace pycomm {
 
@@ -45,6 +48,14 @@ class Engine {
   [[nodiscard]] FlightRecorder& recorder() noexcept {
     return *recorder_;
   }
+  /// Where tensors lie that other processes of this host reach in place; made when first asked for. Throws what SharedHeap::create
+  /// throws, also later. It may outlive the engine.
+  [[nodiscard]] std::shared_ptr<SharedHeap> heap();
+  /// The heap of the process that watch() knows by this name, mapped once for all groups; `ask` gets it where it is not.
+  [[nodiscard]] std::shared_ptr<const SharedArena> heapOf(
+      const std::string& name,
+      const std::function<UniqueFd()>& ask);
+
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
@@ -57,13 +68,15 @@ class Engine {
   friend class Group;
   void add(const std::weak_ptr<Group>& group);
 
-  const pid_t pid_;
+  const uint32_t forks_; ///< forkCount() of the process that this belongs to
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
   std::unique_ptr<HostMates> host_mates_;
   std::unique_ptr<FlightRecorder> recorder_; ///< outlives the pool's threads, which may be writing it down
   std::unique_ptr<CallbackPool> callbacks_;
-  std::mutex mutex_; ///< guards groups_
+  std::mutex mutex_; ///< guards the rest
+  std::shared_ptr<SharedHeap> heap_;
+  std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
   std::vector<std::weak_ptr<Group>> groups_;
 };
 

@@ -154,16 +154,15 @@ void EventLoop::giveBaton() noexcept {
 
 void EventLoop::turn(Deadline deadline) noexcept {
   if (!tasks_.empty()) {
-    dispatch(0);
+    tasks_.runAll(); // what they send may be answered before the kernel need be asked
+    runDue();
     return;
   }
   const int spin_us = spin_us_.load(std::memory_order_relaxed);
   if (spin_us > 0) {
     const TimePoint until = Clock::now() + std::chrono::microseconds(spin_us);
     do {
-      pollfd ready{epoll_.get(), POLLIN, 0};
-      if (::poll(&ready, 1, 0) > 0 || !tasks_.empty()) {
-        dispatch(0);
+      if (dispatch(0) || !tasks_.empty()) {
         return;
       }
       // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.
@@ -215,7 +214,7 @@ int EventLoop::sleepMs() const noexcept {
   return Deadline::at(next).remainingMs(kLongestSleepMs);
 }
 
-void EventLoop::dispatch(int timeout_ms) noexcept {
+bool EventLoop::dispatch(int timeout_ms) noexcept {
   std::array<epoll_event, 64> events{};
   const int count = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
   driver_sleeps_.store(false, std::memory_order_seq_cst);
@@ -234,6 +233,7 @@ void EventLoop::dispatch(int timeout_ms) noexcept {
   }
   tasks_.runAll();
   runDue();
+  return count > 0;
 }
 
 void EventLoop::runDue() noexcept {

@@ -93,7 +93,8 @@ class EventLoop final : public Loop {
   void giveBaton() noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
-  void dispatch(int timeout_ms) noexcept;
+  /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
+  bool dispatch(int timeout_ms) noexcept;
   void runDue() noexcept;
   void signalEventFd() noexcept;
   void wakeThread() noexcept;

@@ -91,11 +91,21 @@ ErrorRecord timedOut(
     const Transfer& transfer,
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity) {
-  const Operation& operation = transfer.operation();
-  ErrorRecord record = about(operation, missing ? missing->peer : transfer.waitsFor(), identity);
+  return timedOut(
+      transfer.operation(), transfer.bytesArrived(), transfer.bytesExpected(), transfer.waitsFor(), missing, identity);
+}
+
+ErrorRecord timedOut(
+    const Operation& operation,
+    int64_t bytes_done,
+    int64_t bytes_total,
+    int waits_for,
+    const std::optional<Protocol::Missing>& missing,
+    const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, missing ? missing->peer : waits_for, identity);
   record.code = ErrorCode::Timeout;
-  record.bytes_done = transfer.bytesArrived();
-  record.bytes_total = transfer.bytesExpected();
+  record.bytes_done = bytes_done;
+  record.bytes_total = bytes_total;
   record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
     record.phase = "not_entered";
@@ -112,7 +122,7 @@ ErrorRecord timedOut(
 
 bool isOwnTrouble(ErrorCode code) noexcept {
   return code == ErrorCode::OutOfMemory || code == ErrorCode::TooManyFiles || code == ErrorCode::SystemError ||
-      code == ErrorCode::Internal;
+      code == ErrorCode::Internal || code == ErrorCode::NoSharedMemory;
 }
 
 ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {

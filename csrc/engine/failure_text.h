@@ -25,6 +25,15 @@ namespace pycomm {
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity);
 
+/// The same of one in shared memory. `waits_for`: a rank that has entered it, -1 if there is none.
+[[nodiscard]] ErrorRecord timedOut(
+    const Operation& operation,
+    int64_t bytes_done,
+    int64_t bytes_total,
+    int waits_for,
+    const std::optional<Protocol::Missing>& missing,
+    const GroupIdentity& identity);
+
 /// The same of a receive that never learned its sender.
 [[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
 

@@ -1,12 +1,15 @@
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 #include <algorithm>
 #include <future>
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
+#include "schedule/request_checks.h"
 #include "schedule/select.h"
 
 namespace pycomm {
@@ -50,7 +53,10 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
     cache_.splice(cache_.begin(), cache_, found);
     return cache_.front().prepared;
   }
-  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(request))});
+  ScheduleRequest tuned = request;
+  tuned.algorithm = request.algorithm == Algorithm::Auto ? tunedAlgorithm(tuned_, request) : request.algorithm;
+  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(tuned))});
+  tellChoice(request, cache_.front().prepared->schedule.algorithm);
   if (cache_.size() > kCachedSchedules) {
     cache_.pop_back();
   }
@@ -61,10 +67,44 @@ ScheduleRequest Group::ours(const ScheduleRequest& schedule) const {
   ScheduleRequest filled = schedule;
   filled.rank = identity_.rank;
   filled.size = identity_.size;
+  filled.topology = topology_.get();
   return filled;
 }
 
+// Once for each collective and power of two: which algorithm, and why. With cache_mutex_.
+void Group::tellChoice(const ScheduleRequest& request, Algorithm algorithm) {
+  const bool chosen = request.kind != Collective::Send && request.kind != Collective::Recv && request.size > 1;
+  if (!chosen || !logEnabled(LogLevel::Info)) {
+    return;
+  }
+  const SelectionKey key = selectionKey(request);
+  int size_class = 0;
+  while (size_class < 62 && (int64_t{1} << size_class) < key.nbytes) {
+    ++size_class;
+  }
+  if (!told_choices_.emplace(key.kind, size_class).second) {
+    return;
+  }
+  const std::string why = request.algorithm != Algorithm::Auto ? "the algorithm option"
+      : tunedAlgorithm(tuned_, request) == algorithm           ? "the measured table"
+                                                               : whySelected(key);
+  log(LogLevel::Info,
+      "group " + identity_.name + ": " + collectiveName(key.kind) + " of " + std::to_string(key.nbytes) +
+          " bytes goes by " + algorithmName(algorithm) + ": " + why + " (" + topology_->text() + ")");
+}
+
+bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
+  return host_ != nullptr && HostPlane::serves(schedule, identity_.size);
+}
+
+bool Group::reachesTensors() const noexcept {
+  return host_ != nullptr && host_->reachesTensors();
+}
+
 bool Group::keepsParts(const ScheduleRequest& schedule) {
+  if (servedByHost(schedule)) {
+    return schedule.kind == Collective::AllGather || schedule.kind == Collective::ReduceScatter;
+  }
   return pycomm::keepsParts(schedule.kind, scheduleFor(ours(schedule))->schedule.algorithm);
 }
 
@@ -149,6 +189,10 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.output_parts = call.output_parts;
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
+  request.lost = call.lost;
+  if (servedByHost(call.schedule)) {
+    return startOnHost(std::move(request), call);
+  }
   if (call.schedule.kind == Collective::Send || call.schedule.kind == Collective::Recv) {
     fillMessage(request, call);
   } else {
@@ -157,16 +201,37 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
   if (!call.held) {
-    post(operation, call.waits);
+    postToLane(operation, call.waits);
+  }
+  return operation;
+}
+
+std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const Call& call) {
+  const ScheduleRequest schedule = ours(call.schedule);
+  checkRequest(schedule);
+  request.descriptor.algorithm = Algorithm::SharedMemory;
+  request.descriptor.root = schedule.root;
+  std::shared_ptr<Operation> operation;
+  const auto make = [&] {
+    request.id = takeOperationId(counter_, identity_.hash);
+    auto made = std::make_shared<Operation>(std::move(request));
+    made->setMark(recorded(*made));
+    made->shared().held.store(call.held, std::memory_order_relaxed);
+    return made;
+  };
+  if (!host_->post(std::cref(make), call.waits, operation) && !call.held) {
+    postToLane(operation, call.waits); // which knows why it is over
   }
   return operation;
 }
 
 void Group::release(const std::shared_ptr<Operation>& operation) {
-  post(operation, false);
+  if (operation->shared().ticket == 0 || !host_->release(*operation)) {
+    postToLane(operation, false);
+  }
 }
 
-void Group::post(const std::shared_ptr<Operation>& operation, bool quietly) {
+void Group::postToLane(const std::shared_ptr<Operation>& operation, bool waits) {
   auto begin = [self = shared_from_this(), operation] {
     if (self->data_ != nullptr) {
       self->data_->post(operation);
@@ -178,7 +243,7 @@ void Group::post(const std::shared_ptr<Operation>& operation, bool quietly) {
     record.hint = "destroy_process_group() was called before this operation";
     operation->finish(errorOf(*operation, record, self->identity_));
   };
-  if (quietly) {
+  if (waits) {
     engine_.lane().postQuietly(std::move(begin));
   } else {
     engine_.lane().post(std::move(begin));
@@ -188,6 +253,12 @@ void Group::post(const std::shared_ptr<Operation>& operation, bool quietly) {
 bool Group::wait(const Operation& operation, Deadline deadline) {
   if (!operation.done()) {
     refuseInChild();
+  }
+  if (operation.shared().ticket != 0) {
+    if (!operation.done() && !host_->drive(operation, deadline)) {
+      return operation.wait(deadline);
+    }
+    return operation.done();
   }
   EventLoop& lane = engine_.lane();
   if (operation.done() || lane.drive([&] { return operation.done(); }, deadline)) {
@@ -200,11 +271,17 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
 void Group::onFailed(const ErrorRecord& cause) {
   abort_.abort(cause);
   engine_.lane().post([this, cause] {
-    if (data_ != nullptr) {
-      data_->fail(cause, [this](const ErrorRecord& record) {
-        const std::lock_guard<std::mutex> lock(failure_mutex_);
+    const auto told = [this](const ErrorRecord& record) {
+      const std::lock_guard<std::mutex> lock(failure_mutex_);
+      if (!told_ || told_->elapsed_ms < record.elapsed_ms) { // of the two planes, the older operation
         told_ = record;
-      });
+      }
+    };
+    if (data_ != nullptr) {
+      data_->fail(cause, told);
+    }
+    if (host_ != nullptr) {
+      host_->fail(cause, told);
     }
     engine_.recorder().failed(log_, failure().value_or(cause)); // now that every operation has ended
   });
@@ -246,6 +323,7 @@ void Group::close() {
   if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
     static_cast<void>(control_.release()); // see Engine::shutdown
     static_cast<void>(data_.release());
+    static_cast<void>(host_.release());
     return;
   }
   const std::lock_guard<std::mutex> lock(close_mutex_);
@@ -259,6 +337,9 @@ void Group::close() {
   reason.rank = identity_.rank;
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
+  if (host_ != nullptr) {
+    host_->close(reason);
+  }
   if (data_ != nullptr) {
     std::promise<void> down;
     engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });

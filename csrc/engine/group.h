@@ -6,7 +6,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/abort_token.h"
@@ -17,11 +19,20 @@
 #include "engine/data_plane.h"
 #include "engine/engine.h"
 #include "engine/operation.h"
+#include "schedule/select.h"
 #include "schedule/step.h"
+#include "schedule/topology_view.h"
 #include "transport/rendezvous.h"
 #include "transport/store.h"
 
 namespace pycomm {
+
+class HostPlane;
+struct HostHeaps;
+class SharedArena;
+
+/// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
+enum class Transport { Auto, SharedMemory, Tcp };
 
 /// One process group on one rank: what everything above the engine talks to.
 ///
@@ -37,6 +48,9 @@ class Group : public std::enable_shared_from_this<Group> {
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     int world_rank = -1; ///< -1: the rank in this group
     std::vector<int> global_ranks; ///< see FlightLog::Subject
+    std::vector<TunedChoice> tuned; ///< the same on all ranks, like the next
+    std::string tuned_for; ///< TopologyView::text() of where that was measured; elsewhere it is not used
+    Transport transport = Transport::Auto; ///< the same on all ranks
   };
 
   /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
@@ -50,6 +64,10 @@ class Group : public std::enable_shared_from_this<Group> {
     Deadline deadline = Deadline::never();
     uint32_t tag = 0;
     double premul_factor = 1.0;
+    /// Of an all_reduce Sum of Float32 with a codec, where wanted: as many floats as `input`, for what its encoding loses here. For
+    /// each value of this rank, value - d(e(value)), plus, for the sums that this rank makes, sum - d(e(sum)): added to the next inputs
+    /// on all ranks, nothing is lost for good. Left alone where nothing is encoded; undefined if the operation fails.
+    BufferView lost;
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
     bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
@@ -101,8 +119,21 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] const std::string& interfaceName() const noexcept {
     return interface_name_;
   }
+  [[nodiscard]] const TopologyView& topology() const noexcept {
+    return *topology_;
+  }
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
+  }
+  /// Its ranks share memory.
+  [[nodiscard]] bool sharesMemory() const noexcept {
+    return host_ != nullptr;
+  }
+  /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
+  [[nodiscard]] bool reachesTensors() const noexcept;
+  /// Why they do not, although nobody has asked for TCP; empty otherwise.
+  [[nodiscard]] const std::string& whyNotShared() const noexcept {
+    return why_not_shared_;
   }
   [[nodiscard]] const FlightLog& flightLog() const noexcept {
     return *log_;
@@ -111,22 +142,32 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
+  void shareMemory(const Config& config);
+  struct OpenedMemory;
+  [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
+  [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
+  void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
-  void post(const std::shared_ptr<Operation>& operation, bool quietly);
+  [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
+  void postToLane(const std::shared_ptr<Operation>& operation, bool waits);
+  [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
   void fillMessage(Operation::Request& request, const Call& call);
-  /// With this rank and the group's size filled in.
+  /// With this rank and what the group knows filled in.
   [[nodiscard]] ScheduleRequest ours(const ScheduleRequest& schedule) const;
   [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
+  void tellChoice(const ScheduleRequest& request, Algorithm algorithm);
 
   Engine& engine_;
   Store& store_;
   const std::shared_ptr<FlightLog> log_;
   GroupIdentity identity_;
   RankClaim claim_;
+  std::unique_ptr<const TopologyView> topology_; ///< made from the list that rank 0 wrote, so the same on all ranks
+  std::vector<TunedChoice> tuned_; ///< empty where it was measured on another topology
   std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
   std::vector<std::string> watch_names_; ///< by rank
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
@@ -139,6 +180,8 @@ class Group : public std::enable_shared_from_this<Group> {
 
   std::unique_ptr<ControlPlane> control_; ///< used on the control loop only
   std::unique_ptr<DataPlane> data_; ///< used on the lane only
+  std::unique_ptr<HostPlane> host_; ///< set before the group is used, and kept; null where the ranks share no memory
+  std::string why_not_shared_;
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
@@ -150,8 +193,9 @@ class Group : public std::enable_shared_from_this<Group> {
     ScheduleRequest request;
     std::shared_ptr<const PreparedSchedule> prepared;
   };
-  std::mutex cache_mutex_; ///< guards cache_
+  std::mutex cache_mutex_; ///< guards all below
   std::list<CachedSchedule> cache_; ///< most recently used first
+  std::set<std::pair<Collective, int>> told_choices_; ///< kind and size class of what tellChoice() has said
 };
 
 } // namespace pycomm

@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/host_plane.h"
 
 namespace pycomm {
 namespace {
@@ -17,6 +19,17 @@ constexpr int kSpinUs = 50;
 // How often a rank that waits for connections looks into the store for why they do not come.
 constexpr int kLookMs = 500;
 constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
+
+/// A number a rank, equal where hosts are: the lowest rank there.
+std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
+  std::vector<int32_t> numbers;
+  for (const Member& member : members) {
+    const auto first = std::find_if(
+        members.begin(), members.end(), [&](const Member& other) { return other.identity == member.identity; });
+    numbers.push_back(static_cast<int32_t>(first - members.begin()));
+  }
+  return numbers;
+}
 
 } // namespace
 
@@ -38,6 +51,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   try {
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
+    group->shareMemory(config);
   } catch (const Error& error) {
     ErrorRecord record = error.record();
     if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
@@ -104,6 +118,15 @@ Group::Group(
     if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
       host_mates_.push_back(member.rank);
     }
+  }
+  topology_ = std::make_unique<const TopologyView>(hostNumbers(rendezvous.members));
+  if (!config.tuned.empty() && config.tuned_for == topology_->text()) {
+    tuned_ = config.tuned;
+  } else if (!config.tuned.empty()) {
+    pycomm::log(
+        LogLevel::Info,
+        "group " + identity_.name + ": the measured table is of " + config.tuned_for + " and not used on " +
+            topology_->text());
   }
   log_->met(identity_.hosts, identity_.nonce);
 }

@@ -14,78 +14,23 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "engine/host_greeting.h"
 #include "transport/socket_error.h"
+#include "transport/unix_passing.h"
 
 namespace pycomm {
 namespace {
 
 constexpr int kBacklog = 1024;
-constexpr size_t kMaxName = 64; // of what another rank says is its name
-constexpr uint32_t kMagic = 0x61776370; // "pcwa": the one message there is, from who is watched to who watches
-
-struct Greeting {
-  uint32_t magic = kMagic;
-  uint32_t word = 0;
-};
-
 void tell(const std::string& why) {
   log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
 }
 
-// An address in the abstract namespace: no file, gone with its socket.
-socklen_t fill(sockaddr_un& address, const std::string& name) {
-  const std::string path = "pycomm/" + name;
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path + 1, path.data(), path.size());
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
-}
-
-bool sameUser(int fd) {
-  ucred peer{};
-  socklen_t length = sizeof peer;
-  return ::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
-}
-
-bool sendGreeting(int socket, const Greeting& greeting, int words) {
-  Greeting copy = greeting;
-  iovec part{&copy, sizeof copy};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  cmsghdr* rights = CMSG_FIRSTHDR(&message);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(rights), &words, sizeof words);
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(sizeof copy);
-}
-
 // The words, or nothing if this is no greeting.
 UniqueFd readGreeting(int socket, Greeting& greeting) {
-  iovec part{&greeting, sizeof greeting};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
-  const ssize_t got = ::recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   UniqueFd words;
-  if (got < 0) {
-    return words;
-  }
-  const cmsghdr* rights = CMSG_FIRSTHDR(&message);
-  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
-      rights->cmsg_len == CMSG_LEN(sizeof(int))) {
-    int fd = -1;
-    std::memcpy(&fd, CMSG_DATA(rights), sizeof fd);
-    words = UniqueFd(fd);
-  }
-  const bool whole = got == static_cast<ssize_t>(sizeof greeting) && greeting.magic == kMagic;
-  return whole ? std::move(words) : UniqueFd();
+  const bool whole = takeMessage(socket, &greeting, sizeof greeting, words) == static_cast<ssize_t>(sizeof greeting);
+  return whole && greeting.magic == Greeting::kMagic ? std::move(words) : UniqueFd();
 }
 
 } // namespace
@@ -100,12 +45,13 @@ struct HostMates::Desk final : EventLoop::Handler {
   UniqueFd socket;
 };
 
-/// A process that watches us. It says nothing; when it hangs up, its word is free.
+/// A process that watches us. It may ask for the memory of groups; when it hangs up, its word is free.
 struct HostMates::Guest final : EventLoop::Handler {
   explicit Guest(HostMates& owner) : mates(owner) {}
   void onReady(uint32_t) noexcept override {
-    mates.dismiss(socket.get());
+    mates.hearGuest(*this);
   }
+  std::optional<uint64_t> asks; ///< for what is not offered yet
   HostMates& mates; ///< holds this
   UniqueFd socket;
   uint32_t word = 0;
@@ -157,7 +103,7 @@ void HostMates::open() {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
   }
   sockaddr_un address{};
-  const socklen_t length = fill(address, text.data());
+  const socklen_t length = abstractAddress(address, text.data());
   if (::bind(desk->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
       ::listen(desk->socket.get(), kBacklog) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
@@ -203,7 +149,7 @@ void HostMates::admit() noexcept {
       auto guest = std::make_unique<Guest>(*this);
       Greeting greeting;
       greeting.word = *word;
-      if (!sendGreeting(socket.get(), greeting, deathWatch().wordsFd())) {
+      if (!passMessage(socket.get(), &greeting, sizeof greeting, deathWatch().wordsFd())) {
         deathWatch().takeBack(*word);
         continue;
       }
@@ -219,6 +165,46 @@ void HostMates::admit() noexcept {
   }
 }
 
+void HostMates::hearGuest(Guest& guest) noexcept {
+  Ask ask;
+  UniqueFd none;
+  const ssize_t got = takeMessage(guest.socket.get(), &ask, sizeof ask, none);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    return;
+  }
+  if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {
+    dismiss(guest.socket.get());
+    return;
+  }
+  guest.asks = ask.key;
+  answer(guest);
+}
+
+void HostMates::answer(Guest& guest) noexcept {
+  const auto found = offers_.find(*guest.asks);
+  if (found == offers_.end()) {
+    return; // the group is not so far yet here
+  }
+  Ask reply;
+  reply.key = *guest.asks;
+  reply.there = found->second >= 0 ? 1 : 0;
+  guest.asks.reset();
+  (void)passMessage(guest.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
+}
+
+void HostMates::offer(uint64_t key, int memory) {
+  offers_[key] = memory;
+  for (const auto& entry : guests_) {
+    if (entry.second->asks == key) {
+      answer(*entry.second);
+    }
+  }
+}
+
+void HostMates::withdraw(uint64_t key) noexcept {
+  offers_.erase(key);
+}
+
 void HostMates::dismiss(int fd) noexcept {
   const auto guest = guests_.find(fd);
   loop_.unwatch(fd);
@@ -228,18 +214,15 @@ void HostMates::dismiss(int fd) noexcept {
 
 uint64_t HostMates::watch(const std::string& name, Died died) {
   const uint64_t interest = next_interest_++;
-  if (closed_ || name.empty() || name.size() > kMaxName) {
+  if (closed_ || name.empty() || name.size() > kMaxUnixName) {
     return interest;
   }
   auto found = mates_.find(name);
   if (found == mates_.end()) {
     auto mate = std::make_unique<Mate>(*this);
     mate->name = name;
-    mate->socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    sockaddr_un address{};
-    const socklen_t length = fill(address, name);
-    if (!mate->socket || ::connect(mate->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        !sameUser(mate->socket.get())) {
+    mate->socket = connectToMate(name);
+    if (!mate->socket) {
       tell("no connection to a process of this host, " + errnoText(errno));
       return interest;
     }

@@ -7,6 +7,8 @@
 #include <string>
 #include <unordered_map>
 
+#include "base/abort_token.h"
+#include "base/deadline.h"
 #include "base/unique_fd.h"
 #include "engine/event_loop.h"
 #include "transport/death_watch.h"
@@ -38,6 +40,14 @@ class HostMates {
   uint64_t watch(const std::string& name, Died died);
   void unwatch(uint64_t interest) noexcept;
 
+  /// Has memory of a group ready for processes that ask for it by `key`, or -1: there is none. The descriptor stays the caller's, until
+  /// withdraw().
+  void offer(uint64_t key, int memory);
+  void withdraw(uint64_t key) noexcept;
+  /// Asks the process of that name for the memory of a group, and waits until it has it to offer. On the calling thread, which is not
+  /// the control loop's. Throws Error saying why there is none, or the token's reason.
+  [[nodiscard]] static UniqueFd ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort);
+
   /// Leaves in order. Call from another thread than the loop's, before the loop stops. Idempotent.
   void close() noexcept;
 
@@ -48,6 +58,8 @@ class HostMates {
 
   void open();
   void admit() noexcept;
+  void hearGuest(Guest& guest) noexcept;
+  void answer(Guest& guest) noexcept;
   void dismiss(int fd) noexcept;
   void heard(Mate& mate) noexcept;
   void forget(const std::string& name) noexcept;
@@ -62,6 +74,7 @@ class HostMates {
   std::unique_ptr<Desk> desk_;
   std::unordered_map<int, std::unique_ptr<Guest>> guests_; ///< who watches us, by descriptor
   std::unordered_map<std::string, std::unique_ptr<Mate>> mates_; ///< whom we watch, by name
+  std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first
   uint64_t next_interest_ = 1;
   std::unique_ptr<DeathWatch> death_watch_; ///< made when first needed
 };

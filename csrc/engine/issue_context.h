@@ -3,6 +3,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
+
+#include "base/codec.h"
 
 namespace pycomm {
 
@@ -17,13 +20,18 @@ class IssueContext {
  public:
   enum class Kind { Callback, Chain };
 
-  IssueContext(Kind kind, uint64_t base) noexcept : kind_(kind), base_(base) {}
+  /// `codec`: what the sums of a chain travel as, whatever the group's own.
+  IssueContext(Kind kind, uint64_t base, std::optional<Codec> codec = std::nullopt) noexcept
+      : kind_(kind), base_(base), codec_(codec) {}
 
   [[nodiscard]] Kind kind() const noexcept {
     return kind_;
   }
   [[nodiscard]] uint64_t base() const noexcept {
     return base_;
+  }
+  [[nodiscard]] const std::optional<Codec>& codec() const noexcept {
+    return codec_;
   }
   [[nodiscard]] uint32_t takeIndex() noexcept {
     return next_.fetch_add(1, std::memory_order_relaxed);
@@ -35,6 +43,7 @@ class IssueContext {
  private:
   const Kind kind_;
   const uint64_t base_;
+  const std::optional<Codec> codec_;
   std::atomic<uint32_t> next_{0};
 };
 

@@ -24,6 +24,7 @@ int causeClass(ErrorCode code) {
     case ErrorCode::TooManyFiles:
     case ErrorCode::SystemError:
     case ErrorCode::Internal:
+    case ErrorCode::NoSharedMemory:
     case ErrorCode::Forked:
     case ErrorCode::InvalidArgument:
     case ErrorCode::Unsupported:
@@ -97,10 +98,11 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   flood.except = from;
   flood.record = record;
   actions_.push_back(std::move(flood));
-  candidates_.push_back(std::move(record));
   if (decide_at_ == TimePoint::max()) {
-    decide_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+    const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
+    decide_at_ = now + std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
   }
+  candidates_.push_back(std::move(record));
 }
 
 void Membership::noticed(ErrorRecord record, TimePoint now) {
@@ -160,9 +162,19 @@ void Membership::tick(TimePoint now) {
       return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
           (spoke_.count(r.peer) != 0 || was_silent(r.rank));
     };
+    // Where one rank calls something else than all others, they all blame it, and it blames any of them.
+    const auto blamed = [&](const ErrorRecord& of) {
+      return std::count_if(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == of.code && r.peer == of.peer;
+      });
+    };
+    const auto before = [&](const ErrorRecord& a, const ErrorRecord& b) {
+      const bool disagree = a.code == ErrorCode::CollectiveMismatch && b.code == a.code && blamed(a) != blamed(b);
+      return disagree ? blamed(a) > blamed(b) : precedes(a, b);
+    };
     const ErrorRecord* best = nullptr;
     for (const ErrorRecord& record : candidates_) {
-      if (!excused(record) && (best == nullptr || precedes(record, *best))) {
+      if (!excused(record) && (best == nullptr || before(record, *best))) {
         best = &record;
       }
     }
@@ -179,6 +191,16 @@ void Membership::tick(TimePoint now) {
     actions_.push_back(std::move(fail));
   }
   if (heartbeat_at_ <= now) {
+    // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and
+    // heard nobody because it did not listen. Where the whole group slept, nobody is to blame. What has come meanwhile is read
+    // before anything is sent: it may say that the others have left, and a heartbeat to them would only bring a reset.
+    if (const auto late = now - heartbeat_at_; late >= std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+      for (Neighbour& entry : neighbours_) {
+        entry.heard_at = std::min(now, entry.heard_at + late);
+      }
+      heartbeat_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+      return;
+    }
     heartbeat_at_ = now + std::chrono::milliseconds(config_.heartbeat_every_ms);
     Action beat;
     beat.kind = Action::Kind::Heartbeat;

@@ -34,6 +34,7 @@ class Operation {
     std::vector<BufferView> output_parts; ///< instead of `output`
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
+    BufferView lost; ///< see Group::Call
     std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
     bool receives = false;
@@ -55,6 +56,20 @@ class Operation {
   void settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index);
   [[nodiscard]] TimePoint issuedAt() const noexcept {
     return issued_at_;
+  }
+
+  /// Of an operation in shared memory: see HostPlane.
+  struct Shared {
+    uint64_t ticket = 0; ///< 0: it is not one. Set once, before others have it
+    int64_t bytes_total = 0;
+    std::atomic<int64_t> bytes_done{0};
+    std::atomic<bool> held{false}; ///< its input is not there yet (Group::Call::held)
+  };
+  [[nodiscard]] Shared& shared() noexcept {
+    return shared_;
+  }
+  [[nodiscard]] const Shared& shared() const noexcept {
+    return shared_;
   }
 
   /// Its place in the flight log. Set once, before the lane has it.
@@ -90,6 +105,7 @@ class Operation {
   std::atomic<bool> settled_;
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
+  Shared shared_;
   mutable std::mutex mutex_; ///< guards all below
   mutable std::condition_variable ended_;
   std::atomic<bool> done_{false}; ///< written under mutex_, read without

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/mismatch.h"
+
 namespace pycomm {
 namespace {
 
@@ -13,10 +15,6 @@ constexpr size_t kMaxHeard = 65536;
 // as well. One frame to each rank, once an operation, only when stuck.
 constexpr int kAskEveryoneAfterMs = 200;
 constexpr int kAskEveryoneMaxSize = 256;
-
-std::string operationText(uint64_t op_id) {
-  return (op_id & kDerivedIdBit) != 0 ? "issued in a callback" : "#" + std::to_string(op_id);
-}
 
 } // namespace
 
@@ -117,44 +115,43 @@ void Protocol::ended(uint64_t op_id) {
   if (found == ops_.end()) {
     return;
   }
-  recent_[op_id] = found->second.descriptor;
+  keepRecent(op_id, found->second.descriptor);
+  ops_.erase(found);
+}
+
+void Protocol::keepRecent(uint64_t op_id, const Descriptor& descriptor) {
+  recent_[op_id] = descriptor;
   recent_order_.push_back(op_id);
   if (recent_order_.size() > kRecent) {
     recent_.erase(recent_order_.front());
     recent_order_.pop_front();
   }
-  ops_.erase(found);
 }
 
-ErrorRecord Protocol::mismatch(const Descriptor& mine, int peer, const OperationId& id) const {
-  ErrorRecord record;
-  record.code = ErrorCode::CollectiveMismatch;
-  record.rank = config_.rank;
-  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
-  record.peer = peer;
-  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
-  record.op = collectiveName(mine.kind);
-  record.sequence = id.sequence;
-  record.dtype = dtypeName(mine.dtype);
-  record.numel = mine.numel;
-  record.phase = "matching";
-  record.hint =
-      "make every rank issue the same operations in the same order with the same shapes and dtypes; if a DDP comm hook or a "
-      "future's callback issues collectives, wrap the hook in pycomm.comm_hooks.ordered";
-  return record;
+void Protocol::passed(const OperationId& id, const Descriptor& descriptor) {
+  if (ops_.count(id.id) != 0 || recent_.count(id.id) != 0) {
+    return;
+  }
+  keepRecent(id.id, descriptor);
+  if (id.sequence > highest_sequence_) { // posted later than what the protocol saw last
+    highest_sequence_ = id.sequence;
+    last_posted_ = id;
+    last_descriptor_ = descriptor;
+  }
+  const auto heard = heard_.find(id.id);
+  if (heard != heard_.end()) {
+    const auto descriptors = std::move(heard->second.descriptors);
+    heard_.erase(heard);
+    for (const auto& entry : descriptors) {
+      compare(descriptor, entry.first, entry.second, id);
+    }
+  }
 }
 
 void Protocol::compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id) {
-  if (mine == theirs) {
-    return;
+  if (mine != theirs) {
+    fail(disagreement(config_.hosts, config_.rank, mine, peer, theirs, id));
   }
-  ErrorRecord record = mismatch(mine, peer, id);
-  const std::string what = mine.kind == Collective::Send ? "a message" : "the operation " + operationText(id.id);
-  const bool share = mine.kind == Collective::AllToAll && theirs.kind == mine.kind; // the peer's part, not the whole
-  record.summary = "The ranks disagree about " + what + ": rank " + std::to_string(config_.rank) + " (" + record.host +
-      (share ? ") expects as its part of " : ") has ") + mine.text() + ", rank " + std::to_string(peer) + " (" +
-      record.peer_host + (share ? ") sends " : ") has ") + theirs.text() + ".";
-  fail(std::move(record));
 }
 
 ErrorRecord Protocol::violation(int peer, const FrameHeader& header, const std::string& what) const {
@@ -321,7 +318,7 @@ void Protocol::standOff(const Op& op, int peer, TimePoint now) {
         now - entry.second.since < patience) {
       continue;
     }
-    ErrorRecord record = mismatch(op.descriptor, peer, op.id);
+    ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);
     record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
         op.descriptor.text() + " " + operationText(op.id.id) + ", which rank " + std::to_string(peer) + " (" +
         record.peer_host + ") has not entered; that one waits in " + theirs->second.text() + " " +

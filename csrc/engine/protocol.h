@@ -74,6 +74,8 @@ class Protocol {
   // ---- events
   void posted(const OperationId& id, const Descriptor& descriptor, const PreparedSchedule& schedule, TimePoint now);
   void ended(uint64_t op_id);
+  /// An operation of this rank's that went another way, and is over. Told late, and only if somebody asks.
+  void passed(const OperationId& id, const Descriptor& descriptor);
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
   /// The bytes of one data frame have been used and their memory is free again.
   void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager);
@@ -95,6 +97,8 @@ class Protocol {
     std::string last;
   };
   [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const;
+  /// The same of that one.
+  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id, int peer) const;
 
   /// A frame header of this group for an operation posted here, to `peer`.
   [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type, int peer) const;
@@ -139,6 +143,7 @@ class Protocol {
     int64_t eager_used = 0; ///< consumed, not yet given back
   };
 
+  void keepRecent(uint64_t op_id, const Descriptor& descriptor);
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
   void announce(Op& op);
   /// In an all_to_all each pair of ranks agrees on a number of elements of its own. Frames of it say in `numel` how many the
@@ -147,7 +152,6 @@ class Protocol {
   [[nodiscard]] static Descriptor expectedFrom(Op& op, int peer);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
-  [[nodiscard]] ErrorRecord mismatch(const Descriptor& mine, int peer, const OperationId& id) const;
   void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
   void fail(ErrorRecord record);
   void send(int peer, const FrameHeader& header);

@@ -161,6 +161,18 @@ Protocol::Usage Protocol::usage() const {
   return usage;
 }
 
+std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id, int peer) const {
+  const auto found = ops_.find(op_id);
+  if (found != ops_.end()) {
+    for (const Missing& entry : found->second.missing) {
+      if (entry.peer == peer) {
+        return entry;
+      }
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<Protocol::Missing> Protocol::missing(uint64_t op_id) const {
   const auto found = ops_.find(op_id);
   if (found == ops_.end() || found->second.missing.empty()) {

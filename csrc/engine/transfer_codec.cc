@@ -46,8 +46,15 @@ void Transfer::runCodec(const Step& step) const {
     convert(to, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel));
     return;
   }
+  auto* lost = reinterpret_cast<float*>(operation_->request().lost.ptr);
   if (step.kind == StepKind::Encode) {
     const DType from = prepared_.dtypeOf(step.src.buffer);
+    if (lost != nullptr) {
+      const auto numel = static_cast<size_t>(step.src.numel);
+      const auto* values = reinterpret_cast<const float*>(at(step.src));
+      countOverflows(*operation_, codec, encodeWithError(codec, at(step.dst), values, lost + step.src.offset, numel));
+      return;
+    }
     countOverflows(
         *operation_, codec, encode(codec, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel)));
     return;
@@ -69,6 +76,12 @@ void Transfer::runCodec(const Step& step) const {
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));
+  if (lost != nullptr) { // after the Encode of this rank's own contribution, which it depends on
+    float* error = lost + step.src.offset;
+    countOverflows(
+        *operation_, codec, sumEncodedWithError(codec, at(step.dst), sources.data(), sources.size(), error, numel));
+    return;
+  }
   countOverflows(*operation_, codec, sumEncoded(codec, at(step.dst), sources.data(), sources.size(), numel, divisor));
 }
 

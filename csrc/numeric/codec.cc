@@ -332,6 +332,32 @@ size_t sumEncoded(
   return overflows;
 }
 
+size_t sumEncodedWithError(
+    Codec codec,
+    void* dst,
+    const void* const* sources,
+    size_t source_count,
+    float* error,
+    size_t numel) {
+  checkSum(codec, source_count, 1);
+  const KernelSet& set = numeric::activeKernels();
+  const numeric::FpEnvironment environment;
+  size_t overflows = 0;
+  forBlocks(numel, [&](size_t at, size_t count) {
+    float sum[kBlock];
+    float back[kBlock];
+    std::byte* block = static_cast<std::byte*>(dst) + bytesBefore(codec, at);
+    overflows += sumBlock(set, codec, sum, sources, source_count, at, count, 1);
+    overflows += encodeBlock(set, codec, block, sum, count);
+    decodeBlock(set, codec, back, block, count);
+    for (size_t i = 0; i < count; ++i) {
+      const float missing = sum[i] - back[i];
+      error[at + i] += std::isfinite(missing) ? missing : 0.0F;
+    }
+  });
+  return overflows;
+}
+
 size_t sumDecoded(
     Codec codec,
     DType to,

@@ -49,6 +49,15 @@ void decode(Codec codec, DType to, void* dst, const void* src, size_t numel);
     size_t numel,
     int64_t divisor = 1);
 
+/// The same, and error[i] += what encoding the sum loses of it, in the sum's own size; nothing where that is not finite.
+[[nodiscard]] size_t sumEncodedWithError(
+    Codec codec,
+    void* dst,
+    const void* const* sources,
+    size_t source_count,
+    float* error,
+    size_t numel);
+
 /// The same, without encoding the sum: `to` values.
 [[nodiscard]] size_t sumDecoded(
     Codec codec,

@@ -22,6 +22,10 @@ namespace pycomm {
 [[nodiscard]] Schedule chainReduce(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
+/// Over request.topology.
+[[nodiscard]] Schedule hierarchicalAllReduce(const ScheduleRequest& request);
+[[nodiscard]] Schedule hierarchicalReduceScatter(const ScheduleRequest& request);
+[[nodiscard]] Schedule hierarchicalAllGather(const ScheduleRequest& request);
 [[nodiscard]] Schedule directReduceScatter(const ScheduleRequest& request);
 /// Both of them, for requests with a codec.
 [[nodiscard]] Schedule encodedDirect(const ScheduleRequest& request);

@@ -146,12 +146,13 @@ class EncodedDirect {
     }
     if (!shares_) {
       const int64_t begin = run.offset - partOf(request_.rank).offset;
-      slot.reduced = builder_.reduceEncoded(sources, outputRegion({begin, run.numel}), deps);
+      const Region output = outputRegion({begin, run.numel});
+      slot.reduced = builder_.reduceEncoded(sources, output, output, deps);
       return;
     }
     deps.insert(deps.end(), slot.shared.begin(), slot.shared.end());
     const Region result = scratch(results_, s, request_.rank, run);
-    slot.reduced = builder_.reduceEncoded(sources, result, deps);
+    slot.reduced = builder_.reduceEncoded(sources, result, outputRegion(run), deps);
     for (int32_t distance = 1; distance < request_.size; ++distance) {
       const int32_t to = builder_.around(distance);
       slot.shared[static_cast<size_t>(to)] = builder_.send(result, to, {slot.reduced});

@@ -1,11 +1,13 @@
 #include "schedule/make_schedule.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "schedule/algorithms.h"
+#include "schedule/by_host.h"
 #include "schedule/partition.h"
 #include "schedule/request_checks.h"
 #include "schedule/schedule_builder.h"
@@ -26,15 +28,18 @@ constexpr Entry kTable[] = {
     {Collective::AllReduce, Algorithm::Ring, ringAllReduce},
     {Collective::AllReduce, Algorithm::RecursiveDoubling, recursiveDoublingAllReduce},
     {Collective::AllReduce, Algorithm::Direct, directAllReduce},
+    {Collective::AllReduce, Algorithm::Hierarchical, hierarchicalAllReduce},
     {Collective::Broadcast, Algorithm::BinomialTree, binomialBroadcast},
     {Collective::Broadcast, Algorithm::Ring, chainBroadcast},
     {Collective::Reduce, Algorithm::BinomialTree, binomialReduce},
     {Collective::Reduce, Algorithm::Ring, chainReduce},
     {Collective::AllGather, Algorithm::Ring, ringAllGather},
+    {Collective::AllGather, Algorithm::Hierarchical, hierarchicalAllGather},
     {Collective::AllGather, Algorithm::Bruck, bruckAllGather},
     {Collective::AllGather, Algorithm::RecursiveDoubling, recursiveDoublingAllGather},
     {Collective::ReduceScatter, Algorithm::Ring, ringReduceScatter},
     {Collective::ReduceScatter, Algorithm::RecursiveHalving, recursiveHalvingReduceScatter},
+    {Collective::ReduceScatter, Algorithm::Hierarchical, hierarchicalReduceScatter},
     {Collective::ReduceScatter, Algorithm::Direct, directReduceScatter},
     {Collective::Barrier, Algorithm::RecursiveDoubling, disseminationBarrier},
     {Collective::AllToAll, Algorithm::Pairwise, pairwiseAllToAll},
@@ -74,12 +79,6 @@ const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
   refuseAlgorithm(request, algorithm, others);
 }
 
-/// Elements that the choice of an algorithm goes by: the same on all ranks.
-int64_t wholeNumel(const ScheduleRequest& request) {
-  const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
-  return parts ? Partition::ofParts(request.numel, request.size, request.counts).numel() : request.numel;
-}
-
 /// One rank alone: what it has is the result. Nothing travels, so nothing is encoded either.
 Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
   ScheduleBuilder builder(request, algorithm);
@@ -98,23 +97,20 @@ Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
 
 } // namespace
 
+bool hasAlgorithm(Collective kind, Algorithm algorithm) noexcept {
+  return std::any_of(std::begin(kTable), std::end(kTable), [&](const Entry& entry) {
+    return entry.kind == kind && entry.algorithm == algorithm;
+  });
+}
+
 Schedule makeSchedule(const ScheduleRequest& request) {
   checkRequest(request);
   Algorithm algorithm = request.algorithm;
   if (algorithm == Algorithm::Auto) {
-    SelectionKey key;
-    key.kind = request.kind;
-    key.size = request.size;
-    key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
-    key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
-    key.encoded = encodes(request);
-    key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
-        (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
-         request.reduce_op == ReduceOp::PremulSum);
-    algorithm = selectAlgorithm(key);
-    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: the ring sends an empty frame for it,
-    // the others send nothing.
-    if (request.kind == Collective::AllGather && !request.counts.empty()) {
+    algorithm = selectAlgorithm(selectionKey(request));
+    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: rings send an empty frame for it, the
+    // others nothing.
+    if (request.kind == Collective::AllGather && !request.counts.empty() && algorithm != Algorithm::Hierarchical) {
       algorithm = Algorithm::Ring;
     }
   }
@@ -123,7 +119,10 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   if (request.codec != Codec::None && request.size > 1) {
     return encodedDirect(request);
   }
-  return request.size == 1 && !p2p ? makeForOneRank(request, algorithm) : entry.make(request);
+  if (request.size == 1 && !p2p) {
+    return makeForOneRank(request, algorithm);
+  }
+  return goesByHost(request.kind, algorithm) ? makeByHost(request, entry.make) : entry.make(request);
 }
 
 int64_t inputNumel(const ScheduleRequest& request) {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "schedule/topology_view.h"
 
 namespace pycomm {
 namespace {
@@ -59,6 +60,10 @@ void checkRanks(const ScheduleRequest& request) {
   const std::string range = "[0, " + std::to_string(request.size) + ")";
   if (request.rank < 0 || request.rank >= request.size) {
     refuse(request, "rank " + std::to_string(request.rank) + " is not in " + range, "pass a rank of the group");
+  }
+  if (request.topology != nullptr && request.topology->size() != request.size) {
+    refuse(
+        request, "the topology is of " + std::to_string(request.topology->size()) + " ranks", "report this as a bug");
   }
   if (!hasRoot(request.kind)) {
     return;

@@ -29,11 +29,13 @@ int32_t ScheduleBuilder::around(int64_t distance) const noexcept {
   return static_cast<int32_t>(rank < 0 ? rank + request_.size : rank);
 }
 
-int64_t ScheduleBuilder::segmentCount(int64_t numel, DType dtype) const noexcept {
+int64_t ScheduleBuilder::segmentNumel(DType dtype) const noexcept {
   const auto element_nbytes = static_cast<int64_t>(elementSize(dtype));
-  const int64_t segment_numel =
-      std::max<int64_t>(1, std::min(request_.segment_nbytes, kMaxSegmentNbytes) / element_nbytes);
-  return numel == 0 ? 1 : (numel - 1) / segment_numel + 1;
+  return std::max<int64_t>(1, std::min(request_.segment_nbytes, kMaxSegmentNbytes) / element_nbytes);
+}
+
+int64_t ScheduleBuilder::segmentCount(int64_t numel, DType dtype) const noexcept {
+  return numel == 0 ? 1 : (numel - 1) / segmentNumel(dtype) + 1;
 }
 
 int64_t ScheduleBuilder::pipelineFrames() const noexcept {
@@ -125,9 +127,10 @@ StepId ScheduleBuilder::reduceMany(const std::vector<Region>& sources, Region ds
   return add(step, deps);
 }
 
-StepId ScheduleBuilder::reduceEncoded(const std::vector<Region>& sources, Region dst, const Deps& deps) {
+StepId ScheduleBuilder::reduceEncoded(const std::vector<Region>& sources, Region dst, Region output, const Deps& deps) {
   const StepId step = reduceMany(sources, dst, deps);
   schedule_.steps[step].kind = StepKind::ReduceEncoded;
+  schedule_.steps[step].src = output;
   return step;
 }
 

@@ -51,6 +51,9 @@ class ScheduleBuilder {
   /// two ranks exchange is cut the same way on both, because this depends on nothing else.
   [[nodiscard]] int64_t segmentCount(int64_t numel, DType dtype) const noexcept;
 
+  /// Elements of the longest segment.
+  [[nodiscard]] int64_t segmentNumel(DType dtype) const noexcept;
+
   /// Frames of one edge to keep under way: what the request says, but so few that they and one more have room.
   [[nodiscard]] int64_t pipelineFrames() const noexcept;
 
@@ -72,8 +75,8 @@ class ScheduleBuilder {
   StepId recvReduceCopySend(int32_t from, const Operand& local, Region dst, int32_t to, const Deps& deps = {});
   /// All regions have the dtype of `dst`. The value is complete: Avg divides here.
   StepId reduceMany(const std::vector<Region>& sources, Region dst, const Deps& deps);
-  /// The same over encoded regions; `dst` may be encoded, too.
-  StepId reduceEncoded(const std::vector<Region>& sources, Region dst, const Deps& deps);
+  /// The same over encoded regions; `dst` may be encoded, too. `output`: where in Output the sums belong.
+  StepId reduceEncoded(const std::vector<Region>& sources, Region dst, Region output, const Deps& deps);
   StepId copy(Region src, Region dst, bool final = false);
   StepId scale(Region src, Region dst, bool final = false);
   StepId encode(Region src, Region dst, const Deps& deps);

@@ -1,5 +1,11 @@
 #include "schedule/select.h"
 
+#include <algorithm>
+
+#include "schedule/partition.h"
+#include "schedule/schedule_builder.h"
+#include "schedule/topology_view.h"
+
 namespace pycomm {
 namespace {
 
@@ -13,6 +19,24 @@ constexpr int64_t kSmallPartsNbytes = 64 << 10;
 constexpr int32_t kMaxDirectSize = 64;
 // Up to here as many small messages at once cost less than log2(size) rounds that wait for each other.
 constexpr int32_t kFewRanks = 4;
+
+// Where hosts are this uneven, the few ranks that carry slices would be busy handing them to all others.
+constexpr int32_t kMostUneven = 4;
+
+constexpr bool severalRanksOnSeveralHosts(const SelectionKey& key) noexcept {
+  return key.hosts > 1 && key.most_ranks > 1 && key.most_ranks <= kMostUneven * key.fewest_ranks;
+}
+
+/// Where the parts of all hosts make as many slices.
+constexpr bool equalHostsOfSeveralRanks(const SelectionKey& key) noexcept {
+  return key.hosts > 1 && key.fewest_ranks > 1 && key.fewest_ranks == key.most_ranks;
+}
+
+/// Elements that the choice of an algorithm goes by: the same on all ranks.
+int64_t wholeNumel(const ScheduleRequest& request) {
+  const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
+  return parts ? Partition::ofParts(request.numel, request.size, request.counts).numel() : request.numel;
+}
 
 constexpr bool isPowerOfTwo(int32_t size) noexcept {
   return (size & (size - 1)) == 0;
@@ -31,6 +55,52 @@ Algorithm treeOrChain(int64_t segments, int32_t size) {
 
 } // namespace
 
+SelectionKey selectionKey(const ScheduleRequest& request) {
+  SelectionKey key;
+  key.kind = request.kind;
+  key.size = request.size;
+  key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
+  key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
+  key.encoded = request.wire_dtype != request.dtype || request.codec != Codec::None;
+  key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
+      (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
+       request.reduce_op == ReduceOp::PremulSum);
+  key.hosts = request.topology == nullptr ? request.size : request.topology->hosts();
+  key.fewest_ranks = request.topology == nullptr ? 1 : request.topology->fewestRanks();
+  key.most_ranks = request.topology == nullptr ? 1 : request.topology->mostRanks();
+  return key;
+}
+
+std::string whySelected(const SelectionKey& key) {
+  if (key.encoded) {
+    return "values that travel encoded are added up once";
+  }
+  if (key.small_float_sum && selectAlgorithm(key) == Algorithm::Direct) {
+    return "sums of small floats are rounded once";
+  }
+  if (key.hosts == 1) {
+    return "the table for one host";
+  }
+  return severalRanksOnSeveralHosts(key) ? "the table for several hosts with several ranks each"
+                                         : "the table for several hosts";
+}
+
+Algorithm tunedAlgorithm(const std::vector<TunedChoice>& tuned, const ScheduleRequest& request) {
+  if (tuned.empty() || request.algorithm != Algorithm::Auto || !request.counts.empty()) {
+    return Algorithm::Auto;
+  }
+  const SelectionKey key = selectionKey(request);
+  if (key.encoded || key.small_float_sum) {
+    return Algorithm::Auto;
+  }
+  for (const TunedChoice& choice : tuned) {
+    if (choice.kind == key.kind && key.nbytes <= choice.up_to_nbytes) {
+      return choice.algorithm;
+    }
+  }
+  return Algorithm::Auto;
+}
+
 Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
   switch (key.kind) {
     case Collective::AllReduce:
@@ -39,7 +109,10 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       if (key.encoded || (key.small_float_sum && key.size > 2 && key.size <= kMaxDirectSize)) {
         return Algorithm::Direct;
       }
-      return key.nbytes <= kSmallAllReduceNbytes ? Algorithm::RecursiveDoubling : Algorithm::Ring;
+      if (key.nbytes <= kSmallAllReduceNbytes) {
+        return Algorithm::RecursiveDoubling;
+      }
+      return severalRanksOnSeveralHosts(key) ? Algorithm::Hierarchical : Algorithm::Ring;
     case Collective::Broadcast:
     case Collective::Reduce:
       return treeOrChain(key.nbytes == 0 ? 1 : (key.nbytes - 1) / key.segment_nbytes + 1, key.size);
@@ -47,7 +120,7 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
         return isPowerOfTwo(key.size) ? Algorithm::RecursiveDoubling : Algorithm::Bruck;
       }
-      return Algorithm::Ring;
+      return equalHostsOfSeveralRanks(key) ? Algorithm::Hierarchical : Algorithm::Ring;
     case Collective::ReduceScatter:
       if (key.encoded) {
         return Algorithm::Direct;
@@ -58,7 +131,7 @@ Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
       if (key.size > 2 && key.nbytes <= kSmallPartsNbytes) {
         return key.size <= kFewRanks ? Algorithm::Direct : Algorithm::RecursiveHalving;
       }
-      return Algorithm::Ring;
+      return equalHostsOfSeveralRanks(key) ? Algorithm::Hierarchical : Algorithm::Ring;
     case Collective::Barrier:
       return Algorithm::RecursiveDoubling;
     case Collective::AllToAll:
@@ -76,7 +149,7 @@ bool keepsParts(Collective kind, Algorithm algorithm) noexcept {
   switch (kind) {
     case Collective::AllGather:
     case Collective::ReduceScatter:
-      return algorithm == Algorithm::Ring || algorithm == Algorithm::Direct;
+      return algorithm == Algorithm::Ring || algorithm == Algorithm::Direct || algorithm == Algorithm::Hierarchical;
     case Collective::AllToAll:
     case Collective::Gather:
     case Collective::Scatter:

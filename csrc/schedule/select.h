@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "schedule/step.h"
 
@@ -14,10 +16,30 @@ struct SelectionKey {
   int64_t segment_nbytes = 1;
   bool encoded = false; ///< wire_dtype differs from dtype, or there is a codec
   bool small_float_sum = false; ///< a sum of fp16, bf16 or fp8, which loses bits at every rounding
+  int32_t hosts = 1;
+  int32_t fewest_ranks = 1; ///< of a host
+  int32_t most_ranks = 1;
 };
+[[nodiscard]] SelectionKey selectionKey(const ScheduleRequest& request);
 
 /// The static table behind Algorithm::Auto. Pure, so that all ranks choose alike by construction.
 [[nodiscard]] Algorithm selectAlgorithm(const SelectionKey& key) noexcept;
+
+/// Why that is what the table says, in words.
+[[nodiscard]] std::string whySelected(const SelectionKey& key);
+
+/// What somebody has measured to be the best for tensors of up to so many bytes.
+struct TunedChoice {
+  Collective kind = Collective::Barrier;
+  int64_t up_to_nbytes = 0;
+  Algorithm algorithm = Algorithm::Auto;
+};
+/// The first of `tuned` that holds for a request, whose algorithm is Auto; Auto if none does. What is encoded or is a sum of small
+/// floats is chosen for its rounding, and uneven parts for their checks: there no measurement counts.
+[[nodiscard]] Algorithm tunedAlgorithm(const std::vector<TunedChoice>& tuned, const ScheduleRequest& request);
+
+/// Whether makeSchedule() has this algorithm for this collective.
+[[nodiscard]] bool hasAlgorithm(Collective kind, Algorithm algorithm) noexcept;
 
 /// Whether every step of such a schedule keeps within one rank's part of Input and of Output, so that parts may be
 /// separate buffers. False for collectives that have no parts.

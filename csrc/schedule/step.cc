@@ -48,6 +48,10 @@ const char* algorithmName(Algorithm algorithm) noexcept {
       return "bruck";
     case Algorithm::RecursiveHalving:
       return "recursive_halving";
+    case Algorithm::SharedMemory:
+      return "shared_memory";
+    case Algorithm::Hierarchical:
+      return "hierarchical";
   }
   return "unknown";
 }

@@ -10,6 +10,8 @@
 
 namespace pycomm {
 
+class TopologyView;
+
 /// Which collective an operation is. Part of the wire format: never reuse a number.
 enum class Collective : uint8_t {
   AllReduce = 1,
@@ -36,6 +38,8 @@ enum class Algorithm : uint16_t {
   Pairwise = 5,
   Bruck = 6,
   RecursiveHalving = 7,
+  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host_plane.h)
+  Hierarchical = 9,
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
 
@@ -129,6 +133,8 @@ struct ScheduleRequest {
   /// ever where an edge holds this many unread frames beside the one that a step is working on, so where the sender
   /// may be this many and one more frames ahead of the steps that have ended. The other algorithms need room for one.
   int32_t pipeline_frames = 4;
+  /// Which ranks share a host. Not owned: it outlives the request and its copies. Null: each has a host of its own.
+  const TopologyView* topology = nullptr;
 };
 
 } // namespace pycomm

@@ -136,9 +136,11 @@ std::vector<T> expected(const CallPlan& call) {
         take(from, offsetOf(theirs, me), countOf(theirs, me));
       }
       break;
+    case Collective::Recv: // of the root
+      take(request.root, 0, request.numel);
+      break;
     case Collective::Barrier:
     case Collective::Send:
-    case Collective::Recv:
       break;
   }
   return out;

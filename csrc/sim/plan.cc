@@ -58,6 +58,8 @@ const char* faultName(FaultKind kind) noexcept {
       return "isolate";
     case FaultKind::Late:
       return "late";
+    case FaultKind::Sleep:
+      return "sleep";
     case FaultKind::Mismatch:
       return "mismatch";
     case FaultKind::Leave:
@@ -75,6 +77,7 @@ Plan makePlan(uint64_t seed) {
   Random calls = root.fork();
   Random paces = root.fork();
   Random faults = root.fork();
+  Random extras = root.fork();
 
   Plan plan;
   plan.seed = seed;
@@ -115,6 +118,9 @@ Plan makePlan(uint64_t seed) {
   for (int64_t i = 0; i < many; ++i) {
     drawFault(faults, plan);
   }
+  if (seed >= kRichSeeds) {
+    drawExtras(extras, plan);
+  }
   return plan;
 }
 
@@ -124,6 +130,13 @@ std::string Plan::text() const {
       std::to_string(limits.eager_pool_nbytes) + " B, eager " + std::to_string(limits.eager_nbytes) + " B\n";
   for (const CallPlan& call : program) {
     out += "  call " + std::to_string(call.key + 1) + ": " + callText(call) + '\n';
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (const CallPlan& call : ranks[rank].calls) {
+      if (call.peer != kNoPeer) {
+        out += "  rank " + std::to_string(rank) + ": " + callText(call) + '\n';
+      }
+    }
   }
   for (const FaultPlan& fault : faults) {
     out += std::string("  fault: ") + faultName(fault.kind) + " rank " + std::to_string(fault.rank);

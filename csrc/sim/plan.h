@@ -10,11 +10,16 @@
 
 namespace pycomm::sim {
 
+inline constexpr int kNoPeer = -2;
+/// From here on a seed draws messages and codecs, too.
+inline constexpr uint64_t kRichSeeds = 1000000000000;
+
 /// One call of one rank's program.
 struct CallPlan {
   int key = -1; ///< which operation of the common program it is: says what the data are. -1: one that the others lack
   ScheduleRequest request;
   uint32_t tag = 0;
+  int peer = kNoPeer; ///< of a message: a rank, or PointToPoint::kAnyRank
   bool altered = false; ///< not what the common program says
   bool in_place = false;
   bool waits = true; ///< for its end before the next call
@@ -24,6 +29,7 @@ struct CallPlan {
 
 enum class FaultKind : uint8_t {
   Kill, ///< the process ends; its links close after `duration`
+  Sleep, ///< all ranks at once have no turns for `duration`: their host slept, their containers were paused
   Stop, ///< no turns for `duration`, then it goes on
   Reset, ///< connections between `rank` and `other` are reset
   BlockPair, ///< nothing passes between the two for `duration`

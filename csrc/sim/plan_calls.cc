@@ -126,6 +126,12 @@ std::string callText(const CallPlan& call) {
   if (request.wire_dtype != request.dtype) {
     out += std::string(", wire ") + dtypeName(request.wire_dtype);
   }
+  if (request.codec != Codec::None) {
+    out += std::string(", codec ") + codecName(request.codec);
+  }
+  if (call.peer != kNoPeer) {
+    out += call.peer < 0 ? ", from any rank" : ", peer " + std::to_string(call.peer);
+  }
   out += std::string(", ") + algorithmName(request.algorithm) + ", segments of " +
       std::to_string(request.segment_nbytes) + " B";
   if (call.tag != 0) {

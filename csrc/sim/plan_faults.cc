@@ -113,7 +113,7 @@ std::string alterProgram(Random& random, Plan& plan, int rank) {
   if (dice == 9) {
     CallPlan extra = calls[at];
     extra.key = -1;
-    extra.tag = 999;
+    extra.tag = 900; // far from any other's, also if another fault adds one to it
     calls.insert(calls.begin() + static_cast<std::ptrdiff_t>(at), std::move(extra));
     for (size_t i = at; i < calls.size(); ++i) {
       calls[i].altered = true;
@@ -175,6 +175,8 @@ void drawFault(Random& random, Plan& plan) {
           ? static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size)
           : -1;
       break;
+    case FaultKind::Sleep:
+      break; // see drawExtras
     case FaultKind::Reset:
       fault.other = static_cast<int>((fault.rank + 1 + random.below(plan.size - 1)) % plan.size);
       break;

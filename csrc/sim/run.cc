@@ -123,6 +123,19 @@ void Run::strike(const FaultPlan& fault) {
         victim.user->resume();
       });
       break;
+    case FaultKind::Sleep:
+      for (RankState& state : ranks_) {
+        state.group->stop();
+        state.user->stop();
+        // They wake one after another.
+        timeline_.at(until + microseconds(random_.scaled(0, 50000)), [&state] {
+          if (!state.group->dead()) {
+            state.group->resume();
+            state.user->resume();
+          }
+        });
+      }
+      break;
     case FaultKind::Reset:
       strikes = network_.resetConnections(fault.rank, fault.other);
       break;

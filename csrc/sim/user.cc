@@ -1,8 +1,10 @@
 #include "sim/user.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "engine/issue_context.h"
+#include "engine/point_to_point.h"
 #include "schedule/make_schedule.h"
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"
@@ -106,6 +108,8 @@ void User::issue(const CallPlan& call) {
   descriptor.dtype = call.request.dtype;
   descriptor.reduce_op = call.request.reduce_op;
   descriptor.wire_dtype = call.request.wire_dtype;
+  descriptor.codec = call.request.codec;
+  request.codec_counters = call.request.codec == Codec::None ? nullptr : codec_counters_;
   descriptor.algorithm = request.schedule->schedule.algorithm;
   descriptor.root = call.request.root;
   descriptor.numel = call.request.numel;
@@ -118,7 +122,12 @@ void User::issue(const CallPlan& call) {
   request.output = {memory->output.data(), memory->output.size()};
   request.input =
       call.in_place ? ConstBufferView(request.output) : ConstBufferView(memory->input.data(), memory->input.size());
-  request.id = {index + 1, static_cast<int64_t>(index + 1)};
+  if (call.peer != kNoPeer) {
+    nameMessage(request, call);
+  } else {
+    ++collectives_;
+    request.id = {collectives_, static_cast<int64_t>(collectives_)};
+  }
   request.deadline = Deadline::after(call.timeout_ms);
   outcome->descriptor = descriptor;
   outcome->op_id = request.id.id;
@@ -135,10 +144,31 @@ void User::issue(const CallPlan& call) {
   group_.post(operation);
 }
 
+// As Group::fillMessage does it: both sides have the descriptor of the send, and the lane settles which message it is.
+void User::nameMessage(Operation::Request& request, const CallPlan& call) const {
+  request.receives = call.request.kind == Collective::Recv;
+  request.peer = call.peer;
+  request.descriptor.kind = Collective::Send;
+  request.descriptor.algorithm = Algorithm::Direct;
+  request.descriptor.root = -1;
+  if (call.peer == PointToPoint::kAnyRank) {
+    request.schedule = nullptr;
+  }
+}
+
+const Outcome* User::collective(uint64_t op_id) const noexcept {
+  const auto found = std::find_if(
+      outcomes_.begin(), outcomes_.end(), [op_id](const auto& outcome) { return outcome->op_id == op_id; });
+  return found == outcomes_.end() ? nullptr : found->get();
+}
+
 void User::ended(size_t index) {
   Outcome& outcome = *outcomes_[index];
   outcome.ended = timeline_.now();
   outcome.error = operations_[index]->error();
+  if (operations_[index]->request().receives && operations_[index]->settled()) {
+    outcome.sender = operations_[index]->request().descriptor.root;
+  }
   const std::unique_ptr<Memory> memory = std::move(memory_[index]);
   outcome.output = memory->output; // a copy: the memory itself goes now
   outcome.input_altered = memory->input != inputOf(outcome.call, rank_);

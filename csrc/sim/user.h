@@ -14,7 +14,8 @@ namespace pycomm::sim {
 struct Outcome {
   CallPlan call;
   Descriptor descriptor;
-  uint64_t op_id = 0;
+  uint64_t op_id = 0; ///< of a collective, the same on all ranks; 0 for a message
+  int sender = -1; ///< of a message that was received
   TimePoint issued{};
   TimePoint ended = TimePoint::max(); ///< max: it has not
   bool group_had_failed = false; ///< when it was issued
@@ -42,6 +43,8 @@ class User {
   [[nodiscard]] const std::vector<std::unique_ptr<Outcome>>& outcomes() const noexcept {
     return outcomes_;
   }
+  /// What this rank made of the collective that others call so; null if it has not come to it.
+  [[nodiscard]] const Outcome* collective(uint64_t op_id) const noexcept;
   [[nodiscard]] bool closed() const noexcept {
     return closed_;
   }
@@ -61,6 +64,7 @@ class User {
 
   void next();
   void issue(const CallPlan& call);
+  void nameMessage(Operation::Request& request, const CallPlan& call) const;
   void ended(size_t index);
   void leave(Nanos delay);
   /// Runs `step` after `delay`, not while the process is stopped.
@@ -73,6 +77,7 @@ class User {
   std::function<void(const std::string&)> on_event_;
   size_t position_ = 0;
   size_t under_way_ = 0;
+  uint64_t collectives_ = 0;
   bool blocked_ = false; ///< waits for what it has issued
   bool failed_ = false;
   bool leaving_ = false;
@@ -83,6 +88,7 @@ class User {
   std::vector<std::unique_ptr<Outcome>> outcomes_;
   std::vector<std::shared_ptr<Operation>> operations_;
   std::vector<std::unique_ptr<Memory>> memory_;
+  const std::shared_ptr<CodecCounters> codec_counters_ = std::make_shared<CodecCounters>();
   std::optional<DataPlane::Usage> usage_at_end_;
 };
 

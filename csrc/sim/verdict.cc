@@ -1,6 +1,8 @@
 #include "sim/verdict.h"
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"
@@ -60,7 +62,7 @@ class Checks {
       if (outcome.error) {
         checkError(what, rank, outcome);
       } else {
-        checkSuccess(what, rank, i, outcome);
+        checkSuccess(what, rank, outcome);
       }
     }
     const auto& usage = state.user->usageAtEnd();
@@ -101,25 +103,26 @@ class Checks {
   [[nodiscard]] Nanos longestStop(int rank) const {
     Nanos longest{0};
     for (const FaultRecord& fault : run_.faults()) {
-      if (fault.plan.kind == FaultKind::Stop && fault.plan.rank == rank) {
+      const bool stopped = fault.plan.kind == FaultKind::Stop && fault.plan.rank == rank;
+      if (stopped || fault.plan.kind == FaultKind::Sleep) {
         longest += fault.plan.duration;
       }
     }
     return longest;
   }
 
-  void checkSuccess(const std::string& what, int rank, size_t position, const Outcome& outcome) {
+  void checkSuccess(const std::string& what, int rank, const Outcome& outcome) {
     if (outcome.group_had_failed) {
       add(what + "succeeded although its group had failed before it was issued");
     }
     const Collective kind = outcome.call.request.kind;
     for (int other = 0; other < run_.plan().size && needsEveryone(kind); ++other) {
-      const auto& theirs = run_.ranks()[static_cast<size_t>(other)].user->outcomes();
-      if (position >= theirs.size() || theirs[position]->issued > outcome.ended) {
+      const Outcome* theirs = run_.ranks()[static_cast<size_t>(other)].user->collective(outcome.op_id);
+      if (theirs == nullptr || theirs->issued > outcome.ended) {
         add(what + callText(outcome.call) + " succeeded before rank " + std::to_string(other) + " had entered it");
-      } else if (theirs[position]->descriptor != outcome.descriptor) {
+      } else if (theirs->descriptor != outcome.descriptor) {
         add(what + outcome.descriptor.text() + " succeeded although rank " + std::to_string(other) + " had " +
-            theirs[position]->descriptor.text());
+            theirs->descriptor.text());
       }
     }
     if (outcome.call.altered) {
@@ -127,6 +130,15 @@ class Checks {
     }
     CallPlan call = outcome.call;
     call.request.rank = rank;
+    if (kind == Collective::Recv) {
+      call.request.root = outcome.sender;
+      if (outcome.call.peer >= 0 && outcome.sender != outcome.call.peer) {
+        add(what + callText(call) + " has a message of rank " + std::to_string(outcome.sender));
+      }
+      if (!heard_.emplace(rank, call.key, outcome.sender).second) {
+        add(what + callText(call) + " has the message that another receive has had");
+      }
+    }
     const std::vector<std::byte> expected = expectedOutput(call);
     if (outcome.output != expected) {
       size_t at = 0;
@@ -140,6 +152,7 @@ class Checks {
 
   const Run& run_;
   std::vector<std::string> violations_;
+  std::set<std::tuple<int, int, int>> heard_; ///< receiver, key, sender: each message is received once
 };
 
 } // namespace

@@ -61,6 +61,9 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       }
       break;
     }
+    case FaultKind::Sleep:
+      expected.harmless = true;
+      break;
     case FaultKind::Late:
       expected.codes = {ErrorCode::Timeout};
       break;
@@ -141,7 +144,10 @@ class Failures {
       blockade = blockade || kind == FaultKind::BlockPair || kind == FaultKind::BlockOut ||
           kind == FaultKind::BlockIn || kind == FaultKind::Isolate;
     }
-    return somebody_left && !run_.faults().empty() && (run_.plan().size > 5 || blockade);
+    const bool struck = std::any_of(run_.faults().begin(), run_.faults().end(), [](const FaultRecord& fault) {
+      return fault.plan.kind != FaultKind::Sleep;
+    });
+    return somebody_left && struck && (run_.plan().size > 5 || blockade);
   }
 
   void single(const FaultRecord& fault) {
@@ -214,12 +220,11 @@ class Failures {
     if (cause.phase != "not_entered" || cause.peer < 0 || cause.sequence <= 0) {
       return;
     }
-    const auto& theirs = run_.ranks()[static_cast<size_t>(cause.peer)].user->outcomes();
-    const auto position = static_cast<size_t>(cause.sequence - 1);
-    const auto& mine = run_.ranks()[static_cast<size_t>(cause.rank)].user->outcomes();
-    if (position < theirs.size() && position < mine.size() &&
-        theirs[position]->issued <
-            mine[position]->issued + milliseconds(mine[position]->call.timeout_ms) - milliseconds(150)) {
+    const auto id = static_cast<uint64_t>(cause.sequence);
+    const Outcome* theirs = run_.ranks()[static_cast<size_t>(cause.peer)].user->collective(id);
+    const Outcome* mine = run_.ranks()[static_cast<size_t>(cause.rank)].user->collective(id);
+    if (theirs != nullptr && mine != nullptr &&
+        theirs->issued < mine->issued + milliseconds(mine->call.timeout_ms) - milliseconds(150)) {
       add(who + " says that rank " + std::to_string(cause.peer) + " has not entered call " +
           std::to_string(cause.sequence) + ", but it had");
     }

@@ -222,6 +222,22 @@ ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord&
   return StoreRound{store, none, keysOf(claim)}.failTogether(record);
 }
 
+std::vector<std::string> exchangeTexts(
+    Store& store,
+    const RankClaim& claim,
+    int size,
+    const std::string& key,
+    const std::string& mine,
+    Deadline deadline,
+    const AbortToken& abort) {
+  const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now()};
+  return round.gather(
+      key,
+      mine,
+      [](int, const std::string&) {},
+      [](int rank, const std::string&) { return "rank " + std::to_string(rank); });
+}
+
 void throwIfFailed(Store& store, const RankClaim& claim) {
   const AbortToken none;
   StoreRound{store, none, keysOf(claim)}.throwIfFailed();

@@ -62,6 +62,15 @@ struct Rendezvous {
 /// For what comes between meet() and the first connections: a rank that cannot go on says why, and those that wait for it look.
 /// `tellFailure` returns the record that counts, which is another rank's if that came first.
 [[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept;
+/// One more round between the ranks that met: gives `mine` under `key` and returns the texts of all, by rank. Throws as meet() does.
+[[nodiscard]] std::vector<std::string> exchangeTexts(
+    Store& store,
+    const RankClaim& claim,
+    int size,
+    const std::string& key,
+    const std::string& mine,
+    Deadline deadline,
+    const AbortToken& abort);
 /// Throws what another rank has told.
 void throwIfFailed(Store& store, const RankClaim& claim);
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from pycomm._version import __version__
-from pycomm.cli import env, trace
+from pycomm.cli import bench, env, trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     env.add_parser(commands)
     trace.add_parser(commands)
+    bench.add_parser(commands)
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args([_with_dashes(argument) for argument in given])
     return int(parsed.run(parsed))

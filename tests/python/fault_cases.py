@@ -6,6 +6,7 @@ python tests/python/fault_cases.py        counts of kinds and cases
 from __future__ import annotations
 
 import collections
+import dataclasses
 import signal
 from collections.abc import Iterator, Sequence
 
@@ -149,6 +150,91 @@ def _acts() -> Iterator[Case]:
         nothing = {"codes": (), "victim_codes": (), "bound_s": 15.0}
         yield Case("holds the GIL", *place, act="hold_gil", **nothing)  # type: ignore[arg-type]
         yield Case("stopped for a second", *place, act="stop_and_go", **nothing)  # type: ignore[arg-type]
+
+
+def _in_shared_memory() -> Iterator[Case]:
+    shared = {"transport": "shm"}
+    for world_size in WORLDS:
+        for victim in _ends(world_size):
+            for phase, program in (
+                ("host.enter:2", "small"),
+                ("host.stage:3", "large"),
+                ("host.collect:3", "large"),
+                ("reduce.step:4", "in place"),
+                ("operation.finish:2", "large"),
+            ):
+                case = _killed(phase, world_size, victim, **shared, program=program)
+                yield dataclasses.replace(case, kind=f"{case.kind} in shared memory")
+    for world_size, victim in ((2, 1), (3, 0), (4, 2)):
+        for phase, program in (
+            ("host.enter:2", "small"),
+            ("host.collect:3", "large"),
+            ("reduce.step:2", "in place"),
+        ):
+            yield Case(
+                "stopped in shared memory",
+                phase,
+                world_size,
+                victim,
+                spec=f"{phase}:stop",
+                program=program,
+                codes=("PEER_UNRESPONSIVE",),
+                bound_s=4.2,
+                transport="shm",
+            )
+    for world_size, victim in ((2, 1), (3, 0), (4, 3)):
+        for site, program in (
+            ("operation.post", "small"),
+            ("host.enter", "small"),
+            ("host.stage", "large"),
+            ("reduce.step", "in place"),
+            ("operation.finish", "large"),
+        ):
+            case = _no_memory(site, world_size, victim)
+            yield dataclasses.replace(
+                case,
+                kind="no memory in shared memory",
+                program=program,
+                transport="shm",
+                # What ends a rank's part may fail when the others have theirs.
+                may_end_well=site == "operation.finish",
+            )
+    for world_size in (2, 3):
+        victim = world_size - 1
+        yield Case(
+            "no shared memory, auto",
+            "making the group",
+            world_size,
+            world_size - 2,
+            spec="arena.create:1+:errno=EACCES",
+            at_init=True,
+            transport="auto",
+            codes=(),
+            victim_codes=(),
+            bound_s=20.0,
+        )
+        yield Case(
+            "no room for shared memory",
+            "arena.commit",
+            world_size,
+            victim,
+            spec="arena.commit:1+:errno=ENOSPC",
+            transport="shm",
+            codes=("SHM_NO_SPACE",),
+            victim_codes=("SHM_NO_SPACE",),
+            program="later large",
+        )
+        for phase in ("arena.open:1", "heap.open:1"):
+            yield _killed(
+                phase,
+                world_size,
+                victim,
+                at_init=True,
+                transport="shm",
+                codes=("RENDEZVOUS_TIMEOUT", "PEER_DEAD"),
+                timeout_s=1.5,
+                bound_s=3.5,
+            )
 
 
 def _system_calls() -> Iterator[Case]:
@@ -306,12 +392,11 @@ def _refused_at_init() -> Iterator[Case]:
                 victim,
                 how="few files",
                 at_init=True,
-                codes=(*gone, "TOO_MANY_FILES", "STORE_LOST"),
+                codes=(*gone, "TOO_MANY_FILES"),
                 victim_codes=(
                     "TOO_MANY_FILES",
                     "SYSTEM_ERROR",
                     "NO_INTERFACE",
-                    "STORE_LOST",
                     *gone,
                 ),
                 culprit=False,  # it may not even say that it was there
@@ -362,6 +447,7 @@ def cases() -> list[Case]:
         *_killed_in_operations(),
         *_killed_in_rendezvous(),
         *_stopped(),
+        *_in_shared_memory(),
         *_acts(),
         *_system_calls(),
     ]

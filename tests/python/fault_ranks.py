@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import os
 import resource
 import signal
@@ -56,6 +57,8 @@ class Case:
     how: str = ""
     """How the victim joins: "" like the others, or "absent", "duplicate", "world size",
     "algorithm", "segment", "few files"."""
+    transport: str = "tcp"
+    """Of cases with a ``spec``; the others take what there is, which is shared memory."""
     may_end_well: bool = False
     """The others need not notice: the fault may come when nobody needs the victim any more."""
 
@@ -136,12 +139,39 @@ def _reduce_what_is_there(rank: int, world_size: int) -> None:
     LATER.append(LATER[0])
 
 
+_REACHED: dict[int, torch.Tensor] = {}
+
+
+def _in_place(rank: int, world_size: int) -> None:
+    tensor = _REACHED.setdefault(rank, pycomm.empty(1 << 20))
+    tensor.fill_(float(rank + 1))
+    try:
+        dist.all_reduce(tensor)
+    except pycomm.errors.PycommError:
+        tensor.fill_(-1.0)  # it is this rank's alone again
+        assert float(tensor.min()) == float(tensor.max()) == -1.0
+        raise
+    wanted = world_size * (world_size + 1) / 2
+    if float(tensor.min()) != wanted or float(tensor.max()) != wanted:
+        raise AssertionError(f"a wrong sum was delivered: {tensor.min()} to {tensor.max()}")
+
+
+_CALLS = itertools.count()
+
+
+def _later_large(rank: int, world_size: int) -> None:
+    """The first large one has its memory made, after the fault was armed."""
+    _all_reduce(3 if next(_CALLS) < 2 else 1 << 20)(rank, world_size)
+
+
 PROGRAMS: dict[str, Callable[[int, int], None]] = {
     "there": _reduce_what_is_there,
     "large": _all_reduce(1 << 20),
     "few": _all_reduce(1 << 16),
     "small": _all_reduce(3),
     "kinds": _all_kinds,
+    "in place": _in_place,
+    "later large": _later_large,
 }
 
 
@@ -253,6 +283,8 @@ ACTS: dict[str, Callable[[Case], None]] = {
 def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, Any]:
     """The rank's whole life in a case; what it met."""
     use_fault_build()
+    if case.spec:
+        os.environ["PYCOMM_TRANSPORT"] = case.transport  # a fault point is on one way only
     if case.at_init and rank == case.victim and case.spec:
         os.environ["PYCOMM_FAULT"] = case.spec
     met: dict[str, Any] = {"error": None, "steps": 0}

@@ -618,8 +618,12 @@ def deserted(rank: int, world_size: int) -> list[str]:
 
 def test_a_peer_that_leaves_is_an_error_in_backward_and_stays_one(backend: str) -> None:
     results = run_ranks(2, deserted, backend=backend, check=False)
-    assert len(results[0].value) == 2
-    assert "rank 0: an earlier backward pass failed" in results[0].value[1]
+    first, second = results[0].value
+    # Through shared memory the peer is missed already where rank 0 says in which order buckets go.
+    if "PEER_LEFT" in first and "broadcast" in first:
+        assert "PEER_LEFT" in second
+    else:
+        assert "rank 0: an earlier backward pass failed" in second
 
 
 # The wrapper as a class: one rank, in this process
@@ -692,9 +696,9 @@ def test_modules_it_cannot_serve(alone: None) -> None:
         wrap(nn.Sequential(TorchDDP(nn.Linear(2, 2))))
     with pytest.raises(NotImplementedError, match="optimizer applied in backward"):
         wrap(nn.Linear(2, 2)).reducer._set_optimizer_in_backward()
-    with pytest.raises(RuntimeError, match="cannot be combined with wire_dtype"):
-        wrap(nn.Linear(2, 2), wire_dtype="bf16").register_comm_hook(
-            None, default_hooks.allreduce_hook
+    with pytest.raises(RuntimeError, match="wire_dtype has been given"):
+        wrap(nn.Linear(2, 2), wire_dtype="bf16")._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.FP16_COMPRESS
         )
 
 

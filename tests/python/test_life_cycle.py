@@ -390,3 +390,22 @@ def test_too_many_files_is_said_by_all_ranks_whenever_it_strikes() -> None:
         if code == "TOO_MANY_FILES":
             for part in ("peer=0", "may open no more than", "takes up to"):
                 assert part in text, text
+
+
+def run_out_of_files_in_the_store(rank: int, world_size: int) -> tuple[str, str]:
+    """The store is a file, which torch opens at every call."""
+    dist.barrier()
+    with room_for_files(0) if rank == 0 else contextlib.nullcontext():
+        try:
+            dist.new_group(timeout=timedelta(seconds=3))
+        except pycomm.errors.PycommError as error:
+            return error.code, str(error)
+    return "nothing raised", ""
+
+
+def test_too_many_files_inside_the_store() -> None:
+    results = run_ranks(2, run_out_of_files_in_the_store, init="file", destroy=False)
+    (code, text), (other_code, _) = results.values()
+    assert code == "TOO_MANY_FILES", text
+    assert "may open no more than" in text and "ulimit -n" in text
+    assert other_code == "RENDEZVOUS_TIMEOUT"  # who cannot open the store can say nothing in it

@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <random>
 
 #include "ranks.h"
 #include "transport/directory_store.h"
@@ -161,6 +163,69 @@ TEST(LifeCycle, FourThreadsOnEachOfFourGroups) {
   }
   for (std::thread& rank : ranks) {
     rank.join();
+  }
+}
+
+TEST(LifeCycle, WhoLeavesInTheMiddleHasItsMemoryBack) {
+  // Each rank leaves at a moment of its own with sums of every algorithm under way. Once an operation has ended, its memory is the
+  // user's: nothing more may come into it, and nothing that the user writes there may reach anybody's sum.
+  constexpr float kMine = 1e30F;
+  const char* text = std::getenv("PYCOMM_LIFE_ROUNDS");
+  const int rounds = text == nullptr ? 10 : std::atoi(text);
+  for (int round = 0; round < rounds; ++round) {
+    SharedStore store;
+    std::atomic<int> wrong{0};
+    std::atomic<int> touched{0};
+    std::atomic<int> joined{0};
+    std::atomic<int> left{0};
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([&, rank] {
+        std::mt19937_64 dice(static_cast<uint64_t>(1000 * round + rank));
+        Engine engine;
+        const auto group = Group::join(engine, store, configOf(rank, 3));
+        for (++joined; joined < 3;) { // who joins late is told that others have left: another test's subject
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
+        std::vector<std::vector<float>> values;
+        for (size_t k = 0; k < 6; ++k) {
+          values.emplace_back(1 + 50000 * k, static_cast<float>(rank + 1));
+        }
+        std::vector<std::shared_ptr<Operation>> operations;
+        const auto pause = [&] { std::this_thread::sleep_for(std::chrono::microseconds(dice() % 2000)); };
+        pause();
+        operations.push_back(group->start(barrierCall()));
+        if (dice() % 2 == 0) {
+          (void)group->wait(*operations[0], Deadline::after(20000));
+        }
+        for (std::vector<float>& each : values) {
+          operations.push_back(group->start(allReduceCall(each)));
+        }
+        pause();
+        if (dice() % 3 == 0) {
+          (void)group->wait(*operations[dice() % operations.size()], Deadline::after(20000));
+        }
+        group->close();
+        for (size_t k = 0; k < values.size(); ++k) {
+          ASSERT_TRUE(operations[k + 1]->done());
+          const bool good = !operations[k + 1]->error();
+          wrong +=
+              good && std::count(values[k].begin(), values[k].end(), 6.0F) != static_cast<int64_t>(values[k].size());
+          std::fill(values[k].begin(), values[k].end(), kMine);
+        }
+        for (++left; left < 3;) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        for (const std::vector<float>& each : values) {
+          touched += std::count(each.begin(), each.end(), kMine) != static_cast<int64_t>(each.size());
+        }
+      });
+    }
+    for (std::thread& rank : ranks) {
+      rank.join();
+    }
+    ASSERT_EQ(wrong, 0) << "round " << round;
+    ASSERT_EQ(touched, 0) << "round " << round;
   }
 }
 

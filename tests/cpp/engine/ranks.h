@@ -62,7 +62,10 @@ struct Rank {
 };
 
 /// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception.
-inline void runRanks(int size, const std::function<void(Rank&)>& body) {
+inline void runRanks(
+    int size,
+    const std::function<void(Rank&)>& body,
+    const std::function<void(Group::Config&)>& adjust = {}) {
   SharedStore store;
   std::vector<std::thread> threads;
   std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
@@ -75,6 +78,9 @@ inline void runRanks(int size, const std::function<void(Rank&)>& body) {
         config.rendezvous.size = size;
         config.rendezvous.group_name = "test";
         config.rendezvous.deadline = Deadline::after(20000);
+        if (adjust) {
+          adjust(config);
+        }
         const std::shared_ptr<Group> group = Group::join(engine, store, config);
         Rank self{rank, size, engine, *group};
         body(self);

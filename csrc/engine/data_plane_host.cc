@@ -1,0 +1,103 @@
+// What the data plane does for operations in shared memory (HostPlane): it watches over their deadlines, and lets the ranks ask each
+// other about them. Their bytes never come here.
+#include <algorithm>
+#include <utility>
+
+#include "engine/data_plane.h"
+#include "engine/failure_text.h"
+#include "engine/host_plane.h"
+
+namespace pycomm {
+namespace {
+
+// Without bytes, between this rank and all others: so that the protocol asks all of them.
+PreparedSchedule withEveryone(int rank, int size) {
+  PreparedSchedule schedule;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) {
+      Edge edge;
+      edge.peer = peer;
+      schedule.incoming.push_back(edge);
+    }
+  }
+  return schedule;
+}
+
+} // namespace
+
+void DataPlane::hostStuck(std::shared_ptr<Operation> operation) {
+  const OperationId id = operation->request().id;
+  if (failure_ || closing_ || operation->done() || host_stuck_.count(id.id) != 0) {
+    return;
+  }
+  guarded(-1, [&] {
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+    const Descriptor& descriptor = operation->request().descriptor;
+    host_stuck_.emplace(id.id, std::move(operation));
+    protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now());
+    act();
+  });
+}
+
+void DataPlane::hostUnstuck(uint64_t op_id) {
+  if (host_stuck_.erase(op_id) != 0) {
+    protocol_.ended(op_id);
+  }
+}
+
+// A peer speaks of an operation that the protocol has not seen: it may be one of those in shared memory, under way or over.
+void DataPlane::recallHost(uint64_t op_id) {
+  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || transfers_.count(op_id) != 0 ||
+      host_stuck_.count(op_id) != 0) {
+    return;
+  }
+  for (std::shared_ptr<Operation>& operation : host_->recent()) {
+    const OperationId id = operation->request().id;
+    if (id.sequence <= host_recalled_) {
+      continue;
+    }
+    if (operation->done()) {
+      protocol_.passed(id, operation->request().descriptor);
+      host_recalled_ = id.sequence;
+    } else {
+      hostStuck(std::move(operation));
+    }
+  }
+}
+
+void DataPlane::checkHostDeadlines(TimePoint now) {
+  for (const auto& entry : host_stuck_) {
+    const Operation& operation = *entry.second;
+    const Deadline deadline = operation.request().deadline;
+    if (operation.done()) {
+      continue; // hostUnstuck is on its way
+    }
+    if (!deadline.expired(now)) {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+      continue;
+    }
+    if (operation.shared().held.load(std::memory_order_relaxed)) {
+      ErrorRecord late = timedOut(operation, 0, operation.shared().bytes_total, identity_.rank, std::nullopt, identity_);
+      late.hint = "its tensor has not left its device: see what that rank's stream has to do before";
+      notice(late);
+      continue;
+    }
+    const HostPlane::Standing standing = host_->standing(operation);
+    std::optional<Protocol::Missing> missing;
+    if (standing.not_entered >= 0) {
+      missing = protocol_.missing(entry.first, standing.not_entered);
+      if (!missing) {
+        missing = Protocol::Missing{standing.not_entered, "not known"};
+      }
+    }
+    notice(timedOut(
+        operation,
+        operation.shared().bytes_done.load(std::memory_order_relaxed),
+        operation.shared().bytes_total,
+        standing.behind,
+        missing,
+        identity_));
+  }
+}
+
+} // namespace pycomm

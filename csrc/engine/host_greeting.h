@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/unique_fd.h"
+
+namespace pycomm {
+
+// What the processes of a host say to each other at their Unix sockets: see HostMates.
+
+/// The first message, from who is watched to who watches: with the words, and which of them is the watcher's.
+struct Greeting {
+  static constexpr uint32_t kMagic = 0x61776370; // "pcwa"
+  uint32_t magic = kMagic;
+  uint32_t word = 0;
+};
+
+/// A watcher asks for the memory of a group, and the answer.
+struct Ask {
+  static constexpr uint32_t kMagic = 0x61736370; // "pcsa"
+  uint32_t magic = kMagic;
+  uint32_t there = 0; ///< of the answer: 1 if the memory comes with it
+  uint64_t key = 0;
+};
+static_assert(sizeof(Ask) != sizeof(Greeting), "their length tells them apart");
+
+/// A connection to the process of that name, if it runs as the same user; else none, and errno says why.
+[[nodiscard]] UniqueFd connectToMate(const std::string& name);
+
+} // namespace pycomm

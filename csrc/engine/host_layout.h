@@ -1,0 +1,96 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/wire.h"
+
+namespace pycomm {
+
+// What lies where in the memory that the ranks of one group share. It begins zeroed; every field has one writer, a rank, but for the
+// bells. Nothing here is ever a pointer: each process has the memory at an address of its own.
+
+/// How far one rank is. All counters only rise. A counter is stored after everything that it promises (and so after the bytes that
+/// others may now read), with sequential consistency, which includes release; who loads it with sequential consistency, which
+/// includes acquire, sees those bytes. Why not release and acquire alone: see HostPlane::sleep.
+struct alignas(256) HostCard {
+  std::atomic<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
+  std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
+  std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
+  std::atomic<uint64_t> collected; ///< it has read what it needs of the others' stages
+  std::atomic<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
+  alignas(64)
+      std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
+  std::atomic<uint32_t> bell; ///< a futex: rung by who goes on
+};
+static_assert(sizeof(HostCard) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
+
+/// What one rank says about one operation, and what it gives to it if that is small.
+struct alignas(64) HostSlot {
+  std::atomic<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
+  FrameHeader header; ///< the descriptor and the operation's id, as a frame on the wire has them
+  uint64_t input_place; ///< 1 + where the input lies in the rank's SharedHeap; 0: others cannot reach it
+  uint64_t output_place; ///< the same of the output, which others may then write
+};
+static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
+
+inline constexpr uint32_t kLeftInOrder = 1;
+inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others are told why, and nobody is to blame for it
+inline constexpr int kMaxHostRanks = 64; ///< bits of HostCard::waits_for
+inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ahead of another
+inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot
+inline constexpr size_t kHostStageNbytes = 1 << 20; ///< of one round
+inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead of another
+
+/// The same memory, as one rank of the group sees it.
+struct HostView {
+  std::byte* base = nullptr;
+  std::byte* const* heaps = nullptr; ///< each rank's SharedHeap; null where not all ranks reach all of them
+  int rank = 0;
+  int size = 1;
+
+  [[nodiscard]] HostCard& card(int of) const noexcept {
+    return *reinterpret_cast<HostCard*>(base + static_cast<size_t>(of) * sizeof(HostCard));
+  }
+  [[nodiscard]] HostSlot& slot(int of, uint64_t ticket) const noexcept {
+    const size_t index = static_cast<size_t>(of) * kHostSlots + ticket % kHostSlots;
+    return *reinterpret_cast<HostSlot*>(base + slotsOffset(size) + index * kSlotNbytes);
+  }
+  [[nodiscard]] std::byte* payload(int of, uint64_t ticket) const noexcept {
+    return reinterpret_cast<std::byte*>(&slot(of, ticket)) + sizeof(HostSlot);
+  }
+  /// What a rank has published in its slot; not null only where it has.
+  [[nodiscard]] std::byte* inputOf(int of, uint64_t ticket) const noexcept {
+    return inHeap(of, slot(of, ticket).input_place);
+  }
+  [[nodiscard]] std::byte* outputOf(int of, uint64_t ticket) const noexcept {
+    return inHeap(of, slot(of, ticket).output_place);
+  }
+  [[nodiscard]] std::byte* stage(int of, uint64_t round) const noexcept {
+    return base + stageOffset(size, of) + round % kHostStages * kHostStageNbytes;
+  }
+
+  [[nodiscard]] std::byte* inHeap(int of, uint64_t place) const noexcept {
+    return heaps == nullptr || place == 0 ? nullptr : heaps[of] + (place - 1);
+  }
+
+  static constexpr size_t kSlotNbytes = sizeof(HostSlot) + kHostInlineNbytes;
+  static constexpr size_t kPage = 4096;
+  [[nodiscard]] static constexpr size_t slotsOffset(int size) noexcept {
+    return (static_cast<size_t>(size) * sizeof(HostCard) + kPage - 1) / kPage * kPage;
+  }
+  /// What always exists; the rest is committed by each rank for itself when it first has a large operation.
+  [[nodiscard]] static constexpr size_t commonNbytes(int size) noexcept {
+    const size_t slots = static_cast<size_t>(size) * kHostSlots * kSlotNbytes;
+    return (slotsOffset(size) + slots + kPage - 1) / kPage * kPage;
+  }
+  [[nodiscard]] static constexpr size_t stageOffset(int size, int of) noexcept {
+    return commonNbytes(size) + static_cast<size_t>(of) * kHostStages * kHostStageNbytes;
+  }
+  [[nodiscard]] static constexpr size_t totalNbytes(int size) noexcept {
+    return stageOffset(size, size);
+  }
+};
+
+} // namespace pycomm

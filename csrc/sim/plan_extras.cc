@@ -1,0 +1,125 @@
+// What seeds from kRichSeeds on draw besides: messages between ranks, and codecs. Drawn last and from a stream of its own, so that the
+// plans of smaller seeds, among them those of bugs long mended, stay what they were.
+#include <algorithm>
+
+#include "base/error.h"
+#include "engine/point_to_point.h"
+#include "schedule/make_schedule.h"
+#include "sim/plan_parts.h"
+
+namespace pycomm::sim {
+namespace {
+
+bool has(const Plan& plan, FaultKind kind) {
+  return std::any_of(
+      plan.faults.begin(), plan.faults.end(), [kind](const FaultPlan& fault) { return fault.kind == kind; });
+}
+
+/// Before the call with this key, or last.
+void insertBefore(RankPlan& plan, int key, CallPlan call) {
+  const auto at = std::find_if(plan.calls.begin(), plan.calls.end(), [key](const CallPlan& each) {
+    return each.key == key && each.peer == kNoPeer;
+  });
+  const auto position = static_cast<int>(at - plan.calls.begin());
+  if (!plan.calls.empty()) {
+    call.timeout_ms = plan.calls.front().timeout_ms;
+  }
+  plan.leaves_before += plan.leaves_before > position ? 1 : 0;
+  plan.aborts_before += plan.aborts_before > position ? 1 : 0;
+  plan.calls.insert(at, std::move(call));
+}
+
+/// One rank hears from one to three others under one tag, all before the same call of the common program: a program that blocks for
+/// each message in turn ends. Where several send, or by chance, it takes them from any rank.
+void drawMessages(Random& random, Plan& plan, int key) {
+  const auto receiver = static_cast<int>(random.below(plan.size));
+  const auto senders = static_cast<int>(std::min<int64_t>(plan.size - 1, random.scaled(1, 3)));
+  const auto first = static_cast<int>(random.below(plan.size - 1));
+  // Where a rank leaves, nobody can know that it was the one that an open receive would have heard.
+  const bool from_any = !has(plan, FaultKind::Leave) && random.chance(50);
+  const bool waits = random.chance(60);
+  const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
+  CallPlan call;
+  call.key = key;
+  call.tag = static_cast<uint32_t>(random.chance(50) ? 7 : key); // under one tag they are told apart by their order
+  call.waits = waits;
+  call.request.size = plan.size;
+  call.request.dtype = random.pick({DType::Float32, DType::Int64, DType::UInt8});
+  call.request.wire_dtype = call.request.dtype;
+  call.request.segment_nbytes = plan.limits.window_nbytes / 4; // both sides cut alike
+  call.request.numel = random.scaled(0, plan.limits.window_nbytes);
+  if (from_any) {
+    call.tag = static_cast<uint32_t>(key); // or else it might take what was meant for another receive
+    // The engine cuts what comes from any rank by itself, in pieces that are larger than windows are here.
+    const auto element = static_cast<int64_t>(elementSize(call.request.dtype));
+    call.request.numel = std::min(call.request.numel, call.request.segment_nbytes / element);
+  }
+  for (int i = 0; i < senders; ++i) {
+    const int sender = (receiver + 1 + (first + i) % (plan.size - 1)) % plan.size;
+    CallPlan send = call;
+    send.request.kind = Collective::Send;
+    send.request.rank = sender;
+    send.peer = send.request.root = receiver;
+    send.think = microseconds(random.scaled(0, 1000));
+    insertBefore(plan.ranks[static_cast<size_t>(sender)], before, std::move(send));
+    CallPlan receive = call;
+    receive.request.kind = Collective::Recv;
+    receive.request.rank = receiver;
+    receive.request.root = sender;
+    receive.peer = from_any ? PointToPoint::kAnyRank : sender;
+    receive.think = microseconds(random.scaled(0, 1000));
+    insertBefore(plan.ranks[static_cast<size_t>(receiver)], before, std::move(receive));
+  }
+}
+
+void encode(Random& random, Plan& plan, int key) {
+  // Sums of integers up to 30: exact in fp16, and in bf16 up to 256.
+  const Codec codec = plan.size <= 8 && random.chance(50) ? Codec::BFloat16 : Codec::Float16;
+  const auto change = [&](CallPlan& call) {
+    ScheduleRequest request = call.request;
+    request.codec = codec;
+    request.algorithm = Algorithm::Auto;
+    request.wire_dtype = request.dtype;
+    static_cast<void>(makeSchedule(request)); // throws where the two do not go together: a mistake of this file
+    call.request = request;
+  };
+  for (RankPlan& rank : plan.ranks) {
+    for (CallPlan& call : rank.calls) {
+      if (call.key == key) {
+        change(call);
+      }
+    }
+  }
+  change(plan.program[static_cast<size_t>(key)]);
+}
+
+bool takesCodec(const ScheduleRequest& request) {
+  return (request.kind == Collective::AllReduce || request.kind == Collective::ReduceScatter) &&
+      request.dtype == DType::Float32 && request.reduce_op == ReduceOp::Sum;
+}
+
+} // namespace
+
+void drawExtras(Random& random, Plan& plan) {
+  if (has(plan, FaultKind::Mismatch)) {
+    return; // which call differs, and what a rank then waits for, is drawn for the common program alone
+  }
+  if (plan.faults.empty() && random.chance(30)) {
+    FaultPlan sleep;
+    sleep.kind = FaultKind::Sleep;
+    sleep.after_frames = random.scaled(1, 400);
+    sleep.duration = milliseconds(random.within(100, 15000)); // deadlines are 20 s away
+    plan.faults.push_back(sleep);
+  }
+  for (const CallPlan& call : std::vector<CallPlan>(plan.program)) {
+    if (takesCodec(call.request) && random.chance(60)) {
+      encode(random, plan, call.key);
+    }
+  }
+  const int64_t many = random.scaled(0, 6);
+  for (int64_t i = 0; i < many; ++i) {
+    drawMessages(random, plan, 100 + static_cast<int>(i));
+  }
+}
+
+} // namespace pycomm::sim

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+namespace pycomm {
+
+static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex is a word");
+
+/// Sleeps while `word` has the value `seen`, at most so long. Returns early for any reason, a signal among them: the caller looks
+/// again. The word may lie in memory that processes share.
+inline void futexWait(const std::atomic<uint32_t>& word, uint32_t seen, int64_t timeout_us) noexcept {
+  timespec pause{};
+  pause.tv_sec = static_cast<time_t>(timeout_us / 1000000);
+  pause.tv_nsec = static_cast<long>(timeout_us % 1000000) * 1000;
+  ::syscall(SYS_futex, &word, FUTEX_WAIT, seen, &pause, nullptr, 0);
+}
+
+inline void futexWake(const std::atomic<uint32_t>& word) noexcept {
+  ::syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+} // namespace pycomm

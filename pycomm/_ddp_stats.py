@@ -1,0 +1,37 @@
+"""What a data-parallel wrapper counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class DDPStats:
+    """What one wrapper's reducer has done on this rank since it was made."""
+
+    passes: int
+    """Backward passes, but for those in ``no_sync()``."""
+    steps: int
+    """Of them, those whose gradients were reduced."""
+    syncs: int
+    """Times that parameters were averaged between hosts (``sync_every``)."""
+    buckets_reduced: int
+    wire_nbytes: int
+    """Handed to all_reduce (or to the comm hook)."""
+    sent_nbytes: int
+    """What a ring all-reduce sends of it from one rank: 2(N-1)/N times as much. With ``sync_every``
+    only what goes between hosts counts."""
+    saved_nbytes: int
+    """What one all-reduce a pass, in the parameters' own dtypes, would have sent more than that."""
+    exposed_seconds: float
+    """Time that backward had ended and waited for the network, and that averaging took."""
+    exposed_seconds_per_step: float
+    overflowed_buckets: int
+    """fp16 buckets reduced a second time because the first scale was too large for them."""
+    underflowed_buckets: int
+    """The same because it was too small; usual in the first step only."""
+    nonfinite_buckets: int
+    """fp16 buckets with Inf or NaN among some rank's gradients before they were packed."""
+    codec_overflows: int
+    """Finite values that became infinite on this rank as int8 or fp8: see ``codec_stats``, which
+    counts all that the group does."""

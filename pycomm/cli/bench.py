@@ -1,0 +1,167 @@
+"""``python -m pycomm bench``: time collectives on the ranks that a launcher has started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pycomm import errors
+from pycomm.backend import topology_text
+from pycomm.cli.timing import COLLECTIVES, Case, Timing, measure
+from pycomm.cli.tune import tune
+
+_SIZES = "4,4K,64K,1M,16M"
+_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_HEAD = (
+    f"{'size':>12} {'count':>12} {'type':>9} {'collective':>15} {'time':>11} {'algbw':>9}"
+    f" {'busbw':>9} {'#wrong':>7} {'cpu':>9}"
+)
+_UNITS = (
+    f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>15} {'(us)':>11} {'(GB/s)':>9}"
+    f" {'(GB/s)':>9} {'':>7} {'(us)':>9}"
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of ``pycomm.cli``."""
+    text = "time collectives on the ranks that a launcher has started"
+    parser = commands.add_parser(
+        "bench",
+        help=text,
+        description=text.capitalize() + ", as: torchrun --nproc-per-node 2 -m pycomm bench.",
+    )
+    add = parser.add_argument
+    add(
+        "--collectives",
+        type=_list_of(_one_of(tuple(COLLECTIVES))),
+        default="all_reduce",
+        help=f"some of {', '.join(COLLECTIVES)}; default: %(default)s",
+    )
+    add("--sizes", type=_list_of(_size), default=_SIZES, help="bytes; default: %(default)s")
+    add("--dtype", choices=_DTYPES, default="float32")
+    add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to this file, on rank 0")
+    add(
+        "--tune",
+        type=Path,
+        metavar="FILE",
+        help="time every algorithm, and write the best ones to this file, on every host; use it "
+        "with PYCOMM_TUNING=FILE",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs as one rank. 1 if a result was wrong or the ranks failed, 2 without a launcher."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        print(
+            "pycomm bench: no launcher has said which rank this is (RANK, WORLD_SIZE); start it as "
+            "torchrun --nproc-per-node 2 -m pycomm bench",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        dist.init_process_group("pycomm", timeout=timedelta(seconds=300))
+        try:
+            wrong = _tuned(arguments) if arguments.tune is not None else _timed(arguments)
+        finally:
+            dist.destroy_process_group()
+    except (errors.PycommError, OSError, ValueError) as error:
+        print(f"pycomm bench: {error}", file=sys.stderr)
+        return 1
+    return 1 if wrong else 0
+
+
+def _timed(arguments: argparse.Namespace) -> int:
+    first = dist.get_rank() == 0
+    if first:
+        print(f"# {dist.get_world_size()} ranks: {topology_text()}\n{_HEAD}\n{_UNITS}", flush=True)
+    rows = []
+    for name in arguments.collectives:
+        for nbytes in arguments.sizes:
+            case = Case(name, nbytes, getattr(torch, arguments.dtype))
+            timing = measure(case, None, arguments.seconds)
+            rows.append(_row(case, timing))
+            if first:
+                print(_line(rows[-1]), flush=True)
+    if first and arguments.json is not None:
+        arguments.json.write_text(json.dumps({"topology": topology_text(), "rows": rows}, indent=2))
+    return sum(int(row["wrong"]) for row in rows)
+
+
+def _tuned(arguments: argparse.Namespace) -> int:
+    first = dist.get_rank() == 0
+    tell: Callable[[str], None] = (
+        (lambda line: print(line, flush=True)) if first else (lambda line: None)
+    )
+    table = tune(arguments.collectives, arguments.sizes, arguments.seconds, tell)
+    if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
+        arguments.tune.write_text(table.to_json(), encoding="utf-8")
+    tell(f"wrote {len(table.choices)} choices for {table.topology} to {arguments.tune}")
+    return 0
+
+
+def _row(case: Case, timing: Timing) -> dict[str, Any]:
+    algbw = case.nbytes / timing.seconds / 1e9
+    return {
+        "size": case.nbytes,
+        "count": case.numel,
+        "type": str(case.dtype).removeprefix("torch."),
+        "collective": case.collective,
+        "time_us": timing.seconds * 1e6,
+        "algbw_gbps": algbw,
+        "busbw_gbps": algbw * case.bus_factor,
+        "wrong": timing.wrong,
+        "cpu_us": timing.cpu_seconds * 1e6,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['size']:>12} {row['count']:>12} {row['type']:>9} {row['collective']:>15}"
+        f" {row['time_us']:>11.1f} {row['algbw_gbps']:>9.3f} {row['busbw_gbps']:>9.3f}"
+        f" {row['wrong']:>7} {row['cpu_us']:>9.1f}"
+    )
+
+
+def _size(text: str) -> int:
+    factor = _FACTORS.get(text[-1:].upper(), 1)
+    digits = text if factor == 1 else text[:-1]
+    if not digits.isdecimal() or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4, 4K, 1M or 1G")
+    return int(digits) * factor
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds <= 600.0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds, above 0 and up to 600"
+        )
+    return seconds
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def pick(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return pick
+
+
+def _list_of(item: Callable[[str], object]) -> Callable[[str], list[object]]:
+    return lambda text: [item(part.strip()) for part in text.split(",")]

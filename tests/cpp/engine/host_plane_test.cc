@@ -1,0 +1,580 @@
+// The host plane alone: each rank a thread with a plane of its own, all over one mapping, so that ThreadSanitizer sees every order
+// that the shared memory relies on. Over the mappings of several processes it runs in tests/python, over several of one process in
+// group_test.cc.
+#include "engine/host_plane.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "numeric/convert.h"
+
+namespace pycomm::testing {
+namespace {
+
+/// Ranks that notice something tell all planes, as the control planes would.
+class Host {
+ public:
+  explicit Host(int size, HostPlane::Config config = {}, bool heaps = false)
+      : size_(size), arena_(std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(size)))) {
+    arena_->commit(0, HostView::commonNbytes(size));
+    HostHeaps shared;
+    for (int rank = 0; heaps && rank < size; ++rank) {
+      heaps_.push_back(std::make_shared<SharedHeap>(SharedArena::create(64 << 20)));
+      shared.bases.push_back(
+          heaps_.back()->base()); // one mapping, so that ThreadSanitizer knows both sides as one memory
+    }
+    bases_ = shared.bases;
+    for (int rank = 0; rank < size; ++rank) {
+      GroupIdentity identity;
+      identity.rank = rank;
+      identity.size = size;
+      identity.name = "test";
+      for (int host = 0; host < size; ++host) {
+        identity.hosts.emplace_back("here");
+      }
+      HostPlane::Events events;
+      events.notice = [this](ErrorRecord record) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!noticed_) {
+          noticed_ = std::move(record);
+        }
+        changed_.notify_all();
+      };
+      events.stuck = [this, rank](const std::shared_ptr<Operation>&) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        ++stuck_[rank];
+        changed_.notify_all();
+      };
+      events.unstuck = [](uint64_t) {};
+      HostHeaps mine = shared;
+      mine.own = heaps ? heaps_[static_cast<size_t>(rank)] : nullptr;
+      planes_.push_back(std::make_unique<HostPlane>(identity, arena_, std::move(mine), config, std::move(events)));
+    }
+  }
+  ~Host() {
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    for (const auto& plane : planes_) {
+      plane->close(reason);
+    }
+  }
+
+  void run(const std::function<void(int rank, HostPlane& plane)>& body) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size_; ++rank) {
+      threads.emplace_back([&, rank] { body(rank, *planes_[static_cast<size_t>(rank)]); });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+  ErrorRecord waitForNotice() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20), [&] { return noticed_.has_value(); }));
+    return noticed_.value_or(ErrorRecord());
+  }
+  void waitUntilStuck(int rank) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20), [&] { return stuck_[rank] > 0; }));
+  }
+  void failAll(const ErrorRecord& cause) {
+    for (const auto& plane : planes_) {
+      plane->fail(cause, nullptr);
+    }
+  }
+  SharedHeap& heap(int rank) {
+    return *heaps_[static_cast<size_t>(rank)];
+  }
+  HostView view(int rank) {
+    return {arena_->at(0), bases_.data(), rank, size_};
+  }
+  HostPlane& plane(int rank) {
+    return *planes_[static_cast<size_t>(rank)];
+  }
+
+ private:
+  int size_;
+  std::shared_ptr<SharedArena> arena_;
+  std::vector<std::shared_ptr<SharedHeap>> heaps_;
+  std::vector<std::byte*> bases_;
+  std::vector<std::unique_ptr<HostPlane>> planes_;
+  std::mutex mutex_; ///< guards the rest
+  std::condition_variable changed_;
+  std::optional<ErrorRecord> noticed_;
+  std::map<int, int> stuck_;
+};
+
+struct Wish {
+  Collective kind = Collective::AllReduce;
+  int64_t numel = 1;
+  ReduceOp op = ReduceOp::None;
+  DType dtype = DType::Float32;
+  int root = -1;
+  double premul = 1.0;
+};
+
+Operation::Request requestOf(
+    std::atomic<int64_t>& counter,
+    const Wish& wish,
+    ConstBufferView input,
+    BufferView output) {
+  Operation::Request request;
+  request.id = takeOperationId(counter, 1);
+  request.descriptor.kind = wish.kind;
+  request.descriptor.dtype = wish.dtype;
+  request.descriptor.wire_dtype = wish.dtype;
+  request.descriptor.reduce_op = wish.op;
+  request.descriptor.numel = wish.numel;
+  request.descriptor.root = wish.root;
+  request.descriptor.algorithm = Algorithm::SharedMemory;
+  request.premul_factor = wish.premul;
+  request.input = input;
+  request.output = output;
+  return request;
+}
+
+std::shared_ptr<Operation> post(
+    HostPlane& plane,
+    std::atomic<int64_t>& counter,
+    const Wish& wish,
+    ConstBufferView input,
+    BufferView output,
+    bool waits) {
+  std::shared_ptr<Operation> made;
+  const auto make = [&] { return std::make_shared<Operation>(requestOf(counter, wish, input, output)); };
+  EXPECT_TRUE(plane.post(std::cref(make), waits, made));
+  return made;
+}
+
+void finish(HostPlane& plane, const Operation& operation) {
+  const Deadline deadline = Deadline::after(60000);
+  while (!operation.done() && !deadline.expired()) {
+    if (!plane.drive(operation, Deadline::after(100))) {
+      (void)operation.wait(Deadline::after(100));
+    }
+  }
+  ASSERT_TRUE(operation.done());
+}
+
+template <typename T>
+BufferView viewOf(std::vector<T>& values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
+}
+
+/// Small whole numbers, so that sums are exact.
+float valueOf(int rank, size_t i) {
+  return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 101);
+}
+
+std::vector<float> valuesOf(int rank, size_t numel) {
+  std::vector<float> values(numel);
+  for (size_t i = 0; i < numel; ++i) {
+    values[i] = valueOf(rank, i);
+  }
+  return values;
+}
+
+/// A tensor in a rank's heap.
+class HeapTensor {
+ public:
+  HeapTensor(SharedHeap& heap, const std::vector<float>& values)
+      : heap_(heap), numel_(values.size()), data_(static_cast<float*>(heap.allocate(numel_ * sizeof(float)))) {
+    std::copy(values.begin(), values.end(), data_);
+  }
+  ~HeapTensor() {
+    heap_.release(data_);
+  }
+  HeapTensor(const HeapTensor&) = delete;
+  HeapTensor& operator=(const HeapTensor&) = delete;
+  BufferView view() {
+    return {reinterpret_cast<std::byte*>(data_), numel_ * sizeof(float)};
+  }
+  float& operator[](size_t i) {
+    return data_[i];
+  }
+
+ private:
+  SharedHeap& heap_;
+  size_t numel_;
+  float* data_;
+};
+
+class HostPlaneSizes : public ::testing::TestWithParam<int> {};
+
+// Small ones, one of exactly what a slot holds, one element more, several rounds with a crooked end: all in one run, so that rounds and
+// slots of one operation meet those of the next.
+TEST_P(HostPlaneSizes, EveryCollectiveGivesWhatItSays) {
+  const int size = GetParam();
+  Host host(size);
+  const size_t round = kHostStageNbytes / sizeof(float);
+  const std::vector<size_t> numels{1, 3, 0, 2048, 2049, round * 3 + 5, 7, round * 2, 700};
+  host.run([&](int rank, HostPlane& plane) {
+    std::atomic<int64_t> counter{0};
+    for (const size_t numel : numels) {
+      const auto n = static_cast<int64_t>(numel);
+      std::vector<float> sum = valuesOf(rank, numel);
+      std::vector<float> most = valuesOf(rank, numel);
+      std::vector<float> sent = valuesOf(rank, numel);
+      std::vector<float> part = valuesOf(rank, numel);
+      std::vector<float> all(numel * static_cast<size_t>(size));
+      std::vector<float> parts = valuesOf(rank, numel * static_cast<size_t>(size));
+      std::vector<float> own(numel);
+      const int root = static_cast<int>(numel) % size;
+      std::vector<std::shared_ptr<Operation>> operations;
+      operations.push_back(
+          post(plane, counter, {Collective::AllReduce, n, ReduceOp::Sum}, viewOf(sum), viewOf(sum), false));
+      operations.push_back(
+          post(plane, counter, {Collective::AllReduce, n, ReduceOp::Max}, viewOf(most), viewOf(most), true));
+      operations.push_back(post(plane, counter, {Collective::Barrier, 0}, {}, {}, true));
+      operations.push_back(post(
+          plane,
+          counter,
+          {Collective::Broadcast, n, ReduceOp::None, DType::Float32, root},
+          viewOf(sent),
+          viewOf(sent),
+          true));
+      operations.push_back(post(plane, counter, {Collective::AllGather, n}, viewOf(part), viewOf(all), false));
+      operations.push_back(
+          post(plane, counter, {Collective::ReduceScatter, n, ReduceOp::Sum}, viewOf(parts), viewOf(own), true));
+      for (const auto& operation : operations) {
+        finish(plane, *operation);
+        ASSERT_FALSE(operation->error()) << operation->error()->text();
+      }
+      for (size_t i = 0; i < numel; ++i) {
+        float total = 0;
+        float largest = 0;
+        float mine = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          total += valueOf(peer, i);
+          largest = std::max(largest, valueOf(peer, i));
+          mine += valueOf(peer, static_cast<size_t>(rank) * numel + i);
+          ASSERT_EQ(all[static_cast<size_t>(peer) * numel + i], valueOf(peer, i)) << numel << " at " << i;
+        }
+        ASSERT_EQ(sum[i], total) << numel << " at " << i;
+        ASSERT_EQ(most[i], largest) << numel << " at " << i;
+        ASSERT_EQ(own[i], mine) << numel << " at " << i;
+        ASSERT_EQ(sent[i], valueOf(root, i)) << numel << " at " << i;
+      }
+    }
+  });
+}
+
+// More than a rank may be ahead, small and large in turn, while ranks go at different speeds.
+TEST_P(HostPlaneSizes, ManyInFlight) {
+  const int size = GetParam();
+  Host host(size);
+  host.run([&](int rank, HostPlane& plane) {
+    std::atomic<int64_t> counter{0};
+    std::vector<std::vector<float>> tensors;
+    std::vector<std::shared_ptr<Operation>> operations;
+    for (size_t k = 0; k < 5 * kHostSlots; ++k) {
+      tensors.push_back(valuesOf(rank, k % 7 == 0 ? 9000 + k : k));
+    }
+    for (std::vector<float>& values : tensors) {
+      const auto n = static_cast<int64_t>(values.size());
+      operations.push_back(post(
+          plane, counter, {Collective::AllReduce, n, ReduceOp::Sum}, viewOf(values), viewOf(values), rank % 2 == 0));
+    }
+    for (size_t k = operations.size(); k-- > 0;) {
+      finish(plane, *operations[k]);
+    }
+    for (const std::vector<float>& values : tensors) {
+      for (size_t i = 0; i < values.size(); ++i) {
+        float total = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          total += valueOf(peer, i);
+        }
+        ASSERT_EQ(values[i], total) << i;
+      }
+    }
+  });
+}
+
+// In place and through stages in turn: rounds are counted alike. Several steps of one operation, crooked ends.
+TEST_P(HostPlaneSizes, TensorsThatAllCanReachAreUsedInPlace) {
+  const int size = GetParam();
+  Host host(size, {}, true);
+  host.run([&](int rank, HostPlane& plane) {
+    std::atomic<int64_t> counter{0};
+    SharedHeap& heap = host.heap(rank);
+    for (const size_t numel : {size_t{2049}, size_t{1000003}, size_t{5000}}) {
+      const auto n = static_cast<int64_t>(numel);
+      const int root = static_cast<int>(numel) % size;
+      HeapTensor sum(heap, valuesOf(rank, numel));
+      HeapTensor sent(heap, valuesOf(rank, numel));
+      HeapTensor part(heap, valuesOf(rank, numel));
+      HeapTensor parts(heap, valuesOf(rank, numel * static_cast<size_t>(size)));
+      std::vector<float> staged = valuesOf(rank, numel);
+      HeapTensor mixed(heap, valuesOf(rank, numel)); // in a heap on some ranks only
+      std::vector<float> ordinary = valuesOf(rank, numel);
+      std::vector<float> all(numel * static_cast<size_t>(size));
+      std::vector<float> own(numel);
+      const BufferView either = rank == 0 ? mixed.view() : viewOf(ordinary);
+      const Wish reduce{Collective::AllReduce, n, ReduceOp::Sum};
+      const Wish send{Collective::Broadcast, n, ReduceOp::None, DType::Float32, root};
+      std::vector<std::shared_ptr<Operation>> operations;
+      operations.push_back(post(plane, counter, reduce, sum.view(), sum.view(), false));
+      operations.push_back(post(plane, counter, reduce, viewOf(staged), viewOf(staged), true));
+      operations.push_back(post(plane, counter, send, sent.view(), sent.view(), false));
+      operations.push_back(post(plane, counter, {Collective::AllGather, n}, part.view(), viewOf(all), true));
+      operations.push_back(
+          post(plane, counter, {Collective::ReduceScatter, n, ReduceOp::Sum}, parts.view(), viewOf(own), true));
+      operations.push_back(post(plane, counter, reduce, either, either, true));
+      for (const auto& operation : operations) {
+        finish(plane, *operation);
+        ASSERT_FALSE(operation->error()) << operation->error()->text();
+      }
+      for (size_t i = 0; i < numel; ++i) {
+        float total = 0;
+        float mine = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          total += valueOf(peer, i);
+          mine += valueOf(peer, static_cast<size_t>(rank) * numel + i);
+          ASSERT_EQ(all[static_cast<size_t>(peer) * numel + i], valueOf(peer, i)) << numel << " at " << i;
+        }
+        ASSERT_EQ(sum[i], total) << numel << " at " << i;
+        ASSERT_EQ(staged[i], total) << numel << " at " << i;
+        ASSERT_EQ(rank == 0 ? mixed[i] : ordinary[i], total) << numel << " at " << i;
+        ASSERT_EQ(own[i], mine) << numel << " at " << i;
+        ASSERT_EQ(sent[i], valueOf(root, i)) << numel << " at " << i;
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, HostPlaneSizes, ::testing::Values(2, 3, 5));
+
+// Inexact sums: the fold must be in rank order, with one rounding of the small floats and one division.
+TEST(HostPlane, SumsAreFoldedInRankOrderAndRoundedOnce) {
+  constexpr int kSize = 3;
+  for (const int64_t numel : {int64_t{100}, int64_t{700000}}) {
+    Host host(kSize);
+    std::vector<std::vector<uint16_t>> results(kSize);
+    host.run([&](int rank, HostPlane& plane) {
+      std::atomic<int64_t> counter{0};
+      std::vector<float> exact(static_cast<size_t>(numel));
+      for (size_t i = 0; i < exact.size(); ++i) {
+        exact[i] = std::ldexp(1.0F + valueOf(rank, i) / 128, 5 * rank);
+      }
+      std::vector<uint16_t> values(exact.size());
+      convert(DType::BFloat16, values.data(), DType::Float32, exact.data(), exact.size());
+      const auto operation = post(
+          plane,
+          counter,
+          {Collective::AllReduce, numel, ReduceOp::Avg, DType::BFloat16},
+          viewOf(values),
+          viewOf(values),
+          true);
+      finish(plane, *operation);
+      results[static_cast<size_t>(rank)] = values;
+    });
+    EXPECT_EQ(results[0], results[1]);
+    EXPECT_EQ(results[0], results[2]);
+    std::vector<float> got(static_cast<size_t>(numel));
+    convert(DType::Float32, got.data(), DType::BFloat16, results[0].data(), got.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      float sum = 0;
+      for (int rank = 0; rank < kSize; ++rank) {
+        sum += std::ldexp(1.0F + valueOf(rank, i) / 128, 5 * rank); // the inputs are bf16 already: 7 bits
+      }
+      const float average = sum / kSize;
+      uint16_t rounded = 0;
+      convert(DType::BFloat16, &rounded, DType::Float32, &average, 1);
+      ASSERT_EQ(results[0][i], rounded) << i;
+    }
+  }
+}
+
+TEST(HostPlane, PremulSumScalesEveryInput) {
+  for (const int64_t numel : {int64_t{10}, int64_t{300000}}) {
+    Host host(2);
+    host.run([&](int rank, HostPlane& plane) {
+      std::atomic<int64_t> counter{0};
+      std::vector<float> values = valuesOf(rank, static_cast<size_t>(numel));
+      Wish wish{Collective::AllReduce, numel, ReduceOp::PremulSum};
+      wish.premul = 0.5;
+      finish(plane, *post(plane, counter, wish, viewOf(values), viewOf(values), true));
+      for (size_t i = 0; i < values.size(); ++i) {
+        ASSERT_EQ(values[i], (valueOf(0, i) + valueOf(1, i)) / 2);
+      }
+    });
+  }
+}
+
+TEST(HostPlane, DifferentCallsAreAMismatchAndNothingIsWritten) {
+  for (const size_t numel : {size_t{4}, size_t{50000}}) {
+    Host host(2);
+    host.run([&](int rank, HostPlane& plane) {
+      std::atomic<int64_t> counter{0};
+      std::vector<float> values(numel + static_cast<size_t>(rank), 1.0F);
+      const std::vector<float> before = values;
+      const auto operation = post(
+          plane,
+          counter,
+          {Collective::AllReduce, static_cast<int64_t>(values.size()), ReduceOp::Sum},
+          viewOf(values),
+          viewOf(values),
+          true);
+      std::thread control([&] {
+        const ErrorRecord record = host.waitForNotice();
+        EXPECT_EQ(record.code, ErrorCode::CollectiveMismatch);
+        EXPECT_NE(record.summary.find("float32 x " + std::to_string(numel)), std::string::npos) << record.summary;
+        EXPECT_NE(record.summary.find("float32 x " + std::to_string(numel + 1)), std::string::npos) << record.summary;
+        plane.fail(record, nullptr);
+      });
+      finish(plane, *operation);
+      control.join();
+      ASSERT_TRUE(operation->error());
+      EXPECT_EQ(operation->error()->code, ErrorCode::CollectiveMismatch);
+      EXPECT_EQ(values, before);
+    });
+  }
+}
+
+TEST(HostPlane, AFailureEndsACallerThatWaits) {
+  Host host(2);
+  std::vector<float> values(1, 1.0F);
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  host.waitUntilStuck(0); // it sleeps, or is about to
+  const HostPlane::Standing standing = host.plane(0).standing(*operation);
+  EXPECT_EQ(standing.not_entered, 1);
+  EXPECT_EQ(standing.behind, -1);
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerDead;
+  cause.peer = 1;
+  std::optional<ErrorRecord> told;
+  host.plane(0).fail(cause, [&](const ErrorRecord& record) { told = record; });
+  waiter.join();
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);
+  EXPECT_EQ(operation->error()->peer, 1);
+  EXPECT_EQ(operation->error()->op, "all_reduce");
+  EXPECT_EQ(operation->error()->sequence, 1);
+  EXPECT_EQ(operation->error()->bytes_total, 4);
+  ASSERT_TRUE(told);
+  std::shared_ptr<Operation> late;
+  EXPECT_FALSE(host.plane(0).post([&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
+}
+
+TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
+  constexpr size_t kNumel = 100000;
+  Host host(2, {}, true);
+  HeapTensor values(host.heap(0), std::vector<float>(kNumel, 1.0F));
+  const SharedArena peer = SharedArena::attach(UniqueFd(::dup(host.heap(0).fd())), std::nullopt);
+  auto* seen = reinterpret_cast<float*>(peer.at(host.heap(0).placeOf(&values[0], kNumel * sizeof(float)).value()));
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  host.waitUntilStuck(0); // it has said where its tensor lies
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerUnresponsive;
+  cause.peer = 1;
+  host.plane(0).fail(cause, nullptr);
+  waiter.join();
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(seen[7], 1.0F);
+  seen[7] = 2.0F; // rank 1 goes on
+  EXPECT_EQ(values[7], 1.0F);
+}
+
+// Rank 1 is stopped when it has read rank 0's tensor in part; rank 0 gives up and overwrites its tensor; rank 1 goes on.
+TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
+  constexpr size_t kNumel = size_t{1} << 20;
+  Host host(2, {}, true);
+  HeapTensor own(host.heap(0), valuesOf(0, kNumel));
+  HeapTensor theirs(host.heap(1), valuesOf(1, kNumel));
+  std::vector<float> all0(2 * kNumel);
+  std::vector<float> all1(2 * kNumel);
+  const Wish wish{Collective::AllGather, kNumel};
+  std::atomic<int64_t> counter1{0};
+  const auto second = std::make_shared<Operation>(requestOf(counter1, wish, theirs.view(), viewOf(all1)));
+  HostTransfer rank1(host.view(1), &host.heap(1), second, 1); // by hand, so that it can be stopped anywhere
+  rank1.enter();
+
+  std::atomic<int64_t> counter0{0};
+  const auto first = post(host.plane(0), counter0, wish, own.view(), viewOf(all0), true);
+  std::thread waiter([&] { finish(host.plane(0), *first); });
+  host.waitUntilStuck(0); // it has read all that it wants
+  uint64_t rounds = 0;
+  uint64_t blocked = 0;
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // the descriptors agree
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // a part is read
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerUnresponsive;
+  cause.peer = 1;
+  host.plane(0).fail(cause, nullptr);
+  waiter.join();
+  ASSERT_TRUE(first->error());
+  own[kNumel - 1] = -1.0F;
+  HostTransfer::Progress progress = HostTransfer::Progress::Moved;
+  while (progress == HostTransfer::Progress::Moved) {
+    progress = rank1.advance(rounds, blocked);
+  }
+  EXPECT_EQ(progress, HostTransfer::Progress::Blocked);
+}
+
+TEST(HostPlane, WhoLeavesIsNamedByThoseThatWait) {
+  Host host(3);
+  std::vector<float> values(1, 1.0F);
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  host.waitUntilStuck(0);
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  host.plane(1).close(reason);
+  const ErrorRecord record = host.waitForNotice();
+  EXPECT_EQ(record.code, ErrorCode::PeerLeft);
+  EXPECT_EQ(record.peer, 1);
+  host.failAll(record);
+  waiter.join();
+  EXPECT_EQ(operation->error()->code, ErrorCode::PeerLeft);
+}
+
+TEST(HostPlane, WhoLeavesAfterItsPartIsNotMissed) {
+  Host host(2);
+  host.run([&](int rank, HostPlane& plane) {
+    std::atomic<int64_t> counter{0};
+    for (int k = 0; k < 50; ++k) {
+      std::vector<float> values = valuesOf(rank, 3000);
+      const auto operation =
+          post(plane, counter, {Collective::AllReduce, 3000, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
+      finish(plane, *operation);
+      ASSERT_FALSE(operation->error()) << operation->error()->text();
+    }
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    plane.close(reason); // the other rank may still be reading
+  });
+}
+
+TEST(HostPlane, ServesOnlyWhatAllRanksNumberAlike) {
+  ScheduleRequest request;
+  request.kind = Collective::AllReduce;
+  EXPECT_TRUE(HostPlane::serves(request, 2));
+  EXPECT_FALSE(HostPlane::serves(request, 1));
+  EXPECT_FALSE(HostPlane::serves(request, kMaxHostRanks + 1));
+  {
+    const IssueScope scope(std::make_shared<IssueContext>(IssueContext::Kind::Callback, 7));
+    EXPECT_FALSE(HostPlane::serves(request, 2));
+  }
+  request.algorithm = Algorithm::Ring;
+  EXPECT_FALSE(HostPlane::serves(request, 2));
+  request.algorithm = Algorithm::Auto;
+  request.wire_dtype = DType::Float16;
+  EXPECT_FALSE(HostPlane::serves(request, 2));
+}
+
+} // namespace
+} // namespace pycomm::testing

@@ -1,0 +1,106 @@
+#include "transport/shared_heap.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+
+namespace pycomm::testing {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+class SharedHeapTest : public ::testing::Test {
+ protected:
+  SharedHeap heap_{SharedArena::create(16 * kPage)};
+  SharedArena peer_ = SharedArena::attach(UniqueFd(::dup(heap_.fd())), std::nullopt);
+
+  std::byte* allocate(size_t nbytes) {
+    return static_cast<std::byte*>(heap_.allocate(nbytes));
+  }
+  std::byte* asPeersSeeIt(const void* buffer, size_t nbytes) {
+    return peer_.at(heap_.placeOf(buffer, nbytes).value());
+  }
+  int64_t committed() {
+    struct stat status{};
+    EXPECT_EQ(::fstat(heap_.fd(), &status), 0);
+    return status.st_blocks * 512;
+  }
+};
+
+TEST_F(SharedHeapTest, PeersFindABufferByItsPlace) {
+  (void)allocate(100);
+  std::byte* second = allocate(3 * kPage);
+  std::memcpy(second, "here", 5);
+  EXPECT_STREQ(reinterpret_cast<char*>(asPeersSeeIt(second, 3 * kPage)), "here");
+}
+
+TEST_F(SharedHeapTest, OnlyWholePagesOfOneAllocationHaveAPlace) {
+  std::byte* block = allocate(3 * kPage + 8);
+  EXPECT_TRUE(heap_.placeOf(block, 3 * kPage + 8)); // nothing else is on the last page
+  EXPECT_TRUE(heap_.placeOf(block + kPage, kPage));
+  EXPECT_FALSE(heap_.placeOf(block + 8, 3 * kPage)); // shares its first page
+  EXPECT_FALSE(heap_.placeOf(block, kPage + 8)); // shares its last one
+  EXPECT_FALSE(heap_.placeOf(block, 3 * kPage + 9)); // reaches beyond
+  const int elsewhere = 0;
+  EXPECT_FALSE(heap_.placeOf(&elsewhere, sizeof elsewhere));
+}
+
+TEST_F(SharedHeapTest, WhatIsReleasedGoesBackAndIsFoundAgain) {
+  std::byte* a = allocate(5 * kPage);
+  std::byte* b = allocate(5 * kPage);
+  std::byte* c = allocate(6 * kPage);
+  EXPECT_EQ(committed(), 16 * static_cast<int64_t>(kPage));
+  try {
+    (void)allocate(1);
+    FAIL() << "there is no room";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.record().code, ErrorCode::NoSharedMemory);
+  }
+  heap_.release(a); // in an order that joins ranges on both sides
+  heap_.release(c);
+  heap_.release(b);
+  EXPECT_EQ(committed(), 0);
+  EXPECT_EQ(allocate(16 * kPage), a); // one range again
+  EXPECT_EQ(*a, std::byte{0});
+}
+
+TEST_F(SharedHeapTest, WhatIsDetachedKeepsItsBytesAndIsNobodyElses) {
+  std::byte* block = allocate(2 * kPage);
+  std::memset(block, 1, 2 * kPage);
+  std::byte* seen = asPeersSeeIt(block, 2 * kPage);
+  ASSERT_TRUE(heap_.detach(block, 2 * kPage));
+  std::memset(seen, 2, 2 * kPage); // a peer that was stopped, later
+  for (size_t i = 0; i < 2 * kPage; ++i) {
+    ASSERT_EQ(block[i], std::byte{1});
+  }
+  EXPECT_FALSE(heap_.placeOf(block, 2 * kPage));
+  heap_.release(block);
+  for (int i = 0; i < 14; ++i) { // all that is left: never the pages that the peer may write
+    EXPECT_NE(allocate(kPage), block);
+  }
+}
+
+TEST_F(SharedHeapTest, AChildFreesNothingOfItsParents) {
+  std::byte* block = allocate(kPage);
+  std::memset(block, 7, kPage);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const bool sees = *block == std::byte{7};
+    heap_.release(block);
+    ::_exit(sees ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(*block, std::byte{7});
+  EXPECT_TRUE(heap_.placeOf(block, kPage));
+}
+
+} // namespace
+} // namespace pycomm::testing

@@ -1,0 +1,324 @@
+"""int8 and fp8 on our wrapper's wire, by parameter name, and what error feedback is worth."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import codec_bounds
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
+
+# Inside a host the backend may use shared memory, where nothing needs to be encoded.
+OVER_TCP = {"PYCOMM_TRANSPORT": "tcp"}
+NUMEL = 8192
+
+
+def wrap(module: nn.Module, **options: Any) -> Any:
+    import pycomm
+
+    return pycomm.DistributedDataParallel(module, **options)
+
+
+class Slopes(nn.Module):
+    """The gradients of `weight` and `bias` are the inputs themselves."""
+
+    def __init__(self, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(numel, dtype=dtype))
+
+    def forward(self, slopes: torch.Tensor) -> torch.Tensor:
+        return (self.weight * slopes).sum() + (self.bias * slopes).sum()
+
+
+def reduced(model: Any, slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    model(slopes).backward()
+    # Copies: the next step writes into the same memory.
+    return model.module.weight.grad.clone(), model.module.bias.grad.clone()
+
+
+def rows(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Every rank's, in float64."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return np.stack([each.double().numpy() for each in gathered])
+
+
+def slopes_of(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(NUMEL, generator=generator) * torch.logspace(-6, 0, NUMEL)
+
+
+def by_pattern(rank: int, world_size: int) -> None:
+    """What matches travels encoded, within the codec's bound; what does not is exact."""
+    for codec in ("int8", "fp8"):
+        model = wrap(Slopes(), wire_dtype={"bias": "fp32", "*": codec}, error_feedback=False)
+        exact = wrap(Slopes())
+        for step in range(3):
+            slopes = slopes_of(rank, step)
+            weight, bias = reduced(model, slopes)
+            expected, plain = reduced(exact, slopes)
+            torch.testing.assert_close(bias, plain, rtol=1e-6, atol=1e-6)
+            assert not torch.equal(weight, expected)
+            assert (rows(weight) == rows(weight)[0]).all()
+            every = rows(slopes)
+            wrong = np.abs(weight.double().numpy() - every.mean(0))
+            assert (wrong <= codec_bounds.sum_bound(codec, every / world_size) + 1e-12).all()
+        stats = model.stats()
+        nbytes = codec_bounds.BYTES_PER_BLOCK[codec] * NUMEL // codec_bounds.BLOCK + 4 * NUMEL
+        assert stats.wire_nbytes == 3 * nbytes
+        assert stats.saved_nbytes == 3 * (8 * NUMEL - nbytes) * 2 * (world_size - 1) // world_size
+        assert stats.codec_overflows == 0
+        assert len(model.reducer.bucket_names()) == 2
+
+
+def small_and_large(rank: int) -> torch.Tensor:
+    """In each block one large entry and many that are far below int8's step."""
+    slopes = torch.full((NUMEL,), 5e-4 * (1 + rank))
+    slopes[::256] = 1.0 if rank == 0 else -0.5
+    return slopes
+
+
+def feedback(rank: int, world_size: int) -> None:
+    """Small entries arrive late instead of never; what is late stays within a few steps of int8."""
+    slopes = small_and_large(rank)
+    mean = rows(slopes).mean(0)
+    totals = {}
+    for on in (True, False):
+        model = wrap(Slopes(), wire_dtype="int8", error_feedback=on)
+        total = np.zeros(NUMEL)
+        for _ in range(60):
+            weight, _ = reduced(model, slopes)
+            assert (rows(weight) == rows(weight)[0]).all()
+            total += weight.double().numpy()
+        totals[on] = total
+    small = np.arange(NUMEL) % 256 != 0
+    assert (totals[False][small] == 0).all()
+    late = np.abs(totals[True] - 60 * mean)
+    # Two ranks' contributions and one sum, each less than one step of 1/125 behind.
+    assert late.max() < 3 * 1.5 / 125, late.max()
+    assert (totals[True][small] > 0.5 * 60 * mean[small]).all()
+
+
+def sums_are_conserved(rank: int, world_size: int) -> None:
+    """What has arrived plus what is kept is what was given, also over a rebuild and a thawing."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 128), nn.Linear(128, 64))
+    model = wrap(layers, wire_dtype="int8", bucket_cap_mb=0.05)
+    frozen = layers[0].weight
+    given = {name: np.zeros(each.shape) for name, each in layers.named_parameters()}
+    arrived = copy.deepcopy(given)
+    for step in range(6):
+        frozen.requires_grad_(step >= 3)
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+        alone = copy.deepcopy(layers)
+        alone.zero_grad()
+        alone(batch).square().mean().backward()
+        for name, each in alone.named_parameters():
+            if each.grad is not None:
+                sent = each.grad.double() / world_size
+                dist.all_reduce(sent)
+                given[name] += sent.numpy()
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        for name, each in layers.named_parameters():
+            if each.grad is not None:
+                arrived[name] += each.grad.double().numpy()
+    assert len(model.reducer.bucket_names()) > 2
+    lost = model.communication_state_dict()["lost"]
+    assert set(lost) == set(given)
+    for name, kept in lost.items():
+        everywhere = kept.double()
+        dist.all_reduce(everywhere)
+        largest = np.abs(given[name]).max()
+        assert np.abs(arrived[name] + everywhere.numpy() - given[name]).max() < 1e-5 * largest, name
+    name = "0.weight"
+    assert np.abs(arrived[name] - given[name]).max() > 1e-3 * np.abs(given[name]).max()
+
+
+def checkpoint(rank: int, world_size: int) -> None:
+    """Continued from a checkpoint, every bit is that of a run without a break."""
+    through = wrap(Slopes(), wire_dtype="int8")
+    for step in range(3):
+        reduced(through, slopes_of(rank, step))
+    state = copy.deepcopy(through.communication_state_dict())
+    assert set(state["lost"]) == {"weight", "bias"}
+    resumed = wrap(Slopes(), wire_dtype="int8")
+    resumed.load_communication_state_dict(state)
+    for step in range(3, 6):
+        # Buckets are cut once after the first step, here of one size: blocks stay the same.
+        first, second = (reduced(each, slopes_of(rank, step)) for each in (through, resumed))
+        assert torch.equal(first[0], second[0])
+    with pytest.raises(ValueError, match="another shape"):
+        resumed.load_communication_state_dict({**state, "lost": {"weight": torch.zeros(3)}})
+    with pytest.raises(ValueError, match="'other' has error feedback"):
+        resumed.load_communication_state_dict({**state, "lost": {"other": torch.zeros(3)}})
+
+
+def half_parameters(rank: int, world_size: int) -> None:
+    """Parameters of another dtype are encoded from fp32 and come back in their own."""
+    model = wrap(Slopes(dtype=torch.bfloat16), wire_dtype="int8")
+    slopes = slopes_of(rank).bfloat16()
+    weight, _ = reduced(model, slopes)
+    assert weight.dtype == torch.bfloat16
+    every = rows(slopes)
+    wrong = np.abs(weight.double().numpy() - every.mean(0))
+    bound = codec_bounds.sum_bound("int8", every / world_size)
+    assert (wrong <= bound + (np.abs(every.mean(0)) + bound) * 2.0**-8).all()
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """A rank that has run out of data sends what it had kept back, with zeros."""
+    model = wrap(Slopes(), wire_dtype="int8")
+    with model.join():
+        for _ in range(2 + rank):
+            weight, _ = reduced(model, small_and_large(rank))
+    assert torch.isfinite(weight).all()
+
+
+def overflow(rank: int, world_size: int) -> None:
+    model = wrap(Slopes(), wire_dtype="fp8")
+    slopes = torch.ones(NUMEL)
+    slopes[7] = float("inf")  # before it is packed: passes on, and does not count
+    weight, _ = reduced(model, slopes)
+    assert torch.isinf(weight[7])
+    assert model.stats().codec_overflows == 0
+    big = torch.ones(NUMEL)
+    big[9] = 3.4e38
+    weight, _ = reduced(model, big)  # twice 1.7e38: rounded up beyond the largest float32
+    counted = torch.tensor([model.stats().codec_overflows])
+    dist.all_reduce(counted)  # the rank that makes the sum counts it
+    assert torch.isinf(weight[9])
+    assert counted.item() == 2  # of weight, and of bias
+    weight, _ = reduced(model, torch.ones(NUMEL))
+    assert torch.isfinite(weight).all()  # nothing infinite has been kept
+
+
+def hooked(rank: int, world_size: int) -> None:
+    """A hook's sums travel as wire_dtype says, also those that its callbacks issue."""
+    import pycomm
+
+    seen = []
+
+    def hook(state, bucket):
+        seen.append(bucket.buffer().dtype)
+        first = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return first.then(again)
+
+    def again(done):
+        tensor = done.value()[0] / world_size
+        second = dist.all_reduce(tensor, async_op=True).get_future()
+        return second.then(lambda ended: ended.value()[0] / world_size).wait()
+
+    model = wrap(Slopes(), wire_dtype={"bias": "fp32", "*": "int8"})
+    model.register_comm_hook(None, hook)
+    before = pycomm.codec_stats()
+    slopes = slopes_of(rank)
+    weight, bias = reduced(model, slopes)
+    after = pycomm.codec_stats()
+    every = rows(slopes)
+    assert seen == [torch.float32] * 2
+    assert (rows(weight) == rows(weight)[0]).all()
+    assert np.abs(bias.double().numpy() - every.mean(0)).max() < 1e-5
+    wrong = np.abs(weight.double().numpy() - every.mean(0))
+    assert wrong.max() > 1e-5
+    assert (wrong <= 3 * codec_bounds.sum_bound("int8", every)).all()
+    sent = after.elements_sent - before.elements_sent
+    assert sent == 2 * 2 * (world_size - 1) * NUMEL // world_size  # two sums of `weight` alone
+
+
+def one_operation(rank: int, world_size: int) -> None:
+    """codecs.all_reduce: this operation only, and what it lost adds up on all ranks."""
+    from pycomm import codecs
+    from pycomm.errors import InvalidArgumentError
+
+    values, lost = slopes_of(rank), torch.zeros(NUMEL)
+    result = values.clone()
+    codecs.all_reduce(result, "int8", lost=lost)
+    missing = lost.double()
+    dist.all_reduce(missing)
+    exact = rows(values).sum(0)
+    assert np.abs(result.double().numpy() - exact).max() > 1e-5
+    assert np.abs(result.double().numpy() + missing.numpy() - exact).max() < 5e-6
+    own, _ = _alone("int8", values)
+    shares = rows(lost - own) != 0  # the rest is of the sums that a rank makes: each has its own
+    assert (shares.sum(0) <= 1).all()
+    assert shares.any(1).all()
+    plain = values.clone()
+    dist.all_reduce(plain)
+    assert np.abs(plain.double().numpy() - exact).max() < 5e-6
+    work = codecs.all_reduce(plain, "fp32", async_op=True)
+    assert work is not None
+    work.wait()
+    with pytest.raises(InvalidArgumentError, match="sum of float32"):
+        codecs.all_reduce(values, "int8", lost=torch.zeros(3))
+
+
+def _alone(codec: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from pycomm import codecs
+
+    error = torch.empty_like(values)
+    return error, codecs.encode(codec, values, error=error)
+
+
+def in_turn(rank: int, world_size: int, names: list[str]) -> None:
+    for name in names:
+        globals()[name](rank, world_size)
+
+
+def test_encoded_gradients_on_two_ranks() -> None:
+    names = ["by_pattern", "feedback", "sums_are_conserved", "checkpoint", "half_parameters"]
+    names += ["uneven", "overflow", "hooked", "one_operation"]
+    options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
+    ranks.run_ranks(2, in_turn, args=(names,), **options)
+
+
+def test_encoded_gradients_on_three_ranks() -> None:
+    names = ["by_pattern", "feedback", "sums_are_conserved", "one_operation"]
+    options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
+    ranks.run_ranks(3, in_turn, args=(names,), **options)
+
+
+def on_one_host(rank: int, world_size: int) -> None:
+    """Whatever way the bytes go there: right, and the same on all ranks."""
+    model = wrap(Slopes(), wire_dtype="int8")
+    slopes = slopes_of(rank)
+    every = rows(slopes)
+    for step in range(1, 4):
+        weight, _ = reduced(model, slopes)
+        assert (rows(weight) == rows(weight)[0]).all()
+        wrong = np.abs(weight.double().numpy() - every.mean(0))
+        assert (wrong <= 4 * codec_bounds.sum_bound("int8", every)).all(), step
+
+
+def test_on_one_host() -> None:
+    ranks.run_ranks(2, on_one_host, preload=ranks.TORCH_DDP)
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    from pycomm.errors import UnsupportedError
+
+    said = []
+    for options in ({"wire_dtype": {"bias": "fp8"}}, {"wire_dtype": "int8"}):
+        with pytest.raises(UnsupportedError) as caught:
+            wrap(Slopes(), **options)
+        said.append(str(caught.value))
+    model = wrap(Slopes(), wire_dtype="bf16")
+    with pytest.raises(UnsupportedError) as caught:
+        model.register_comm_hook(None, lambda state, bucket: None)
+    return [*said, str(caught.value)]
+
+
+def test_another_backend_is_refused_in_words() -> None:
+    (said,) = ranks.run_ranks(1, refused, backend="gloo", preload=ranks.TORCH_DDP).values()
+    assert "'fp8' needs a process group of pycomm" in said[0]
+    assert "backend is 'gloo'" in said[1]
+    assert "together with a comm hook needs a process group of pycomm" in said[2]
