@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from exact import Pattern, check_exact, count_wrong, fill, pattern
+from exact import Pattern, check_exact, count_wrong, fill, pattern, rounding_on_the_wire
 from harness import Place
 
 # How many bytes of checked operations go back to back, and how many operations at most.
@@ -114,9 +114,11 @@ class CollectiveCase:
 
     def wrong(self) -> tuple[int, int]:
         wrong = compared = 0
+        tolerance = rounding_on_the_wire(self.place.variant, self.place.ranks)
         for index, (_, output) in enumerate(self.checked):
             for part in self.collective.expect(self.place, self.numel, self.seed + index):
-                wrong += count_wrong(output[part.start : part.start + part.numel], part.numbers)
+                found = output[part.start : part.start + part.numel]
+                wrong += count_wrong(found, part.numbers, tolerance)
                 compared += part.numel
         if self.collective.in_place:
             # What the timed loop left must still be the value that no repetition changes.

@@ -82,11 +82,29 @@ def fill(flat: torch.Tensor, numbers: Pattern) -> None:
     rest.copy_(values[: rest.numel()])
 
 
-def count_wrong(flat: torch.Tensor, numbers: Pattern) -> int:
+def count_wrong(flat: torch.Tensor, numbers: Pattern, tolerance: float = 0.0) -> int:
     """Count the elements of a contiguous 1-D tensor that differ from the repeated pattern.
 
-    Integer dtypes wrap, as the reduction does. NaN is wrong.
+    Integer dtypes wrap, as the reduction does. NaN is wrong. A tolerance is for values that were
+    rounded on the wire.
     """
     rows, values = _periods(flat, numbers)
     rest = flat[rows.numel() :]
-    return int((rows != values).sum()) + int((rest != values[: rest.numel()]).sum())
+
+    def count(found: torch.Tensor, right: torch.Tensor) -> int:
+        if tolerance == 0.0:
+            return int((found != right).sum())
+        return int((~((found - right).abs() <= tolerance)).sum())
+
+    return count(rows, values) + count(rest, values[: rest.numel()])
+
+
+def rounding_on_the_wire(codec: str, ranks: int) -> float:
+    """Return by how much a sum over ranks may differ when it travels in a codec.
+
+    fp16 holds these sums exactly. The others round each rank's part and then the sum: int8 by half
+    of 1/127 of the largest value of a block, fp8 (e4m3) by 1/16 of each value.
+    """
+    largest = 6.0 * ranks
+    steps = {"bf16": 1 / 256, "int8": 1 / 254, "fp8": 1 / 16}
+    return 2 * largest * steps.get(codec, 0.0)

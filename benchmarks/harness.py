@@ -51,9 +51,14 @@ class Place:
     redop: str
 
     @property
+    def variant(self) -> str:
+        """What follows the colon in a backend's name, "" where nothing does."""
+        return self.backend.partition("#")[0].partition(":")[2]
+
+    @property
     def empty(self) -> Callable[..., torch.Tensor]:
         """Makes this backend's tensors: those of ``pycomm:arena`` are reached in place."""
-        if self.backend.partition("#")[0] == "pycomm:arena":
+        if self.variant == "arena":
             made: Callable[..., torch.Tensor] = importlib.import_module("pycomm").empty
             return made
         return torch.empty

@@ -79,7 +79,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Poin
         'aria-labelledby="title desc" font-family="sans-serif">',
         f'<title id="title">{escape(title)}</title>',
         f'<desc id="desc">{escape(y_label)} against {escape(x_label)}, both logarithmic: '
-        f'{escape(", ".join(series))}</desc>',
+        f"{escape(', '.join(series))}</desc>",
         _STYLE,
         f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>',
         _text(_LEFT + width / 2, _TOP - 16, title, size=15),

@@ -45,15 +45,19 @@ class World:
 
     def open_groups(self, names: Sequence[str]) -> None:
         """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
-        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty."""
+        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty, and
+        `pycomm:int8` one whose sums travel in that codec."""
         for name in names:
-            backend, _, transport = name.partition("#")[0].partition(":")
+            backend, _, variant = name.partition("#")[0].partition(":")
             options = None
             if backend == "pycomm":  # imported here: works also where autoload is switched off
                 pycomm = importlib.import_module("pycomm")
-                options = pycomm.Options(
-                    transport="shm" if transport == "arena" else transport or "auto"
-                )
+                if variant in pycomm.codecs.CODECS:
+                    options = pycomm.Options(wire_dtype=variant)
+                else:
+                    options = pycomm.Options(
+                        transport="shm" if variant == "arena" else variant or "auto"
+                    )
             if not self.groups:
                 dist.init_process_group(
                     backend,

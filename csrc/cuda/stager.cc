@@ -103,17 +103,24 @@ void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready)
   const std::lock_guard<std::mutex> lock(mutex_);
   runtime_.setDevice(device_);
   const Event entry = takeEvent();
-  runtime_.record(entry, caller);
-  runtime_.streamWait(in_, entry);
+  try {
+    runtime_.record(entry, caller);
+    runtime_.streamWait(in_, entry);
+    if (!copies.empty()) {
+      runtime_.streamWait(out_, entry);
+      for (const Copy& copy : copies) {
+        runtime_.copy(copy.host, copy.device, copy.nbytes, out_);
+      }
+      runtime_.record(entry, out_);
+    }
+  } catch (...) {
+    events_.push_back(entry);
+    throw;
+  }
   if (copies.empty()) {
     events_.push_back(entry); // CUDA has taken what the wait needs: the event may be recorded anew
     entries_.push_back({nullptr, std::move(ready)});
   } else {
-    runtime_.streamWait(out_, entry);
-    for (const Copy& copy : copies) {
-      runtime_.copy(copy.host, copy.device, copy.nbytes, out_);
-    }
-    runtime_.record(entry, out_);
     entries_.push_back({entry, std::move(ready)});
   }
   changed_.notify_all();
@@ -130,9 +137,9 @@ void Stager::waitOn(Stream stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   runtime_.setDevice(device_);
   const Event event = takeEvent();
+  events_.push_back(event); // kept also if something throws; the lock keeps others from it until it is through here
   runtime_.record(event, in_);
   runtime_.streamWait(stream, event);
-  events_.push_back(event);
 }
 
 void Stager::threadMain() noexcept {

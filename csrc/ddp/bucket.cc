@@ -13,9 +13,7 @@
 
 #include <algorithm>
 
-#include "base/error.h"
 #include "c10d/dtypes.h"
-#include "c10d/shared_tensors.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
 #include "schedule/select.h"
@@ -74,19 +72,6 @@ void bumpVersion(const at::Tensor& written) {
   }
 }
 
-// Flat memory of a bucket, at best where others reach it.
-at::Tensor zeros(size_t numel, const at::TensorOptions& options, bool reached) {
-  constexpr size_t kWorthPages = 32 << 10;
-  const auto length = static_cast<int64_t>(numel);
-  if (reached && numel * options.dtype().itemsize() >= kWorthPages) {
-    try {
-      return emptyShared({length}, c10::typeMetaToScalarType(options.dtype()));
-    } catch (const Error&) { // no room, as in a small container: then it is copied when it is reduced, that is all
-    }
-  }
-  return at::zeros({length}, options);
-}
-
 } // namespace
 
 Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices, const BucketLayout& layout)
@@ -112,7 +97,7 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
   if (travels_cast) {
     const size_t tail = scaled ? static_cast<size_t>(layout.world_size) : 0;
     const auto options = slots_[0].param.options().requires_grad(false);
-    wire_ = zeros(numel_ + tail, options.dtype(wire), layout.reached && layout.codec == Codec::None);
+    wire_ = at::zeros({static_cast<int64_t>(numel_ + tail)}, options.dtype(wire));
   }
   if (scaled) {
     scale_.emplace(layout.world_size, layout.scale_exponent);
@@ -127,7 +112,7 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
 
 void Bucket::allocateHome() {
   const auto options = slots_[0].param.options().requires_grad(false);
-  home_ = zeros(numel_, options, layout_.reached && !cast());
+  home_ = at::zeros({static_cast<int64_t>(numel_)}, options);
   for (Slot& slot : slots_) {
     slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
   }

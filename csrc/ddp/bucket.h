@@ -21,7 +21,6 @@ struct BucketLayout {
   bool grads_are_views = false; ///< .grad points into the bucket
   bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
   bool sparse = false; ///< one parameter, whose gradients are sparse COO tensors
-  bool reached = false; ///< what is reduced lies where the other ranks of this host reach it in place
   int scale_exponent = 0; ///< the fp16 scale's first, the same on every rank
 };
 

@@ -29,7 +29,7 @@ Reducer::Reducer(
     ReducerOptions options,
     const c10::intrusive_ptr<c10d::Backend>& backend)
     : params_(std::move(params)), group_(std::move(group)), options_(std::move(options)) {
-  findBackend(backend);
+  findCodecBackend(backend);
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   for (size_t index = params_.size(); index-- > 0;) {
@@ -40,12 +40,11 @@ Reducer::Reducer(
   adoptTrainable();
 }
 
-void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
+void Reducer::findCodecBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
   const bool encodes =
       std::any_of(params_.begin(), params_.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
   auto* ours = dynamic_cast<PycommBackend*>(backend.get());
   TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
-  reached_ = ours != nullptr && ours->supportsTensorAlloc(-1);
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
 }
 
@@ -109,7 +108,6 @@ void Reducer::buildBuckets() {
     layout.grads_are_views = options_.gradient_as_bucket_view;
     layout.hook_averages = hook_ != nullptr;
     layout.sparse = params_[indices[0]].sparse;
-    layout.reached = reached_ && hook_ == nullptr;
     std::optional<int> exponent;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
       places_[indices[slot]] = {b, slot};
@@ -296,7 +294,7 @@ void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(pass_ != Pass::Reducing, "the process group cannot change in the middle of a backward pass");
   if (codec_backend_ != nullptr) {
-    findBackend(group->getBackend(c10::DeviceType::CPU));
+    findCodecBackend(group->getBackend(c10::DeviceType::CPU));
   }
   group_ = std::move(group);
   buildBuckets();

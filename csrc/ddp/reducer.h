@@ -159,7 +159,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchComplete();
   void launch(size_t bucket);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(Bucket& bucket);
-  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
+  void findCodecBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
   void launchUsedMap();
   void queueFinish();
   void finish();
@@ -189,7 +189,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   std::unique_ptr<c10d::CommHookInterface> hook_;
   c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null where nothing is encoded
-  bool reached_ = false; ///< the ranks of this host reach each other's tensors
 
   std::vector<size_t> order_; ///< all parameters, in the order in which their gradients are expected
   std::vector<bool> trainable_; ///< by parameter: is in a bucket

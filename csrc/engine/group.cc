@@ -1,5 +1,4 @@
 #include "engine/group.h"
-#include "engine/host_plane.h"
 
 #include <algorithm>
 #include <future>
@@ -8,6 +7,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "engine/failure_text.h"
+#include "engine/host_plane.h"
 #include "schedule/make_schedule.h"
 #include "schedule/request_checks.h"
 #include "schedule/select.h"

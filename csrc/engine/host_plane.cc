@@ -210,7 +210,7 @@ void HostPlane::prepareStage() {
 }
 
 void HostPlane::runQueue(uint64_t& blocked, bool& moved) {
-  while (entered_ < queue_.size() && queue_[entered_].mayEnter(blocked)) {
+  while (entered_ < queue_.size() && !ending_.load(std::memory_order_seq_cst) && queue_[entered_].mayEnter(blocked)) {
     HostTransfer& transfer = queue_[entered_];
     if (transfer.large()) {
       prepareStage();

@@ -116,6 +116,7 @@ class HostPlane {
   /// One round over what is posted: true if something went on; else `blocked` says on whom it waits.
   bool step(uint64_t& blocked) noexcept;
   void takeInbox();
+  void finishWhatCanBe() noexcept;
   void prepareStage();
   void runQueue(uint64_t& blocked, bool& moved);
   void settle(HostTransfer& transfer);

@@ -67,10 +67,19 @@ void HostPlane::endAll(
   }
 }
 
+// An operation for which all ranks have done their part ends well, although this one comes late to it: with a barrier that is over
+// elsewhere, a peer may have gone on and left long ago. Nothing new is entered.
+void HostPlane::finishWhatCanBe() noexcept {
+  uint64_t blocked = 0;
+  while (step(blocked)) {
+  }
+}
+
 void HostPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) {
   ending_.store(true, std::memory_order_seq_cst);
   ringSelf(); // whoever has the baton leaves it: after a step at the most
   const std::lock_guard<std::mutex> baton(baton_);
+  finishWhatCanBe();
   broken_ = true;
   view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
   endAll([&](const Operation& operation) { return errorOf(operation, cause, identity_); }, told);
@@ -82,6 +91,7 @@ void HostPlane::close(const ErrorRecord& reason) {
   {
     const std::lock_guard<std::mutex> baton(baton_);
     if (!failed) {
+      finishWhatCanBe();
       const Operation* under_way = head_ < queue_.size() ? queue_[head_].operation().get() : nullptr;
       if (under_way != nullptr && !broken_) {
         events_.notice(leftInTheMiddle(*under_way, identity_));

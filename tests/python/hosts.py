@@ -14,10 +14,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from documents import ROOT
 
 DOCKER = "172.17.0.1"  # the same on both hosts, as with a real bridge: leads nowhere
@@ -96,6 +97,26 @@ def remove(host: Host) -> None:
     shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
     with contextlib.suppress(OSError):
         Path("/etc/netns").rmdir()  # only where nobody else has anything in it
+
+
+@contextlib.contextmanager
+def wire(*hosts: Host) -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a wire between them; skips the test, with the reason, where that cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command ip (package iproute2)")
+    try:
+        try:
+            for host in hosts:
+                make(host, hosts)
+            connect(*hosts)
+        except OSError as error:
+            pytest.skip(f"network namespaces are not allowed here: {error}")
+        yield hosts[0], hosts[1]
+    finally:
+        for host in hosts:
+            remove(host)
 
 
 @dataclasses.dataclass(frozen=True)

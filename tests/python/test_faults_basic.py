@@ -131,6 +131,7 @@ def test_a_rank_that_is_late_is_named_at_the_deadline() -> None:
 
 
 def interrupted(rank: int, world_size: int) -> float | None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     dist.all_reduce(torch.ones(10))
     try:
         mark("waiting")

@@ -304,7 +304,7 @@ def make_many_groups(rank: int, world_size: int, count: int) -> dict[str, int]:
 def test_a_hundred_groups_leave_nothing(repeats: int) -> None:
     results = run_ranks(2, make_many_groups, args=(50 * repeats,), timeout_s=110)
     for left in results.values():
-        assert set(left.values()) == {0}, left
+        assert max(left.values()) <= 0, left  # fewer: what the start made was still closing
 
 
 def hammer(rank: int, world_size: int, rounds: int) -> list[str]:

@@ -63,6 +63,8 @@ SAME_EITHER_WAY = [
     ("tuning", "/tmp/table.json", Path("/tmp/table.json"), "/tmp/table.json"),
     ("tuning", "OFF", "off", "off"),
     ("transport", "TCP", "tcp", "tcp"),
+    ("check_call_sites", "1", True, True),
+    ("check_call_sites", "0", False, False),
     ("wire_dtype", "INT8", "int8", "int8"),
     ("cuda_mode", "TCP", "tcp", "tcp"),
     ("segment_nbytes", "64K", 65536, 65536),

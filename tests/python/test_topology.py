@@ -6,15 +6,13 @@ Needs root and `ip`; skipped, with the reason, where that is not allowed.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from documents import installed_environment
-from hosts import Host, connect, make, remove, run_on_both
+from hosts import Host, run_on_both, wire
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -76,22 +74,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def wired() -> Iterator[tuple[Host, Host]]:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the command ip (package iproute2)")
     hosts = [Host("gamma", "10.98.0.1", "fd78::1"), Host("delta", "10.98.0.2", "fd78::2")]
-    try:
-        try:
-            for host in hosts:
-                make(host, hosts)
-            connect(*hosts)
-        except OSError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error}")
-        yield hosts[0], hosts[1]
-    finally:
-        for host in hosts:
-            remove(host)
+    with wire(*hosts) as both:
+        yield both
 
 
 def test_interleaved_ranks_share_their_hosts_slices(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
-import os
 import re
 import shlex
 import shutil
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 from documents import blocks, installed_environment, read
-from hosts import Host, connect, make, remove, run, run_on_both
+from hosts import Host, run, run_on_both, wire
 
 pytestmark = [
     pytest.mark.needs_native,
@@ -36,22 +35,9 @@ ADDRESSES_V6 = {"alpha": "fd77::10", "beta": "fd77::11"}
 
 @pytest.fixture(scope="module")
 def wired() -> Iterator[tuple[Host, Host]]:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the command ip (package iproute2)")
     hosts = [Host(name, address, ADDRESSES_V6[name]) for name, address in ADDRESSES.items()]
-    try:
-        try:
-            for host in hosts:
-                make(host, hosts)
-            connect(*hosts)
-        except OSError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error}")
-        yield hosts[0], hosts[1]
-    finally:
-        for host in hosts:
-            remove(host)
+    with wire(*hosts) as both:
+        yield both
 
 
 @pytest.fixture

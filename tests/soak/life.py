@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leaks import left
 from torch.utils.data import DataLoader, TensorDataset
 
 import pycomm
@@ -40,19 +41,6 @@ WARM_UP = 20
 HANGS_AFTER_S = 600.0
 RSS_LIMIT_KB = 4096
 LARGE = 1 << 18
-
-
-def left() -> dict[str, int]:
-    """What a process holds that a group could have left behind."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    return {
-        "files": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
-        "shared memory": len([name for name in os.listdir("/dev/shm") if "pycomm" in name]),
-        "rss_kb": int(status.split("VmRSS:")[1].split()[0]),
-    }
 
 
 def join(rank: int, store: str) -> None:

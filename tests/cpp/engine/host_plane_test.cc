@@ -465,6 +465,32 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   EXPECT_FALSE(host.plane(0).post([&] { return std::make_shared<Operation>(Operation::Request()); }, true, late));
 }
 
+TEST(HostPlane, WhatAllHaveDoneTheirPartOfEndsWellAlsoInAFailure) {
+  Host host(2);
+  std::atomic<int64_t> counter0{0};
+  std::atomic<int64_t> counter1{0};
+  std::vector<float> mine = valuesOf(0, 10);
+  std::vector<float> theirs = valuesOf(1, 10);
+  std::vector<float> more(10);
+  const Wish wish{Collective::AllReduce, 10, ReduceOp::Sum};
+  // Rank 1 has entered, and rests; rank 0 ends the same operation, begins another one and gives up.
+  const auto posted = post(host.plane(1), counter1, wish, viewOf(theirs), viewOf(theirs), true);
+  (void)host.plane(1).drive(*posted, Deadline::after(0));
+  const auto first = post(host.plane(0), counter0, wish, viewOf(mine), viewOf(mine), true);
+  finish(host.plane(0), *first);
+  ASSERT_FALSE(first->error());
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerLeft;
+  cause.peer = 0;
+  const auto never = post(host.plane(1), counter1, wish, viewOf(more), viewOf(more), true);
+  host.plane(1).fail(cause, nullptr);
+  ASSERT_TRUE(posted->done());
+  EXPECT_FALSE(posted->error());
+  EXPECT_EQ(theirs, mine);
+  ASSERT_TRUE(never->done());
+  EXPECT_TRUE(never->error());
+}
+
 TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   constexpr size_t kNumel = 100000;
   Host host(2, {}, true);

@@ -124,7 +124,7 @@ TEST(LifeCycle, ManyGroupsLeaveNothingBehind) {
   for (int i = 0; i < 500 && openFiles() > files; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  EXPECT_EQ(openFiles(), files);
+  EXPECT_LE(openFiles(), files); // fewer where a mate of the first group had not hung up yet
   EXPECT_EQ(threadCount(), threads);
 }
 
