@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -86,6 +87,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   ~DataPlane() override;
 
   void post(std::shared_ptr<Operation> operation);
+  /// Watches over the deadline of an operation whose input is not there yet, until release() posts it; then nothing if it has ended.
+  void hold(std::shared_ptr<Operation> operation);
+  void release(const std::shared_ptr<Operation>& operation);
   /// A peer has connected to us.
   void adopt(int peer, std::unique_ptr<Link> link);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
@@ -158,6 +162,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void suspect(int peer, Suspicion suspicion);
   void checkDeadlines(TimePoint now);
   void checkHostDeadlines(TimePoint now);
+  void checkHeldDeadlines(TimePoint now);
   void recallHost(uint64_t op_id);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
@@ -182,6 +187,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   PointToPoint point_to_point_;
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
+  std::set<std::shared_ptr<Operation>> without_input_; ///< see hold()
   uint64_t next_ticket_ = 1;
   const HostPlane* host_ = nullptr;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> host_stuck_; ///< in shared memory, and waiting for long

@@ -77,9 +77,7 @@ void DataPlane::checkHostDeadlines(TimePoint now) {
       continue;
     }
     if (operation.shared().held.load(std::memory_order_relaxed)) {
-      ErrorRecord late = timedOut(operation, 0, operation.shared().bytes_total, identity_.rank, std::nullopt, identity_);
-      late.hint = "its tensor has not left its device: see what that rank's stream has to do before";
-      notice(late);
+      notice(inputLate(operation, operation.shared().bytes_total, identity_));
       continue;
     }
     const HostPlane::Standing standing = host_->standing(operation);

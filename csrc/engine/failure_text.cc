@@ -120,6 +120,18 @@ ErrorRecord timedOut(
   return record;
 }
 
+ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, identity.rank, identity);
+  record.code = ErrorCode::Timeout;
+  record.phase = "copy_to_host";
+  record.bytes_total = bytes_total;
+  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) +
+      " ms: the tensor of " + rankText(identity.rank, identity) + " has not left its device.";
+  record.hint =
+      "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
+  return record;
+}
+
 bool isOwnTrouble(ErrorCode code) noexcept {
   return code == ErrorCode::OutOfMemory || code == ErrorCode::TooManyFiles || code == ErrorCode::SystemError ||
       code == ErrorCode::Internal || code == ErrorCode::NoSharedMemory;

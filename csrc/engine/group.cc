@@ -200,8 +200,10 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
-  if (!call.held) {
-    postToLane(operation, call.waits);
+  if (call.held) {
+    onLane(&DataPlane::hold, operation, false);
+  } else {
+    onLane(&DataPlane::post, operation, call.waits);
   }
   return operation;
 }
@@ -219,22 +221,28 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
     made->shared().held.store(call.held, std::memory_order_relaxed);
     return made;
   };
-  if (!host_->post(std::cref(make), call.waits, operation) && !call.held) {
-    postToLane(operation, call.waits); // which knows why it is over
+  if (!host_->post(std::cref(make), call.waits, operation)) {
+    onLane(&DataPlane::post, operation, call.waits); // which knows why it is over
   }
   return operation;
 }
 
 void Group::release(const std::shared_ptr<Operation>& operation) {
-  if (operation->shared().ticket == 0 || !host_->release(*operation)) {
-    postToLane(operation, false);
+  if (operation->done()) {
+    return; // with the group, which the engine may not have outlived
+  }
+  if (operation->shared().ticket != 0) {
+    host_->release(*operation);
+  } else {
+    onLane(&DataPlane::release, operation, false);
   }
 }
 
-void Group::postToLane(const std::shared_ptr<Operation>& operation, bool waits) {
-  auto begin = [self = shared_from_this(), operation] {
+template <typename Step>
+void Group::onLane(Step step, const std::shared_ptr<Operation>& operation, bool waits) {
+  auto begin = [self = shared_from_this(), step, operation] {
     if (self->data_ != nullptr) {
-      self->data_->post(operation);
+      ((*self->data_).*step)(operation);
       return;
     }
     ErrorRecord record;

@@ -83,8 +83,8 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
 
-  /// Lets an operation begin that was started `held`: its input is there now. Once, and also if the input will never come (the group
-  /// is aborted first): an operation that is not released never ends. Any thread.
+  /// Lets an operation begin that was started `held`: its input is there now. If that never comes it ends at its deadline, or with the
+  /// group; a release after that does nothing, but until it, something may still write the input. Any thread.
   void release(const std::shared_ptr<Operation>& operation);
 
   /// Whether this call may have its parts in buffers of their own. Small ones may not: their algorithms send several ranks' parts as
@@ -151,7 +151,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
-  void postToLane(const std::shared_ptr<Operation>& operation, bool waits);
+  /// Has the lane do one step of the data plane's with it; if there is none any more the operation ends.
+  template <typename Step>
+  void onLane(Step step, const std::shared_ptr<Operation>& operation, bool waits);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);

@@ -96,16 +96,9 @@ bool HostPlane::post(
   return true;
 }
 
-bool HostPlane::release(Operation& operation) {
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_); // endAll() has it while it leaves held operations to this
-    operation.shared().held.store(false, std::memory_order_seq_cst);
-    if (over_) {
-      return false;
-    }
-  }
+void HostPlane::release(Operation& operation) noexcept {
+  operation.shared().held.store(false, std::memory_order_seq_cst);
   ringSelf();
-  return true;
 }
 
 bool HostPlane::drive(const Operation& operation, Deadline deadline) {

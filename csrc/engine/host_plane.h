@@ -83,9 +83,8 @@ class HostPlane {
   /// False if the plane is over: then the operation is not taken.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
 
-  /// Lets an operation that was posted held be entered. False if the plane has ended meanwhile: then the operation has not, and is
-  /// the caller's to end.
-  bool release(Operation& operation);
+  /// Lets an operation that was posted held be entered.
+  void release(Operation& operation) noexcept;
 
   /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already: then
   /// something else must be waited for.

@@ -27,7 +27,6 @@ void HostPlane::endAll(
     const std::function<ErrorRecord(const Operation&)>& why,
     const std::function<void(const ErrorRecord&)>& told) {
   std::vector<std::shared_ptr<Operation>> rest;
-  std::vector<bool> held; // a device still writes their buffers: they end when they are released
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     over_ = true;
@@ -44,9 +43,6 @@ void HostPlane::endAll(
         }
       }
     }
-    for (const std::shared_ptr<Operation>& operation : rest) {
-      held.push_back(operation->shared().held.load(std::memory_order_relaxed));
-    }
     queue_.clear();
     taken_.clear();
     inbox_.clear();
@@ -61,9 +57,7 @@ void HostPlane::endAll(
     if (i == 0 && told) {
       told(record);
     }
-    if (!held[i]) {
-      rest[i]->finish(std::move(record));
-    }
+    rest[i]->finish(std::move(record));
   }
 }
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import Options
-from pycomm.options import SETTINGS, ResolvedOptions, unknown_variables, variables
+from pycomm._settings import SETTINGS
+from pycomm.options import ResolvedOptions, unknown_variables, variables
 
 
 def test_defaults() -> None:
@@ -145,6 +146,7 @@ REFUSED = [
     ("algorithm", "rign", "'ring'"),
     ("transport", "shn", "did you mean 'shm'"),
     ("transport", "rdma", "'auto' or 'shm' or 'tcp'"),
+    ("cuda_mode", "nccl", "not available yet"),
     ("cuda_mode", "gpu", "'auto' or 'tcp'"),
     ("segment_nbytes", "1K", "4K to 4M"),
     ("segment_nbytes", "5M", "4K to 4M"),

@@ -208,5 +208,28 @@ TEST(Stager, ClosingTellsWhatIsNotReady) {
   EXPECT_EQ(device.pinned, 0);
 }
 
+TEST(Stager, WhatNeverEndsKeepsItsMemoryAndNobodyElse) {
+  ManualDevice device;
+  const auto promise = std::make_shared<std::promise<Verdict>>();
+  auto ready = promise->get_future();
+  std::vector<int> tensor = {7};
+  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn, std::chrono::milliseconds(20));
+  stager->toHost({{tensor.data(), stager->take(4), 4}}, kCaller, promising(promise));
+  void* const read = stager->take(4);
+  stager->toDevice({{tensor.data(), read, 4}});
+  stager->giveAfterCopies(read);
+  stager.reset();
+  EXPECT_EQ(device.pinned, 2) << "the device may still use them";
+  device.reachAll();
+  const Verdict failure = ready.get();
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->code, ErrorCode::ShutDown);
+  for (int i = 0; i < 1000 && (device.pinned != 0 || device.events != 0); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(device.pinned, 0);
+  EXPECT_EQ(device.events, 0);
+}
+
 } // namespace
 } // namespace pycomm::cuda

@@ -73,8 +73,7 @@ TEST_P(Held, SeveralAreReleasedInAnyOrder) {
   });
 }
 
-// A device may still write its buffer, so it does not end with the group but when it is released.
-TEST_P(Held, EndsWithTheGroupsFailureOnceItIsReleased) {
+TEST_P(Held, EndsWithTheGroupsFailureAndIsReleasedInVain) {
   run(2, [](Rank& self) {
     std::vector<float> late(10, 1);
     std::vector<float> other(10, 1);
@@ -95,11 +94,39 @@ TEST_P(Held, EndsWithTheGroupsFailureOnceItIsReleased) {
     const auto second = self.group.start(allReduceCall(other));
     finish(self.group, *second);
     ASSERT_TRUE(second->error());
-    EXPECT_FALSE(held->done());
-    self.group.release(held);
     finish(self.group, *held);
     ASSERT_TRUE(held->error());
     EXPECT_EQ(held->error()->code, ErrorCode::Aborted);
+    self.group.release(held);
+  });
+}
+
+TEST_P(Held, OneWhoseInputNeverComesEndsAtItsDeadlineOnAllRanks) {
+  run(2, [](Rank& self) {
+    std::vector<float> values(10, 1);
+    Group::Call call = allReduceCall(values, Deadline::after(self.rank == 1 ? 500 : 20000));
+    call.held = self.rank == 1;
+    const auto operation = self.group.start(call);
+    finish(self.group, *operation);
+    const auto error = operation->error();
+    ASSERT_TRUE(error);
+    EXPECT_EQ(error->code, ErrorCode::Timeout) << error->text();
+    EXPECT_EQ(error->peer, 1) << error->text();
+    EXPECT_NE(error->summary.find("has not left its device"), std::string::npos) << error->text();
+  });
+}
+
+TEST_P(Held, ClosingEndsIt) {
+  run(1, [](Rank& self) {
+    std::vector<float> values(10, 1);
+    Group::Call call = allReduceCall(values);
+    call.held = true;
+    const auto operation = self.group.start(call);
+    self.group.close();
+    finish(self.group, *operation);
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
+    self.group.release(operation);
   });
 }
 
