@@ -133,15 +133,6 @@ def _tuning(where: str, value: object) -> str:
     return os.path.abspath(os.path.expanduser(str(value).strip()))
 
 
-def _cuda_mode(where: str, value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() == "nccl":
-        raise ValueError(
-            f"{where}={value!r} is not available yet: CUDA tensors go over the network through "
-            "pinned memory; use 'auto' or 'tcp'"
-        )
-    return _one_of("auto", "tcp")(where, value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One thing that can be set."""
@@ -180,7 +171,7 @@ SETTINGS: tuple[Setting, ...] = (
         "fp32",
         "PYCOMM_WIRE_DTYPE",
     ),
-    Setting("cuda_mode", _cuda_mode, "auto", "PYCOMM_CUDA_MODE"),
+    Setting("cuda_mode", _one_of("auto", "nccl", "tcp"), "auto", "PYCOMM_CUDA_MODE"),
     Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
     Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
     Setting(

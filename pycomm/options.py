@@ -57,8 +57,9 @@ class Options:
         wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
-            the same engine that serves CPU tensors. "auto", the default, is the same today
-            (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
+            the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
+            error that says why not; "auto": NCCL where every rank has a GPU of its own and NCCL
+            loads, else "tcp" (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
         segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
             ``PYCOMM_SEGMENT_NBYTES``.
         check_call_sites: Compare the lines of Python that issue an operation, too, so that two
@@ -120,6 +121,11 @@ class Options:
                 f"{origins['algorithm']}={algorithm!r} does not go with {origins['wire_dtype']}="
                 f"{wire_dtype!r}: values that travel encoded are summed by 'direct'; use 'auto'"
             )
+        if values["cuda_mode"] == "nccl" and not nccl_serves(algorithm, wire_dtype):
+            raise ValueError(
+                f"{origins['cuda_mode']}='nccl' does not go with algorithm={algorithm!r} and "
+                f"wire_dtype={wire_dtype!r}: NCCL knows 'auto', 'ring' and 'direct', and no codecs"
+            )
         return ResolvedOptions(**values, origins=origins)
 
     def find(self, setting: Setting, environ: Mapping[str, str]) -> tuple[Any, str]:
@@ -133,6 +139,11 @@ class Options:
             if text := environ.get(variable, "").strip():
                 return setting.parse(variable, text), variable
         return setting.default, _DEFAULT_ORIGIN
+
+
+def nccl_serves(algorithm: str, wire_dtype: str) -> bool:
+    """Whether NCCL can do what these settings ask for."""
+    return algorithm in ("auto", "ring", "direct") and wire_dtype == "fp32"
 
 
 _generated_init = Options.__init__

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <tuple>
@@ -40,6 +41,8 @@ struct NativeOptions {
   std::vector<std::tuple<std::string, int64_t, std::string>> tuned; ///< collective, up to so many bytes, algorithm
   std::string tuned_for;
   std::string tuned_digest;
+  std::vector<std::string> nccl_libraries;
+  std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
   std::vector<std::string> skipped_folders;
 
@@ -62,6 +65,8 @@ struct NativeOptions {
         tuned(options["tuned"].cast<std::vector<std::tuple<std::string, int64_t, std::string>>>()),
         tuned_for(options["tuned_for"].cast<std::string>()),
         tuned_digest(options["tuned_digest"].cast<std::string>()),
+        nccl_libraries(options["nccl_libraries"].cast<std::vector<std::string>>()),
+        why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
@@ -116,6 +121,27 @@ uint32_t digestOf(const std::string& text) {
   return hash;
 }
 
+// Which way CUDA tensors may go is settled by what all ranks have said of themselves, also those that will never have one.
+CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group) {
+  CudaDevices::Config config;
+  config.library = options.cuda_library;
+  config.nccl_libraries = options.nccl_libraries;
+  if (options.cuda_mode == "tcp") {
+    return config;
+  }
+  config.must_use_nccl = options.cuda_mode == "nccl";
+  const std::vector<std::string>& whys = group.remarks();
+  const auto no = std::find_if(whys.begin(), whys.end(), [](const std::string& why) { return !why.empty(); });
+  config.may_use_nccl = no == whys.end();
+  if (config.must_use_nccl && !config.may_use_nccl) {
+    throw Error(
+        ErrorCode::Unsupported,
+        "cuda_mode=nccl, but rank " + std::to_string(no - whys.begin()) + " " + *no + ".",
+        "use cuda_mode='auto', which falls back to pinned memory of the host");
+  }
+  return config;
+}
+
 c10::intrusive_ptr<c10d::Backend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -131,7 +157,6 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.algorithm = allReduceAlgorithm(options.algorithm);
     settings.segment_nbytes = options.segment_nbytes;
     settings.codec = codecOf(options.wire_dtype);
-    settings.cuda_library = options.cuda_library;
     settings.check_call_sites = options.check_call_sites;
     settings.skipped_folders = options.skipped_folders;
 
@@ -149,6 +174,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
         " cuda_mode=" + options.cuda_mode + (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
         (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
+    meeting.remark = options.why_no_nccl;
     meeting.deadline = Deadline::after(timeout_ms);
 
     config.transport = transportNamed(options.transport);
@@ -162,7 +188,9 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     }
 
     auto adapter = std::make_shared<StoreAdapter>(store);
-    return c10::make_intrusive<PycommBackend>(adapter, Group::join(processEngine(), *adapter, config), settings);
+    const std::shared_ptr<Group> group = Group::join(processEngine(), *adapter, config);
+    settings.cuda = cudaConfig(options, *group);
+    return c10::make_intrusive<PycommBackend>(adapter, group, settings);
   });
 }
 

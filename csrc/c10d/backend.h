@@ -33,7 +33,7 @@ class PycommBackend final : public c10d::Backend {
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< for what codecFor() says
-    std::string cuda_library; ///< the path of libpycomm_cuda.so, loaded when the first CUDA tensor comes
+    CudaDevices::Config cuda;
     bool check_call_sites = false; ///< see CallSites
     std::vector<std::string> skipped_folders; ///< see CallSites
   };
@@ -140,11 +140,16 @@ class PycommBackend final : public c10d::Backend {
 
   /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
   struct Prepared {
-    explicit Prepared(std::shared_ptr<CudaDevices> devices) : staging(std::move(devices)) {}
+    /// `deadline`: how long to wait for the other ranks where CUDA tensors have yet to find their way.
+    Prepared(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
+        : staging(std::move(devices), may_use_nccl, deadline) {}
     std::vector<Group::Call> calls;
     Staging staging;
     PycommWork::Content content;
   };
+
+  /// For a collective. NCCL knows no codecs: what is to be encoded goes through the host.
+  [[nodiscard]] Prepared prepare(Codec codec = Codec::None) const;
 
   /// Point a call at a list with a tensor a rank: at the tensors themselves where the engine can take them, else at a temporary. The
   /// call is complete but for that.
@@ -209,6 +214,8 @@ class PycommBackend final : public c10d::Backend {
   /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
   /// in host memory.
   void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
+  /// Has NCCL run the calls.
+  void startNccl(NcclGroup& nccl, const std::vector<Group::Call>& calls, PycommWork::Content& content);
   /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
   [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.

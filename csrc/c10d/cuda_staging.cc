@@ -46,6 +46,10 @@ CudaDevice::~CudaDevice() {
   library_.stager_destroy(stager_);
 }
 
+void* CudaDevice::sideStream() const {
+  return nativeOf(in_);
+}
+
 void* CudaDevice::callersStream() const {
   return nativeOf(guardOf(device_).getStream(device_));
 }
@@ -62,13 +66,12 @@ void CudaDevice::refuseCapture() const {
   }
 }
 
-std::shared_ptr<CudaDevice> CudaDevices::at(c10::Device device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  std::shared_ptr<CudaDevice>& made = devices_[device.index()];
-  if (made == nullptr) {
-    made = std::make_shared<CudaDevice>(cudaLibrary(library_path_), device);
+void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& stream) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.device() == stream.device() && tensor.has_storage()) {
+      guardOf(stream.device()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    }
   }
-  return made;
 }
 
 CudaCopies::~CudaCopies() {
@@ -121,11 +124,7 @@ void CudaCopies::orderCaller() const {
 }
 
 void CudaCopies::keepFor(const std::vector<at::Tensor>& tensors) const {
-  for (const at::Tensor& tensor : tensors) {
-    if (tensor.device() == device_->device() && tensor.has_storage()) {
-      guardOf(device_->device()).recordDataPtrOnStream(tensor.storage().data_ptr(), device_->in());
-    }
-  }
+  keepForStream(tensors, device_->in());
 }
 
 } // namespace pycomm

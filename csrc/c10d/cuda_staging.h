@@ -5,9 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -40,6 +38,7 @@ class CudaDevice {
   [[nodiscard]] c10::Stream in() const noexcept {
     return in_;
   }
+  [[nodiscard]] void* sideStream() const; ///< in(), as CUDA knows it
   /// The calling thread's current stream, as CUDA knows it.
   [[nodiscard]] void* callersStream() const;
   void refuseCapture() const; ///< throws Error(Unsupported) while the caller's stream is captured
@@ -52,26 +51,26 @@ class CudaDevice {
   PycommCudaStager* stager_ = nullptr;
 };
 
-/// The devices of one process group, each made when its first tensor comes. Thread-safe.
-class CudaDevices {
+/// What a caller's stream goes on behind: copies to the device, or NCCL's kernels.
+class CudaOrder {
  public:
-  explicit CudaDevices(std::string library_path) : library_path_(std::move(library_path)) {}
-
-  /// Throws Error(Unsupported) where the CUDA library is not there.
-  [[nodiscard]] std::shared_ptr<CudaDevice> at(c10::Device device);
-
- private:
-  const std::string library_path_;
-  std::mutex mutex_; ///< guards devices_
-  std::map<c10::DeviceIndex, std::shared_ptr<CudaDevice>> devices_;
+  virtual ~CudaOrder() = default;
+  /// The caller's current stream goes on behind it.
+  virtual void orderCaller() const = 0;
+  /// The side stream that it is on.
+  [[nodiscard]] virtual c10::Stream stream() const = 0;
+  /// The memory of `tensors` is not used for others before the side stream is through with it, whoever frees it first.
+  virtual void keepFor(const std::vector<at::Tensor>& tensors) const = 0;
 };
 
+void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& stream);
+
 /// What one call to the backend moves between a device and pinned memory.
-class CudaCopies {
+class CudaCopies final : public CudaOrder {
  public:
   explicit CudaCopies(std::shared_ptr<CudaDevice> device) : device_(std::move(device)) {}
   /// Gives the blocks back. By then the device is through with them, or has been given its last copies.
-  ~CudaCopies();
+  ~CudaCopies() override;
   CudaCopies(const CudaCopies&) = delete;
   CudaCopies& operator=(const CudaCopies&) = delete;
 
@@ -83,9 +82,11 @@ class CudaCopies {
   /// Starts the copies to the device.
   void toDevice();
   /// The caller's current stream goes on behind what toDevice() has started.
-  void orderCaller() const;
-  /// The memory of `tensors` is not used for others before the side stream is through with it, whoever frees it first.
-  void keepFor(const std::vector<at::Tensor>& tensors) const;
+  void orderCaller() const override;
+  [[nodiscard]] c10::Stream stream() const override {
+    return device_->in();
+  }
+  void keepFor(const std::vector<at::Tensor>& tensors) const override;
 
   [[nodiscard]] const CudaDevice& device() const noexcept {
     return *device_;

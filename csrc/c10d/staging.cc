@@ -82,6 +82,12 @@ BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read,
   if (device.is_cpu()) {
     return view;
   }
+  if (may_use_nccl_ && cuda_ == nullptr && nccl_ == nullptr) {
+    nccl_ = devices_->ncclAt(device, deadline_);
+  }
+  if (nccl_ != nullptr) {
+    return view;
+  }
   if (cuda_ == nullptr) {
     const auto on = devices_->at(device);
     on->refuseCapture();

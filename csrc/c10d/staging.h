@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/buffer_view.h"
+#include "c10d/cuda_devices.h"
 #include "c10d/cuda_staging.h"
 
 namespace pycomm {
@@ -21,11 +22,12 @@ namespace pycomm {
 /// those of torch.split() do.
 ///
 /// The engine works in the CPU's memory: of CUDA tensors the views are of pinned memory, and takeCopies() is what moves between the
-/// two. All of one call's tensors are on one device.
+/// two. Where NCCL runs the call the views are of the device's memory. All of one call's tensors are on one device.
 class Staging {
  public:
-  /// `devices` is used where a tensor is on a CUDA device.
-  explicit Staging(std::shared_ptr<CudaDevices> devices = nullptr) : devices_(std::move(devices)) {}
+  /// `devices` is used where a tensor is on a CUDA device; NCCL only if the call is one for it.
+  Staging(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
+      : devices_(std::move(devices)), may_use_nccl_(may_use_nccl), deadline_(deadline) {}
 
   /// Of a tensor that is only read.
   [[nodiscard]] BufferView in(const at::Tensor& tensor);
@@ -47,6 +49,10 @@ class Staging {
   [[nodiscard]] std::shared_ptr<CudaCopies> takeCopies() {
     return std::move(cuda_);
   }
+  /// What runs the call; null: the engine.
+  [[nodiscard]] std::shared_ptr<NcclGroup> takeNccl() {
+    return std::move(nccl_);
+  }
   /// Copies from temporaries to outputs, once the engine has written; empty if there is nothing to copy.
   [[nodiscard]] std::function<void()> takeUnpack();
 
@@ -63,6 +69,9 @@ class Staging {
   [[nodiscard]] BufferView onHost(const at::Tensor& tensor, BufferView view, bool read, bool written);
 
   std::shared_ptr<CudaDevices> devices_;
+  bool may_use_nccl_;
+  Deadline deadline_;
+  std::shared_ptr<NcclGroup> nccl_;
   std::shared_ptr<CudaCopies> cuda_;
   std::optional<c10::Device> device_; ///< of the tensors so far
   std::vector<at::Tensor> temporaries_;

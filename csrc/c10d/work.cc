@@ -98,8 +98,8 @@ struct PycommWork::State {
   /// One a device.
   std::vector<c10::Stream> sideStreams() const {
     std::vector<c10::Stream> streams;
-    for (const auto& copies : content.behind) {
-      const c10::Stream stream = copies->device().in();
+    for (const auto& each : content.behind) {
+      const c10::Stream stream = each->stream();
       if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
         streams.push_back(stream);
       }
@@ -130,12 +130,14 @@ PycommWork::PycommWork(
 }
 
 PycommWork::~PycommWork() {
-  if (state_->content.cuda != nullptr && !state_->waited) {
-    const Content& content = state_->content;
-    content.cuda->keepFor(content.outputs);
-    content.cuda->keepFor(content.keep_alive);
+  const Content& content = state_->content;
+  if ((content.cuda != nullptr || content.nccl != nullptr) && !state_->waited) {
+    const CudaOrder& order = content.cuda != nullptr ? static_cast<const CudaOrder&>(*content.cuda) : *content.nccl;
+    order.keepFor(content.inputs);
+    order.keepFor(content.outputs);
+    order.keepFor(content.keep_alive);
     for (const auto& list : content.output_lists) {
-      content.cuda->keepFor(list);
+      order.keepFor(list);
     }
   }
   if (!state_->done()) {
@@ -195,7 +197,11 @@ void PycommWork::synchronize() {
 
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
+  const bool only_orders = state_->content.nccl != nullptr && !state_->group->failure();
   for (const auto& operation : state_->content.operations) {
+    if (only_orders) {
+      break;
+    }
     const auto ended = [&] {
       return raising(
           [&] { return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
@@ -219,11 +225,13 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
       checkSignals();
     }
   }
-  state_->finish();
+  if (!only_orders) {
+    state_->finish();
+  }
   const auto record = state_->error();
   if (!record) {
-    for (const auto& copies : state_->content.behind) {
-      raising([&] { copies->orderCaller(); });
+    for (const auto& each : state_->content.behind) {
+      raising([&] { each->orderCaller(); });
     }
   }
   {
@@ -283,9 +291,9 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   }
   state_->future =
       c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()), std::move(devices));
-  if (state_->waited) {
-    // Who has waited may count on it: torch's reducer takes the value at once. That is so on all ranks, whatever their
-    // speed, so a callback runs inline on all of them, and what it issues has the same ids.
+  if (state_->waited || state_->content.nccl != nullptr) {
+    // With NCCL everything is behind events. And who has waited may count on it: torch's reducer takes the value at once. Both are so
+    // on all ranks, whatever their speed, so a callback runs inline on all of them, and what it issues has the same ids.
     state_->complete(*state_->future);
     return state_->future;
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "c10d/call_sites.h"
+#include "c10d/cuda_nccl.h"
 #include "c10d/cuda_staging.h"
 #include "engine/group.h"
 #include "engine/operation.h"
@@ -28,7 +29,8 @@ class PycommWork final : public c10d::Work {
     std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with a list a rank
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
     std::shared_ptr<CudaCopies> cuda; ///< this work's own; null where the tensors are on the CPU
-    std::vector<std::shared_ptr<CudaCopies>> behind; ///< whose copies to the device whoever waits goes on behind
+    std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null where the engine runs it
+    std::vector<std::shared_ptr<const CudaOrder>> behind; ///< what whoever waits goes on behind
   };
 
   PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);
@@ -40,7 +42,8 @@ class PycommWork final : public c10d::Work {
   std::vector<at::Tensor> result() override;
   void synchronize() override;
   /// Blocks until all operations have ended; raises what made one fail. The engine's deadline ends it in any case. For CUDA tensors it
-  /// blocks until the copies to the device are on their way; the caller's current stream then waits for those.
+  /// blocks until the copies to the device are on their way; the caller's current stream then waits for those. Where NCCL runs them it
+  /// blocks for nothing.
   bool wait(std::chrono::milliseconds timeout) override;
   void blockCurrentStream() override;
   void abort() override;

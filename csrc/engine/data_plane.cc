@@ -70,7 +70,7 @@ void DataPlane::notice(ErrorRecord record) {
   }
 }
 
-void DataPlane::post(std::shared_ptr<Operation> operation) {
+void DataPlane::post(const std::shared_ptr<Operation>& operation) {
   if (failure_ || closing_ || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
     // What belongs in shared memory comes here only when that is over, which is a little before all else is.
     ErrorRecord closed;
@@ -263,6 +263,7 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const T
   const auto unmatched = std::exchange(unmatched_, {});
   const auto without_input = std::exchange(without_input_, {});
   host_stuck_.clear();
+  endFollowed(why);
   lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);

@@ -7,14 +7,14 @@
 
 namespace pycomm {
 
-void DataPlane::hold(std::shared_ptr<Operation> operation) {
+void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
   if (failure_ || closing_) {
-    post(std::move(operation)); // which says so
+    post(operation); // which says so
     return;
   }
   guarded(-1, [&] {
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
-    without_input_.insert(std::move(operation));
+    without_input_.insert(operation);
   });
 }
 
@@ -65,6 +65,7 @@ void DataPlane::checkDeadlines(TimePoint now) {
     }
   }
   checkHostDeadlines(now);
+  checkFollowedDeadlines(now);
   checkHeldDeadlines(now);
 }
 

@@ -95,6 +95,15 @@ ErrorRecord timedOut(
       transfer.operation(), transfer.bytesArrived(), transfer.bytesExpected(), transfer.waitsFor(), missing, identity);
 }
 
+namespace {
+
+// What is left to wait for where every rank has come.
+std::string ownPart(const Operation& operation) {
+  return operation.request().descriptor.algorithm == Algorithm::Nccl ? "NCCL, or its stream" : "its own memory";
+}
+
+} // namespace
+
 ErrorRecord timedOut(
     const Operation& operation,
     int64_t bytes_done,
@@ -114,7 +123,7 @@ ErrorRecord timedOut(
         "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
     record.phase = "transfer";
-    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";
+    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : ownPart(operation)) + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
   return record;

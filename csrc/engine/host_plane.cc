@@ -109,6 +109,9 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
     }
     run([&] { return operation.done(); }, deadline, config_.spin_us);
   }
+  if (ending_.load(std::memory_order_seq_cst)) {
+    return false; // whoever ends the plane ends the operation
+  }
   if (!allDone()) { // also what was posted while this thread was leaving
     wakeWorker();
   }

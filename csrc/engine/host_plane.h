@@ -86,8 +86,8 @@ class HostPlane {
   /// Lets an operation that was posted held be entered.
   void release(Operation& operation) noexcept;
 
-  /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already: then
-  /// something else must be waited for.
+  /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already, or the
+  /// plane has ended: then something else must be waited for.
   bool drive(const Operation& operation, Deadline deadline);
 
   /// The group has failed: every operation ends; nothing is read or written any more. `told` hears before what the oldest one will end

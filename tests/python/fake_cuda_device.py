@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -29,7 +31,7 @@ def build(folder: Path) -> Path:
     torch_folder = Path(torch.__file__).parent
     library = folder / "libpycomm_cuda.so"
     sources = [
-        ROOT / "tests/python/fake_cuda/fake_cuda.cc",
+        *sorted((ROOT / "tests/python/fake_cuda").glob("*.cc")),
         *sorted((ROOT / "csrc/cuda").glob("*.cc")),
         *sorted((ROOT / "csrc/base").glob("*.cc")),
     ]
@@ -49,8 +51,17 @@ def build(folder: Path) -> Path:
     for each in running:
         _finish(each)
     link = [*compiler, "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
-    subprocess.run([*link, "-lc10", "-ldl", "-lpthread"], check=True)
+    subprocess.run([*link, "-lc10", "-ltorch_cpu", "-ldl", "-lpthread"], check=True)
     return library
+
+
+def build_or_skip(folder: Path) -> Path:
+    """``build``, where it has a use."""
+    if torch.cuda.is_available():
+        pytest.skip("this torch has real CUDA devices: test_cuda.py uses them")
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    return build(folder)
 
 
 def _finish(compiler: subprocess.Popen[bytes]) -> None:
@@ -82,17 +93,25 @@ class _ManagedTensor(ctypes.Structure):
 
 
 class Device:
-    """The fake library in this process. Make one before the group whose tensors it serves."""
+    """The fake library in this process. Make one before the group whose tensors it serves.
 
-    def __init__(self, library: Path) -> None:
+    ``nccl``: the library is also the NCCL that pycomm finds.
+    """
+
+    # For ever: a side stream may still write a tensor that has been dropped.
+    _kept: ClassVar[list[Any]] = []
+
+    def __init__(self, library: Path, nccl: bool = False) -> None:
         from pycomm import _extension
 
         self.library = ctypes.CDLL(str(library))
         _extension.CUDA_LIBRARY = library
+        if nccl:
+            _extension.NCCL_LIBRARIES = [library]
+            torch.cuda.is_available = lambda: True
         # torch's Python initialises the driver when it meets the first CUDA tensor.
         torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
         torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
-        self._kept: list[Any] = []
 
     def tensor(self, array: np.ndarray[Any, Any], index: int = 0) -> torch.Tensor:
         """A tensor on "cuda:index" whose memory is the array's, which lives as long as this."""

@@ -6,8 +6,8 @@ forgets to wait reads old bytes.
 
 from __future__ import annotations
 
-import shutil
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fake_cuda_device import Device, build
+from fake_cuda_device import Device
 from ranks import run_ranks
 
 from pycomm import errors
@@ -25,15 +25,6 @@ from cuda_table import CudaError, CudaTable
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if torch.cuda.is_available():
-        pytest.skip("this torch has real CUDA devices: test_cuda.py uses them")
-    if shutil.which("c++") is None and shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
-    return build(tmp_path_factory.mktemp("fake_cuda"))
 
 
 def _inputs(size: int, numel: int, dtype: str = "float32") -> list[np.ndarray[Any, Any]]:
@@ -117,9 +108,9 @@ def _collectives(rank: int, size: int, library: str) -> dict[str, Any]:
     return results
 
 
-def test_collectives_of_cuda_tensors_have_the_numbers(library: Path) -> None:
+def test_collectives_of_cuda_tensors_have_the_numbers(fake_cuda: Path) -> None:
     size = 3
-    ranks = run_ranks(size, _collectives, args=(str(library),)).values()
+    ranks = run_ranks(size, _collectives, args=(str(fake_cuda),)).values()
     for rank, got in enumerate(ranks):
         for numel in (1, 1000, 300_000):
             exact = np.sum([each.astype("float64") for each in _inputs(size, numel)], axis=0)
@@ -159,8 +150,8 @@ def _mixed(rank: int, size: int, library: str) -> list[float]:
     return [float(array[1]), float(array[-1])]
 
 
-def test_ranks_with_and_without_a_device_meet_in_one_collective(library: Path) -> None:
-    values = run_ranks(3, _mixed, args=(str(library),)).values()
+def test_ranks_with_and_without_a_device_meet_in_one_collective(fake_cuda: Path) -> None:
+    values = run_ranks(3, _mixed, args=(str(fake_cuda),)).values()
     assert values == [[6.0, 6.0 * 49_999]] * 3
 
 
@@ -185,8 +176,8 @@ def _refusals(rank: int, size: int, library: str) -> list[str]:
     return told
 
 
-def test_what_cannot_be_done_is_said_before_anything_moves(library: Path) -> None:
-    for capture, mixed in run_ranks(2, _refusals, args=(str(library),)).values():
+def test_what_cannot_be_done_is_said_before_anything_moves(fake_cuda: Path) -> None:
+    for capture, mixed in run_ranks(2, _refusals, args=(str(fake_cuda),)).values():
         assert "CUDA graph" in capture
         assert "cuda:0" in mixed and "cuda:1" in mixed
 
@@ -205,9 +196,9 @@ def _without_library(rank: int, size: int, library: str, missing: str) -> str:
     return str(error.value)
 
 
-def test_a_missing_library_is_named_with_what_to_do(library: Path, tmp_path: Path) -> None:
+def test_a_missing_library_is_named_with_what_to_do(fake_cuda: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "libpycomm_cuda.so")
-    for text in run_ranks(2, _without_library, args=(str(library), missing)).values():
+    for text in run_ranks(2, _without_library, args=(str(fake_cuda), missing)).values():
         assert missing in text
         assert "PYCOMM_BUILD_CUDA=1" in text
         assert "tensor.cpu()" in text
@@ -225,13 +216,31 @@ def _peer_leaves(rank: int, size: int, library: str) -> str:
     return str(error.value)
 
 
-def test_a_failure_of_the_group_ends_the_wait(library: Path) -> None:
-    text = run_ranks(2, _peer_leaves, args=(str(library),)).values()[0]
+def test_a_failure_of_the_group_ends_the_wait(fake_cuda: Path) -> None:
+    text = run_ranks(2, _peer_leaves, args=(str(fake_cuda),)).values()[0]
     assert "PEER_LEFT" in text
 
 
-def test_kernels_are_called_through_the_c_interface(library: Path) -> None:
-    table = CudaTable(library)
+def _stuck_stream(rank: int, size: int, library: str) -> str:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)), timeout=timedelta(seconds=1 if rank == 1 else 60))
+    if rank == 1:
+        device.library.fake_hold(0)
+    with pytest.raises(errors.PycommError) as late:
+        dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+    device.library.fake_let_go()
+    dist.destroy_process_group(group)
+    return str(late.value)
+
+
+def test_a_tensor_that_never_leaves_its_device_ends_at_the_deadline(fake_cuda: Path) -> None:
+    for text in run_ranks(2, _stuck_stream, args=(str(fake_cuda),)).values():
+        assert "TIMEOUT" in text
+        assert "the tensor of rank 1" in text and "has not left its device" in text
+
+
+def test_kernels_are_called_through_the_c_interface(fake_cuda: Path) -> None:
+    table = CudaTable(fake_cuda)
     grads = [np.random.default_rng(i).standard_normal(5 + i).astype("float32") for i in range(300)]
     where = [(grad.ctypes.data, grad.size) for grad in grads]
     flat = np.concatenate(grads)

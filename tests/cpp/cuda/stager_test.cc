@@ -125,6 +125,7 @@ TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
   stager.waitOn(kCaller);
   EXPECT_THAT(device.journal, ElementsAre("copy 12 in", "record in", "record in", "wait caller"));
   EXPECT_EQ(tensor[0], 40);
+  device.reachAll(); // whose end the stager waits for
 }
 
 TEST(Stager, ABlockIsUsedAgainOnlyWhenTheDeviceHasReadIt) {

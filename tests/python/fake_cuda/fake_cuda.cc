@@ -3,12 +3,17 @@
 // Kernels of torch's own are not imitated: tests use contiguous tensors and read their memory.
 #define PYCOMM_CUDA_LIBRARY
 
+#include <unistd.h>
+
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <string>
+#include <thread>
 
 #include "async_device.h"
 #include "cuda/c_api.h"
@@ -16,12 +21,19 @@
 
 namespace {
 
+using pycomm::DType;
+using pycomm::ReduceOp;
+using pycomm::cuda::BucketArgs;
+using pycomm::cuda::ReduceArgs;
 using pycomm::cuda::testing::AsyncDevice;
 
 constexpr c10::DeviceIndex kDevices = 2;
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {};
 thread_local bool capturing = false;
+std::atomic<int> kernels{0};
+std::atomic<bool> stuck{false};
+std::string uuid = "process " + std::to_string(getpid()); // each rank has a GPU of its own unless a test says otherwise
 
 class FakeDevice final : public AsyncDevice {
  public:
@@ -40,7 +52,8 @@ FakeDevice& device() {
   return *made;
 }
 
-/// Forwards to the one device, since a table owns its runtime.
+/// Forwards to the one device, since a table owns its runtime. Kernels run when their stream comes to them; those without a stream,
+/// at once.
 class Forwarding final : public pycomm::cuda::testing::HostDevice {
  public:
   int deviceCount() override {
@@ -48,6 +61,15 @@ class Forwarding final : public pycomm::cuda::testing::HostDevice {
   }
   void copy(void* dst, const void* src, size_t nbytes, pycomm::cuda::Stream stream) override {
     device().copy(dst, src, nbytes, stream);
+  }
+  void pack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
+    inOrder(stream, [=] { host().pack(grad, wire, args, nullptr); });
+  }
+  void unpack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
+    inOrder(stream, [=] { host().unpack(grad, wire, args, nullptr); });
+  }
+  void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, pycomm::cuda::Stream stream) override {
+    inOrder(stream, [=] { host().reduce(dtype, op, args, nullptr); });
   }
   pycomm::cuda::Event createEvent() override {
     return device().createEvent();
@@ -69,6 +91,19 @@ class Forwarding final : public pycomm::cuda::testing::HostDevice {
   }
   bool isCapturing(pycomm::cuda::Stream stream) override {
     return device().isCapturing(stream);
+  }
+  std::string deviceUuid(int) override {
+    return uuid;
+  }
+
+ private:
+  static pycomm::cuda::testing::HostDevice& host() {
+    static pycomm::cuda::testing::HostDevice made;
+    return made;
+  }
+  static void inOrder(pycomm::cuda::Stream stream, std::function<void()> kernel) {
+    ++kernels;
+    stream == nullptr ? kernel() : device().run(stream, std::move(kernel));
   }
 };
 
@@ -148,17 +183,49 @@ const PycommCudaTable* pycomm_cuda_table(void) {
   return pycomm::cuda::makeTable(makeFake);
 }
 
+void putOnFakeStream(void* stream, std::function<void()> task) {
+  device().run(stream, std::move(task));
+}
+
+void finishFakeStream(c10::Device on) {
+  device().synchronize(native(FakeGuard().getStream(on)));
+}
+
+c10::Device fakeCurrentDevice() {
+  return FakeGuard().getDevice();
+}
+
 extern "C" {
 #define FAKE_EXPORT __attribute__((visibility("default")))
 
 /// Until the calling thread's current stream has done all it was given.
 FAKE_EXPORT void fake_synchronize(int index) {
+  finishFakeStream(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)));
+}
+/// The calling thread's current stream does nothing more until fake_let_go(), as behind a kernel that does not end.
+FAKE_EXPORT void fake_hold(int index) {
   const c10::Device on(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
-  device().synchronize(native(FakeGuard().getStream(on)));
+  stuck = true;
+  device().run(native(FakeGuard().getStream(on)), [] {
+    while (stuck) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+}
+FAKE_EXPORT void fake_let_go(void) {
+  stuck = false;
 }
 /// From here on the calling thread's streams count as captured.
 FAKE_EXPORT void fake_capture(int on) {
   capturing = on != 0;
+}
+/// Which GPU this process says it has.
+FAKE_EXPORT void fake_set_uuid(const char* text) {
+  uuid = text;
+}
+/// Kernels of the CUDA library that have run, and are about to.
+FAKE_EXPORT int fake_launches(void) {
+  return kernels;
 }
 /// How often memory was marked as used by a side stream.
 FAKE_EXPORT int fake_kept(void) {
