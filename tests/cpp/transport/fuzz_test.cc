@@ -148,7 +148,6 @@ TEST_F(Fuzz, RankRecord) {
   record.config_text = "algorithm=auto transport=tcp";
   record.nonce = 99;
   record.watch_name = "0123456789abcdef";
-  record.remark = "has no GPU";
   const std::string sample = record.wireText();
   uint64_t read = 0;
   for (uint64_t i = 0; i < inputs_; ++i) {
