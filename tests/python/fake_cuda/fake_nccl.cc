@@ -1,5 +1,6 @@
 // NCCL's functions on the fake device, for ranks that are processes of one host: a message is a file in a folder that the unique
 // id names. Calls are put onto their stream and run in its order, as NCCL's kernels do; an abort ends those that wait for a peer.
+#include <c10/util/Half.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -105,7 +106,16 @@ void foldAs(std::vector<char>& sum, const char* other, size_t count, int op) {
 }
 
 void fold(std::vector<char>& sum, const char* other, size_t count, int dtype, int op) {
-  dtype == 7 ? foldAs<float>(sum, other, count, op) : foldAs<int64_t>(sum, other, count, op);
+  switch (dtype) {
+    case 6:
+      return foldAs<c10::Half>(sum, other, count, op);
+    case 7:
+      return foldAs<float>(sum, other, count, op);
+    case 4:
+      return foldAs<int64_t>(sum, other, count, op);
+  }
+  std::fprintf(stderr, "the fake NCCL adds no elements of type %d\n", dtype);
+  std::exit(3);
 }
 
 /// All ranks' `count` elements that are for this rank, in rank order; `own` is this one's.
