@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -27,6 +27,7 @@ OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
     "device_count",
     "set_device",
+    "device_uuid",
     "allocate_pinned",
     "free_pinned",
     "copy",
@@ -47,6 +48,7 @@ _FUNCTIONS = (
     "stager_to_host",
     "stager_to_device",
     "stager_wait_on",
+    "nccl_probe",
     "nccl_create",
     "nccl_destroy",
     "nccl_origin",

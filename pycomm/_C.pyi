@@ -89,6 +89,7 @@ class Reducer:
         find_unused_parameters: bool,
         gradient_as_bucket_view: bool,
         error_feedback: bool,
+        cuda_library: str,
         native_hooks: bool,
     ) -> None: ...
     def _autograd_hook(self, *args: typing.Any, **kwargs: typing.Any) -> None: ...

@@ -19,6 +19,10 @@ from pycomm import errors
 _NAME = "pycomm._C"
 CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
 """What the extension loads when the first CUDA tensor comes; setup.py puts it there."""
+NCCL_LIBRARIES = [
+    Path(torch.__file__).resolve().parent.parent / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+]
+"""Where NCCL is looked for, after the one that this process has loaded and before the system's."""
 _REBUILD = "build pycomm in this environment, from its sources: pip install --no-build-isolation ."
 _EXIT_TIMEOUT_MS = 2000
 LOG_LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}
@@ -162,6 +166,15 @@ def check_torch(built: str | None, installed: str) -> None:
             f"pycomm was built for torch {torch_minor(built)} and torch {installed} is installed. "
             f"Try: {_REBUILD} Or: pip install 'torch=={torch_minor(built)}.*'"
         )
+
+
+def why_no_nccl() -> str:
+    """Why CUDA tensors of this process cannot go by NCCL; empty if they may. Loads nothing."""
+    if not torch.cuda.is_available():
+        return "has no GPU that torch can use"
+    if not CUDA_LIBRARY.exists():
+        return f"has no {CUDA_LIBRARY.name} beside pycomm's extension"
+    return ""
 
 
 def load() -> Extension:

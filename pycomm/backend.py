@@ -18,7 +18,13 @@ from torch.distributed.constants import default_pg_timeout
 import _pycomm_autoload
 from pycomm import _extension, errors
 from pycomm.flight_record import GroupRecord, parse_record
-from pycomm.options import FLIGHT_RECORD_NAME, Options, ResolvedOptions, fault_points
+from pycomm.options import (
+    FLIGHT_RECORD_NAME,
+    Options,
+    ResolvedOptions,
+    fault_points,
+    nccl_serves,
+)
 from pycomm.tuning import TuningTable, read_table
 
 if TYPE_CHECKING:
@@ -230,6 +236,12 @@ def native_options(
         "segment_nbytes": resolved.segment_nbytes,
         "streams": resolved.streams,
         "wire_dtype": resolved.wire_dtype,
+        "cuda_mode": resolved.cuda_mode,
+        "cuda_library": str(_extension.CUDA_LIBRARY),
+        "nccl_libraries": [str(path) for path in _extension.NCCL_LIBRARIES],
+        "why_no_nccl": _extension.why_no_nccl()
+        if nccl_serves(resolved.algorithm, resolved.wire_dtype)
+        else f"has algorithm={resolved.algorithm!r} and wire_dtype={resolved.wire_dtype!r}",
         "flight_recorder_size": resolved.flight_recorder_size,
         "flight_recorder_prefix": resolved.flight_recorder_prefix,
         "store_host": store_host,

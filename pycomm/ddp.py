@@ -310,10 +310,10 @@ class DistributedDataParallel(_TorchDDP):
                 buffers=self.named_module_buffers.items() if self.broadcast_buffers else (),
             )
         for name, parameter in zip(names, parameters, strict=True):
-            if parameter.device.type != "cpu":
+            if parameter.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
                     f"parameter {name!r} is on {parameter.device}; pycomm.DistributedDataParallel "
-                    f"reduces CPU gradients only so far: {INSTEAD}"
+                    f"reduces gradients of the CPU and of CUDA devices: {INSTEAD}"
                 )
         return parameters, expect_sparse
 
@@ -347,6 +347,7 @@ class DistributedDataParallel(_TorchDDP):
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             error_feedback=self._error_feedback,
+            cuda_library=str(_extension.CUDA_LIBRARY),
             native_hooks=not self._use_python_reducer,
         )
         self.logger = native.DdpLogger(self.reducer)

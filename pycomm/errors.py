@@ -95,7 +95,8 @@ class ErrorRecord(Mapping[str, Any]):
     bytes_total: int | None = None
     """Bytes that this rank was to receive in the operation."""
     phase: str | None = None
-    """"rendezvous", "connect", "matching", "transfer", "not_entered", "not_started" or "wait"."""
+    """"rendezvous", "connect", "matching", "copy_to_host", "transfer", "not_entered", "not_started"
+    or "wait"."""
     elapsed_ms: int | None = None
     """How long the operation, or the making of the group, had taken."""
     missing: list[int] | None = None

@@ -40,6 +40,9 @@ def checks() -> dict[str, list[str]]:
         command = [str(sanitizer), "--tool", tool, "--error-exitcode", "9"]
         found[tool] = [*command, *tests, "-k", KERNEL_TESTS]
     found["bandwidths"] = [python, "benchmarks/cuda_kernels.py"]
+    for ranks in ("1", "2"):
+        for table in ("cuda_allreduce", "cuda_ddp"):
+            found[f"{table}, {ranks} ranks"] = [python, f"benchmarks/{table}.py", "--ranks", ranks]
     return found
 
 

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <tuple>
@@ -29,6 +30,8 @@ struct NativeOptions {
   std::string transport;
   std::string store_host;
   std::string wire_dtype;
+  std::string cuda_mode;
+  std::string cuda_library;
   int port_first = 0;
   int port_last = 0;
   int64_t segment_nbytes = 0;
@@ -39,6 +42,8 @@ struct NativeOptions {
   std::vector<std::tuple<std::string, int64_t, std::string>> tuned; ///< collective, up to so many bytes, algorithm
   std::string tuned_for;
   std::string tuned_digest;
+  std::vector<std::string> nccl_libraries;
+  std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
   std::vector<std::string> skipped_folders;
 
@@ -50,6 +55,8 @@ struct NativeOptions {
         transport(options["transport"].cast<std::string>()),
         store_host(options["store_host"].cast<std::string>()),
         wire_dtype(options["wire_dtype"].cast<std::string>()),
+        cuda_mode(options["cuda_mode"].cast<std::string>()),
+        cuda_library(options["cuda_library"].cast<std::string>()),
         port_first(options["port_first"].cast<int>()),
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
@@ -60,6 +67,8 @@ struct NativeOptions {
         tuned(options["tuned"].cast<std::vector<std::tuple<std::string, int64_t, std::string>>>()),
         tuned_for(options["tuned_for"].cast<std::string>()),
         tuned_digest(options["tuned_digest"].cast<std::string>()),
+        nccl_libraries(options["nccl_libraries"].cast<std::vector<std::string>>()),
+        why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
@@ -114,6 +123,27 @@ uint32_t digestOf(const std::string& text) {
   return hash;
 }
 
+// Which way CUDA tensors may go is settled by what all ranks have said of themselves, also those that will never have one.
+CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group) {
+  CudaDevices::Config config;
+  config.library = options.cuda_library;
+  config.nccl_libraries = options.nccl_libraries;
+  if (options.cuda_mode == "tcp") {
+    return config;
+  }
+  config.must_use_nccl = options.cuda_mode == "nccl";
+  const std::vector<std::string>& whys = group.remarks();
+  const auto no = std::find_if(whys.begin(), whys.end(), [](const std::string& why) { return !why.empty(); });
+  config.may_use_nccl = no == whys.end();
+  if (config.must_use_nccl && !config.may_use_nccl) {
+    throw Error(
+        ErrorCode::Unsupported,
+        "cuda_mode=nccl, but rank " + std::to_string(no - whys.begin()) + " " + *no + ".",
+        "use cuda_mode='auto', which falls back to pinned memory of the host");
+  }
+  return config;
+}
+
 c10::intrusive_ptr<c10d::Backend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -143,10 +173,11 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
-        " streams=" + std::to_string(options.streams) +
+        " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
         (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
         (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
+    meeting.remark = options.why_no_nccl;
     meeting.deadline = Deadline::after(timeout_ms);
 
     config.transport = transportNamed(options.transport);
@@ -161,7 +192,9 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     }
 
     auto adapter = std::make_shared<StoreAdapter>(store);
-    return c10::make_intrusive<PycommBackend>(adapter, Group::join(processEngine(), *adapter, config), settings);
+    const std::shared_ptr<Group> group = Group::join(processEngine(), *adapter, config);
+    settings.cuda = cudaConfig(options, *group);
+    return c10::make_intrusive<PycommBackend>(adapter, group, settings);
   });
 }
 

@@ -92,6 +92,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool find_unused_parameters,
     bool gradient_as_bucket_view,
     bool error_feedback,
+    std::string cuda_library,
     bool native_hooks) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
@@ -107,6 +108,7 @@ std::shared_ptr<Reducer> makeReducer(
   options.find_unused_parameters = find_unused_parameters;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.error_feedback = error_feedback;
+  options.cuda_library = std::move(cuda_library);
   options.native_hooks = native_hooks;
   return std::make_shared<Reducer>(
       std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
@@ -182,6 +184,7 @@ void bindReducer(py::module_& m) {
           py::arg("find_unused_parameters"),
           py::arg("gradient_as_bucket_view"),
           py::arg("error_feedback"),
+          py::arg("cuda_library"),
           py::arg("native_hooks"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(

@@ -1,11 +1,13 @@
 #include "c10d/backend.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "c10d/call_tag.h"
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
+#include "engine/issue_context.h"
 #include "schedule/request_checks.h"
 
 namespace pycomm {
@@ -13,7 +15,8 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
     : Backend(group->identity().rank, group->identity().size),
       store_(std::move(store)),
       group_(std::move(group)),
-      settings_(std::move(settings)) {
+      settings_(std::move(settings)),
+      devices_(std::make_shared<CudaDevices>(group_, settings_.cuda)) {
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
   }
@@ -21,6 +24,7 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
 
 PycommBackend::~PycommBackend() {
   // Here, on a user's thread, and not with the last reference, which the lane may hold.
+  devices_->stop();
   group_->close();
 }
 
@@ -54,6 +58,7 @@ void PycommBackend::abort() {
 }
 
 void PycommBackend::shutdown() {
+  devices_->stop();
   group_->close();
 }
 
@@ -110,6 +115,13 @@ std::shared_ptr<Operation> PycommBackend::start(const Group::Call& call) {
   return group_->start(call);
 }
 
+PycommBackend::Prepared PycommBackend::prepare(Codec codec) const {
+  const std::shared_ptr<IssueContext>& context = IssueContext::current();
+  const bool plain =
+      codec == Codec::None && (context == nullptr || context->codec().value_or(Codec::None) == Codec::None);
+  return {devices_, plain, Deadline::after(settings_.timeout.count())};
+}
+
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
   const uint32_t tag = tagFor();
   for (Group::Call& call : prepared.calls) { // all of them, before the first one starts
@@ -123,10 +135,56 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     content.keep_alive.push_back(std::move(temporary));
   }
   content.unpack = prepared.staging.takeUnpack();
-  for (const Group::Call& call : prepared.calls) {
-    content.operations.push_back(start(call));
+  content.cuda = prepared.staging.takeCopies();
+  const auto nccl = prepared.staging.takeNccl();
+  if (nccl != nullptr) {
+    startNccl(*nccl, prepared.calls, content);
+  } else if (content.cuda != nullptr) {
+    content.behind.push_back(content.cuda);
+    startBehindCopies(prepared.calls, content);
+  } else {
+    for (const Group::Call& call : prepared.calls) {
+      content.operations.push_back(start(call));
+    }
   }
   return work(titled, std::move(content));
+}
+
+void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content) {
+  for (Group::Call& call : calls) {
+    call.held = true;
+    content.operations.push_back(start(call));
+  }
+  const auto begin = [group = group_, operations = content.operations](const std::optional<ErrorRecord>& failure) {
+    if (failure) {
+      ErrorRecord reason = *failure;
+      reason.peer = group->identity().rank;
+      group->abort(reason);
+    }
+    for (const auto& operation : operations) {
+      group->release(operation);
+    }
+  };
+  try {
+    content.cuda->toHost(begin);
+  } catch (const Error& error) {
+    // The other ranks have, or will have, operations of these numbers: they are not left waiting for them.
+    begin(error.record());
+    throw;
+  }
+}
+
+void PycommBackend::startNccl(NcclGroup& nccl, const std::vector<Group::Call>& calls, PycommWork::Content& content) {
+  for (const Group::Call& call : calls) {
+    content.operations.push_back(group_->follow(call));
+  }
+  if (group_->failure()) {
+    return; // the operations end with it, and wait() raises it, as for every other operation
+  }
+  content.nccl = nccl.launch(calls, content.operations);
+  content.behind.push_back(content.nccl);
+  content.nccl->finish(content.unpack);
+  content.unpack = nullptr;
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
@@ -165,11 +223,17 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       windows_.erase(found);
     }
     PycommWork::Content content;
+    const bool by_nccl = !window.empty() &&
+        std::all_of(window.begin(), window.end(), [](const auto& part) { return part->content().nccl != nullptr; });
+    if (by_nccl) {
+      content.nccl = window.back()->content().nccl; // the last on their stream
+    }
     for (const auto& part : window) {
       const PycommWork::Content& of = part->content();
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
+      content.behind.insert(content.behind.end(), of.behind.begin(), of.behind.end());
       for (const auto& operation : of.operations) {
         // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
         (void)group_->wait(*operation, Deadline::after(0));

@@ -33,6 +33,7 @@ class PycommBackend final : public c10d::Backend {
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
     Codec codec = Codec::None; ///< for what codecFor() says
+    CudaDevices::Config cuda;
     bool check_call_sites = false; ///< see CallSites
     std::vector<std::string> skipped_folders; ///< see CallSites
   };
@@ -139,10 +140,16 @@ class PycommBackend final : public c10d::Backend {
 
   /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
   struct Prepared {
+    /// `deadline`: how long to wait for the other ranks where CUDA tensors have yet to find their way.
+    Prepared(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
+        : staging(std::move(devices), may_use_nccl, deadline) {}
     std::vector<Group::Call> calls;
     Staging staging;
     PycommWork::Content content;
   };
+
+  /// For a collective. NCCL knows no codecs: what is to be encoded goes through the host.
+  [[nodiscard]] Prepared prepare(Codec codec = Codec::None) const;
 
   /// Point a call at a list with a tensor a rank: at the tensors themselves where the engine can take them, else at a temporary. The
   /// call is complete but for that.
@@ -204,6 +211,11 @@ class PycommBackend final : public c10d::Backend {
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
+  /// in host memory.
+  void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
+  /// Has NCCL run the calls.
+  void startNccl(NcclGroup& nccl, const std::vector<Group::Call>& calls, PycommWork::Content& content);
   /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
   [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.
@@ -221,6 +233,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
+  std::shared_ptr<CudaDevices> devices_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 
   using Window = std::vector<c10::intrusive_ptr<PycommWork>>;

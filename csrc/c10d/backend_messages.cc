@@ -31,7 +31,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     } else {
       checkOutput(tensor, collectiveName(kind));
     }
-    Prepared prepared;
+    Prepared prepared(
+        devices_, false, Deadline::never()); // messages have no order that all ranks share, which NCCL needs
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(kind, MessageOptions{settings_.timeout}, tensor);

@@ -42,7 +42,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather(
     const at::Tensor& input = onlyTensor(inputs, "all_gather");
     checkCount(outputs.size(), 1, "all_gather", "output lists");
     checkGathered(outputs.front(), input, getRank(), getSize(), "all_gather");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.output_lists = outputs;
     Group::Call request = call(Collective::AllGather, opts, input);
@@ -71,7 +71,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_coalesced(
             "pass, for each rank, a list like the inputs");
       }
     }
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.output_lists = outputs;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -106,7 +106,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allgather_into_tensor_coalesced(
   constexpr const char* kOp = "all_gather_into_tensor";
   return raising([&] {
     checkCount(outputs.size(), static_cast<int>(inputs.size()), kOp, "outputs");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.outputs = outputs;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -139,7 +139,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::gather(
     } else {
       checkTensor(input, "gather", "input");
     }
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.output_lists = outputs;
     Group::Call request = call(Collective::Gather, opts, input);

@@ -84,7 +84,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::scatter(
     checkOutput(output, "scatter");
     const bool root = getRank() == opts.rootRank;
     checkCount(inputs.size(), root ? 1 : 0, "scatter", "input lists");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.outputs = outputs;
     Group::Call request = call(Collective::Scatter, opts, output);
     if (root) {
@@ -110,7 +110,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter(
     checkCount(inputs.size(), 1, "reduce_scatter", "input lists");
     checkOutput(output, "reduce_scatter");
     checkScattered(inputs.front(), output, getRank(), getSize(), "reduce_scatter");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs.front();
     prepared.content.outputs = outputs;
     Group::Call request = call(Collective::ReduceScatter, opts, output);
@@ -139,7 +139,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce_scatter_tensor_coalesced(
   constexpr const char* kOp = "reduce_scatter_tensor";
   return raising([&] {
     checkCount(outputs.size(), static_cast<int>(inputs.size()), kOp, "outputs");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.outputs = outputs;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -171,7 +171,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::alltoall_base(
     checkOutput(output, kOp);
     checkSameDtype(input, output, kOp);
     checkDisjoint({input}, {output}, kOp);
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = {input};
     prepared.content.outputs = {output};
     Group::Call request = call(Collective::AllToAll, opts, input);
@@ -195,7 +195,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::alltoall(
     checkOutputs(outputs, "all_to_all");
     checkSameDtype(inputs.front(), outputs.front(), "all_to_all");
     checkDisjoint(inputs, outputs, "all_to_all");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = inputs;
     prepared.content.outputs = outputs;
     Group::Call request = call(Collective::AllToAll, opts, inputs.front());

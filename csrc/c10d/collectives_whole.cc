@@ -45,11 +45,11 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
     const c10d::AllreduceOptions& opts) {
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
-    if (tensor.defined() && tensor.is_sparse()) {
+    if (tensor.defined() && tensor.is_sparse() && tensor.is_cpu()) { // others: checkOutput refuses
       return sparseAllReduce(tensor, opts);
     }
     checkOutput(tensor, "all_reduce");
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     prepareAllReduce(prepared, tensor, opts);
@@ -65,7 +65,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
   return raising([&] {
     const at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
     checkOutput(tensor, "all_reduce");
-    Prepared prepared;
+    Prepared prepared = prepare(codec);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     prepareAllReduce(prepared, tensor, opts);
@@ -87,7 +87,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_coalesced(
     for (const at::Tensor& tensor : tensors) {
       checkOutput(tensor, "all_reduce_coalesced");
     }
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     for (const at::Tensor& tensor : tensors) {
@@ -104,7 +104,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::broadcast(
     const at::Tensor& tensor = onlyTensor(tensors, "broadcast");
     const bool root = getRank() == opts.rootRank;
     checkOutput(tensor, "broadcast"); // also the root's, which is not written: all ranks must refuse alike
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(Collective::Broadcast, opts, tensor);
@@ -127,7 +127,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
     } else {
       checkTensor(tensor, "reduce", "input");
     }
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     Group::Call request = call(Collective::Reduce, opts, tensor);
@@ -145,7 +145,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::reduce(
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::barrier(const c10d::BarrierOptions& opts) {
   return raising([&] {
-    Prepared prepared;
+    Prepared prepared = prepare();
     prepared.calls.push_back(call(Collective::Barrier, opts));
     return begin({c10d::OpType::BARRIER, "pycomm:barrier"}, std::move(prepared));
   });

@@ -4,6 +4,8 @@
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/empty.h>
 
+#include "base/error.h"
+
 namespace pycomm {
 namespace {
 
@@ -68,35 +70,64 @@ at::Tensor Staging::temporary(const at::Tensor& like, int64_t numel) {
   return made;
 }
 
+BufferView Staging::onHost(const at::Tensor& tensor, BufferView view, bool read, bool written) {
+  const c10::Device device = tensor.device();
+  if (device_.value_or(device) != device) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "The tensors of one collective are on " + device_->str() + " and on " + device.str() + ".",
+        "move them to one device");
+  }
+  device_ = device;
+  if (device.is_cpu()) {
+    return view;
+  }
+  if (may_use_nccl_ && cuda_ == nullptr && nccl_ == nullptr) {
+    nccl_ = devices_->ncclAt(device, deadline_);
+  }
+  if (nccl_ != nullptr) {
+    return view;
+  }
+  if (cuda_ == nullptr) {
+    const auto on = devices_->at(device);
+    on->refuseCapture();
+    cuda_ = std::make_shared<CudaCopies>(on);
+  }
+  return cuda_->host(view, read, written);
+}
+
 BufferView Staging::in(const at::Tensor& tensor) {
   if (isPlain(tensor)) {
-    return bytesOf(tensor, tensor.numel());
+    return onHost(tensor, bytesOf(tensor, tensor.numel()), true, false);
   }
   const at::Tensor made = temporary(tensor, tensor.numel());
   copy(made.view(tensor.sizes()), tensor);
-  return bytesOf(made, made.numel());
+  return onHost(made, bytesOf(made, made.numel()), true, false);
 }
 
 BufferView Staging::out(const at::Tensor& tensor) {
-  if (isPlain(tensor)) {
-    return bytesOf(tensor, tensor.numel());
-  }
-  const at::Tensor made = temporary(tensor, tensor.numel());
-  copies_.push_back({made, {tensor}});
-  return bytesOf(made, made.numel());
+  return output(tensor, false);
 }
 
 BufferView Staging::inOut(const at::Tensor& tensor) {
-  const BufferView view = out(tensor);
-  if (!isPlain(tensor)) {
-    copy(temporaries_.back().view(tensor.sizes()), tensor);
+  return output(tensor, true);
+}
+
+BufferView Staging::output(const at::Tensor& tensor, bool read) {
+  if (isPlain(tensor)) {
+    return onHost(tensor, bytesOf(tensor, tensor.numel()), read, true);
   }
-  return view;
+  const at::Tensor made = temporary(tensor, tensor.numel());
+  copies_.push_back({made, {tensor}});
+  if (read) {
+    copy(made.view(tensor.sizes()), tensor);
+  }
+  return onHost(made, bytesOf(made, made.numel()), read, true);
 }
 
 ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
   if (areOneRun(parts)) {
-    return viewOfRun(parts);
+    return onHost(parts.front(), viewOfRun(parts), true, false);
   }
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   int64_t begin = 0;
@@ -104,21 +135,21 @@ ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
     copy(made.narrow(0, begin, part.numel()).view(part.sizes()), part);
     begin += part.numel();
   }
-  return bytesOf(made, made.numel());
+  return onHost(made, bytesOf(made, made.numel()), true, false);
 }
 
 BufferView Staging::out(const std::vector<at::Tensor>& parts) {
   if (areOneRun(parts)) {
-    return viewOfRun(parts);
+    return onHost(parts.front(), viewOfRun(parts), false, true);
   }
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   copies_.push_back({made, parts});
-  return bytesOf(made, made.numel());
+  return onHost(made, bytesOf(made, made.numel()), false, true);
 }
 
 std::vector<BufferView> Staging::apart(const std::vector<at::Tensor>& parts) {
   std::vector<BufferView> views;
-  if (areOneRun(parts)) {
+  if (parts.empty() || !parts.front().is_cpu() || areOneRun(parts)) {
     return views;
   }
   for (const at::Tensor& part : parts) {

@@ -3,10 +3,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/buffer_view.h"
+#include "c10d/cuda_devices.h"
+#include "c10d/cuda_staging.h"
 
 namespace pycomm {
 
@@ -16,8 +20,15 @@ namespace pycomm {
 /// is not in that order (a transposed or channels-last one) costs a temporary of its size, a copy into it if it is read and a copy
 /// out of it if it is written. A list with a tensor a rank costs the same, unless its tensors lie one behind the other in memory, as
 /// those of torch.split() do.
+///
+/// The engine works in the CPU's memory: of CUDA tensors the views are of pinned memory, and takeCopies() is what moves between the
+/// two. Where NCCL runs the call the views are of the device's memory. All of one call's tensors are on one device.
 class Staging {
  public:
+  /// `devices` is used where a tensor is on a CUDA device; NCCL only if the call is one for it.
+  Staging(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
+      : devices_(std::move(devices)), may_use_nccl_(may_use_nccl), deadline_(deadline) {}
+
   /// Of a tensor that is only read.
   [[nodiscard]] BufferView in(const at::Tensor& tensor);
   /// Of a tensor that is only written.
@@ -34,6 +45,14 @@ class Staging {
   [[nodiscard]] std::vector<at::Tensor> takeTemporaries() {
     return std::move(temporaries_);
   }
+  /// Between the CUDA device and pinned memory; null for tensors on the CPU.
+  [[nodiscard]] std::shared_ptr<CudaCopies> takeCopies() {
+    return std::move(cuda_);
+  }
+  /// What runs the call; null: the engine.
+  [[nodiscard]] std::shared_ptr<NcclGroup> takeNccl() {
+    return std::move(nccl_);
+  }
   /// Copies from temporaries to outputs, once the engine has written; empty if there is nothing to copy.
   [[nodiscard]] std::function<void()> takeUnpack();
 
@@ -43,8 +62,18 @@ class Staging {
     std::vector<at::Tensor> to;
   };
 
+  [[nodiscard]] BufferView output(const at::Tensor& tensor, bool read);
   [[nodiscard]] at::Tensor temporary(const at::Tensor& like, int64_t numel);
 
+  /// `view` of memory of `tensor`'s device, or pinned memory that stands for it.
+  [[nodiscard]] BufferView onHost(const at::Tensor& tensor, BufferView view, bool read, bool written);
+
+  std::shared_ptr<CudaDevices> devices_;
+  bool may_use_nccl_;
+  Deadline deadline_;
+  std::shared_ptr<NcclGroup> nccl_;
+  std::shared_ptr<CudaCopies> cuda_;
+  std::optional<c10::Device> device_; ///< of the tensors so far
   std::vector<at::Tensor> temporaries_;
   std::vector<CopyBack> copies_;
 };

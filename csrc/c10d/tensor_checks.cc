@@ -42,13 +42,13 @@ void checkTensor(const at::Tensor& tensor, const char* op, const char* role) {
         "is not dense (layout " + c10::str(tensor.layout()) + ")",
         "tensor.to_dense()");
   }
-  if (!tensor.device().is_cpu()) {
+  if (!tensor.device().is_cpu() && !tensor.device().is_cuda()) {
     refuse(
         ErrorCode::Unsupported,
         tensor,
         op,
         role,
-        "is on " + tensor.device().str() + ", which this build does not serve",
+        "is on " + tensor.device().str() + ", which pycomm does not serve",
         "tensor.cpu(), or a process group of another backend for that device");
   }
   static_cast<void>(toDType(tensor.scalar_type()));

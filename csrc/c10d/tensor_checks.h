@@ -6,7 +6,7 @@
 
 namespace pycomm {
 
-/// Throws Error(InvalidArgument | Unsupported) unless this is a dense tensor on the CPU of a known dtype; any strides will do. `op` and
+/// Throws Error(InvalidArgument | Unsupported) unless this is a dense tensor on the CPU or a CUDA device, of a known dtype; any strides will do. `op` and
 /// `role` ("input", "output") are for the text.
 void checkTensor(const at::Tensor& tensor, const char* op, const char* role);
 

@@ -1,7 +1,9 @@
 #include "c10d/work.h"
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
 
@@ -28,6 +30,7 @@ struct PycommWork::State {
   std::shared_ptr<Group> group;
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
+  std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written within `finished`
   std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
   std::mutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
@@ -52,19 +55,56 @@ struct PycommWork::State {
         return record;
       }
     }
-    return std::nullopt;
+    return copy_error;
   }
 
   /// Call when done().
   void finish() {
     std::call_once(finished, [&] {
-      if (content.unpack && !error()) {
+      if (content.cuda != nullptr && !error()) {
+        copyToDevice();
+      } else if (content.unpack && !error()) {
         content.unpack();
       }
       if (profiling_end) {
         profiling_end();
       }
     });
+  }
+
+  /// What follows the copies to the device runs on their stream, so that nobody waits.
+  void copyToDevice() {
+    try {
+      const c10::StreamGuard on_side_stream(content.cuda->device().in());
+      content.cuda->toDevice();
+      if (content.unpack) {
+        content.unpack();
+      }
+    } catch (const Error& error) {
+      copy_error = errorOf(error.record(), group->identity());
+    }
+  }
+
+  /// Futures take note of the streams that are current when they are completed.
+  void complete(c10::ivalue::Future& completed) const {
+    if (const auto record = error()) {
+      completed.setError(toException(*record));
+    } else {
+      const c10::MultiStreamGuard on_side_streams(sideStreams());
+      completed.markCompleted(value());
+    }
+  }
+
+  /// One a device.
+  std::vector<c10::Stream> sideStreams() const {
+    std::vector<c10::Stream> streams;
+    for (const auto& each : content.behind) {
+      const c10::Stream stream = each->stream();
+      if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
+        streams.push_back(stream);
+      }
+    }
+    return streams;
   }
 
   c10::IValue value() const {
@@ -83,13 +123,23 @@ PycommWork::PycommWork(
   state_->group = std::move(group);
   state_->issuer = IssueContext::current();
   state_->profiling_end = std::move(recordFunctionEndCallback_);
-  if (state_->profiling_end) {
-    // The event ends with the operation, also when nobody waits for it.
+  if (state_->profiling_end || state_->content.cuda != nullptr) {
+    // The event ends with the operation, and the way back to the device begins, also when nobody waits for it.
     inPoolWhenAllEnd(state_, [](State& state) { state.finish(); });
   }
 }
 
 PycommWork::~PycommWork() {
+  const Content& content = state_->content;
+  if ((content.cuda != nullptr || content.nccl != nullptr) && !state_->waited) {
+    const CudaOrder& order = content.cuda != nullptr ? static_cast<const CudaOrder&>(*content.cuda) : *content.nccl;
+    order.keepFor(content.inputs);
+    order.keepFor(content.outputs);
+    order.keepFor(content.keep_alive);
+    for (const auto& list : content.output_lists) {
+      order.keepFor(list);
+    }
+  }
   if (!state_->done()) {
     // Tensors must outlive the operations, and must not be freed on the lane: freeing one may take Python's lock.
     inPoolWhenAllEnd(state_, [](State&) {});
@@ -147,7 +197,11 @@ void PycommWork::synchronize() {
 
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
+  const bool only_orders = state_->content.nccl != nullptr && !state_->group->failure();
   for (const auto& operation : state_->content.operations) {
+    if (only_orders) {
+      break;
+    }
     const auto ended = [&] {
       return raising(
           [&] { return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
@@ -171,12 +225,20 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
       checkSignals();
     }
   }
-  state_->finish();
+  if (!only_orders) {
+    state_->finish();
+  }
+  const auto record = state_->error();
+  if (!record) {
+    for (const auto& each : state_->content.behind) {
+      raising([&] { each->orderCaller(); });
+    }
+  }
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->waited = true;
   }
-  if (const auto record = state_->error()) {
+  if (record) {
     throwToPython(*record);
   }
   return true;
@@ -223,15 +285,16 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   if (state_->future) {
     return state_->future;
   }
-  state_->future = c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()));
-  if (state_->waited) {
-    // Who has waited may count on it: torch's reducer takes the value at once. That is so on all ranks, whatever their
-    // speed, so a callback runs inline on all of them, and what it issues has the same ids.
-    if (const auto record = state_->error()) {
-      state_->future->setError(toException(*record));
-    } else {
-      state_->future->markCompleted(state_->value());
-    }
+  std::vector<c10::Device> devices;
+  for (const c10::Stream& stream : state_->sideStreams()) {
+    devices.push_back(stream.device());
+  }
+  state_->future =
+      c10::make_intrusive<c10::ivalue::Future>(futureType(!state_->content.output_lists.empty()), std::move(devices));
+  if (state_->waited || state_->content.nccl != nullptr) {
+    // With NCCL everything is behind events. And who has waited may count on it: torch's reducer takes the value at once. Both are so
+    // on all ranks, whatever their speed, so a callback runs inline on all of them, and what it issues has the same ids.
+    state_->complete(*state_->future);
     return state_->future;
   }
   // Made only now, and completed by the pool behind the gate even if the operation has ended: see CallbackGate.
@@ -254,11 +317,7 @@ void PycommWork::completeFuture(State& state) {
   const IssueScope scope(callbackContext(state.issuer, op_id, state.group->identity().hash));
   try {
     state.finish();
-    if (const auto record = state.error()) {
-      future->setError(toException(*record));
-    } else {
-      future->markCompleted(state.value());
-    }
+    state.complete(*future);
   } catch (...) { // unpack failed: whoever waits must hear of it
     future->setErrorIfNeeded(std::current_exception());
   }

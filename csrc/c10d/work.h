@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "c10d/call_sites.h"
+#include "c10d/cuda_nccl.h"
+#include "c10d/cuda_staging.h"
 #include "engine/group.h"
 #include "engine/operation.h"
 
@@ -26,6 +28,9 @@ class PycommWork final : public c10d::Work {
     std::vector<at::Tensor> outputs; ///< the future's value
     std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with a list a rank
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
+    std::shared_ptr<CudaCopies> cuda; ///< this work's own; null where the tensors are on the CPU
+    std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null where the engine runs it
+    std::vector<std::shared_ptr<const CudaOrder>> behind; ///< what whoever waits goes on behind
   };
 
   PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);
@@ -36,7 +41,9 @@ class PycommWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  /// Blocks until all operations have ended; raises what made one fail. The engine's deadline ends it in any case.
+  /// Blocks until all operations have ended; raises what made one fail. The engine's deadline ends it in any case. For CUDA tensors it
+  /// blocks until the copies to the device are on their way; the caller's current stream then waits for those. Where NCCL runs them it
+  /// blocks for nothing.
   bool wait(std::chrono::milliseconds timeout) override;
   void blockCurrentStream() override;
   void abort() override;

@@ -9,7 +9,7 @@
 // The library and the extension are built apart (another compiler, another machine), so the table says its version.
 // Whatever changes here, also the meaning of a field, raises kPycommCudaVersion.
 
-#define PYCOMM_CUDA_VERSION 1
+#define PYCOMM_CUDA_VERSION 2
 #define PYCOMM_CUDA_ENTRY "pycomm_cuda_table"
 
 extern "C" {
@@ -86,6 +86,8 @@ typedef struct PycommCudaTable {
 
   uint16_t (*device_count)(int* count, PycommCudaError* error);
   uint16_t (*set_device)(int device, PycommCudaError* error);
+  /// The same in two processes only if they use the same GPU, or the same part of one.
+  uint16_t (*device_uuid)(int device, char* text, size_t capacity, PycommCudaError* error);
   uint16_t (*allocate_pinned)(size_t nbytes, void** ptr, PycommCudaError* error);
   void (*free_pinned)(void* ptr);
   uint16_t (*copy)(void* dst, const void* src, size_t nbytes, void* stream, PycommCudaError* error);
@@ -148,6 +150,8 @@ typedef struct PycommCudaTable {
       *stager_to_device)(PycommCudaStager* stager, const PycommCudaCopy* copies, size_t count, PycommCudaError* error);
   uint16_t (*stager_wait_on)(PycommCudaStager* stager, void* stream, PycommCudaError* error);
 
+  /// Whether NCCL can be loaded from where nccl_create would.
+  uint16_t (*nccl_probe)(const char* const* library_paths, size_t library_count, PycommCudaError* error);
   uint16_t (*nccl_create)(const PycommCudaNcclConfig* config, PycommCudaNccl** comm, PycommCudaError* error);
   void (*nccl_destroy)(PycommCudaNccl* comm);
   /// "…/libnccl.so.2, version 2.27.7"

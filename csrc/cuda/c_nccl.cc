@@ -49,6 +49,10 @@ NcclComm::Config configOf(const PycommCudaNcclConfig& given) {
   return config;
 }
 
+uint16_t probe(const char* const* library_paths, size_t library_count, PycommCudaError* error) {
+  return guarded(error, [&] { static_cast<void>(loadNccl({library_paths, library_paths + library_count})); });
+}
+
 uint16_t create(const PycommCudaNcclConfig* given, PycommCudaNccl** comm, PycommCudaError* error) {
   return guarded(error, [&] {
     auto made = std::make_unique<PycommCudaNccl>();
@@ -140,6 +144,7 @@ void abort(PycommCudaNccl* comm, const PycommCudaError* reason) {
 } // namespace
 
 void addNccl(PycommCudaTable& table) {
+  table.nccl_probe = probe;
   table.nccl_create = create;
   table.nccl_destroy = destroy;
   table.nccl_origin = origin;

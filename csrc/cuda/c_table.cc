@@ -29,6 +29,15 @@ uint16_t setDevice(int device, PycommCudaError* error) {
   return guarded(error, [&] { theRuntime().setDevice(device); });
 }
 
+uint16_t deviceUuid(int device, char* text, size_t capacity, PycommCudaError* error) {
+  return guarded(error, [&] {
+    const std::string uuid = theRuntime().deviceUuid(device);
+    const size_t length = std::min(uuid.size(), capacity - 1);
+    std::memcpy(text, uuid.data(), length);
+    text[length] = '\0';
+  });
+}
+
 uint16_t allocatePinned(size_t nbytes, void** ptr, PycommCudaError* error) {
   return guarded(error, [&] { *ptr = theRuntime().allocatePinned(nbytes); });
 }
@@ -154,6 +163,7 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     made.nbytes = sizeof(PycommCudaTable);
     made.device_count = deviceCount;
     made.set_device = setDevice;
+    made.device_uuid = deviceUuid;
     made.allocate_pinned = allocatePinned;
     made.free_pinned = freePinned;
     made.copy = copy;

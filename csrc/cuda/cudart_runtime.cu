@@ -77,6 +77,17 @@ class CudartRuntime final : public DeviceRuntime {
   void setDevice(int device) override {
     check(cudaSetDevice(device), "cudaSetDevice");
   }
+  std::string deviceUuid(int device) override {
+    cudaDeviceProp properties;
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::string text;
+    for (const char byte : properties.uuid.bytes) {
+      text += kDigits[static_cast<unsigned char>(byte) >> 4];
+      text += kDigits[static_cast<unsigned char>(byte) & 15];
+    }
+    return text;
+  }
   void* allocatePinned(size_t nbytes) override {
     void* ptr = nullptr;
     check(cudaHostAlloc(&ptr, std::max<size_t>(nbytes, 1), cudaHostAllocPortable), "cudaHostAlloc");

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "base/dtype.h"
 #include "base/reduce_op.h"
@@ -25,6 +26,8 @@ class DeviceRuntime {
 
   [[nodiscard]] virtual int deviceCount() = 0;
   virtual void setDevice(int device) = 0;
+  /// The same for two processes only if they use the same GPU, or the same part of one.
+  [[nodiscard]] virtual std::string deviceUuid(int device) = 0;
 
   [[nodiscard]] virtual void* allocatePinned(size_t nbytes) = 0;
   virtual void freePinned(void* ptr) noexcept = 0;

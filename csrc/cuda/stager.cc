@@ -28,81 +28,90 @@ ErrorRecord shutDown() {
 
 } // namespace
 
-Stager::Stager(DeviceRuntime& runtime, int device, Stream out, Stream in)
-    : runtime_(runtime), device_(device), out_(out), in_(in), thread_([this] { threadMain(); }) {}
+Stager::Stager(DeviceRuntime& runtime, int device, Stream out, Stream in, std::chrono::milliseconds drain_for)
+    : runtime_(runtime),
+      device_(device),
+      out_(out),
+      in_(in),
+      drain_for_(drain_for),
+      core_(std::make_shared<Core>(runtime, device)),
+      thread_([core = core_] { core->threadMain(); }) {}
 
 Stager::~Stager() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
+  std::unique_lock<std::mutex> lock(core_->mutex);
+  core_->stopping = true;
+  core_->changed.notify_all();
+  const bool ended = core_->changed.wait_for(lock, drain_for_, [&] { return core_->ended; });
+  lock.unlock();
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
   }
-  changed_.notify_all();
-  thread_.join();
-  for (const Cooling& cooling : cooling_) {
-    try {
-      runtime_.waitEvent(cooling.event); // the device still reads the block
-    } catch (const Error&) { // a broken device reads nothing
-    }
-    runtime_.destroyEvent(cooling.event);
+}
+
+Stager::Core::~Core() {
+  for (const Cooling& each : cooling) { // left by a broken device, which reads nothing any more
+    runtime.destroyEvent(each.event);
   }
-  for (Event event : events_) {
-    runtime_.destroyEvent(event);
+  for (Event event : events) {
+    runtime.destroyEvent(event);
   }
-  for (const auto& [block, capacity] : capacity_) {
-    runtime_.freePinned(block);
+  for (const auto& [block, nbytes] : capacity) {
+    runtime.freePinned(block);
   }
 }
 
 void* Stager::take(size_t nbytes) {
   const size_t capacity = capacityFor(nbytes);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  reclaim();
-  if (const auto found = free_.find(capacity); found != free_.end()) {
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->reclaim();
+  if (const auto found = core_->free.find(capacity); found != core_->free.end()) {
     void* const block = found->second;
-    free_.erase(found);
+    core_->free.erase(found);
     return block;
   }
   runtime_.setDevice(device_);
   void* const block = runtime_.allocatePinned(capacity);
-  capacity_.emplace(block, capacity);
+  core_->capacity.emplace(block, capacity);
   return block;
 }
 
 void Stager::give(void* block) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  free_.emplace(capacity_.at(block), block);
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->free.emplace(core_->capacity.at(block), block);
 }
 
 void Stager::giveAfterCopies(void* block) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(core_->mutex);
   runtime_.setDevice(device_);
-  const Event event = takeEvent();
-  cooling_.push_back({event, block}); // first, so that nothing is lost if the next line throws
+  const Event event = core_->takeEvent();
+  core_->cooling.push_back({event, block}); // first, so that nothing is lost if the next line throws
   runtime_.record(event, in_);
 }
 
-void Stager::reclaim() {
-  while (!cooling_.empty() && runtime_.eventDone(cooling_.front().event)) {
-    void* const block = cooling_.front().block;
-    free_.emplace(capacity_.at(block), block);
-    events_.push_back(cooling_.front().event);
-    cooling_.pop_front();
+void Stager::Core::reclaim() {
+  while (!cooling.empty() && runtime.eventDone(cooling.front().event)) {
+    void* const block = cooling.front().block;
+    free.emplace(capacity.at(block), block);
+    events.push_back(cooling.front().event);
+    cooling.pop_front();
   }
 }
 
-Event Stager::takeEvent() {
-  if (events_.empty()) {
-    return runtime_.createEvent();
+Event Stager::Core::takeEvent() {
+  if (events.empty()) {
+    return runtime.createEvent();
   }
-  const Event event = events_.back();
-  events_.pop_back();
+  const Event event = events.back();
+  events.pop_back();
   return event;
 }
 
 void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(core_->mutex);
   runtime_.setDevice(device_);
-  const Event entry = takeEvent();
+  const Event entry = core_->takeEvent();
   try {
     runtime_.record(entry, caller);
     runtime_.streamWait(in_, entry);
@@ -114,16 +123,16 @@ void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready)
       runtime_.record(entry, out_);
     }
   } catch (...) {
-    events_.push_back(entry);
+    core_->events.push_back(entry);
     throw;
   }
   if (copies.empty()) {
-    events_.push_back(entry); // CUDA has taken what the wait needs: the event may be recorded anew
-    entries_.push_back({nullptr, std::move(ready)});
+    core_->events.push_back(entry); // CUDA has taken what the wait needs: the event may be recorded anew
+    core_->entries.push_back({nullptr, std::move(ready)});
   } else {
-    entries_.push_back({entry, std::move(ready)});
+    core_->entries.push_back({entry, std::move(ready)});
   }
-  changed_.notify_all();
+  core_->changed.notify_all();
 }
 
 void Stager::toDevice(const std::vector<Copy>& copies) {
@@ -134,51 +143,65 @@ void Stager::toDevice(const std::vector<Copy>& copies) {
 }
 
 void Stager::waitOn(Stream stream) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> lock(core_->mutex);
   runtime_.setDevice(device_);
-  const Event event = takeEvent();
-  events_.push_back(event); // kept also if something throws; the lock keeps others from it until it is through here
+  const Event event = core_->takeEvent();
+  core_->events.push_back(
+      event); // kept also if something throws; the lock keeps others from it until it is through here
   runtime_.record(event, in_);
   runtime_.streamWait(stream, event);
 }
 
-void Stager::threadMain() noexcept {
+void Stager::Core::threadMain() noexcept {
   for (;;) {
     Entry entry;
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [&] { return stopping_ || !entries_.empty(); });
-      if (entries_.empty()) {
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait(lock, [&] { return stopping || !entries.empty(); });
+      if (entries.empty()) {
+        coolDown(lock);
+        ended = true;
+        changed.notify_all();
         return;
       }
-      entry = std::move(entries_.front());
-      entries_.pop_front();
+      entry = std::move(entries.front());
+      entries.pop_front();
     }
     await(entry);
   }
 }
 
-/// Waits for one entry's copies and says so. Also while stopping: a copy that is under way writes host memory.
-void Stager::await(Entry& entry) noexcept {
-  std::optional<ErrorRecord> failure;
-  bool stopping = false;
+/// Until the device has read all blocks.
+void Stager::Core::coolDown(std::unique_lock<std::mutex>& lock) noexcept {
   try {
-    runtime_.setDevice(device_);
-    while (entry.event != nullptr && !runtime_.eventDone(entry.event)) {
+    for (reclaim(); !cooling.empty(); reclaim()) {
+      lock.unlock();
+      std::this_thread::sleep_for(kLookEvery);
+      lock.lock();
+    }
+  } catch (const Error&) { // a broken device reads nothing
+  }
+}
+
+/// Waits for one entry's copies and says so. Also while stopping: a copy that is under way writes host memory.
+void Stager::Core::await(Entry& entry) noexcept {
+  std::optional<ErrorRecord> failure;
+  try {
+    runtime.setDevice(device);
+    while (entry.event != nullptr && !runtime.eventDone(entry.event)) {
       std::this_thread::sleep_for(kLookEvery);
     }
   } catch (const Error& error) {
     failure = error.record();
   }
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopping = stopping_;
-    if (entry.event != nullptr) {
-      events_.push_back(entry.event);
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (stopping && !failure) {
+      failure = shutDown();
     }
-  }
-  if (stopping && !failure) {
-    failure = shutDown();
+    if (entry.event != nullptr) {
+      events.push_back(entry.event);
+    }
   }
   try {
     entry.ready(failure);

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -38,9 +40,10 @@ class Stager {
   };
   using Ready = std::function<void(const std::optional<ErrorRecord>& failure)>;
 
-  /// `runtime` outlives the stager. The streams are of `device`, and differ.
-  Stager(DeviceRuntime& runtime, int device, Stream out, Stream in);
-  /// What is not ready yet is told so (SHUT_DOWN), then the thread ends; copies under way are waited for.
+  /// `runtime` lives as long as the process. The streams are of `device`, and differ.
+  Stager(DeviceRuntime& runtime, int device, Stream out, Stream in, std::chrono::milliseconds drain_for = kDrainFor);
+  /// What is not ready yet is told so (SHUT_DOWN), then the thread ends; copies under way are waited for. Where they do not end in time
+  /// (the caller's stream is stuck) they keep their blocks and the thread, which end when the copies do, if ever.
   ~Stager();
   Stager(const Stager&) = delete;
   Stager& operator=(const Stager&) = delete;
@@ -69,24 +72,39 @@ class Stager {
     void* block;
   };
 
-  void threadMain() noexcept;
-  void await(Entry& entry) noexcept;
-  [[nodiscard]] Event takeEvent();
-  void reclaim();
+  /// What the thread shares with the stager, and may outlive it with.
+  struct Core {
+    Core(DeviceRuntime& device_runtime, int number) : runtime(device_runtime), device(number) {}
+    ~Core();
+    Core(const Core&) = delete;
+    Core& operator=(const Core&) = delete;
+    void threadMain() noexcept;
+    void coolDown(std::unique_lock<std::mutex>& lock) noexcept;
+    void await(Entry& entry) noexcept;
+    [[nodiscard]] Event takeEvent();
+    void reclaim();
+
+    DeviceRuntime& runtime;
+    const int device;
+    std::mutex mutex; ///< guards all below
+    std::condition_variable changed;
+    std::deque<Entry> entries;
+    bool stopping = false;
+    bool ended = false; ///< the thread is through
+    std::vector<Event> events; ///< free ones
+    std::multimap<size_t, void*> free; ///< by capacity
+    std::map<void*, size_t> capacity; ///< of every block there is
+    std::deque<Cooling> cooling; ///< in the order of the in stream
+  };
+
+  static constexpr std::chrono::milliseconds kDrainFor{5000};
 
   DeviceRuntime& runtime_;
   const int device_;
   Stream const out_;
   Stream const in_;
-
-  std::mutex mutex_; ///< guards all below
-  std::condition_variable changed_;
-  std::deque<Entry> entries_;
-  bool stopping_ = false;
-  std::vector<Event> events_; ///< free ones
-  std::multimap<size_t, void*> free_; ///< by capacity
-  std::map<void*, size_t> capacity_; ///< of every block there is
-  std::deque<Cooling> cooling_; ///< in the order of the in stream
+  const std::chrono::milliseconds drain_for_;
+  const std::shared_ptr<Core> core_;
   std::thread thread_;
 };
 

@@ -41,13 +41,34 @@ size_t sparseNbytes(const at::Tensor& tensor) {
   return tensor.defined() ? tensor._indices().nbytes() + tensor._values().nbytes() : 0;
 }
 
-void bumpVersion(const at::Tensor& written) {
+} // namespace
+
+void Bucket::bumpVersion(const at::Tensor& written) {
   if (!written.is_inference()) {
     written.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-} // namespace
+bool Bucket::inOrder(const at::Tensor& grad, const Slot& slot) {
+  return hasStrides(grad, slot.strides);
+}
+
+bool Bucket::isHome(const at::Tensor& grad, const Slot& slot) {
+  return sameMemory(grad, slot.view, slot.strides);
+}
+
+// The parameter's .grad, made if there is none; where it shall be a view of home, it is.
+at::Tensor& Bucket::gradientOf(Slot& slot) const {
+  at::Tensor& grad = slot.param.mutable_grad();
+  if (cast() && layout_.grads_are_views && (!grad.defined() || grad.scalar_type() == dtype_)) {
+    grad = slot.view;
+  } else if (!grad.defined()) {
+    grad = layout_.grads_are_views
+        ? slot.view
+        : at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
+  }
+  return grad;
+}
 
 Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>& indices, const BucketLayout& layout)
     : layout_(layout), dtype_(params.at(indices.at(0)).scalar_type()) {
@@ -63,6 +84,9 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
   }
   divisor_ = layout.world_size;
   pending_ = slots_.size();
+  if (!slots_[0].param.is_cpu()) {
+    device_.emplace(layout.cuda_library, slots_[0].param.device());
+  }
   if (layout.sparse) {
     return;
   }
@@ -170,6 +194,13 @@ void Bucket::beginShadowStep() {
 
 void Bucket::pack(size_t slot) {
   const at::NoGradGuard no_grad;
+  if (device_.has_value()) {
+    device_->note();
+  }
+  if (fuses()) {
+    --pending_;
+    return;
+  }
   if (layout_.sparse) {
     packSparse(slots_[slot]);
   } else if (cast()) {
@@ -184,7 +215,7 @@ void Bucket::pack(size_t slot) {
 // What was lost goes with this step's gradients. It is zero from then on: the all-reduce writes it where it encodes, and it
 // does not always.
 void Bucket::addLost(const Slot& slot) {
-  if (!lost_.defined() || slot.numel == 0) {
+  if (!lost_.defined() || slot.numel == 0 || device_.has_value()) { // on a device: seal() does, for all
     return;
   }
   auto* lost = lost_.mutable_data_ptr<float>() + slot.offset;
@@ -218,7 +249,7 @@ void Bucket::packHome(const Slot& slot) {
     }
     return;
   }
-  if (same_type && dtype_ == at::kFloat && hasStrides(grad, slot.strides)) {
+  if (same_type && dtype_ == at::kFloat && grad.is_cpu() && hasStrides(grad, slot.strides)) {
     // The usual case without torch's dispatcher, which costs more than a small gradient does.
     void* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
     const auto divided = static_cast<float>(factor);
@@ -263,104 +294,6 @@ void Bucket::packWire(const Slot& slot) {
       max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
     }
     convert(toDType(wire_.scalar_type()), out + at * element, toDType(source_type), block, count, factor);
-  }
-}
-
-void Bucket::seal() {
-  if (!scale_.has_value()) {
-    return;
-  }
-  auto* tail = static_cast<at::Half*>(wire_.data_ptr()) + numel_;
-  std::fill_n(tail, layout_.world_size, at::Half(0.0F));
-  tail[layout_.rank] = at::Half(WireScale::slotValue(max_abs_bits_));
-}
-
-Bucket::Verdict Bucket::judge() {
-  if (!scale_.has_value()) {
-    return Verdict::Good;
-  }
-  const auto* tail = static_cast<const at::Half*>(wire_.const_data_ptr()) + numel_;
-  const int exponent_before = scale_->exponent();
-  switch (scale_->judge(std::vector<float>(tail, tail + layout_.world_size))) {
-    case WireScale::Outcome::Good:
-      return Verdict::Good;
-    case WireScale::Outcome::NonFinite:
-      return Verdict::NonFinite;
-    case WireScale::Outcome::PackAgain:
-      break;
-  }
-  // The local gradients are still where they were: unpack() is what overwrites them.
-  const at::NoGradGuard no_grad;
-  max_abs_bits_ = 0;
-  for (const Slot& slot : slots_) {
-    packWire(slot);
-  }
-  seal();
-  return scale_->exponent() < exponent_before ? Verdict::RepackedAfterOverflow : Verdict::RepackedAfterUnderflow;
-}
-
-void Bucket::takeHookResult(const at::Tensor& result) {
-  const at::NoGradGuard no_grad;
-  if (layout_.sparse) {
-    TORCH_CHECK(
-        result.is_sparse() && result.sizes() == slots_[0].param.sizes(),
-        "the comm hook was given a sparse gradient and did not return a sparse tensor of its shape");
-    home_ = result;
-    return;
-  }
-  TORCH_CHECK(
-      result.numel() == home_.numel(),
-      "the comm hook returned ",
-      result.numel(),
-      " elements for a bucket of ",
-      home_.numel());
-  const bool in_place = result.dim() == 1 && result.scalar_type() == dtype_ && sameMemory(result, home_, {1});
-  if (!in_place) {
-    home_.copy_(result.reshape({-1}));
-  }
-}
-
-void Bucket::unpack(size_t index) {
-  const at::NoGradGuard no_grad;
-  Slot& slot = slots_[index];
-  at::Tensor& grad = slot.param.mutable_grad();
-  if (layout_.sparse) {
-    grad = home_;
-    return;
-  }
-  if (cast()) {
-    unpackWire(slot);
-    return;
-  }
-  if (!grad.defined()) {
-    grad = layout_.grads_are_views
-        ? slot.view
-        : at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
-  }
-  if (!sameMemory(grad, slot.view, slot.strides)) {
-    grad.copy_(slot.view);
-  }
-}
-
-void Bucket::unpackWire(Slot& slot) {
-  at::Tensor& grad = slot.param.mutable_grad();
-  if (layout_.grads_are_views && (!grad.defined() || grad.scalar_type() == dtype_)) {
-    grad = slot.view;
-  } else if (!grad.defined()) {
-    grad = at::empty_strided(slot.param.sizes(), slot.strides, slot.param.options().requires_grad(false));
-  }
-  if (slot.numel == 0) {
-    return;
-  }
-  const float factor = scale_.has_value() ? scale_->unpackFactor(divisor_) : 1.0F / static_cast<float>(divisor_);
-  const bool direct = grad.scalar_type() == dtype_ && hasStrides(grad, slot.strides);
-  at::Tensor target = direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
-  const auto* in = static_cast<const char*>(wire_.const_data_ptr()) + slot.offset * wire_.element_size();
-  convert(toDType(dtype_), target.data_ptr(), toDType(wire_.scalar_type()), in, slot.numel, factor);
-  if (direct) {
-    bumpVersion(grad);
-  } else {
-    grad.copy_(target);
   }
 }
 

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/codec.h"
+#include "ddp/device_bucket.h"
 #include "ddp/wire_scale.h"
 
 namespace pycomm {
@@ -23,6 +25,7 @@ struct BucketLayout {
   bool sparse = false; ///< one parameter, whose gradients are sparse COO tensors
   bool reachable = false; ///< the ranks share a host and reach each other's tensors in place: see SharedHeap
   int scale_exponent = 0; ///< the fp16 scale's first, the same on every rank
+  std::string cuda_library; ///< the path of libpycomm_cuda.so, for gradients on a CUDA device
 };
 
 /// Gradients of one dtype that are reduced together.
@@ -42,6 +45,10 @@ struct BucketLayout {
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join().
 /// A wire of another kind goes in here and nowhere else: packWire(), seal(), judge(), and the factor in unpackWire().
+///
+/// On a CUDA device the same happens behind the streams that gradients come on, for all slots at once: pack() takes note of
+/// the stream, seal() launches one kernel, unpack() another one. What there are no kernels for (float64, complex) is left to
+/// torch's own, a slot at a time.
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
@@ -114,14 +121,15 @@ class Bucket {
 
   /// What a comm hook returned becomes the content of home.
   void takeHookResult(const at::Tensor& result);
-  /// Writes the reduced gradient of one slot to its parameter's .grad.
-  void unpack(size_t slot);
+  /// Writes the reduced gradients of these slots to their parameters' .grad.
+  void unpack(const std::vector<size_t>& slots);
   void finishStep() noexcept;
 
  private:
   [[nodiscard]] bool cast() const noexcept {
     return wire_.defined();
   }
+  void unpackOne(size_t slot);
   void packHome(const Slot& slot);
   void packWire(const Slot& slot);
   void packSparse(const Slot& slot);
@@ -129,6 +137,17 @@ class Bucket {
   void addLost(const Slot& slot);
   void allocateHome();
   [[nodiscard]] at::Tensor zerosToReduce(size_t numel, const at::TensorOptions& options);
+  [[nodiscard]] at::Tensor& gradientOf(Slot& slot) const;
+  [[nodiscard]] static bool inOrder(const at::Tensor& grad, const Slot& slot);
+  [[nodiscard]] static bool isHome(const at::Tensor& grad, const Slot& slot);
+  static void bumpVersion(const at::Tensor& written);
+
+  [[nodiscard]] bool fuses() const noexcept;
+  [[nodiscard]] at::ScalarType kernelType() const;
+  void sealOnDevice();
+  void packOnDevice();
+  void writeScaleSlot(const at::Tensor& largest_bits);
+  void unpackOnDevice(const std::vector<size_t>& wanted);
 
   BucketLayout layout_;
   at::ScalarType dtype_;
@@ -137,6 +156,7 @@ class Bucket {
   at::Tensor home_;
   at::Tensor wire_; ///< undefined when home is what travels
   std::optional<WireScale> scale_; ///< fp16 wire only
+  std::optional<DeviceBucket> device_; ///< gradients on a CUDA device
   at::Tensor lost_; ///< float32, with error feedback only
   uint32_t max_abs_bits_ = 0;
   size_t pending_ = 0;

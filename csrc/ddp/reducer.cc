@@ -18,7 +18,8 @@ namespace {
 /// Parameters of one kind share buckets.
 int kindOf(const ReducedParam& param) {
   const int wire = param.wire_dtype.has_value() ? static_cast<int>(*param.wire_dtype) + 1 : 0;
-  return (static_cast<int>(param.tensor.scalar_type()) * 1000 + wire) * 16 + static_cast<int>(param.codec);
+  const int kind = (static_cast<int>(param.tensor.scalar_type()) * 1000 + wire) * 16 + static_cast<int>(param.codec);
+  return kind * 128 + (param.tensor.is_cpu() ? 0 : param.tensor.device().index() + 1);
 }
 
 } // namespace
@@ -112,6 +113,7 @@ void Reducer::buildBuckets() {
     layout.hook_averages = hook_ != nullptr;
     layout.sparse = params_[indices[0]].sparse;
     layout.reachable = reachable_;
+    layout.cuda_library = options_.cuda_library;
     std::optional<int> exponent;
     for (size_t slot = 0; slot < indices.size(); ++slot) {
       places_[indices[slot]] = {b, slot};

@@ -34,6 +34,7 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
   bool error_feedback = true; ///< where there is a codec
+  std::string cuda_library; ///< see BucketLayout
   bool native_hooks = true; ///< false where Dynamo's Python reducer does the work
 };
 

@@ -271,11 +271,13 @@ void Reducer::finishBucket(size_t index, bool unpack) {
     awaitAllReduce(index);
   }
   launched_[index] = {};
+  std::vector<size_t> used;
   for (size_t slot = 0; unpack && slot < bucket.slots().size(); ++slot) {
     if (usedAnywhere(bucket.slots()[slot].index)) {
-      bucket.unpack(slot);
+      used.push_back(slot);
     }
   }
+  bucket.unpack(used);
   bucket.finishStep();
   if (record_ != nullptr) {
     record_->buckets[index].unpacked_ns = nowNs();

@@ -18,11 +18,9 @@ constexpr int kTopLowest = 0;
 constexpr int kExponentLimit = 126;
 
 // frexp() of an fp32 number gives -148 (the least subnormal) to 128, so codes are 52 to 328: exact in fp16.
-constexpr int kBias = 200;
-constexpr int kLowestCode = kBias - 148;
-constexpr int kHighestCode = kBias + 128;
+constexpr int kLowestCode = WireScale::kBias - 148;
+constexpr int kHighestCode = WireScale::kBias + 128;
 constexpr int kAllZeroCode = 0;
-constexpr int kNonFiniteCode = 1000;
 
 constexpr uint32_t kInfinityBits = 0x7f800000U;
 

@@ -41,6 +41,10 @@ class WireScale {
     NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
   };
 
+  /// What slotValue() adds to frexp's exponent, and what it gives for Inf and NaN; 0 for all zeros. Exact in fp16.
+  static constexpr int kBias = 200;
+  static constexpr int kNonFiniteCode = 1000;
+
   /// `exponent`: the s to start with, the same on every rank.
   explicit WireScale(int world_size, int exponent = 0);
 

@@ -70,7 +70,7 @@ void DataPlane::notice(ErrorRecord record) {
   }
 }
 
-void DataPlane::post(std::shared_ptr<Operation> operation) {
+void DataPlane::post(const std::shared_ptr<Operation>& operation) {
   if (failure_ || closing_ || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
     // What belongs in shared memory comes here only when that is over, which is a little before all else is.
     ErrorRecord closed;
@@ -261,7 +261,9 @@ void DataPlane::settle(uint64_t op_id) {
 void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
   const auto transfers = std::exchange(transfers_, {});
   const auto unmatched = std::exchange(unmatched_, {});
+  const auto without_input = std::exchange(without_input_, {});
   host_stuck_.clear();
+  endFollowed(why);
   lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
     protocol_.ended(entry.first);
@@ -269,6 +271,9 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const T
   }
   for (const auto& entry : unmatched) {
     entry.second->finish(why(*entry.second, nullptr));
+  }
+  for (const auto& operation : without_input) {
+    operation->finish(why(*operation, nullptr));
   }
   held_.clear();
 }
@@ -333,65 +338,6 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
     }
   }
   notice(std::move(suspicion.record));
-}
-
-TimePoint DataPlane::nextTick() const noexcept {
-  TimePoint next = std::min({protocol_.nextTick(), next_deadline_, close_at_});
-  for (const auto& entry : suspicions_) {
-    next = std::min(next, entry.second.due);
-  }
-  return next;
-}
-
-void DataPlane::checkDeadlines(TimePoint now) {
-  if (now < next_deadline_) {
-    return;
-  }
-  next_deadline_ = TimePoint::max();
-  for (const auto& entry : transfers_) {
-    const Deadline deadline = entry.second->operation().request().deadline;
-    if (deadline.expired(now)) {
-      notice(timedOut(*entry.second, protocol_.missing(entry.first), identity_));
-    } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
-    }
-  }
-  for (const auto& entry : unmatched_) {
-    const Deadline deadline = entry.second->request().deadline;
-    if (deadline.expired(now)) {
-      notice(unmatched(*entry.second, identity_));
-    } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
-    }
-  }
-  checkHostDeadlines(now);
-}
-
-void DataPlane::tick(TimePoint now) noexcept {
-  if (close_at_ <= now) {
-    close_at_ = TimePoint::max();
-    failure_ = failure_ ? failure_ : closing_;
-    stopPorts();
-    std::exchange(closed_, nullptr)();
-    return; // the owner may be gone
-  }
-  guarded(-1, [&] {
-    protocol_.tick(now);
-    act();
-    checkDeadlines(now);
-    std::vector<std::pair<int, Suspicion>> due;
-    for (auto at = suspicions_.begin(); at != suspicions_.end();) {
-      if (at->second.due <= now) {
-        due.emplace_back(at->first, std::move(at->second));
-        at = suspicions_.erase(at);
-      } else {
-        ++at;
-      }
-    }
-    for (auto& entry : due) {
-      suspect(entry.first, std::move(entry.second));
-    }
-  });
 }
 
 } // namespace pycomm

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -94,7 +95,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
       : DataPlane(std::move(identity), lane, std::move(events), Options()) {}
   ~DataPlane() override;
 
-  void post(std::shared_ptr<Operation> operation);
+  void post(const std::shared_ptr<Operation>& operation);
+  /// Watches over the deadline of an operation whose input is not there yet, until release() posts it; then nothing if it has ended.
+  void hold(const std::shared_ptr<Operation>& operation);
+  void release(const std::shared_ptr<Operation>& operation);
   /// A peer has connected to us.
   void adopt(int peer, std::unique_ptr<Link> link, int stream = 0);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
@@ -112,6 +116,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   }
   void hostStuck(std::shared_ptr<Operation> operation);
   void hostUnstuck(uint64_t op_id);
+
+  /// Of an operation that another library runs: it is compared and watched over, and ends when it is said to have, or with the group.
+  void follow(const std::shared_ptr<Operation>& operation);
+  void followedEnded(uint64_t op_id, std::optional<ErrorRecord> error);
 
   [[nodiscard]] Usage usage() const;
 
@@ -173,6 +181,9 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void suspect(int peer, Suspicion suspicion);
   void checkDeadlines(TimePoint now);
   void checkHostDeadlines(TimePoint now);
+  void checkFollowedDeadlines(TimePoint now);
+  void endFollowed(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
+  void checkHeldDeadlines(TimePoint now);
   void recallHost(uint64_t op_id);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
@@ -197,9 +208,11 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   PointToPoint point_to_point_;
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
+  std::set<std::shared_ptr<Operation>> without_input_; ///< see hold()
   uint64_t next_ticket_ = 1;
   const HostPlane* host_ = nullptr;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> host_stuck_; ///< in shared memory, and waiting for long
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> followed_; ///< see follow()
   int64_t host_recalled_ = 0; ///< up to this one the protocol knows them
   std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;

@@ -1,5 +1,5 @@
-// What the data plane does for operations in shared memory (HostPlane): it watches over their deadlines, and lets the ranks ask each
-// other about them. Their bytes never come here.
+// What the data plane does for operations whose bytes never come here, those in shared memory (HostPlane) and of NCCL: it watches over
+// their deadlines, and lets the ranks ask each other about them.
 #include <algorithm>
 #include <utility>
 
@@ -76,6 +76,10 @@ void DataPlane::checkHostDeadlines(TimePoint now) {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
       continue;
     }
+    if (operation.shared().held.load(std::memory_order_relaxed)) {
+      notice(inputLate(operation, operation.shared().bytes_total, identity_));
+      continue;
+    }
     const HostPlane::Standing standing = host_->standing(operation);
     std::optional<Protocol::Missing> missing;
     if (standing.not_entered >= 0) {
@@ -91,6 +95,49 @@ void DataPlane::checkHostDeadlines(TimePoint now) {
         standing.behind,
         missing,
         identity_));
+  }
+}
+
+void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
+  if (failure_ || closing_) {
+    post(operation); // which says so
+    return;
+  }
+  guarded(-1, [&] {
+    const Operation::Request& request = operation->request();
+    next_deadline_ = std::min(next_deadline_, request.deadline.instant());
+    followed_.emplace(request.id.id, operation);
+    protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now());
+    act();
+  });
+}
+
+void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) {
+  const auto found = followed_.find(op_id);
+  if (found == followed_.end()) {
+    return; // the group has failed meanwhile
+  }
+  const std::shared_ptr<Operation> operation = std::move(found->second);
+  followed_.erase(found);
+  protocol_.ended(op_id);
+  operation->finish(error ? std::optional<ErrorRecord>(errorOf(*operation, *error, identity_)) : std::nullopt);
+}
+
+void DataPlane::endFollowed(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
+  for (const auto& entry : std::exchange(followed_, {})) {
+    protocol_.ended(entry.first);
+    entry.second->finish(why(*entry.second, nullptr));
+  }
+}
+
+void DataPlane::checkFollowedDeadlines(TimePoint now) {
+  for (const auto& entry : followed_) {
+    const Deadline deadline = entry.second->request().deadline;
+    if (deadline.expired(now)) {
+      notice(timedOut(*entry.second, 0, 0, -1, protocol_.missing(entry.first), identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
   }
 }
 

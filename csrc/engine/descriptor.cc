@@ -86,4 +86,20 @@ std::string Descriptor::text() const {
   return out + ')';
 }
 
+// FNV-1a; never 0 for uneven splits. In an all_to_all every rank has splits of its own, and in a gather or scatter only the root
+// knows all sizes; what matters there is compared pair by pair, as frames meet.
+uint32_t splitsDigest(Collective kind, const std::vector<int64_t>& counts) {
+  const bool own = kind == Collective::AllToAll || kind == Collective::Gather || kind == Collective::Scatter;
+  if (own || counts.empty()) {
+    return 0;
+  }
+  uint32_t hash = 2166136261U;
+  for (const int64_t count : counts) {
+    for (int shift = 0; shift < 64; shift += 8) {
+      hash = (hash ^ static_cast<uint32_t>((count >> shift) & 0xff)) * 16777619U;
+    }
+  }
+  return hash == 0 ? 1 : hash;
+}
+
 } // namespace pycomm

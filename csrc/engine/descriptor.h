@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "schedule/step.h"
 #include "transport/wire.h"
@@ -39,5 +40,8 @@ struct Descriptor {
   /// "all_reduce(SUM, float32 x 1024, ring)"
   [[nodiscard]] std::string text() const;
 };
+
+/// Of the split sizes that all ranks must have alike; 0 for even splits, and where each rank has its own.
+[[nodiscard]] uint32_t splitsDigest(Collective kind, const std::vector<int64_t>& counts);
 
 } // namespace pycomm

@@ -95,6 +95,15 @@ ErrorRecord timedOut(
       transfer.operation(), transfer.bytesArrived(), transfer.bytesExpected(), transfer.waitsFor(), missing, identity);
 }
 
+namespace {
+
+// What is left to wait for where every rank has come.
+std::string ownPart(const Operation& operation) {
+  return operation.request().descriptor.algorithm == Algorithm::Nccl ? "NCCL, or its stream" : "its own memory";
+}
+
+} // namespace
+
 ErrorRecord timedOut(
     const Operation& operation,
     int64_t bytes_done,
@@ -114,9 +123,21 @@ ErrorRecord timedOut(
         "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
     record.phase = "transfer";
-    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : "its own memory") + ".";
+    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : ownPart(operation)) + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
+  return record;
+}
+
+ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, identity.rank, identity);
+  record.code = ErrorCode::Timeout;
+  record.phase = "copy_to_host";
+  record.bytes_total = bytes_total;
+  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) +
+      " ms: the tensor of " + rankText(identity.rank, identity) + " has not left its device.";
+  record.hint =
+      "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
   return record;
 }
 

@@ -34,6 +34,9 @@ namespace pycomm {
     const std::optional<Protocol::Missing>& missing,
     const GroupIdentity& identity);
 
+/// The same of one whose input has not come from its device.
+[[nodiscard]] ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity);
+
 /// The same of a receive that never learned its sender.
 [[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
 

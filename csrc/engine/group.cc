@@ -25,20 +25,6 @@ bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
       a.pipeline_frames == b.pipeline_frames;
 }
 
-// FNV-1a over the split sizes: 0 for even splits, so that error texts stay short where there are none.
-uint32_t splitsDigest(const std::vector<int64_t>& counts) {
-  if (counts.empty()) {
-    return 0;
-  }
-  uint32_t hash = 2166136261U;
-  for (const int64_t count : counts) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash = (hash ^ static_cast<uint32_t>((count >> shift) & 0xff)) * 16777619U;
-    }
-  }
-  return hash == 0 ? 1 : hash;
-}
-
 } // namespace
 
 Group::~Group() {
@@ -113,11 +99,7 @@ void Group::fillCollective(Operation::Request& request, const Call& call) {
   request.schedule = scheduleFor(schedule);
   request.descriptor.algorithm = request.schedule->schedule.algorithm;
   request.descriptor.root = schedule.root;
-  // In an all_to_all every rank has splits of its own, and in a gather or scatter only the root knows all sizes; what matters there
-  // is compared pair by pair, as frames meet.
-  const bool splits_are_own = schedule.kind == Collective::AllToAll || schedule.kind == Collective::Gather ||
-      schedule.kind == Collective::Scatter;
-  request.descriptor.digest = splits_are_own ? 0 : splitsDigest(schedule.counts);
+  request.descriptor.digest = splitsDigest(schedule.kind, schedule.counts);
   request.id = takeOperationId(counter_, identity_.hash);
 }
 
@@ -200,7 +182,11 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
-  postToLane(operation, call.waits);
+  if (call.held) {
+    onLane(&DataPlane::hold, operation, false);
+  } else {
+    onLane(&DataPlane::post, operation, call.waits);
+  }
   return operation;
 }
 
@@ -214,18 +200,30 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
     request.id = takeOperationId(counter_, identity_.hash);
     auto made = std::make_shared<Operation>(std::move(request));
     made->setMark(recorded(*made));
+    made->shared().held.store(call.held, std::memory_order_relaxed);
     return made;
   };
   if (!host_->post(std::cref(make), call.waits, operation)) {
-    postToLane(operation, call.waits); // which knows why it is over
+    onLane(&DataPlane::post, operation, call.waits); // which knows why it is over
   }
   return operation;
 }
 
-void Group::postToLane(const std::shared_ptr<Operation>& operation, bool waits) {
-  auto begin = [self = shared_from_this(), operation] {
+void Group::release(const std::shared_ptr<Operation>& operation) {
+  if (operation->done()) {
+    return; // with the group, which the engine may not have outlived
+  }
+  if (operation->shared().ticket != 0) {
+    host_->release(*operation);
+  } else {
+    onLane(&DataPlane::release, operation, false);
+  }
+}
+
+void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, bool waits) {
+  auto begin = [self = shared_from_this(), step, operation] {
     if (self->data_ != nullptr) {
-      self->data_->post(operation);
+      ((*self->data_).*step)(operation);
       return;
     }
     ErrorRecord record;

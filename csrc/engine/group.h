@@ -71,6 +71,7 @@ class Group : public std::enable_shared_from_this<Group> {
     BufferView lost;
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
+    bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
   };
 
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
@@ -82,6 +83,16 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
   [[nodiscard]] std::shared_ptr<Operation> start(const Call& call);
+
+  /// Lets an operation begin that was started `held`: its input is there now. If that never comes it ends at its deadline, or with the
+  /// group; a release after that does nothing, but until it, something may still write the input. Any thread.
+  void release(const std::shared_ptr<Operation>& operation);
+
+  /// Takes note of an operation that another library runs (Algorithm::Nccl). It has its place in the order of operations, is compared
+  /// with the other ranks', recorded, and watched over like all others; nothing of it moves here. It ends with the group, or when
+  /// followedEnded() says so. Collectives only; throws as start() does.
+  [[nodiscard]] std::shared_ptr<Operation> follow(const Call& call);
+  void followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error);
 
   /// Whether this call may have its parts in buffers of their own. Small ones may not: their algorithms send several ranks' parts as
   /// one frame, and copying them costs little. Throws what start() throws for a call without meaning.
@@ -115,6 +126,10 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] const std::string& interfaceName() const noexcept {
     return interface_name_;
   }
+  /// RendezvousConfig::remark of all, by rank.
+  [[nodiscard]] const std::vector<std::string>& remarks() const noexcept {
+    return remarks_;
+  }
   [[nodiscard]] const TopologyView& topology() const noexcept {
     return *topology_;
   }
@@ -147,7 +162,9 @@ class Group : public std::enable_shared_from_this<Group> {
   void onFailed(const ErrorRecord& cause);
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
-  void postToLane(const std::shared_ptr<Operation>& operation, bool waits);
+  using LaneStep = void (DataPlane::*)(const std::shared_ptr<Operation>&);
+  /// Has the lane do one step of the data plane's with it; if there is none any more the operation ends.
+  void onLane(LaneStep step, const std::shared_ptr<Operation>& operation, bool waits);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
@@ -166,6 +183,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<TunedChoice> tuned_; ///< empty where it was measured on another topology
   std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
   std::vector<std::string> watch_names_; ///< by rank
+  std::vector<std::string> remarks_; ///< by rank
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
   std::string address_reason_;
   std::string interface_name_;

@@ -135,6 +135,7 @@ Group::Group(
     identity_.hosts.push_back(member.host);
     identity_.addresses.push_back(member.address);
     watch_names_.push_back(member.watch_name);
+    remarks_.push_back(member.remark);
     if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
       host_mates_.push_back(member.rank);
     }

@@ -96,6 +96,11 @@ bool HostPlane::post(
   return true;
 }
 
+void HostPlane::release(Operation& operation) noexcept {
+  operation.shared().held.store(false, std::memory_order_seq_cst);
+  ringSelf();
+}
+
 bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   {
     const std::unique_lock<std::mutex> baton(baton_, std::try_to_lock);
@@ -103,6 +108,9 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
       return false;
     }
     run([&] { return operation.done(); }, deadline, config_.spin_us);
+  }
+  if (ending_.load(std::memory_order_seq_cst)) {
+    return false; // whoever ends the plane ends the operation
   }
   if (!allDone()) { // also what was posted while this thread was leaving
     wakeWorker();

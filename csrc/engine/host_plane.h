@@ -35,6 +35,10 @@ struct HostHeaps {
 /// that order. So there is never a question whose turn a stage is, and a slow rank holds up only what comes after. What is issued in
 /// callbacks and chains has no such order, and goes by TCP.
 ///
+/// An operation whose input is not there yet (Operation::Shared::held: it is on its way from a device) has its ticket from the time when
+/// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
+/// this rank is one that comes late, so they need not know whose tensors lie on devices.
+///
 /// Who runs them: a caller that waits (`drive`), with no other thread in between; or, for what nobody waits for, a thread of the
 /// plane's own, which is started when it is first needed. One at a time has the baton.
 ///
@@ -79,8 +83,11 @@ class HostPlane {
   /// False if the plane is over: then the operation is not taken.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
 
-  /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already: then
-  /// something else must be waited for.
+  /// Lets an operation that was posted held be entered.
+  void release(Operation& operation) noexcept;
+
+  /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already, or the
+  /// plane has ended: then something else must be waited for.
   bool drive(const Operation& operation, Deadline deadline);
 
   /// The group has failed: every operation ends; nothing is read or written any more. `told` hears before what the oldest one will end

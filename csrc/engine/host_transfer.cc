@@ -45,6 +45,9 @@ HostTransfer::HostTransfer(
 }
 
 bool HostTransfer::mayEnter(uint64_t& blocked) const noexcept {
+  if (operation_->shared().held.load(std::memory_order_seq_cst)) {
+    return false; // whoever releases it rings
+  }
   if (ticket_ <= kHostSlots) {
     return true;
   }

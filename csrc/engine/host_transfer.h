@@ -40,7 +40,8 @@ class HostTransfer {
   [[nodiscard]] bool large() const noexcept {
     return rounds_ > 0;
   }
-  /// Whether the slot is free: all, this rank among them, are done with its last operation. Else `blocked` gets the bit of a rank that is not.
+  /// Whether its input is there, and the slot is free: all, this rank among them, are done with its last operation. Else `blocked` gets
+  /// the bit of a rank that is not.
   [[nodiscard]] bool mayEnter(uint64_t& blocked) const noexcept;
   void enter();
 

@@ -62,10 +62,14 @@ Membership::Membership(Config config, TimePoint now)
 }
 
 bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
-  // A deadline that can say who never came is better evidence than one that only saw a neighbour wait.
-  const auto key = [](const ErrorRecord& r) {
-    const bool vague = r.code == ErrorCode::Timeout && r.phase != "not_entered";
-    return std::make_tuple(causeClass(r.code), vague, r.peer < 0 ? r.rank : r.peer, r.rank, static_cast<int>(r.code));
+  // A deadline that can say who never came is better evidence than one that only saw a neighbour wait; best is who knows why it has
+  // not come itself.
+  const auto vagueness = [](const ErrorRecord& r) {
+    return r.code != ErrorCode::Timeout || r.phase == "copy_to_host" ? 0 : r.phase == "not_entered" ? 1 : 2;
+  };
+  const auto key = [&](const ErrorRecord& r) {
+    return std::make_tuple(
+        causeClass(r.code), vagueness(r), r.peer < 0 ? r.rank : r.peer, r.rank, static_cast<int>(r.code));
   };
   return key(a) < key(b);
 }

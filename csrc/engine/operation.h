@@ -63,6 +63,7 @@ class Operation {
     uint64_t ticket = 0; ///< 0: it is not one. Set once, before others have it
     int64_t bytes_total = 0;
     std::atomic<int64_t> bytes_done{0};
+    std::atomic<bool> held{false}; ///< its input is not there yet (Group::Call::held)
   };
   [[nodiscard]] Shared& shared() noexcept {
     return shared_;

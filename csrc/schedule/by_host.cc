@@ -66,6 +66,7 @@ bool goesByHost(Collective kind, Algorithm algorithm) noexcept {
     case Algorithm::RecursiveHalving:
     case Algorithm::SharedMemory:
     case Algorithm::Hierarchical:
+    case Algorithm::Nccl:
       return false;
   }
   return false;

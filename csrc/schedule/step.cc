@@ -52,6 +52,8 @@ const char* algorithmName(Algorithm algorithm) noexcept {
       return "shared_memory";
     case Algorithm::Hierarchical:
       return "hierarchical";
+    case Algorithm::Nccl:
+      return "nccl";
   }
   return "unknown";
 }

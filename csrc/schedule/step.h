@@ -40,6 +40,7 @@ enum class Algorithm : uint16_t {
   RecursiveHalving = 7,
   SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host_plane.h)
   Hierarchical = 9,
+  Nccl = 10, ///< no schedule: NCCL moves the bytes (Group::follow)
 };
 [[nodiscard]] const char* algorithmName(Algorithm algorithm) noexcept;
 

@@ -13,6 +13,7 @@ namespace {
 constexpr size_t kMaxConfigNbytes = 4096;
 constexpr size_t kMaxHostNbytes = 255;
 constexpr size_t kMaxWatchNbytes = 32;
+constexpr size_t kMaxRemarkNbytes = 255;
 
 // One line, whatever the user's host name or options hold.
 std::string oneLine(std::string text, size_t max_nbytes) {
@@ -82,6 +83,7 @@ std::string RankRecord::wireText() const {
   put("digest", std::to_string(config_digest));
   put("nonce", std::to_string(nonce));
   put("watch", oneLine(watch_name, kMaxWatchNbytes));
+  put("remark", oneLine(remark, kMaxRemarkNbytes));
   put("config", oneLine(config_text, kMaxConfigNbytes));
   return out;
 }
@@ -125,6 +127,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.nonce = number("nonce", UINT64_MAX);
   record.config_text = oneLine(fields["config"], kMaxConfigNbytes);
   record.watch_name = oneLine(fields["watch"], kMaxWatchNbytes);
+  record.remark = oneLine(fields["remark"], kMaxRemarkNbytes);
   if (number("rank", INT32_MAX) != static_cast<uint64_t>(rank)) {
     refuse(rank, "it says rank " + fields["rank"]);
   }

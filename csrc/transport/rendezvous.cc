@@ -74,6 +74,7 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route)
   record.config_text = config.config_text;
   record.nonce = config.rank == 0 ? randomNonce() : 0;
   record.watch_name = config.watch_name;
+  record.remark = config.remark;
   return record;
 }
 
@@ -160,6 +161,7 @@ std::vector<Member> exchangeAddresses(
     member.identity = record.identity;
     member.pid = record.process.pid;
     member.watch_name = record.watch_name;
+    member.remark = record.remark;
     member.further = readAddresses(record.rank, text);
     member.address = member.further.front();
     member.further.erase(member.further.begin());

@@ -26,6 +26,7 @@ struct RendezvousConfig {
   uint32_t config_digest = 0; ///< of every option that must be the same on all ranks
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
   std::string watch_name; ///< where processes of this host may watch this one; empty: nowhere
+  std::string remark; ///< one line that all ranks get (Member::remark)
   Deadline deadline = Deadline::never();
 };
 
@@ -38,6 +39,7 @@ struct Member {
   SocketAddress address; ///< where it listens
   std::vector<SocketAddress> further; ///< and besides, on as many interfaces as every rank has
   std::string watch_name;
+  std::string remark;
 };
 
 struct Rendezvous {

@@ -16,8 +16,9 @@ import torch
 
 import _pycomm_autoload
 from pycomm import _extension, errors
+from pycomm._settings import SETTINGS
 from pycomm._version import __version__
-from pycomm.options import SETTINGS, Options, unknown_variables, variable_error
+from pycomm.options import Options, unknown_variables, variable_error
 
 _DISTRIBUTION = "torch-pycomm"
 

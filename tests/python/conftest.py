@@ -100,6 +100,14 @@ def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of tests/python/fake_cuda, compiled once."""
+    import fake_cuda_device
+
+    return fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda"))
+
+
 @pytest.fixture
 def free_port() -> int:
     return ranks.free_port()

@@ -14,7 +14,7 @@ from codec_bounds import BYTES_PER_BLOCK
 from documents import blocks, read, table
 from ranks import LOOPBACK, TORCH_DDP, free_port, run_ranks
 
-from pycomm.options import SETTINGS
+from pycomm._settings import SETTINGS
 
 DOCUMENT = "docs/codecs.md"
 HEADER = (

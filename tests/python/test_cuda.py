@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+import pycomm
 from pycomm import _extension
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -161,7 +162,7 @@ def _on_one_device(rank: int, size: int) -> list[float]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_a_device(size: int) -> None:
-    for errors in run_ranks(size, _on_one_device, fresh=True, timeout=120).values():
+    for errors in run_ranks(size, _on_one_device, fresh=True, timeout_s=120).values():
         assert max(errors) < 1e-5
 
 
@@ -182,5 +183,66 @@ def _ddp(rank: int, size: int) -> list[float]:
 
 
 def test_torchs_ddp_trains_alike_on_all_ranks() -> None:
-    first, second = run_ranks(2, _ddp, fresh=True, timeout=120).values()
+    first, second = run_ranks(2, _ddp, fresh=True, timeout_s=120).values()
     assert first == second
+
+
+def _wrapper(rank: int, size: int, wire: str | None) -> tuple[list[float], list[float]]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    batches = torch.randn(5, 8, 100, generator=torch.Generator().manual_seed(1))
+    sums = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.Linear(300, 10)).cuda()
+        model: torch.nn.Module = (
+            pycomm.DistributedDataParallel(layers, wire_dtype=wire)
+            if ours
+            else torch.nn.parallel.DistributedDataParallel(layers)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(batch[rank::size].cuda()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        sums.append([float(parameter.double().sum()) for parameter in model.parameters()])
+    return sums[0], sums[1]
+
+
+@pytest.mark.parametrize("wire", [None, "fp16", "bf16", "int8"])
+def test_pycomms_ddp_trains_as_torchs(wire: str | None) -> None:
+    first, second = run_ranks(2, _wrapper, args=(wire,), fresh=True, timeout_s=120).values()
+    ours, torchs = first
+    assert ours == second[0], "the same bits on both ranks"
+    tolerance = {None: 1e-3, "fp16": 1e-2, "bf16": 0.1, "int8": 0.2}[wire]
+    assert ours == pytest.approx(torchs, rel=tolerance, abs=tolerance)
+
+
+def _by_nccl(rank: int, size: int, algorithm: str) -> list[float]:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(
+        pg_options=pycomm.Options(cuda_mode="nccl", algorithm=algorithm)  # type: ignore[arg-type]
+    )
+    results = []
+    for numel in (1, 1000, 3_000_000):
+        tensor = torch.full((numel,), float(rank + 1), device="cuda")
+        dist.all_reduce(tensor, group=group)
+        every = torch.empty(size * numel, device="cuda")
+        dist.all_gather_into_tensor(every, tensor, group=group)
+        dist.reduce_scatter_tensor(tensor, every, group=group)
+        results += [float(tensor.min()), float(tensor.max())]
+    dist.destroy_process_group(group)
+    return results
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_collectives_by_nccl(size: int, algorithm: str) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"NCCL needs a GPU a rank, and there are {torch.cuda.device_count()}")
+    ranks = run_ranks(size, _by_nccl, args=(algorithm,), fresh=True, timeout_s=120)
+    for results in ranks.values():
+        assert set(results) == {size * size * (size + 1) / 2}

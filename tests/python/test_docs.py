@@ -20,8 +20,8 @@ from documents import ROOT, blocks, installed_environment, read, table
 import pycomm
 from pycomm import errors
 from pycomm._ddp_options import ONLY
+from pycomm._settings import SETTINGS
 from pycomm._wire_patterns import WIRE_DTYPES
-from pycomm.options import SETTINGS
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "benchmarks/README.md"),

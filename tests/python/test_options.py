@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import Options
-from pycomm.options import SETTINGS, ResolvedOptions, unknown_variables, variables
+from pycomm._settings import SETTINGS
+from pycomm.options import ResolvedOptions, unknown_variables, variables
 
 
 def test_defaults() -> None:
@@ -29,6 +30,7 @@ def test_defaults() -> None:
         tuning="off",
         transport="auto",
         wire_dtype="fp32",
+        cuda_mode="auto",
         segment_nbytes=256 * 1024,
         streams=1,
         check_call_sites=False,
@@ -66,6 +68,7 @@ SAME_EITHER_WAY = [
     ("check_call_sites", "1", True, True),
     ("check_call_sites", "0", False, False),
     ("wire_dtype", "INT8", "int8", "int8"),
+    ("cuda_mode", "TCP", "tcp", "tcp"),
     ("segment_nbytes", "64K", 65536, 65536),
     ("segment_nbytes", "1MiB", "1M", 1 << 20),
     ("segment_nbytes", "4096", "4096", 4096),
@@ -145,6 +148,7 @@ REFUSED = [
     ("algorithm", "rign", "'ring'"),
     ("transport", "shn", "did you mean 'shm'"),
     ("transport", "rdma", "'auto' or 'shm' or 'tcp'"),
+    ("cuda_mode", "gpu", "'auto' or 'nccl' or 'tcp'"),
     ("segment_nbytes", "1K", "4K to 4M"),
     ("streams", 0, "1 to 16"),
     ("streams", "17", "1 to 16"),

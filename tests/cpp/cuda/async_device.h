@@ -60,6 +60,10 @@ class AsyncDevice : public HostDevice {
       flag->wait();
     }
   }
+  /// Does `task` when the stream has come to it.
+  void run(Stream stream, std::function<void()> task) {
+    put(stream, std::move(task));
+  }
   /// Until everything put onto the stream so far has been done.
   void synchronize(Stream stream) {
     const auto flag = std::make_shared<Flag>();

@@ -1,8 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "base/error.h"
 #include "cuda/device_runtime.h"
@@ -20,6 +22,9 @@ class HostDevice : public DeviceRuntime {
     return 1;
   }
   void setDevice(int) override {}
+  std::string deviceUuid(int device) override {
+    return "host" + std::to_string(device);
+  }
   void* allocatePinned(size_t nbytes) override {
     return std::malloc(nbytes);
   }

@@ -125,6 +125,7 @@ TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
   stager.waitOn(kCaller);
   EXPECT_THAT(device.journal, ElementsAre("copy 12 in", "record in", "record in", "wait caller"));
   EXPECT_EQ(tensor[0], 40);
+  device.reachAll(); // whose end the stager waits for
 }
 
 TEST(Stager, ABlockIsUsedAgainOnlyWhenTheDeviceHasReadIt) {
@@ -206,6 +207,29 @@ TEST(Stager, ClosingTellsWhatIsNotReady) {
   ASSERT_TRUE(failure);
   EXPECT_EQ(failure->code, ErrorCode::ShutDown);
   EXPECT_EQ(device.pinned, 0);
+}
+
+TEST(Stager, WhatNeverEndsKeepsItsMemoryAndNobodyElse) {
+  ManualDevice device;
+  const auto promise = std::make_shared<std::promise<Verdict>>();
+  auto ready = promise->get_future();
+  std::vector<int> tensor = {7};
+  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn, std::chrono::milliseconds(20));
+  stager->toHost({{tensor.data(), stager->take(4), 4}}, kCaller, promising(promise));
+  void* const read = stager->take(4);
+  stager->toDevice({{tensor.data(), read, 4}});
+  stager->giveAfterCopies(read);
+  stager.reset();
+  EXPECT_EQ(device.pinned, 2) << "the device may still use them";
+  device.reachAll();
+  const Verdict failure = ready.get();
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->code, ErrorCode::ShutDown);
+  for (int i = 0; i < 1000 && (device.pinned != 0 || device.events != 0); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(device.pinned, 0);
+  EXPECT_EQ(device.events, 0);
 }
 
 } // namespace

@@ -1,0 +1,74 @@
+"""A training step with gradients of ResNet-50's sizes: pycomm's DDP beside torch's over NCCL.
+
+python benchmarks/cuda_ddp.py [--ranks 1] [--blocks 20]
+
+"no_sync" is the same step without communication: what a row is above it is exposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuda_ranks import Body, blocks_of, heading, open_groups, possible_backends, ratio, run
+from torch import nn
+
+import pycomm
+
+WIDTH = 1024
+LAYERS = 24  # 25.2 million parameters, as ResNet-50 has
+
+
+def model() -> nn.Module:
+    layers = [
+        layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())
+    ]
+    return nn.Sequential(*layers).cuda()
+
+
+def table(blocks: int, batch: int, command: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = open_groups(possible_backends(ranks))
+    wrappers: dict[str, Any] = {}
+    for name, group in groups.items():
+        wrappers[f"torch DDP, {name}"] = nn.parallel.DistributedDataParallel(
+            model(), process_group=group, gradient_as_bucket_view=True
+        )
+        if name.startswith("pycomm"):
+            for wire in (None, "fp16"):
+                wrappers[f"{name}, {wire or 'fp32'}"] = pycomm.DistributedDataParallel(
+                    model(), process_group=group, wire_dtype=wire
+                )
+    samples = torch.randn(batch, WIDTH, device="cuda")
+
+    def step(ddp: nn.Module) -> None:
+        ddp(samples).sum().backward()
+
+    bodies: dict[str, Body] = {name: (lambda ddp=ddp: step(ddp)) for name, ddp in wrappers.items()}
+    alone = model()
+    bodies["no_sync"] = lambda: step(alone)
+    times = blocks_of(bodies, blocks, 5)
+    if rank == 0:
+        print(heading(command))
+        print(f"# {ranks} ranks on {torch.cuda.device_count()} GPUs, batch {batch}")
+        print(f"{'step':>28} {'ms':>9}  against no_sync, nine of ten")
+        for name in bodies:
+            median = statistics.median(times[name])
+            print(f"{name:>28} {median:>9.3f}  {ratio(times, name, 'no_sync')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4096)
+    given = parser.parse_args()
+    command = f"python benchmarks/cuda_ddp.py --ranks {given.ranks} --batch {given.batch}"
+    run(given.ranks, table, given.blocks, given.batch, command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What the tables of CUDA tensors share: ranks, groups that take turns, and clocks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import pycomm
+
+Body = Callable[[], object]
+
+
+def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
+    """`nccl` is torch's own backend, `pycomm:nccl` and `pycomm:tcp` are pycomm's two ways."""
+    groups = {}
+    for name in names:
+        backend, _, mode = name.partition(":")
+        options = pycomm.Options(cuda_mode=mode) if backend == "pycomm" else None
+        group = dist.new_group(backend=backend, pg_options=options, timeout=timedelta(seconds=120))
+        assert isinstance(group, dist.ProcessGroup)
+        groups[name] = group
+    return groups
+
+
+def possible_backends(ranks: int) -> list[str]:
+    """NCCL wants a GPU a rank."""
+    return ["pycomm:tcp", *(["pycomm:nccl", "nccl"] if ranks <= torch.cuda.device_count() else [])]
+
+
+def blocks_of(bodies: Mapping[str, Body], blocks: int, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of one run, a block each; the bodies take turns, back and forth."""
+    times: dict[str, list[float]] = {name: [] for name in bodies}
+    for body in bodies.values():
+        for _ in range(3):
+            body()
+    for block in range(blocks):
+        order = list(bodies) if block % 2 == 0 else list(reversed(bodies))
+        for name in order:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(repeats):
+                bodies[name]()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) / repeats)
+    return times
+
+
+def ratio(times: Mapping[str, list[float]], name: str, base: str) -> str:
+    """The median of the blocks' ratios, and where nine of ten lie."""
+    pairs = sorted(a / b for a, b in zip(times[name], times[base], strict=True))
+    low, high = pairs[len(pairs) // 20], pairs[-1 - len(pairs) // 20]
+    return f"{statistics.median(pairs):.3f} ({low:.3f} to {high:.3f})"
+
+
+def heading(command: str) -> str:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    device = torch.cuda.get_device_name()
+    return f"# {command}\n# {device}, torch {torch.__version__}, commit {commit.stdout.strip()}"
+
+
+def _rank(
+    rank: int, ranks: int, port: int, body: Callable[..., None], args: tuple[object, ...]
+) -> None:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks)
+    )
+    dist.init_process_group("pycomm")
+    body(*args)
+    dist.destroy_process_group()
+
+
+def run(ranks: int, body: Callable[..., None], *args: object) -> None:
+    """Runs `body(*args)` on so many ranks of this machine, sharing its GPUs where need be."""
+    if not torch.cuda.is_available():
+        print("SKIPPED: torch sees no GPU")
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    multiprocessing.spawn(_rank, (ranks, port, body, args), nprocs=ranks)  # type: ignore[no-untyped-call]

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "c10d/cuda_nccl.h"
+#include "c10d/cuda_staging.h"
+#include "engine/group.h"
+
+namespace pycomm {
+
+/// The devices of one process group, each made when its first tensor comes, and which way its CUDA tensors go. Thread-safe.
+class CudaDevices {
+ public:
+  struct Config {
+    std::string library; ///< the path of libpycomm_cuda.so, loaded when the first CUDA tensor comes
+    std::vector<std::string> nccl_libraries; ///< where NCCL is looked for
+    bool may_use_nccl = false; ///< every rank has a GPU: what they do with it they settle when the first tensor comes
+    bool must_use_nccl = false;
+  };
+  CudaDevices(std::shared_ptr<Group> group, Config config) : group_(std::move(group)), config_(std::move(config)) {}
+
+  /// Throws Error(Unsupported) where the CUDA library is not there.
+  [[nodiscard]] std::shared_ptr<CudaDevice> at(c10::Device device);
+
+  /// NCCL, if this group's collectives of CUDA tensors go that way; null: through the host. The first call settles it with the other
+  /// ranks, and blocks for them. Throws Error(Unsupported) if it must be NCCL and cannot, and what makes the group fail.
+  [[nodiscard]] std::shared_ptr<NcclGroup> ncclAt(c10::Device device, Deadline deadline);
+
+  /// Before the group is closed.
+  void stop();
+
+ private:
+  const std::shared_ptr<Group> group_;
+  const Config config_;
+  std::mutex mutex_; ///< guards devices_
+  std::map<c10::DeviceIndex, std::shared_ptr<CudaDevice>> devices_;
+  std::mutex nccl_mutex_; ///< guards the rest
+  bool settled_ = false;
+  std::string why_not_;
+  std::shared_ptr<NcclGroup> nccl_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <string>
+
+#include "cuda/c_api.h"
+
+namespace pycomm {
+
+/// libpycomm_cuda.so, loaded when the first CUDA tensor comes and never unloaded: by its full path, nothing else is looked
+/// at. Throws Error(Unsupported) that says where it looked, what was there and what to do. Thread-safe.
+[[nodiscard]] const PycommCudaTable& cudaLibrary(const std::string& path);
+
+/// Throws the library's error.
+[[noreturn]] void throwCuda(const PycommCudaError& error);
+
+/// Calls a function of the table with an error to fill in; throws what it tells.
+template <typename Function, typename... Arguments>
+void callCuda(Function function, Arguments... arguments) {
+  PycommCudaError error = {};
+  if (function(arguments..., &error) != 0) {
+    throwCuda(error);
+  }
+}
+
+} // namespace pycomm

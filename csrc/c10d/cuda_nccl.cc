@@ -1,0 +1,328 @@
+#include "c10d/cuda_nccl.h"
+
+#include <ATen/core/TensorBody.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <utility>
+
+#include "c10d/nccl_calls.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kCardNbytes = 256; // what a rank says of its device
+constexpr size_t kIdNbytes = 128; // an ncclUniqueId
+constexpr char kRefusal = '!';
+constexpr std::chrono::milliseconds kLookEvery{1};
+constexpr std::chrono::seconds kDrainFor{5};
+// NCCL's own deadline comes after the group's, which knows who is missing.
+constexpr int64_t kLaterMs = 5000;
+constexpr int kDayMs = 24 * 3600 * 1000;
+
+void fill(PycommCudaError& error, const ErrorRecord& record) {
+  const auto copy = [](char* to, size_t capacity, const std::string& text) {
+    const size_t length = std::min(text.size(), capacity - 1);
+    std::memcpy(to, text.data(), length);
+    to[length] = '\0';
+  };
+  error.code = static_cast<uint16_t>(record.code);
+  copy(error.summary, sizeof(error.summary), record.summary);
+  copy(error.hint, sizeof(error.hint), record.hint);
+  copy(error.cause, sizeof(error.cause), record.cause);
+}
+
+/// A small collective of the group's own, on the CPU.
+void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
+  call.schedule.dtype = DType::UInt8;
+  call.schedule.wire_dtype = DType::UInt8;
+  call.deadline = deadline;
+  call.waits = true;
+  const auto operation = group.start(call);
+  while (!group.wait(*operation, Deadline::after(1000))) {
+  }
+  if (const auto error = operation->error()) {
+    throw Error(*error);
+  }
+}
+
+std::vector<const char*> pointersTo(const std::vector<std::string>& texts) {
+  std::vector<const char*> pointers;
+  for (const std::string& text : texts) {
+    pointers.push_back(text.c_str());
+  }
+  return pointers;
+}
+
+/// Which GPU this is, the same for two ranks only if they share it; or kRefusal and why NCCL cannot be used.
+std::string cardOf(const CudaDevice& device, int host, const std::vector<std::string>& library_paths) {
+  try {
+    std::array<char, 64> uuid{};
+    callCuda(device.library().device_uuid, static_cast<int>(device.device().index()), uuid.data(), uuid.size());
+    const auto paths = pointersTo(library_paths);
+    callCuda(device.library().nccl_probe, paths.data(), paths.size());
+    return std::to_string(host) + " " + uuid.data();
+  } catch (const Error& error) {
+    return kRefusal + error.record().summary;
+  }
+}
+
+} // namespace
+
+NcclLaunch::NcclLaunch(std::shared_ptr<NcclGroup> group, std::shared_ptr<PycommCudaNcclWork> work)
+    : group_(std::move(group)), work_(std::move(work)), end_(group_->device().device().type()) {}
+
+void NcclLaunch::finish(const std::function<void()>& unpack) {
+  if (unpack) {
+    const c10::StreamGuard on_side_stream(stream());
+    unpack();
+  }
+  end_.record(stream());
+}
+
+void NcclLaunch::orderCaller() const {
+  end_.block(c10::impl::VirtualGuardImpl(stream().device_type()).getStream(stream().device()));
+}
+
+c10::Stream NcclLaunch::stream() const {
+  return group_->device().in();
+}
+
+void NcclLaunch::keepFor(const std::vector<at::Tensor>& tensors) const {
+  keepForStream(tensors, stream());
+}
+
+std::string NcclGroup::whyNot(
+    Group& group,
+    const CudaDevice& device,
+    const std::vector<std::string>& library_paths,
+    Deadline deadline) {
+  const auto size = static_cast<size_t>(group.identity().size);
+  const int rank = group.identity().rank;
+  std::string card = cardOf(device, group.topology().hostOf(rank), library_paths);
+  card.resize(kCardNbytes - 1);
+  card.push_back('\0');
+  std::vector<std::byte> cards(size * kCardNbytes);
+  Group::Call call;
+  call.schedule.kind = Collective::AllGather;
+  call.schedule.numel = static_cast<int64_t>(kCardNbytes);
+  call.input = {reinterpret_cast<const std::byte*>(card.data()), kCardNbytes};
+  call.output = {cards.data(), cards.size()};
+  runOnCpu(group, call, deadline);
+  std::map<std::string, size_t> owners;
+  for (size_t peer = 0; peer < size; ++peer) {
+    const std::string theirs(reinterpret_cast<const char*>(cards.data() + peer * kCardNbytes));
+    if (theirs.front() == kRefusal) {
+      return "rank " + std::to_string(peer) + " cannot use it: " + theirs.substr(1);
+    }
+    const auto [owner, first] = owners.emplace(theirs, peer);
+    if (!first) {
+      return "ranks " + std::to_string(owner->second) + " and " + std::to_string(peer) + " share a GPU";
+    }
+  }
+  return "";
+}
+
+NcclGroup::NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device)
+    : group_(std::move(group)), device_(std::move(device)) {}
+
+std::shared_ptr<NcclGroup> NcclGroup::create(
+    std::shared_ptr<Group> group,
+    std::shared_ptr<CudaDevice> device,
+    const std::vector<std::string>& library_paths,
+    Deadline deadline) {
+  std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(group), std::move(device)));
+  const auto paths = pointersTo(library_paths);
+  PycommCudaNcclConfig config = {};
+  config.rank = made->group_->identity().rank;
+  config.size = made->group_->identity().size;
+  config.device = made->device_->device().index();
+  config.group = made->group_->identity().name.c_str();
+  config.stream = made->device_->sideStream();
+  config.timeout_ms = deadline.remainingMs(kDayMs);
+  config.library_paths = paths.data();
+  config.library_count = paths.size();
+  config.context = made.get();
+  config.exchange = &NcclGroup::exchange;
+  config.group_failure = &NcclGroup::groupFailure;
+  try {
+    callCuda(made->device_->library().nccl_create, static_cast<const PycommCudaNcclConfig*>(&config), &made->comm_);
+  } catch (const Error& error) {
+    ErrorRecord reason = error.record();
+    reason.peer = config.rank;
+    made->group_->abort(reason); // the others wait in the same place
+    throw;
+  }
+  // Signals belong to the interpreter's threads.
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  made->thread_ = std::thread([self = made.get()] { self->threadMain(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return made;
+}
+
+NcclGroup::~NcclGroup() {
+  stop();
+  if (comm_ != nullptr) {
+    device_->library().nccl_destroy(comm_);
+  }
+}
+
+std::string NcclGroup::origin() const {
+  std::array<char, 512> text{};
+  device_->library().nccl_origin(comm_, text.data(), text.size());
+  return text.data();
+}
+
+// The id goes by the group's own broadcast and not by the store: that fails with the group, names who is missing, and needs no keys
+// that somebody has to remove.
+uint16_t NcclGroup::exchange(void* self, char* id, int publish, int64_t timeout_ms, PycommCudaError* error) {
+  static_cast<void>(publish); // rank 0 does, and is the root
+  try {
+    Group& group = *static_cast<NcclGroup*>(self)->group_;
+    Group::Call call;
+    call.schedule.kind = Collective::Broadcast;
+    call.schedule.root = 0;
+    call.schedule.numel = static_cast<int64_t>(kIdNbytes);
+    call.output = {reinterpret_cast<std::byte*>(id), kIdNbytes};
+    call.input = call.output;
+    runOnCpu(group, call, Deadline::after(timeout_ms));
+    return 0;
+  } catch (const Error& caught) {
+    fill(*error, caught.record());
+  } catch (const std::exception& caught) {
+    ErrorRecord record;
+    record.code = ErrorCode::Internal;
+    record.summary = caught.what();
+    fill(*error, record);
+  }
+  return error->code;
+}
+
+int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
+  const auto failure = static_cast<NcclGroup*>(self)->group_->failure();
+  if (!failure) {
+    return 0;
+  }
+  fill(*error, *failure);
+  return 1;
+}
+
+std::shared_ptr<NcclLaunch> NcclGroup::launch(
+    const std::vector<Group::Call>& calls,
+    const std::vector<std::shared_ptr<Operation>>& operations) {
+  const PycommCudaTable& library = device_->library();
+  try {
+    NcclCalls translated(group_->identity().rank, group_->identity().size);
+    for (size_t i = 0; i < calls.size(); ++i) {
+      translated.add(calls[i], *operations[i]);
+    }
+    PycommCudaNcclWork* raw = nullptr;
+    callCuda(
+        library.nccl_start,
+        comm_,
+        translated.list().data(),
+        translated.list().size(),
+        device_->callersStream(),
+        calls.front().deadline.remainingMs(kDayMs) + kLaterMs,
+        &raw);
+    std::shared_ptr<PycommCudaNcclWork> work(raw, library.nccl_free_work);
+    auto launch = std::make_shared<NcclLaunch>(shared_from_this(), work);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pending_.push_back({std::move(work), operations});
+    changed_.notify_all();
+    return launch;
+  } catch (const Error& error) {
+    ErrorRecord record = error.record();
+    PycommCudaError broken = {};
+    if (!group_->failure() && library.nccl_poll(comm_, &broken) != 0) {
+      record.peer = group_->identity().rank;
+      group_->abort(record);
+    }
+    for (const auto& operation : operations) {
+      group_->followedEnded(operation, record);
+    }
+    throw Error(record);
+  }
+}
+
+void NcclGroup::threadMain() noexcept {
+  pthread_setname_np(pthread_self(), "pycomm-nccl");
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    if (pending_.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    look();
+    lock.lock();
+    changed_.wait_for(lock, kLookEvery, [&] { return stopping_; });
+  }
+}
+
+void NcclGroup::look() {
+  const PycommCudaTable& library = device_->library();
+  PycommCudaError error = {};
+  if (library.nccl_poll(comm_, &error) != 0) {
+    ErrorRecord record;
+    record.code = static_cast<ErrorCode>(error.code);
+    record.summary = error.summary;
+    record.hint = error.hint;
+    record.cause = error.cause;
+    record.peer = group_->identity().rank;
+    if (!group_->failure()) {
+      group_->abort(record);
+    }
+    endAll(record);
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (!pending_.empty() && library.nccl_done(comm_, pending_.front().work.get()) != 0) {
+    for (const auto& operation : pending_.front().operations) {
+      group_->followedEnded(operation, std::nullopt);
+    }
+    pending_.pop_front();
+  }
+  if (pending_.empty()) {
+    changed_.notify_all(); // stop() may wait for it
+  }
+}
+
+void NcclGroup::endAll(const ErrorRecord& why) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Pending& pending : pending_) {
+    for (const auto& operation : pending.operations) {
+      group_->followedEnded(operation, why);
+    }
+  }
+  pending_.clear();
+  changed_.notify_all();
+}
+
+// wait() only orders streams, so a program may be through with its collectives while the device is not.
+void NcclGroup::stop() {
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!thread_.joinable()) {
+      return;
+    }
+    changed_.wait_for(lock, kDrainFor, [&] { return pending_.empty(); });
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  thread_ = std::thread();
+}
+
+} // namespace pycomm

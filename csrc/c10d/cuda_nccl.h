@@ -1,0 +1,108 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "c10d/cuda_staging.h"
+#include "engine/group.h"
+
+namespace pycomm {
+
+class NcclGroup;
+
+/// One call to the backend that NCCL runs: what is behind it on its side stream.
+class NcclLaunch final : public CudaOrder {
+ public:
+  NcclLaunch(std::shared_ptr<NcclGroup> group, std::shared_ptr<PycommCudaNcclWork> work);
+
+  /// Runs `unpack`, which may be empty, behind NCCL's kernels, and takes note of where the side stream stands then.
+  void finish(const std::function<void()>& unpack);
+
+  void orderCaller() const override;
+  [[nodiscard]] c10::Stream stream() const override;
+  void keepFor(const std::vector<at::Tensor>& tensors) const override;
+
+  [[nodiscard]] const std::shared_ptr<PycommCudaNcclWork>& work() const noexcept {
+    return work_;
+  }
+
+ private:
+  const std::shared_ptr<NcclGroup> group_;
+  const std::shared_ptr<PycommCudaNcclWork> work_;
+  c10::Event end_;
+};
+
+/// The NCCL communicator of one process group, in step with its engine.
+///
+/// NCCL moves the bytes; the group numbers, compares, records and watches over the operations (Group::follow), so a rank that calls
+/// something else, or nothing, is found as everywhere. The two fail together: what NCCL reports becomes the group's failure, and the
+/// group's failure aborts the communicator. A thread of its own looks every millisecond while something is under way.
+class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
+ public:
+  /// Whether all ranks have a GPU of their own, and NCCL. By an all_gather of the group, so on all ranks at the same place among their
+  /// operations: a rank whose tensor is on the CPU is a mismatch and no silence. Returns why not, empty if so; the same on all ranks.
+  [[nodiscard]] static std::string whyNot(
+      Group& group,
+      const CudaDevice& device,
+      const std::vector<std::string>& library_paths,
+      Deadline deadline);
+  /// All ranks together, after whyNot() was empty.
+  [[nodiscard]] static std::shared_ptr<NcclGroup> create(
+      std::shared_ptr<Group> group,
+      std::shared_ptr<CudaDevice> device,
+      const std::vector<std::string>& library_paths,
+      Deadline deadline);
+  ~NcclGroup();
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  /// Puts calls, whose operations the group follows already, onto the side stream, behind the caller's. Throws Error: the operations
+  /// have ended with it then, and if the communicator is broken the group has failed.
+  [[nodiscard]] std::shared_ptr<NcclLaunch> launch(
+      const std::vector<Group::Call>& calls,
+      const std::vector<std::shared_ptr<Operation>>& operations);
+
+  /// Waits a little for what is on the device, then ends the thread. Idempotent; before the group is closed.
+  void stop();
+
+  [[nodiscard]] const CudaDevice& device() const noexcept {
+    return *device_;
+  }
+  [[nodiscard]] std::string origin() const;
+
+ private:
+  NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device);
+  void threadMain() noexcept;
+  void look();
+  void endAll(const ErrorRecord& why);
+
+  static uint16_t exchange(void* self, char* id, int publish, int64_t timeout_ms, PycommCudaError* error);
+  static int groupFailure(void* self, PycommCudaError* error);
+
+  struct Pending {
+    std::shared_ptr<PycommCudaNcclWork> work;
+    std::vector<std::shared_ptr<Operation>> operations;
+  };
+
+  const std::shared_ptr<Group> group_;
+  const std::shared_ptr<CudaDevice> device_;
+  PycommCudaNccl* comm_ = nullptr;
+
+  std::mutex mutex_; ///< guards all below
+  std::condition_variable changed_;
+  std::deque<Pending> pending_; ///< in stream order
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+} // namespace pycomm

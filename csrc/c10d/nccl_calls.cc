@@ -1,0 +1,116 @@
+#include "c10d/nccl_calls.h"
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace pycomm {
+namespace {
+
+/// pycomm::cuda::NcclKind and NcclAlgorithm, which the C interface takes as numbers.
+enum Kind : int { kAllReduce = 0, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll };
+
+int algorithmOf(Algorithm algorithm) {
+  return algorithm == Algorithm::Ring ? 1 : (algorithm == Algorithm::Direct ? 2 : 0);
+}
+
+} // namespace
+
+void NcclCalls::add(const Group::Call& call, const Operation& operation) {
+  const ScheduleRequest& schedule = call.schedule;
+  PycommCudaNcclCall each = {};
+  each.input = call.input.ptr;
+  each.output = call.output.ptr;
+  each.numel = static_cast<uint64_t>(schedule.numel);
+  each.dtype = static_cast<uint8_t>(schedule.dtype);
+  each.op = static_cast<uint8_t>(schedule.reduce_op);
+  each.peer = schedule.root;
+  each.name = operation.name();
+  each.sequence = operation.request().id.sequence;
+  const auto size = static_cast<size_t>(size_);
+  const auto counts = [](const std::vector<int64_t>& given) { return Counts(given.begin(), given.end()); };
+  switch (schedule.kind) {
+    case Collective::AllReduce:
+      each.kind = kAllReduce;
+      each.algorithm = algorithmOf(schedule.algorithm);
+      list_.push_back(each);
+      return;
+    case Collective::Reduce:
+      each.kind = kReduce;
+      list_.push_back(each);
+      return;
+    case Collective::Broadcast:
+      each.kind = kBroadcast;
+      list_.push_back(each);
+      return;
+    case Collective::AllGather:
+    case Collective::ReduceScatter: {
+      const bool gathers = schedule.kind == Collective::AllGather;
+      if (schedule.counts.empty()) {
+        each.kind = gathers ? kAllGather : kReduceScatter;
+        list_.push_back(each);
+      } else {
+        each.kind = gathers ? kBroadcast : kReduce;
+        addParts(each, call);
+      }
+      return;
+    }
+    case Collective::AllToAll:
+      exchange(each, counts(schedule.counts), counts(schedule.recv_counts));
+      return;
+    case Collective::Gather:
+    case Collective::Scatter: {
+      Counts own(size, 0);
+      own[static_cast<size_t>(schedule.root)] = static_cast<uint64_t>(schedule.counts[static_cast<size_t>(rank_)]);
+      Counts all = rank_ == schedule.root ? counts(schedule.counts) : Counts(size, 0);
+      if (schedule.kind == Collective::Gather) {
+        exchange(each, std::move(own), std::move(all));
+      } else {
+        exchange(each, std::move(all), std::move(own));
+      }
+      return;
+    }
+    case Collective::Barrier:
+    case Collective::Send:
+    case Collective::Recv:
+      break;
+  }
+  throw Error(ErrorCode::Internal, std::string(operation.name()) + " is none of those that NCCL runs.");
+}
+
+// A broadcast from each rank, or a reduce to each, of its part.
+void NcclCalls::addParts(PycommCudaNcclCall each, const Group::Call& call) {
+  const size_t element = elementSize(call.schedule.dtype);
+  const bool gathers = call.schedule.kind == Collective::AllGather;
+  uint64_t begin = 0;
+  for (int part = 0; part < size_; ++part) {
+    const auto numel = static_cast<uint64_t>(call.schedule.counts[static_cast<size_t>(part)]);
+    each.peer = part;
+    each.numel = numel;
+    if (gathers) {
+      std::byte* const place = call.output.ptr + begin * element;
+      each.input = part == rank_ ? call.input.ptr : place;
+      each.output = place;
+    } else {
+      each.input = call.input.ptr + begin * element;
+      each.output = part == rank_ ? call.output.ptr : nullptr;
+    }
+    if (numel > 0) {
+      list_.push_back(each);
+    }
+    begin += numel;
+  }
+}
+
+void NcclCalls::exchange(PycommCudaNcclCall each, Counts sent, Counts received) {
+  counts_.push_back(std::move(sent));
+  each.send_counts = counts_.back().data();
+  counts_.push_back(std::move(received));
+  each.recv_counts = counts_.back().data();
+  each.kind = kAllToAll;
+  each.peer = 0;
+  list_.push_back(each);
+}
+
+} // namespace pycomm

@@ -1,0 +1,99 @@
+// What the data plane does as time goes by: deadlines, also of operations that have not begun, and what was put off.
+#include <algorithm>
+#include <utility>
+
+#include "engine/data_plane.h"
+#include "engine/failure_text.h"
+
+namespace pycomm {
+
+void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
+  if (failure_ || closing_) {
+    post(operation); // which says so
+    return;
+  }
+  guarded(-1, [&] {
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+    without_input_.insert(operation);
+  });
+}
+
+void DataPlane::release(const std::shared_ptr<Operation>& operation) {
+  if (without_input_.erase(operation) != 0) {
+    post(operation);
+  }
+}
+
+void DataPlane::checkHeldDeadlines(TimePoint now) {
+  for (const auto& operation : without_input_) {
+    const Deadline deadline = operation->request().deadline;
+    if (deadline.expired(now)) {
+      notice(inputLate(*operation, 0, identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+}
+
+TimePoint DataPlane::nextTick() const noexcept {
+  TimePoint next = std::min({protocol_.nextTick(), next_deadline_, close_at_});
+  for (const auto& entry : suspicions_) {
+    next = std::min(next, entry.second.due);
+  }
+  return next;
+}
+
+void DataPlane::checkDeadlines(TimePoint now) {
+  if (now < next_deadline_) {
+    return;
+  }
+  next_deadline_ = TimePoint::max();
+  for (const auto& entry : transfers_) {
+    const Deadline deadline = entry.second->operation().request().deadline;
+    if (deadline.expired(now)) {
+      notice(timedOut(*entry.second, protocol_.missing(entry.first), identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+  for (const auto& entry : unmatched_) {
+    const Deadline deadline = entry.second->request().deadline;
+    if (deadline.expired(now)) {
+      notice(unmatched(*entry.second, identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+  checkHostDeadlines(now);
+  checkFollowedDeadlines(now);
+  checkHeldDeadlines(now);
+}
+
+void DataPlane::tick(TimePoint now) noexcept {
+  if (close_at_ <= now) {
+    close_at_ = TimePoint::max();
+    failure_ = failure_ ? failure_ : closing_;
+    stopPorts();
+    std::exchange(closed_, nullptr)();
+    return; // the owner may be gone
+  }
+  guarded(-1, [&] {
+    protocol_.tick(now);
+    act();
+    checkDeadlines(now);
+    std::vector<std::pair<int, Suspicion>> due;
+    for (auto at = suspicions_.begin(); at != suspicions_.end();) {
+      if (at->second.due <= now) {
+        due.emplace_back(at->first, std::move(at->second));
+        at = suspicions_.erase(at);
+      } else {
+        ++at;
+      }
+    }
+    for (auto& entry : due) {
+      suspect(entry.first, std::move(entry.second));
+    }
+  });
+}
+
+} // namespace pycomm

@@ -1,0 +1,42 @@
+// Operations of a group that another library runs.
+#include <utility>
+
+#include "engine/failure_text.h"
+#include "engine/group.h"
+#include "engine/host_plane.h"
+#include "schedule/request_checks.h"
+
+namespace pycomm {
+
+std::shared_ptr<Operation> Group::follow(const Call& call) {
+  refuseInChild();
+  const ScheduleRequest schedule = ours(call.schedule);
+  checkRequest(schedule);
+  Operation::Request request;
+  request.descriptor.kind = schedule.kind;
+  request.descriptor.dtype = schedule.dtype;
+  request.descriptor.reduce_op = schedule.reduce_op;
+  request.descriptor.wire_dtype = schedule.wire_dtype;
+  request.descriptor.algorithm = Algorithm::Nccl;
+  request.descriptor.root = schedule.root;
+  request.descriptor.numel = schedule.numel;
+  request.descriptor.tag = call.tag;
+  request.descriptor.digest = splitsDigest(schedule.kind, schedule.counts);
+  request.deadline = call.deadline;
+  request.id = takeOperationId(counter_, identity_.hash);
+  auto operation = std::make_shared<Operation>(std::move(request));
+  operation->setMark(recorded(*operation));
+  operation->mark().running(operation->issuedAt(), 0);
+  onLane(&DataPlane::follow, operation, false);
+  return operation;
+}
+
+void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {
+  engine_.lane().post([self = shared_from_this(), operation, error] {
+    if (self->data_ != nullptr) {
+      self->data_->followedEnded(operation->request().id.id, error);
+    }
+  });
+}
+
+} // namespace pycomm

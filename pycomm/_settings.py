@@ -1,0 +1,190 @@
+"""The settings of a process group: their names, what they may be, and where they are looked for.
+
+``pycomm.options`` reads them; nothing here looks at the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+OFF = "off"
+_KIB = 1024
+_SUFFIXES = {"": 1, "K": _KIB, "KIB": _KIB, "M": _KIB * _KIB, "MIB": _KIB * _KIB}
+_MIN_SEGMENT_NBYTES = 4 * _KIB
+_MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
+_MIN_PORT, _MAX_PORT = 1024, 65535
+_MAX_RECORDED = 1_000_000
+_LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
+
+
+def _bad(where: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{where}={value!r} is not allowed: use {allowed}")
+
+
+def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
+    def parse(where: str, value: object) -> str:
+        text = value.strip() if isinstance(value, str) else ""
+        text = text.upper() if upper else text.lower()
+        if text not in allowed:
+            nearest = difflib.get_close_matches(text, allowed, n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise _bad(where, value, " or ".join(repr(name) for name in allowed) + hint)
+        return text
+
+    return parse
+
+
+def _interface(where: str, value: object) -> str:
+    allowed = (
+        "interface names or their beginnings, as 'eth0', 'eth0,ib', '=eth0' (exactly this) "
+        "or '^lo,docker' (all but these)"
+    )
+    if not isinstance(value, str):
+        raise _bad(where, value, allowed)
+    names = value.strip().lstrip("^=").split(",")
+    if any(not name.strip() or any(sign in name for sign in "^=/ ") for name in names):
+        raise _bad(where, value, allowed)
+    return value.strip()
+
+
+def _port_range(where: str, value: object) -> tuple[int, int]:
+    allowed = f"FIRST-LAST within {_MIN_PORT}-{_MAX_PORT}, as '29600-29699'"
+    parts: list[object] = []
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split("-")]
+        parts = parts * 2 if len(parts) == 1 else parts
+    elif isinstance(value, tuple | list):
+        parts = list(value)
+    if len(parts) != 2:
+        raise _bad(where, value, allowed)
+    first, last = (_whole_number(part) for part in parts)
+    if first is None or last is None or not _MIN_PORT <= first <= last <= _MAX_PORT:
+        raise _bad(where, value, allowed)
+    return first, last
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _timeout(where: str, value: object) -> float:
+    seconds: float | None = None
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = None
+    if seconds is None or not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
+        raise _bad(where, value, "seconds above 0 and up to one year, as 300 or 2.5")
+    return seconds
+
+
+def _segment_nbytes(where: str, value: object) -> int:
+    number = _whole_number(value)
+    if isinstance(value, str) and number is None:
+        text = value.strip().upper()
+        digits = text.rstrip("KMIB")
+        scale = _SUFFIXES.get(text[len(digits) :])
+        count = _whole_number(digits)
+        number = None if scale is None or count is None else count * scale
+    if number is None or not _MIN_SEGMENT_NBYTES <= number <= _MAX_SEGMENT_NBYTES:
+        raise _bad(where, value, "bytes from 4K to 4M, as 262144, '256K' or '1M'")
+    return number
+
+
+def _switch(where: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text not in ("0", "1"):
+        raise _bad(where, value, "True or False" if where.startswith("Options.") else "0 or 1")
+    return text == "1"
+
+
+def _count(first: int, last: int, allowed: str) -> Callable[[str, object], int]:
+    def parse(where: str, value: object) -> int:
+        number = _whole_number(value)
+        if number is None or not first <= number <= last:
+            raise _bad(where, value, allowed)
+        return number
+
+    return parse
+
+
+def _path_or_off(allowed: str) -> Callable[[str, object], str]:
+    def parse(where: str, value: object) -> str:
+        if not isinstance(value, str | os.PathLike) or not str(value).strip():
+            raise _bad(where, value, f"{allowed}, or 'off'")
+        if str(value).strip().lower() == OFF:
+            return OFF
+        return os.path.abspath(os.path.expanduser(str(value).strip()))
+
+    return parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One thing that can be set."""
+
+    field: str
+    parse: Callable[[str, object], Any]
+    default: object
+    variable: str
+    fallbacks: tuple[str, ...] = ()
+    """Variables of other libraries with the same meaning, the first one found wins."""
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "interface",
+        _interface,
+        "",
+        "PYCOMM_SOCKET_IFNAME",
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    ),
+    Setting("socket_family", _one_of("auto", "ipv4", "ipv6"), "auto", "PYCOMM_SOCKET_FAMILY"),
+    Setting("port_range", _port_range, (0, 0), "PYCOMM_PORT_RANGE"),
+    Setting("timeout", _timeout, 1800.0, "PYCOMM_TIMEOUT"),
+    Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
+    Setting(
+        "algorithm",
+        _one_of("auto", "ring", "recursive_doubling", "direct", "hierarchical"),
+        "auto",
+        "PYCOMM_ALGO",
+    ),
+    Setting("tuning", _path_or_off("a file that 'bench --tune' wrote"), OFF, "PYCOMM_TUNING"),
+    Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
+    Setting(
+        "wire_dtype",
+        _one_of("fp32", "bf16", "fp16", "fp8", "int8"),
+        "fp32",
+        "PYCOMM_WIRE_DTYPE",
+    ),
+    Setting("cuda_mode", _one_of("auto", "nccl", "tcp"), "auto", "PYCOMM_CUDA_MODE"),
+    Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
+    Setting("streams", _count(1, 16, "connections, 1 to 16"), 1, "PYCOMM_STREAMS"),
+    Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
+    Setting(
+        "flight_recorder_size",
+        _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),
+        2000,
+        "PYCOMM_FLIGHT_RECORDER_SIZE",
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+    ),
+    Setting(
+        "flight_recorder_dir",
+        _path_or_off("a folder"),
+        OFF,
+        "PYCOMM_FLIGHT_RECORDER_DIR",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+    ),
+)

@@ -1,0 +1,140 @@
+"""CUDA tensors without a GPU: memory of the host that torch takes for a CUDA device's.
+
+``build`` compiles ``fake_cuda/fake_cuda.cc`` with the CUDA library's own sources into a library
+with the interface of libpycomm_cuda.so; ``Device`` loads it and makes tensors. Only tensors' memory
+is real: torch has no kernels for them in a CPU build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_DLPACK_CUDA = 2
+_DLPACK_CODES = {"i": 0, "u": 1, "f": 2}
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library. Raises CalledProcessError with the compiler's words in its output."""
+    torch_folder = Path(torch.__file__).parent
+    library = folder / "libpycomm_cuda.so"
+    sources = [
+        *sorted((ROOT / "tests/python/fake_cuda").glob("*.cc")),
+        *sorted((ROOT / "csrc/cuda").glob("*.cc")),
+        *sorted((ROOT / "csrc/base").glob("*.cc")),
+    ]
+    includes = ["csrc", "tests/cpp/cuda", str(torch_folder / "include")]
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
+    flags = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE", "-w"]
+    flags += [f"-I{ROOT / include}" for include in includes]
+    objects = []
+    running = []
+    for source in sources:
+        target = folder / f"{source.parent.name}_{source.stem}.o"
+        objects.append(str(target))
+        command = [*compiler, *flags, "-c", str(source), "-o", str(target)]
+        running.append(subprocess.Popen(command))
+        if len(running) == 2:
+            _finish(running.pop(0))
+    for each in running:
+        _finish(each)
+    link = [*compiler, "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
+    subprocess.run([*link, "-lc10", "-ltorch_cpu", "-ldl", "-lpthread"], check=True)
+    return library
+
+
+def build_or_skip(folder: Path) -> Path:
+    """``build``, where it has a use."""
+    if torch.cuda.is_available():
+        pytest.skip("this torch has real CUDA devices: test_cuda.py uses them")
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    return build(folder)
+
+
+def _finish(compiler: subprocess.Popen[bytes]) -> None:
+    if compiler.wait() != 0:
+        raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class Device:
+    """The fake library in this process. Make one before the group whose tensors it serves.
+
+    ``nccl``: the library is also the NCCL that pycomm finds.
+    """
+
+    # For ever: a side stream may still write a tensor that has been dropped.
+    _kept: ClassVar[list[Any]] = []
+
+    def __init__(self, library: Path, nccl: bool = False) -> None:
+        from pycomm import _extension
+
+        self.library = ctypes.CDLL(str(library))
+        _extension.CUDA_LIBRARY = library
+        if nccl:
+            _extension.NCCL_LIBRARIES = [library]
+            torch.cuda.is_available = lambda: True
+        # torch's Python initialises the driver when it meets the first CUDA tensor.
+        torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
+        torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
+
+    def tensor(self, array: np.ndarray[Any, Any], index: int = 0) -> torch.Tensor:
+        """A tensor on "cuda:index" whose memory is the array's, which lives as long as this."""
+        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+        managed = _ManagedTensor()
+        managed.tensor = _Tensor(
+            array.ctypes.data,
+            _DLPACK_CUDA,
+            index,
+            array.ndim,
+            _DLPACK_CODES[array.dtype.kind],
+            8 * array.itemsize,
+            1,
+            shape,
+            None,
+            0,
+        )
+        self._kept += [array, shape, managed]
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return from_dlpack(make(ctypes.addressof(managed), b"dltensor", None))
+
+    def synchronize(self, index: int = 0) -> None:
+        """Until the current stream is through with what it was given."""
+        self.library.fake_synchronize(index)

@@ -1,0 +1,255 @@
+"""CUDA tensors by NCCL, with a device that is host memory and an NCCL that moves files.
+
+What is tested is all between torch's collectives and NCCL's functions: which way a group goes, the
+calls, the order of streams, and that NCCL and the group fail together.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda_device import Device
+from ranks import run_ranks
+
+import pycomm
+from pycomm import errors
+
+# The first test compiles the library: some ten seconds, minutes on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
+
+def _group(size: int, cuda_mode: str = "auto", seconds: float = 60) -> dist.ProcessGroup:
+    group = dist.new_group(
+        list(range(size)),
+        timeout=timedelta(seconds=seconds),
+        pg_options=pycomm.Options(cuda_mode=cuda_mode),  # type: ignore[arg-type]
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _values(rank: int, numel: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(rank).standard_normal(numel).astype("float32")
+
+
+def _collectives(rank: int, size: int, library: str) -> dict[str, Any]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    results: dict[str, Any] = {}
+
+    def ended(name: str, array: np.ndarray[Any, Any]) -> None:
+        device.synchronize()
+        results[name] = array.copy()
+
+    array = _values(rank, 30_000)
+    dist.all_reduce(device.tensor(array), group=group)
+    ended("all_reduce", array)
+    array = _values(rank, 1000)
+    dist.all_reduce(device.tensor(array), op=dist.ReduceOp.AVG, group=group)
+    ended("average", array)
+    array = _values(rank, 1000)
+    dist.broadcast(device.tensor(array), src=1, group=group)
+    ended("broadcast", array)
+    array = _values(rank, 1000)
+    dist.reduce(device.tensor(array), dst=1, group=group)
+    ended("reduce", array)
+    out = np.zeros(size * 100, "float32")
+    source = device.tensor(_values(rank, 100))
+    dist.all_gather_into_tensor(device.tensor(out), source, group=group)
+    ended("all_gather", out)
+    out = np.zeros(100, "float32")
+    source = device.tensor(_values(rank, size * 100))
+    dist.reduce_scatter_tensor(device.tensor(out), source, group=group)
+    ended("reduce_scatter", out)
+    # Rank r sends r + 1 rows to everyone.
+    out = np.zeros(sum(range(1, size + 1)), "int64")
+    source = device.tensor(np.full(size * (rank + 1), 1000 * rank, "int64"))
+    dist.all_to_all_single(
+        device.tensor(out),
+        source,
+        [peer + 1 for peer in range(size)],
+        [rank + 1] * size,
+        group=group,
+    )
+    ended("all_to_all", out)
+
+    # CPU tensors of the same group go on as ever, between NCCL's.
+    array = _values(rank, 500)
+    work = dist.all_reduce(device.tensor(array), group=group, async_op=True)
+    on_cpu = torch.full((3,), float(rank + 1))
+    dist.all_reduce(on_cpu, group=group)
+    results["on_cpu"] = on_cpu.tolist()
+    work.wait()
+    ended("beside", array)
+
+    # A message has no NCCL: it goes through the host, and may end on the CPU.
+    if rank == 0:
+        dist.send(device.tensor(np.arange(5, dtype="float32")), dst=1, group=group)
+    elif rank == 1:
+        received = torch.zeros(5)
+        dist.recv(received, src=0, group=group)
+        results["received"] = received.tolist()
+
+    array = _values(rank, 2000)
+    future = dist.all_reduce(device.tensor(array), group=group, async_op=True).get_future()
+    future.wait()
+    ended("future", array)
+    dist.destroy_process_group(group)
+    return results
+
+
+def test_collectives_by_nccl_have_the_numbers(fake_cuda: Path) -> None:
+    size = 3
+    ranks = run_ranks(size, _collectives, args=(str(fake_cuda),)).values()
+    for rank, got in enumerate(ranks):
+        for name, numel in (("all_reduce", 30_000), ("beside", 500), ("future", 2000)):
+            exact = np.sum([_values(r, numel).astype("float64") for r in range(size)], axis=0)
+            np.testing.assert_allclose(got[name], exact, rtol=0, atol=3e-6)
+        exact = np.mean([_values(r, 1000).astype("float64") for r in range(size)], axis=0)
+        np.testing.assert_allclose(got["average"], exact, rtol=0, atol=3e-6)
+        np.testing.assert_array_equal(got["broadcast"], _values(1, 1000))
+        if rank == 1:
+            exact = np.sum([_values(r, 1000).astype("float64") for r in range(size)], axis=0)
+            np.testing.assert_allclose(got["reduce"], exact, rtol=0, atol=3e-6)
+        gathered = np.concatenate([_values(r, 100) for r in range(size)])
+        np.testing.assert_array_equal(got["all_gather"], gathered)
+        exact = np.sum([_values(r, size * 100).astype("float64") for r in range(size)], axis=0)
+        own = exact[rank * 100 : (rank + 1) * 100]
+        np.testing.assert_allclose(got["reduce_scatter"], own, rtol=0, atol=3e-6)
+        expected = np.concatenate([np.full(r + 1, 1000 * r) for r in range(size)])
+        np.testing.assert_array_equal(got["all_to_all"], expected)
+        assert got["on_cpu"] == [6.0] * 3
+    assert ranks[1]["received"] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def _wait_orders_only(rank: int, size: int, library: str) -> float:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    store = dist.distributed_c10d._get_default_store()
+    array = np.ones(100, "float32")
+    tensor = device.tensor(array)
+    dist.all_reduce(tensor, group=group)
+    if rank == 1:
+        store.wait(["rank 0 has waited"], timedelta(seconds=60))
+    dist.all_reduce(tensor, group=group, async_op=True).wait()
+    if rank == 0:
+        store.set("rank 0 has waited", "")
+    device.synchronize()
+    return float(array[0])
+
+
+def test_wait_orders_streams_and_does_not_block(fake_cuda: Path) -> None:
+    assert run_ranks(2, _wait_orders_only, args=(str(fake_cuda),)).values() == [4.0, 4.0]
+
+
+def _shared(rank: int, size: int, library: str) -> tuple[float, str]:
+    device = Device(Path(library), nccl=True)
+    device.library.fake_set_uuid(b"the only one")
+    array = np.ones(100, "float32")
+    group = _group(size)
+    dist.all_reduce(device.tensor(array), group=group)
+    device.synchronize()
+    group = _group(size, "nccl")
+    with pytest.raises(errors.UnsupportedError) as refused:
+        dist.all_reduce(device.tensor(array), group=group)
+    return float(array[0]), str(refused.value)
+
+
+def test_ranks_that_share_a_gpu_go_through_the_host(fake_cuda: Path) -> None:
+    for value, text in run_ranks(2, _shared, args=(str(fake_cuda),)).values():
+        assert value == 2.0
+        assert "ranks 0 and 1 share a GPU" in text
+        assert "cuda_mode='tcp'" in text
+
+
+def _without_gpu(rank: int, size: int, library: str) -> tuple[float, str]:
+    # Rank 1 has no GPU: its tensors are on the CPU.
+    device = Device(Path(library), nccl=rank == 0)
+    group = _group(size)
+    array = np.ones(100, "float32")
+    tensor = device.tensor(array) if rank == 0 else torch.from_numpy(array)
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    with pytest.raises(errors.UnsupportedError) as refused:
+        _group(size, "nccl")
+    return float(array[0]), str(refused.value)
+
+
+def test_a_rank_without_a_gpu_keeps_its_group_on_the_host(fake_cuda: Path) -> None:
+    for value, text in run_ranks(2, _without_gpu, args=(str(fake_cuda),)).values():
+        assert value == 2.0
+        assert "rank 1 has no GPU" in text
+
+
+def _cpu_tensor_meets_nccl(rank: int, size: int, library: str, before: int) -> str:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, seconds=30)
+    for _ in range(before):
+        dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+    with pytest.raises(errors.CollectiveMismatchError) as mismatch:
+        if rank == 0:
+            dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+            dist.barrier(group=group)
+        else:
+            dist.all_reduce(torch.ones(4), group=group)
+    return str(mismatch.value)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_cpu_tensor_does_not_meet_nccl(fake_cuda: Path, before: int) -> None:
+    args = (str(fake_cuda), before)
+    for text in run_ranks(2, _cpu_tensor_meets_nccl, args=args).values():
+        assert "all_reduce" in text
+        assert ("nccl" if before else "all_gather") in text
+
+
+def _absent(rank: int, size: int, library: str) -> str:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, seconds=2)
+    store = dist.distributed_c10d._get_default_store()
+    array = np.ones(4, "float32")
+    dist.all_reduce(device.tensor(array), group=group)
+    if rank == 1:
+        store.wait(["rank 0 knows"], timedelta(seconds=60))
+        return ""
+    dist.all_reduce(device.tensor(array), group=group)
+    with pytest.raises(errors.PycommError) as late:
+        dist.barrier(group=group)
+    store.set("rank 0 knows", "")
+    return str(late.value)
+
+
+def test_a_rank_that_does_not_come_is_named(fake_cuda: Path) -> None:
+    text = run_ranks(2, _absent, args=(str(fake_cuda),)).values()[0]
+    assert "TIMEOUT" in text
+    assert "rank 1" in text and "has not entered it" in text
+
+
+def _nccl_fails(rank: int, size: int, library: str) -> list[str]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size)
+    array = np.ones(4, "float32")
+    dist.all_reduce(device.tensor(array), group=group)
+    if rank == 1:
+        device.library.fake_nccl_report(2)
+    told = []
+    with pytest.raises(errors.PycommError) as caught:  # wait() need not be the one to see it
+        dist.all_reduce(device.tensor(array), group=group)
+        dist.barrier(group=group)
+    told.append(str(caught.value))
+    with pytest.raises(errors.PycommError) as caught:
+        dist.all_reduce(device.tensor(array), group=group)
+    told.append(str(caught.value))
+    return told
+
+
+def test_what_nccl_reports_fails_the_group_on_all_ranks(fake_cuda: Path) -> None:
+    for told in run_ranks(2, _nccl_fails, args=(str(fake_cuda),)).values():
+        for text in told:
+            assert "NCCL" in text and "ncclSystemError" in text
