@@ -60,7 +60,8 @@ class Mutator {
         break;
       case 4: {
         const Bytes again(bytes.begin(), place);
-        bytes.insert(place, again.begin(), again.begin() + static_cast<std::ptrdiff_t>(std::min<size_t>(at, below(64))));
+        bytes.insert(
+            place, again.begin(), again.begin() + static_cast<std::ptrdiff_t>(std::min<size_t>(at, below(64))));
         break;
       }
       case 5: {

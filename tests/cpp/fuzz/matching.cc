@@ -176,8 +176,8 @@ class Run {
 } // namespace
 
 std::vector<uint8_t> matchingSample() {
-  return {Post, Post, Tick,  10,  Arrive, 0,    0, 0, 1, 0, 0, 0,   0, 0,
-          0,    0,    100,   0,   0,      0,    255, Consume, Send, 0, 1, 3, End, 0};
+  return {Post, Post, Tick, 10, Arrive, 0, 0,   0,       1,    0, 0, 0, 0,   0,
+          0,    0,    100,  0,  0,      0, 255, Consume, Send, 0, 1, 3, End, 0};
 }
 
 bool readMatching(const uint8_t* bytes, size_t nbytes) {
