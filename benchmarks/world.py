@@ -18,6 +18,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
+_ALGORITHMS = ("ring", "recursive_doubling", "direct", "hierarchical")
+
 
 class World:
     """This rank, its store and a group for each backend."""
@@ -45,8 +47,8 @@ class World:
 
     def open_groups(self, names: Sequence[str]) -> None:
         """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
-        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty, and
-        `pycomm:int8` one whose sums travel in that codec."""
+        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty,
+        `pycomm:int8` one whose sums travel in that codec, `pycomm:ring` one of that algorithm."""
         for name in names:
             backend, _, variant = name.partition("#")[0].partition(":")
             options = None
@@ -54,6 +56,8 @@ class World:
                 pycomm = importlib.import_module("pycomm")
                 if variant in pycomm.codecs.CODECS:
                     options = pycomm.Options(wire_dtype=variant)
+                elif variant in _ALGORITHMS:
+                    options = pycomm.Options(algorithm=variant)
                 else:
                     options = pycomm.Options(
                         transport="shm" if variant == "arena" else variant or "auto"
