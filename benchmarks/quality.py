@@ -199,6 +199,8 @@ def picture(runs: Sequence[dict[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width * len(tasks)} {height + 60}"'
         ' role="img" font-family="system-ui, sans-serif" font-size="12">',
         "<title>Training loss with fewer bytes on the wire</title>",
+        "<desc>For each model the training loss against steps, a line for each wire, with the "
+        "range of the seeds around it.</desc>",
         "<style>.paper{fill:#fff}.ink{fill:#1f2328}.axis{stroke:#8c959f}"
         "@media (prefers-color-scheme: dark){.paper{fill:#0d1117}.ink{fill:#e6edf3}}</style>",
         f'<rect class="paper" width="{width * len(tasks)}" height="{height + 60}"/>',

@@ -172,7 +172,7 @@ def _step(buckets: list[dict[str, int]], backward_ended_ns: int, ended_ns: int) 
     )
 
 
-_LEFT, _WIDTH, _ROW, _TOP = 150.0, 780.0, 13.0, 44.0
+_LEFT, _WIDTH, _ROW, _TOP = 180.0, 780.0, 13.0, 44.0
 
 _STYLE = """
     .paper { fill: #ffffff } .ink { fill: #1f2328 } .faint { fill: #57606a; font-size: 12px }
@@ -223,8 +223,11 @@ def _frame(height: float, longest: float) -> list[str]:
     ]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}"'
-        ' role="img" aria-labelledby="title" font-family="system-ui, sans-serif" font-size="13">',
+        ' role="img" aria-labelledby="title desc" font-family="system-ui, sans-serif"'
+        ' font-size="13">',
         '<title id="title">What happens in one training step</title>',
+        '<desc id="desc">For each way of training a bar of backward and of what is exposed after '
+        "it, and under it a bar for each bucket: when it fills, and when it is on the wire.</desc>",
         f"<style>{_STYLE}</style>",
         f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
     ]
