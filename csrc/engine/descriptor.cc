@@ -34,6 +34,20 @@ std::string Descriptor::wireName() const {
   return wire_dtype == dtype ? "" : dtypeName(wire_dtype);
 }
 
+Descriptor Descriptor::of(const ScheduleRequest& request, Algorithm algorithm) {
+  Descriptor d;
+  d.kind = request.kind;
+  d.dtype = request.dtype;
+  d.reduce_op = request.reduce_op;
+  d.wire_dtype = request.wire_dtype;
+  d.codec = request.codec;
+  d.algorithm = algorithm;
+  d.root = request.root;
+  d.numel = request.numel;
+  d.digest = splitsDigest(request.kind, request.counts);
+  return d;
+}
+
 void Descriptor::writeTo(FrameHeader& header) const noexcept {
   header.kind = static_cast<uint8_t>(kind);
   header.dtype = static_cast<uint8_t>(dtype);

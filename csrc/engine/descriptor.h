@@ -34,6 +34,9 @@ struct Descriptor {
   /// What values travel as where that is not their dtype, else "".
   [[nodiscard]] std::string wireName() const;
 
+  /// Of what is asked for, once it is known which algorithm that is. Without a tag.
+  [[nodiscard]] static Descriptor of(const ScheduleRequest& request, Algorithm algorithm);
+
   void writeTo(FrameHeader& header) const noexcept;
   [[nodiscard]] static Descriptor readFrom(const FrameHeader& header) noexcept;
 

@@ -170,7 +170,7 @@ Loop::Ticker::Look EventLoop::lookOnce() noexcept {
 
 bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
   const bool slow = slow_turns_ >= kSlowTurns;
-  const bool leaves = slow || crowded_.load(std::memory_order_relaxed);
+  const bool crowded = crowded_.load(std::memory_order_relaxed);
   const TimePoint until = Clock::now() + longest;
   for (;;) {
     // What nobody looks for must be seen, too: room to write, connections, frames of other peers.
@@ -186,7 +186,7 @@ bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
     if (((all || looked == Ticker::Look::Nothing) && dispatch(0)) || !tasks_.empty()) {
       return true;
     }
-    if ((leaves && looked == Ticker::Look::Nothing) || Clock::now() >= until) {
+    if ((crowded && looked == Ticker::Look::Nothing) || Clock::now() >= until) {
       return false;
     }
     // The scheduler likes to put two processes that talk on one core: then the peer needs it to answer.

@@ -95,11 +95,8 @@ bool Group::keepsParts(const ScheduleRequest& schedule) {
 }
 
 void Group::fillCollective(Operation::Request& request, const Call& call) {
-  const ScheduleRequest schedule = ours(call.schedule);
-  request.schedule = scheduleFor(schedule);
+  request.schedule = scheduleFor(ours(call.schedule));
   request.descriptor.algorithm = request.schedule->schedule.algorithm;
-  request.descriptor.root = schedule.root;
-  request.descriptor.digest = splitsDigest(schedule.kind, schedule.counts);
   request.id = takeOperationId(counter_, identity_.hash);
 }
 
@@ -157,14 +154,10 @@ FlightLog::Mark Group::recorded(const Operation& operation) const {
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   refuseInChild();
   Operation::Request request;
-  request.descriptor.kind = call.schedule.kind;
-  request.descriptor.dtype = call.schedule.dtype;
-  request.descriptor.reduce_op = call.schedule.reduce_op;
-  request.descriptor.wire_dtype = call.schedule.wire_dtype;
-  request.descriptor.codec = call.schedule.codec;
-  request.codec_counters = call.schedule.codec == Codec::None ? nullptr : codec_counters_;
-  request.descriptor.numel = call.schedule.numel;
+  request.descriptor =
+      Descriptor::of(call.schedule, call.schedule.algorithm); // which algorithm it is, is settled below
   request.descriptor.tag = call.tag;
+  request.codec_counters = call.schedule.codec == Codec::None ? nullptr : codec_counters_;
   request.input = call.input;
   request.output = call.output;
   request.input_parts = call.input_parts;
@@ -191,10 +184,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
 }
 
 std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const Call& call) {
-  const ScheduleRequest schedule = ours(call.schedule);
-  checkRequest(schedule);
+  checkRequest(ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
-  request.descriptor.root = schedule.root;
   std::shared_ptr<Operation> operation;
   const auto make = [&] {
     request.id = takeOperationId(counter_, identity_.hash);

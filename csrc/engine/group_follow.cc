@@ -13,15 +13,8 @@ std::shared_ptr<Operation> Group::follow(const Call& call) {
   const ScheduleRequest schedule = ours(call.schedule);
   checkRequest(schedule);
   Operation::Request request;
-  request.descriptor.kind = schedule.kind;
-  request.descriptor.dtype = schedule.dtype;
-  request.descriptor.reduce_op = schedule.reduce_op;
-  request.descriptor.wire_dtype = schedule.wire_dtype;
-  request.descriptor.algorithm = Algorithm::Nccl;
-  request.descriptor.root = schedule.root;
-  request.descriptor.numel = schedule.numel;
+  request.descriptor = Descriptor::of(schedule, Algorithm::Nccl);
   request.descriptor.tag = call.tag;
-  request.descriptor.digest = splitsDigest(schedule.kind, schedule.counts);
   request.deadline = call.deadline;
   request.id = takeOperationId(counter_, identity_.hash);
   auto operation = std::make_shared<Operation>(std::move(request));

@@ -104,15 +104,8 @@ void User::issue(const CallPlan& call) {
   Operation::Request request;
   request.schedule = prepare(makeSchedule(call.request));
   Descriptor& descriptor = request.descriptor;
-  descriptor.kind = call.request.kind;
-  descriptor.dtype = call.request.dtype;
-  descriptor.reduce_op = call.request.reduce_op;
-  descriptor.wire_dtype = call.request.wire_dtype;
-  descriptor.codec = call.request.codec;
+  descriptor = Descriptor::of(call.request, request.schedule->schedule.algorithm);
   request.codec_counters = call.request.codec == Codec::None ? nullptr : codec_counters_;
-  descriptor.algorithm = request.schedule->schedule.algorithm;
-  descriptor.root = call.request.root;
-  descriptor.numel = call.request.numel;
   descriptor.tag = call.tag;
   descriptor.digest = digestOf(call.request);
   const bool root = call.request.kind != Collective::Broadcast || call.request.root == rank_;

@@ -40,12 +40,7 @@ Posted broadcastOf(int64_t sequence, int rank, int size, int root, int64_t numel
   Posted posted;
   posted.id = {static_cast<uint64_t>(sequence), sequence};
   posted.schedule = prepare(makeSchedule(request));
-  posted.descriptor.kind = request.kind;
-  posted.descriptor.dtype = request.dtype;
-  posted.descriptor.wire_dtype = request.wire_dtype;
-  posted.descriptor.root = root;
-  posted.descriptor.numel = numel;
-  posted.descriptor.algorithm = posted.schedule->schedule.algorithm;
+  posted.descriptor = Descriptor::of(request, posted.schedule->schedule.algorithm);
   return posted;
 }
 

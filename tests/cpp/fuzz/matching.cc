@@ -32,13 +32,7 @@ Call callOf(int64_t sequence, Collective kind, int64_t numel, int root) {
   Call call;
   call.id = {static_cast<uint64_t>(sequence), sequence};
   call.schedule = prepare(makeSchedule(request));
-  call.descriptor.kind = kind;
-  call.descriptor.dtype = request.dtype;
-  call.descriptor.wire_dtype = request.wire_dtype;
-  call.descriptor.reduce_op = request.reduce_op;
-  call.descriptor.root = root;
-  call.descriptor.numel = numel;
-  call.descriptor.algorithm = call.schedule->schedule.algorithm;
+  call.descriptor = Descriptor::of(request, call.schedule->schedule.algorithm);
   return call;
 }
 
