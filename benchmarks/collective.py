@@ -1,7 +1,7 @@
 """What every table of a collective has in common: buffers, fresh inputs, checked outputs.
 
 A table says, in a subclass of Collective, how much goes in and comes out, what to call, and what
-must come out. `allreduce.py` is the smallest example.
+must come out. `whole_sum.py` has the smallest example.
 """
 
 from __future__ import annotations

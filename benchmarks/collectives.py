@@ -18,6 +18,7 @@ import torch.distributed as dist
 from collective import Collective, Segment
 from exact import Pattern, pattern, reduced_pattern
 from harness import Place
+from whole_sum import AllReduce
 
 _ROOT = 0
 _GAP = 16
@@ -60,19 +61,6 @@ class Broadcast(Collective):
 
     def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
         yield Segment(0, numel, pattern(_ROOT, seed, place.ranks, place.redop))
-
-
-class AllReduce(Collective):
-    name = "all_reduce"
-
-    def bus_factor(self, ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
-
-    def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
-        dist.all_reduce(output, op=place.reduce_op, group=place.group)
-
-    def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
-        yield Segment(0, numel, reduced_pattern(seed, place.ranks, place.redop))
 
 
 class Reduce(Collective):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from collective import Collective, CollectiveCase, Segment
-from exact import reduced_pattern
+from collective import CollectiveCase
 from harness import Place
+from whole_sum import AllReduce, refuse_all_but_sums
 from world import World
 
 NAME = "deepspeed"
@@ -36,9 +36,7 @@ def _load() -> Any:
     return builders.ShareMemCommBuilder().load(verbose=False)
 
 
-class _DeepSpeedAllReduce(Collective):
-    name = "all_reduce"
-
+class _DeepSpeedAllReduce(AllReduce):
     def __init__(self, world: World) -> None:
         os.environ["LOCAL_SIZE"] = str(world.ranks)  # it takes this to mean: all on one host
         _load().initialize(world.ranks, world.rank)
@@ -50,20 +48,13 @@ class _DeepSpeedAllReduce(Collective):
             torch.ops.deepspeed.inference_all_reduce_
         )
 
-    def bus_factor(self, ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
-
     def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
         self._all_reduce(output)
-
-    def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
-        yield Segment(0, numel, reduced_pattern(seed, place.ranks, place.redop))
 
 
 def prepare(world: World, place: Place, workload: str) -> CollectiveCase:
     """This rank's part at one size."""
-    if workload != "all_reduce" or place.dtype != torch.float32 or place.redop != "sum":
-        raise SystemExit(f"{NAME} is measured with all_reduce, float32 and sum only")
+    refuse_all_but_sums(NAME, place, workload)
     if NAME not in world.kept:
         world.kept[NAME] = _DeepSpeedAllReduce(world)
     rival = world.kept[NAME]

@@ -11,13 +11,12 @@ import ctypes
 import os
 import socket
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from collective import Collective, CollectiveCase, Segment
-from exact import reduced_pattern
+from collective import CollectiveCase
 from harness import Place
+from whole_sum import AllReduce, refuse_all_but_sums
 from world import World
 
 NAME = "raw"
@@ -82,26 +81,17 @@ class Sockets:
             raise OSError(code, os.strerror(code))
 
 
-class _RawAllReduce(Collective):
-    name = "all_reduce"
-
+class _RawAllReduce(AllReduce):
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
-
-    def bus_factor(self, ranks: int) -> float:
-        return 2 * (ranks - 1) / ranks
 
     def call(self, place: Place, output: torch.Tensor, source: torch.Tensor) -> None:
         self._sockets.all_reduce(output)
 
-    def expect(self, place: Place, numel: int, seed: int) -> Iterable[Segment]:
-        yield Segment(0, numel, reduced_pattern(seed, place.ranks, place.redop))
-
 
 def prepare(world: World, place: Place, workload: str) -> CollectiveCase:
     """This rank's part at one size."""
-    if workload != "all_reduce" or place.dtype != torch.float32 or place.redop != "sum":
-        raise SystemExit(f"{NAME} is measured with all_reduce, float32 and sum only")
+    refuse_all_but_sums(NAME, place, workload)
     if NAME not in world.kept:
         world.kept[NAME] = Sockets(world)
     sockets = world.kept[NAME]
