@@ -440,9 +440,9 @@ def run_mismatches(
         met: dict[str, Any] = {"case": name, "victim": victim, "error": None}
         try:
             (mine if rank == victim else others)(group)
-            # Who only sends ends before anybody can know, and may even enter the next operation:
-            # the error comes within milliseconds, and sticks.
-            for _ in range(100):
+            # Who only sends ends before anybody can know, and may enter thousands of barriers in
+            # shared memory before its other threads get a core: the error comes, and sticks.
+            while time.monotonic() - began_s < 2.0 * patience():
                 dist.barrier(group)
         except Exception as error:
             met["error"] = describe_exception(error)
