@@ -18,6 +18,7 @@
 #include "c10d/dtypes.h"
 #include "c10d/shared_tensors.h"
 #include "ddp/grad_memory.h"
+#include "ddp/page_tensors.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
 #include "schedule/select.h"
@@ -35,6 +36,12 @@ at::Tensor emptySparse(const at::Tensor& param) {
   values.at(0) = 0;
   const at::Tensor indices = at::empty({1, 0}, options.dtype(at::kLong));
   return at::_sparse_coo_tensor_unsafe(indices, at::empty(values, options), param.sizes())._coalesced_(true);
+}
+
+at::Tensor zeros(size_t numel, const at::TensorOptions& options) {
+  const auto length = static_cast<int64_t>(numel);
+  const bool on_cpu = options.device().is_cpu();
+  return on_cpu ? zerosInPages(length, c10::typeMetaToScalarType(options.dtype())) : at::zeros({length}, options);
 }
 
 size_t sparseNbytes(const at::Tensor& tensor) {
@@ -105,13 +112,13 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
     allocateHome();
   }
   if (layout.error_feedback && layout.codec != Codec::None) {
-    lost_ = at::zeros({static_cast<int64_t>(numel_)}, at::kFloat);
+    lost_ = zerosInPages(static_cast<int64_t>(numel_), at::kFloat);
   }
 }
 
 void Bucket::allocateHome() {
   const auto options = slots_[0].param.options().requires_grad(false);
-  home_ = cast() ? at::zeros({static_cast<int64_t>(numel_)}, options) : zerosToReduce(numel_, options);
+  home_ = cast() ? zeros(numel_, options) : zerosToReduce(numel_, options);
   for (Slot& slot : slots_) {
     slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
   }
@@ -120,14 +127,13 @@ void Bucket::allocateHome() {
 at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options) {
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
   const size_t nbytes = numel * c10::elementSize(dtype);
-  const auto length = static_cast<int64_t>(numel);
   shared_ = false;
   // A comm hook's sums and encoded ones do not go through shared memory.
   if (layout_.reachable && !layout_.hook_averages && layout_.codec == Codec::None && nbytes >= kSharedAtLeastNbytes) {
     try {
-      at::Tensor zeros = emptyShared({length}, dtype);
+      at::Tensor shared = emptyShared({static_cast<int64_t>(numel)}, dtype);
       shared_ = true;
-      return zeros;
+      return shared;
     } catch (const Error& error) { // as in a small container: it is copied on its way, and that is all
       log(LogLevel::Warn,
           "a gradient bucket of " + std::to_string(nbytes >> 10) +
@@ -136,7 +142,7 @@ at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options)
       layout_.reachable = false;
     }
   }
-  return at::zeros({length}, options);
+  return zeros(numel, options);
 }
 
 at::Tensor Bucket::wire() const {
