@@ -193,9 +193,7 @@ void Bucket::beginShadowStep() {
   } else {
     allocateHome(); // not in place: .grad may still point into the old one
   }
-  for (const Slot& slot : slots_) {
-    addLost(slot);
-  }
+  addLost(0, numel_);
 }
 
 void Bucket::pack(size_t slot) {
@@ -214,20 +212,19 @@ void Bucket::pack(size_t slot) {
   } else {
     packHome(slots_[slot]);
   }
-  addLost(slots_[slot]);
   --pending_;
 }
 
 // What was lost goes with this step's gradients. It is zero from then on: the all-reduce writes it where it encodes, and it
-// does not always.
-void Bucket::addLost(const Slot& slot) {
-  if (!lost_.defined() || slot.numel == 0 || device_.has_value()) { // on a device: seal() does, for all
+// does not always. Of the bucket's elements from `offset` on.
+void Bucket::addLost(size_t offset, size_t count) {
+  if (!lost_.defined() || count == 0 || device_.has_value()) { // on a device: seal() does, for all
     return;
   }
-  auto* lost = lost_.mutable_data_ptr<float>() + slot.offset;
-  float* travels = static_cast<float*>(wire().data_ptr()) + slot.offset;
-  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, slot.numel);
-  std::fill_n(lost, slot.numel, 0.0F);
+  auto* lost = lost_.mutable_data_ptr<float>() + offset;
+  float* travels = static_cast<float*>((cast() ? wire_ : home_).data_ptr()) + offset;
+  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, count);
+  std::fill_n(lost, count, 0.0F);
 }
 
 void Bucket::packSparse(const Slot& slot) {
@@ -244,33 +241,44 @@ void Bucket::packHome(const Slot& slot) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool average_here = !layout_.hook_averages && divisor_ > 1;
   const double factor = average_here ? 1.0 / divisor_ : 1.0;
-  if (!grad.defined()) {
-    slot.view.zero_();
-    return;
-  }
-  const bool same_type = grad.scalar_type() == dtype_;
-  if (layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides)) {
-    if (average_here) {
-      slot.view.mul_(factor);
-    }
-    return;
-  }
+  const bool same_type = grad.defined() && grad.scalar_type() == dtype_;
+  const bool in_place = grad.defined() && layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides);
   if (same_type && dtype_ == at::kFloat && grad.is_cpu() && hasStrides(grad, slot.strides)) {
     // The usual case without torch's dispatcher, which costs more than a small gradient does.
-    void* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
-    const auto divided = static_cast<float>(factor);
-    convert(DType::Float32, out, DType::Float32, grad.const_data_ptr(), slot.numel, divided);
-  } else if (average_here && same_type) {
-    at::Tensor out = slot.view;
+    auto* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
+    const auto* in = static_cast<const float*>(grad.const_data_ptr());
+    const size_t block =
+        lost_.defined() ? kBlock : slot.numel; // what is packed is still in the cache for what is added
+    for (size_t at = 0; at < slot.numel; at += block) {
+      const size_t count = std::min(block, slot.numel - at);
+      if (!in_place || average_here) {
+        convert(DType::Float32, out + at, DType::Float32, in + at, count, static_cast<float>(factor));
+      }
+      addLost(slot.offset + at, count);
+    }
+    if (in_place) {
+      bumpVersion(slot.view);
+    }
+  } else {
+    packHomeByTorch(slot, grad, average_here ? factor : 1.0);
+    addLost(slot.offset, slot.numel);
+  }
+  if (layout_.grads_are_views && grad.defined() && !in_place) {
+    grad = slot.view;
+  }
+}
+
+void Bucket::packHomeByTorch(const Slot& slot, const at::Tensor& grad, double factor) {
+  at::Tensor out = slot.view;
+  if (!grad.defined()) {
+    out.zero_();
+  } else if (factor != 1.0 && grad.scalar_type() == dtype_) {
     at::mul_out(out, grad, at::scalar_tensor(factor, at::kDouble)); // no dimensions: does not promote
   } else {
-    slot.view.copy_(grad);
-    if (average_here) {
-      slot.view.mul_(factor);
+    out.copy_(grad); // nothing where it is the same memory
+    if (factor != 1.0) {
+      out.mul_(factor);
     }
-  }
-  if (layout_.grads_are_views) {
-    grad = slot.view;
   }
 }
 
@@ -283,6 +291,7 @@ void Bucket::packWire(const Slot& slot) {
   at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
   if (!grad.defined()) {
     std::fill_n(out, slot.numel * element, char{0});
+    addLost(slot.offset, slot.numel);
     return;
   }
   // maxAbsBits() wants fp32, and flat memory wants the slot's order; gradients have both nearly always.
@@ -300,6 +309,7 @@ void Bucket::packWire(const Slot& slot) {
       max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
     }
     convert(toDType(wire_.scalar_type()), out + at * element, toDType(source_type), block, count, factor);
+    addLost(slot.offset + at, count);
   }
 }
 
