@@ -231,7 +231,7 @@ class Ranks:
                 raise AssertionError(f"rank {rank} did not reach mark {name!r}\n{what}")
             self._drain_marks(min(left_s, 0.2))
 
-    def wait_until_asleep(self, rank: int, timeout_s: float = 60.0) -> None:
+    def wait_until_asleep(self, rank: int, timeout_s: float = 100.0) -> None:
         """Waits until the rank's main thread blocks: it is inside what its last mark announced."""
         deadline = time.monotonic() + timeout_s
         looks = 0
