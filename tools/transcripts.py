@@ -30,13 +30,17 @@ _ERROR = re.compile(
     r"(\[rank\d+\]: )?pycomm\.errors\.\w+Error: "
 )  # torch marks lines with the rank
 
-# argv: rank, world size, a folder for the store and the records
+# argv: rank, world size, a folder for the store and the records, how many processes there are
 _BEGIN = """
 import os, signal, sys, threading
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 import pycomm
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+Path(folder, f"here-{os.getpid()}").touch()
+while len(list(Path(folder).glob("here-*"))) < int(sys.argv[4]):  # however slowly they start
+    threading.Event().wait(0.01)
 dist.init_process_group(
     "pycomm", init_method=f"file://{folder}/store", rank=rank, world_size=size,
     timeout=timedelta(seconds=60),
@@ -118,7 +122,8 @@ def play(name: str) -> Seen:
         for number in range(scenario.size):
             rank = scenario.ranks_of(number) if scenario.ranks_of else number
             size = scenario.size_of(number) if scenario.size_of else scenario.size
-            command = [sys.executable, str(program), str(rank), str(size), folder]
+            arguments = [str(rank), str(size), folder, str(scenario.size)]
+            command = [sys.executable, str(program), *arguments]
             processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
         try:
             told = [process.communicate(timeout=_TIMEOUT_S)[1] for process in processes]

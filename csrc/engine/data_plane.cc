@@ -323,6 +323,10 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
   if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {
     return; // it came after all, and says itself when it ends
   }
+  if (suspicion.record.code == ErrorCode::PeerLeft && nobodyCanSend()) {
+    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
+    return;
+  }
   if (!any(&Transfer::owes)) {
     // Its link may be on its way, or still bring what is due; but without the broken one it may wait for credit for ever.
     if (due && !suspicion.patient && (port == nullptr || !port->ended)) {

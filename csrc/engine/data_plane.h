@@ -153,6 +153,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] bool isLate(int peer, const FrameHeader& header) const;
   void deliverToSelf();
   void missSenders(int left);
+  [[nodiscard]] bool nobodyCanSend() const noexcept;
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);

@@ -45,12 +45,32 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
   }
 }
 
-// A receive from any rank can still be served as long as anyone is there.
+// A receive from any rank can still be served as long as anyone is there, or a link may bring what was sent before its sender left: a
+// goodbye on the control link overtakes it, and may even be read before the Hello of the link that it came on.
 void DataPlane::missSenders(int left) {
-  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
-  if (alone && !unmatched_.empty()) {
-    notice(peerLeftUs(left, *unmatched_.begin()->second, identity_));
+  if (!nobodyCanSend()) {
+    return;
   }
+  const auto missing = [&](size_t peer) { return in_[peer] == nullptr && static_cast<int>(peer) != identity_.rank; };
+  bool on_its_way = false;
+  for (size_t peer = 0; peer < in_.size(); ++peer) {
+    on_its_way = on_its_way || missing(peer);
+  }
+  ErrorRecord record = peerLeftUs(left, *unmatched_.begin()->second, identity_);
+  if (on_its_way) {
+    suspicions_.emplace(
+        left, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kLastLinkMs), true});
+  } else {
+    notice(std::move(record));
+  }
+}
+
+// Whether a receive from any rank waits although all others have left and no link of theirs is open.
+bool DataPlane::nobodyCanSend() const noexcept {
+  const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
+  const bool open =
+      std::any_of(in_.begin(), in_.end(), [](const auto& port) { return port != nullptr && !port->ended; });
+  return alone && !open && !unmatched_.empty();
 }
 
 void DataPlane::beginMatched() {

@@ -4,8 +4,21 @@
 
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
+#include "transport/striped_link.h"
 
 namespace pycomm {
+namespace {
+
+/// Bytes of a link of several connections are read and written in order: the one whose turn it is holds up the others.
+void nameInterface(ErrorRecord& record, const std::string& interface) {
+  if (record.phase == "transfer" && !interface.empty() && !record.summary.empty()) {
+    record.summary.back() = ','; // of the sentence's end
+    record.summary += " and the next bytes are those on interface " + interface + ".";
+    record.hint = "check interface " + interface + " on both hosts; if the network is only slow, raise the timeout";
+  }
+}
+
+} // namespace
 
 void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
   if (failure_ || closing_) {
@@ -51,7 +64,16 @@ void DataPlane::checkDeadlines(TimePoint now) {
   for (const auto& entry : transfers_) {
     const Deadline deadline = entry.second->operation().request().deadline;
     if (deadline.expired(now)) {
-      notice(timedOut(*entry.second, protocol_.missing(entry.first), identity_));
+      ErrorRecord record = timedOut(*entry.second, protocol_.missing(entry.first), identity_);
+      if (identity_.streams > 1 && record.peer >= 0) { // then links between hosts are striped
+        const auto peer = static_cast<size_t>(record.peer);
+        if (entry.second->needsFrom(record.peer)) {
+          nameInterface(record, in_[peer] == nullptr ? "" : static_cast<StripedLink&>(*in_[peer]->link).readsFrom());
+        } else if (out_[peer] != nullptr) {
+          nameInterface(record, static_cast<StripedLink&>(*out_[peer]->link).writesTo());
+        }
+      }
+      notice(std::move(record));
     } else {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }

@@ -16,11 +16,12 @@ constexpr Nanos kRetransmission = milliseconds(200);
 constexpr Nanos kLinger = milliseconds(20);
 } // namespace
 
-Network::Network(Timeline& timeline, Random random, int ranks, const Weather& weather)
+Network::Network(Timeline& timeline, Random random, int ranks, const Weather& weather, int first_fd)
     : timeline_(timeline),
       random_(random),
       ranks_(ranks),
       weather_(weather),
+      first_fd_(first_fd),
       listeners_(static_cast<size_t>(ranks)),
       blocked_(static_cast<size_t>(ranks) * static_cast<size_t>(ranks)),
       dead_(static_cast<size_t>(ranks), false) {}
@@ -36,7 +37,7 @@ int Network::makeConnection(int from, int to, LinkPurpose purpose) {
     pipe.room = std::max(least, random_.scaled(weather_.room_low, weather_.room_high));
   }
   connections_.push_back(std::move(connection));
-  return static_cast<int>(connections_.size() - 1) * 2;
+  return first_fd_ + static_cast<int>(connections_.size() - 1) * 2;
 }
 
 std::unique_ptr<Link> Network::connect(int from, int to) {

@@ -37,7 +37,8 @@ class Network final : public Readiness {
   };
   using Listener = std::function<void(std::unique_ptr<Link>)>;
 
-  Network(Timeline& timeline, Random random, int ranks, const Weather& weather);
+  /// Descriptors count from `first_fd`, which is even: several networks may be one loop's.
+  Network(Timeline& timeline, Random random, int ranks, const Weather& weather, int first_fd = 0);
 
   void setObserver(Observer* observer) noexcept {
     observer_ = observer;
@@ -100,7 +101,7 @@ class Network final : public Readiness {
   };
 
   [[nodiscard]] Connection& connectionOf(int fd) const {
-    return *connections_[static_cast<size_t>(fd / 2)];
+    return *connections_[static_cast<size_t>((fd - first_fd_) / 2)];
   }
   [[nodiscard]] End& end(int fd) const {
     return connectionOf(fd).ends[fd % 2];
@@ -133,6 +134,7 @@ class Network final : public Readiness {
   Random random_;
   const int ranks_;
   const Weather weather_;
+  const int first_fd_;
   Observer* observer_ = nullptr; ///< the run's
   std::vector<std::unique_ptr<Connection>> connections_;
   std::vector<Listener> listeners_;

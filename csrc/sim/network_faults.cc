@@ -13,7 +13,7 @@ void Network::block(int from, int to, TimePoint until) {
 bool Network::resetConnections(int from, int to) {
   bool any = false;
   for (size_t i = 0; i < connections_.size(); ++i) {
-    const int fd = static_cast<int>(i) * 2;
+    const int fd = first_fd_ + static_cast<int>(i) * 2;
     const End& here = end(fd);
     if (here.rank != from || here.peer != to || !here.connected || here.closed || here.reset || end(fd + 1).closed) {
       continue;
@@ -32,7 +32,8 @@ bool Network::resetConnections(int from, int to) {
 void Network::closeAllOf(int rank) {
   dead_[static_cast<size_t>(rank)] = true;
   for (size_t i = 0; i < connections_.size(); ++i) {
-    for (const int fd : {static_cast<int>(i) * 2, static_cast<int>(i) * 2 + 1}) {
+    const int first = first_fd_ + static_cast<int>(i) * 2;
+    for (const int fd : {first, first + 1}) {
       if (end(fd).rank == rank) {
         close(fd);
       }

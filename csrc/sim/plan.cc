@@ -70,7 +70,9 @@ const char* faultName(FaultKind kind) noexcept {
   return "unknown";
 }
 
-Plan makePlan(uint64_t seed) {
+namespace {
+
+Plan drawPlan(uint64_t seed, const GroupFrame* frame) {
   // Streams of their own: a change in how one part is drawn leaves the others as they were.
   Random root(seed);
   Random shape = root.fork();
@@ -84,8 +86,14 @@ Plan makePlan(uint64_t seed) {
   plan.size = static_cast<int>(shape.chance(5) ? shape.within(10, 17) : shape.within(2, 9));
   plan.prompt = !shape.chance(15);
   plan.weather = drawWeather(shape, plan.prompt);
+  if (frame != nullptr) {
+    plan.size = frame->size;
+    plan.prompt = frame->prompt;
+    plan.weather = frame->weather;
+  }
   plan.limits = drawLimits(shape);
-  const int count = static_cast<int>(plan.size > 9 ? shape.within(1, 3) : shape.scaled(1, 10));
+  const int64_t most = frame != nullptr ? 4 : 10; // several groups have enough to do together
+  const int count = static_cast<int>(plan.size > 9 ? shape.within(1, 3) : shape.scaled(1, most));
   for (int key = 0; key < count; ++key) {
     plan.program.push_back(drawCall(calls, key, plan.size, plan.limits.window_nbytes));
   }
@@ -114,7 +122,7 @@ Plan makePlan(uint64_t seed) {
     plan.ranks.push_back(std::move(mine));
   }
   const int64_t dice = faults.below(100);
-  const int64_t many = dice < 25 ? 0 : dice < 85 ? 1 : faults.within(2, 3);
+  const int64_t many = (frame != nullptr && !frame->faulty) || dice < 25 ? 0 : dice < 85 ? 1 : faults.within(2, 3);
   for (int64_t i = 0; i < many; ++i) {
     drawFault(faults, plan);
   }
@@ -122,6 +130,16 @@ Plan makePlan(uint64_t seed) {
     drawExtras(extras, plan);
   }
   return plan;
+}
+
+} // namespace
+
+Plan makePlan(uint64_t seed) {
+  return drawPlan(seed, nullptr);
+}
+
+Plan makePlan(uint64_t seed, const GroupFrame& frame) {
+  return drawPlan(seed, &frame);
 }
 
 std::string Plan::text() const {

@@ -13,6 +13,8 @@ namespace pycomm::sim {
 inline constexpr int kNoPeer = -2;
 /// From here on a seed draws messages and codecs, too.
 inline constexpr uint64_t kRichSeeds = 1000000000000;
+/// From here on it draws several groups of the same ranks.
+inline constexpr uint64_t kGroupSeeds = 2000000000000;
 
 /// One call of one rank's program.
 struct CallPlan {
@@ -77,5 +79,14 @@ struct Plan {
 };
 
 [[nodiscard]] Plan makePlan(uint64_t seed);
+
+/// What a group of several does not draw by itself.
+struct GroupFrame {
+  int size = 2;
+  bool prompt = true;
+  Network::Weather weather;
+  bool faulty = false; ///< the one whose draw of faults counts
+};
+[[nodiscard]] Plan makePlan(uint64_t seed, const GroupFrame& frame);
 
 } // namespace pycomm::sim

@@ -5,9 +5,6 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kHorizon = std::chrono::seconds(300);
-constexpr int64_t kMostEvents = 3000000;
-
 SimGroup::Settings settingsOf(const Plan& plan, int rank) {
   SimGroup::Settings settings;
   GroupIdentity& identity = settings.identity;
@@ -28,19 +25,35 @@ SimGroup::Settings settingsOf(const Plan& plan, int rank) {
   return settings;
 }
 
+bool isOfTheProgram(FaultKind kind) noexcept {
+  return kind == FaultKind::Late || kind == FaultKind::Mismatch || kind == FaultKind::Leave || kind == FaultKind::Abort;
+}
+
 } // namespace
 
-Run::Run(const Plan& plan, bool keeps_trace)
+Run::Run(const Plan& plan, bool keeps_trace) : Run(plan, keeps_trace, Shared()) {}
+
+Run::Run(const Plan& plan, bool keeps_trace, Shared shared)
     : plan_(plan),
+      shared_(std::move(shared)),
+      own_timeline_(shared_.timeline == nullptr ? std::make_unique<Timeline>() : nullptr),
+      timeline_(shared_.timeline == nullptr ? own_timeline_.get() : shared_.timeline),
       random_(plan.seed ^ 0x5eed),
-      network_(timeline_, random_.fork(), plan.size, plan.weather),
-      audit_(timeline_, plan.size, plan.limits, keeps_trace),
+      network_(*timeline_, random_.fork(), plan.size, plan.weather, shared_.first_fd),
+      audit_(*timeline_, plan.size, plan.limits, keeps_trace),
       ranks_(static_cast<size_t>(plan.size)) {
   network_.setObserver(&audit_);
+  if (shared_.wires != nullptr) {
+    shared_.wires->add(network_);
+  }
   for (int rank = 0; rank < plan_.size; ++rank) {
     RankState& state = ranks_[static_cast<size_t>(rank)];
-    state.group = std::make_unique<SimGroup>(timeline_, network_, random_.fork(), settingsOf(plan_, rank));
-    state.user = std::make_unique<User>(timeline_, *state.group, rank, plan_.ranks[static_cast<size_t>(rank)]);
+    if (shared_.processes.empty()) {
+      state.own_process = std::make_unique<SimProcess>(*timeline_, network_, random_.fork());
+    }
+    SimProcess& process = state.own_process ? *state.own_process : *shared_.processes[static_cast<size_t>(rank)];
+    state.group = std::make_unique<SimGroup>(*timeline_, network_, process, settingsOf(plan_, rank));
+    state.user = std::make_unique<User>(*timeline_, *state.group, rank, plan_.ranks[static_cast<size_t>(rank)]);
     if (keeps_trace) {
       state.group->onFailure([this, rank](const ErrorRecord& cause) {
         audit_.say("rank " + std::to_string(rank) + " fails: " + cause.text());
@@ -65,32 +78,42 @@ Run::~Run() {
 }
 
 void Run::execute() {
+  begin();
+  const TimePoint horizon = timeline_->now() + kHorizon;
+  while (!allClosed() && timeline_->eventsRun() < kMostEvents && timeline_->step(horizon)) {
+  }
+}
+
+void Run::order(const FaultPlan& fault) {
+  // Connections are a group's own, a process and its host are all groups'.
+  if (shared_.strike && fault.kind != FaultKind::Reset) {
+    shared_.strike(fault);
+  } else {
+    strike(fault);
+  }
+}
+
+void Run::begin() {
   std::vector<FaultPlan> by_frames;
   for (const FaultPlan& fault : plan_.faults) {
-    const bool in_program = fault.kind == FaultKind::Late || fault.kind == FaultKind::Mismatch ||
-        fault.kind == FaultKind::Leave || fault.kind == FaultKind::Abort;
-    if (in_program) {
-      faults_.push_back(FaultRecord{fault, timeline_.now()});
+    if (isOfTheProgram(fault.kind)) {
+      faults_.push_back(FaultRecord{fault, timeline_->now()});
     } else if (fault.after_frames >= 0) {
       by_frames.push_back(fault);
     } else {
-      timeline_.after(fault.at, [this, fault] { strike(fault); });
+      timeline_->after(fault.at, [this, fault] { order(fault); });
     }
   }
   audit_.onFrame([this, by_frames](int64_t frames) {
     for (const FaultPlan& fault : by_frames) {
       if (fault.after_frames == frames) {
-        timeline_.after(Nanos(0), [this, fault] { strike(fault); });
+        timeline_->after(Nanos(0), [this, fault] { order(fault); });
       }
     }
   });
   for (const RankState& state : ranks_) {
     state.user->begin();
   }
-  const TimePoint horizon = timeline_.now() + kHorizon;
-  while (!allClosed() && timeline_.eventsRun() < kMostEvents && timeline_.step(horizon)) {
-  }
-  came_to_rest_ = allClosed();
 }
 
 bool Run::allClosed() const {
@@ -107,17 +130,17 @@ void Run::strike(const FaultPlan& fault) {
   if (victim.user->closed() || victim.group->dead()) {
     return;
   }
-  const TimePoint until = timeline_.now() + fault.duration;
+  const TimePoint until = timeline_->now() + fault.duration;
   bool strikes = true;
   switch (fault.kind) {
     case FaultKind::Kill:
       victim.group->kill();
-      timeline_.at(until, [this, rank = fault.rank] { network_.closeAllOf(rank); });
+      timeline_->at(until, [this, rank = fault.rank] { network_.closeAllOf(rank); });
       break;
     case FaultKind::Stop:
       victim.group->stop();
       victim.user->stop();
-      timeline_.at(until, [this, &victim, rank = fault.rank] {
+      timeline_->at(until, [this, &victim, rank = fault.rank] {
         audit_.say("rank " + std::to_string(rank) + " goes on");
         victim.group->resume();
         victim.user->resume();
@@ -128,7 +151,7 @@ void Run::strike(const FaultPlan& fault) {
         state.group->stop();
         state.user->stop();
         // They wake one after another.
-        timeline_.at(until + microseconds(random_.scaled(0, 50000)), [&state] {
+        timeline_->at(until + microseconds(random_.scaled(0, 50000)), [&state] {
           if (!state.group->dead()) {
             state.group->resume();
             state.user->resume();
@@ -163,7 +186,7 @@ void Run::strike(const FaultPlan& fault) {
   }
   if (strikes) {
     audit_.say(std::string("fault: ") + faultName(fault.kind) + " rank " + std::to_string(fault.rank));
-    faults_.push_back(FaultRecord{fault, timeline_.now()});
+    faults_.push_back(FaultRecord{fault, timeline_->now()});
   }
 }
 

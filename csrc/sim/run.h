@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,6 +11,10 @@
 
 namespace pycomm::sim {
 
+/// Virtual time in which every run must have come to its end, and events.
+inline constexpr Nanos kHorizon = std::chrono::seconds(300);
+inline constexpr int64_t kMostEvents = 3000000;
+
 /// A fault that has happened.
 struct FaultRecord {
   FaultPlan plan;
@@ -18,19 +23,37 @@ struct FaultRecord {
 
 /// One rank after the run.
 struct RankState {
+  std::unique_ptr<SimProcess> own_process; ///< of a run by itself
   std::unique_ptr<SimGroup> group;
   std::unique_ptr<User> user;
+};
+
+/// What the groups of a cluster have in common.
+struct Shared {
+  Timeline* timeline = nullptr;
+  Wires* wires = nullptr;
+  std::vector<SimProcess*> processes; ///< by the group's rank
+  int first_fd = 0;
+  /// What strikes processes and hosts, and so all their groups.
+  std::function<void(const FaultPlan&)> strike;
 };
 
 /// Runs a plan from the beginning to the end of virtual time.
 class Run {
  public:
   Run(const Plan& plan, bool keeps_trace);
+  /// One group of several: the cluster calls begin() and lets time pass.
+  Run(const Plan& plan, bool keeps_trace, Shared shared);
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
   void execute();
+  /// Starts the programs and sets the faults going.
+  void begin();
+  /// Everybody has closed, or is dead.
+  [[nodiscard]] bool allClosed() const;
+  void strike(const FaultPlan& fault);
 
   [[nodiscard]] const Plan& plan() const noexcept {
     return plan_;
@@ -45,28 +68,28 @@ class Run {
     return audit_;
   }
   [[nodiscard]] Nanos elapsed() const noexcept {
-    return timeline_.elapsed();
+    return timeline_->elapsed();
   }
   [[nodiscard]] int64_t events() const noexcept {
-    return timeline_.eventsRun();
+    return timeline_->eventsRun();
   }
-  /// It came to an end by itself: everybody closed.
+  /// It came to an end by itself.
   [[nodiscard]] bool cameToRest() const noexcept {
-    return came_to_rest_;
+    return allClosed();
   }
 
  private:
-  void strike(const FaultPlan& fault);
-  [[nodiscard]] bool allClosed() const;
+  void order(const FaultPlan& fault);
 
   const Plan plan_;
-  Timeline timeline_;
+  const Shared shared_;
+  std::unique_ptr<Timeline> own_timeline_; ///< of a run by itself
+  Timeline* const timeline_; ///< its own, or the cluster's
   Random random_;
   Network network_;
   WireAudit audit_;
   std::vector<RankState> ranks_; ///< before the network goes
   std::vector<FaultRecord> faults_;
-  bool came_to_rest_ = false;
 };
 
 } // namespace pycomm::sim

@@ -41,13 +41,14 @@ class SimGroup::Stranger final : public Loop::Handler {
   size_t nbytes_ = 0;
 };
 
-SimGroup::SimGroup(Timeline& timeline, Network& network, Random random, Settings settings)
+SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings)
     : timeline_(timeline),
       network_(network),
       settings_(std::move(settings)),
       identity_(settings_.identity),
-      lane_(timeline, network, random.fork()),
-      control_loop_(timeline, network, random.fork()) {
+      process_(process),
+      lane_(process.lane),
+      control_loop_(process.control) {
   lane_.setPace(settings_.lane_pace);
   DataPlane::Options options;
   options.connect = [this](int peer) { return network_.connect(identity_.rank, peer); };
@@ -179,19 +180,16 @@ void SimGroup::close(std::function<void()> closed) {
 }
 
 void SimGroup::stop() {
-  lane_.stop();
-  control_loop_.stop();
+  process_.stop();
 }
 
 void SimGroup::resume() {
-  lane_.resume();
-  control_loop_.resume();
+  process_.resume();
 }
 
 void SimGroup::kill() {
   dead_ = true;
-  lane_.kill();
-  control_loop_.kill();
+  process_.kill();
 }
 
 std::optional<DataPlane::Usage> SimGroup::usage() const {

@@ -8,7 +8,7 @@
 #include "engine/control_plane.h"
 #include "engine/data_plane.h"
 #include "sim/network.h"
-#include "sim/sim_loop.h"
+#include "sim/sim_process.h"
 
 namespace pycomm::sim {
 
@@ -23,7 +23,7 @@ class SimGroup {
     SimLoop::Pace lane_pace;
   };
 
-  SimGroup(Timeline& timeline, Network& network, Random random, Settings settings);
+  SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
   ~SimGroup();
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
@@ -64,12 +64,13 @@ class SimGroup {
   void accept(std::unique_ptr<Link> link);
   void introduce(Stranger& stranger);
 
-  Timeline& timeline_; ///< the run's, as is the network
+  Timeline& timeline_; ///< the run's, as are the network and the process
   Network& network_;
   const Settings settings_;
   const GroupIdentity& identity_; ///< in settings_
-  SimLoop lane_;
-  SimLoop control_loop_;
+  SimProcess& process_;
+  SimLoop& lane_; ///< the process's, as is the other
+  SimLoop& control_loop_;
   std::unique_ptr<ControlPlane> control_;
   std::unique_ptr<DataPlane> data_;
   std::map<int, std::unique_ptr<Stranger>> strangers_; ///< by descriptor

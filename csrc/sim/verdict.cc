@@ -4,6 +4,8 @@
 #include <set>
 #include <tuple>
 
+#include "engine/issue_context.h"
+#include "sim/cluster.h"
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"
 #include "sim/verdict_parts.h"
@@ -161,17 +163,10 @@ std::vector<std::string> violationsOf(const Run& run) {
   return Checks(run).take();
 }
 
-Report simulate(uint64_t seed, bool keeps_trace) {
-  Run run(makePlan(seed), keeps_trace);
-  run.execute();
-  Report report;
-  report.seed = seed;
-  report.violations = violationsOf(run);
-  report.trace = run.audit().trace();
-  report.plan = run.plan().text();
-  report.first_fault = run.faults().empty() ? "none"
-      : run.faults().size() > 1             ? "several"
-                                            : faultName(run.faults()[0].plan.kind);
+namespace {
+
+/// What one run has done, added to the rest of its report.
+void add(Report& report, const Run& run) {
   for (const RankState& state : run.ranks()) {
     report.group_failed = report.group_failed || state.group->failure().has_value();
     for (const auto& outcome : state.user->outcomes()) {
@@ -179,10 +174,59 @@ Report simulate(uint64_t seed, bool keeps_trace) {
       report.succeeded += outcome->ended != TimePoint::max() && !outcome->error ? 1 : 0;
     }
   }
-  report.frames = run.audit().frames();
+  report.frames += run.audit().frames();
   report.events = run.events();
   report.elapsed = run.elapsed();
-  report.fingerprint = run.audit().fingerprint();
+  report.fingerprint = mix64(report.fingerprint) ^ run.audit().fingerprint();
+}
+
+std::string nameOf(const std::vector<FaultRecord>& faults) {
+  return faults.empty() ? "none" : faults.size() > 1 ? "several" : faultName(faults[0].plan.kind);
+}
+
+Report simulateGroups(uint64_t seed, bool keeps_trace) {
+  Cluster cluster(makeClusterPlan(seed), keeps_trace);
+  cluster.execute();
+  Report report;
+  report.seed = seed;
+  report.plan = cluster.plan().text();
+  report.first_fault = "none";
+  for (size_t i = 0; i < cluster.runs().size(); ++i) {
+    const Run& run = *cluster.runs()[i];
+    const std::string group = "group " + std::to_string(i) + ": ";
+    for (const std::string& violation : violationsOf(run)) {
+      report.violations.push_back(group + violation);
+    }
+    for (const std::string& line : run.audit().trace()) {
+      report.trace.push_back(line.substr(0, WireAudit::kTimeNchars) + group + line.substr(WireAudit::kTimeNchars));
+    }
+    // A fault of all has struck each: what the group says that it was drawn for.
+    if (!cluster.plan().groups[i].plan.faults.empty()) {
+      report.first_fault = nameOf(run.faults());
+    }
+    add(report, run);
+  }
+  std::stable_sort(report.trace.begin(), report.trace.end(), [](const std::string& a, const std::string& b) {
+    return a.compare(0, WireAudit::kTimeNchars, b, 0, WireAudit::kTimeNchars) < 0;
+  });
+  return report;
+}
+
+} // namespace
+
+Report simulate(uint64_t seed, bool keeps_trace) {
+  if (seed >= kGroupSeeds) {
+    return simulateGroups(seed, keeps_trace);
+  }
+  Run run(makePlan(seed), keeps_trace);
+  run.execute();
+  Report report;
+  report.seed = seed;
+  report.violations = violationsOf(run);
+  report.trace = run.audit().trace();
+  report.plan = run.plan().text();
+  report.first_fault = nameOf(run.faults());
+  add(report, run);
   return report;
 }
 

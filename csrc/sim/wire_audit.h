@@ -13,6 +13,8 @@ namespace pycomm::sim {
 /// Keeps the books of flow control from outside, by the frames alone: no rank may send what it was not given room for.
 class WireAudit final : public Network::Observer {
  public:
+  static constexpr size_t kTimeNchars = 15; ///< of a line of the trace: "%10d us  "
+
   WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace);
 
   void frameSent(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;

@@ -19,7 +19,8 @@ if importlib.util.find_spec("pycomm") is None:
 import ranks  # noqa: E402
 import zygote  # noqa: E402
 
-DEFAULT_TIMEOUT_S = 120
+DEFAULT_TIMEOUT_S = 400
+"""Of a test that hangs. The rig ends ranks that hang long before, and shows their stacks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -414,7 +414,7 @@ def _refused_at_init() -> Iterator[Case]:
             victim_codes=(),
             timeout_s=1.0,
         )
-        for how in ("world size", "algorithm", "segment"):
+        for how in ("world size", "algorithm", "segment", "streams"):
             yield Case(
                 f"another {how}",
                 place,

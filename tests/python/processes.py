@@ -74,7 +74,7 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
 def run_python(
     arguments: Sequence[str],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     env: Mapping[str, str | None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` in a session of its own, which is ended whole when time is up.

@@ -220,7 +220,7 @@ class Ranks:
         self.processes[rank].send_signal(number)
         return sent_s
 
-    def wait_for_mark(self, rank: int, name: str, timeout_s: float = 60.0) -> None:
+    def wait_for_mark(self, rank: int, name: str, timeout_s: float = 100.0) -> None:
         """Waits until the rank has called ``mark(name)``; AssertionError if it never does."""
         deadline = time.monotonic() + timeout_s
         while name not in self._marks[rank]:
@@ -231,7 +231,7 @@ class Ranks:
                 raise AssertionError(f"rank {rank} did not reach mark {name!r}\n{what}")
             self._drain_marks(min(left_s, 0.2))
 
-    def wait_until_asleep(self, rank: int, timeout_s: float = 60.0) -> None:
+    def wait_until_asleep(self, rank: int, timeout_s: float = 100.0) -> None:
         """Waits until the rank's main thread blocks: it is inside what its last mark announced."""
         deadline = time.monotonic() + timeout_s
         looks = 0
@@ -407,7 +407,7 @@ def run_ranks(
     world_size: int,
     target: str | Callable[..., Any],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 100.0,
     check: bool = True,
     **options: Any,
 ) -> RankResults:

@@ -59,7 +59,7 @@ def run_table(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     output = folder / "table.json"
     arguments = [str(script), *QUICK, *flags, "--json", str(output)]
-    done = run_python(arguments, timeout_s=100.0, env={"FAULT": fault})
+    done = run_python(arguments, timeout_s=300.0, env={"FAULT": fault})
     table = json.loads(output.read_text()) if output.exists() else {}
     return done, table
 
@@ -135,7 +135,7 @@ def test_a_rank_that_fails_ends_the_run(fault: str, tmp_path: Path) -> None:
     flags = ["--backends", "gloo", "--ranks", "2", "--sizes", "4", "--timeout", timeout]
     begin = time.monotonic()
     done, table = run_table(tmp_path, *flags, script=TESTS / "faulty_allreduce.py", fault=fault)
-    assert time.monotonic() - begin < 40
+    assert time.monotonic() - begin < 100
     assert done.returncode == 1 and not table
     assert "benchmark over 2 ranks failed: " in done.stderr
     if fault == "rank_exits":
@@ -155,7 +155,7 @@ def test_ranks_end_with_the_parent(number: int) -> None:
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
     pids: list[str] = []
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(pids) < 2 and time.monotonic() < deadline:
             pids = children.read_text().split()
             time.sleep(0.05)
@@ -163,7 +163,7 @@ def test_ranks_end_with_the_parent(number: int) -> None:
     finally:
         parent.send_signal(number)
         parent.wait(30)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_runs(pid) for pid in pids)
@@ -180,7 +180,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     output = tmp_path / "table.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     table = [str(BENCHMARKS / "allreduce.py"), "--backends", "gloo", "--sizes", "4", *QUICK]
-    done = run_python([*launcher, *table, "--json", str(output)], timeout_s=100.0)
+    done = run_python([*launcher, *table, "--json", str(output)], timeout_s=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(output.read_text())["rows"]
     assert row["ranks"] == 2 and row["wrong"] == 0

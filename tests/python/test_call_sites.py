@@ -149,7 +149,10 @@ def test_two_equal_models_in_another_order_are_a_mismatch_without_any_option() -
 
 
 def time_both(rank: int, world_size: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a small sum, with the check and without, in turns."""
+    """Microseconds of a small sum, with the check and without, in turns; the best of each.
+
+    Other work on the machine makes any of them slower, and none faster.
+    """
     groups = {
         name: dist.new_group(pg_options=pycomm.Options(check_call_sites=name == "on"))
         for name in ("off", "on")
@@ -159,12 +162,12 @@ def time_both(rank: int, world_size: int, rounds: int) -> dict[str, float]:
     for _ in range(rounds):
         for name, group in groups.items():
             began_s = time.perf_counter()
-            for _ in range(50):
+            for _ in range(10):
                 dist.all_reduce(tensor.fill_(1.0), group=group)
-            spent[name].append((time.perf_counter() - began_s) / 50)
-    return {name: 1e6 * sorted(times)[len(times) // 2] for name, times in spent.items()}
+            spent[name].append((time.perf_counter() - began_s) / 10)
+    return {name: 1e6 * min(times) for name, times in spent.items()}
 
 
 def test_the_check_costs_microseconds() -> None:
-    for cost in run_ranks(2, time_both, args=(20,)).values():
+    for cost in run_ranks(2, time_both, args=(100,)).values():
         assert cost["on"] - cost["off"] < 500, cost

@@ -223,11 +223,13 @@ def test_a_failure_of_the_group_ends_the_wait(fake_cuda: Path) -> None:
 
 def _stuck_stream(rank: int, size: int, library: str) -> str:
     device = Device(Path(library))
-    group = dist.new_group(list(range(size)), timeout=timedelta(seconds=1 if rank == 1 else 60))
+    group = dist.new_group(list(range(size)))
+    options = dist.AllreduceOptions()
     if rank == 1:
         device.library.fake_hold(0)
+        options.timeout = timedelta(seconds=1)
     with pytest.raises(errors.PycommError) as late:
-        dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+        group.allreduce([device.tensor(np.ones(4, "float32"))], options).wait()
     device.library.fake_let_go()
     dist.destroy_process_group(group)
     return str(late.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import ddp_models
@@ -247,7 +248,7 @@ def deserted(rank: int, world_size: int) -> str:
     except Exception as error:
         store.set("seen", "1")
         return str(error)
-    store.wait(["seen"])  # out of data, and alive
+    store.wait(["seen"], timedelta(seconds=60))  # out of data, and alive
     return ""
 
 

@@ -57,7 +57,7 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", done.stdout))

@@ -140,7 +140,7 @@ def test_an_error_says_everything_ends_everything_and_sticks(
 
 @pytest.mark.needs_native
 def test_an_error_of_joining_says_everything(tmp_path: Path) -> None:
-    options = {"pg_options": {"timeout": 0.5}, "ranks": [1], "init": f"file://{tmp_path}/store"}
+    options = {"pg_options": {"timeout": 1.0}, "ranks": [1], "init": f"file://{tmp_path}/store"}
     error = run_ranks(2, fails, args=("",), check=False, **options)[0].error
     assert error is not None and error.code == "RENDEZVOUS_TIMEOUT"
     assert set(error.record) >= OF_A_JOIN, OF_A_JOIN - set(error.record)

@@ -34,7 +34,7 @@ def run_example(
     name: str, *flags: str, launcher: list[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     arguments = [*(launcher or TORCHRUN), str(EXAMPLES / name), *flags]
-    return run_python(arguments, timeout_s=100.0)
+    return run_python(arguments, timeout_s=300.0)
 
 
 def run_as_script(rank: int, world_size: int, path: str, flags: list[str]) -> object:
@@ -187,7 +187,7 @@ def test_progress_on_a_terminal(tqdm: str) -> None:
     fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
     try:
         command = [sys.executable, "-c", PROGRESS, str(EXAMPLES), tqdm]
-        subprocess.run(command, stderr=other_end, env=child_environment(), timeout=60, check=True)
+        subprocess.run(command, stderr=other_end, env=child_environment(), timeout=180, check=True)
         os.close(other_end)
         other_end = -1
         shown = "".join(iter(lambda: read_some(terminal), ""))

@@ -51,7 +51,7 @@ def second_look(error: Exception) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_is_named_by_all_others_within_a_second(victim: int) -> None:
+def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
     with start_ranks(3, reduce_until_it_fails, args=(100 * MIB // 4,)) as running:
         for rank in range(3):
             running.wait_for_mark(rank, "in the middle")
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_named_by_all_others_within_a_second(victim: int) -> No
         for text in (f"ank {victim} on {socket.gethostname()}", "code=PEER_DEAD", f"peer={victim}"):
             assert text in error.text
         assert "\n" not in error.text
-        assert error.monotonic_s - killed_s < 1.0
+        assert error.monotonic_s - killed_s < 2.5, "a silent rank would be after 3 s"
         assert seen["record"]["code"] == "PEER_DEAD" and seen["record"]["peer"] == victim
         assert seen["again"].code == "PEER_DEAD", "the first error sticks"
         assert seen["again_s"] < 2.0, "and nothing is waited for: a silent peer is after 3 s"
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_with_an_exception_releases_the_others() -> None:
 def one_rank_is_late(rank: int, world_size: int) -> None:
     # A group of its own, as the limit is also that of making it: here all ranks begin together.
     dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(10), group=group)
     if rank == 1:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_a_wait() -> None:
         running.wait_for_mark(0, "interrupted")  # before rank 1 goes, whose leaving is an error
         running.kill(1, signal.SIGINT)
         results = running.collect(60).check()
-    assert results[0].value - sent_s < 1.0, results.describe()
+    assert results[0].value - sent_s < 5.0, results.describe()
 
 
 def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:

@@ -36,7 +36,8 @@ def findings_in(folder: Path) -> dict[str, Finding]:
     records = records_in(folder)
     assert not records.notes
     (group,) = records.groups
-    found = findings_of(group)
+    # Who was late by a millisecond, and how many ranks were, is chance.
+    found = [finding for finding in findings_of(group) if finding.is_problem]
     by_kind = {finding.kind: finding for finding in found}
     assert len(by_kind) == len(found), found
     return by_kind
@@ -142,6 +143,7 @@ def test_dump_by_a_signal_while_a_rank_waits(tmp_path: Path) -> None:
     with start_ranks(2, dump_by_request, args=(str(tmp_path),)) as running:
         for rank in range(2):
             running.wait_for_mark(rank, "ready")
+        running.wait_until_asleep(0)
         running.kill(0, signal.SIGUSR2)
         running.wait_for_mark(0, str(tmp_path / "pycomm_rank_0.json"))
         (waiting,) = records_in(tmp_path).processes
@@ -162,6 +164,7 @@ def test_dump_by_a_signal_while_a_rank_waits(tmp_path: Path) -> None:
 def steps_until_failure(rank: int, world_size: int, how: str) -> str | None:
     for _ in range(5):
         dist.all_reduce(torch.ones(1000))
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     mark("steps")
     try:
         if rank == 1 and how == "killed":
@@ -169,10 +172,11 @@ def steps_until_failure(rank: int, world_size: int, how: str) -> str | None:
         elif rank == 1 and how == "late":
             wait_for_failure()
         elif rank == 1 and how == "mismatch":
+            signal.sigtimedwait([signal.SIGTERM], 60)
             dist.all_reduce(torch.ones(2001))
         options = dist.AllreduceOptions()
         if how == "late":
-            options.timeout = timedelta(seconds=1)
+            options.timeout = timedelta(seconds=2)
         dist.group.WORLD.allreduce([torch.ones(2000)], options).wait()
     except pycomm.errors.PycommError as error:
         return error.code
@@ -185,8 +189,12 @@ def fail(folder: Path, how: str, torchs_variable: bool = False) -> RankResults:
     with start_ranks(3, steps_until_failure, args=(how,), pg_options=options, env=env) as running:
         for rank in range(3):
             running.wait_for_mark(rank, "steps")
+        for rank in (0, 2):  # they are in the sixth operation
+            running.wait_until_asleep(rank)
         if how == "killed":
             running.kill(1)
+        elif how == "mismatch":
+            running.kill(1, signal.SIGTERM)
         return running.collect(60)
 
 
@@ -206,17 +214,17 @@ def test_a_late_rank(tmp_path: Path) -> None:
     assert "it last finished all_reduce #5, " in late.text
     assert " s before the end. Ranks 0 and 2 waited in it from " in late.text
     waited_s = float(late.text.rstrip(".").split(" on, ")[1].split(" s")[0])
-    assert 0.9 <= waited_s < 5
+    assert 1.9 <= waited_s < 10
     out = tmp_path / "chrome.trace"
     command = [sys.executable, "-m", "pycomm", "trace", str(tmp_path), "--chrome", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1 and late.text in done.stdout, done.stdout + done.stderr
     trace = json.loads(out.read_text())
     assert trace == json.loads(json.dumps(chrome_trace(records_in(tmp_path).groups)))
     whole = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["cat"] != "part"]
     assert {one["pid"] for one in whole} == {0, 1, 2}
     stuck = next(one for one in whole if one["pid"] == 0 and one["name"] == "all_reduce #6")
-    assert stuck["dur"] > 900_000 and stuck["args"]["code"] == "TIMEOUT"
+    assert stuck["dur"] > 1_900_000 and stuck["args"]["code"] == "TIMEOUT"
     names = {one["args"]["name"] for one in trace["traceEvents"] if one["name"] == "process_name"}
     assert names == {f"rank {rank} on {host}" for rank in range(3)}
 
@@ -249,7 +257,7 @@ def test_a_mismatch(tmp_path: Path) -> None:
     write_torch_records(records_in(tmp_path / "ours").processes, tmp_path / "torchs")
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
     command += [str(tmp_path / "torchs"), "-o", str(tmp_path / "database")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     _, database = pickle.loads((tmp_path / "database").read_bytes())
     passed = [one for one in database.collectives if one.pass_check]

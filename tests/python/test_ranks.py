@@ -85,7 +85,7 @@ def test_what_hangs_is_killed_and_shows_its_stack() -> None:
         (result,) = running.collect(0.5)
     assert result.timed_out and not result.ok
     assert "in hang" in result.stderr
-    assert time.monotonic() - started_s < 10
+    assert time.monotonic() - started_s < 30
 
 
 def test_leaving_the_block_kills() -> None:

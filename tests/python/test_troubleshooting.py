@@ -61,7 +61,8 @@ def test_the_transcript_is_what_happens(name: str) -> None:
     for marker, body in made.items():
         if marker.endswith("_trace"):
             kinds = [re.findall(r"^  (\w[\w ]*): ", text, re.M) for text in (body, document)]
-            assert kinds[0] and set(kinds[0]) <= set(kinds[1])
+            # Who was late by a millisecond in the operations before is chance.
+            assert kinds[0] and set(kinds[0]) - {"late"} <= set(kinds[1])
 
 
 def test_the_table_of_codes_is_made_from_the_classes() -> None:

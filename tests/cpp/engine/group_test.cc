@@ -208,7 +208,7 @@ TEST(Group, DeadlineNamesWhoHasNotEntered) {
       return;
     }
     std::vector<float> values(100000);
-    const auto operation = self.group.start(allReduceCall(values, Deadline::after(600)));
+    const auto operation = self.group.start(allReduceCall(values, Deadline::after(1500)));
     ASSERT_TRUE(operation->wait(Deadline::after(5000)));
     const auto error = operation->error();
     ASSERT_TRUE(error);

@@ -99,6 +99,18 @@ TEST(Membership, AllOrdersOfTheSameNewsGiveTheSameCulprit) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
+// Three ranks differ from the fourth, which differs from any of them: by the order alone it would be rank 0 who is odd.
+TEST(Membership, WhoDiffersFromMostIsTheOddOne) {
+  const TimePoint start = Clock::now();
+  Membership membership(configOf(0, 4), start);
+  membership.reported(3, record(ErrorCode::CollectiveMismatch, 3, 0), start);
+  membership.noticed(record(ErrorCode::CollectiveMismatch, 0, 3), start);
+  membership.reported(1, record(ErrorCode::CollectiveMismatch, 1, 3), start);
+  membership.tick(start + milliseconds(1000));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->peer, 3);
+}
+
 TEST(Membership, NewsIsPassedOnOnceAndNotBack) {
   const TimePoint start = Clock::now();
   Membership membership(configOf(0, 4), start);

@@ -124,7 +124,7 @@ bool shell(const std::string& command) {
   return std::system((command + " >/dev/null 2>&1").c_str()) == 0; // NOLINT: fixed commands of this test
 }
 
-/// Seconds of one all_reduce of 6 MiB between two hosts, over the interfaces that `spec` lists.
+/// Seconds of one all_reduce of 3 MiB between two hosts, over the interfaces that `spec` lists.
 double secondsOver(
     DirectoryStore& store,
     int rank,
@@ -144,7 +144,7 @@ double secondsOver(
     interfaces += "," + path.interface_name;
   }
   EXPECT_EQ(interfaces, expected);
-  const size_t numel = (6 << 20) / sizeof(float);
+  const size_t numel = (3 << 20) / sizeof(float);
   double best = 1e9;
   for (int round = 0; round < 3; ++round) {
     std::vector<float> values = operandOf(rank, numel);
@@ -159,12 +159,42 @@ double secondsOver(
   return best;
 }
 
-// Two hosts with two wires of 200 Mbit each between them: both together carry nearly twice what one does.
+/// One of two wires goes silent between two operations: the ranks hear each other by the other one, and at the deadline they say which.
+void expectTheSilentInterfaceIsNamed(DirectoryStore& store, int rank) {
+  Engine engine;
+  Group::Config config;
+  config.rendezvous.rank = rank;
+  config.rendezvous.size = 2;
+  config.rendezvous.group_name = "silent";
+  config.rendezvous.spec = InterfaceSpec::parse("wire0,wire1");
+  config.rendezvous.deadline = Deadline::after(30000);
+  const auto group = Group::join(engine, store, config);
+  std::vector<float> values((1 << 20) / sizeof(float), 1.0F);
+  const auto warm = group->start(allReduceCall(values, Deadline::after(60000)));
+  EXPECT_TRUE(warm->wait(Deadline::after(60000)));
+  EXPECT_FALSE(warm->error());
+  if (rank == 1) {
+    EXPECT_TRUE(shell("ip link set wire1 down"));
+    store.set("silent", "now");
+  }
+  static_cast<void>(store.get("silent", Deadline::after(60000)));
+  const auto operation = group->start(allReduceCall(values, Deadline::after(2000)));
+  EXPECT_TRUE(operation->wait(Deadline::after(60000)));
+  const auto error = operation->error();
+  EXPECT_TRUE(error);
+  if (error) {
+    EXPECT_EQ(error->code, ErrorCode::Timeout) << error->text();
+    EXPECT_NE(error->summary.find("on interface wire1"), std::string::npos) << error->text();
+  }
+  group->close();
+}
+
+// Two hosts with two wires of 100 Mbit each between them: both together carry nearly twice what one does.
 TEST(Streams, TwoInterfacesCarryTwiceTheBytes) {
   const auto isolate = [] { return ::unshare(CLONE_NEWNET) == 0 && shell("ip link set lo up"); };
   const auto allowed = [&] {
     return isolate() && shell("ip link add d0 type veth peer name d9") &&
-        shell("tc qdisc add dev d0 root tbf rate 200mbit burst 128kb latency 50ms");
+        shell("tc qdisc add dev d0 root tbf rate 100mbit burst 128kb latency 50ms");
   };
   if (::geteuid() != 0 || !Process(allowed).join()) {
     GTEST_SKIP() << "network namespaces need root, `ip`, `tc` and veth pairs";
@@ -173,11 +203,23 @@ TEST(Streams, TwoInterfacesCarryTwiceTheBytes) {
   SharedFlag wired;
   SharedFlag isolated;
   const auto rankOn = [&](int rank) {
-    const double one = secondsOver(store, rank, "one", "wire0", "wire0");
-    const double two = secondsOver(store, rank, "two", "wire0,wire1", "wire0,wire1");
+    double one = 1e9;
+    double two = 1e9;
+    // The best of a few tries, as either rank has seen it: other work on the machine may slow down any single one.
+    bool twice = false;
+    for (int attempt = 0; attempt < 6 && !twice; ++attempt) {
+      const std::string number = std::to_string(attempt);
+      one = std::min(one, secondsOver(store, rank, "one" + number, "wire0", "wire0"));
+      two = std::min(two, secondsOver(store, rank, "two" + number, "wire0,wire1", "wire0,wire1"));
+      store.set("ratio " + number + " of " + std::to_string(rank), one / two > 1.5 ? "good" : "bad");
+      for (const char* each : {"0", "1"}) {
+        twice = twice || store.get("ratio " + number + " of " + each, Deadline::after(60000)) == "good";
+      }
+    }
     // One rank lists an interface that it does not have: all use what every rank has.
     static_cast<void>(secondsOver(store, rank, "uneven", rank == 0 ? "wire0,nothing" : "wire0,wire1", "wire0"));
-    EXPECT_GT(one / two, 1.5) << one << " s over one wire, " << two << " s over two";
+    expectTheSilentInterfaceIsNamed(store, rank);
+    EXPECT_TRUE(twice) << one << " s over one wire, " << two << " s over two";
     return !::testing::Test::HasFailure();
   };
   Process alpha([&] {
@@ -193,7 +235,7 @@ TEST(Streams, TwoInterfacesCarryTwiceTheBytes) {
       return false;
     }
     const std::string to_alpha = "nsenter -t " + std::to_string(alpha.pid()) + " -n ";
-    const std::string bucket = " root tbf rate 200mbit burst 128kb latency 50ms";
+    const std::string bucket = " root tbf rate 100mbit burst 128kb latency 50ms";
     for (const std::string number : {"0", "1"}) {
       const std::string wire = "wire" + number;
       if (!shell("ip link add " + wire + " type veth peer name " + wire + " netns " + std::to_string(alpha.pid())) ||

@@ -1,8 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <map>
 #include <set>
 
+#include "sim/cluster.h"
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"
 #include "sim/verdict.h"
@@ -27,6 +29,47 @@ TEST(Simulator, TheSameSeedIsTheSameRun) {
     EXPECT_EQ(first.elapsed, second.elapsed) << seed;
     EXPECT_EQ(first.plan, second.plan) << seed;
   }
+}
+
+TEST(Simulator, TheSameSeedIsTheSameRunOfSeveralGroups) {
+  for (uint64_t seed = kGroupSeeds + 1; seed <= kGroupSeeds + 100; ++seed) {
+    const Report first = simulate(seed);
+    const Report second = simulate(seed, true);
+    EXPECT_EQ(first.fingerprint, second.fingerprint) << seed;
+    EXPECT_EQ(first.events, second.events) << seed;
+    EXPECT_EQ(first.plan, second.plan) << seed;
+  }
+}
+
+TEST(Simulator, AKilledProcessIsDeadInAllItsGroups) {
+  int in_several = 0;
+  for (uint64_t seed = kGroupSeeds + 1; seed <= kGroupSeeds + 300; ++seed) {
+    Cluster cluster(makeClusterPlan(seed), false);
+    cluster.execute();
+    std::map<int, int> groups_of_killed; // by the cluster's rank
+    for (size_t i = 0; i < cluster.runs().size(); ++i) {
+      for (const FaultRecord& fault : cluster.runs()[i]->faults()) {
+        if (fault.plan.kind == FaultKind::Kill) {
+          ++groups_of_killed[cluster.plan().groups[i].members[static_cast<size_t>(fault.plan.rank)]];
+        }
+      }
+    }
+    for (const auto& killed : groups_of_killed) {
+      in_several += killed.second > 1 ? 1 : 0;
+    }
+    for (size_t i = 0; i < cluster.runs().size(); ++i) {
+      const std::vector<int>& members = cluster.plan().groups[i].members;
+      for (size_t rank = 0; rank < members.size(); ++rank) {
+        const RankState& state = cluster.runs()[i]->ranks()[rank];
+        if (groups_of_killed.count(members[rank]) != 0) {
+          EXPECT_TRUE(state.group->dead() || state.user->closed()) << seed;
+        } else {
+          EXPECT_FALSE(state.group->dead()) << seed;
+        }
+      }
+    }
+  }
+  EXPECT_GT(in_several, 5);
 }
 
 TEST(Simulator, SeedsMeetEveryFaultAndMostOperationsSucceed) {
@@ -102,7 +145,10 @@ INSTANTIATE_TEST_SUITE_P(
             "a rank whose thread came late to the choice of the cause chose from more news than the others"},
         Regression{8774, "a goodbye on the control link was lost to a reset, the one on the bulk link was not asked"},
         Regression{65653, "credit was raised too late for a ring of large segments: nobody could go on"},
-        Regression{99825, "the same in a reduce_scatter"}),
+        Regression{99825, "the same in a reduce_scatter"},
+        Regression{
+            2000000000116,
+            "a goodbye was read before the link that brought the last message, and a receive from any rank ended"}),
     [](const ::testing::TestParamInfo<Regression>& each) { return "seed" + std::to_string(each.param.seed); });
 
 } // namespace

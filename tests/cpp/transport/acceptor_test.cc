@@ -273,6 +273,7 @@ std::atomic<int> g_lines{0};
 
 TEST(Acceptor, LogsFewLinesForManyStrangers) {
   g_lines = 0;
+  const TimePoint begin = Clock::now();
   setLogSink([](LogLevel, const char*) { ++g_lines; }, LogLevel::Warn);
   {
     Desk desk;
@@ -283,7 +284,7 @@ TEST(Acceptor, LogsFewLinesForManyStrangers) {
   }
   setLogSink(nullptr, LogLevel::Off);
   EXPECT_GE(g_lines, 1);
-  EXPECT_LE(g_lines, 2);
+  EXPECT_LE(g_lines, 2 + elapsedMs(begin) / 10000) << "one in ten seconds";
 }
 
 TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {

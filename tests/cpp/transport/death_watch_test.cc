@@ -117,7 +117,7 @@ TEST(DeathWatch, TellsBeforeALargeProcessHasGivenItsMemoryBack) {
   lender.kill();
   ASSERT_TRUE(told.waitFor(number));
   RecordProperty("elapsed_ms", static_cast<int>(elapsedMs(begin)));
-  EXPECT_LT(elapsedMs(begin), 1000); // on a machine with nothing else to do about 1
+  EXPECT_LT(elapsedMs(begin), 5000); // on a machine with nothing else to do about 1
 }
 
 TEST(DeathWatch, TellsAllWatchersOfOneProcess) {

@@ -111,6 +111,23 @@ TEST(StripedLink, SpreadsChunksAfterTheGreetings) {
   EXPECT_EQ(written, expected);
 }
 
+TEST(StripedLink, SaysWhoseTurnItIs) {
+  const LinkPair pair = striped(3);
+  auto& writer = static_cast<StripedLink&>(*pair.first);
+  auto& reader = static_cast<StripedLink&>(*pair.second);
+  EXPECT_EQ(writer.writesTo(), "near0");
+  EXPECT_EQ(reader.readsFrom(), "far0");
+  std::vector<std::byte> bytes(StripedLink::kChunkNbytes + 5);
+  for (size_t done = 0; done < bytes.size();) {
+    const ConstBufferView rest{bytes.data() + done, bytes.size() - done};
+    done += writer.tryWrite(&rest, 1).nbytes;
+    for (Progress read; (read = reader.tryRead({bytes.data(), bytes.size()})).nbytes > 0;) {
+    }
+  }
+  EXPECT_EQ(writer.writesTo(), "near1");
+  EXPECT_EQ(reader.readsFrom(), "far1"); // five bytes into a chunk
+}
+
 TEST(StripedLink, SaysWhichConnectionBroke) {
   std::vector<std::string> written(2);
   std::vector<StripedLink::Part> parts;
