@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 DTYPES = {
     "uint8": 0,
     "int8": 1,

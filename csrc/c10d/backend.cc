@@ -153,23 +153,30 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
 void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content) {
   for (Group::Call& call : calls) {
     call.held = true;
+    call.in_pieces = calls.size() == 1 && content.cuda->canGoInPieces();
     content.operations.push_back(start(call));
   }
-  const auto begin = [group = group_, operations = content.operations](const std::optional<ErrorRecord>& failure) {
+  PieceFlow* const flow = calls.size() == 1 ? content.operations.front()->request().pieces.get() : nullptr;
+  if (flow != nullptr) {
+    flow->onLeave(CudaCopies::leaving(content.cuda, group_->engine().callbacks()));
+  }
+  const auto begin = [group = group_, operations = content.operations, reads = content.cuda->reads()](
+                         size_t ended, const std::optional<ErrorRecord>& failure) {
     if (failure) {
       ErrorRecord reason = *failure;
       reason.peer = group->identity().rank;
       group->abort(reason);
     }
+    const bool in_pieces = reads && !failure && operations.front()->request().pieces != nullptr;
     for (const auto& operation : operations) {
-      group->release(operation);
+      in_pieces ? group->release(operation, ended) : group->release(operation);
     }
   };
   try {
-    content.cuda->toHost(begin);
+    content.cuda->toHost(flow, begin);
   } catch (const Error& error) {
     // The other ranks have, or will have, operations of these numbers: they are not left waiting for them.
-    begin(error.record());
+    begin(0, error.record());
     throw;
   }
 }

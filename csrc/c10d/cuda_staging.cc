@@ -16,11 +16,14 @@ void* nativeOf(const c10::Stream& stream) {
   return guardOf(stream.device()).getStreamNativeHandle(stream);
 }
 
-using Ready = std::function<void(const std::optional<ErrorRecord>& failure)>;
+struct Waiting {
+  CudaCopies::Ready ready;
+  size_t calls_left;
+};
 
-/// Called once by the library, on its own thread.
-void callReady(void* context, const PycommCudaError* failure) {
-  const std::unique_ptr<Ready> ready(static_cast<Ready*>(context));
+/// Called by the library, on its own thread.
+void callReady(void* context, size_t ended, const PycommCudaError* failure) {
+  auto* const waiting = static_cast<Waiting*>(context);
   std::optional<ErrorRecord> record;
   if (failure != nullptr) {
     record.emplace();
@@ -29,7 +32,17 @@ void callReady(void* context, const PycommCudaError* failure) {
     record->hint = failure->hint;
     record->cause = failure->cause;
   }
-  (*ready)(record);
+  waiting->ready(ended, record);
+  if (failure != nullptr || --waiting->calls_left == 0) {
+    delete waiting;
+  }
+}
+
+PycommCudaCopy partOf(const PycommCudaCopy& whole, const PieceFlow::Piece& piece) {
+  return {
+      static_cast<std::byte*>(whole.device) + piece.offset,
+      static_cast<std::byte*>(whole.host) + piece.offset,
+      piece.nbytes};
 }
 
 } // namespace
@@ -97,26 +110,105 @@ BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
   return {static_cast<std::byte*>(block), on_device.nbytes};
 }
 
-void CudaCopies::toHost(Ready ready) {
-  auto context = std::make_unique<Ready>(std::move(ready));
+void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
+  std::vector<PycommCudaCopy> copies = to_host_;
+  if (flow != nullptr) {
+    pieces_ = flow->leaving();
+    left_.assign(pieces_.size(), false);
+    copies.clear();
+    for (size_t i = 0; !to_host_.empty() && i < flow->arriving().size(); ++i) {
+      copies.push_back(partOf(to_host_.front(), flow->arriving()[i]));
+    }
+  }
+  const bool apart = flow != nullptr && !copies.empty();
+  auto context = std::make_unique<Waiting>(Waiting{std::move(ready), apart ? copies.size() : 1});
   callCuda(
       device_->library().stager_to_host,
       device_->stager(),
-      static_cast<const PycommCudaCopy*>(to_host_.data()),
-      to_host_.size(),
+      static_cast<const PycommCudaCopy*>(copies.data()),
+      copies.size(),
       device_->callersStream(),
+      apart ? 1 : 0,
       &callReady,
       static_cast<void*>(context.get()));
   static_cast<void>(context.release()); // callReady's now
 }
 
-void CudaCopies::toDevice() {
+// Not on the lane, as CUDA's calls may take their time; by one thread of the pool at a time, however many pieces there are. The
+// engine remembers operations for longer than pinned memory should be kept, so what hangs on one holds no more than a weak pointer.
+PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool) {
+  struct Queue {
+    std::mutex mutex; ///< guards the rest
+    std::vector<size_t> pieces;
+    bool served = false; ///< a task of the pool takes them
+  };
+  const auto queue = std::make_shared<Queue>();
+  const auto serve = [queue, weak = std::weak_ptr<CudaCopies>(copies)] {
+    const auto kept = weak.lock();
+    std::vector<size_t> pieces;
+    for (;;) {
+      pieces.clear();
+      {
+        const std::lock_guard<std::mutex> lock(queue->mutex);
+        pieces.swap(queue->pieces);
+        queue->served = !pieces.empty();
+      }
+      if (pieces.empty()) {
+        return;
+      }
+      for (size_t piece : pieces) {
+        if (kept != nullptr) {
+          kept->leave(piece);
+        }
+      }
+    }
+  };
+  return [serve, queue, &pool](size_t piece) {
+    {
+      const std::lock_guard<std::mutex> lock(queue->mutex);
+      queue->pieces.push_back(piece);
+      if (std::exchange(queue->served, true)) {
+        return;
+      }
+    }
+    pool.submit(serve);
+  };
+}
+
+void CudaCopies::leave(size_t piece) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (over_ || to_device_.empty()) {
+    return;
+  }
+  const PycommCudaCopy copy = partOf(to_device_.front(), pieces_[piece]);
   copied_ = true;
+  PycommCudaError error = {};
+  left_[piece] =
+      device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0; // else toDevice() says why
+}
+
+void CudaCopies::toDevice() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  over_ = true;
+  copied_ = true;
+  std::vector<PycommCudaCopy> copies;
+  for (size_t i = 0; !to_device_.empty() && i < pieces_.size(); ++i) {
+    if (!left_[i]) {
+      copies.push_back(partOf(to_device_.front(), pieces_[i]));
+    }
+  }
+  const std::vector<PycommCudaCopy>& rest = pieces_.empty() ? to_device_ : copies;
   callCuda(
       device_->library().stager_to_device,
       device_->stager(),
-      static_cast<const PycommCudaCopy*>(to_device_.data()),
-      to_device_.size());
+      static_cast<const PycommCudaCopy*>(rest.data()),
+      rest.size());
+}
+
+bool CudaCopies::stop() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  over_ = true;
+  return copied_;
 }
 
 void CudaCopies::orderCaller() const {

@@ -31,6 +31,8 @@ struct PycommWork::State {
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
   std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written within `finished`
+  bool copied_in_vain =
+      false; ///< the operation failed when parts of its output were on their way to the device; like copy_error
   std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
   std::mutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
@@ -61,7 +63,9 @@ struct PycommWork::State {
   /// Call when done().
   void finish() {
     std::call_once(finished, [&] {
-      if (content.cuda != nullptr && !error()) {
+      if (content.cuda != nullptr && error()) {
+        copied_in_vain = content.cuda->stop();
+      } else if (content.cuda != nullptr) {
         copyToDevice();
       } else if (content.unpack && !error()) {
         content.unpack();
@@ -232,6 +236,11 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   if (!record) {
     for (const auto& each : state_->content.behind) {
       raising([&] { each->orderCaller(); });
+    }
+  } else if (state_->copied_in_vain) { // what now uses the tensors' memory for something else runs behind those
+    try {
+      state_->content.cuda->orderCaller();
+    } catch (const Error&) { // a broken device: nothing is on its way any more
     }
   }
   {

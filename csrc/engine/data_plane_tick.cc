@@ -21,7 +21,17 @@ void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
 void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   if (without_input_.erase(operation) != 0) {
     post(operation);
+    return;
   }
+  guarded(-1, [&] {
+    const uint64_t op_id = operation->request().id.id;
+    const auto found = transfers_.find(op_id);
+    if (found != transfers_.end()) {
+      found->second->inputArrived();
+      act();
+      settle(op_id);
+    }
+  });
 }
 
 void DataPlane::checkHeldDeadlines(TimePoint now) {
@@ -50,7 +60,9 @@ void DataPlane::checkDeadlines(TimePoint now) {
   next_deadline_ = TimePoint::max();
   for (const auto& entry : transfers_) {
     const Deadline deadline = entry.second->operation().request().deadline;
-    if (deadline.expired(now)) {
+    if (deadline.expired(now) && !entry.second->inputComplete()) {
+      notice(inputLate(entry.second->operation(), entry.second->bytesExpected(), identity_));
+    } else if (deadline.expired(now)) {
       notice(timedOut(*entry.second, protocol_.missing(entry.first), identity_));
     } else {
       next_deadline_ = std::min(next_deadline_, deadline.instant());

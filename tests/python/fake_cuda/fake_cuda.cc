@@ -33,7 +33,15 @@ thread_local c10::StreamId current_stream[kDevices] = {};
 thread_local bool capturing = false;
 std::atomic<int> kernels{0};
 std::atomic<bool> stuck{false};
+std::atomic<int> copies_before_stuck{-1}; // of the stream that copies next; -1: any number
+std::atomic<pycomm::cuda::Stream> stuck_stream{nullptr};
 std::string uuid = "process " + std::to_string(getpid()); // each rank has a GPU of its own unless a test says otherwise
+
+void waitForRelease() {
+  while (stuck) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 class FakeDevice final : public AsyncDevice {
  public:
@@ -60,6 +68,11 @@ class Forwarding final : public pycomm::cuda::testing::HostDevice {
     return device().deviceCount();
   }
   void copy(void* dst, const void* src, size_t nbytes, pycomm::cuda::Stream stream) override {
+    pycomm::cuda::Stream none = nullptr;
+    if (copies_before_stuck >= 0 && (stuck_stream.compare_exchange_strong(none, stream) || none == stream) &&
+        copies_before_stuck.fetch_sub(1) == 0) {
+      device().run(stream, waitForRelease);
+    }
     device().copy(dst, src, nbytes, stream);
   }
   void pack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
@@ -206,11 +219,13 @@ FAKE_EXPORT void fake_synchronize(int index) {
 FAKE_EXPORT void fake_hold(int index) {
   const c10::Device on(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
   stuck = true;
-  device().run(native(FakeGuard().getStream(on)), [] {
-    while (stuck) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
+  device().run(native(FakeGuard().getStream(on)), waitForRelease);
+}
+/// The stream that copies next does so many copies, and no more until fake_let_go().
+FAKE_EXPORT void fake_hold_copies(int count) {
+  stuck = true;
+  stuck_stream = nullptr;
+  copies_before_stuck = count;
 }
 FAKE_EXPORT void fake_let_go(void) {
   stuck = false;
