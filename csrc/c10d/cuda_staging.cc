@@ -3,6 +3,8 @@
 #include <ATen/core/TensorBody.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace pycomm {
@@ -110,6 +112,61 @@ BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
   return {static_cast<std::byte*>(block), on_device.nbytes};
 }
 
+namespace {
+
+size_t encodedTotal(Codec codec, int64_t numel, int64_t parts) {
+  return static_cast<size_t>(encodedNbytes(codec, numel) * parts);
+}
+
+} // namespace
+
+// Behind what is encoded, at a multiple of 8, lies a number of 8 bytes: how many values became infinite.
+size_t CudaCopies::encodedRoom(Codec codec, int64_t numel, int64_t parts) {
+  return (encodedTotal(codec, numel, parts) + 7) / 8 * 8 + sizeof(uint64_t);
+}
+
+BufferView CudaCopies::encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back) {
+  const PycommCudaTable& library = device_->library();
+  const PycommCudaCopy values = to_host_.front();
+  const size_t room_nbytes = encodedRoom(codec, numel, parts);
+  const size_t count_at = room_nbytes - sizeof(uint64_t);
+  // The block that host() took for the plain values is not needed.
+  blocks_.erase(std::find(blocks_.begin(), blocks_.end(), values.host));
+  callCuda(library.stager_give, device_->stager(), values.host, 0);
+  void* block = nullptr;
+  callCuda(library.stager_take, device_->stager(), room_nbytes, &block);
+  blocks_.push_back(block);
+  auto* const host = static_cast<std::byte*>(block);
+  std::memset(host + count_at, 0, sizeof(uint64_t));
+  void* const stream = device_->callersStream();
+  callCuda(library.set_device, static_cast<int>(device_->device().index()));
+  const void* const zero = host + count_at;
+  callCuda(library.copy, static_cast<void*>(room + count_at), zero, sizeof(uint64_t), stream);
+  callCuda(
+      library.encode,
+      static_cast<uint8_t>(codec),
+      static_cast<const float*>(values.device),
+      static_cast<uint64_t>(numel),
+      static_cast<uint64_t>(parts),
+      static_cast<void*>(room),
+      reinterpret_cast<unsigned long long*>(room + count_at),
+      stream);
+  to_host_ = {{room, block, room_nbytes}};
+  if (back) {
+    to_device_ = {{room, block, encodedTotal(codec, numel, parts)}};
+  }
+  encoded_ = {codec, back, room, values.device, static_cast<uint64_t>(numel), host + count_at};
+  return {host, room_nbytes};
+}
+
+size_t CudaCopies::overflows() const {
+  uint64_t count = 0;
+  if (encoded_.overflows != nullptr) {
+    std::memcpy(&count, encoded_.overflows, sizeof count);
+  }
+  return count;
+}
+
 void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
   std::vector<PycommCudaCopy> copies = to_host_;
   if (flow != nullptr) {
@@ -203,6 +260,17 @@ void CudaCopies::toDevice() {
       device_->stager(),
       static_cast<const PycommCudaCopy*>(rest.data()),
       rest.size());
+  if (encoded_.back) {
+    callCuda(device_->library().set_device, static_cast<int>(device_->device().index()));
+    callCuda(
+        device_->library().decode,
+        static_cast<uint8_t>(encoded_.codec),
+        static_cast<const void*>(encoded_.room),
+        encoded_.numel,
+        uint64_t{1},
+        static_cast<float*>(encoded_.values),
+        device_->sideStream());
+  }
 }
 
 bool CudaCopies::stop() noexcept {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/buffer_view.h"
+#include "base/codec.h"
 #include "base/error.h"
 #include "c10d/cuda_library.h"
 #include "engine/callback_pool.h"
@@ -84,6 +85,18 @@ class CudaCopies final : public CudaOrder {
   [[nodiscard]] bool canGoInPieces() const noexcept {
     return to_host_.size() <= 1 && to_device_.size() <= 1;
   }
+  /// Of the one tensor of fp32 that is read, so many bytes of device memory are wanted for encode(): what travels instead of it.
+  [[nodiscard]] static size_t encodedRoom(Codec codec, int64_t numel, int64_t parts);
+  /// Encodes it on the caller's stream: `parts` runs of `numel` values. `back`: the one tensor that is written comes back encoded and
+  /// is decoded. Gives the host memory for it, the beginning of which the engine works in.
+  [[nodiscard]] BufferView encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back);
+  /// None unless encode() was called.
+  [[nodiscard]] Codec codec() const noexcept {
+    return encoded_.codec;
+  }
+  /// How many finite values became infinite in encode(). Once they are on the host.
+  [[nodiscard]] size_t overflows() const;
+
   /// Something is copied to the host.
   [[nodiscard]] bool reads() const noexcept {
     return !to_host_.empty();
@@ -118,6 +131,15 @@ class CudaCopies final : public CudaOrder {
   std::vector<PycommCudaCopy> to_host_;
   std::vector<PycommCudaCopy> to_device_;
   std::vector<void*> blocks_;
+  struct Encoded {
+    Codec codec = Codec::None;
+    bool back = false;
+    std::byte* room = nullptr;
+    void* values = nullptr; ///< on the device
+    uint64_t numel = 0;
+    const std::byte* overflows = nullptr; ///< on the host, behind what is encoded
+  };
+  Encoded encoded_;
   std::mutex mutex_; ///< guards the rest
   bool copied_ = false; ///< copies to the device were started: it may read the blocks
   bool over_ = false; ///< toDevice() or stop() was called

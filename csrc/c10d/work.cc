@@ -67,6 +67,9 @@ struct PycommWork::State {
         copied_in_vain = content.cuda->stop();
       } else if (content.cuda != nullptr) {
         copyToDevice();
+        if (content.cuda->codec() != Codec::None) {
+          countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
+        }
       } else if (content.unpack && !error()) {
         content.unpack();
       }
@@ -293,6 +296,9 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->future) {
     return state_->future;
+  }
+  if (state_->content.nccl != nullptr && !state_->group->failure()) {
+    raising([&] { state_->content.nccl->requireLaunched(); });
   }
   std::vector<c10::Device> devices;
   for (const c10::Stream& stream : state_->sideStreams()) {

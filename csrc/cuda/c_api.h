@@ -131,6 +131,26 @@ typedef struct PycommCudaTable {
       void* stream,
       PycommCudaError* error);
 
+  /// The wire codecs of fp32 values, as on the CPU: `codec` is pycomm::Codec's number. `parts` runs of `numel` values, each encoded from
+  /// its own first value. `overflows` is added to; may be null.
+  uint16_t (*encode)(
+      uint8_t codec,
+      const float* values,
+      uint64_t numel,
+      uint64_t parts,
+      void* encoded,
+      unsigned long long* overflows,
+      void* stream,
+      PycommCudaError* error);
+  uint16_t (*decode)(
+      uint8_t codec,
+      const void* encoded,
+      uint64_t numel,
+      uint64_t parts,
+      float* values,
+      void* stream,
+      PycommCudaError* error);
+
   /// pycomm::cuda::Stager. `ready` is called on the stager's thread, for all copies together or for each (`apart`): how many
   /// have ended, or why no more can. The call with `count`, or a failure, is the last; none if stager_to_host fails.
   uint16_t (*stager_create)(int device, void* out, void* in, PycommCudaStager** stager, PycommCudaError* error);

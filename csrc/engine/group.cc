@@ -166,6 +166,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
   request.lost = call.lost;
+  request.input_encoded = call.input_encoded;
+  request.output_encoded = call.output_encoded;
   if (servedByHost(call.schedule)) {
     return startOnHost(std::move(request), call);
   }
@@ -174,8 +176,11 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   } else {
     fillCollective(request, call);
     if (call.held && call.in_pieces) {
-      request.pieces = PieceFlow::ofSchedule(
-          *request.schedule, call.input.nbytes, call.output.nbytes, call.input.ptr == call.output.ptr);
+      PieceFlow::Operand input{call.input.nbytes, PieceFlow::kPlain};
+      PieceFlow::Operand output{call.output.nbytes, PieceFlow::kPlain};
+      input.encoded_part = call.input_encoded ? call.schedule.numel : PieceFlow::kPlain;
+      output.encoded_part = call.output_encoded ? call.schedule.numel : PieceFlow::kPlain;
+      request.pieces = PieceFlow::ofSchedule(*request.schedule, input, output, call.input.ptr == call.output.ptr);
     }
   }
   auto operation = std::make_shared<Operation>(std::move(request));

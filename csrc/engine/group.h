@@ -73,6 +73,10 @@ class Group : public std::enable_shared_from_this<Group> {
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
     bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
+    /// Of a call with a codec (not PREMUL_SUM, not `lost`, even parts): `input` holds the values encoded already, each part from its own
+    /// first value; `output` shall, of an all_reduce, get the result as it travels.
+    bool input_encoded = false;
+    bool output_encoded = false;
     /// Of a held one: it may begin when the first pieces of its input have come. How it is cut is in its Operation::request().pieces, if
     /// it is large enough to be cut. `input` and `output` are the same memory, or do not overlap.
     bool in_pieces = false;

@@ -36,6 +36,8 @@ class Operation {
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
     BufferView lost; ///< see Group::Call
+    bool input_encoded = false; ///< see Group::Call, as the next
+    bool output_encoded = false;
     std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins
     std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/codec.h"
 #include "base/dtype.h"
 
 namespace pycomm {
@@ -30,9 +31,19 @@ std::vector<PieceFlow::Piece> cut(size_t nbytes, size_t piece_nbytes) {
 
 } // namespace
 
-PieceFlow::Span PieceFlow::spanOf(size_t offset, size_t nbytes, size_t piece_nbytes) noexcept {
-  if (nbytes == 0) {
+PieceFlow::Span PieceFlow::spanOf(
+    const PreparedSchedule& prepared,
+    const Region& region,
+    const Operand& operand,
+    size_t piece_nbytes) {
+  if (region.numel == 0) {
     return {};
+  }
+  size_t offset = static_cast<size_t>(region.offset) * elementSize(prepared.dtypeOf(region.buffer));
+  size_t nbytes = prepared.nbytesOf(region);
+  if (operand.encoded_part != kPlain) {
+    offset = prepared.encodedOffset(region.offset, operand.encoded_part);
+    nbytes = static_cast<size_t>(encodedNbytes(prepared.schedule.codec, region.numel));
   }
   return {
       static_cast<uint32_t>(offset / piece_nbytes), static_cast<uint32_t>((offset + nbytes - 1) / piece_nbytes + 1)};
@@ -40,14 +51,14 @@ PieceFlow::Span PieceFlow::spanOf(size_t offset, size_t nbytes, size_t piece_nby
 
 std::shared_ptr<PieceFlow> PieceFlow::ofSchedule(
     const PreparedSchedule& prepared,
-    size_t input_nbytes,
-    size_t output_nbytes,
+    const Operand& input,
+    const Operand& output,
     bool same_memory) {
-  const size_t in_nbytes = pieceNbytes(input_nbytes);
-  const size_t out_nbytes = pieceNbytes(output_nbytes);
-  const std::vector<Piece> inputs = cut(input_nbytes, in_nbytes);
+  const size_t in_nbytes = pieceNbytes(input.nbytes);
+  const size_t out_nbytes = pieceNbytes(output.nbytes);
+  const std::vector<Piece> inputs = cut(input.nbytes, in_nbytes);
   auto flow = std::make_shared<PieceFlow>();
-  flow->leaving_ = cut(output_nbytes, out_nbytes);
+  flow->leaving_ = cut(output.nbytes, out_nbytes);
   if (inputs.size() < 2 && flow->leaving_.size() < 2) {
     return nullptr;
   }
@@ -65,8 +76,7 @@ std::shared_ptr<PieceFlow> PieceFlow::ofSchedule(
     uint32_t needed = 0;
     const auto look = [&](const Region& region) {
       if (region.buffer == Buffer::Input || (region.buffer == Buffer::Output && same_memory)) {
-        const size_t offset = static_cast<size_t>(region.offset) * elementSize(prepared.dtypeOf(region.buffer));
-        const Span span = spanOf(offset, prepared.nbytesOf(region), in_nbytes);
+        const Span span = spanOf(prepared, region, region.buffer == Buffer::Input ? input : output, in_nbytes);
         for (uint32_t piece = span.first; piece < span.last; ++piece) {
           needed = std::max(needed, want(piece));
         }
@@ -80,8 +90,7 @@ std::shared_ptr<PieceFlow> PieceFlow::ofSchedule(
     flow->needed_by_step_.push_back(needed);
     Span written;
     if (step.dst.buffer == Buffer::Output) {
-      const size_t offset = static_cast<size_t>(step.dst.offset) * elementSize(prepared.dtypeOf(step.dst.buffer));
-      written = spanOf(offset, prepared.nbytesOf(step.dst), out_nbytes);
+      written = spanOf(prepared, step.dst, output, out_nbytes);
     }
     for (uint32_t piece = written.first; piece < written.last; ++piece) {
       ++flow->writers_left_[piece];

@@ -26,12 +26,17 @@ class PieceFlow {
   };
   using Leave = std::function<void(size_t piece)>;
 
+  static constexpr int64_t kPlain = -1;
+  struct Operand {
+    size_t nbytes = 0;
+    int64_t encoded_part = kPlain; ///< else it lies encoded in its memory, in parts of so many values
+  };
   /// `same_memory`: the output lies where the input does, so that nothing may be written there before its input has come.
   /// Null where there would be one piece only.
   [[nodiscard]] static std::shared_ptr<PieceFlow> ofSchedule(
       const PreparedSchedule& prepared,
-      size_t input_nbytes,
-      size_t output_nbytes,
+      const Operand& input,
+      const Operand& output,
       bool same_memory);
 
   /// Of an operation in shared memory, whose round g reads and writes bytes from g * round_nbytes on of each part.
@@ -82,7 +87,11 @@ class PieceFlow {
     uint32_t first = 0; ///< pieces
     uint32_t last = 0; ///< not among them
   };
-  [[nodiscard]] static Span spanOf(size_t offset, size_t nbytes, size_t piece_nbytes) noexcept;
+  [[nodiscard]] static Span spanOf(
+      const PreparedSchedule& prepared,
+      const Region& region,
+      const Operand& operand,
+      size_t piece_nbytes);
   void cutRounds(std::vector<Piece>& pieces, size_t parts) const;
   void leave(size_t piece) const {
     if (leave_) {

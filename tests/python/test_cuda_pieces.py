@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,67 @@ def test_a_result_begins_to_come_back_before_all_input_has_left(
         assert arrived, "the first part of the result waited for the last part of the input"
         assert not ended
         assert right
+
+
+def _encoded(rank: int, size: int, library: str, wire: str) -> dict[str, Any]:
+    device = Device(Path(library))
+    group = _group(size, "auto", wire)
+    counted = device.library.fake_copied
+    counted.restype = ctypes.c_long
+    part = 300_001  # odd: blocks of bytes begin at odd places
+    whole = _values(rank) * np.float32(1e-6)
+    if rank == 0:
+        whole[:4] = [3.4e38, np.inf, -np.inf, np.nan]  # the first becomes infinite as bf16
+    told: dict[str, Any] = {}
+
+    def overflows() -> int:
+        return int(pycomm.codec_stats(group).overflows)
+
+    for name, op in (("sum", dist.ReduceOp.SUM), ("average", dist.ReduceOp.AVG)):
+        expected = whole.copy()
+        before = overflows()
+        dist.all_reduce(torch.from_numpy(expected), op, group=group)
+        on_cpu = overflows() - before
+        got = whole.copy()
+        before, bytes_before = overflows(), counted()
+        dist.all_reduce(device.tensor(got), op, group=group)
+        device.synchronize()
+        told[name] = np.array_equal(got.view("uint32"), expected.view("uint32"))
+        told[f"{name} overflows"] = (overflows() - before, on_cpu)
+        told[f"{name} bytes"] = (counted() - bytes_before) / (2 * whole.nbytes)
+    # What rank 0 has on the CPU meets what the others have on devices.
+    got = whole.copy()
+    own = torch.from_numpy(got) if rank == 0 else device.tensor(got)
+    dist.all_reduce(own, dist.ReduceOp.AVG, group=group)
+    device.synchronize()
+    told["mixed"] = np.array_equal(got.view("uint32"), expected.view("uint32"))
+    source = _values(rank, part * size)
+    expected, got = np.zeros(part, "float32"), np.zeros(part, "float32")
+    dist.reduce_scatter_tensor(torch.from_numpy(expected), torch.from_numpy(source), group=group)
+    dist.reduce_scatter_tensor(device.tensor(got), device.tensor(source), group=group)
+    device.synchronize()
+    told["reduce_scatter"] = np.array_equal(got, expected)
+    # Left to the CPU: exact ones, and small ones.
+    for numel, op in ((part, dist.ReduceOp.MAX), (100, dist.ReduceOp.SUM)):
+        expected = _values(rank, numel)
+        got = expected.copy()
+        dist.all_reduce(torch.from_numpy(expected), op, group=group)
+        dist.all_reduce(device.tensor(got), op, group=group)
+        device.synchronize()
+        told[f"{op} {numel}"] = np.array_equal(got, expected)
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("wire", "share"), [("fp16", 0.51), ("bf16", 0.51), ("fp8", 0.26), ("int8", 0.26)]
+)
+def test_encoded_bytes_cross_the_bus_and_have_the_bits_of_cpu_tensors(
+    fake_cuda: Path, wire: str, share: float
+) -> None:
+    for told in run_ranks(2, _encoded, args=(str(fake_cuda), wire)).values():
+        for name in ("sum", "average"):
+            counted, expected = told.pop(f"{name} overflows")
+            assert counted == expected
+            assert told.pop(f"{name} bytes") < share
+        assert all(told.values()), told
