@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import pycomm
-from pycomm import _extension, errors
+from pycomm import _extension
+from pycomm.errors import UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from cuda_table import CudaTable
@@ -190,7 +191,7 @@ def test_a_codec_gives_cuda_tensors_the_bits_of_cpu_tensors(wire: str) -> None:
 def _sparse(rank: int, size: int) -> tuple[str, float]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     sparse = torch.eye(4, device="cuda").to_sparse()
-    with pytest.raises(errors.UnsupportedError) as refused:
+    with pytest.raises(UnsupportedError) as refused:
         dist.all_reduce(sparse)
     dense = torch.ones(4, device="cuda")
     dist.all_reduce(dense)  # nothing has moved
