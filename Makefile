@@ -54,6 +54,10 @@ fuzz: ## what reads bytes from outside, guided by coverage, with clang; ARGS="--
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/fuzz.py $(ARGS)
 
+torch_minors: ## what sees torch, compiled against the headers of the other minors that are supported
+	$(BOOTSTRAP)
+	@$(BIN)/python tools/torch_minors.py $(ARGS)
+
 py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)

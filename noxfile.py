@@ -21,6 +21,7 @@ SESSIONS = {
     "integrations": ["integrations"],
     "bench": ["bench"],
     "torch_suite": ["torch_suite"],
+    "torch_minors": ["torch_minors"],
     "docs": ["docs"],
 }
 

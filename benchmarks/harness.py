@@ -196,10 +196,10 @@ def _measure(
             group = next(iter(world.groups.values()))
             place = Place(backend, group, world.rank, world.ranks, nbytes, dtype, options.redop)
             case = rival.prepare(world, place, workload.name)
-        elif backend == openmpi.NAME:
+        elif backend in openmpi.NAMES:
             numel = next(iter(cases.values())).numel  # as many as the backend before it has
             case = openmpi.MpiCase(
-                workload.name, world.ranks, numel, dtype, options.redop, options.timeout
+                backend, workload.name, world.ranks, numel, dtype, options.redop, options.timeout
             )
         else:
             group = world.groups[backend]
@@ -269,7 +269,7 @@ def _run_as_rank(
     on_row: Callable[[Row | str], None],
 ) -> None:
     world = World.join(launched=options.parent_pid is not None, timeout_s=options.timeout)
-    world.open_groups([name for name in options.backends if name not in (openmpi.NAME, *_BESIDE)])
+    world.open_groups([name for name in options.backends if name not in (*openmpi.NAMES, *_BESIDE)])
     for workload in workloads:
         for nbytes in options.sizes if getattr(workload, "sized", True) else options.sizes[:1]:
             for row in _measure(world, workload, nbytes, options):
@@ -318,9 +318,9 @@ def main(
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     facts = header(table, argv)
-    if openmpi.NAME in options.backends:
+    if any(name in options.backends for name in openmpi.NAMES):
         openmpi.build()
-        facts[openmpi.NAME] = openmpi.version()
+        facts["openmpi"] = openmpi.version()
     if "deepspeed" in options.backends:
         facts["deepspeed"] = importlib.import_module(_BESIDE["deepspeed"]).build()
     report = Report(facts)

@@ -1,6 +1,7 @@
 #include "c10d/dtypes.h"
 
 #include "base/error.h"
+#include "c10d/torch_compat.h"
 
 namespace pycomm {
 
@@ -80,7 +81,7 @@ double premulFactor(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) {
     return 1.0;
   }
-  const auto* supplement = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+  const auto* supplement = dynamic_cast<const PreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) {
     throw Error(
         ErrorCode::InvalidArgument, "PREMUL_SUM came without its factor.", "use dist._make_nccl_premul_sum(factor)");

@@ -30,10 +30,10 @@ struct PycommWork::State {
   std::shared_ptr<Group> group;
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
-  std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written within `finished`
-  bool copied_in_vain =
-      false; ///< the operation failed when parts of its output were on their way to the device; like copy_error
-  std::once_flag finished; ///< unpack and profiling_end run once, on the first thread that needs the result
+  std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written under `finishing`, as is the next
+  bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
+  std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
+  bool finished = false; ///< that has been done; guarded by `finishing`
   std::mutex mutex; ///< guards future and waited
   bool waited = false; ///< wait() has returned or raised
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -60,23 +60,26 @@ struct PycommWork::State {
     return copy_error;
   }
 
-  /// Call when done().
+  /// Call when done(). Not std::call_once: its first call wakes waiters by a system call, whether there are any or not.
   void finish() {
-    std::call_once(finished, [&] {
-      if (content.cuda != nullptr && error()) {
-        copied_in_vain = content.cuda->stop();
-      } else if (content.cuda != nullptr) {
-        copyToDevice();
-        if (content.cuda->codec() != Codec::None) {
-          countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
-        }
-      } else if (content.unpack && !error()) {
-        content.unpack();
+    const std::lock_guard<std::mutex> lock(finishing);
+    if (finished) {
+      return;
+    }
+    if (content.cuda != nullptr && error()) {
+      copied_in_vain = content.cuda->stop();
+    } else if (content.cuda != nullptr) {
+      copyToDevice();
+      if (content.cuda->codec() != Codec::None) {
+        countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
       }
-      if (profiling_end) {
-        profiling_end();
-      }
-    });
+    } else if (content.unpack && !error()) {
+      content.unpack();
+    }
+    if (profiling_end) {
+      profiling_end();
+    }
+    finished = true;
   }
 
   /// What follows the copies to the device runs on their stream, so that nobody waits.

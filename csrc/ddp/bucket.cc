@@ -18,6 +18,7 @@
 #include "c10d/dtypes.h"
 #include "c10d/shared_tensors.h"
 #include "ddp/grad_memory.h"
+#include "ddp/page_tensors.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
 #include "schedule/select.h"
@@ -35,6 +36,12 @@ at::Tensor emptySparse(const at::Tensor& param) {
   values.at(0) = 0;
   const at::Tensor indices = at::empty({1, 0}, options.dtype(at::kLong));
   return at::_sparse_coo_tensor_unsafe(indices, at::empty(values, options), param.sizes())._coalesced_(true);
+}
+
+at::Tensor zeros(size_t numel, const at::TensorOptions& options) {
+  const auto length = static_cast<int64_t>(numel);
+  const bool on_cpu = options.device().is_cpu();
+  return on_cpu ? zerosInPages(length, c10::typeMetaToScalarType(options.dtype())) : at::zeros({length}, options);
 }
 
 size_t sparseNbytes(const at::Tensor& tensor) {
@@ -105,13 +112,13 @@ Bucket::Bucket(const std::vector<at::Tensor>& params, const std::vector<size_t>&
     allocateHome();
   }
   if (layout.error_feedback && layout.codec != Codec::None) {
-    lost_ = at::zeros({static_cast<int64_t>(numel_)}, at::kFloat);
+    lost_ = zerosInPages(static_cast<int64_t>(numel_), at::kFloat);
   }
 }
 
 void Bucket::allocateHome() {
   const auto options = slots_[0].param.options().requires_grad(false);
-  home_ = cast() ? at::zeros({static_cast<int64_t>(numel_)}, options) : zerosToReduce(numel_, options);
+  home_ = cast() ? zeros(numel_, options) : zerosToReduce(numel_, options);
   for (Slot& slot : slots_) {
     slot.view = home_.as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
   }
@@ -120,14 +127,13 @@ void Bucket::allocateHome() {
 at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options) {
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
   const size_t nbytes = numel * c10::elementSize(dtype);
-  const auto length = static_cast<int64_t>(numel);
   shared_ = false;
   // A comm hook's sums and encoded ones do not go through shared memory.
   if (layout_.reachable && !layout_.hook_averages && layout_.codec == Codec::None && nbytes >= kSharedAtLeastNbytes) {
     try {
-      at::Tensor zeros = emptyShared({length}, dtype);
+      at::Tensor shared = emptyShared({static_cast<int64_t>(numel)}, dtype);
       shared_ = true;
-      return zeros;
+      return shared;
     } catch (const Error& error) { // as in a small container: it is copied on its way, and that is all
       log(LogLevel::Warn,
           "a gradient bucket of " + std::to_string(nbytes >> 10) +
@@ -136,7 +142,7 @@ at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options)
       layout_.reachable = false;
     }
   }
-  return at::zeros({length}, options);
+  return zeros(numel, options);
 }
 
 at::Tensor Bucket::wire() const {
@@ -187,9 +193,7 @@ void Bucket::beginShadowStep() {
   } else {
     allocateHome(); // not in place: .grad may still point into the old one
   }
-  for (const Slot& slot : slots_) {
-    addLost(slot);
-  }
+  addLost(0, numel_);
 }
 
 void Bucket::pack(size_t slot) {
@@ -208,20 +212,19 @@ void Bucket::pack(size_t slot) {
   } else {
     packHome(slots_[slot]);
   }
-  addLost(slots_[slot]);
   --pending_;
 }
 
 // What was lost goes with this step's gradients. It is zero from then on: the all-reduce writes it where it encodes, and it
-// does not always.
-void Bucket::addLost(const Slot& slot) {
-  if (!lost_.defined() || slot.numel == 0 || device_.has_value()) { // on a device: seal() does, for all
+// does not always. Of the bucket's elements from `offset` on.
+void Bucket::addLost(size_t offset, size_t count) {
+  if (!lost_.defined() || count == 0 || device_.has_value()) { // on a device: seal() does, for all
     return;
   }
-  auto* lost = lost_.mutable_data_ptr<float>() + slot.offset;
-  float* travels = static_cast<float*>(wire().data_ptr()) + slot.offset;
-  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, slot.numel);
-  std::fill_n(lost, slot.numel, 0.0F);
+  auto* lost = lost_.mutable_data_ptr<float>() + offset;
+  float* travels = static_cast<float*>((cast() ? wire_ : home_).data_ptr()) + offset;
+  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, count);
+  std::fill_n(lost, count, 0.0F);
 }
 
 void Bucket::packSparse(const Slot& slot) {
@@ -238,33 +241,44 @@ void Bucket::packHome(const Slot& slot) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool average_here = !layout_.hook_averages && divisor_ > 1;
   const double factor = average_here ? 1.0 / divisor_ : 1.0;
-  if (!grad.defined()) {
-    slot.view.zero_();
-    return;
-  }
-  const bool same_type = grad.scalar_type() == dtype_;
-  if (layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides)) {
-    if (average_here) {
-      slot.view.mul_(factor);
-    }
-    return;
-  }
+  const bool same_type = grad.defined() && grad.scalar_type() == dtype_;
+  const bool in_place = grad.defined() && layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides);
   if (same_type && dtype_ == at::kFloat && grad.is_cpu() && hasStrides(grad, slot.strides)) {
     // The usual case without torch's dispatcher, which costs more than a small gradient does.
-    void* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
-    const auto divided = static_cast<float>(factor);
-    convert(DType::Float32, out, DType::Float32, grad.const_data_ptr(), slot.numel, divided);
-  } else if (average_here && same_type) {
-    at::Tensor out = slot.view;
+    auto* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
+    const auto* in = static_cast<const float*>(grad.const_data_ptr());
+    const size_t block =
+        lost_.defined() ? kBlock : slot.numel; // what is packed is still in the cache for what is added
+    for (size_t at = 0; at < slot.numel; at += block) {
+      const size_t count = std::min(block, slot.numel - at);
+      if (!in_place || average_here) {
+        convert(DType::Float32, out + at, DType::Float32, in + at, count, static_cast<float>(factor));
+      }
+      addLost(slot.offset + at, count);
+    }
+    if (in_place) {
+      bumpVersion(slot.view);
+    }
+  } else {
+    packHomeByTorch(slot, grad, average_here ? factor : 1.0);
+    addLost(slot.offset, slot.numel);
+  }
+  if (layout_.grads_are_views && grad.defined() && !in_place) {
+    grad = slot.view;
+  }
+}
+
+void Bucket::packHomeByTorch(const Slot& slot, const at::Tensor& grad, double factor) {
+  at::Tensor out = slot.view;
+  if (!grad.defined()) {
+    out.zero_();
+  } else if (factor != 1.0 && grad.scalar_type() == dtype_) {
     at::mul_out(out, grad, at::scalar_tensor(factor, at::kDouble)); // no dimensions: does not promote
   } else {
-    slot.view.copy_(grad);
-    if (average_here) {
-      slot.view.mul_(factor);
+    out.copy_(grad); // nothing where it is the same memory
+    if (factor != 1.0) {
+      out.mul_(factor);
     }
-  }
-  if (layout_.grads_are_views) {
-    grad = slot.view;
   }
 }
 
@@ -277,6 +291,7 @@ void Bucket::packWire(const Slot& slot) {
   at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
   if (!grad.defined()) {
     std::fill_n(out, slot.numel * element, char{0});
+    addLost(slot.offset, slot.numel);
     return;
   }
   // maxAbsBits() wants fp32, and flat memory wants the slot's order; gradients have both nearly always.
@@ -294,6 +309,7 @@ void Bucket::packWire(const Slot& slot) {
       max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
     }
     convert(toDType(wire_.scalar_type()), out + at * element, toDType(source_type), block, count, factor);
+    addLost(slot.offset + at, count);
   }
 }
 

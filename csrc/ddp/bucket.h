@@ -131,10 +131,11 @@ class Bucket {
   }
   void unpackOne(size_t slot);
   void packHome(const Slot& slot);
+  void packHomeByTorch(const Slot& slot, const at::Tensor& grad, double factor);
   void packWire(const Slot& slot);
   void packSparse(const Slot& slot);
   void unpackWire(Slot& slot);
-  void addLost(const Slot& slot);
+  void addLost(size_t offset, size_t count);
   void allocateHome();
   [[nodiscard]] at::Tensor zerosToReduce(size_t numel, const at::TensorOptions& options);
   [[nodiscard]] at::Tensor& gradientOf(Slot& slot) const;

@@ -88,7 +88,7 @@ void EventLoop::stop() noexcept {
   tasks_.runAll();
 }
 
-void EventLoop::post(TaskQueue::Task task) {
+void EventLoop::post(Task task) {
   tasks_.push(std::move(task));
   nudge();
 }

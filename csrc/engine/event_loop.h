@@ -38,8 +38,8 @@ class EventLoop final : public Loop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  /// Runs `task` on the loop's thread, soon. Any thread; no lock; a system call only if the loop sleeps.
-  void post(TaskQueue::Task task);
+  /// Runs `task` on the loop's thread, soon. Any thread; a system call only if the loop sleeps.
+  void post(Task task);
 
   /// Runs what was posted, then joins the thread. What is posted later runs at once on the thread that posts it. Idempotent; not on
   /// the loop's thread.
@@ -49,7 +49,7 @@ class EventLoop final : public Loop {
   void run(const std::function<void()>& task);
 
   /// Like post, but wakes nobody: the caller will drive(), or nudge(). Otherwise the task runs up to 1 ms later.
-  void postQuietly(TaskQueue::Task task) {
+  void postQuietly(Task task) {
     tasks_.push(std::move(task));
   }
 

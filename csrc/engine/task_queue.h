@@ -1,64 +1,61 @@
 #pragma once
 
 #include <atomic>
-#include <functional>
+#include <cstddef>
+#include <mutex>
 #include <utility>
+#include <vector>
+
+#include "engine/task.h"
 
 namespace pycomm {
 
-/// Many threads put tasks in, one takes them out, in order for each thread that puts. Lock-free: a stack that the taker
-/// takes whole and reverses (Treiber 1986; taking all at once leaves no room for the ABA problem).
+/// Many threads put tasks in, one takes them out, in order. The lock is held for a few instructions, never while a task runs; memory
+/// is kept, so that a steady state allocates nothing.
 class TaskQueue {
  public:
-  using Task = std::function<void()>;
-
-  TaskQueue() = default;
-  TaskQueue(const TaskQueue&) = delete;
-  TaskQueue& operator=(const TaskQueue&) = delete;
-  ~TaskQueue() {
-    Node* node = head_.load(std::memory_order_acquire);
-    while (node != nullptr) {
-      delete std::exchange(node, node->next);
-    }
-  }
-
   void push(Task task) {
-    Node* node = new Node{std::move(task), head_.load(std::memory_order_relaxed)};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waiting_.push_back(std::move(task));
     // Sequentially consistent, as empty(): see there.
-    while (!head_.compare_exchange_weak(node->next, node, std::memory_order_seq_cst, std::memory_order_relaxed)) {
-    }
+    any_.store(true, std::memory_order_seq_cst);
   }
 
   /// Sequentially consistent, so that it can be paired with a sleep flag (see EventLoop::nudge).
   [[nodiscard]] bool empty() const noexcept {
-    return head_.load(std::memory_order_seq_cst) == nullptr;
+    return !any_.load(std::memory_order_seq_cst);
   }
 
-  /// Runs everything that was in the queue when called; true if there was something.
+  /// Runs everything that was in the queue when called; true if there was something. A task may call it again.
   bool runAll() {
-    Node* taken = head_.exchange(nullptr, std::memory_order_acquire);
-    Node* in_order = nullptr;
-    while (taken != nullptr) {
-      Node* next = taken->next;
-      taken->next = in_order;
-      in_order = taken;
-      taken = next;
+    if (empty()) {
+      return false;
     }
-    const bool any = in_order != nullptr;
-    while (in_order != nullptr) {
-      Node* node = std::exchange(in_order, in_order->next);
-      node->task();
-      delete node;
+    std::vector<Task> batch = std::exchange(spare_, {});
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      batch.swap(waiting_);
+      any_.store(false, std::memory_order_seq_cst);
+    }
+    const bool any = !batch.empty();
+    for (Task& task : batch) {
+      Task now(std::move(task)); // what it holds is let go as soon as it has run
+      now();
+    }
+    batch.clear();
+    if (batch.capacity() <= kKept) {
+      spare_ = std::move(batch);
     }
     return any;
   }
 
  private:
-  struct Node {
-    Task task;
-    Node* next;
-  };
-  std::atomic<Node*> head_{nullptr};
+  static constexpr size_t kKept = 1024; // tasks; a burst of more gives its memory back
+
+  std::mutex mutex_; ///< guards waiting_
+  std::vector<Task> waiting_;
+  std::vector<Task> spare_; ///< the taker's, empty
+  std::atomic<bool> any_{false};
 };
 
 } // namespace pycomm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import platform
 import signal
@@ -65,6 +66,19 @@ def the_same(rank: int, world_size: int) -> list[int]:
     return [*nbytes, hooked.stats().shared_nbytes, encoded.stats().shared_nbytes]
 
 
+def pages_of_their_own(rank: int, world_size: int) -> None:
+    """Buckets that are not shared lie outside malloc's heap, where they would leave holes."""
+    import pycomm
+
+    over_tcp = dist.new_group(backend="pycomm", pg_options=pycomm.Options(transport="tcp"))
+    module = torch.nn.Linear(512, 512, bias=False)  # a bucket of 1 MiB
+    model = wrap(module, process_group=over_tcp)
+    for _ in range(3):
+        model(torch.ones(1, 512)).sum().backward()
+        assert module.weight.grad is not None
+        assert module.weight.grad.data_ptr() % mmap.PAGESIZE == 0
+
+
 def followed(rank: int, world_size: int) -> None:
     """In join() a rank without data gives zeros, and its own gradients stay what they were."""
     model = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
@@ -123,7 +137,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
 
 
 def test_buckets_in_shared_memory(tmp_path: Any) -> None:
-    names = ["the_same", "followed", "forked", "outlived"]
+    names = ["the_same", "pages_of_their_own", "followed", "forked", "outlived"]
     results = ranks.run_ranks(
         2,
         in_turn,
