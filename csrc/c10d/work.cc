@@ -30,7 +30,7 @@ struct PycommWork::State {
   std::shared_ptr<Group> group;
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
-  std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written under `finishing`, as is the next
+  std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
   bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
   bool finished = false; ///< that has been done; guarded by `finishing`
