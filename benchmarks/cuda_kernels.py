@@ -29,9 +29,10 @@ def milliseconds(body: Callable[[], object], repeats: int = 20) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def rows(
-    gradients: list[torch.Tensor], table: CudaTable
-) -> dict[str, tuple[int, Callable[[], object]]]:
+Rows = dict[str, tuple[int, Callable[[], object]]]
+
+
+def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
     """Name, bytes moved, and what to run."""
     numel = sum(each.numel() for each in gradients)
     bucket = torch.empty(numel, device="cuda", dtype=torch.float16)
@@ -66,15 +67,65 @@ def rows(
             stream=stream,
         )
 
+    codes = torch.empty(numel * 2 + numel // 128 + 64, device="cuda", dtype=torch.uint8)
+
+    def encode(codec: str) -> Callable[[], object]:
+        return lambda: table.encode(codec, flat.data_ptr(), numel, codes.data_ptr(), stream)
+
     return {
         "device copy": (8 * numel, lambda: flat.copy_(other)),
-        "pack to fp16": (6 * numel, pack),
-        "unpack from fp16": (6 * numel, unpack),
+        "pack": (6 * numel, pack),
+        "unpack": (6 * numel, unpack),
         "pack and unpack": (12 * numel, both),
         "cat, half, div": (6 * numel, lambda: torch.cat(gradients).half().div_(2)),
         "_foreach copies and div": (12 * numel, foreach),
         "reduce of 2": (12 * numel, sources),
+        "encode as fp16": (6 * numel, encode("fp16")),
+        "encode as int8": (5 * numel, encode("int8")),
     }
+
+
+def launches(body: Callable[[], object]) -> int:
+    """Kernels that one run starts, as CUDA's profiler counts them; -1 where it sees nothing."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiled:
+        body()
+        torch.cuda.synchronize()
+    on_device = [
+        event
+        for event in profiled.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "Kernel" in event.name
+    ]
+    return len(on_device) or -1
+
+
+def verdicts(found: Rows, medians: dict[str, float]) -> list[str]:
+    """What is to be reached, and whether it was."""
+
+    def speed(name: str) -> float:
+        return found[name][0] / medians[name]
+
+    copy = speed("device copy")
+    both = medians["pack and unpack"]
+    measured = [
+        ("pack, of a device copy's bandwidth", speed("pack") / copy, 0.85),
+        ("unpack, of a device copy's bandwidth", speed("unpack") / copy, 0.85),
+        ("pack, times as fast as cat, half, div", medians["cat, half, div"] / medians["pack"], 2.5),
+        (
+            "pack and unpack, times as fast as _foreach",
+            medians["_foreach copies and div"] / both,
+            1.4,
+        ),
+    ]
+    lines = [
+        f"{name:46}{value:8.2f}  at least {target:.2f}: {'met' if value >= target else 'MISSED'}"
+        for name, value, target in measured
+    ]
+    for name in ("pack", "unpack"):
+        count = launches(found[name][1])
+        told = "not seen" if count < 0 else ("met" if count == 1 else "MISSED")
+        lines.append(f"{'launches of ' + name:46}{count:8}  one: {told}")
+    return lines
 
 
 def main() -> None:
@@ -101,11 +152,12 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{arguments.gradients} gradients of {numel} fp32 elements, {arguments.blocks} blocks")
     print(f"{'':26}{'µs':>10}{'GB/s':>10}{'of a copy':>12}")
-    copy = found["device copy"][0] / statistics.median(times["device copy"])
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    copy = found["device copy"][0] / medians["device copy"]
     for name, (nbytes, _) in found.items():
-        median = statistics.median(times[name])
-        speed = nbytes / median
-        print(f"{name:26}{median * 1e3:10.1f}{speed / 1e6:10.0f}{speed / copy:12.2f}")
+        speed = nbytes / medians[name]
+        print(f"{name:26}{medians[name] * 1e3:10.1f}{speed / 1e6:10.0f}{speed / copy:12.2f}")
+    print("\n".join(verdicts(found, medians)))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,19 @@ Body = Callable[[], object]
 
 
 def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
-    """`nccl` is torch's own backend, `pycomm:nccl` and `pycomm:tcp` are pycomm's two ways."""
+    """`nccl` is torch's own backend, `pycomm:nccl` and `pycomm:host` are pycomm's two ways.
+
+    `pycomm:host` goes through shared memory where the ranks share a host, `pycomm:wire` by TCP.
+    """
+    modes = {
+        "pycomm:nccl": pycomm.Options(cuda_mode="nccl"),
+        "pycomm:host": pycomm.Options(cuda_mode="tcp"),
+        "pycomm:wire": pycomm.Options(cuda_mode="tcp", transport="tcp"),
+    }
     groups = {}
     for name in names:
-        backend, _, mode = name.partition(":")
-        options = pycomm.Options(cuda_mode=mode) if backend == "pycomm" else None
+        backend = name.partition(":")[0]
+        options = modes.get(name)
         group = dist.new_group(backend=backend, pg_options=options, timeout=timedelta(seconds=120))
         assert isinstance(group, dist.ProcessGroup)
         groups[name] = group
@@ -32,7 +40,8 @@ def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
 
 def possible_backends(ranks: int) -> list[str]:
     """NCCL wants a GPU a rank."""
-    return ["pycomm:tcp", *(["pycomm:nccl", "nccl"] if ranks <= torch.cuda.device_count() else [])]
+    by_nccl = ["pycomm:nccl", "nccl"] if ranks <= torch.cuda.device_count() else []
+    return ["pycomm:host", "pycomm:wire", *by_nccl]
 
 
 def blocks_of(bodies: Mapping[str, Body], blocks: int, repeats: int) -> dict[str, list[float]]:

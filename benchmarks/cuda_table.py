@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -23,6 +23,7 @@ DTYPES = {
     "float8_e4m3fn": 15,
     "float8_e5m2": 16,
 }
+CODECS = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4}
 OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
     "device_count",
@@ -41,6 +42,8 @@ _FUNCTIONS = (
     "pack",
     "unpack",
     "reduce",
+    "encode",
+    "decode",
     "stager_create",
     "stager_destroy",
     "stager_take",
@@ -175,6 +178,28 @@ class CudaTable:
             ctypes.c_size_t(len(sources)),
             ctypes.c_uint64(numel),
             ctypes.c_uint32(len(sources)),
+            ctypes.c_void_p(stream),
+        )
+
+    def encode(self, codec: str, values: int, numel: int, encoded: int, stream: int = 0) -> None:
+        """encoded = the wire codec's bytes of ``numel`` float32 values."""
+        self._codec("encode", codec, values, numel, encoded, ctypes.c_void_p(0), stream=stream)
+
+    def decode(self, codec: str, encoded: int, numel: int, values: int, stream: int = 0) -> None:
+        """values = what the wire codec's bytes stand for."""
+        self._codec("decode", codec, encoded, numel, values, stream=stream)
+
+    def _codec(
+        self, name: str, codec: str, src: int, numel: int, dst: int, *more: Any, stream: int
+    ) -> None:
+        self._call(
+            name,
+            ctypes.c_uint8(CODECS[codec]),
+            ctypes.c_void_p(src),
+            ctypes.c_uint64(numel),
+            ctypes.c_uint64(1),
+            ctypes.c_void_p(dst),
+            *more,
             ctypes.c_void_p(stream),
         )
 

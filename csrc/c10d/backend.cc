@@ -1,5 +1,9 @@
 #include "c10d/backend.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/TensorBody.h>
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -138,8 +142,11 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   content.cuda = prepared.staging.takeCopies();
   const auto nccl = prepared.staging.takeNccl();
   if (nccl != nullptr) {
-    startNccl(*nccl, prepared.calls, content);
+    startNccl(nccl, prepared.calls, content);
   } else if (content.cuda != nullptr) {
+    if (prepared.calls.size() == 1) {
+      encodeOnDevice(prepared.calls.front(), content);
+    }
     content.behind.push_back(content.cuda);
     startBehindCopies(prepared.calls, content);
   } else {
@@ -150,50 +157,115 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   return work(titled, std::move(content));
 }
 
+void PycommBackend::encodeOnDevice(Group::Call& call, PycommWork::Content& content) const {
+  const ScheduleRequest& schedule = call.schedule;
+  CudaCopies& copies = *content.cuda;
+  if (schedule.codec == Codec::None || getSize() == 1 || schedule.dtype != DType::Float32 ||
+      schedule.reduce_op == ReduceOp::PremulSum || !schedule.counts.empty() || call.lost.ptr != nullptr ||
+      !copies.reads() || !copies.canGoInPieces()) {
+    return; // on the CPU, then
+  }
+  const bool back = schedule.kind == Collective::AllReduce; // a reduce_scatter's result is not encoded
+  const int64_t parts = back ? 1 : getSize();
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const at::Tensor room = at::empty(
+      {static_cast<int64_t>(CudaCopies::encodedRoom(schedule.codec, schedule.numel, parts))},
+      at::TensorOptions().dtype(at::kByte).device(copies.device().device()));
+  content.keep_alive.push_back(room);
+  const BufferView host =
+      copies.encode(schedule.codec, static_cast<std::byte*>(room.data_ptr()), schedule.numel, parts, back);
+  call.input = host;
+  call.input_encoded = true;
+  if (back) {
+    call.output = host.slice(0, static_cast<size_t>(encodedNbytes(schedule.codec, schedule.numel)));
+    call.output_encoded = true;
+  }
+}
+
 void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content) {
   for (Group::Call& call : calls) {
     call.held = true;
+    call.in_pieces = calls.size() == 1 && content.cuda->canGoInPieces();
     content.operations.push_back(start(call));
   }
-  const auto begin = [group = group_, operations = content.operations](const std::optional<ErrorRecord>& failure) {
+  PieceFlow* const flow = calls.size() == 1 ? content.operations.front()->request().pieces.get() : nullptr;
+  if (flow != nullptr) {
+    flow->onLeave(CudaCopies::leaving(content.cuda, group_->engine().callbacks()));
+  }
+  const auto begin = [group = group_, operations = content.operations, reads = content.cuda->reads()](
+                         size_t ended, const std::optional<ErrorRecord>& failure) {
     if (failure) {
       ErrorRecord reason = *failure;
       reason.peer = group->identity().rank;
       group->abort(reason);
     }
+    const bool in_pieces = reads && !failure && operations.front()->request().pieces != nullptr;
     for (const auto& operation : operations) {
-      group->release(operation);
+      in_pieces ? group->release(operation, ended) : group->release(operation);
     }
   };
   try {
-    content.cuda->toHost(begin);
+    content.cuda->toHost(flow, begin);
   } catch (const Error& error) {
     // The other ranks have, or will have, operations of these numbers: they are not left waiting for them.
-    begin(error.record());
+    begin(0, error.record());
     throw;
   }
 }
 
-void PycommBackend::startNccl(NcclGroup& nccl, const std::vector<Group::Call>& calls, PycommWork::Content& content) {
+void PycommBackend::startNccl(
+    const std::shared_ptr<NcclGroup>& nccl,
+    const std::vector<Group::Call>& calls,
+    PycommWork::Content& content) {
   for (const Group::Call& call : calls) {
     content.operations.push_back(group_->follow(call));
   }
   if (group_->failure()) {
     return; // the operations end with it, and wait() raises it, as for every other operation
   }
-  content.nccl = nccl.launch(calls, content.operations);
+  if (Window* const open = window()) {
+    if (open->launch == nullptr) {
+      open->nccl = nccl;
+      open->launch = nccl->prepare();
+    }
+    open->calls.insert(open->calls.end(), calls.begin(), calls.end());
+    open->operations.insert(open->operations.end(), content.operations.begin(), content.operations.end());
+    open->unpacks.push_back(std::move(content.unpack));
+    content.nccl = open->launch;
+  } else {
+    content.nccl = nccl->prepare();
+    nccl->launch(*content.nccl, calls, content.operations);
+    content.nccl->finish(content.unpack);
+  }
   content.behind.push_back(content.nccl);
-  content.nccl->finish(content.unpack);
   content.unpack = nullptr;
+}
+
+void PycommBackend::launch(Window& window) {
+  if (window.launch == nullptr || group_->failure()) {
+    return;
+  }
+  window.nccl->launch(*window.launch, window.calls, window.operations);
+  window.launch->finish([&] {
+    for (const auto& unpack : window.unpacks) {
+      if (unpack) {
+        unpack();
+      }
+    }
+  });
+}
+
+PycommBackend::Window* PycommBackend::window() {
+  const std::lock_guard<std::mutex> lock(windows_mutex_);
+  const auto found = windows_.find(std::this_thread::get_id());
+  return found == windows_.end() ? nullptr : &found->second;
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
   content.call_sites = call_sites_;
   auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
-  const std::lock_guard<std::mutex> lock(windows_mutex_);
-  const auto window = windows_.find(std::this_thread::get_id());
-  if (window != windows_.end()) {
-    window->second.push_back(made);
+  if (Window* const open = window()) {
+    open->works.push_back(made);
   }
   return made;
 }
@@ -222,13 +294,14 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       window = std::move(found->second);
       windows_.erase(found);
     }
+    launch(window);
     PycommWork::Content content;
-    const bool by_nccl = !window.empty() &&
-        std::all_of(window.begin(), window.end(), [](const auto& part) { return part->content().nccl != nullptr; });
+    const bool by_nccl = std::all_of(
+        window.works.begin(), window.works.end(), [](const auto& part) { return part->content().nccl != nullptr; });
     if (by_nccl) {
-      content.nccl = window.back()->content().nccl; // the last on their stream
+      content.nccl = window.launch;
     }
-    for (const auto& part : window) {
+    for (const auto& part : window.works) {
       const PycommWork::Content& of = part->content();
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
@@ -242,8 +315,8 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
         content.outputs.insert(content.outputs.end(), list.begin(), list.end());
       }
     }
-    content.unpack = [window = std::move(window)] {
-      for (const auto& part : window) {
+    content.unpack = [works = std::move(window.works)] {
+      for (const auto& part : works) {
         part->isCompleted(); // all have ended: this copies their outputs
       }
     };

@@ -211,11 +211,16 @@ class PycommBackend final : public c10d::Backend {
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
+  /// Has the device encode what is to travel encoded, where it can: then fewer bytes cross the bus.
+  void encodeOnDevice(Group::Call& call, PycommWork::Content& content) const;
   /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
   /// in host memory.
   void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
-  /// Has NCCL run the calls.
-  void startNccl(NcclGroup& nccl, const std::vector<Group::Call>& calls, PycommWork::Content& content);
+  /// Has NCCL run the calls; in a coalescing window, when that ends.
+  void startNccl(
+      const std::shared_ptr<NcclGroup>& nccl,
+      const std::vector<Group::Call>& calls,
+      PycommWork::Content& content);
   /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
   [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.
@@ -236,9 +241,21 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<CudaDevices> devices_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 
-  using Window = std::vector<c10::intrusive_ptr<PycommWork>>;
+  /// What a thread has begun since startCoalescing().
+  struct Window {
+    std::vector<c10::intrusive_ptr<PycommWork>> works;
+    // What NCCL is to run as one of its groups; null: nothing.
+    std::shared_ptr<NcclGroup> nccl;
+    std::shared_ptr<NcclLaunch> launch;
+    std::vector<Group::Call> calls;
+    std::vector<std::shared_ptr<Operation>> operations;
+    std::vector<std::function<void()>> unpacks;
+  };
+  /// The calling thread's; null: none. No other thread uses it.
+  [[nodiscard]] Window* window();
+  void launch(Window& window);
   std::mutex windows_mutex_; ///< guards windows_
-  std::map<std::thread::id, Window> windows_; ///< what a thread has begun since startCoalescing()
+  std::map<std::thread::id, Window> windows_;
 };
 
 } // namespace pycomm

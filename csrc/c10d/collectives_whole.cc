@@ -45,7 +45,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
     const c10d::AllreduceOptions& opts) {
   return raising([&] {
     at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
-    if (tensor.defined() && tensor.is_sparse() && tensor.is_cpu()) { // others: checkOutput refuses
+    if (tensor.defined() && tensor.is_sparse()) {
       return sparseAllReduce(tensor, opts);
     }
     checkOutput(tensor, "all_reduce");

@@ -77,8 +77,17 @@ std::string cardOf(const CudaDevice& device, int host, const std::vector<std::st
 
 } // namespace
 
-NcclLaunch::NcclLaunch(std::shared_ptr<NcclGroup> group, std::shared_ptr<PycommCudaNcclWork> work)
-    : group_(std::move(group)), work_(std::move(work)), end_(group_->device().device().type()) {}
+NcclLaunch::NcclLaunch(std::shared_ptr<NcclGroup> group)
+    : group_(std::move(group)), end_(group_->device().device().type()) {}
+
+void NcclLaunch::requireLaunched() const {
+  if (!launched_.load(std::memory_order_acquire)) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "The future of an operation was asked for within its coalescing manager, whose end begins it.",
+        "leave the manager first, and take what it gives");
+  }
+}
 
 void NcclLaunch::finish(const std::function<void()>& unpack) {
   if (unpack) {
@@ -88,7 +97,12 @@ void NcclLaunch::finish(const std::function<void()>& unpack) {
   end_.record(stream());
 }
 
+// Within a coalescing manager there is nothing yet that a stream could wait for; but torch waits there for calls that are not
+// asynchronous, and means no more by it than that they are collected.
 void NcclLaunch::orderCaller() const {
+  if (!launched_.load(std::memory_order_acquire)) {
+    return;
+  }
   end_.block(c10::impl::VirtualGuardImpl(stream().device_type()).getStream(stream().device()));
 }
 
@@ -218,7 +232,8 @@ int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
   return 1;
 }
 
-std::shared_ptr<NcclLaunch> NcclGroup::launch(
+void NcclGroup::launch(
+    NcclLaunch& launch,
     const std::vector<Group::Call>& calls,
     const std::vector<std::shared_ptr<Operation>>& operations) {
   const PycommCudaTable& library = device_->library();
@@ -237,11 +252,10 @@ std::shared_ptr<NcclLaunch> NcclGroup::launch(
         calls.front().deadline.remainingMs(kDayMs) + kLaterMs,
         &raw);
     std::shared_ptr<PycommCudaNcclWork> work(raw, library.nccl_free_work);
-    auto launch = std::make_shared<NcclLaunch>(shared_from_this(), work);
+    launch.launched_.store(true, std::memory_order_release);
     const std::lock_guard<std::mutex> lock(mutex_);
     pending_.push_back({std::move(work), operations});
     changed_.notify_all();
-    return launch;
   } catch (const Error& error) {
     ErrorRecord record = error.record();
     PycommCudaError broken = {};

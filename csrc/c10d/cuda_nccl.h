@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -20,10 +21,13 @@ namespace pycomm {
 
 class NcclGroup;
 
-/// One call to the backend that NCCL runs: what is behind it on its side stream.
+/// What NCCL runs as one of its groups, a call to the backend or all of a coalescing manager: what is behind it on its side stream.
 class NcclLaunch final : public CudaOrder {
  public:
-  NcclLaunch(std::shared_ptr<NcclGroup> group, std::shared_ptr<PycommCudaNcclWork> work);
+  explicit NcclLaunch(std::shared_ptr<NcclGroup> group);
+
+  /// Throws Error(InvalidArgument) before NcclGroup::launch(): a coalescing manager's begin when it ends.
+  void requireLaunched() const;
 
   /// Runs `unpack`, which may be empty, behind NCCL's kernels, and takes note of where the side stream stands then.
   void finish(const std::function<void()>& unpack);
@@ -32,13 +36,11 @@ class NcclLaunch final : public CudaOrder {
   [[nodiscard]] c10::Stream stream() const override;
   void keepFor(const std::vector<at::Tensor>& tensors) const override;
 
-  [[nodiscard]] const std::shared_ptr<PycommCudaNcclWork>& work() const noexcept {
-    return work_;
-  }
-
  private:
+  friend class NcclGroup; // which sets launched_
+
   const std::shared_ptr<NcclGroup> group_;
-  const std::shared_ptr<PycommCudaNcclWork> work_;
+  std::atomic<bool> launched_{false};
   c10::Event end_;
 };
 
@@ -66,9 +68,13 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
 
-  /// Puts calls, whose operations the group follows already, onto the side stream, behind the caller's. Throws Error: the operations
-  /// have ended with it then, and if the communicator is broken the group has failed.
-  [[nodiscard]] std::shared_ptr<NcclLaunch> launch(
+  [[nodiscard]] std::shared_ptr<NcclLaunch> prepare() {
+    return std::make_shared<NcclLaunch>(shared_from_this());
+  }
+  /// Puts calls, whose operations the group follows already, onto the side stream as one NCCL group, behind the caller's stream. Once
+  /// a launch. Throws Error: the operations have ended with it then, and if the communicator is broken the group has failed.
+  void launch(
+      NcclLaunch& launch,
       const std::vector<Group::Call>& calls,
       const std::vector<std::shared_ptr<Operation>>& operations);
 

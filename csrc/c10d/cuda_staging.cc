@@ -3,6 +3,8 @@
 #include <ATen/core/TensorBody.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace pycomm {
@@ -16,11 +18,14 @@ void* nativeOf(const c10::Stream& stream) {
   return guardOf(stream.device()).getStreamNativeHandle(stream);
 }
 
-using Ready = std::function<void(const std::optional<ErrorRecord>& failure)>;
+struct Waiting {
+  CudaCopies::Ready ready;
+  size_t calls_left;
+};
 
-/// Called once by the library, on its own thread.
-void callReady(void* context, const PycommCudaError* failure) {
-  const std::unique_ptr<Ready> ready(static_cast<Ready*>(context));
+/// Called by the library, on its own thread.
+void callReady(void* context, size_t ended, const PycommCudaError* failure) {
+  auto* const waiting = static_cast<Waiting*>(context);
   std::optional<ErrorRecord> record;
   if (failure != nullptr) {
     record.emplace();
@@ -29,7 +34,17 @@ void callReady(void* context, const PycommCudaError* failure) {
     record->hint = failure->hint;
     record->cause = failure->cause;
   }
-  (*ready)(record);
+  waiting->ready(ended, record);
+  if (failure != nullptr || --waiting->calls_left == 0) {
+    delete waiting;
+  }
+}
+
+PycommCudaCopy partOf(const PycommCudaCopy& whole, const PieceFlow::Piece& piece) {
+  return {
+      static_cast<std::byte*>(whole.device) + piece.offset,
+      static_cast<std::byte*>(whole.host) + piece.offset,
+      piece.nbytes};
 }
 
 } // namespace
@@ -97,26 +112,171 @@ BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
   return {static_cast<std::byte*>(block), on_device.nbytes};
 }
 
-void CudaCopies::toHost(Ready ready) {
-  auto context = std::make_unique<Ready>(std::move(ready));
+namespace {
+
+size_t encodedTotal(Codec codec, int64_t numel, int64_t parts) {
+  return static_cast<size_t>(encodedNbytes(codec, numel) * parts);
+}
+
+} // namespace
+
+// Behind what is encoded, at a multiple of 8, lies a number of 8 bytes: how many values became infinite.
+size_t CudaCopies::encodedRoom(Codec codec, int64_t numel, int64_t parts) {
+  return (encodedTotal(codec, numel, parts) + 7) / 8 * 8 + sizeof(uint64_t);
+}
+
+BufferView CudaCopies::encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back) {
+  const PycommCudaTable& library = device_->library();
+  const PycommCudaCopy values = to_host_.front();
+  const size_t room_nbytes = encodedRoom(codec, numel, parts);
+  const size_t count_at = room_nbytes - sizeof(uint64_t);
+  // The block that host() took for the plain values is not needed.
+  blocks_.erase(std::find(blocks_.begin(), blocks_.end(), values.host));
+  callCuda(library.stager_give, device_->stager(), values.host, 0);
+  void* block = nullptr;
+  callCuda(library.stager_take, device_->stager(), room_nbytes, &block);
+  blocks_.push_back(block);
+  auto* const host = static_cast<std::byte*>(block);
+  std::memset(host + count_at, 0, sizeof(uint64_t));
+  void* const stream = device_->callersStream();
+  callCuda(library.set_device, static_cast<int>(device_->device().index()));
+  const void* const zero = host + count_at;
+  callCuda(library.copy, static_cast<void*>(room + count_at), zero, sizeof(uint64_t), stream);
+  callCuda(
+      library.encode,
+      static_cast<uint8_t>(codec),
+      static_cast<const float*>(values.device),
+      static_cast<uint64_t>(numel),
+      static_cast<uint64_t>(parts),
+      static_cast<void*>(room),
+      reinterpret_cast<unsigned long long*>(room + count_at),
+      stream);
+  to_host_ = {{room, block, room_nbytes}};
+  if (back) {
+    to_device_ = {{room, block, encodedTotal(codec, numel, parts)}};
+  }
+  encoded_ = {codec, back, room, values.device, static_cast<uint64_t>(numel), host + count_at};
+  return {host, room_nbytes};
+}
+
+size_t CudaCopies::overflows() const {
+  uint64_t count = 0;
+  if (encoded_.overflows != nullptr) {
+    std::memcpy(&count, encoded_.overflows, sizeof count);
+  }
+  return count;
+}
+
+void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
+  std::vector<PycommCudaCopy> copies = to_host_;
+  if (flow != nullptr) {
+    pieces_ = flow->leaving();
+    left_.assign(pieces_.size(), false);
+    copies.clear();
+    for (size_t i = 0; !to_host_.empty() && i < flow->arriving().size(); ++i) {
+      copies.push_back(partOf(to_host_.front(), flow->arriving()[i]));
+    }
+  }
+  const bool apart = flow != nullptr && !copies.empty();
+  auto context = std::make_unique<Waiting>(Waiting{std::move(ready), apart ? copies.size() : 1});
   callCuda(
       device_->library().stager_to_host,
       device_->stager(),
-      static_cast<const PycommCudaCopy*>(to_host_.data()),
-      to_host_.size(),
+      static_cast<const PycommCudaCopy*>(copies.data()),
+      copies.size(),
       device_->callersStream(),
+      apart ? 1 : 0,
       &callReady,
       static_cast<void*>(context.get()));
   static_cast<void>(context.release()); // callReady's now
 }
 
-void CudaCopies::toDevice() {
+// Not on the lane, as CUDA's calls may take their time; by one thread of the pool at a time, however many pieces there are. The
+// engine remembers operations for longer than pinned memory should be kept, so what hangs on one holds no more than a weak pointer.
+PieceFlow::Leave CudaCopies::leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool) {
+  struct Queue {
+    std::mutex mutex; ///< guards the rest
+    std::vector<size_t> pieces;
+    bool served = false; ///< a task of the pool takes them
+  };
+  const auto queue = std::make_shared<Queue>();
+  const auto serve = [queue, weak = std::weak_ptr<CudaCopies>(copies)] {
+    const auto kept = weak.lock();
+    std::vector<size_t> pieces;
+    for (;;) {
+      pieces.clear();
+      {
+        const std::lock_guard<std::mutex> lock(queue->mutex);
+        pieces.swap(queue->pieces);
+        queue->served = !pieces.empty();
+      }
+      if (pieces.empty()) {
+        return;
+      }
+      for (size_t piece : pieces) {
+        if (kept != nullptr) {
+          kept->leave(piece);
+        }
+      }
+    }
+  };
+  return [serve, queue, &pool](size_t piece) {
+    {
+      const std::lock_guard<std::mutex> lock(queue->mutex);
+      queue->pieces.push_back(piece);
+      if (std::exchange(queue->served, true)) {
+        return;
+      }
+    }
+    pool.submit(serve);
+  };
+}
+
+void CudaCopies::leave(size_t piece) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (over_ || to_device_.empty()) {
+    return;
+  }
+  const PycommCudaCopy copy = partOf(to_device_.front(), pieces_[piece]);
   copied_ = true;
+  PycommCudaError error = {};
+  left_[piece] =
+      device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0; // else toDevice() says why
+}
+
+void CudaCopies::toDevice() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  over_ = true;
+  copied_ = true;
+  std::vector<PycommCudaCopy> copies;
+  for (size_t i = 0; !to_device_.empty() && i < pieces_.size(); ++i) {
+    if (!left_[i]) {
+      copies.push_back(partOf(to_device_.front(), pieces_[i]));
+    }
+  }
+  const std::vector<PycommCudaCopy>& rest = pieces_.empty() ? to_device_ : copies;
   callCuda(
       device_->library().stager_to_device,
       device_->stager(),
-      static_cast<const PycommCudaCopy*>(to_device_.data()),
-      to_device_.size());
+      static_cast<const PycommCudaCopy*>(rest.data()),
+      rest.size());
+  if (encoded_.back) {
+    callCuda(device_->library().set_device, static_cast<int>(device_->device().index()));
+    callCuda(
+        device_->library().decode,
+        static_cast<uint8_t>(encoded_.codec),
+        static_cast<const void*>(encoded_.room),
+        encoded_.numel,
+        uint64_t{1},
+        static_cast<float*>(encoded_.values),
+        device_->sideStream());
+  }
+}
+
+bool CudaCopies::stop() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  over_ = true;
+  return copied_;
 }
 
 void CudaCopies::orderCaller() const {

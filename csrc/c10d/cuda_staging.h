@@ -6,13 +6,17 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/buffer_view.h"
+#include "base/codec.h"
 #include "base/error.h"
 #include "c10d/cuda_library.h"
+#include "engine/callback_pool.h"
+#include "engine/piece_flow.h"
 
 namespace pycomm {
 
@@ -77,10 +81,38 @@ class CudaCopies final : public CudaOrder {
   /// Host memory for bytes of the device's. `read`: they are copied there before the collective; `written`: back, after it.
   [[nodiscard]] BufferView host(BufferView on_device, bool read, bool written);
 
-  /// Starts the copies to the host, behind the caller's stream. `ready` is called once, on another thread; not if this throws.
-  void toHost(std::function<void(const std::optional<ErrorRecord>& failure)> ready);
-  /// Starts the copies to the device.
+  /// Whether what is read and what is written are one tensor each, at most: only such an operation runs in pieces.
+  [[nodiscard]] bool canGoInPieces() const noexcept {
+    return to_host_.size() <= 1 && to_device_.size() <= 1;
+  }
+  /// Of the one tensor of fp32 that is read, so many bytes of device memory are wanted for encode(): what travels instead of it.
+  [[nodiscard]] static size_t encodedRoom(Codec codec, int64_t numel, int64_t parts);
+  /// Encodes it on the caller's stream: `parts` runs of `numel` values. `back`: the one tensor that is written comes back encoded and
+  /// is decoded. Gives the host memory for it, the beginning of which the engine works in.
+  [[nodiscard]] BufferView encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back);
+  /// None unless encode() was called.
+  [[nodiscard]] Codec codec() const noexcept {
+    return encoded_.codec;
+  }
+  /// How many finite values became infinite in encode(). Once they are on the host.
+  [[nodiscard]] size_t overflows() const;
+
+  /// Something is copied to the host.
+  [[nodiscard]] bool reads() const noexcept {
+    return !to_host_.empty();
+  }
+  /// `ended` copies have; the last call is that with all of them, or with a failure.
+  using Ready = std::function<void(size_t ended, const std::optional<ErrorRecord>& failure)>;
+  /// Starts the copies to the host, behind the caller's stream. `ready` is called on another thread: once; of an operation that runs
+  /// in pieces (`flow`) for each piece that it reads. Not if this throws.
+  void toHost(const PieceFlow* flow, Ready ready);
+  /// For PieceFlow::onLeave, and any thread: has the pool start the copies of pieces of the output to the device, until toDevice() or
+  /// stop().
+  [[nodiscard]] static PieceFlow::Leave leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool);
+  /// Starts the copies to the device of what has not left in pieces.
   void toDevice();
+  /// Nothing is copied to the device from here on. True if something was: it is on stream(), whoever uses the tensors again.
+  [[nodiscard]] bool stop() noexcept;
   /// The caller's current stream goes on behind what toDevice() has started.
   void orderCaller() const override;
   [[nodiscard]] c10::Stream stream() const override {
@@ -93,11 +125,26 @@ class CudaCopies final : public CudaOrder {
   }
 
  private:
+  void leave(size_t piece);
+
   const std::shared_ptr<CudaDevice> device_;
   std::vector<PycommCudaCopy> to_host_;
   std::vector<PycommCudaCopy> to_device_;
   std::vector<void*> blocks_;
-  bool copied_ = false; ///< toDevice() was called: the device may read the blocks
+  struct Encoded {
+    Codec codec = Codec::None;
+    bool back = false;
+    std::byte* room = nullptr;
+    void* values = nullptr; ///< on the device
+    uint64_t numel = 0;
+    const std::byte* overflows = nullptr; ///< on the host, behind what is encoded
+  };
+  Encoded encoded_;
+  std::mutex mutex_; ///< guards the rest
+  bool copied_ = false; ///< copies to the device were started: it may read the blocks
+  bool over_ = false; ///< toDevice() or stop() was called
+  std::vector<PieceFlow::Piece> pieces_; ///< of the output; empty unless the operation runs in pieces
+  std::vector<bool> left_; ///< by piece: its copy was started
 };
 
 } // namespace pycomm

@@ -30,7 +30,8 @@ struct PycommWork::State {
   std::shared_ptr<Group> group;
   std::shared_ptr<IssueContext> issuer; ///< who issued the operations: decides the ids of what callbacks issue
   std::function<void()> profiling_end;
-  std::optional<ErrorRecord> copy_error; ///< why the copies to the device failed; written under `finishing`
+  std::optional<ErrorRecord> copy_error; ///< of the copies to the device; written under `finishing`, as is the next
+  bool copied_in_vain = false; ///< the operation failed when parts of its output were on their way to the device
   std::mutex finishing; ///< held by the first thread that needs the result, while it runs unpack and profiling_end
   bool finished = false; ///< that has been done; guarded by `finishing`
   std::mutex mutex; ///< guards future and waited
@@ -65,8 +66,13 @@ struct PycommWork::State {
     if (finished) {
       return;
     }
-    if (content.cuda != nullptr && !error()) {
+    if (content.cuda != nullptr && error()) {
+      copied_in_vain = content.cuda->stop();
+    } else if (content.cuda != nullptr) {
       copyToDevice();
+      if (content.cuda->codec() != Codec::None) {
+        countOverflows(*content.operations.front(), content.cuda->codec(), content.cuda->overflows());
+      }
     } else if (content.unpack && !error()) {
       content.unpack();
     }
@@ -237,6 +243,11 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     for (const auto& each : state_->content.behind) {
       raising([&] { each->orderCaller(); });
     }
+  } else if (state_->copied_in_vain) { // what now uses the tensors' memory for something else runs behind those
+    try {
+      state_->content.cuda->orderCaller();
+    } catch (const Error&) { // a broken device: nothing is on its way any more
+    }
   }
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -288,6 +299,9 @@ c10::intrusive_ptr<c10::ivalue::Future> PycommWork::getFuture() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   if (state_->future) {
     return state_->future;
+  }
+  if (state_->content.nccl != nullptr && !state_->group->failure()) {
+    raising([&] { state_->content.nccl->requireLaunched(); });
   }
   std::vector<c10::Device> devices;
   for (const c10::Stream& stream : state_->sideStreams()) {

@@ -9,7 +9,7 @@
 // The library and the extension are built apart (another compiler, another machine), so the table says its version.
 // Whatever changes here, also the meaning of a field, raises kPycommCudaVersion.
 
-#define PYCOMM_CUDA_VERSION 2
+#define PYCOMM_CUDA_VERSION 3
 #define PYCOMM_CUDA_ENTRY "pycomm_cuda_table"
 
 extern "C" {
@@ -131,8 +131,28 @@ typedef struct PycommCudaTable {
       void* stream,
       PycommCudaError* error);
 
-  /// pycomm::cuda::Stager. `ready` is called once, on the stager's thread, with null or why the bytes cannot come; not if
-  /// stager_to_host fails.
+  /// The wire codecs of fp32 values, as on the CPU: `codec` is pycomm::Codec's number. `parts` runs of `numel` values, each encoded from
+  /// its own first value. `overflows` is added to; may be null.
+  uint16_t (*encode)(
+      uint8_t codec,
+      const float* values,
+      uint64_t numel,
+      uint64_t parts,
+      void* encoded,
+      unsigned long long* overflows,
+      void* stream,
+      PycommCudaError* error);
+  uint16_t (*decode)(
+      uint8_t codec,
+      const void* encoded,
+      uint64_t numel,
+      uint64_t parts,
+      float* values,
+      void* stream,
+      PycommCudaError* error);
+
+  /// pycomm::cuda::Stager. `ready` is called on the stager's thread, for all copies together or for each (`apart`): how many
+  /// have ended, or why no more can. The call with `count`, or a failure, is the last; none if stager_to_host fails.
   uint16_t (*stager_create)(int device, void* out, void* in, PycommCudaStager** stager, PycommCudaError* error);
   void (*stager_destroy)(PycommCudaStager* stager);
   uint16_t (*stager_take)(PycommCudaStager* stager, size_t nbytes, void** block, PycommCudaError* error);
@@ -143,7 +163,8 @@ typedef struct PycommCudaTable {
       const PycommCudaCopy* copies,
       size_t count,
       void* caller,
-      void (*ready)(void* context, const PycommCudaError* failure),
+      int apart,
+      void (*ready)(void* context, size_t ended, const PycommCudaError* failure),
       void* context,
       PycommCudaError* error);
   uint16_t (

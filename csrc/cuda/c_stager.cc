@@ -42,17 +42,19 @@ uint16_t toHost(
     const PycommCudaCopy* copies,
     size_t count,
     void* caller,
-    void (*ready)(void* context, const PycommCudaError* failure),
+    int apart,
+    void (*ready)(void* context, size_t ended, const PycommCudaError* failure),
     void* context,
     PycommCudaError* error) {
   return guarded(error, [&] {
-    stager->stager.toHost(copiesOf(copies, count), caller, [ready, context](const auto& failure) {
+    const auto tell_ready = [ready, context](size_t ended, const auto& failure) {
       PycommCudaError told = {};
       if (failure) {
         static_cast<void>(tell(*failure, &told));
       }
-      ready(context, failure ? &told : nullptr);
-    });
+      ready(context, ended, failure ? &told : nullptr);
+    };
+    stager->stager.toHost(copiesOf(copies, count), caller, tell_ready, apart != 0);
   });
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -147,6 +148,46 @@ uint16_t reduce(
       error, [&] { reduceInto(theRuntime(), dtypeOf(dtype), opOf(op), dst, sources, count, numel, divisor, stream); });
 }
 
+CodecArgs codecArgs(uint8_t codec, const float* values, const void* encoded, uint64_t numel, uint64_t parts) {
+  CodecArgs args;
+  args.codec = static_cast<Codec>(codec);
+  if (args.codec == Codec::None || !isKnown(args.codec)) {
+    throw Error(ErrorCode::Internal, "codec " + std::to_string(codec) + " is none that the device has");
+  }
+  args.numel = numel;
+  args.parts = numel == 0 ? 0 : parts;
+  args.values = const_cast<float*>(values); // one of the two is only read
+  args.encoded = static_cast<uint8_t*>(const_cast<void*>(encoded));
+  return args;
+}
+
+uint16_t encode(
+    uint8_t codec,
+    const float* values,
+    uint64_t numel,
+    uint64_t parts,
+    void* encoded,
+    unsigned long long* overflows,
+    void* stream,
+    PycommCudaError* error) {
+  return guarded(error, [&] {
+    CodecArgs args = codecArgs(codec, values, encoded, numel, parts);
+    args.overflows = overflows;
+    theRuntime().encode(args, stream);
+  });
+}
+
+uint16_t decode(
+    uint8_t codec,
+    const void* encoded,
+    uint64_t numel,
+    uint64_t parts,
+    float* values,
+    void* stream,
+    PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().decode(codecArgs(codec, values, encoded, numel, parts), stream); });
+}
+
 } // namespace
 
 DeviceRuntime& theRuntime() {
@@ -177,6 +218,8 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     made.pack = pack;
     made.unpack = unpack;
     made.reduce = reduce;
+    made.encode = encode;
+    made.decode = decode;
     addStager(made);
     addNccl(made);
     return made;

@@ -61,6 +61,37 @@ __global__ void __launch_bounds__(kBlockThreads) reduceKernel(const __grid_const
   reduceShare<Element, Op>(args, thread, static_cast<uint64_t>(gridDim.x) * blockDim.x);
 }
 
+constexpr unsigned kWarp = 32;
+
+__global__ void __launch_bounds__(kBlockThreads) encodeKernel(const __grid_constant__ CodecArgs args) {
+  const uint64_t blocks = blocksOfPart(args.numel) * args.parts;
+  const unsigned lane = threadIdx.x % kWarp;
+  uint32_t overflows = 0;
+  for (uint64_t block = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; block < blocks;
+       block += static_cast<uint64_t>(gridDim.x) * blockDim.x / kWarp) {
+    const CodecBlock at = blockAt(args, block);
+    const float* const values = args.values + at.value;
+    BlockSummary summary = summarizeShare(values, at.count, lane, kWarp);
+    summary.max_bits = __reduce_max_sync(0xffffffffU, summary.max_bits);
+    summary.special = __reduce_or_sync(0xffffffffU, summary.special);
+    overflows += encodeShare(args.codec, args.encoded + at.byte, values, at.count, summary, lane, kWarp);
+  }
+  overflows = __reduce_add_sync(0xffffffffU, overflows);
+  if (lane == 0 && overflows != 0 && args.overflows != nullptr) {
+    atomicAdd(args.overflows, static_cast<unsigned long long>(overflows));
+  }
+}
+
+__global__ void __launch_bounds__(kBlockThreads) decodeKernel(const __grid_constant__ CodecArgs args) {
+  const uint64_t blocks = blocksOfPart(args.numel) * args.parts;
+  const unsigned lane = threadIdx.x % kWarp;
+  for (uint64_t block = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; block < blocks;
+       block += static_cast<uint64_t>(gridDim.x) * blockDim.x / kWarp) {
+    const CodecBlock at = blockAt(args, block);
+    decodeShare(args.codec, args.values + at.value, args.encoded + at.byte, at.count, lane, kWarp);
+  }
+}
+
 /// Enough blocks to fill any device of today, and never more than there is work for; kernels loop over the rest.
 unsigned blocksFor(uint64_t work) {
   constexpr uint64_t kMost = 4096;
@@ -163,8 +194,19 @@ class CudartRuntime final : public DeviceRuntime {
     });
     check(cudaGetLastError(), "the launch of the reduce kernel");
   }
+  void encode(const CodecArgs& args, Stream stream) override {
+    encodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
+    check(cudaGetLastError(), "the launch of the encode kernel");
+  }
+  void decode(const CodecArgs& args, Stream stream) override {
+    decodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
+    check(cudaGetLastError(), "the launch of the decode kernel");
+  }
 
  private:
+  static unsigned codecBlocks(const CodecArgs& args) {
+    return blocksFor((blocksOfPart(args.numel) * args.parts * kWarp + kBlockThreads - 1) / kBlockThreads);
+  }
   static cudaStream_t native(Stream stream) {
     return static_cast<cudaStream_t>(stream);
   }

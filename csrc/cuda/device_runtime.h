@@ -8,6 +8,7 @@
 #include "base/reduce_op.h"
 #include "cuda/bucket_kernel.h"
 #include "cuda/bucket_plan.h"
+#include "cuda/codec_kernel.h"
 #include "cuda/reduce_kernel.h"
 
 namespace pycomm::cuda {
@@ -52,6 +53,8 @@ class DeviceRuntime {
   virtual void pack(DType grad, DType wire, const BucketArgs& args, Stream stream) = 0;
   virtual void unpack(DType grad, DType wire, const BucketArgs& args, Stream stream) = 0;
   virtual void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) = 0;
+  virtual void encode(const CodecArgs& args, Stream stream) = 0;
+  virtual void decode(const CodecArgs& args, Stream stream) = 0;
 };
 
 /// The arguments of a plan's launches, one after the other: pack or unpack with them. `wire_element` is the size of the

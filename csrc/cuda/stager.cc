@@ -108,29 +108,39 @@ Event Stager::Core::takeEvent() {
   return event;
 }
 
-void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready) {
+void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready, bool apart) {
   const std::lock_guard<std::mutex> lock(core_->mutex);
   runtime_.setDevice(device_);
-  const Event entry = core_->takeEvent();
+  const auto batch = std::make_shared<Batch>();
+  batch->ready = std::move(ready);
+  std::vector<Entry> entries;
+  const Event start = core_->takeEvent();
+  // CUDA has taken what a wait needs when streamWait() returns: the event may be recorded anew.
+  core_->events.push_back(start);
   try {
-    runtime_.record(entry, caller);
-    runtime_.streamWait(in_, entry);
+    runtime_.record(start, caller);
+    runtime_.streamWait(in_, start);
     if (!copies.empty()) {
-      runtime_.streamWait(out_, entry);
-      for (const Copy& copy : copies) {
-        runtime_.copy(copy.host, copy.device, copy.nbytes, out_);
+      runtime_.streamWait(out_, start);
+    }
+    for (size_t i = 0; i < copies.size(); ++i) {
+      runtime_.copy(copies[i].host, copies[i].device, copies[i].nbytes, out_);
+      if (apart || i + 1 == copies.size()) {
+        entries.push_back({core_->takeEvent(), batch, i + 1});
+        runtime_.record(entries.back().event, out_);
       }
-      runtime_.record(entry, out_);
     }
   } catch (...) {
-    core_->events.push_back(entry);
+    for (const Entry& entry : entries) {
+      core_->events.push_back(entry.event);
+    }
     throw;
   }
   if (copies.empty()) {
-    core_->events.push_back(entry); // CUDA has taken what the wait needs: the event may be recorded anew
-    core_->entries.push_back({nullptr, std::move(ready)});
-  } else {
-    core_->entries.push_back({entry, std::move(ready)});
+    entries.push_back({nullptr, batch, 0});
+  }
+  for (Entry& entry : entries) {
+    core_->entries.push_back(std::move(entry));
   }
   core_->changed.notify_all();
 }
@@ -203,8 +213,12 @@ void Stager::Core::await(Entry& entry) noexcept {
       events.push_back(entry.event);
     }
   }
+  Batch& batch = *entry.batch;
+  if (std::exchange(batch.failed, batch.failed || failure.has_value())) {
+    return; // it has been told
+  }
   try {
-    entry.ready(failure);
+    batch.ready(entry.ended, failure);
   } catch (...) { // `ready` reports what goes wrong to its own operation
   }
 }

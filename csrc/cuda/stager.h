@@ -25,9 +25,10 @@ namespace pycomm::cuda {
 ///     (the wire)                                             collective 1
 ///     in stream                      wait E                               copies to the device
 ///
-/// toHost() and toDevice() return at once. `ready` is called once for each toHost(), in their order, on this object's
-/// thread, when the bytes are in host memory or cannot come any more: it starts the collective. While one piece is on
-/// the wire the next one is being copied, and both directions of the bus are used.
+/// toHost() and toDevice() return at once. `ready` is called on this object's thread, in the order of the toHost(), when the
+/// bytes are in host memory or cannot come any more: once for all copies of a call, or for each of them. It starts the
+/// collective, or lets it go on. While one piece is on the wire the next one is being copied, and both directions of the
+/// bus are used.
 ///
 /// Pinned blocks are kept and used again, in classes of powers of two; a block that the device may still read (after
 /// toDevice) is used again only when the copy has ended. Thread-safe.
@@ -38,7 +39,8 @@ class Stager {
     void* host = nullptr; ///< within a block of take()
     size_t nbytes = 0;
   };
-  using Ready = std::function<void(const std::optional<ErrorRecord>& failure)>;
+  /// `ended`: how many copies of the call have; none of it is told anything more after the last one, or a failure.
+  using Ready = std::function<void(size_t ended, const std::optional<ErrorRecord>& failure)>;
 
   /// `runtime` lives as long as the process. The streams are of `device`, and differ.
   Stager(DeviceRuntime& runtime, int device, Stream out, Stream in, std::chrono::milliseconds drain_for = kDrainFor);
@@ -56,16 +58,23 @@ class Stager {
   void giveAfterCopies(void* block);
 
   /// Copies to the host behind what `caller` holds. Also without copies `in` waits for `caller`: what toDevice() writes
-  /// later may be what kernels of `caller` read now. Throws Error if the device refuses; `ready` is not called then.
-  void toHost(const std::vector<Copy>& copies, Stream caller, Ready ready);
+  /// later may be what kernels of `caller` read now. `apart`: `ready` hears of each copy. Throws Error if the device
+  /// refuses; `ready` is not called then, but what was copied before may still be written to.
+  void toHost(const std::vector<Copy>& copies, Stream caller, Ready ready, bool apart = false);
   void toDevice(const std::vector<Copy>& copies);
   /// What is put onto `stream` from here on runs behind every toDevice() so far.
   void waitOn(Stream stream);
 
  private:
+  /// One call of toHost().
+  struct Batch {
+    Ready ready;
+    bool failed = false; ///< of the thread
+  };
   struct Entry {
     Event event = nullptr; ///< null: ready at once
-    Ready ready;
+    std::shared_ptr<Batch> batch;
+    size_t ended = 0; ///< copies, when the event has come
   };
   struct Cooling {
     Event event;

@@ -1,7 +1,10 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+
+#include "base/codec.h"
 
 namespace pycomm {
 
@@ -12,5 +15,9 @@ struct CodecCounters {
   std::atomic<int64_t> saved_nbytes{0}; ///< how many more these would have been in their own dtype
   std::atomic<int64_t> overflows{0}; ///< finite values that became infinite here, encoded or added up
 };
+
+class Operation;
+/// Takes note of finite values that became infinite in this operation; the first of a group are logged. Any thread.
+void countOverflows(const Operation& operation, Codec codec, size_t overflows);
 
 } // namespace pycomm

@@ -34,7 +34,17 @@ void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
 void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   if (without_input_.erase(operation) != 0) {
     post(operation);
+    return;
   }
+  guarded(-1, [&] {
+    const uint64_t op_id = operation->request().id.id;
+    const auto found = transfers_.find(op_id);
+    if (found != transfers_.end()) {
+      found->second->inputArrived();
+      act();
+      settle(op_id);
+    }
+  });
 }
 
 void DataPlane::checkHeldDeadlines(TimePoint now) {
@@ -63,7 +73,9 @@ void DataPlane::checkDeadlines(TimePoint now) {
   next_deadline_ = TimePoint::max();
   for (const auto& entry : transfers_) {
     const Deadline deadline = entry.second->operation().request().deadline;
-    if (deadline.expired(now)) {
+    if (deadline.expired(now) && !entry.second->inputComplete()) {
+      notice(inputLate(entry.second->operation(), entry.second->bytesExpected(), identity_));
+    } else if (deadline.expired(now)) {
       ErrorRecord record = timedOut(*entry.second, protocol_.missing(entry.first), identity_);
       if (identity_.streams > 1 && record.peer >= 0) { // then links between hosts are striped
         const auto peer = static_cast<size_t>(record.peer);

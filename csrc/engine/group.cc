@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "engine/failure_text.h"
 #include "engine/host_plane.h"
+#include "engine/host_transfer.h"
 #include "schedule/make_schedule.h"
 #include "schedule/request_checks.h"
 #include "schedule/select.h"
@@ -165,6 +166,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.deadline = call.deadline;
   request.premul_factor = call.premul_factor;
   request.lost = call.lost;
+  request.input_encoded = call.input_encoded;
+  request.output_encoded = call.output_encoded;
   if (servedByHost(call.schedule)) {
     return startOnHost(std::move(request), call);
   }
@@ -172,6 +175,13 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
     fillMessage(request, call);
   } else {
     fillCollective(request, call);
+    if (call.held && call.in_pieces) {
+      PieceFlow::Operand input{call.input.nbytes, PieceFlow::kPlain};
+      PieceFlow::Operand output{call.output.nbytes, PieceFlow::kPlain};
+      input.encoded_part = call.input_encoded ? call.schedule.numel : PieceFlow::kPlain;
+      output.encoded_part = call.output_encoded ? call.schedule.numel : PieceFlow::kPlain;
+      request.pieces = PieceFlow::ofSchedule(*request.schedule, input, output, call.input.ptr == call.output.ptr);
+    }
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
@@ -186,6 +196,9 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
 std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const Call& call) {
   checkRequest(ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
+  if (call.held && call.in_pieces) {
+    request.pieces = HostTransfer::piecesOf(request.descriptor, identity_.size);
+  }
   std::shared_ptr<Operation> operation;
   const auto make = [&] {
     request.id = takeOperationId(counter_, identity_.hash);
@@ -200,9 +213,12 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
   return operation;
 }
 
-void Group::release(const std::shared_ptr<Operation>& operation) {
+void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) {
   if (operation->done()) {
     return; // with the group, which the engine may not have outlived
+  }
+  if (PieceFlow* const flow = operation->request().pieces.get()) {
+    flow->arrive(std::min(pieces, flow->arriving().size()));
   }
   if (operation->shared().ticket != 0) {
     host_->release(*operation);

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -72,6 +73,13 @@ class Group : public std::enable_shared_from_this<Group> {
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
     bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
+    /// Of a call with a codec (not PREMUL_SUM, not `lost`, even parts): `input` holds the values encoded already, each part from its own
+    /// first value; `output` shall, of an all_reduce, get the result as it travels.
+    bool input_encoded = false;
+    bool output_encoded = false;
+    /// Of a held one: it may begin when the first pieces of its input have come. How it is cut is in its Operation::request().pieces, if
+    /// it is large enough to be cut. `input` and `output` are the same memory, or do not overlap.
+    bool in_pieces = false;
   };
 
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
@@ -86,7 +94,11 @@ class Group : public std::enable_shared_from_this<Group> {
 
   /// Lets an operation begin that was started `held`: its input is there now. If that never comes it ends at its deadline, or with the
   /// group; a release after that does nothing, but until it, something may still write the input. Any thread.
-  void release(const std::shared_ptr<Operation>& operation);
+  void release(const std::shared_ptr<Operation>& operation) {
+    release(operation, std::numeric_limits<size_t>::max());
+  }
+  /// The same of one in pieces: so many have come. One thread at a time, with a count that only rises.
+  void release(const std::shared_ptr<Operation>& operation, size_t pieces);
 
   /// Takes note of an operation that another library runs (Algorithm::Nccl). It has its place in the order of operations, is compared
   /// with the other ranks', recorded, and watched over like all others; nothing of it moves here. It ends with the group, or when

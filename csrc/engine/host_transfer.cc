@@ -22,6 +22,12 @@ void copyBytes(std::byte* to, const std::byte* from, size_t nbytes) {
   }
 }
 
+/// The elements of a full round: of the tensor, or of one part.
+int64_t roundNumel(const Descriptor& descriptor, int size) {
+  const size_t parts = descriptor.kind == Collective::ReduceScatter ? static_cast<size_t>(size) : 1;
+  return static_cast<int64_t>(kHostStageNbytes / parts / elementSize(descriptor.dtype));
+}
+
 } // namespace
 
 HostTransfer::HostTransfer(
@@ -38,10 +44,23 @@ HostTransfer::HostTransfer(
   const bool many = kind_ == Collective::ReduceScatter; // gives a part to every rank
   const int64_t gives = numel_ * (many ? view_.size : 1);
   if (static_cast<size_t>(gives) * element_nbytes_ > kHostInlineNbytes) {
-    const size_t share = kHostStageNbytes / (many ? static_cast<size_t>(view_.size) : 1);
-    round_numel_ = static_cast<int64_t>(share / element_nbytes_);
+    round_numel_ = roundNumel(descriptor, view_.size);
     rounds_ = static_cast<uint64_t>((numel_ + round_numel_ - 1) / round_numel_);
   }
+}
+
+std::shared_ptr<PieceFlow> HostTransfer::piecesOf(const Descriptor& descriptor, int size) {
+  const size_t element_nbytes = elementSize(descriptor.dtype);
+  const size_t part_nbytes = static_cast<size_t>(descriptor.numel) * element_nbytes;
+  if (descriptor.kind == Collective::Barrier || part_nbytes <= kHostInlineNbytes) {
+    return nullptr;
+  }
+  PieceFlow::Rounds rounds;
+  rounds.part_nbytes = part_nbytes;
+  rounds.round_nbytes = static_cast<size_t>(roundNumel(descriptor, size)) * element_nbytes;
+  rounds.input_parts = descriptor.kind == Collective::ReduceScatter ? static_cast<size_t>(size) : 1;
+  rounds.output_parts = descriptor.kind == Collective::AllGather ? static_cast<size_t>(size) : 1;
+  return PieceFlow::ofRounds(rounds);
 }
 
 bool HostTransfer::mayEnter(uint64_t& blocked) const noexcept {
@@ -231,6 +250,10 @@ bool HostTransfer::mayStage(uint64_t& blocked) const noexcept {
   if (staged_ == rounds_) {
     return false;
   }
+  const PieceFlow* const pieces = operation_->request().pieces.get();
+  if (pieces != nullptr && pieces->arrived() < pieces->neededInRound(staged_)) {
+    return false; // whoever releases it rings
+  }
   const uint64_t round = base_ + staged_; // its stage was last read for round - kHostStages
   return round < kHostStages || allHave(&HostCard::collected, round - kHostStages + 1, blocked);
 }
@@ -346,6 +369,9 @@ void HostTransfer::collect() {
     }
   } else if (kind_ == Collective::Broadcast && request.descriptor.root != view_.rank) {
     copyBytes(request.output.ptr + at, view_.stage(request.descriptor.root, round), nbytes);
+  }
+  if (PieceFlow* const pieces = operation_->request().pieces.get()) {
+    pieces->roundEnded(collected_);
   }
   ++collected_;
   operation_->shared().bytes_done.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed);

@@ -36,6 +36,9 @@ class HostTransfer {
   /// `heap`: where operands may lie that peers can reach; null where they cannot.
   HostTransfer(const HostView& view, const SharedHeap* heap, std::shared_ptr<Operation> operation, uint64_t ticket);
 
+  /// How the operand of such an operation comes and goes in pieces; null where it is too small.
+  [[nodiscard]] static std::shared_ptr<PieceFlow> piecesOf(const Descriptor& descriptor, int size);
+
   /// Needs more than a slot holds, so this rank's stage must be committed first.
   [[nodiscard]] bool large() const noexcept {
     return rounds_ > 0;

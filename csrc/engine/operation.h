@@ -16,6 +16,7 @@
 #include "engine/descriptor.h"
 #include "engine/flight_log.h"
 #include "engine/issue_context.h"
+#include "engine/piece_flow.h"
 #include "engine/prepared_schedule.h"
 
 namespace pycomm {
@@ -35,6 +36,9 @@ class Operation {
     Deadline deadline = Deadline::never();
     double premul_factor = 1.0;
     BufferView lost; ///< see Group::Call
+    bool input_encoded = false; ///< see Group::Call, as the next
+    bool output_encoded = false;
+    std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins
     std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
     bool receives = false;

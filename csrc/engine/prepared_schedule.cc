@@ -39,6 +39,13 @@ size_t PreparedSchedule::nbytesOf(const Region& region) const {
   return static_cast<size_t>(region.numel) * elementSize(dtypeOf(region.buffer));
 }
 
+size_t PreparedSchedule::encodedOffset(int64_t value, int64_t part_numel) const {
+  const Codec codec = schedule.codec;
+  const int64_t part = part_numel == 0 ? 0 : value / part_numel;
+  const int64_t within = value - part * part_numel;
+  return static_cast<size_t>(part * encodedNbytes(codec, part_numel) + encodedNbytes(codec, within));
+}
+
 size_t PreparedSchedule::frameNbytes(const Step& step) const {
   // Pure receives and receive-and-copy are described by where they write; everything else by what it reads.
   const bool by_destination = step.kind == StepKind::Recv || step.kind == StepKind::RecvCopySend;

@@ -1,5 +1,6 @@
 #include "engine/transfer.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -47,6 +48,7 @@ Transfer::Transfer(
       protocol_(protocol),
       staging_(staging),
       send_frame_(std::move(send_frame)),
+      pieces_(operation_->request().pieces.get()),
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
       leaving_(prepared_.outgoing.size()),
@@ -59,6 +61,19 @@ Transfer::Transfer(
   for (size_t i = 0; i < states_.size(); ++i) {
     states_[i].deps_left = schedule.steps[i].deps_end - schedule.steps[i].deps_begin;
   }
+  if (pieces_ == nullptr) {
+    return;
+  }
+  const size_t arrived = pieces_->arrived();
+  for (uint32_t i = 0; i < states_.size(); ++i) {
+    if (pieces_->neededBy(i) > arrived) {
+      ++states_[i].deps_left; // its input is one more thing that it depends on
+      without_input_.push_back(i);
+    }
+  }
+  std::sort(without_input_.begin(), without_input_.end(), [&](uint32_t a, uint32_t b) {
+    return std::pair(pieces_->neededBy(a), a) > std::pair(pieces_->neededBy(b), b);
+  });
 }
 
 std::byte* Transfer::at(const Region& region) const {
@@ -90,6 +105,18 @@ void Transfer::start() {
   for (uint32_t i = 0; i < states_.size(); ++i) {
     if (states_[i].deps_left == 0) {
       becomeReady(i);
+    }
+  }
+  runReady();
+}
+
+void Transfer::inputArrived() {
+  const size_t arrived = pieces_ == nullptr ? 0 : pieces_->arrived();
+  while (!without_input_.empty() && pieces_->neededBy(without_input_.back()) <= arrived) {
+    const uint32_t step = without_input_.back();
+    without_input_.pop_back();
+    if (--states_[step].deps_left == 0) {
+      becomeReady(step);
     }
   }
   runReady();
@@ -304,6 +331,9 @@ void Transfer::sent(uint32_t index) {
 
 void Transfer::ended(uint32_t index) {
   --steps_left_;
+  if (pieces_ != nullptr) {
+    pieces_->stepEnded(index);
+  }
   for (uint32_t d = prepared_.dependents_begin[index]; d < prepared_.dependents_begin[index + 1]; ++d) {
     const uint32_t dependent = prepared_.dependents[d];
     if (--states_[dependent].deps_left == 0) {

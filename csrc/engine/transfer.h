@@ -43,11 +43,16 @@ class Transfer {
   void arrived(int peer, const FrameHeader& header, Sink sink);
   /// The kernel has taken the frame of this step.
   void sent(uint32_t step);
+  /// More of the input has come (Operation::Request::pieces).
+  void inputArrived();
   /// The peer may have room now.
   void pump(int peer);
 
   [[nodiscard]] bool complete() const noexcept {
-    return steps_left_ == 0;
+    return steps_left_ == 0 && inputComplete();
+  }
+  [[nodiscard]] bool inputComplete() const noexcept {
+    return pieces_ == nullptr || pieces_->allArrived();
   }
   [[nodiscard]] Operation& operation() const noexcept {
     return *operation_;
@@ -101,6 +106,8 @@ class Transfer {
   Protocol& protocol_; ///< the owner's, as are the next two
   StagingPool& staging_;
   SendFrame send_frame_;
+  PieceFlow* const pieces_; ///< of the operation's request; null: all input was there from the start
+  std::vector<uint32_t> without_input_; ///< steps whose pieces of the input had not come; the next one is the last
   std::vector<StepState> states_;
   std::vector<StagingBuffer> scratch_;
   std::vector<size_t> next_incoming_; ///< by edge: how many frames have arrived

@@ -1,4 +1,5 @@
 // The steps of a transfer that encode and decode.
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -9,7 +10,6 @@
 #include "numeric/convert.h"
 
 namespace pycomm {
-namespace {
 
 void countOverflows(const Operation& operation, Codec codec, size_t overflows) {
   if (overflows == 0) {
@@ -22,8 +22,6 @@ void countOverflows(const Operation& operation, Codec codec, size_t overflows) {
             ", being beyond or next to the largest float32; codec_stats() counts them.");
   }
 }
-
-} // namespace
 
 void Transfer::countSent(const Step& step) const {
   const Codec codec = prepared_.schedule.codec;
@@ -44,6 +42,18 @@ void Transfer::runCodec(const Step& step) const {
   if (codec == Codec::None) { // a cast to the wire's dtype or back
     const DType from = prepared_.dtypeOf(step.src.buffer);
     convert(to, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel));
+    return;
+  }
+  const Operation::Request& request = operation_->request();
+  const int64_t part = request.descriptor.numel;
+  if (step.kind == StepKind::Encode && request.input_encoded && step.src.buffer == Buffer::Input) {
+    const std::byte* const encoded = request.input.ptr + prepared_.encodedOffset(step.src.offset, part);
+    std::memcpy(at(step.dst), encoded, static_cast<size_t>(step.dst.numel));
+    return;
+  }
+  if (step.kind == StepKind::Decode && request.output_encoded && step.dst.buffer == Buffer::Output) {
+    std::byte* const encoded = request.output.ptr + prepared_.encodedOffset(step.dst.offset, part);
+    std::memcpy(encoded, at(step.src), static_cast<size_t>(step.src.numel));
     return;
   }
   auto* lost = reinterpret_cast<float*>(operation_->request().lost.ptr);

@@ -6,6 +6,7 @@ calls, the order of streams, and that NCCL and the group fail together.
 
 from __future__ import annotations
 
+import ctypes
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,60 @@ def test_a_rank_that_does_not_come_is_named(fake_cuda: Path) -> None:
     text = run_ranks(2, _absent, args=(str(fake_cuda),)).values()[0]
     assert "TIMEOUT" in text
     assert "rank 1" in text and "has not entered it" in text
+
+
+def _coalesced(rank: int, size: int, library: str) -> dict[str, Any]:
+    device = Device(Path(library), nccl=True)
+    device.library.fake_nccl_groups.restype = ctypes.c_char_p
+    group = _group(size, "nccl")
+    backend = group._get_backend(torch.device("cuda"))
+    arrays = [_values(rank, 100 + i) for i in range(4)]
+    tensors = [device.tensor(array) for array in arrays]
+    dist.broadcast(tensors[0], src=0, group=group)
+    device.synchronize()
+    before = len(device.library.fake_nccl_groups().split())
+    told: dict[str, Any] = {}
+    with dist._coalescing_manager(group, torch.device("cuda"), async_ops=True) as manager:
+        dist.broadcast(tensors[1], src=1, group=group)
+        dist.reduce(tensors[2], dst=0, group=group)
+        inner = dist.broadcast(tensors[3], src=0, group=group, async_op=True)
+        told["begun"] = len(device.library.fake_nccl_groups().split()) - before
+        inner.wait()  # of what has not begun: as of the calls above, which torch waits for
+        with pytest.raises(errors.InvalidArgumentError, match="coalescing manager"):
+            inner.get_future()
+        told["begun"] += len(device.library.fake_nccl_groups().split()) - before
+    manager.wait()
+    device.synchronize()
+    told["groups"] = device.library.fake_nccl_groups().split()[before:]
+    told["arrays"] = [array.copy() for array in arrays]
+    # An empty one, one with a CPU tensor in it, and one more of NCCL's: nothing is left over.
+    with dist._coalescing_manager(group, torch.device("cuda"), async_ops=True) as manager:
+        pass
+    on_cpu = torch.ones(3)
+    backend._start_coalescing()
+    dist.broadcast(tensors[1], src=0, group=group, async_op=True)
+    dist.all_reduce(on_cpu, group=group, async_op=True)
+    backend._end_coalescing().wait()
+    device.synchronize()
+    told["mixed"] = (on_cpu.tolist(), arrays[1].copy())
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_a_coalescing_manager_is_one_nccl_group(fake_cuda: Path) -> None:
+    size = 2
+    for rank, told in enumerate(run_ranks(size, _coalesced, args=(str(fake_cuda),)).values()):
+        assert told["begun"] == 0, "NCCL was called before the manager's end"
+        assert told["groups"] == [b"3"]
+        first, second, third, fourth = told["arrays"]
+        np.testing.assert_array_equal(first, _values(0, 100))
+        np.testing.assert_array_equal(second, _values(1, 101))
+        if rank == 0:
+            exact = np.sum([_values(r, 102).astype("float64") for r in range(size)], axis=0)
+            np.testing.assert_allclose(third, exact, rtol=0, atol=3e-6)
+        np.testing.assert_array_equal(fourth, _values(0, 103))
+        assert told["mixed"][0] == [float(size)] * 3
+        np.testing.assert_array_equal(told["mixed"][1], second)
 
 
 def _nccl_fails(rank: int, size: int, library: str) -> list[str]:

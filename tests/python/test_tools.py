@@ -329,3 +329,65 @@ def test_every_floor_is_built_or_private() -> None:
     assert {floor.kind for floor in floors.values()} <= {"core", "sim", "cuda", "torch"}
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders <= set(floors)
+
+
+# --- what a machine with a GPU runs -----------------------------------------------------------
+
+
+def _gpu_checks(
+    monkeypatch: pytest.MonkeyPatch, target: Path, checks: dict[str, list[str]], *arguments: str
+) -> tuple[int, str]:
+    gpu_checks = tool("gpu_checks")
+    monkeypatch.setattr(gpu_checks, "checks", lambda: checks)
+    monkeypatch.setattr(gpu_checks, "output_of", lambda *_: "A Device, 1.0, 1 MiB")
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--output", str(target), *arguments])
+    return gpu_checks.main(), target.read_text()
+
+
+def test_gpu_checks_write_what_failed_and_what_had_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checks = {
+        "good": [sys.executable, "-c", "print('a figure')"],
+        "bad": [sys.executable, "-c", "import sys; print('half'); sys.exit('why')"],
+        "slow": [sys.executable, "-c", "import time; time.sleep(600)"],
+        "late": [sys.executable, "-c", "print('never')"],
+    }
+    gpu_checks = tool("gpu_checks")
+    monkeypatch.setattr(gpu_checks, "LEAST_SECONDS", 0.0)
+    target = tmp_path / "result.txt"
+    code, text = _gpu_checks(monkeypatch, target, checks, "--budget", "5")
+    assert code == 1
+    assert "device: A Device" in text
+    if "good: passed" in text:  # unless even that had no time here
+        assert "a figure" in text
+    assert "slow: FAILED (not through" in text or "slow: NOT RUN" in text
+    assert "late: NOT RUN, no time was left: make gpu ARGS='--only late'" in text
+    assert "never" not in text
+
+    code, text = _gpu_checks(monkeypatch, target, checks, "--only", "bad")
+    assert code == 1
+    assert "bad: FAILED (1)" in text and "half" in text and "why" in text
+    code, text = _gpu_checks(monkeypatch, target, checks, "--only", "good")
+    assert code == 0
+    assert "good: passed" in text and "a figure" in text
+
+
+def test_gpu_checks_know_their_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_checks = tool("gpu_checks")
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda name: f"/bin/{name}")
+    found = gpu_checks.checks()
+    assert {"tests", "kernels", "allreduce-2", "ddp-1", "memcheck", "racecheck"} <= set(found)
+    for command in found.values():
+        for part in command:
+            assert "/" not in part or part.startswith("/") or (ROOT / part).exists(), part
+
+
+def test_gpu_checks_skip_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu_checks = tool("gpu_checks")
+    monkeypatch.setattr(gpu_checks, "output_of", lambda *_: "")
+    monkeypatch.setattr(sys, "argv", ["gpu_checks.py"])
+    assert gpu_checks.main() == 0
+    assert "SKIPPED" in capsys.readouterr().out

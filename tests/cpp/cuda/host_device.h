@@ -91,6 +91,34 @@ class HostDevice : public DeviceRuntime {
       }
     });
   }
+  void encode(const CodecArgs& args, Stream) override {
+    ++launches;
+    for (uint64_t block = 0; block < blocksOfPart(args.numel) * args.parts; ++block) {
+      const CodecBlock at = blockAt(args, block);
+      BlockSummary summary;
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        const BlockSummary share = summarizeShare(args.values + at.value, at.count, thread, threads_);
+        summary.max_bits = std::max(summary.max_bits, share.max_bits);
+        summary.special |= share.special;
+      }
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        const uint32_t overflows = encodeShare(
+            args.codec, args.encoded + at.byte, args.values + at.value, at.count, summary, thread, threads_);
+        if (args.overflows != nullptr) {
+          *args.overflows += overflows;
+        }
+      }
+    }
+  }
+  void decode(const CodecArgs& args, Stream) override {
+    ++launches;
+    for (uint64_t block = 0; block < blocksOfPart(args.numel) * args.parts; ++block) {
+      const CodecBlock at = blockAt(args, block);
+      for (uint32_t thread = 0; thread < threads_; ++thread) {
+        decodeShare(args.codec, args.values + at.value, args.encoded + at.byte, at.count, thread, threads_);
+      }
+    }
+  }
 
   int launches = 0;
 

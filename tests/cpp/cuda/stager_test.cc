@@ -75,6 +75,11 @@ class ManualDevice final : public testing::HostDevice {
     const std::lock_guard<std::mutex> lock(mutex_);
     reached_ = count_;
   }
+  /// So many of the records have happened.
+  void reach(int count) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reached_ = count;
+  }
   void breakDown() {
     const std::lock_guard<std::mutex> lock(mutex_);
     broken_ = true;
@@ -100,7 +105,7 @@ using Verdict = std::optional<ErrorRecord>;
 
 /// A `ready` that keeps its promise.
 Stager::Ready promising(const std::shared_ptr<std::promise<Verdict>>& promise) {
-  return [promise](const Verdict& failure) { promise->set_value(failure); };
+  return [promise](size_t, const Verdict& failure) { promise->set_value(failure); };
 }
 
 TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
@@ -161,17 +166,85 @@ TEST(Stager, PiecesAreReadyInTheirOrder) {
   for (int piece = 0; piece < 5; ++piece) {
     // One without copies among them: it must not overtake.
     const std::vector<Stager::Copy> copies = {{&value, block, 4}};
-    stager.toHost(piece == 2 ? std::vector<Stager::Copy>() : copies, kCaller, [&, piece](const Verdict& failure) {
-      EXPECT_FALSE(failure);
-      order.push_back(piece);
-      if (piece == 4) {
-        all.set_value();
-      }
-    });
+    stager.toHost(
+        piece == 2 ? std::vector<Stager::Copy>() : copies, kCaller, [&, piece](size_t, const Verdict& failure) {
+          EXPECT_FALSE(failure);
+          order.push_back(piece);
+          if (piece == 4) {
+            all.set_value();
+          }
+        });
   }
   device.reachAll();
   all.get_future().get();
   EXPECT_THAT(order, ElementsAre(0, 1, 2, 3, 4));
+}
+
+TEST(Stager, EachCopyOfACallIsToldApart) {
+  ManualDevice device;
+  std::mutex mutex;
+  std::vector<size_t> told;
+  std::promise<void> all;
+  std::vector<int> tensor = {1, 2, 3};
+  Stager stager(device, 0, kOut, kIn);
+  auto* const block = static_cast<int*>(stager.take(12));
+  const auto ready = [&](size_t ended, const Verdict& failure) {
+    EXPECT_FALSE(failure);
+    const std::lock_guard<std::mutex> lock(mutex);
+    told.push_back(ended);
+    if (ended == 3) {
+      all.set_value();
+    }
+  };
+  stager.toHost({{&tensor[2], block + 2, 4}, {&tensor[0], block, 4}, {&tensor[1], block + 1, 4}}, kCaller, ready, true);
+  EXPECT_THAT(
+      device.journal,
+      ElementsAre(
+          "record caller",
+          "wait in",
+          "wait out",
+          "copy 4 out",
+          "record out",
+          "copy 4 out",
+          "record out",
+          "copy 4 out",
+          "record out"));
+  device.reach(2); // the caller's event and the first copy's
+  for (int i = 0; i < 6000; ++i) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!told.empty()) {
+      break;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    EXPECT_THAT(told, ElementsAre(1)) << "one has ended, the others have not";
+  }
+  device.reachAll();
+  all.get_future().get();
+  EXPECT_THAT(told, ElementsAre(1, 2, 3));
+}
+
+TEST(Stager, AFailureAmongCopiesToldApartIsToldOnce) {
+  ManualDevice device;
+  std::promise<Verdict> promise;
+  std::atomic<int> calls{0};
+  int value = 0;
+  {
+    Stager stager(device, 0, kOut, kIn);
+    void* const block = stager.take(4);
+    const std::vector<Stager::Copy> copies(3, {&value, block, 4});
+    const auto ready = [&](size_t, const Verdict& failure) {
+      if (++calls == 1) {
+        promise.set_value(failure);
+      }
+    };
+    stager.toHost(copies, kCaller, ready, true);
+    device.breakDown();
+    EXPECT_TRUE(promise.get_future().get());
+  } // the thread has ended
+  EXPECT_EQ(calls, 1);
 }
 
 TEST(Stager, ADeviceThatBreaksInTheMiddleFailsWhatWaits) {
@@ -188,7 +261,7 @@ TEST(Stager, ADeviceThatBreaksInTheMiddleFailsWhatWaits) {
 
   device.refuse_copies = true;
   bool called = false;
-  EXPECT_THROW(stager.toHost({{&value, block, 4}}, kCaller, [&](const Verdict&) { called = true; }), Error);
+  EXPECT_THROW(stager.toHost({{&value, block, 4}}, kCaller, [&](size_t, const Verdict&) { called = true; }), Error);
   EXPECT_FALSE(called) << "whoever is told by an exception is not told again";
 }
 

@@ -24,6 +24,7 @@ namespace {
 using pycomm::DType;
 using pycomm::ReduceOp;
 using pycomm::cuda::BucketArgs;
+using pycomm::cuda::CodecArgs;
 using pycomm::cuda::ReduceArgs;
 using pycomm::cuda::testing::AsyncDevice;
 
@@ -32,8 +33,17 @@ thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream[kDevices] = {};
 thread_local bool capturing = false;
 std::atomic<int> kernels{0};
+std::atomic<long> copied{0};
 std::atomic<bool> stuck{false};
+std::atomic<int> copies_before_stuck{-1}; // of the stream that copies next; -1: any number
+std::atomic<pycomm::cuda::Stream> stuck_stream{nullptr};
 std::string uuid = "process " + std::to_string(getpid()); // each rank has a GPU of its own unless a test says otherwise
+
+void waitForRelease() {
+  while (stuck) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 class FakeDevice final : public AsyncDevice {
  public:
@@ -60,6 +70,12 @@ class Forwarding final : public pycomm::cuda::testing::HostDevice {
     return device().deviceCount();
   }
   void copy(void* dst, const void* src, size_t nbytes, pycomm::cuda::Stream stream) override {
+    pycomm::cuda::Stream none = nullptr;
+    if (copies_before_stuck >= 0 && (stuck_stream.compare_exchange_strong(none, stream) || none == stream) &&
+        copies_before_stuck.fetch_sub(1) == 0) {
+      device().run(stream, waitForRelease);
+    }
+    copied += static_cast<long>(nbytes);
     device().copy(dst, src, nbytes, stream);
   }
   void pack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
@@ -70,6 +86,12 @@ class Forwarding final : public pycomm::cuda::testing::HostDevice {
   }
   void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, pycomm::cuda::Stream stream) override {
     inOrder(stream, [=] { host().reduce(dtype, op, args, nullptr); });
+  }
+  void encode(const CodecArgs& args, pycomm::cuda::Stream stream) override {
+    inOrder(stream, [=] { host().encode(args, nullptr); });
+  }
+  void decode(const CodecArgs& args, pycomm::cuda::Stream stream) override {
+    inOrder(stream, [=] { host().decode(args, nullptr); });
   }
   pycomm::cuda::Event createEvent() override {
     return device().createEvent();
@@ -206,11 +228,13 @@ FAKE_EXPORT void fake_synchronize(int index) {
 FAKE_EXPORT void fake_hold(int index) {
   const c10::Device on(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
   stuck = true;
-  device().run(native(FakeGuard().getStream(on)), [] {
-    while (stuck) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
+  device().run(native(FakeGuard().getStream(on)), waitForRelease);
+}
+/// The stream that copies next does so many copies, and no more until fake_let_go().
+FAKE_EXPORT void fake_hold_copies(int count) {
+  stuck = true;
+  stuck_stream = nullptr;
+  copies_before_stuck = count;
 }
 FAKE_EXPORT void fake_let_go(void) {
   stuck = false;
@@ -226,6 +250,10 @@ FAKE_EXPORT void fake_set_uuid(const char* text) {
 /// Kernels of the CUDA library that have run, and are about to.
 FAKE_EXPORT int fake_launches(void) {
   return kernels;
+}
+/// Bytes of all copies that were put onto streams.
+FAKE_EXPORT long fake_copied(void) {
+  return copied;
 }
 /// How often memory was marked as used by a side stream.
 FAKE_EXPORT int fake_kept(void) {

@@ -25,6 +25,7 @@ constexpr int kInProgress = 7;
 constexpr size_t kElement[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 std::atomic<int> reported{kSuccess};
+std::string groups; // what was issued, a group after the other: "3 1 "
 
 struct UniqueId {
   char folder[128];
@@ -80,6 +81,7 @@ int issue(Call call) {
   if (depth > 0) {
     return kSuccess;
   }
+  groups += std::to_string(grouped.size()) + " ";
   auto calls = std::make_shared<std::vector<Call>>(std::move(grouped));
   grouped.clear();
   putOnFakeStream(calls->front().stream, [calls] {
@@ -148,6 +150,11 @@ extern "C" {
 /// From here on the communicators of this process report that ncclResult_t; 0: none.
 FAKE_EXPORT void fake_nccl_report(int result) {
   reported = result;
+}
+
+/// The sizes of the groups that the calling thread's process has issued, as "3 1 "; one call alone is a group of one.
+FAKE_EXPORT const char* fake_nccl_groups(void) {
+  return groups.c_str();
 }
 
 FAKE_EXPORT int ncclGetVersion(int* version) {
