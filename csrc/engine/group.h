@@ -156,6 +156,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void shareMemory(const Config& config);
   struct OpenedMemory;
   [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
+  [[nodiscard]] std::vector<std::string> shareVotes(const Config& config, OpenedMemory& opened);
   [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
   void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
