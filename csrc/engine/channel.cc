@@ -45,7 +45,7 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
       sent.push_back(std::move(frames_.front()));
       frames_.pop_front();
     }
-    if (progress.would_block || progress.nbytes == 0) {
+    if (progress.would_block || progress.nbytes == 0 || (!frames_.empty() && link_.knownFull())) {
       break;
     }
   }
@@ -100,7 +100,7 @@ void InChannel::consumeBuffer() {
 
 bool InChannel::read() {
   turn_ = 0;
-  while (turn_ < kTurnNbytes) {
+  while (turn_ < kTurnNbytes && (turn_ == 0 || !link_.knownEmpty())) {
     const size_t missing = in_payload_ ? size_t{header_.payload_nbytes} - payload_got_ : 0;
     const bool cheap = link_.readsAreCheap();
     if (missing > 0 && (cheap || missing >= kDirectNbytes) && sink_.into.nbytes > 0) { // the buffer is empty here

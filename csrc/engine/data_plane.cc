@@ -48,6 +48,7 @@ DataPlane::Usage DataPlane::usage() const {
   for (const auto& entry : held_) {
     usage.held_frames += entry.second.size();
   }
+  usage.shared_links = shared_in_.size() + shared_out_.size();
   usage.staging_nbytes = staging_.takenNbytes();
   usage.protocol = protocol_.usage();
   return usage;

@@ -88,6 +88,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     size_t transfers = 0;
     size_t held_frames = 0;
     size_t staging_nbytes = 0;
+    size_t shared_links = 0; ///< open ones, of both directions
     Protocol::Usage protocol;
   };
 

@@ -140,6 +140,8 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] bool sharesMemory() const noexcept {
     return host_ != nullptr;
   }
+  /// How many links this rank has whose bytes go through shared memory, of both directions. Not on a native thread.
+  [[nodiscard]] size_t sharedLinks();
   /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
   [[nodiscard]] bool reachesTensors() const noexcept;
   /// Why they do not, although nobody has asked for TCP; empty otherwise.

@@ -121,6 +121,12 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
   return opened;
 }
 
+size_t Group::sharedLinks() {
+  size_t links = 0;
+  engine_.lane().run([&] { links = data_ == nullptr ? 0 : data_->usage().shared_links; });
+  return links;
+}
+
 // What each rank says about its memory, by rank.
 std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& opened) {
   const auto withdraw = [this] {

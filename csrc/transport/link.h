@@ -46,6 +46,14 @@ class Link {
   [[nodiscard]] virtual bool readsAreCheap() const noexcept {
     return false;
   }
+  /// It is known without a system call that a try would move nothing now. The owner of a link that may say so looks again before it
+  /// sleeps: see SharedLink.
+  [[nodiscard]] virtual bool knownEmpty() const noexcept {
+    return false;
+  }
+  [[nodiscard]] virtual bool knownFull() const noexcept {
+    return false;
+  }
 
   /// Writes from up to `count` views in order, as one system call. Partial writes are normal.
   [[nodiscard]] virtual Progress tryWrite(const ConstBufferView* views, size_t count) = 0;

@@ -43,6 +43,12 @@ class SharedLink final : public Link {
   [[nodiscard]] bool readsAreCheap() const noexcept override {
     return true;
   }
+  [[nodiscard]] bool knownEmpty() const noexcept override {
+    return !canRead();
+  }
+  [[nodiscard]] bool knownFull() const noexcept override {
+    return !canWrite();
+  }
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
