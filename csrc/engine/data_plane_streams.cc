@@ -19,8 +19,7 @@ OutPort& DataPlane::portTo(int peer) {
     try {
       std::unique_ptr<SharedLink> through_memory = startShared(peer);
       SharedLink* shared = through_memory.get();
-      port = std::make_unique<OutPort>(
-          *this, peer, shared != nullptr ? std::move(through_memory) : startLink(peer));
+      port = std::make_unique<OutPort>(*this, peer, shared != nullptr ? std::move(through_memory) : startLink(peer));
       port->shared = shared;
     } catch (const Error& error) {
       if (error.record().code != ErrorCode::ConnectFailed) {
@@ -43,9 +42,8 @@ std::unique_ptr<Link> DataPlane::startLink(int peer) {
   if (options_.connect) {
     return options_.connect(peer);
   }
-  return identity_.streams > 1
-      ? startStreams(peer)
-      : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]);
+  return identity_.streams > 1 ? startStreams(peer)
+                               : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]);
 }
 
 void DataPlane::writeHello(OutPort& port) {

@@ -14,7 +14,8 @@
 namespace pycomm {
 namespace {
 
-constexpr int kAskMs = 10000; // a first rank that is slow to come so far; one that is gone is noticed by the control links
+constexpr int kAskMs =
+    10000; // a first rank that is slow to come so far; one that is gone is noticed by the control links
 // Two futex calls and the switches between them cost less; a longer wait is not worth a core. Where ranks share cores, all of them
 // must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
 constexpr unsigned kSpinUs = 50;
@@ -97,9 +98,8 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
   if (!first) {
     attempt(opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
-      opened.arena = std::make_shared<const SharedArena>(
-          SharedArena::attach(
-              HostMates::ask(watch_names_[static_cast<size_t>(maker)], identity_.nonce, patience, abort_), nbytes));
+      opened.arena = std::make_shared<const SharedArena>(SharedArena::attach(
+          HostMates::ask(watch_names_[static_cast<size_t>(maker)], identity_.nonce, patience, abort_), nbytes));
     });
   }
   for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
@@ -144,8 +144,7 @@ std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& o
       opened = openMemory(config.rendezvous.deadline);
       vote = opened.vote();
     }
-    votes = exchangeTexts(
-        store_, claim_, identity_.size, "shared_memory", vote, config.rendezvous.deadline, abort_);
+    votes = exchangeTexts(store_, claim_, identity_.size, "shared_memory", vote, config.rendezvous.deadline, abort_);
   } catch (...) {
     withdraw();
     throw;
@@ -197,6 +196,7 @@ void Group::shareMemory(const Config& config) {
     engine_.lane().run([&] { data_->useRings(mates); });
   }
   if (!one_host) {
+    why_not_shared_ = "the ranks are on several hosts; only links within a host go through it";
     if (identity_.rank == 0) {
       log(LogLevel::Info, "group " + identity_.name + " goes by TCP between hosts, and by shared memory within them");
     }

@@ -9,13 +9,15 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kResumeShare = 4; // a writer that waits goes on when so much of the ring is free: one part of this many
+constexpr size_t kResumeShare =
+    4; // a writer that waits goes on when so much of the ring is free: one part of this many
 // A reader gives room back at the latest after so many bytes, so that both ends copy at the same time.
 constexpr size_t kPartNbytes = 128 << 10;
 
 [[noreturn]] void throwImpossible(const char* which) {
   throw Error(
-      ErrorCode::ProtocolViolation, std::string("the peer's counter of bytes ") + which + " in shared memory is broken");
+      ErrorCode::ProtocolViolation,
+      std::string("the peer's counter of bytes ") + which + " in shared memory is broken");
 }
 
 } // namespace

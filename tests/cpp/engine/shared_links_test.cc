@@ -48,7 +48,9 @@ void sumsOfManySizes(Rank& self) {
 TEST(SharedLinks, CarryWhatHasAnAlgorithmByName) {
   runRanks(3, [](Rank& self) {
     sumsOfManySizes(self);
-    EXPECT_GE(self.group.sharedLinks(), 2U); // to the next rank, and from the one before; more where a rank asked what another is in
+    EXPECT_GE(
+        self.group.sharedLinks(),
+        2U); // to the next rank, and from the one before; more where a rank asked what another is in
   });
 }
 
@@ -85,8 +87,8 @@ TEST(SharedLinks, WakeWhoeverReadsNext) {
       call.waits = (round + self.rank) % 2 == 0;
       const auto operation = self.group.start(call);
       // Either way it ends: driven by this thread, or by the loop's own.
-      ASSERT_TRUE(call.waits ? self.group.wait(*operation, Deadline::after(20000))
-                             : operation->wait(Deadline::after(20000)));
+      ASSERT_TRUE(
+          call.waits ? self.group.wait(*operation, Deadline::after(20000)) : operation->wait(Deadline::after(20000)));
       ASSERT_FALSE(operation->error());
       late += Clock::now() - began > std::chrono::milliseconds(900) ? 1 : 0;
       if (round % 3 == 0) {

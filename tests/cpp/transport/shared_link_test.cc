@@ -19,9 +19,9 @@
 namespace pycomm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::Bytes;
 using testing::errorOf;
+using ::testing::HasSubstr;
 using testing::kNoAbort;
 using testing::LinkCase;
 using testing::LinkConformance;
@@ -218,8 +218,7 @@ TEST(SharedLink, BelievesNoCounterThatCannotBe) {
     (void)writeBytes(*ends.first, pattern(4096, 1));
     ends.out.words().taken = lie;
     EXPECT_TRUE(ends.first->canWrite());
-    EXPECT_EQ(
-        errorOf([&] { (void)writeBytes(*ends.first, pattern(10, 1)); }).code, ErrorCode::ProtocolViolation);
+    EXPECT_EQ(errorOf([&] { (void)writeBytes(*ends.first, pattern(10, 1)); }).code, ErrorCode::ProtocolViolation);
   }
 }
 
