@@ -45,7 +45,7 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
       sent.push_back(std::move(frames_.front()));
       frames_.pop_front();
     }
-    if (progress.would_block || progress.nbytes == 0) {
+    if (progress.would_block || progress.nbytes == 0 || (!frames_.empty() && link_.knownFull())) {
       break;
     }
   }
@@ -100,9 +100,10 @@ void InChannel::consumeBuffer() {
 
 bool InChannel::read() {
   turn_ = 0;
-  while (turn_ < kTurnNbytes) {
+  while (turn_ < kTurnNbytes && (turn_ == 0 || !link_.knownEmpty())) {
     const size_t missing = in_payload_ ? size_t{header_.payload_nbytes} - payload_got_ : 0;
-    if (missing >= kDirectNbytes && sink_.into.nbytes > 0) { // the buffer is empty here
+    const bool cheap = link_.readsAreCheap();
+    if (missing > 0 && (cheap || missing >= kDirectNbytes) && sink_.into.nbytes > 0) { // the buffer is empty here
       const Progress progress = link_.tryRead(sink_.into.slice(payload_got_, missing));
       turn_ += progress.nbytes;
       payload_got_ += progress.nbytes;
@@ -116,7 +117,9 @@ bool InChannel::read() {
       }
       continue;
     }
-    const size_t room = buffer_.size() - end_;
+    // A payload that is in nobody's way is then copied once, straight to its place.
+    const size_t header_left = in_payload_ ? buffer_.size() : sizeof(FrameHeader) - end_;
+    const size_t room = cheap ? std::min(header_left, buffer_.size() - end_) : buffer_.size() - end_;
     const Progress progress = link_.tryRead({buffer_.data() + end_, room});
     turn_ += progress.nbytes;
     end_ += progress.nbytes;

@@ -187,7 +187,7 @@ void ControlPlane::welcome(Accepted accepted) {
       adopt(accepted.hello.rank, std::move(accepted.link));
       break;
     case LinkPurpose::Bulk:
-      events_.bulk_link(accepted.hello.rank, std::move(accepted.link), accepted.hello.stream);
+      events_.bulk_link(accepted.hello, std::move(accepted.link));
       break;
   }
 }

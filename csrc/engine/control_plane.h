@@ -27,7 +27,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
     /// The group has failed. Called once.
     std::function<void(const ErrorRecord&)> failed;
     /// A peer opened a bulk link.
-    std::function<void(int peer, std::unique_ptr<Link>, int stream)> bulk_link;
+    std::function<void(const Hello& hello, std::unique_ptr<Link>)> bulk_link;
     /// A peer said goodbye on its control link.
     std::function<void(int peer)> left;
   };

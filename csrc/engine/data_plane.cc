@@ -32,6 +32,7 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options 
       point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
       in_(static_cast<size_t>(identity_.size)),
+      through_ring_(static_cast<size_t>(identity_.size), false),
       left_(static_cast<size_t>(identity_.size), false) {
   lane_.addTicker(*this);
 }
@@ -47,6 +48,7 @@ DataPlane::Usage DataPlane::usage() const {
   for (const auto& entry : held_) {
     usage.held_frames += entry.second.size();
   }
+  usage.shared_links = shared_in_.size() + shared_out_.size();
   usage.staging_nbytes = staging_.takenNbytes();
   usage.protocol = protocol_.usage();
   return usage;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "engine/host_rings.h"
 #include "engine/loop.h"
 #include "engine/operation.h"
 #include "engine/point_to_point.h"
@@ -87,6 +88,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     size_t transfers = 0;
     size_t held_frames = 0;
     size_t staging_nbytes = 0;
+    size_t shared_links = 0; ///< open ones, of both directions
     Protocol::Usage protocol;
   };
 
@@ -101,6 +103,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void release(const std::shared_ptr<Operation>& operation);
   /// A peer has connected to us.
   void adopt(int peer, std::unique_ptr<Link> link, int stream = 0);
+  /// The same for a link whose bytes go through shared memory, and which `link` is the bell of.
+  void adoptShared(int peer, std::unique_ptr<Link> link);
+  /// Memory that the ranks of this host share: from now on they may send through it.
+  void shareRings(HostRings rings);
+  /// These have it, too: from now on this rank sends to them through it.
+  void useRings(const std::vector<int>& peers);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
@@ -130,6 +138,11 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] TimePoint nextTick() const noexcept override;
   void tick(TimePoint now) noexcept override;
   [[nodiscard]] Look look() noexcept override;
+  [[nodiscard]] bool sharesMemory() const noexcept override {
+    return !shared_in_.empty() || !shared_out_.empty();
+  }
+  [[nodiscard]] bool pollShared() noexcept override;
+  [[nodiscard]] bool restShared() noexcept override;
 
  private:
   struct HeldFrame {
@@ -159,6 +172,11 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void writeHello(OutPort& port);
   [[nodiscard]] std::unique_ptr<Link> startStreams(int peer) const;
   [[nodiscard]] const std::string& interfaceOf(int stream) const noexcept;
+  [[nodiscard]] std::unique_ptr<Link> startLink(int peer);
+  [[nodiscard]] std::unique_ptr<SharedLink> startShared(int peer);
+  [[nodiscard]] std::unique_ptr<SharedLink> acceptShared(int peer, std::unique_ptr<Link> bell) const;
+  [[nodiscard]] uint32_t writeEvents(const OutPort& port, bool waits) const noexcept;
+  void readFrom(int peer, std::unique_ptr<Link> link, SharedLink* shared);
   void watch(OutPort& port, uint32_t events);
   void watch(InPort& port);
   void unwatch(int& watched) noexcept;
@@ -220,6 +238,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<std::unique_ptr<OutPort>> out_; ///< by rank; null until first needed
   std::vector<std::unique_ptr<InPort>> in_;
   std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
+  std::optional<HostRings> rings_;
+  std::vector<bool> through_ring_; ///< by rank: where this one sends to
+  std::vector<OutPort*> shared_out_; ///< members of out_, and the next of in_, that have a shared link
+  std::vector<InPort*> shared_in_;
   std::vector<OutPort*> dirty_; ///< members of out_
   std::vector<int> looked_; ///< scratch of look()
   std::vector<bool> left_; ///< by rank: said goodbye

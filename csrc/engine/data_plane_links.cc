@@ -66,12 +66,15 @@ void DataPlane::flush(OutPort& port) {
   } catch (const Error& error) {
     port.broken = true;
     unwatch(port.watched);
+    if (error.record().code == ErrorCode::ProtocolViolation) {
+      throw;
+    }
     linkBroke(port.peer, error, true);
     endIfSaid(port);
     return;
   }
   port.waits_for_room = left;
-  watch(port, left ? EPOLLOUT : 0U);
+  watch(port, writeEvents(port, left));
   for (OutFrame& frame : sent) {
     PYCOMM_FAULT_POINT("frame.written");
     const auto found = frame.step < 0 ? transfers_.end() : transfers_.find(frame.header.op_id);
@@ -88,7 +91,7 @@ void DataPlane::writeReady(OutPort& port) {
   if (!port.connected) {
     try {
       if (!port.link->finishConnect()) {
-        watch(port, EPOLLOUT);
+        watch(port, writeEvents(port, true));
         return;
       }
     } catch (const Error& error) {
@@ -143,13 +146,19 @@ bool DataPlane::readPort(InPort& port) {
 // Only small operations: a large one's bytes are better read when many have come.
 Loop::Ticker::Look DataPlane::look() noexcept {
   looked_.clear(); // reading may change transfers_
+  bool polled = false;
   for (const auto& entry : transfers_) {
     if (entry.second->bytesExpected() > kLookNbytes) {
       continue;
     }
     for (const Edge& edge : entry.second->incoming()) {
       const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(edge.peer)];
-      if (port != nullptr && !port->ended && entry.second->needsFrom(edge.peer)) {
+      if (port == nullptr || port->ended || !entry.second->needsFrom(edge.peer)) {
+        continue;
+      }
+      if (port->shared != nullptr) {
+        polled = true; // see pollShared()
+      } else {
         looked_.push_back(edge.peer);
       }
     }
@@ -161,7 +170,7 @@ Loop::Ticker::Look DataPlane::look() noexcept {
       return Look::Moved;
     }
   }
-  return looked_.empty() ? Look::Nothing : Look::NotYet;
+  return looked_.empty() && !polled ? Look::Nothing : Look::NotYet;
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
@@ -196,6 +205,9 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
       linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
       endIfSaid(port);
       return;
+    }
+    if (port.connected && port.shared != nullptr) {
+      port.reader_gone = port.shared->hearBell();
     }
     writeReady(port);
   });

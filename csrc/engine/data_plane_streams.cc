@@ -17,13 +17,10 @@ OutPort& DataPlane::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
   if (port == nullptr) {
     try {
-      port = std::make_unique<OutPort>(
-          *this,
-          peer,
-          options_.connect ? options_.connect(peer)
-              : identity_.streams > 1
-              ? startStreams(peer)
-              : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]));
+      std::unique_ptr<SharedLink> through_memory = startShared(peer);
+      SharedLink* shared = through_memory.get();
+      port = std::make_unique<OutPort>(*this, peer, shared != nullptr ? std::move(through_memory) : startLink(peer));
+      port->shared = shared;
     } catch (const Error& error) {
       if (error.record().code != ErrorCode::ConnectFailed) {
         throw;
@@ -31,12 +28,22 @@ OutPort& DataPlane::portTo(int peer) {
       throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
     }
     port->waits_for_room = true;
-    if (identity_.streams == 1) {
+    if (port->shared != nullptr) {
+      shared_out_.push_back(port.get());
+    } else if (identity_.streams == 1) {
       writeHello(*port);
     }
-    watch(*port, EPOLLOUT);
+    watch(*port, writeEvents(*port, true));
   }
   return *port;
+}
+
+std::unique_ptr<Link> DataPlane::startLink(int peer) {
+  if (options_.connect) {
+    return options_.connect(peer);
+  }
+  return identity_.streams > 1 ? startStreams(peer)
+                               : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]);
 }
 
 void DataPlane::writeHello(OutPort& port) {
@@ -101,10 +108,30 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link, int stream) {
       arriving_.erase(peer);
       link = std::make_unique<StripedLink>(std::move(parts));
     }
-    port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
-    watch(*port);
-    readPort(*port);
+    readFrom(peer, std::move(link), nullptr);
   });
+}
+
+void DataPlane::adoptShared(int peer, std::unique_ptr<Link> link) {
+  guarded(peer, [&] {
+    if (failure_ || closing_ || in_[static_cast<size_t>(peer)] != nullptr) {
+      return;
+    }
+    std::unique_ptr<SharedLink> shared = acceptShared(peer, std::move(link));
+    SharedLink* const same = shared.get();
+    readFrom(peer, std::move(shared), same);
+  });
+}
+
+void DataPlane::readFrom(int peer, std::unique_ptr<Link> link, SharedLink* shared) {
+  std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+  port = std::make_unique<InPort>(*this, peer, std::move(link), *this, options_.read_buffer_nbytes);
+  port->shared = shared;
+  if (shared != nullptr) {
+    shared_in_.push_back(port.get());
+  }
+  watch(*port);
+  readPort(*port);
 }
 
 // The loop watches the connection that the link goes on with.

@@ -146,9 +146,18 @@ bool EventLoop::takeBaton() {
 }
 
 void EventLoop::giveBaton() noexcept {
+  // Whoever reads from shared memory counts as awake there, and this driver reads no more. The thread, where it sleeps and counts on
+  // being woken, has to say so again: after its grace, not at once.
+  const bool unrest = thread_rests_.load(std::memory_order_seq_cst) &&
+      std::any_of(tickers_.begin(), tickers_.end(), [](const Ticker* ticker) {
+                        return ticker != nullptr && ticker->sharesMemory();
+                      });
   baton_.unlock();
   last_driven_ns_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   driven_.store(false, std::memory_order_seq_cst);
+  if (unrest) {
+    signalEventFd();
+  }
   // Who posted before this store may have counted on us; who posts after it wakes the thread.
   if ((!tasks_.empty() || busy_.load(std::memory_order_relaxed) > 0 || stopping_.load()) &&
       thread_sleeps_.load(std::memory_order_seq_cst)) {
@@ -168,6 +177,19 @@ Loop::Ticker::Look EventLoop::lookOnce() noexcept {
   return all;
 }
 
+bool EventLoop::pollAll() noexcept {
+  bool moved = false;
+  for (size_t i = 0; i < tickers_.size(); ++i) {
+    moved = (tickers_[i] != nullptr && tickers_[i]->pollShared()) || moved;
+  }
+  return moved;
+}
+
+bool EventLoop::restAll() noexcept {
+  return std::all_of(
+      tickers_.begin(), tickers_.end(), [](Ticker* ticker) { return ticker == nullptr || ticker->restShared(); });
+}
+
 bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
   const bool slow = slow_turns_ >= kSlowTurns;
   const bool crowded = crowded_.load(std::memory_order_relaxed);
@@ -176,7 +198,7 @@ bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
     // What nobody looks for must be seen, too: room to write, connections, frames of other peers.
     const bool all = ++looks_ % kLooksBeforeAll == 0;
     const Ticker::Look looked = all ? Ticker::Look::NotYet : lookOnce();
-    if (looked == Ticker::Look::Moved) {
+    if (looked == Ticker::Look::Moved || pollAll()) {
       runDue();
       return true;
     }
@@ -204,9 +226,10 @@ void EventLoop::turn(Deadline deadline) noexcept {
   if (spin_us > 0 && spin(std::chrono::microseconds(spin_us))) {
     return;
   }
+  const bool rests = restAll();
   driver_sleeps_.store(true, std::memory_order_seq_cst);
   const TimePoint slept = Clock::now();
-  dispatch(tasks_.empty() ? deadline.remainingMs(sleepMs()) : 0);
+  dispatch(rests && tasks_.empty() ? deadline.remainingMs(sleepMs()) : 0);
   const bool outlasted = Clock::now() - slept > std::chrono::microseconds(spin_us);
   slow_turns_ = outlasted ? std::min(slow_turns_ + 1, kSlowTurns) : 0;
 }
@@ -269,9 +292,10 @@ bool EventLoop::dispatch(int timeout_ms) noexcept {
       found->second.handler->onReady(event.events);
     }
   }
+  const bool polled = pollAll();
   tasks_.runAll();
   runDue();
-  return count > 0;
+  return count > 0 || polled;
 }
 
 void EventLoop::runDue() noexcept {
@@ -307,6 +331,10 @@ void EventLoop::threadMain(const std::string& name) noexcept {
       if (!driven_.load(std::memory_order_seq_cst)) {
         dispatch(0);
         timeout_ms = sleepMs();
+        if (timeout_ms > 0 && !restAll()) {
+          timeout_ms = 0;
+        }
+        thread_rests_.store(timeout_ms > 0, std::memory_order_seq_cst);
       }
     }
     if (timeout_ms > 0 && tasks_.empty() && !stopping_.load()) {
@@ -314,6 +342,7 @@ void EventLoop::threadMain(const std::string& name) noexcept {
       pollfd ready{epoll_.get(), POLLIN, 0};
       ::poll(&ready, 1, timeout_ms);
     }
+    thread_rests_.store(false, std::memory_order_seq_cst);
     thread_sleeps_.store(false, std::memory_order_seq_cst);
   }
 }

@@ -96,6 +96,9 @@ class EventLoop final : public Loop {
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
   [[nodiscard]] Ticker::Look lookOnce() noexcept;
+  [[nodiscard]] bool pollAll() noexcept;
+  /// Whether all tickers are content to sleep.
+  [[nodiscard]] bool restAll() noexcept;
   /// Polls for a while; whether there was something.
   bool spin(std::chrono::microseconds longest) noexcept;
   /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
@@ -118,6 +121,7 @@ class EventLoop final : public Loop {
   std::atomic<bool> driven_{false}; ///< a caller has the baton, or is about to
   std::atomic<bool> driver_sleeps_{false}; ///< it is in epoll_wait
   std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
+  std::atomic<bool> thread_rests_{false}; ///< it is in poll, and counts on what restAll() has arranged
   std::atomic<int64_t> last_driven_ns_{0};
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};

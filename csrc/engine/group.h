@@ -152,6 +152,8 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] bool sharesMemory() const noexcept {
     return host_ != nullptr;
   }
+  /// How many links this rank has whose bytes go through shared memory, of both directions. Not on a native thread.
+  [[nodiscard]] size_t sharedLinks();
   /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
   [[nodiscard]] bool reachesTensors() const noexcept;
   /// Why they do not, although nobody has asked for TCP; empty otherwise.
@@ -168,6 +170,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void shareMemory(const Config& config);
   struct OpenedMemory;
   [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
+  [[nodiscard]] std::vector<std::string> shareVotes(const Config& config, OpenedMemory& opened);
   [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
   void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()

@@ -184,11 +184,13 @@ void Group::connect(const Config& config) {
   engine_.lane().run([&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
-  events.bulk_link = [this](int peer, std::unique_ptr<Link> link, int stream) {
+  events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
-    engine_.lane().post([this, peer, shared, stream] {
-      if (data_ != nullptr) {
-        data_->adopt(peer, std::move(*shared), stream);
+    engine_.lane().post([this, hello, shared] {
+      if (data_ != nullptr && hello.shared) {
+        data_->adoptShared(hello.rank, std::move(*shared));
+      } else if (data_ != nullptr) {
+        data_->adopt(hello.rank, std::move(*shared), hello.stream);
       }
     });
   };

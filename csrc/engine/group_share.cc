@@ -1,5 +1,6 @@
-// How the ranks of a group come to share memory: rank 0 makes it, the others ask its process for it, and it is used only if every
-// rank has it.
+// How the ranks of a group come to share memory: the first rank of each host makes it, the others ask its process for it, and then all
+// say in the store whether they have it. It holds the rings of the links between ranks of that host, and where the whole group is on
+// one host, what its HostPlane needs; that is used only if every rank has it.
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -13,12 +14,25 @@
 namespace pycomm {
 namespace {
 
-constexpr int kAskMs = 10000; // a rank 0 that is slow to come so far; one that is gone is noticed by the control links
+constexpr int kAskMs =
+    10000; // a first rank that is slow to come so far; one that is gone is noticed by the control links
 // Two futex calls and the switches between them cost less; a longer wait is not worth a core. Where ranks share cores, all of them
 // must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
 constexpr unsigned kSpinUs = 50;
 const std::string kYes = "yes";
 const std::string kWithoutHeaps = "yes, without heaps";
+const std::string kAlone = "alone on its host";
+
+bool has(const std::string& vote) {
+  return vote == kYes || vote == kWithoutHeaps;
+}
+
+[[noreturn]] void throwCannotShare(const std::string& why) {
+  throw Error(
+      ErrorCode::Unsupported,
+      "The ranks cannot share memory: " + why + ".",
+      "use transport='auto', which falls back to TCP");
+}
 
 } // namespace
 
@@ -52,17 +66,26 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
       trouble = error.record().summary + (error.record().cause.empty() ? "" : " (" + error.record().cause + ")");
     }
   };
-  const size_t nbytes = HostView::totalNbytes(identity_.size);
-  const bool first = identity_.rank == 0;
-  attempt(opened.no_heaps, [&] {
-    PYCOMM_FAULT_POINT("heap.open");
-    opened.heaps.own = engine_.heap();
-  });
+  const bool one_host = topology_->hosts() == 1;
+  const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(host_mates_.size());
+  const int maker = host_mates_.front();
+  const bool first = identity_.rank == maker;
+  if (one_host) {
+    attempt(opened.no_heaps, [&] {
+      PYCOMM_FAULT_POINT("heap.open");
+      opened.heaps.own = engine_.heap();
+    });
+  } else {
+    opened.no_heaps = "the ranks are on several hosts";
+  }
   if (first) {
     attempt(opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
       auto arena = std::make_shared<const SharedArena>(SharedArena::create(nbytes));
-      arena->commit(0, HostView::commonNbytes(identity_.size));
+      if (one_host) {
+        arena->commit(0, HostView::commonNbytes(identity_.size));
+      }
       opened.arena = std::move(arena);
     });
   }
@@ -75,8 +98,8 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
   if (!first) {
     attempt(opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
-      opened.arena = std::make_shared<const SharedArena>(
-          SharedArena::attach(HostMates::ask(watch_names_.front(), identity_.nonce, patience, abort_), nbytes));
+      opened.arena = std::make_shared<const SharedArena>(SharedArena::attach(
+          HostMates::ask(watch_names_[static_cast<size_t>(maker)], identity_.nonce, patience, abort_), nbytes));
     });
   }
   for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
@@ -88,7 +111,46 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
       opened.heaps.bases.push_back(own ? opened.heaps.own->base() : opened.heaps.mapped.back()->at(0));
     });
   }
+  if (opened.arena != nullptr) { // before this rank says that it has it: from then on others may send through it
+    HostRings rings;
+    rings.arena = opened.arena;
+    rings.begin = plane_nbytes;
+    rings.ranks = host_mates_;
+    engine_.lane().run([&] { data_->shareRings(std::move(rings)); });
+  }
   return opened;
+}
+
+size_t Group::sharedLinks() {
+  size_t links = 0;
+  engine_.lane().run([&] { links = data_ == nullptr ? 0 : data_->usage().shared_links; });
+  return links;
+}
+
+// What each rank says about its memory, by rank.
+std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& opened) {
+  const auto withdraw = [this] {
+    engine_.control().run([this] {
+      engine_.hostMates().withdraw(identity_.nonce);
+      engine_.hostMates().withdraw(heapKey(identity_.rank));
+    });
+  };
+  std::vector<std::string> votes;
+  try {
+    std::string vote = kAlone;
+    if (host_mates_.size() > kMaxHostRanks) {
+      vote = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
+    } else if (host_mates_.size() > 1) {
+      opened = openMemory(config.rendezvous.deadline);
+      vote = opened.vote();
+    }
+    votes = exchangeTexts(store_, claim_, identity_.size, "shared_memory", vote, config.rendezvous.deadline, abort_);
+  } catch (...) {
+    withdraw();
+    throw;
+  }
+  withdraw();
+  return votes;
 }
 
 // Everything that is asked for here before the store is asked is known alike on all ranks.
@@ -96,55 +158,59 @@ void Group::shareMemory(const Config& config) {
   if (identity_.size == 1 || config.transport == Transport::Tcp) {
     return;
   }
-  std::string why;
-  if (host_mates_.size() != static_cast<size_t>(identity_.size)) {
-    why = "the ranks are on several hosts";
-  } else if (identity_.size > kMaxHostRanks) {
-    why = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
-  } else {
-    std::vector<std::string> votes;
-    const auto withdraw = [this] {
-      engine_.control().run([this] {
-        engine_.hostMates().withdraw(identity_.nonce);
-        engine_.hostMates().withdraw(heapKey(identity_.rank));
-      });
-    };
-    OpenedMemory opened;
-    try {
-      opened = openMemory(config.rendezvous.deadline);
-      votes = exchangeTexts(
-          store_, claim_, identity_.size, "shared_memory", opened.vote(), config.rendezvous.deadline, abort_);
-    } catch (...) {
-      withdraw();
-      throw;
+  const bool one_host = topology_->hosts() == 1;
+  if (!one_host) {
+    why_not_shared_ = "the ranks are on several hosts";
+    if (config.transport == Transport::SharedMemory) {
+      throwCannotShare(why_not_shared_);
     }
-    withdraw();
-    const auto no = std::find_if(
-        votes.begin(), votes.end(), [](const std::string& vote) { return vote != kYes && vote != kWithoutHeaps; });
-    if (no == votes.end()) {
-      const auto without = std::find(votes.begin(), votes.end(), kWithoutHeaps);
-      if (without != votes.end()) {
-        opened.heaps = HostHeaps();
-        log(LogLevel::Info,
-            "group " + identity_.name + " copies every tensor through shared memory: rank " +
-                std::to_string(without - votes.begin()) + " has no heap that others could map" +
-                (opened.no_heaps.empty() ? "" : ": " + opened.no_heaps));
-      }
-      makeHostPlane(std::move(opened.arena), std::move(opened.heaps));
-      return;
+  }
+  if (topology_->mostRanks() == 1) {
+    if (identity_.rank == 0) {
+      log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
     }
-    why = "rank " + std::to_string(no - votes.begin()) + " has none: " + *no;
+    return;
   }
-  if (config.transport == Transport::SharedMemory) {
-    throw Error(
-        ErrorCode::Unsupported,
-        "The ranks cannot share memory: " + why + ".",
-        "use transport='auto', which falls back to TCP");
+  OpenedMemory opened;
+  const std::vector<std::string> votes = shareVotes(config, opened);
+  std::vector<int> mates;
+  int without = -1; // the first rank of this host that has no memory
+  for (const int mate : host_mates_) {
+    if (has(votes[static_cast<size_t>(mate)])) {
+      mates.push_back(mate);
+    } else if (without < 0 && host_mates_.size() > 1) {
+      without = mate;
+    }
   }
-  why_not_shared_ = why;
-  if (identity_.rank == 0) {
-    log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why);
+  if (without >= 0) {
+    why_not_shared_ = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
+    if (config.transport == Transport::SharedMemory) {
+      throwCannotShare(why_not_shared_);
+    }
+    if (identity_.rank == host_mates_.front()) {
+      log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
+    }
+    return;
   }
+  if (host_mates_.size() > 1) {
+    engine_.lane().run([&] { data_->useRings(mates); });
+  }
+  if (!one_host) {
+    why_not_shared_ = "the ranks are on several hosts; only links within a host go through it";
+    if (identity_.rank == 0) {
+      log(LogLevel::Info, "group " + identity_.name + " goes by TCP between hosts, and by shared memory within them");
+    }
+    return;
+  }
+  const auto copies = std::find(votes.begin(), votes.end(), kWithoutHeaps);
+  if (copies != votes.end()) {
+    opened.heaps = HostHeaps();
+    log(LogLevel::Info,
+        "group " + identity_.name + " copies every tensor through shared memory: rank " +
+            std::to_string(copies - votes.begin()) + " has no heap that others could map" +
+            (opened.no_heaps.empty() ? "" : ": " + opened.no_heaps));
+  }
+  makeHostPlane(std::move(opened.arena), std::move(opened.heaps));
 }
 
 void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps) {

@@ -59,7 +59,7 @@ class HostPlane {
     int tell_after_ms = 50;
   };
 
-  /// `arena` is HostView::totalNbytes(size) long; its first HostView::commonNbytes(size) exist.
+  /// `arena` begins with HostView::totalNbytes(size) for this; the first HostView::commonNbytes(size) of them exist.
   /// `heaps`: of all ranks, its own among them, or none.
   HostPlane(
       GroupIdentity identity,

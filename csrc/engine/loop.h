@@ -35,6 +35,19 @@ class Loop {
     [[nodiscard]] virtual Look look() noexcept {
       return Look::Nothing;
     }
+
+    // What comes through shared memory, of which the kernel knows nothing:
+    [[nodiscard]] virtual bool sharesMemory() const noexcept { ///< whether there is such a thing at all
+      return false;
+    }
+    /// Does what has become possible there; whether there was something. A few loads where there is nothing.
+    [[nodiscard]] virtual bool pollShared() noexcept {
+      return false;
+    }
+    /// The loop is about to sleep: from now on a descriptor becomes readable when pollShared() would find something. False if it would now.
+    [[nodiscard]] virtual bool restShared() noexcept {
+      return true;
+    }
   };
 
   virtual ~Loop() = default;

@@ -6,6 +6,7 @@
 #include "engine/channel.h"
 #include "engine/loop.h"
 #include "transport/link.h"
+#include "transport/shared_link.h"
 
 namespace pycomm {
 
@@ -28,12 +29,14 @@ struct OutPort final : Loop::Handler {
   const int peer;
   std::unique_ptr<Link> link;
   OutChannel channel;
+  SharedLink* shared = nullptr; ///< `link`, where it is one
   int watched = -1; ///< the descriptor of the link that the loop watches
   uint32_t watched_events = 0;
   bool connected = false;
   bool waits_for_room = false; ///< the loop watches for writability
   bool dirty = false; ///< has frames that nobody tried to write yet
   bool broken = false;
+  bool reader_gone = false; ///< of a shared link: the next write will fail
   bool says_goodbye = false; ///< its last frame is queued: the write side ends when that has left
 };
 
@@ -57,6 +60,7 @@ struct InPort final : Loop::Handler {
   const int peer;
   std::unique_ptr<Link> link;
   InChannel channel;
+  SharedLink* shared = nullptr; ///< `link`, where it is one
   int watched = -1;
   bool ended = false; ///< the peer closed it, or we stopped reading
 };

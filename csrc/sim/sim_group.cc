@@ -83,9 +83,9 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
       on_failure_(cause);
     }
   };
-  events.bulk_link = [this](int peer, std::unique_ptr<Link> link, int) {
+  events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link));
-    lane_.post([this, peer, shared] {
+    lane_.post([this, peer = hello.rank, shared] {
       if (data_ != nullptr) {
         data_->adopt(peer, std::move(*shared));
       }

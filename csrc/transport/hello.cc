@@ -13,7 +13,8 @@ struct HelloPayload {
   uint32_t lane = 0;
   uint8_t purpose = 0;
   uint8_t stream = 0;
-  uint8_t reserved[10] = {};
+  uint8_t shared = 0;
+  uint8_t reserved[9] = {};
 };
 static_assert(sizeof(HelloPayload) == kHelloPayloadNbytes, "the payload is part of the wire format");
 
@@ -43,6 +44,7 @@ std::string encodeHello(const Hello& hello) {
   payload.size = hello.size;
   payload.lane = hello.lane;
   payload.stream = hello.stream;
+  payload.shared = hello.shared ? 1 : 0;
   payload.purpose = static_cast<uint8_t>(hello.purpose);
   return frame(header, &payload);
 }
@@ -94,6 +96,7 @@ HelloReading decodeHello(ConstBufferView bytes) {
   reading.hello.purpose = static_cast<LinkPurpose>(payload.purpose);
   reading.hello.lane = payload.lane;
   reading.hello.stream = payload.stream;
+  reading.hello.shared = payload.shared != 0;
   return reading;
 }
 

@@ -24,6 +24,7 @@ struct Hello {
   LinkPurpose purpose = LinkPurpose::Control;
   uint32_t lane = 0;
   uint8_t stream = 0; ///< which one of the connections that one link is made of
+  bool shared = false; ///< the link's bytes go through memory that both ranks share: see SharedLink
 };
 
 /// Bytes of a Hello frame's payload, and of the whole frame. All versions share the first three bytes of the header

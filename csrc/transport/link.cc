@@ -31,7 +31,7 @@ ErrorRecord broken(const Link& link, const Transfer& transfer, ErrorCode code, c
 // Called between two tries: throws at the deadline or when aborted, and waits a slice where the last try moved nothing.
 void wait(
     const Link& link,
-    short event,
+    bool reads,
     bool moved,
     const Transfer& transfer,
     Deadline deadline,
@@ -41,7 +41,7 @@ void wait(
     throw Error(broken(link, transfer, ErrorCode::Timeout, "did not end in time"));
   }
   if (!moved) {
-    pollfd ready{event == POLLIN ? link.readFd() : link.writeFd(), event, 0};
+    pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? short{POLLIN} : link.roomEvent(), 0};
     (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: the caller tries and comes back
   }
 }
@@ -56,7 +56,7 @@ void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortT
     const Progress progress = link.tryWrite(&rest, 1);
     transfer.done += progress.nbytes;
     if (transfer.done < transfer.total) {
-      wait(link, POLLOUT, progress.nbytes > 0, transfer, deadline, abort);
+      wait(link, false, progress.nbytes > 0, transfer, deadline, abort);
     }
   }
 }
@@ -71,7 +71,7 @@ void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& a
       throw Error(broken(link, transfer, ErrorCode::ConnectionReset, "met the end: the peer closed the connection"));
     }
     if (transfer.done < transfer.total) {
-      wait(link, POLLIN, progress.nbytes > 0, transfer, deadline, abort);
+      wait(link, true, progress.nbytes > 0, transfer, deadline, abort);
     }
   }
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <poll.h>
+
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -34,6 +36,23 @@ class Link {
   }
   [[nodiscard]] virtual int writeFd() const noexcept {
     return fd();
+  }
+
+  /// What writeFd() is polled for by who waits for room, or for finishConnect().
+  [[nodiscard]] virtual short roomEvent() const noexcept {
+    return POLLOUT;
+  }
+  /// A tryRead() costs no system call where something has arrived: nothing is gained by reading more than is needed now.
+  [[nodiscard]] virtual bool readsAreCheap() const noexcept {
+    return false;
+  }
+  /// It is known without a system call that a try would move nothing now. The owner of a link that may say so looks again before it
+  /// sleeps: see SharedLink.
+  [[nodiscard]] virtual bool knownEmpty() const noexcept {
+    return false;
+  }
+  [[nodiscard]] virtual bool knownFull() const noexcept {
+    return false;
   }
 
   /// Writes from up to `count` views in order, as one system call. Partial writes are normal.

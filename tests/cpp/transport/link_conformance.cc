@@ -70,7 +70,7 @@ bool exchange(Link& link, const Bytes& out, Bytes& in) {
       moved += progress.nbytes;
     }
     if (moved == 0) {
-      const int wanted = (sent < out.size() ? POLLOUT : 0) | (received < in.size() ? POLLIN : 0);
+      const int wanted = (sent < out.size() ? link.roomEvent() : 0) | (received < in.size() ? POLLIN : 0);
       pollfd wait{link.fd(), static_cast<short>(wanted), 0};
       (void)::poll(&wait, 1, 100);
     }
