@@ -147,6 +147,13 @@ void ControlPlane::notice(const ErrorRecord& record) {
   });
 }
 
+void ControlPlane::doubt(const ErrorRecord& record) {
+  guarded([&] {
+    membership_.doubted(record, Clock::now());
+    act();
+  });
+}
+
 void ControlPlane::peerLeft(int peer) {
   membership_.saidGoodbye(peer);
 }

@@ -47,6 +47,8 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// A control link that this rank opened.
   void adopt(int peer, std::unique_ptr<Link> link);
   void notice(const ErrorRecord& record);
+  /// See Membership::doubted.
+  void doubt(const ErrorRecord& record);
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
   /// The process of a neighbour on this host has ended, as its DeathWatch says.

@@ -320,6 +320,10 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
   };
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
   const bool due = any(&Transfer::needsFrom);
+  if (suspicion.doubt) {
+    events_.doubted(std::move(suspicion.record));
+    return;
+  }
   if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {
     return; // it came after all, and says itself when it ends
   }
@@ -336,8 +340,12 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
       return;
     }
     if (!due) {
-      left_[static_cast<size_t>(peer)] =
-          true; // it was only asked whether it has entered something, and is not there any more
+      // It was only asked whether it has entered something, and is not there any more; or a message is lost that had gone out, and
+      // whoever waits for it would wait for ever.
+      left_[static_cast<size_t>(peer)] = true;
+      ErrorRecord lost = linkLost(peer, suspicion.record, identity_);
+      suspicions_.emplace(
+          peer, Suspicion{std::move(lost), suspicion.due + std::chrono::milliseconds(kLastLinkMs), true, true});
       return;
     }
   }

@@ -74,6 +74,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     std::function<void(ErrorRecord)> noticed;
     /// A peer said goodbye on its bulk link: the one on its control link may be lost with that.
     std::function<void(int peer)> left;
+    /// A link broke a while ago that nothing waits for, and no goodbye has come: trouble if that peer is still there.
+    std::function<void(ErrorRecord)> doubted;
   };
 
   /// What a simulator puts in other's place.
@@ -142,6 +144,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     ErrorRecord record;
     TimePoint due;
     bool patient = false; ///< waits for a link that the peer may have opened before
+    bool doubt = false; ///< only for who knows whether the peer is still there
   };
   /// How long such a link may take.
   static constexpr int kLastLinkMs = 3000;

@@ -4,7 +4,6 @@
 
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
-#include "transport/striped_link.h"
 
 namespace pycomm {
 namespace {
@@ -65,12 +64,12 @@ void DataPlane::checkDeadlines(TimePoint now) {
     const Deadline deadline = entry.second->operation().request().deadline;
     if (deadline.expired(now)) {
       ErrorRecord record = timedOut(*entry.second, protocol_.missing(entry.first), identity_);
-      if (identity_.streams > 1 && record.peer >= 0) { // then links between hosts are striped
+      if (record.peer >= 0) {
         const auto peer = static_cast<size_t>(record.peer);
         if (entry.second->needsFrom(record.peer)) {
-          nameInterface(record, in_[peer] == nullptr ? "" : static_cast<StripedLink&>(*in_[peer]->link).readsFrom());
+          nameInterface(record, in_[peer] == nullptr ? "" : in_[peer]->link->readsFrom());
         } else if (out_[peer] != nullptr) {
-          nameInterface(record, static_cast<StripedLink&>(*out_[peer]->link).writesTo());
+          nameInterface(record, out_[peer]->link->writesTo());
         }
       }
       notice(std::move(record));

@@ -217,6 +217,15 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   return record;
 }
 
+ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = peerGone(peer, what, identity);
+  record.code = ErrorCode::ConnectionReset;
+  record.summary = "A connection to rank " + std::to_string(peer) + " on " + record.peer_host +
+      " broke although that rank is still there: what was on its way is lost.";
+  record.hint = "look for what resets connections between these hosts: a firewall, a proxy, or an address used twice";
+  return record;
+}
+
 ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity) {
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::PeerLeft;

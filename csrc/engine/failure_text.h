@@ -50,6 +50,9 @@ namespace pycomm {
 /// A link to `peer` ended without a goodbye, or broke.
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
+/// A link to `peer` broke although that rank is still there: as peerGone() tells it, `what`, for another reason.
+[[nodiscard]] ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
 /// `peer` closed its group in order although this operation still needs it.
 [[nodiscard]] ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity);
 

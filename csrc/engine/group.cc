@@ -324,7 +324,6 @@ void Group::close() {
     std::promise<void> down;
     engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });
     down.get_future().get();
-    engine_.lane().run([&] { data_.reset(); });
   }
   static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
   if (control_ != nullptr) {
@@ -342,6 +341,9 @@ void Group::close() {
     }
     closeAllGently(open);
   }
+  // After the goodbyes on control links: on a bulk link none can be said to a rank that does not read, and if it met the end of that
+  // link first it would take it for a death.
+  engine_.lane().run([&] { data_.reset(); });
   // The lane may still hold tasks of ours that look at data_: after this run they have been.
   engine_.lane().run([] {});
   leave(store_, claim_);

@@ -174,6 +174,13 @@ void Group::connect(const Config& config) {
       }
     });
   };
+  data_events.doubted = [this](ErrorRecord record) {
+    engine_.control().post([this, record = std::move(record)] {
+      if (control_ != nullptr) {
+        control_->doubt(record);
+      }
+    });
+  };
   data_events.left = [this](int peer) {
     engine_.control().post([this, peer] {
       if (control_ != nullptr) {

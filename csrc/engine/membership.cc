@@ -57,7 +57,7 @@ bool blamesHangingUp(ErrorCode code) {
 Membership::Membership(Config config, TimePoint now)
     : config_(std::move(config)), heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
   for (const int rank : config_.neighbours) {
-    neighbours_.push_back(Neighbour{rank, now, false, false});
+    neighbours_.push_back(Neighbour{rank, now, false, false, false});
   }
 }
 
@@ -110,7 +110,20 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
 }
 
 void Membership::noticed(ErrorRecord record, TimePoint now) {
+  // Who has said goodbye here has left in order, also where a link of another thread ended before its own could be said or read: a
+  // rank that does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
+  const Neighbour* const blamed = record.peer == config_.rank ? nullptr : neighbour(record.peer);
+  if (blamed != nullptr && blamed->said_goodbye && blamesHangingUp(record.code) && record.code != ErrorCode::PeerLeft) {
+    return;
+  }
   learn(std::move(record), -1, now);
+}
+
+void Membership::doubted(ErrorRecord record, TimePoint now) {
+  const Neighbour* const peer = neighbour(record.peer);
+  if (peer != nullptr && peer->connected && !peer->left) {
+    learn(std::move(record), -1, now);
+  }
 }
 
 void Membership::reported(int from, ErrorRecord record, TimePoint now) {
@@ -127,7 +140,7 @@ void Membership::alive(int from, TimePoint now) {
 
 void Membership::saidGoodbye(int peer) {
   if (Neighbour* entry = neighbour(peer)) {
-    entry->left = true;
+    entry->left = entry->said_goodbye = true;
   }
 }
 

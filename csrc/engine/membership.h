@@ -47,6 +47,8 @@ class Membership {
 
   /// Seen here: a link that broke, a mismatch, a deadline, abort().
   void noticed(ErrorRecord record, TimePoint now);
+  /// Trouble only if the peer is a neighbour that is still there; where it is not, that is told by others.
+  void doubted(ErrorRecord record, TimePoint now);
   /// Heard from a neighbour.
   void reported(int from, ErrorRecord record, TimePoint now);
   /// A neighbour sent something, anything.
@@ -68,7 +70,8 @@ class Membership {
     int rank;
     TimePoint heard_at;
     bool connected = false; ///< heard at least once: before that, whoever connects knows better why it is silent
-    bool left = false;
+    bool left = false; ///< nothing more is expected from it
+    bool said_goodbye = false;
   };
 
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.

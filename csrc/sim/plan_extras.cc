@@ -2,6 +2,7 @@
 // plans of smaller seeds, among them those of bugs long mended, stay what they were.
 #include <algorithm>
 
+#include "base/codec.h"
 #include "base/error.h"
 #include "engine/point_to_point.h"
 #include "schedule/make_schedule.h"
@@ -111,8 +112,10 @@ void drawExtras(Random& random, Plan& plan) {
     sleep.duration = milliseconds(random.within(100, 15000)); // deadlines are 20 s away
     plan.faults.push_back(sleep);
   }
+  // Limits are small here, and a block of a codec is not: a window always has room for a frame.
+  const bool fits = plan.limits.window_nbytes >= encodedNbytes(Codec::Float16, kCodecBlock);
   for (const CallPlan& call : std::vector<CallPlan>(plan.program)) {
-    if (takesCodec(call.request) && random.chance(60)) {
+    if (takesCodec(call.request) && random.chance(60) && fits) {
       encode(random, plan, call.key);
     }
   }

@@ -6,6 +6,11 @@
 #include <utility>
 
 namespace pycomm::sim {
+namespace {
+
+constexpr Nanos kGoodbyeTime = milliseconds(20); // Group::close waits so long for the readers of the control links
+
+} // namespace
 
 /// A connection whose Hello has not been read yet: what Acceptor does for one.
 class SimGroup::Stranger final : public Loop::Handler {
@@ -59,6 +64,13 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
     control_loop_.post([this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->notice(record);
+      }
+    });
+  };
+  data_events.doubted = [this](ErrorRecord record) {
+    control_loop_.post([this, record = std::move(record)] {
+      if (control_ != nullptr) {
+        control_->doubt(record);
       }
     });
   };
@@ -160,19 +172,21 @@ void SimGroup::close(std::function<void()> closed) {
     reason.code = ErrorCode::ShutDown;
     reason.rank = identity_.rank;
     data_->close(reason, [this, closed] {
-      lane_.post([this, closed] {
-        data_.reset();
-        control_loop_.post([this, closed] {
-          for (const std::unique_ptr<Link>& link : control_->close()) {
-            link->closeGently();
-          }
-          control_.reset();
-          network_.listen(identity_.rank, nullptr);
-          for (const auto& entry : strangers_) {
-            control_loop_.unwatch(entry.first);
-          }
-          strangers_.clear();
-          closed();
+      control_loop_.post([this, closed] {
+        for (const std::unique_ptr<Link>& link : control_->close()) {
+          link->closeGently();
+        }
+        control_.reset();
+        network_.listen(identity_.rank, nullptr);
+        for (const auto& entry : strangers_) {
+          control_loop_.unwatch(entry.first);
+        }
+        strangers_.clear();
+        timeline_.after(kGoodbyeTime, [this, closed] {
+          lane_.post([this, closed] {
+            data_.reset();
+            closed();
+          });
         });
       });
     });

@@ -33,8 +33,8 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.due = fault.at + plan.duration + slack;
       break;
     case FaultKind::Reset:
-      expected.codes = {
-          ErrorCode::PeerDead, ErrorCode::PeerLeft}; // left: what it sent before it left went down with the link
+      // Left: what it sent before it left went down with the link. Reset: a link that nothing waited for.
+      expected.codes = {ErrorCode::PeerDead, ErrorCode::PeerLeft, ErrorCode::ConnectionReset};
       expected.culprits.insert(plan.other);
       expected.splits = run.plan().size == 2; // nobody is left between the two
       break;

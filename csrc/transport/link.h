@@ -51,6 +51,15 @@ class Link {
   /// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
   virtual void closeGently() noexcept;
 
+  /// Of a link of several connections: the interface of the one that the next byte comes by, or leaves by. Where that one has gone
+  /// silent, all others wait for it. Empty for a link of one connection.
+  [[nodiscard]] virtual std::string readsFrom() const {
+    return "";
+  }
+  [[nodiscard]] virtual std::string writesTo() const {
+    return "";
+  }
+
   /// "10.0.0.1:29600 -> 10.0.0.2:29601", for messages.
   [[nodiscard]] virtual std::string describe() const = 0;
 };

@@ -44,12 +44,10 @@ class StripedLink final : public Link {
   /// True once all are connected and have been greeted.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override;
-  /// The interface of the connection that the next byte comes by: where it has gone silent, all the others wait for it.
-  [[nodiscard]] const std::string& readsFrom() const noexcept {
+  [[nodiscard]] std::string readsFrom() const override {
     return parts_[reading_.part].interface_name;
   }
-  /// Of the connection that the next byte leaves by.
-  [[nodiscard]] const std::string& writesTo() const noexcept {
+  [[nodiscard]] std::string writesTo() const override {
     return parts_[writing_.part].interface_name;
   }
 

@@ -140,6 +140,36 @@ TEST(Membership, AGoodbyeIsNoDeath) {
   EXPECT_FALSE(membership.failure());
 }
 
+TEST(Membership, WhoSaidGoodbyeIsNotBlamedForALinkThatEnded) {
+  const TimePoint start = Clock::now();
+  Membership membership(configOf(0, 3), start);
+  membership.saidGoodbye(1);
+  membership.noticed(record(ErrorCode::PeerDead, 0, 1), start);
+  membership.noticed(record(ErrorCode::ConnectionReset, 0, 1), start);
+  membership.tick(start + milliseconds(5));
+  EXPECT_FALSE(membership.failure());
+  membership.noticed(record(ErrorCode::PeerLeft, 0, 1), start + milliseconds(6)); // and owed something
+  membership.tick(start + milliseconds(11));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->code, ErrorCode::PeerLeft);
+}
+
+TEST(Membership, ALostLinkIsTroubleOnlyWhereThePeerIsStillThere) {
+  const TimePoint start = Clock::now();
+  Membership membership(configOf(0, 3), start);
+  membership.doubted(record(ErrorCode::ConnectionReset, 0, 1), start); // not connected yet
+  membership.alive(2, start);
+  membership.saidGoodbye(2);
+  membership.doubted(record(ErrorCode::ConnectionReset, 0, 2), start);
+  membership.tick(start + milliseconds(5));
+  EXPECT_FALSE(membership.failure());
+  membership.alive(1, start + milliseconds(6));
+  membership.doubted(record(ErrorCode::ConnectionReset, 0, 1), start + milliseconds(6));
+  membership.tick(start + milliseconds(11));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->peer, 1);
+}
+
 TEST(Membership, SilenceIsNoticedAndAHeartbeatBreaksIt) {
   const TimePoint start = Clock::now();
   Membership membership(configOf(0, 2), start);
