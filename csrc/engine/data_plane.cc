@@ -324,6 +324,7 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
   const bool due = any(&Transfer::needsFrom);
   if (suspicion.doubt) {
     events_.doubted(std::move(suspicion.record));
+    missSenders(peer);
     return;
   }
   if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {

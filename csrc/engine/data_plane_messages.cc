@@ -58,8 +58,11 @@ void DataPlane::missSenders(int left) {
   }
   ErrorRecord record = peerLeftUs(left, *unmatched_.begin()->second, identity_);
   if (on_its_way) {
-    suspicions_.emplace(
-        left, Suspicion{std::move(record), Clock::now() + std::chrono::milliseconds(kLastLinkMs), true});
+    const auto found = suspicions_.find(left);
+    if (found == suspicions_.end() || found->second.doubt) {
+      const TimePoint due = Clock::now() + std::chrono::milliseconds(kLastLinkMs);
+      suspicions_.insert_or_assign(left, Suspicion{std::move(record), due, true});
+    }
   } else {
     notice(std::move(record));
   }

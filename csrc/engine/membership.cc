@@ -113,7 +113,7 @@ void Membership::noticed(ErrorRecord record, TimePoint now) {
   // Who has said goodbye here has left in order, also where a link of another thread ended before its own could be said or read: a
   // rank that does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
   const Neighbour* const blamed = record.peer == config_.rank ? nullptr : neighbour(record.peer);
-  if (blamed != nullptr && blamed->said_goodbye && blamesHangingUp(record.code) && record.code != ErrorCode::PeerLeft) {
+  if (blamed != nullptr && blamed->said_goodbye && record.code == ErrorCode::PeerDead) {
     return;
   }
   learn(std::move(record), -1, now);

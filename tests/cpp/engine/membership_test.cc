@@ -145,7 +145,6 @@ TEST(Membership, WhoSaidGoodbyeIsNotBlamedForALinkThatEnded) {
   Membership membership(configOf(0, 3), start);
   membership.saidGoodbye(1);
   membership.noticed(record(ErrorCode::PeerDead, 0, 1), start);
-  membership.noticed(record(ErrorCode::ConnectionReset, 0, 1), start);
   membership.tick(start + milliseconds(5));
   EXPECT_FALSE(membership.failure());
   membership.noticed(record(ErrorCode::PeerLeft, 0, 1), start + milliseconds(6)); // and owed something

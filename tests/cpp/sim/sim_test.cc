@@ -148,7 +148,10 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{99825, "the same in a reduce_scatter"},
         Regression{
             2000000000116,
-            "a goodbye was read before the link that brought the last message, and a receive from any rank ended"}),
+            "a goodbye was read before the link that brought the last message, and a receive from any rank ended"},
+        Regression{2000000017805, "the end of a bulk link was read before the goodbye on the control link"},
+        Regression{2000000029245, "the same, over a slower network"},
+        Regression{2000000022171, "a message was lost with a connection that was reset before its Hello was read"}),
     [](const ::testing::TestParamInfo<Regression>& each) { return "seed" + std::to_string(each.param.seed); });
 
 } // namespace
