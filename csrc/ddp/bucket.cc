@@ -256,11 +256,13 @@ void Bucket::packHome(const Slot& slot) {
       }
       addLost(slot.offset + at, count);
     }
-    if (in_place) {
+    if (in_place && average_here) {
       bumpVersion(slot.view);
     }
   } else {
-    packHomeByTorch(slot, grad, average_here ? factor : 1.0);
+    if (!in_place || average_here) {
+      packHomeByTorch(slot, grad, factor);
+    }
     addLost(slot.offset, slot.numel);
   }
   if (layout_.grads_are_views && grad.defined() && !in_place) {
@@ -275,7 +277,7 @@ void Bucket::packHomeByTorch(const Slot& slot, const at::Tensor& grad, double fa
   } else if (factor != 1.0 && grad.scalar_type() == dtype_) {
     at::mul_out(out, grad, at::scalar_tensor(factor, at::kDouble)); // no dimensions: does not promote
   } else {
-    out.copy_(grad); // nothing where it is the same memory
+    out.copy_(grad);
     if (factor != 1.0) {
       out.mul_(factor);
     }
