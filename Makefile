@@ -65,7 +65,7 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 TCP_TESTS = collectives_basic async_work error_contract faults_basic random_programs torch_ddp life_cycle
 tcp: ## the Python tests whose ranks would share memory, over TCP
 	$(BOOTSTRAP) --group test
-	@TEST_TRANSPORT=tcp $(BIN)/python -m pytest --require-native \
+	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py \
 	  $(patsubst %,tests/python/test_%.py,$(TCP_TESTS)) $(ARGS)
 
 faults: ## the Python tests that kill, stop or starve ranks, every case of them

@@ -5,13 +5,14 @@ python tools/cpp.py plain|cxx20|asan|tsan [CMake arguments]; more of these in $C
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import machine
@@ -35,16 +36,52 @@ gmock-devel), or name a copy of its sources: \
 make test CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=<folder>"""
 
 
-def counts(results: Path) -> tuple[int, int, int]:
-    """How many tests ran, failed and were skipped, from the files that the test programs left."""
-    ran = failed = skipped = 0
-    for path in results.glob("*.json"):
+# More failures than this are no accident, and are not run again.
+FEW = 2
+
+# What a sanitizer's findings begin with. They are never accidents.
+SANITIZER_REPORTS = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:")
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What the test programs left."""
+
+    ran: int
+    skipped: int
+    failed: Mapping[str, Sequence[str]]
+    """By program, those that have any."""
+
+    @property
+    def names(self) -> list[str]:
+        """The failed tests of all programs."""
+        return [name for names in self.failed.values() for name in names]
+
+
+def counts(results: Path) -> Counts:
+    """Reads the programs' results. One that crashed has left none."""
+    ran = skipped = 0
+    failed: dict[str, list[str]] = {}
+    for path in sorted(results.glob("*.json")):
         for suite in json.loads(path.read_text())["testsuites"]:
             for case in suite["testsuite"]:
                 ran += case["status"] == "RUN"
-                failed += bool(case.get("failures"))
                 skipped += case.get("result") == "SKIPPED"
-    return ran, failed, skipped
+                if case.get("failures"):
+                    failed.setdefault(path.stem, []).append(f"{suite['name']}.{case['name']}")
+    return Counts(ran, skipped, failed)
+
+
+def may_be_accidents(found: Counts, folder: Path) -> bool:
+    """Whether only few tests failed, and no program for another reason than its tests."""
+    logs = folder / "Testing" / "Temporary"
+    failed_programs = (logs / "LastTestsFailed.log").read_text().split()
+    said = (logs / "LastTest.log").read_text(errors="replace")
+    return (
+        0 < len(found.names) <= FEW
+        and len(found.failed) == len(failed_programs)
+        and not any(report in said for report in SANITIZER_REPORTS)
+    )
 
 
 def test_prefix(flavour: str) -> list[str]:
@@ -102,11 +139,20 @@ def main() -> int:
         jobs,
     ]
     code = subprocess.run(ctest, check=False).returncode
-    ran, failed, skipped = counts(results)
-    verdict = "passed" if code == 0 else "FAILED"
-    passed = ran - failed - skipped
+    found = counts(results)
+    failed = ", ".join(found.names)
+    flaky = ""
+    if code != 0 and may_be_accidents(found, folder):
+        # Why: see tools/python_tests.py.
+        print(f"=== once more, alone: {failed}", flush=True)
+        alone = os.environ | {"GTEST_FILTER": ":".join(found.names)}
+        code = subprocess.run([*ctest, "--rerun-failed"], env=alone, check=False).returncode
+        if code == 0:
+            flaky = f". FLAKY, passed when run again alone: {failed}"
+    passed = found.ran - len(found.names) - found.skipped
     print(
-        f"C++ {flavour}: {verdict}, {passed} passed, {failed} failed, {skipped} skipped",
+        f"C++ {flavour}: {'passed' if code == 0 else 'FAILED'}, {passed} passed, "
+        f"{len(found.names)} failed, {found.skipped} skipped{flaky}",
         flush=True,
     )
     return 1 if code else 0

@@ -265,6 +265,7 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
 }
 
 void Group::onFailed(const ErrorRecord& cause) {
+  log_->reached(GroupPhase::Failed); // before anybody can know: what is issued by one who does is later than this
   abort_.abort(cause);
   engine_.lane().post([this, cause] {
     const auto told = [this](const ErrorRecord& record) {

@@ -41,12 +41,17 @@ class Member:
 
     @functools.cached_property
     def by_id(self) -> Mapping[str, OperationRecord]:
-        """Its operations, point-to-point ones left out: those have ids of their own."""
+        """What it took part in, point-to-point operations left out: those have ids of their own."""
         return {
             operation.id: operation
             for operation in self.group.operations
-            if operation.op not in POINT_TO_POINT
+            if operation.op not in POINT_TO_POINT and not self.came_too_late(operation)
         }
+
+    def came_too_late(self, operation: OperationRecord) -> bool:
+        """Whether the group had failed here before it was issued: then nobody saw it enter."""
+        failed_ns = self.group.phases_ns.get("failed")
+        return failed_ns is not None and operation.issued_ns >= failed_ns
 
     def issued_ns(self, operation: OperationRecord) -> int:
         """When, by the common clock."""

@@ -176,7 +176,15 @@ def _not_entered(
 ) -> str:
     member = group.members[rank]
     text = f"{_sentence(_rank_text(group, rank))} has not entered {what.label} ({what.described})"
-    ended = [one for one in member.group.operations if one.ended_ns is not None]
+    too_late = next((one for one in member.group.operations if one.id == what.id), None)
+    if too_late is not None:
+        after_ns = too_late.issued_ns - member.group.phases_ns["failed"]
+        text += f" before the group failed, but {seconds_text(after_ns)} after that"
+    ended = [
+        one
+        for one in member.group.operations
+        if one.ended_ns is not None and not member.came_too_late(one)
+    ]
     if not ended:
         return f"{text}; it has finished nothing in this group."
     last = max(ended, key=lambda one: one.ended_ns or 0)
@@ -217,7 +225,8 @@ def _stuck_point_to_point(group: Aligned) -> list[Finding]:
     found = []
     for rank, member in group.members.items():
         for mine in member.group.operations:
-            if mine.op in POINT_TO_POINT and mine.state != "done":
+            unfinished = mine.state != "done" and not member.came_too_late(mine)
+            if mine.op in POINT_TO_POINT and unfinished:
                 what = f"{mine.label} ({mine.described}) of {_rank_text(group, rank)}"
                 text = f"{what} did not end: {_progress({rank: mine})}."
                 found.append(Finding("unfinished", text, group.name, (rank,), mine.label))

@@ -91,6 +91,28 @@ def test_a_rank_that_has_not_entered_is_named_with_its_last_operation(tmp_path: 
     assert text.endswith(" on, 1.9 s.")
 
 
+def test_a_rank_that_comes_after_the_failure_has_not_entered(tmp_path: Path) -> None:
+    """Its record may be written after that: what it began then must not hide that it was late."""
+    failed_ns = START + 500 * MS
+    inside = [*healthy(), stuck(6, state="failed", ended_ns=failed_ns)]
+    after = failed_ns + 300 * MS
+    too_late = stuck(6, numel=7, state="failed", issued_ns=after, started_ns=None, ended_ns=after)
+    message = stuck(1, op="recv", id="99", peer=0, tag=0, issued_ns=after)
+    waited = {"phases_ns": {"rendezvous": START, "failed": failed_ns}}
+    written(
+        tmp_path,
+        process(0, inside, **waited),
+        process(1, [*healthy(), too_late, message], **waited),
+        process(2, inside, **waited),
+    )
+    found = texts(tmp_path)
+    assert list(found) == ["not_entered"]
+    assert found["not_entered"].startswith(
+        "Rank 1 on b has not entered all_reduce #6 (SUM, float32 x 1000, ring) before the group "
+        "failed, but 300.0 ms after that; it last finished all_reduce #5, 449.0 ms before the end."
+    )
+
+
 def test_a_rank_that_may_have_forgotten_is_not_accused(tmp_path: Path) -> None:
     late = [operation(sequence) for sequence in range(8, 12)]
     written(
