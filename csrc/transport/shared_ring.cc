@@ -22,8 +22,8 @@ constexpr size_t kPartNbytes = 128 << 10;
 }
 
 // What the other end is shown of a counter: tests break it, or end the process here, between moving bytes and saying so.
-uint64_t shown([[maybe_unused]] const char* site, uint64_t counter) {
-  if (PYCOMM_FAULT(site).flip) {
+uint64_t shown(const Fault& fault, uint64_t counter) noexcept {
+  if (fault.flip) {
     flipBit(&counter, sizeof counter);
   }
   return counter;
@@ -60,7 +60,7 @@ size_t RingWriter::put(ConstBufferView bytes) {
 bool RingWriter::publish() {
   RingWords& words = memory_.words();
   published_ = written_;
-  words.written.store(shown("ring.written", written_), std::memory_order_seq_cst);
+  words.written.store(shown(PYCOMM_FAULT("ring.written"), written_), std::memory_order_seq_cst);
   return words.reader_awake.load(std::memory_order_seq_cst) == 0 &&
       words.reader_awake.exchange(1, std::memory_order_seq_cst) == 0;
 }
@@ -109,7 +109,7 @@ size_t RingReader::take(BufferView into) {
 
 bool RingReader::publish() {
   RingWords& words = memory_.words();
-  words.taken.store(shown("ring.taken", taken_), std::memory_order_seq_cst);
+  words.taken.store(shown(PYCOMM_FAULT("ring.taken"), taken_), std::memory_order_seq_cst);
   if (words.writer_awake.load(std::memory_order_seq_cst) != 0) {
     return false;
   }

@@ -29,7 +29,8 @@ class FencedRing {
  public:
   FencedRing() {
     void* mapped = ::mmap(nullptr, whole(), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (mapped == MAP_FAILED || ::mprotect(static_cast<std::byte*>(mapped) + kPage, inside(), PROT_READ | PROT_WRITE) != 0) {
+    if (mapped == MAP_FAILED ||
+        ::mprotect(static_cast<std::byte*>(mapped) + kPage, inside(), PROT_READ | PROT_WRITE) != 0) {
       throw std::runtime_error("no memory could be mapped");
     }
     fence_ = static_cast<std::byte*>(mapped);
