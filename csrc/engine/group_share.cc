@@ -247,8 +247,8 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
   engine_.lane().run([&] { // where onFailed() looks for it
     data_->accompany(plane.get());
     host_ = std::move(plane);
-    if (abort_
-            .aborted()) { // ranks that were faster have called something already, and failed: nobody would end what comes here
+    // Ranks that were faster have called something already, and failed: nobody would end what comes here.
+    if (abort_.aborted()) {
       host_->fail(abort_.reason(), nullptr);
     }
   });
