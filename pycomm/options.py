@@ -51,9 +51,9 @@ class Options:
             "direct", "hierarchical". ``PYCOMM_ALGO``.
         tuning: File with a table of algorithms that ``python -m pycomm bench --tune`` has measured
             on these hosts, or "off". All ranks must have the same one. ``PYCOMM_TUNING``.
-        transport: "auto": shared memory where all ranks of the group share a host and it can be
-            had, else TCP; "shm": shared memory, or an error that says why not; "tcp".
-            ``PYCOMM_TRANSPORT``.
+        transport: "auto": shared memory between ranks of one host, TCP between hosts and where
+            there is none; "shm": shared memory for a group on one host, or an error that says why
+            not; "tcp". ``PYCOMM_TRANSPORT``.
         wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to

@@ -93,6 +93,23 @@ void EventLoop::post(Task task) {
   nudge();
 }
 
+void EventLoop::postHere(Task task, bool patient) {
+  tasks_.push(std::move(task));
+  if (ended_.load(std::memory_order_seq_cst) || driven_.exchange(true, std::memory_order_seq_cst)) {
+    nudge();
+    return;
+  }
+  if (!baton_.try_lock()) { // the thread is in the middle of a round, and may have looked for tasks already
+    driven_.store(false, std::memory_order_seq_cst);
+    nudge();
+    return;
+  }
+  const bool idle = busy_.load(std::memory_order_relaxed) == 0; // else others would wait for the thread's grace
+  tasks_.runAll();
+  runDue();
+  giveBaton(patient && idle);
+}
+
 void EventLoop::nudge() noexcept {
   // Pairs with every "say that I sleep, then look for tasks once more" below: the queue's push and look and the flags' stores and
   // loads are all sequentially consistent, so one of the two sides sees the other.
@@ -145,13 +162,13 @@ bool EventLoop::takeBaton() {
   return true;
 }
 
-void EventLoop::giveBaton() noexcept {
+void EventLoop::giveBaton(bool patient) noexcept {
   // Whoever reads from shared memory counts as awake there, and this driver reads no more. The thread, where it sleeps and counts on
-  // being woken, has to say so again: after its grace, not at once.
+  // being woken, has to say so again: after its grace, not at once. And it knows of no deadline that is new.
   const bool unrest = thread_rests_.load(std::memory_order_seq_cst) &&
-      std::any_of(tickers_.begin(), tickers_.end(), [](const Ticker* ticker) {
+      (patient || std::any_of(tickers_.begin(), tickers_.end(), [](const Ticker* ticker) {
                         return ticker != nullptr && ticker->sharesMemory();
-                      });
+                      }));
   baton_.unlock();
   last_driven_ns_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   driven_.store(false, std::memory_order_seq_cst);
@@ -159,8 +176,8 @@ void EventLoop::giveBaton() noexcept {
     signalEventFd();
   }
   // Who posted before this store may have counted on us; who posts after it wakes the thread.
-  if ((!tasks_.empty() || busy_.load(std::memory_order_relaxed) > 0 || stopping_.load()) &&
-      thread_sleeps_.load(std::memory_order_seq_cst)) {
+  const bool works = !patient && busy_.load(std::memory_order_relaxed) > 0;
+  if ((!tasks_.empty() || works || stopping_.load()) && thread_sleeps_.load(std::memory_order_seq_cst)) {
     wakeThread();
   }
 }

@@ -53,6 +53,11 @@ class EventLoop final : public Loop {
     tasks_.push(std::move(task));
   }
 
+  /// Like post, for a caller that will most likely drive() next: the task runs here and now if nobody has the baton. To wake the thread,
+  /// which then competes for the baton with this one, costs more than a small operation does. What goes on without a driver after
+  /// that wakes it all the same, unless it is alone and can do no more than wait for others (`patient`): then it is looked at within 1 ms.
+  void postHere(Task task, bool patient);
+
   /// Does the loop's work on the calling thread until `done()` or the deadline. False if another thread drives already: then
   /// something else must be waited for. Not with a lock held that a task or handler takes.
   template <typename Done>
@@ -92,7 +97,8 @@ class EventLoop final : public Loop {
   };
 
   [[nodiscard]] bool takeBaton();
-  void giveBaton() noexcept;
+  /// `patient`: see postHere().
+  void giveBaton(bool patient = false) noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
   [[nodiscard]] Ticker::Look lookOnce() noexcept;

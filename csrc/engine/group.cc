@@ -185,10 +185,13 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   }
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
+  const Collective kind = call.schedule.kind;
   if (call.held) {
-    onLane(&DataPlane::hold, operation, false);
+    onLane(&DataPlane::hold, operation, Pace::Soon);
+  } else if (kind == Collective::Send || kind == Collective::Recv) { // torch does not say who waits for it
+    onLane(&DataPlane::post, operation, kind == Collective::Send ? Pace::Here : Pace::HereAndPatient);
   } else {
-    onLane(&DataPlane::post, operation, call.waits);
+    onLane(&DataPlane::post, operation, call.waits ? Pace::WhenDriven : Pace::Soon);
   }
   return operation;
 }
@@ -208,7 +211,7 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
     return made;
   };
   if (!host_->post(std::cref(make), call.waits, operation)) {
-    onLane(&DataPlane::post, operation, call.waits); // which knows why it is over
+    onLane(&DataPlane::post, operation, call.waits ? Pace::WhenDriven : Pace::Soon); // which knows why it is over
   }
   return operation;
 }
@@ -223,11 +226,11 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->shared().ticket != 0) {
     host_->release(*operation);
   } else {
-    onLane(&DataPlane::release, operation, false);
+    onLane(&DataPlane::release, operation, Pace::Soon);
   }
 }
 
-void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, bool waits) {
+void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, Pace pace) {
   auto begin = [self = shared_from_this(), step, operation] {
     if (self->data_ != nullptr) {
       ((*self->data_).*step)(operation);
@@ -239,10 +242,17 @@ void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, b
     record.hint = "destroy_process_group() was called before this operation";
     operation->finish(errorOf(*operation, record, self->identity_));
   };
-  if (waits) {
-    engine_.lane().postQuietly(std::move(begin));
-  } else {
-    engine_.lane().post(std::move(begin));
+  switch (pace) {
+    case Pace::Soon:
+      engine_.lane().post(std::move(begin));
+      return;
+    case Pace::WhenDriven:
+      engine_.lane().postQuietly(std::move(begin));
+      return;
+    case Pace::Here:
+    case Pace::HereAndPatient:
+      engine_.lane().postHere(std::move(begin), pace == Pace::HereAndPatient);
+      return;
   }
 }
 

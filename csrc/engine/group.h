@@ -178,8 +178,15 @@ class Group : public std::enable_shared_from_this<Group> {
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
   using LaneStep = void (DataPlane::*)(const std::shared_ptr<Operation>&);
-  /// Has the lane do one step of the data plane's with it; if there is none any more the operation ends.
-  void onLane(LaneStep step, const std::shared_ptr<Operation>& operation, bool waits);
+  /// Who takes the step, and when.
+  enum class Pace {
+    Soon, ///< the lane's thread
+    WhenDriven, ///< the caller, which calls wait() next
+    Here, ///< the caller, now, if nobody drives
+    HereAndPatient ///< the same, and what it begins can do no more than wait for others
+  };
+  /// Has one step of the data plane's taken with it; if there is none any more the operation ends.
+  void onLane(LaneStep step, const std::shared_ptr<Operation>& operation, Pace pace);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);

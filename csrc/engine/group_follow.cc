@@ -20,7 +20,7 @@ std::shared_ptr<Operation> Group::follow(const Call& call) {
   auto operation = std::make_shared<Operation>(std::move(request));
   operation->setMark(recorded(*operation));
   operation->mark().running(operation->issuedAt(), 0);
-  onLane(&DataPlane::follow, operation, false);
+  onLane(&DataPlane::follow, operation, Pace::Soon);
   return operation;
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 
 namespace pycomm {
 namespace {
@@ -18,6 +19,14 @@ constexpr size_t kPartNbytes = 128 << 10;
   throw Error(
       ErrorCode::ProtocolViolation,
       std::string("the peer's counter of bytes ") + which + " in shared memory is broken");
+}
+
+// What the other end is shown of a counter: tests break it, or end the process here, between moving bytes and saying so.
+uint64_t shown(const Fault& fault, uint64_t counter) noexcept {
+  if (fault.flip) {
+    flipBit(&counter, sizeof counter);
+  }
+  return counter;
 }
 
 } // namespace
@@ -48,10 +57,10 @@ size_t RingWriter::put(ConstBufferView bytes) {
   return nbytes;
 }
 
-bool RingWriter::publish() noexcept {
+bool RingWriter::publish() {
   RingWords& words = memory_.words();
   published_ = written_;
-  words.written.store(written_, std::memory_order_seq_cst);
+  words.written.store(shown(PYCOMM_FAULT("ring.written"), written_), std::memory_order_seq_cst);
   return words.reader_awake.load(std::memory_order_seq_cst) == 0 &&
       words.reader_awake.exchange(1, std::memory_order_seq_cst) == 0;
 }
@@ -98,9 +107,9 @@ size_t RingReader::take(BufferView into) {
   return nbytes;
 }
 
-bool RingReader::publish() noexcept {
+bool RingReader::publish() {
   RingWords& words = memory_.words();
-  words.taken.store(taken_, std::memory_order_seq_cst);
+  words.taken.store(shown(PYCOMM_FAULT("ring.taken"), taken_), std::memory_order_seq_cst);
   if (words.writer_awake.load(std::memory_order_seq_cst) != 0) {
     return false;
   }

@@ -53,7 +53,7 @@ class RingWriter {
   /// Copies as much as fits. The reader sees it after publish().
   [[nodiscard]] size_t put(ConstBufferView bytes);
   /// Whether the reader has to be woken.
-  [[nodiscard]] bool publish() noexcept;
+  [[nodiscard]] bool publish();
   [[nodiscard]] size_t unpublished() const noexcept {
     return static_cast<size_t>(written_ - published_);
   }
@@ -81,7 +81,7 @@ class RingReader {
   /// Copies as much as there is, and no more than a part of the ring. The writer sees its room after publish().
   [[nodiscard]] size_t take(BufferView into);
   /// Whether the writer has to be woken.
-  [[nodiscard]] bool publish() noexcept;
+  [[nodiscard]] bool publish();
 
   [[nodiscard]] bool hasBytes() const noexcept;
   /// From now on the writer wakes this end when there are some. False if there are already.

@@ -237,6 +237,109 @@ def _in_shared_memory() -> Iterator[Case]:
             )
 
 
+def _in_shared_links() -> Iterator[Case]:
+    """What goes over links between ranks of one host: messages, uneven parts."""
+    shared = {"transport": "shm"}
+    for world_size in (2, 3, 5):
+        for victim in _ends(world_size):
+            for phase, program in (
+                ("shared.write:5", "messages"),
+                ("shared.read:9", "uneven parts"),
+                ("ring.written:9", "messages"),
+                ("ring.taken:9", "messages"),
+                ("payload.partly:3", "uneven parts"),
+            ):
+                case = _killed(phase, world_size, victim, **shared, program=program)
+                yield dataclasses.replace(case, kind="killed in a shared link")
+    first = {"at_init": True, "bound_s": 3.5, **shared}
+    for phase in ("ring.commit:1", "shared.write:1", "ring.written:1", "shared.read:1"):
+        case = _killed(phase, 3, 1, program="messages", **first)
+        yield dataclasses.replace(case, kind="killed in a shared link")
+    for world_size, victim in ((2, 1), (3, 0), (4, 2)):
+        for phase in ("shared.write:5", "shared.read:9", "ring.written:9"):
+            yield Case(
+                "stopped in a shared link",
+                phase,
+                world_size,
+                victim,
+                spec=f"{phase}:stop",
+                program="messages",
+                codes=("PEER_UNRESPONSIVE",),
+                bound_s=4.2,
+                transport="shm",
+            )
+    for world_size in (2, 3, 4):
+        victim = world_size - 1
+        for phase, name in (("shared.write:5", "EPIPE"), ("shared.read:5", "ECONNRESET")):
+            yield Case(
+                "a shared link breaks",
+                f"{phase}={name}",
+                world_size,
+                victim,
+                spec=f"{phase}:errno={name}",
+                program="uneven parts",
+                codes=("PEER_DEAD", "CONN_RESET"),
+                culprit=False,  # both its ends are alive
+                victim_codes=("PEER_DEAD", "CONN_RESET"),
+                transport="shm",
+            )
+        for site in ("ring.written", "ring.taken", "frame.arriving"):
+            yield Case(
+                "one bit flips in a shared link",
+                site,
+                world_size,
+                victim,
+                spec=f"{site}:{'5' if site == 'frame.arriving' else '5+'}:flip",
+                program="messages",
+                codes=("PROTOCOL_VIOLATION",),
+                culprit=site != "frame.arriving",  # there, the victim is who received it
+                victim_codes=("PROTOCOL_VIOLATION",),
+                transport="shm",
+            )
+        case = _no_memory("frame.header", world_size, victim)
+        yield dataclasses.replace(
+            case, kind="no memory in a shared link", program="messages", transport="shm"
+        )
+    yield from _harmless_in_shared_links()
+    for world_size in (2, 3):
+        place = (world_size, world_size - 1)
+        nothing = {"codes": (), "victim_codes": (), "bound_s": 15.0}
+        late = {"victim_codes": ("TIMEOUT",), "timeout_s": 2.0, "bound_s": 5.0}
+        for act, more in {
+            "kill": {"victim_exit": KILLED},
+            "raise": {"codes": ("PEER_LEFT", "PEER_DEAD"), "victim_exit": 1},
+            "abort": {"codes": ("ABORTED",), "victim_codes": ("ABORTED",)},
+            "late": {"codes": ("TIMEOUT",), **late},
+            "stop_and_go": nothing,
+        }.items():
+            yield Case("amid messages", act, *place, act=act, program="messages", **more)  # type: ignore[arg-type]
+
+
+def _harmless_in_shared_links() -> Iterator[Case]:
+    for world_size in (2, 3):
+        for phase, spec, program in (
+            ("short writes", "shared.write:1+:short", "small messages"),
+            ("short reads", "shared.read:1+:short", "small messages"),
+            ("a short write", "shared.write:5:short", "messages"),
+            ("a slow writer", "ring.written:1+:delay=5", "messages"),
+            ("a slow reader", "ring.taken:1+:delay=5", "messages"),
+            ("no room", "ring.commit:1+:errno=ENOSPC", "messages"),
+        ):
+            yield Case(
+                "no harm in a shared link",
+                phase,
+                world_size,
+                world_size - 1,
+                spec=spec,
+                at_init=phase == "no room",
+                program=program,
+                codes=(),
+                victim_codes=(),
+                bound_s=20.0,
+                transport="shm",
+            )
+
+
 def _system_calls() -> Iterator[Case]:
     for world_size in (2, 3, 4):
         victim = world_size - 1
@@ -448,6 +551,7 @@ def cases() -> list[Case]:
         *_killed_in_rendezvous(),
         *_stopped(),
         *_in_shared_memory(),
+        *_in_shared_links(),
         *_acts(),
         *_system_calls(),
     ]

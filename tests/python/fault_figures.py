@@ -1,6 +1,7 @@
 """How fast faults are noticed, and what is not a fault. Each prints one line of figures.
 
 python tests/python/fault_figures.py kills 100          SIGKILL to exception on every other rank
+python tests/python/fault_figures.py messages 100       the same, in messages and not in all_reduce
 python tests/python/fault_figures.py stops 5            SIGSTOP to exception
 python tests/python/fault_figures.py oversubscribed 10  minutes of 4 ranks a core
 python tests/python/fault_figures.py junk 60            seconds of 1,000 junk connections a second
@@ -42,13 +43,35 @@ def reduce_until_it_fails(rank: int, world_size: int) -> Any:
     return None
 
 
-def strike(number: int, count: int) -> None:
+def send_until_it_fails(rank: int, world_size: int) -> Any:
+    """A pipeline's traffic: small and large messages round the ring."""
+    import torch
+    import torch.distributed as dist
+
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    leaving = [torch.ones(16), torch.ones(1 << 18)]
+    arriving = [torch.empty(16), torch.empty(1 << 18)]
+    for step in range(1_000_000):
+        if step == 3:
+            mark("in the middle")
+        try:
+            works = [dist.irecv(each, left) for each in arriving]
+            works += [dist.isend(each, right) for each in leaving]
+            for work in works:
+                assert work is not None
+                work.wait()
+        except Exception as error:
+            return describe_exception(error)
+    return None
+
+
+def strike(number: int, count: int, ranks_do: Any = reduce_until_it_fails) -> None:
     """Signals one of three ranks at a random moment; prints the distribution of all exceptions."""
     random.seed(7)
     seconds, wrong, worst = [], 0, []
     for attempt in range(count):
         victim = attempt % 3
-        with start_ranks(3, reduce_until_it_fails) as running:
+        with start_ranks(3, ranks_do) as running:
             for rank in range(3):
                 running.wait_for_mark(rank, "in the middle")
             time.sleep(random.random() * 0.05)
@@ -239,6 +262,8 @@ def main() -> None:
     what, number = sys.argv[1], float(sys.argv[2])
     if what == "kills":
         strike(signal.SIGKILL, int(number))
+    elif what == "messages":
+        strike(signal.SIGKILL, int(number), send_until_it_fails)
     elif what == "stops":
         strike(signal.SIGSTOP, int(number))
     elif what == "oversubscribed":

@@ -163,6 +163,37 @@ def _in_place(rank: int, world_size: int) -> None:
         raise AssertionError(f"a wrong sum was delivered: {tensor.min()} to {tensor.max()}")
 
 
+def _messages(numel: int) -> Callable[[int, int], None]:
+    def step(rank: int, world_size: int) -> None:
+        arriving, leaving = torch.empty(numel), torch.full((numel,), float(rank))
+        works = [
+            dist.irecv(arriving, (rank - 1) % world_size),
+            dist.isend(leaving, (rank + 1) % world_size),
+        ]
+        try:
+            for work in works:
+                assert work is not None
+                work.wait()
+        except pycomm.errors.PycommError:
+            arriving.fill_(-1.0)  # nobody writes to it any more
+            assert float(arriving.min()) == float(arriving.max()) == -1.0
+            raise
+        if not bool((arriving == (rank - 1) % world_size).all()):
+            raise AssertionError(f"wrong bytes were delivered: {arriving.min()}, {arriving.max()}")
+
+    return step
+
+
+def _uneven_parts(rank: int, world_size: int) -> None:
+    sizes = [100_000 * (peer + 1) for peer in range(world_size)]
+    inputs = torch.full((sizes[rank] * world_size,), float(rank))
+    output = torch.empty(sum(sizes))
+    dist.all_to_all_single(output, inputs, sizes, [sizes[rank]] * world_size)
+    for peer, part in enumerate(output.split(sizes)):
+        if not bool((part == peer).all()):
+            raise AssertionError(f"wrong bytes were delivered: {part.min()}, {part.max()}")
+
+
 _CALLS = itertools.count()
 
 
@@ -178,6 +209,9 @@ PROGRAMS: dict[str, Callable[[int, int], None]] = {
     "small": _all_reduce(3),
     "kinds": _all_kinds,
     "in place": _in_place,
+    "messages": _messages(1 << 20),
+    "small messages": _messages(1000),
+    "uneven parts": _uneven_parts,
     "later large": _later_large,
 }
 
@@ -407,6 +441,27 @@ def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callab
         inputs[(dist.get_rank() + 1) % world_size] = 5
         _split(outputs=[4] * world_size, inputs=inputs)(group)
 
+    def with_a_message_under_way(then: Any) -> Any:
+        """Far more than a link holds goes round; what has not come when it ends stays away."""
+
+        def call(group: Any) -> None:
+            rank, numel = dist.get_rank(), 8 << 20
+            arriving = torch.empty(numel)
+            works = [
+                dist.irecv(arriving, (rank - 1) % world_size, group=group),
+                dist.isend(torch.ones(numel), (rank + 1) % world_size, group=group),
+            ]
+            try:
+                then(group)
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            finally:
+                arriving.fill_(-1.0)
+                assert float(arriving.min()) == float(arriving.max()) == -1.0
+
+        return call
+
     even = [4] * world_size
     return {
         "shape, small": (reduce_of(10), reduce_of(11)),
@@ -436,6 +491,10 @@ def mismatches(world_size: int) -> dict[str, tuple[Callable[[Any], None], Callab
         "splits, large": (
             _split(outputs=[1 << 18] * world_size, inputs=[1 << 18] * world_size),
             _split(outputs=[1 << 17] * world_size, inputs=[1 << 17] * world_size),
+        ),
+        "beside a message": (
+            with_a_message_under_way(reduce_of(10)),
+            with_a_message_under_way(reduce_of(11)),
         ),
         "one rank alone goes on": (
             in_turn(reduce_of(10), barrier),

@@ -124,8 +124,16 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> N
             assert error.monotonic_s - killed_s < 2.5
 
 
+def exchange(rank: int, world_size: int) -> None:
+    """Through links, and not where the ranks of a host meet."""
+    got = torch.empty(world_size * 300_000)
+    dist.all_to_all_single(got, torch.full((world_size * 300_000,), float(rank)))
+    assert [float(part.max()) for part in got.chunk(world_size)] == list(range(world_size))
+
+
 def use_in_a_child(rank: int, world_size: int, store: str) -> int:
     dist.all_reduce(torch.ones(3))
+    exchange(rank, world_size)
     outstanding = dist.all_reduce(torch.ones(3), async_op=True) if rank == 0 else None
 
     def raises_forked() -> None:
@@ -143,6 +151,7 @@ def use_in_a_child(rank: int, world_size: int, store: str) -> int:
         tensor = torch.full((5,), rank + 1.0)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [3.0] * 5
+        exchange(rank, world_size)
         dist.destroy_process_group()
 
     code = fork_and_wait(raises_forked)
@@ -151,6 +160,7 @@ def use_in_a_child(rank: int, world_size: int, store: str) -> int:
         dist.all_reduce(torch.ones(3))
     else:
         outstanding.wait()
+    exchange(rank, world_size)
     dist.barrier()
     return code
 

@@ -64,10 +64,32 @@ for numel in (1, 50_001):
     whole = torch.cat([base[:numel] * (rank + 1) + n for n in range(4)])
     dist.reduce_scatter_tensor(part, whole)
     check(f"reduce_scatter of {numel}", part, base[:numel] * 10 + 4 * rank)
+    sizes = [numel + peer for peer in range(4)]
+    exchanged = torch.empty(sum(sizes))
+    dist.all_to_all_single(
+        exchanged, torch.full((4 * sizes[rank],), rank + 1.0), sizes, [sizes[rank]] * 4
+    )
+    expected = torch.cat([torch.full((size,), peer + 1.0) for peer, size in enumerate(sizes)])
+    check(f"all_to_all of {numel}", exchanged, expected)
+    for apart in (1, 2):  # to the other host, then to the other rank of this one
+        arriving, to, source = torch.empty(20 * numel), (rank + apart) % 4, (rank - apart) % 4
+        works = [dist.irecv(arriving, source)]
+        works += [dist.isend(torch.full((20 * numel,), rank + 1.0), to)]
+        for work in works:
+            work.wait()
+        check(f"message of {numel}", arriving, torch.full((20 * numel,), source + 1.0))
 dist.barrier()
+with open("/proc/self/smaps") as smaps:
+    in_memory = [line for line in smaps if "memfd:pycomm" in line or line.startswith("Rss:")]
+touched_kib = sum(
+    int(after.split()[1])
+    for before, after in zip(in_memory, in_memory[1:])
+    if "memfd:pycomm" in before
+)
 operations = pycomm.flight_record().operations
 algorithms = [one.algorithm for one in operations if one.op == "all_reduce"]
-print(json.dumps({"rank": rank, "wrong": wrong, "algorithms": algorithms}), flush=True)
+told = {"rank": rank, "wrong": wrong, "algorithms": algorithms, "kib": touched_kib}
+print(json.dumps(told), flush=True)
 dist.destroy_process_group()
 """
 
@@ -100,3 +122,5 @@ def test_interleaved_ranks_share_their_hosts_slices(
     for one in told:
         assert one["wrong"] == [], one
         assert one["algorithms"] == ["recursive_doubling", "hierarchical"]
+        # What a rank of the same host sends, and is sent, goes through memory: 1 MiB each way.
+        assert one["kib"] > 1500, one

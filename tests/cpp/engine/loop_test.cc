@@ -110,6 +110,66 @@ TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
   }
 }
 
+// The thread is asleep, or in the middle of a round: then the task is left to it.
+TEST(EventLoop, RunsATaskWhereItIsPosted) {
+  EventLoop loop("test");
+  int here = 0;
+  for (int i = 0; i < 200; ++i) {
+    std::atomic<bool> ran{false};
+    loop.postHere(
+        [&, caller = std::this_thread::get_id()] {
+          here += std::this_thread::get_id() == caller ? 1 : 0;
+          ran = true;
+        },
+        i % 2 == 0);
+    for (const Deadline deadline = Deadline::after(10000); !ran && !deadline.expired();) {
+      std::this_thread::yield();
+    }
+    ASSERT_TRUE(ran);
+  }
+  EXPECT_GT(here, 0);
+}
+
+// A thread that sleeps until later than that would sit out the second that a loop sleeps at most.
+TEST(EventLoop, KeepsADeadlineThatIsNewAndThatNobodyDrives) {
+  struct Alarm final : Loop::Ticker {
+    [[nodiscard]] TimePoint nextTick() const noexcept override {
+      return due;
+    }
+    void tick(TimePoint) noexcept override {
+      due = TimePoint::max();
+      rang = true;
+    }
+    TimePoint due = TimePoint::max();
+    std::atomic<bool> rang{false};
+  };
+  for (const bool patient : {false, true}) {
+    EventLoop loop("test");
+    Alarm alarm;
+    loop.run([&] { loop.addTicker(alarm); });
+    int late = 0;
+    for (int i = 0; i < 6; ++i) {
+      alarm.rang = false;
+      const TimePoint began = Clock::now();
+      loop.postHere(
+          [&] {
+            loop.addBusy(1);
+            alarm.due = Clock::now() + std::chrono::milliseconds(5);
+          },
+          patient);
+      while (!alarm.rang && Clock::now() - began < std::chrono::seconds(10)) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      ASSERT_TRUE(alarm.rang);
+      late += Clock::now() - began > std::chrono::milliseconds(800) ? 1 : 0;
+      std::this_thread::sleep_for(std::chrono::milliseconds(4)); // until the thread sleeps again
+      loop.addBusy(-1);
+    }
+    EXPECT_LT(late, 3) << patient; // a busy machine may stop a thread for that long, but not again and again
+    loop.run([&] { loop.removeTicker(alarm); });
+  }
+}
+
 TEST(EventLoop, PostAfterStopRunsHere) {
   EventLoop loop("test");
   loop.stop();

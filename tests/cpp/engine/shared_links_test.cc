@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <string>
 #include <thread>
 
 #include "base/fault_point.h"
@@ -72,6 +73,37 @@ TEST(SharedLinks, GoByTcpWhereThereIsNoRoomForTheirPages) {
     EXPECT_EQ(self.group.sharedLinks(), 1U); // one of the two ranks found no room
   });
   armFaultPoints("");
+}
+
+// A counter that cannot be ends the group on both ranks, with the error of whoever saw it.
+TEST(SharedLinks, EndWhereACounterInMemoryIsBroken) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  for (const char* site : {"ring.written", "ring.taken"}) {
+    runRanks(2, [&](Rank& self) {
+      const auto meet = [&] {
+        const auto barrier = self.group.start(barrierCall());
+        ASSERT_TRUE(self.group.wait(*barrier, Deadline::after(20000)));
+      };
+      sumsOfManySizes(self);
+      meet();
+      if (self.rank == 0) {
+        armFaultPoints(std::string(site) + ":20+:flip"); // of the process, which is that of both ranks
+      }
+      meet();
+      std::vector<float> values = numbers(self.rank, 4 << 20); // several times what the memory of a link holds
+      Group::Call call = allReduceCall(values, Deadline::after(60000));
+      call.schedule.algorithm = Algorithm::Ring;
+      const auto operation = self.group.start(call);
+      ASSERT_TRUE(self.group.wait(*operation, Deadline::after(60000)));
+      const auto error = operation->error();
+      ASSERT_TRUE(error) << site;
+      EXPECT_EQ(error->code, ErrorCode::ProtocolViolation) << error->text();
+      EXPECT_GE(error->peer, 0) << error->text();
+    });
+    armFaultPoints("");
+  }
 }
 
 // The waiting thread drives and leaves, the loop's thread takes over, asleep or not: whoever was left without a wake-up would sit out
