@@ -131,7 +131,7 @@ def run(check: Check, seconds: float) -> tuple[str, str, str]:
 def rest_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     """What a killed check had printed; also where a process that left its group holds the pipes."""
     try:
-        return process.communicate(timeout=5)
+        return process.communicate(timeout=2)
     except subprocess.TimeoutExpired as late:
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
