@@ -243,6 +243,7 @@ def test_a_cpu_tensor_does_not_meet_nccl(fake_cuda: Path, before: int) -> None:
 
 def _absent(rank: int, size: int, library: str) -> str:
     device = Device(Path(library), nccl=True)
+    dist.barrier()  # the limit is also that of making the group: here both begin together
     group = _group(size, seconds=4)
     store = dist.distributed_c10d._get_default_store()
     array = np.ones(4, "float32")
