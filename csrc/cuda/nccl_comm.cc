@@ -9,8 +9,8 @@
 namespace pycomm::cuda {
 namespace {
 
-// A non-blocking communicator puts a group's kernels onto the stream from a thread of NCCL's, which takes some tens of microseconds. As
-// much as a sleep takes at least, so the first looks leave the core to others without one; making a communicator takes longer.
+// A non-blocking communicator puts a group's kernels onto the stream from a thread of NCCL's own. That should take less than the
+// shortest sleep does, so the first looks only offer the core to others. Making a communicator takes longer.
 constexpr std::chrono::microseconds kAwakeFor{200};
 constexpr std::chrono::microseconds kLookEvery{50};
 
