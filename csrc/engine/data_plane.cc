@@ -60,6 +60,10 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
     if (peer >= 0 && !isOwnTrouble(record.code)) {
       record.peer = peer;
       record.peer_host = identity_.hosts[static_cast<size_t>(peer)];
+      if (record.summary.empty()) { // of a shared link, which knows of no ranks
+        record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+            " has broken the memory through which it talks with rank " + std::to_string(identity_.rank) + ".";
+      }
     }
     notice(std::move(record));
   } catch (...) { // no memory even to say so: the operation's deadline ends it

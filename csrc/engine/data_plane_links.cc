@@ -67,9 +67,10 @@ void DataPlane::flush(OutPort& port) {
     port.broken = true;
     unwatch(port.watched);
     if (error.record().code == ErrorCode::ProtocolViolation) {
-      throw;
+      report(port.peer, std::current_exception()); // whoever's turn it was: frames of others are flushed in it, too
+    } else {
+      linkBroke(port.peer, error, true);
     }
-    linkBroke(port.peer, error, true);
     endIfSaid(port);
     return;
   }

@@ -242,8 +242,16 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
       }
     });
   };
-  host_ = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
-  engine_.lane().run([&] { data_->accompany(host_.get()); });
+  PYCOMM_FAULT_POINT("host.make");
+  auto plane = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
+  engine_.lane().run([&] { // where onFailed() looks for it
+    data_->accompany(plane.get());
+    host_ = std::move(plane);
+    if (abort_
+            .aborted()) { // ranks that were faster have called something already, and failed: nobody would end what comes here
+      host_->fail(abort_.reason(), nullptr);
+    }
+  });
 }
 
 } // namespace pycomm

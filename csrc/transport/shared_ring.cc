@@ -15,10 +15,13 @@ constexpr size_t kResumeShare =
 // A reader gives room back at the latest after so many bytes, so that both ends copy at the same time.
 constexpr size_t kPartNbytes = 128 << 10;
 
+// Whose ring it is, and so the sentence, is for those to say who know of ranks.
 [[noreturn]] void throwImpossible(const char* which) {
-  throw Error(
-      ErrorCode::ProtocolViolation,
-      std::string("the peer's counter of bytes ") + which + " in shared memory is broken");
+  ErrorRecord record;
+  record.code = ErrorCode::ProtocolViolation;
+  record.cause = std::string("its counter of bytes ") + which + " cannot be";
+  record.hint = "look for native code that writes out of bounds in that process, or set PYCOMM_TRANSPORT=tcp";
+  throw Error(record);
 }
 
 // What the other end is shown of a counter: tests break it, or end the process here, between moving bytes and saying so.

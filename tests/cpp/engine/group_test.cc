@@ -1,3 +1,4 @@
+#include "base/fault_point.h"
 #include "engine/group.h"
 
 #include <gtest/gtest.h>
@@ -292,6 +293,26 @@ TEST(Group, MoreEagerBytesThanThePoolHolds) {
       expectDone(*it);
     }
   });
+}
+
+// A faster rank may call something and fail before this one has made its plane of the memory that all share.
+TEST(Group, EndsWhatIsIssuedAfterAFailureThatCameWhileItJoined) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  armFaultPoints("host.make:2:delay=400"); // of the two ranks, the one that comes second
+  runRanks(2, [](Rank& self) {
+    ErrorRecord reason;
+    reason.code = ErrorCode::Aborted;
+    reason.summary = "over";
+    self.group.abort(reason);
+    std::vector<float> values(10, 1.0F);
+    const auto operation = self.group.start(allReduceCall(values, Deadline::after(60000)));
+    ASSERT_TRUE(self.group.wait(*operation, Deadline::after(20000))) << "nobody ends it";
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::Aborted);
+  });
+  armFaultPoints("");
 }
 
 } // namespace

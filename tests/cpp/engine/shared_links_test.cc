@@ -101,6 +101,8 @@ TEST(SharedLinks, EndWhereACounterInMemoryIsBroken) {
       ASSERT_TRUE(error) << site;
       EXPECT_EQ(error->code, ErrorCode::ProtocolViolation) << error->text();
       EXPECT_GE(error->peer, 0) << error->text();
+      const std::string culprit = "Rank " + std::to_string(error->peer) + " on ";
+      EXPECT_NE(error->summary.find(culprit), std::string::npos) << error->text();
     });
     armFaultPoints("");
   }
