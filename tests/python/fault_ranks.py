@@ -74,11 +74,7 @@ def patience() -> float:
     """How much longer all may take because others want the cores, too.
 
     Three times as long at least: the load of the last minute knows nothing of the last second, nor
-<<<<<<< HEAD
-    of cores that are lent elsewhere. How fast it is on a quiet machine, `fault_figures.py` tells.
-=======
     of cores that are lent elsewhere. `fault_figures.py` measures how fast it is on a quiet machine.
->>>>>>> soak3
     """
     return max(3.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
 
