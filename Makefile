@@ -35,8 +35,9 @@ cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cuda_library.py $(ARGS)
 
+# Without .venv too: a machine with a GPU may have a torch of its own, and nothing to download from.
 gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
-	@$(BIN)/python tools/gpu_checks.py $(ARGS)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") tools/gpu_checks.py $(ARGS)
 
 cxx20: ## the same as C++20
 	$(BOOTSTRAP) --no-torch

@@ -78,9 +78,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument(
+        "--shared-nccl", action="store_true", help="NCCL alone, for ranks that share a GPU"
+    )
     given = parser.parse_args()
     command = f"python benchmarks/cuda_ddp.py --ranks {given.ranks} --batch {given.batch}"
-    run(given.ranks, table, given.blocks, given.batch, command)
+    command += " --shared-nccl" * given.shared_nccl
+    shared = given.shared_nccl
+    run(given.ranks, table, given.blocks, given.batch, command, shared_nccl=shared)
 
 
 if __name__ == "__main__":

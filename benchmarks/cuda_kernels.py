@@ -3,7 +3,9 @@
 python benchmarks/cuda_kernels.py [--mib 25] [--gradients 200] [--blocks 20]
 
 Needs a GPU and libpycomm_cuda.so (docs/cuda.md). Each block times every row once, so that all rows
-meet the same clocks; the table has each row's median. GB/s counts the bytes read and written.
+meet the same clocks; the table has each row's median. GB/s counts the bytes read and written. What
+is timed is the device's part: 20 runs of a row are one CUDA graph, since starting a kernel from
+Python takes about as long as one of these runs.
 """
 
 from __future__ import annotations
@@ -13,23 +15,48 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from cuda_table import CudaTable
+from cuda_table import CudaTable, gradient_list
 
 from pycomm import _extension
 
+Body = Callable[[], object]
+Rows = dict[str, tuple[int, Body]]
+REPEATS = 20
 
-def milliseconds(body: Callable[[], object], repeats: int = 20) -> float:
-    """Of one run of `body`, on the device, from `repeats` in a row."""
+
+def repeated(body: Body) -> Body:
+    """`REPEATS` runs of `body`: as a graph, or one by one where that cannot be captured."""
+
+    def plain() -> None:
+        for _ in range(REPEATS):
+            body()
+
+    plain()
+    torch.cuda.synchronize()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plain()
+        graph.replay()
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"not as a graph, so with the time that Python takes: {error}")
+        return plain
+    return graph.replay
+
+
+def milliseconds(body: Body) -> float:
+    """Of one of the runs that `body` repeats, on the device."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for _ in range(repeats):
-        body()
+    body()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / repeats
+    return begin.elapsed_time(end) / REPEATS
 
 
-Rows = dict[str, tuple[int, Callable[[], object]]]
+def current_stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
@@ -39,14 +66,15 @@ def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
     flat = torch.empty(numel, device="cuda")
     other = torch.empty_like(flat)
     views = list(torch.split(bucket, [each.numel() for each in gradients]))
-    where = [(each.data_ptr(), each.numel()) for each in gradients]
-    stream = int(torch.cuda.current_stream().cuda_stream)
+    where = gradient_list([(each.data_ptr(), each.numel()) for each in gradients])
 
     def pack() -> None:
-        table.pack(where, "float32", "float16", bucket.data_ptr(), factor=0.5, stream=stream)
+        at = bucket.data_ptr()
+        table.pack(where, "float32", "float16", at, factor=0.5, stream=current_stream())
 
     def unpack() -> None:
-        table.unpack(where, "float32", "float16", bucket.data_ptr(), factor=0.5, stream=stream)
+        at = bucket.data_ptr()
+        table.unpack(where, "float32", "float16", at, factor=0.5, stream=current_stream())
 
     def both() -> None:
         pack()
@@ -64,13 +92,15 @@ def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
             flat.data_ptr(),
             [flat.data_ptr(), other.data_ptr()],
             numel,
-            stream=stream,
+            stream=current_stream(),
         )
 
     codes = torch.empty(numel * 2 + numel // 128 + 64, device="cuda", dtype=torch.uint8)
 
-    def encode(codec: str) -> Callable[[], object]:
-        return lambda: table.encode(codec, flat.data_ptr(), numel, codes.data_ptr(), stream)
+    def encode(codec: str) -> Body:
+        return lambda: table.encode(
+            codec, flat.data_ptr(), numel, codes.data_ptr(), current_stream()
+        )
 
     return {
         "device copy": (8 * numel, lambda: flat.copy_(other)),
@@ -85,12 +115,16 @@ def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
     }
 
 
-def launches(body: Callable[[], object]) -> int:
+def launches(body: Body) -> int:
     """Kernels that one run starts, as CUDA's profiler counts them; -1 where it sees nothing."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiled:
-        body()
-        torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=activities) as profiled:
+            body()
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the profiler does not work here: {error}")
+        return -1
     on_device = [
         event
         for event in profiled.events()
@@ -144,11 +178,10 @@ def main() -> None:
     ]
     found = rows(gradients, table)
     times: dict[str, list[float]] = {name: [] for name in found}
-    for _name, (_, body) in found.items():
-        milliseconds(body, 3)
+    graphs = {name: repeated(body) for name, (_, body) in found.items()}
     for _ in range(arguments.blocks):
-        for name, (_, body) in found.items():
-            times[name].append(milliseconds(body))
+        for name, graph in graphs.items():
+            times[name].append(milliseconds(graph))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{arguments.gradients} gradients of {numel} fp32 elements, {arguments.blocks} blocks")
     print(f"{'':26}{'µs':>10}{'GB/s':>10}{'of a copy':>12}")

@@ -16,6 +16,7 @@ import torch.multiprocessing as multiprocessing
 import pycomm
 
 Body = Callable[[], object]
+_HOST_ID = "NCCL_HOSTID"
 
 
 def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
@@ -39,9 +40,12 @@ def open_groups(names: Sequence[str]) -> dict[str, dist.ProcessGroup]:
 
 
 def possible_backends(ranks: int) -> list[str]:
-    """NCCL wants a GPU a rank."""
-    by_nccl = ["pycomm:nccl", "nccl"] if ranks <= torch.cuda.device_count() else []
-    return ["pycomm:host", "pycomm:wire", *by_nccl]
+    """NCCL wants a GPU a rank, or takes ranks that share one for ranks of several hosts."""
+    by_nccl = ["pycomm:nccl", "nccl"]
+    if _HOST_ID in os.environ:
+        return by_nccl
+    by_host = ["pycomm:host", "pycomm:wire"]
+    return [*by_host, *by_nccl] if ranks <= torch.cuda.device_count() else by_host
 
 
 def blocks_of(bodies: Mapping[str, Body], blocks: int, repeats: int) -> dict[str, list[float]]:
@@ -73,14 +77,26 @@ def ratio(times: Mapping[str, list[float]], name: str, base: str) -> str:
 
 
 def heading(command: str) -> str:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    """Command, device, torch and commit."""
+    try:
+        git = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
     device = torch.cuda.get_device_name()
-    return f"# {command}\n# {device}, torch {torch.__version__}, commit {commit.stdout.strip()}"
+    return f"# {command}\n# {device}, torch {torch.__version__}, commit {commit}"
 
 
 def _rank(
-    rank: int, ranks: int, port: int, body: Callable[..., None], args: tuple[object, ...]
+    rank: int,
+    ranks: int,
+    port: int,
+    shared_nccl: bool,
+    body: Callable[..., None],
+    args: tuple[object, ...],
 ) -> None:
+    if shared_nccl:
+        os.environ.update({_HOST_ID: f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"})
     torch.cuda.set_device(rank % torch.cuda.device_count())
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks)
@@ -90,12 +106,16 @@ def _rank(
     dist.destroy_process_group()
 
 
-def run(ranks: int, body: Callable[..., None], *args: object) -> None:
-    """Runs `body(*args)` on so many ranks of this machine, sharing its GPUs where need be."""
+def run(ranks: int, body: Callable[..., None], *args: object, shared_nccl: bool = False) -> None:
+    """Runs `body(*args)` on so many ranks of this machine, sharing its GPUs where need be.
+
+    `shared_nccl`: NCCL alone, which takes each rank for one of another host.
+    """
     if not torch.cuda.is_available():
         print("SKIPPED: torch sees no GPU")
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    multiprocessing.spawn(_rank, (ranks, port, body, args), nprocs=ranks)  # type: ignore[no-untyped-call]
+    arguments = (ranks, port, shared_nccl, body, args)
+    multiprocessing.spawn(_rank, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]

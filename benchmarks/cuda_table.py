@@ -85,6 +85,9 @@ class Gradient(ctypes.Structure):
     _fields_ = (("ptr", ctypes.c_void_p), ("numel", ctypes.c_uint64))
 
 
+Gradients = Sequence[tuple[int, int]] | ctypes.Array[Gradient]
+
+
 class _Table(ctypes.Structure):
     _fields_ = (
         ("version", ctypes.c_uint32),
@@ -113,7 +116,7 @@ class CudaTable:
 
     def pack(
         self,
-        gradients: Sequence[tuple[int, int]],
+        gradients: Gradients,
         grad: str,
         wire: str,
         bucket: int,
@@ -122,7 +125,7 @@ class CudaTable:
         stats: int = 0,
         stream: int = 0,
     ) -> None:
-        """bucket = wire(gradients * factor); ``gradients`` are pairs of pointer and numel."""
+        """bucket = wire(gradients * factor); ``gradients``: pointers and numels."""
         self._call(
             "pack",
             gradient_list(gradients),
@@ -137,7 +140,7 @@ class CudaTable:
 
     def unpack(
         self,
-        gradients: Sequence[tuple[int, int]],
+        gradients: Gradients,
         grad: str,
         wire: str,
         bucket: int,
@@ -204,6 +207,8 @@ class CudaTable:
         )
 
 
-def gradient_list(gradients: Sequence[tuple[int, int]]) -> Any:
-    """The same as an array of PycommCudaGradient."""
+def gradient_list(gradients: Gradients) -> ctypes.Array[Gradient]:
+    """The same as an array of PycommCudaGradient; of hundreds it takes longer than a kernel."""
+    if isinstance(gradients, ctypes.Array):
+        return gradients
     return (Gradient * len(gradients))(*[Gradient(ptr or None, numel) for ptr, numel in gradients])

@@ -239,6 +239,7 @@ def native_options(
         "cuda_mode": resolved.cuda_mode,
         "cuda_library": str(_extension.CUDA_LIBRARY),
         "nccl_libraries": [str(path) for path in _extension.NCCL_LIBRARIES],
+        "nccl_host_id": os.environ.get("NCCL_HOSTID", ""),  # NCCL's own variable
         "why_no_nccl": _extension.why_no_nccl()
         if nccl_serves(resolved.algorithm, resolved.wire_dtype)
         else f"has algorithm={resolved.algorithm!r} and wire_dtype={resolved.wire_dtype!r}",

@@ -43,6 +43,7 @@ struct NativeOptions {
   std::string tuned_for;
   std::string tuned_digest;
   std::vector<std::string> nccl_libraries;
+  std::string nccl_host_id;
   std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
   std::vector<std::string> skipped_folders;
@@ -68,6 +69,7 @@ struct NativeOptions {
         tuned_for(options["tuned_for"].cast<std::string>()),
         tuned_digest(options["tuned_digest"].cast<std::string>()),
         nccl_libraries(options["nccl_libraries"].cast<std::vector<std::string>>()),
+        nccl_host_id(options["nccl_host_id"].cast<std::string>()),
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
@@ -132,6 +134,9 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
     return config;
   }
   config.must_use_nccl = options.cuda_mode == "nccl";
+  if (config.must_use_nccl) { // else the host is the better way for ranks that share a GPU
+    config.nccl_host_id = options.nccl_host_id;
+  }
   const std::vector<std::string>& whys = group.remarks();
   const auto no = std::find_if(whys.begin(), whys.end(), [](const std::string& why) { return !why.empty(); });
   config.may_use_nccl = no == whys.end();

@@ -21,7 +21,7 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   on->refuseCapture();
   const std::lock_guard<std::mutex> lock(nccl_mutex_);
   if (!settled_) {
-    why_not_ = NcclGroup::whyNot(*group_, *on, config_.nccl_libraries, deadline);
+    why_not_ = NcclGroup::whyNot(*group_, *on, config_.nccl_libraries, config_.nccl_host_id, deadline);
     if (why_not_.empty()) {
       nccl_ = NcclGroup::create(group_, on, config_.nccl_libraries, deadline);
     }

@@ -62,14 +62,14 @@ std::vector<const char*> pointersTo(const std::vector<std::string>& texts) {
   return pointers;
 }
 
-/// Which GPU this is, the same for two ranks only if they share it; or kRefusal and why NCCL cannot be used.
-std::string cardOf(const CudaDevice& device, int host, const std::vector<std::string>& library_paths) {
+/// Which GPU this is, the same for two ranks only if they share it and NCCL can tell that; or kRefusal and why NCCL cannot be used.
+std::string cardOf(const CudaDevice& device, const std::string& host, const std::vector<std::string>& library_paths) {
   try {
     std::array<char, 64> uuid{};
     callCuda(device.library().device_uuid, static_cast<int>(device.device().index()), uuid.data(), uuid.size());
     const auto paths = pointersTo(library_paths);
     callCuda(device.library().nccl_probe, paths.data(), paths.size());
-    return std::to_string(host) + " " + uuid.data();
+    return std::string(uuid.data()) + " " + host;
   } catch (const Error& error) {
     return kRefusal + error.record().summary;
   }
@@ -118,10 +118,12 @@ std::string NcclGroup::whyNot(
     Group& group,
     const CudaDevice& device,
     const std::vector<std::string>& library_paths,
+    const std::string& host_id,
     Deadline deadline) {
   const auto size = static_cast<size_t>(group.identity().size);
   const int rank = group.identity().rank;
-  std::string card = cardOf(device, group.topology().hostOf(rank), library_paths);
+  const std::string host = host_id.empty() ? std::to_string(group.topology().hostOf(rank)) : "id " + host_id;
+  std::string card = cardOf(device, host, library_paths);
   card.resize(kCardNbytes - 1);
   card.push_back('\0');
   std::vector<std::byte> cards(size * kCardNbytes);

@@ -53,10 +53,12 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
  public:
   /// Whether all ranks have a GPU of their own, and NCCL. By an all_gather of the group, so on all ranks at the same place among their
   /// operations: a rank whose tensor is on the CPU is a mismatch and no silence. Returns why not, empty if so; the same on all ranks.
+  /// `host_id`: what NCCL takes this rank's host for, if not what it is; it refuses a GPU to two ranks of one host alone.
   [[nodiscard]] static std::string whyNot(
       Group& group,
       const CudaDevice& device,
       const std::vector<std::string>& library_paths,
+      const std::string& host_id,
       Deadline deadline);
   /// All ranks together, after whyNot() was empty.
   [[nodiscard]] static std::shared_ptr<NcclGroup> create(

@@ -9,7 +9,9 @@
 namespace pycomm::cuda {
 namespace {
 
-// How long a wait for NCCL's own threads sleeps between two looks. They need about this long themselves.
+// A non-blocking communicator puts a group's kernels onto the stream from a thread of NCCL's own. That should take less than the
+// shortest sleep does, so the first looks only offer the core to others. Making a communicator takes longer.
+constexpr std::chrono::microseconds kAwakeFor{200};
 constexpr std::chrono::microseconds kLookEvery{50};
 
 ErrorCode codeOf(NcclResult result) {
@@ -133,7 +135,11 @@ void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
       record.hint = "see which rank is missing; NCCL_DEBUG=INFO shows what NCCL tries";
       throw Error(record);
     }
-    std::this_thread::sleep_for(kLookEvery);
+    if (Clock::now() - begin < kAwakeFor) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kLookEvery);
+    }
   }
 }
 

@@ -205,8 +205,15 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   record.peer_host = identity.hosts[static_cast<size_t>(peer)];
   record.group = identity.name;
   record.epoch = identity.epoch;
-  if (what.code == ErrorCode::ConnectFailed) {
-    return record; // says already which addresses, and why
+  if (what.code == ErrorCode::ConnectFailed) { // says already which addresses, and why
+    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+    if (record.summary.back() != '.') {
+      record.summary += '.';
+    }
+    if (record.hint.empty()) {
+      record.hint = "check the cable, interface and addresses of both hosts, and that the rank still runs";
+    }
+    return record;
   }
   record.code = ErrorCode::PeerDead;
   record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +

@@ -107,6 +107,7 @@ std::string FlightRecorder::json(const FlightLog* only) const {
 }
 
 void FlightRecorder::write(const std::string& path) const {
+  const std::lock_guard<std::mutex> lock(write_mutex_);
   writeFile(path, json());
 }
 
@@ -125,10 +126,12 @@ void FlightRecorder::failed(const std::shared_ptr<FlightLog>& log, const ErrorRe
 void FlightRecorder::dump(const FlightLog& failed) noexcept {
   const FlightLog::Subject& subject = failed.subject();
   try {
-    const std::lock_guard<std::mutex> lock(dump_mutex_);
-    dump_waits_.store(false);
     const std::string path = subject.dump_prefix + std::to_string(subject.world_rank) + ".json";
-    write(path);
+    {
+      const std::lock_guard<std::mutex> lock(write_mutex_);
+      dump_waits_.store(false);
+      writeFile(path, json());
+    }
     if (!told_.exchange(true)) {
       log(LogLevel::Warn,
           "the last operations of rank " + std::to_string(subject.world_rank) + " are in " + path +

@@ -46,7 +46,8 @@ class FlightRecorder {
   const int64_t wall_anchor_ns_;
   mutable std::mutex mutex_; ///< guards logs_
   std::vector<std::shared_ptr<FlightLog>> logs_; ///< oldest first
-  std::mutex dump_mutex_; ///< one writer at a time
+  mutable std::mutex
+      write_mutex_; ///< one writer at a time: a program may ask for the very file that a failure has written
   std::atomic<bool> dump_waits_{false}; ///< a dump is queued and will see what has happened until it begins
   std::atomic<bool> told_{false}; ///< where the dump is, or why there is none
 };

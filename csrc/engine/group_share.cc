@@ -14,8 +14,8 @@
 namespace pycomm {
 namespace {
 
-constexpr int kAskMs =
-    10000; // a first rank that is slow to come so far; one that is gone is noticed by the control links
+// For a first rank that is slow to come so far; one that is gone is noticed by the control links.
+constexpr int kAskMs = 10000;
 // Two futex calls and the switches between them cost less; a longer wait is not worth a core. Where ranks share cores, all of them
 // must have had their turn in that time: measured with 4 and 8 ranks on 2 cores.
 constexpr unsigned kSpinUs = 50;
@@ -247,7 +247,7 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
   engine_.lane().run([&] { // where onFailed() looks for it
     data_->accompany(plane.get());
     host_ = std::move(plane);
-    // Ranks that were faster have called something already, and failed: nobody would end what comes here.
+    // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (abort_.aborted()) {
       host_->fail(abort_.reason(), nullptr);
     }

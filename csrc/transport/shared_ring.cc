@@ -10,8 +10,8 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kResumeShare =
-    4; // a writer that waits goes on when so much of the ring is free: one part of this many
+// A writer that waits goes on when so much of the ring is free: one part of this many.
+constexpr size_t kResumeShare = 4;
 // A reader gives room back at the latest after so many bytes, so that both ends copy at the same time.
 constexpr size_t kPartNbytes = 128 << 10;
 

@@ -55,6 +55,12 @@ def build(folder: Path) -> Path:
     return library
 
 
+def preloading(library: Path) -> dict[str, str]:
+    """The environment in which torch finds a CUDA device when it starts; autograd insists on it."""
+    torchs = Path(torch.__file__).parent / "lib"
+    return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torchs)}
+
+
 def build_or_skip(folder: Path) -> Path:
     """``build``, where it has a use."""
     if torch.cuda.is_available():

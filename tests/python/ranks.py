@@ -83,6 +83,8 @@ group, and with it gloo's threads, alive to the end of the process, which at tim
 """
 
 _TAIL_NCHARS = 6000
+_LONGEST_LOOK_S = 1.0
+"""A look that took longer says that the machine stood still, and with it the ranks."""
 _LOOKS_ASLEEP = 10
 """A thread that only waits for a lock or a page for a moment is awake at one of so many looks."""
 
@@ -265,16 +267,18 @@ class Ranks:
         A rank that runs longer than ``timeout_s``, or than ``grace_s`` after another rank has
         failed, is asked for its stacks (they are in its stderr) and killed.
         """
-        deadline = time.monotonic() + timeout_s
+        left_s = timeout_s
         while running := [rank for rank in self.processes if self.processes[rank].poll() is None]:
             if any(process.poll() not in (None, 0) for process in self.processes.values()):
-                deadline = min(deadline, time.monotonic() + grace_s)
+                left_s = min(left_s, grace_s)
                 grace_s = float("inf")  # counted once, from the first failure
-            if time.monotonic() >= deadline:
+            if left_s <= 0:
                 self._end(running)
                 break
+            looked_s = time.monotonic()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.processes[running[0]].wait(0.05)
+            left_s -= min(time.monotonic() - looked_s, _LONGEST_LOOK_S)
         return RankResults(self._result(rank) for rank in sorted(self.processes))
 
     def _end(self, running: Sequence[int]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ranks import run_ranks
 
 import pycomm
 from pycomm import _extension
-from pycomm.errors import UnsupportedError
+from pycomm.errors import PycommError, UnsupportedError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 from cuda_table import CudaTable
@@ -289,11 +291,39 @@ def test_pycomms_ddp_trains_as_torchs(wire: str | None) -> None:
     assert ours == pytest.approx(torchs, rel=tolerance, abs=tolerance)
 
 
-def _by_nccl(rank: int, size: int, algorithm: str) -> list[float]:
-    torch.cuda.set_device(rank)
+def _mixed(rank: int, size: int) -> list[bool]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    right = []
+    for numel in (5, 3_000_001):  # whole, and in pieces
+        tensor = torch.full((numel,), float(rank + 1), device="cpu" if rank == 0 else "cuda")
+        dist.all_reduce(tensor)
+        right.append(bool((tensor == size * (size + 1) / 2).all()))
+        dist.broadcast(tensor, src=0)
+        right.append(bool((tensor == size * (size + 1) / 2).all()))
+    return right
+
+
+def test_ranks_with_and_without_a_device_meet_in_one_collective() -> None:
+    for right in run_ranks(3, _mixed, fresh=True, timeout_s=120).values():
+        assert all(right)
+
+
+def _group_by_nccl(
+    rank: int, size: int, algorithm: str = "auto", seconds: float = 60
+) -> dist.ProcessGroup:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.device_count() < size:  # so that NCCL does not see that ranks share a GPU
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
+    options = pycomm.Options(cuda_mode="nccl", algorithm=algorithm)  # type: ignore[arg-type]
     group = dist.new_group(
-        pg_options=pycomm.Options(cuda_mode="nccl", algorithm=algorithm)  # type: ignore[arg-type]
+        list(range(size)), timeout=timedelta(seconds=seconds), pg_options=options
     )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _by_nccl(rank: int, size: int, algorithm: str) -> list[float]:
+    group = _group_by_nccl(rank, size, algorithm)
     results = []
     for numel in (1, 1000, 3_000_000):
         tensor = torch.full((numel,), float(rank + 1), device="cuda")
@@ -309,8 +339,55 @@ def _by_nccl(rank: int, size: int, algorithm: str) -> list[float]:
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_by_nccl(size: int, algorithm: str) -> None:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"NCCL needs a GPU a rank, and there are {torch.cuda.device_count()}")
     ranks = run_ranks(size, _by_nccl, args=(algorithm,), fresh=True, timeout_s=120)
     for results in ranks.values():
         assert set(results) == {size * size * (size + 1) / 2}
+
+
+def _failure_by_nccl(rank: int, size: int, how: str) -> str:
+    group = _group_by_nccl(rank, size, seconds=5 if how == "absent" else 60)
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(1000, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    if rank == 1 and how == "absent":
+        store.wait(["rank 0 knows"], timedelta(seconds=60))
+        return ""
+    if rank == 1:
+        os._exit(9)
+    with pytest.raises(PycommError) as failed:
+        dist.all_reduce(tensor, group=group)  # which only orders streams
+        dist.barrier(group=group)
+    torch.cuda.synchronize()  # NCCL's kernels have been ended
+    store.set("rank 0 knows", "")
+    return str(failed.value)
+
+
+@pytest.mark.parametrize(("how", "code"), [("absent", "TIMEOUT"), ("dead", "PEER_DEAD")])
+def test_a_rank_that_nccl_waits_for_is_named(how: str, code: str) -> None:
+    ranks = run_ranks(2, _failure_by_nccl, args=(how,), fresh=True, timeout_s=90, check=False)
+    text = ranks[0].value
+    assert text is not None, ranks[0].describe()
+    assert code in text and "rank 1" in text
+
+
+def _captured(rank: int, size: int, cuda_mode: str) -> tuple[str, float]:
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    group = dist.new_group(pg_options=pycomm.Options(cuda_mode=cuda_mode))  # type: ignore[arg-type]
+    tensor = torch.ones(4, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        pytest.raises(UnsupportedError) as refused,
+    ):
+        dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=group)
+    return str(refused.value), float(tensor[0])
+
+
+@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+def test_a_collective_in_a_cuda_graph_is_refused(cuda_mode: str) -> None:
+    for text, value in run_ranks(1, _captured, args=(cuda_mode,), fresh=True).values():
+        assert "while a CUDA graph is captured" in text
+        assert value == 1.0

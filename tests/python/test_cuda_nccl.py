@@ -7,6 +7,7 @@ calls, the order of streams, and that NCCL and the group fail together.
 from __future__ import annotations
 
 import ctypes
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,36 @@ def test_ranks_that_share_a_gpu_go_through_the_host(fake_cuda: Path) -> None:
         assert "cuda_mode='tcp'" in text
 
 
+def _told_apart(rank: int, size: int, library: str) -> tuple[list[str], str]:
+    device = Device(Path(library), nccl=True)
+    device.library.fake_set_uuid(b"the only one")
+    device.library.fake_nccl_groups.restype = ctypes.c_char_p
+    array = np.ones(100, "float32")
+    seen = []
+    # As for NCCL itself, which takes ranks with different ids for ranks of different hosts.
+    for ids, cuda_mode in (("distinct", "auto"), ("distinct", "nccl"), ("same", "nccl")):
+        os.environ["NCCL_HOSTID"] = f"host-{rank}" if ids == "distinct" else "host"
+        group = _group(size, cuda_mode)
+        if ids == "same":
+            with pytest.raises(errors.UnsupportedError) as refused:
+                dist.all_reduce(device.tensor(array), group=group)
+            return seen, str(refused.value)
+        before = len(device.library.fake_nccl_groups())
+        dist.all_reduce(device.tensor(array), group=group)
+        device.synchronize()
+        by = "nccl" if len(device.library.fake_nccl_groups()) > before else "host"
+        seen.append(f"{by} {array[0]:g}")
+    raise AssertionError
+
+
+def test_ranks_that_share_a_gpu_use_nccl_where_it_is_told_to_take_them_apart(
+    fake_cuda: Path,
+) -> None:
+    for seen, refused in run_ranks(2, _told_apart, args=(str(fake_cuda),)).values():
+        assert seen == ["host 2", "nccl 4"]
+        assert "ranks 0 and 1 share a GPU" in refused
+
+
 def _without_gpu(rank: int, size: int, library: str) -> tuple[float, str]:
     # Rank 1 has no GPU: its tensors are on the CPU.
     device = Device(Path(library), nccl=rank == 0)
@@ -212,7 +243,8 @@ def test_a_cpu_tensor_does_not_meet_nccl(fake_cuda: Path, before: int) -> None:
 
 def _absent(rank: int, size: int, library: str) -> str:
     device = Device(Path(library), nccl=True)
-    group = _group(size, seconds=2)
+    dist.barrier()  # the limit is also that of making the group: here both begin together
+    group = _group(size, seconds=4)
     store = dist.distributed_c10d._get_default_store()
     array = np.ones(4, "float32")
     dist.all_reduce(device.tensor(array), group=group)

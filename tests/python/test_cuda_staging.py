@@ -224,6 +224,7 @@ def test_a_failure_of_the_group_ends_the_wait(fake_cuda: Path) -> None:
 def _stuck_stream(rank: int, size: int, library: str) -> str:
     device = Device(Path(library))
     group = dist.new_group(list(range(size)))
+    dist.barrier()  # of the default group: both have made the other one
     options = dist.AllreduceOptions()
     if rank == 1:
         device.library.fake_hold(0)

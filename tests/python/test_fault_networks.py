@@ -116,7 +116,8 @@ TROUBLES = (
     Trouble("reset", RESET, _heal, ("PEER_DEAD", "CONN_RESET", *SILENCE)),
     Trouble("drop, outgoing only", _filter("accept", "drop"), _heal, SILENCE),
     Trouble("drop, incoming only", _filter("drop", "accept"), _heal, SILENCE),
-    Trouble("cable pulled", _pull_the_cable, _plug_it_in, SILENCE),
+    # Beta has no route then: a link that it opens just now, say to ask who is late, fails at once.
+    Trouble("cable pulled", _pull_the_cable, _plug_it_in, ("CONNECT_FAILED", *SILENCE)),
     Trouble("slow link", _slow, _fast, (), 40.0),
     Trouble("a second of silence", _filter("drop", "drop"), _heal, (), 40.0, heal_after_s=1.0),
     Trouble(
@@ -249,3 +250,4 @@ def check(
     # Across a cut each side can only say that it does not hear the other.
     assert peer // ranks_a_host != rank // ranks_a_host or met["record"].get("cause"), said
     assert f"peer={peer}" in met["text"]
+    assert f"ank {peer} on " in met["record"]["summary"] and "] Try: " in met["text"], said

@@ -120,8 +120,8 @@ def test_a_forked_child_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> N
         if result.rank != 1:
             error = result.value
             assert error.code == "PEER_DEAD" and error.record["peer"] == 1, results.describe()
-            # 50 ms on a quiet machine; by the heartbeat it would be 3 s.
-            assert error.monotonic_s - killed_s < 2.5
+            # By the heartbeat it would be PEER_UNRESPONSIVE; a quiet machine needs 50 ms.
+            assert error.monotonic_s - killed_s < 20
 
 
 def exchange(rank: int, world_size: int) -> None:

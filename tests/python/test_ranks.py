@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import os
 import random
 import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import zygote
@@ -86,6 +89,22 @@ def test_what_hangs_is_killed_and_shows_its_stack() -> None:
     assert result.timed_out and not result.ok
     assert "in hang" in result.stderr
     assert time.monotonic() - started_s < 30
+
+
+def sleep_shortly(rank: int, world_size: int) -> None:
+    mark("asleep")
+    time.sleep(0.3)
+
+
+def test_a_machine_that_stands_still_is_not_held_against_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = time.monotonic, itertools.count()
+    with start_ranks(1, sleep_shortly, init="none") as running:
+        running.wait_for_mark(0, "asleep")
+        stub = types.SimpleNamespace(monotonic=lambda: real() + 1000 * (next(calls) > 0))
+        monkeypatch.setattr(ranks, "time", stub)
+        assert running.collect(60)[0].ok
 
 
 def test_leaving_the_block_kills() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -335,9 +337,13 @@ def test_every_floor_is_built_or_private() -> None:
 
 
 def _gpu_checks(
-    monkeypatch: pytest.MonkeyPatch, target: Path, checks: dict[str, list[str]], *arguments: str
+    monkeypatch: pytest.MonkeyPatch, target: Path, programs: dict[str, str], *arguments: str
 ) -> tuple[int, str]:
     gpu_checks = tool("gpu_checks")
+    checks = {
+        name: gpu_checks.Check([sys.executable, "-c", program])
+        for name, program in programs.items()
+    }
     monkeypatch.setattr(gpu_checks, "checks", lambda: checks)
     monkeypatch.setattr(gpu_checks, "output_of", lambda *_: "A Device, 1.0, 1 MiB")
     monkeypatch.setattr(sys, "argv", ["gpu_checks.py", "--output", str(target), *arguments])
@@ -348,10 +354,10 @@ def test_gpu_checks_write_what_failed_and_what_had_no_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checks = {
-        "good": [sys.executable, "-c", "print('a figure')"],
-        "bad": [sys.executable, "-c", "import sys; print('half'); sys.exit('why')"],
-        "slow": [sys.executable, "-c", "import time; time.sleep(600)"],
-        "late": [sys.executable, "-c", "print('never')"],
+        "good": "print('a figure')\nprint('a speed  2.00 at least 1: met')",
+        "bad": "import sys; print('half'); sys.exit('why')",
+        "slow": "import time; time.sleep(600)",
+        "late": "print('never')",
     }
     gpu_checks = tool("gpu_checks")
     monkeypatch.setattr(gpu_checks, "LEAST_SECONDS", 0.0)
@@ -371,15 +377,42 @@ def test_gpu_checks_write_what_failed_and_what_had_no_time(
     code, text = _gpu_checks(monkeypatch, target, checks, "--only", "good")
     assert code == 0
     assert "good: passed" in text and "a figure" in text
+    assert text.endswith("--- targets\ngood: a speed 2.00 at least 1: met\n")
+
+
+def test_gpu_checks_end_one_that_hangs_and_go_on(tmp_path: Path) -> None:
+    gpu_checks = tool("gpu_checks")
+    pid = tmp_path / "pid"
+    # Its child has left the process group, and keeps the pipe open.
+    program = f"""
+import pathlib, subprocess, sys, time
+child = [sys.executable, "-c", "import time; time.sleep(60)"]
+left = subprocess.Popen(child, start_new_session=True)
+print("half", flush=True)
+pathlib.Path({str(pid)!r}).write_text(str(left.pid))
+time.sleep(600)
+"""
+    check = gpu_checks.Check([sys.executable, "-c", program])
+    try:
+        verdict, out, _ = gpu_checks.run(check, 3.0)
+    finally:
+        left = pid.read_text() if pid.exists() else ""  # "": it has not come so far here
+        if left:
+            os.kill(int(left), signal.SIGKILL)
+    assert verdict == "FAILED (not through after 3 s)"
+    assert out == ("half\n" if left else out)
+    missing = gpu_checks.Check([str(tmp_path / "nothing")])
+    assert gpu_checks.run(missing, 3.0)[0].startswith("FAILED (")
 
 
 def test_gpu_checks_know_their_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_checks = tool("gpu_checks")
-    monkeypatch.setattr(gpu_checks.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda name, path=None: f"/bin/{name}")
     found = gpu_checks.checks()
-    assert {"tests", "kernels", "allreduce-2", "ddp-1", "memcheck", "racecheck"} <= set(found)
-    for command in found.values():
-        for part in command:
+    assert {"build", "kernel-tests", "kernels", "allreduce-2", "ddp-1", "memcheck"} <= set(found)
+    assert next(iter(found)) == "build"
+    for check in found.values():
+        for part in check.command:
             assert "/" not in part or part.startswith("/") or (ROOT / part).exists(), part
 
 

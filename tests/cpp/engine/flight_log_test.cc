@@ -215,6 +215,37 @@ TEST(FlightRecorder, WritesWholeFilesOrNone) {
   std::filesystem::remove_all(folder);
 }
 
+// A program that sees its group fail may ask for the file that is being written for the failure.
+TEST(FlightRecorder, WritersOfOneFileTakeTurns) {
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "flight_writers_test";
+  std::filesystem::remove_all(folder);
+  CallbackPool pool;
+  FlightRecorder recorder(pool);
+  FlightLog::Subject subject;
+  subject.group = "g";
+  subject.slots = 200;
+  const auto log = recorder.open(subject);
+  for (int64_t sequence = 1; sequence <= 200; ++sequence) {
+    issue(log, sequence).ended(std::nullopt);
+  }
+  const std::string path = (folder / "rank_0.json").string();
+  recorder.write(path);
+  std::vector<std::thread> writers;
+  for (int i = 0; i < 4; ++i) {
+    writers.emplace_back([&] {
+      for (int turn = 0; turn < 100; ++turn) {
+        EXPECT_NO_THROW(recorder.write(path));
+        const std::string text = contentsOf(path);
+        EXPECT_TRUE(text.size() > 4 && text.substr(text.size() - 4) == "\n]}\n") << text.size();
+      }
+    });
+  }
+  for (std::thread& writer : writers) {
+    writer.join();
+  }
+  std::filesystem::remove_all(folder);
+}
+
 TEST(FlightRecorder, KeepsTheLastClosedGroups) {
   CallbackPool pool;
   FlightRecorder recorder(pool);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <exception>
@@ -61,7 +63,8 @@ struct Rank {
   Group& group;
 };
 
-/// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception.
+/// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception. No rank begins before all have
+/// joined: a group that fails meanwhile fails the join of whoever is late.
 inline void runRanks(
     int size,
     const std::function<void(Rank&)>& body,
@@ -69,8 +72,10 @@ inline void runRanks(
   SharedStore store;
   std::vector<std::thread> threads;
   std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  std::atomic<int> tried{0};
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
+      bool joined = false;
       try {
         Engine engine;
         Group::Config config;
@@ -82,11 +87,16 @@ inline void runRanks(
           adjust(config);
         }
         const std::shared_ptr<Group> group = Group::join(engine, store, config);
+        joined = true;
+        for (++tried; tried < size;) {
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
         Rank self{rank, size, engine, *group};
         body(self);
         group->close();
       } catch (...) {
         errors[static_cast<size_t>(rank)] = std::current_exception();
+        tried += joined ? 0 : 1;
       }
     });
   }

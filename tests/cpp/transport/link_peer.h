@@ -18,7 +18,7 @@ namespace pycomm::testing {
 
 using Bytes = std::vector<std::byte>;
 
-inline constexpr int64_t kSlackMs = 3000; // for a machine that is busy with other things
+inline constexpr int64_t kSlackMs = 10000; // for a machine that is busy with other things; a third of soon()
 
 inline Deadline soon() {
   return Deadline::after(30000);
