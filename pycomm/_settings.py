@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +22,7 @@ _MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
 _MIN_PORT, _MAX_PORT = 1024, 65535
 _MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
+_MIN_SILENCE_S, _MAX_SILENCE_S = 0.5, 3600.0
 
 
 def _bad(where: str, value: object, allowed: str) -> ValueError:
@@ -74,17 +77,27 @@ def _whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _timeout(where: str, value: object) -> float:
-    seconds: float | None = None
+def _seconds(value: object) -> float:
+    """NaN if it is no number."""
     if isinstance(value, timedelta):
-        seconds = value.total_seconds()
-    elif isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            seconds = float(value)
-        except ValueError:
-            seconds = None
-    if seconds is None or not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
+        return value.total_seconds()
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return math.nan
+
+
+def _timeout(where: str, value: object) -> float:
+    seconds = _seconds(value)
+    if not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
         raise _bad(where, value, "seconds above 0 and up to one year, as 300 or 2.5")
+    return seconds
+
+
+def _heartbeat_timeout(where: str, value: object) -> float:
+    seconds = _seconds(value)
+    if not _MIN_SILENCE_S <= seconds <= _MAX_SILENCE_S:  # also refuses NaN
+        raise _bad(where, value, f"seconds from {_MIN_SILENCE_S} to {_MAX_SILENCE_S:.0f}, as 3")
     return seconds
 
 
@@ -154,6 +167,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("socket_family", _one_of("auto", "ipv4", "ipv6"), "auto", "PYCOMM_SOCKET_FAMILY"),
     Setting("port_range", _port_range, (0, 0), "PYCOMM_PORT_RANGE"),
     Setting("timeout", _timeout, 1800.0, "PYCOMM_TIMEOUT"),
+    Setting("heartbeat_timeout", _heartbeat_timeout, 3.0, "PYCOMM_HEARTBEAT_TIMEOUT"),
     Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
     Setting(
         "algorithm",

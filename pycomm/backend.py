@@ -235,6 +235,7 @@ def native_options(
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,
         "streams": resolved.streams,
+        "heartbeat_timeout_ms": round(resolved.heartbeat_timeout * 1000),
         "wire_dtype": resolved.wire_dtype,
         "cuda_mode": resolved.cuda_mode,
         "cuda_library": str(_extension.CUDA_LIBRARY),

@@ -33,7 +33,8 @@ class Options:
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
     the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
-    ``cuda_mode``, ``streams`` and ``check_call_sites``; the others may differ.
+    ``cuda_mode``, ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may
+    differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -46,6 +47,10 @@ class Options:
         timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
             ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
             goes before the variable.
+        heartbeat_timeout: Seconds of silence, 0.5 to 3600, or a timedelta, after which a rank whose
+            connections are open counts as gone: its process is stopped, or its host or network is
+            down. A sixth of that is the time between two heartbeats, which a native thread sends.
+            ``PYCOMM_HEARTBEAT_TIMEOUT``; default: 3.
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct", "hierarchical". ``PYCOMM_ALGO``.
@@ -82,6 +87,7 @@ class Options:
     socket_family: str | None = None
     port_range: tuple[int, int] | str | None = None
     timeout: float | timedelta | None = None
+    heartbeat_timeout: float | timedelta | None = None
     debug: str | None = None
     algorithm: str | None = None
     tuning: str | os.PathLike[str] | None = None
@@ -175,6 +181,7 @@ class ResolvedOptions:
     port_range: tuple[int, int]
     """(0, 0): the kernel chooses."""
     timeout: float
+    heartbeat_timeout: float
     debug: str
     algorithm: str
     tuning: str

@@ -21,6 +21,9 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
+// Some may be late, and the thread that looks has to get a core in between.
+constexpr int kHeartbeatsInTimeout = 6;
+
 /// What pycomm.backend.native_options makes, read while the lock is held.
 struct NativeOptions {
   std::string interface;
@@ -36,6 +39,7 @@ struct NativeOptions {
   int port_last = 0;
   int64_t segment_nbytes = 0;
   int streams = 1;
+  int heartbeat_timeout_ms = 3000;
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
   std::vector<int> global_ranks;
@@ -62,6 +66,7 @@ struct NativeOptions {
         port_last(options["port_last"].cast<int>()),
         segment_nbytes(options["segment_nbytes"].cast<int64_t>()),
         streams(options["streams"].cast<int>()),
+        heartbeat_timeout_ms(options["heartbeat_timeout_ms"].cast<int>()),
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
         global_ranks(options["global_ranks"].cast<std::vector<int>>()),
@@ -179,6 +184,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
         " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
+        " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) + "ms" +
         (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
         (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
@@ -187,6 +193,8 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
 
     config.transport = transportNamed(options.transport);
     config.streams = options.streams;
+    config.dead_after_ms = options.heartbeat_timeout_ms;
+    config.heartbeat_every_ms = options.heartbeat_timeout_ms / kHeartbeatsInTimeout;
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
     config.global_ranks = options.global_ranks;

@@ -43,8 +43,8 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
-    int heartbeat_every_ms = 500;
-    int dead_after_ms = 3000;
+    int heartbeat_every_ms = 500; ///< the same on all ranks, like the next
+    int dead_after_ms = 3000; ///< of silence
     size_t flight_slots = 2000; ///< operations that the flight log keeps; 0 switches it off
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     int world_rank = -1; ///< -1: the rank in this group

@@ -517,7 +517,7 @@ def _refused_at_init() -> Iterator[Case]:
             victim_codes=(),
             timeout_s=1.0,
         )
-        for how in ("world size", "algorithm", "segment", "streams"):
+        for how in ("world size", "algorithm", "segment", "streams", "heartbeat"):
             yield Case(
                 f"another {how}",
                 place,

@@ -58,7 +58,7 @@ class Case:
     """The group's."""
     how: str = ""
     """How the victim joins: "" like the others, or "absent", "duplicate", "world size",
-    "algorithm", "segment", "streams", "few files"."""
+    "algorithm", "segment", "streams", "heartbeat", "few files"."""
     transport: str = "tcp"
     """Of cases with a ``spec``; the others take what there is, which is shared memory."""
     may_end_well: bool = False
@@ -98,6 +98,8 @@ def join(rank: int, case: Case, store: str) -> None:
         options["segment_nbytes"] = 65536
     elif odd and case.how == "streams":
         options["streams"] = 2
+    elif odd and case.how == "heartbeat":
+        options["heartbeat_timeout"] = 4
     elif odd and case.how == "few files":
         used = len(os.listdir("/proc/self/fd")) - 1
         limit = used + int(case.phase.removeprefix("+"))

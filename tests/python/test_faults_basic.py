@@ -78,6 +78,37 @@ def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
         assert seen["again_s"] < 20, "and nothing is waited for: the group's limit is a minute"
 
 
+def reduce_until_silence(rank: int, world_size: int) -> Any:
+    for step in range(1_000_000):
+        if step == 2:
+            mark("in the middle")
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except pycomm.errors.PycommError as error:
+            mark("failed")
+            return describe_exception(error)
+    raise AssertionError("nobody was stopped")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_stopped_rank_is_named_after_the_silence_that_was_asked_for(transport: str) -> None:
+    # Not the least, 0.5: where a rank that nobody stopped loses its cores for so long, it is named.
+    options = {"heartbeat_timeout": 1.5, "transport": transport}
+    with start_ranks(3, reduce_until_silence, pg_options=options) as running:
+        for rank in range(3):
+            running.wait_for_mark(rank, "in the middle")
+        running.kill(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            running.wait_for_mark(rank, "failed")
+        running.kill(1)
+        results = running.collect(60)
+    for rank in (0, 2):
+        error = results[rank].value
+        assert (error.code, error.record["peer"]) == ("PEER_UNRESPONSIVE", 1), error.text
+        silence = int(error.text.split("has been silent for ")[1].split(" ms")[0])
+        assert 1500 <= silence < 3000  # 3000 is the default
+
+
 def raise_while_others_reduce(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(10))
     if rank == 1:
