@@ -281,17 +281,51 @@ def test_stamp_is_stale_when_a_file_changes(
 # --- summaries, documents, stubs, metadata --------------------------------------------------------
 
 
+def write_results(folder: Path, **failed: list[str]) -> None:
+    """What two test programs of three tests each leave, of which these failed."""
+    (folder / "results").mkdir(exist_ok=True)
+    for program in ("a", "b"):
+        cases = [
+            {"name": name, "status": "RUN", "result": "COMPLETED"}
+            | ({"failures": [{"failure": "x"}]} if name in failed.get(program, []) else {})
+            for name in ("One", "Two")
+        ]
+        cases += [{"name": "Three", "status": "RUN", "result": "SKIPPED"}]
+        cases += [{"name": "Four", "status": "NOTRUN", "result": "SUPPRESSED"}]
+        text = json.dumps({"testsuites": [{"name": "Suite", "testsuite": cases}]})
+        (folder / "results" / f"{program}.json").write_text(text)
+
+
 def test_cpp_counts(tmp_path: Path) -> None:
-    cases = [
-        {"status": "RUN", "result": "COMPLETED"},
-        {"status": "RUN", "result": "COMPLETED", "failures": [{"failure": "x"}]},
-        {"status": "RUN", "result": "SKIPPED"},
-        {"status": "NOTRUN", "result": "SUPPRESSED"},
-    ]
-    for name in ("a", "b"):
-        text = json.dumps({"testsuites": [{"testsuite": cases}]})
-        (tmp_path / f"{name}.json").write_text(text)
-    assert tool("cpp").counts(tmp_path) == (6, 2, 2)
+    write_results(tmp_path, a=["Two"], b=["One", "Two"])
+    found = tool("cpp").counts(tmp_path / "results")
+    assert (found.ran, found.skipped) == (6, 2)
+    assert found.failed == {"a": ["Suite.Two"], "b": ["Suite.One", "Suite.Two"]}
+    assert found.names == ["Suite.Two", "Suite.One", "Suite.Two"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "programs", "said", "wanted"),
+    [
+        ({"a": ["One"]}, ["1:a"], "", True),
+        ({"a": ["One"], "b": ["Two"]}, ["1:a", "2:b"], "", True),
+        ({"a": ["One", "Two"], "b": ["Two"]}, ["1:a", "2:b"], "", False),  # too many
+        ({"a": ["One"]}, ["1:a", "2:b"], "", False),  # b crashed, or ran out of time
+        ({}, ["1:a"], "", False),
+        ({"a": ["One"]}, ["1:a"], "WARNING: ThreadSanitizer: data race", False),
+        ({"a": ["One"]}, ["1:a"], "x.cc:3:1: runtime error: shift", False),
+    ],
+)
+def test_cpp_runs_again_only_what_may_be_an_accident(
+    tmp_path: Path, failed: dict[str, list[str]], programs: list[str], said: str, wanted: bool
+) -> None:
+    write_results(tmp_path, **failed)
+    logs = tmp_path / "Testing" / "Temporary"
+    logs.mkdir(parents=True)
+    (logs / "LastTestsFailed.log").write_text("\n".join(programs) + "\n")
+    (logs / "LastTest.log").write_text(f"a test\n{said}\n")
+    found = tool("cpp").counts(tmp_path / "results")
+    assert tool("cpp").may_be_accidents(found, tmp_path) is wanted
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
