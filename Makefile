@@ -12,6 +12,8 @@ sudo apt-get install python3 python3-venv   Fedora: sudo dnf install python3.12"
 BIN := .venv/bin
 # What was installed into .venv (ninja, cmake, torchrun) goes before the system's.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Some containers set it. Tests start many interpreters, and each would compile torch's sources anew: 5 s instead of 2.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## list these names
 	@sed -n 's/^\([a-z0-9_]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14

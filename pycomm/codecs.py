@@ -63,10 +63,10 @@ def all_reduce(
         wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8".
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
-        lost: (as tensor) float32, contiguous. Takes what encoding lost on this rank: of its own
-            values, and of the sums that it made. Added to the next inputs on all ranks, nothing is
-            lost for good. For float32 and ``ReduceOp.SUM`` only; left alone where nothing is
-            encoded.
+        lost: (as tensor) float32, contiguous. Error feedback, the same tensor in every call, zeros
+            in the first: what it holds travels with ``tensor``, and then it holds what encoding
+            lost on this rank, of these values and of the sums that the rank made. So nothing is
+            lost for good. For float32 and ``ReduceOp.SUM`` only. Zeros where nothing is encoded.
         async_op: Whether to return at once, with the operation.
 
     Raises:

@@ -121,7 +121,8 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
   /// all_reduce that travels as `codec`, whatever the group's own: where codecFor() has a meaning for it, else as it is.
-  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call.
+  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call. Where nothing is encoded it is added to the
+  /// tensor here, and is zero from then on.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allreduceAs(
       Codec codec,
       std::vector<at::Tensor> tensors,

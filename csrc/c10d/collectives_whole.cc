@@ -1,4 +1,6 @@
 // The collectives that work on one whole tensor of each rank.
+#include <ATen/core/grad_mode.h>
+
 #include <utility>
 
 #include "c10d/backend.h"
@@ -19,6 +21,12 @@ void checkLost(const at::Tensor& tensor, const at::Tensor& lost, ReduceOp op) {
         "What all_reduce loses cannot be kept: that needs a sum of float32 tensors.",
         "pass a contiguous float32 tensor of the same size, that shares no memory with the other, and ReduceOp.SUM");
   }
+}
+
+void addLost(const at::Tensor& tensor, const at::Tensor& lost) {
+  const at::NoGradGuard no_grad;
+  tensor.add_(lost.view(tensor.sizes()).to(tensor.device()));
+  lost.zero_();
 }
 
 } // namespace
@@ -65,14 +73,22 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
   return raising([&] {
     const at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
     checkOutput(tensor, "all_reduce");
+    ScheduleRequest asked = call(Collective::AllReduce, opts, tensor).schedule;
+    asked.numel = tensor.numel();
+    const Codec travels_as = codecFor(asked, codec);
+    if (lost.defined()) {
+      checkLost(tensor, lost, asked.reduce_op);
+      if (travels_as == Codec::None) {
+        addLost(tensor, lost);
+      }
+    }
     Prepared prepared = prepare(codec);
     prepared.content.inputs = tensors;
     prepared.content.outputs = tensors;
     prepareAllReduce(prepared, tensor, opts);
     Group::Call& request = prepared.calls.back();
-    request.schedule.codec = codecFor(request.schedule, codec);
+    request.schedule.codec = travels_as;
     if (lost.defined()) {
-      checkLost(tensor, lost, request.schedule.reduce_op);
       request.lost = {static_cast<std::byte*>(lost.data_ptr()), lost.nbytes()};
       prepared.content.keep_alive.push_back(lost);
     }

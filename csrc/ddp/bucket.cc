@@ -20,7 +20,6 @@
 #include "ddp/grad_memory.h"
 #include "ddp/page_tensors.h"
 #include "numeric/convert.h"
-#include "numeric/reduce.h"
 #include "schedule/select.h"
 
 namespace pycomm {
@@ -193,7 +192,6 @@ void Bucket::beginShadowStep() {
   } else {
     allocateHome(); // not in place: .grad may still point into the old one
   }
-  addLost(0, numel_);
 }
 
 void Bucket::pack(size_t slot) {
@@ -213,18 +211,6 @@ void Bucket::pack(size_t slot) {
     packHome(slots_[slot]);
   }
   --pending_;
-}
-
-// What was lost goes with this step's gradients. It is zero from then on: the all-reduce writes it where it encodes, and it
-// does not always. Of the bucket's elements from `offset` on.
-void Bucket::addLost(size_t offset, size_t count) {
-  if (!lost_.defined() || count == 0 || device_.has_value()) { // on a device: seal() does, for all
-    return;
-  }
-  auto* lost = lost_.mutable_data_ptr<float>() + offset;
-  float* travels = static_cast<float*>((cast() ? wire_ : home_).data_ptr()) + offset;
-  reduce(DType::Float32, ReduceOp::Sum, travels, travels, lost, count);
-  std::fill_n(lost, count, 0.0F);
 }
 
 void Bucket::packSparse(const Slot& slot) {
@@ -247,23 +233,14 @@ void Bucket::packHome(const Slot& slot) {
     // The usual case without torch's dispatcher, which costs more than a small gradient does.
     auto* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
     const auto* in = static_cast<const float*>(grad.const_data_ptr());
-    const size_t block =
-        lost_.defined() ? kBlock : slot.numel; // what is packed is still in the cache for what is added
-    for (size_t at = 0; at < slot.numel; at += block) {
-      const size_t count = std::min(block, slot.numel - at);
-      if (!in_place || average_here) {
-        convert(DType::Float32, out + at, DType::Float32, in + at, count, static_cast<float>(factor));
-      }
-      addLost(slot.offset + at, count);
+    if (!in_place || average_here) {
+      convert(DType::Float32, out, DType::Float32, in, slot.numel, static_cast<float>(factor));
     }
     if (in_place && average_here) {
       bumpVersion(slot.view);
     }
-  } else {
-    if (!in_place || average_here) {
-      packHomeByTorch(slot, grad, factor);
-    }
-    addLost(slot.offset, slot.numel);
+  } else if (!in_place || average_here) {
+    packHomeByTorch(slot, grad, factor);
   }
   if (layout_.grads_are_views && grad.defined() && !in_place) {
     grad = slot.view;
@@ -293,7 +270,6 @@ void Bucket::packWire(const Slot& slot) {
   at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
   if (!grad.defined()) {
     std::fill_n(out, slot.numel * element, char{0});
-    addLost(slot.offset, slot.numel);
     return;
   }
   // maxAbsBits() wants fp32, and flat memory wants the slot's order; gradients have both nearly always.
@@ -311,7 +287,6 @@ void Bucket::packWire(const Slot& slot) {
       max_abs_bits_ = std::max(max_abs_bits_, maxAbsBits(reinterpret_cast<const float*>(block), count));
     }
     convert(toDType(wire_.scalar_type()), out + at * element, toDType(source_type), block, count, factor);
-    addLost(slot.offset + at, count);
   }
 }
 

@@ -40,7 +40,7 @@ struct BucketLayout {
 ///     the parameters' own   home = g / N                  SUM home   .grad = home
 ///     fp32, bf16            wire = cast(g)                SUM wire   .grad = wire * 1/N
 ///     fp16                  wire = cast(g * 2^s), e_r     SUM wire   .grad = wire * 2^-s/N, or all once more
-///     int8, fp8             as fp32, plus l               SUM wire, encoded: l = what that lost here
+///     int8, fp8             as fp32                       SUM wire + l, encoded: l = what that lost here
 ///     any, comm hook        home = g                      hook       .grad = what the hook returned
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join().
@@ -75,6 +75,9 @@ class Bucket {
   /// What to all-reduce, by SUM. Complex gradients are seen as pairs of reals.
   [[nodiscard]] at::Tensor wire() const;
 
+  [[nodiscard]] bool onCpu() const noexcept {
+    return !device_.has_value();
+  }
   [[nodiscard]] bool sparse() const noexcept {
     return layout_.sparse;
   }
@@ -86,7 +89,7 @@ class Bucket {
     return layout_.sparse ? Codec::None : layout_.codec;
   }
   /// What this rank's bytes have lost and not sent yet, in the order of wire(): undefined without error feedback. The
-  /// all-reduce writes it.
+  /// all-reduce sends and writes it.
   [[nodiscard]] const at::Tensor& lost() const noexcept {
     return lost_;
   }
@@ -118,6 +121,8 @@ class Bucket {
   enum class Verdict { Good, RepackedAfterOverflow, RepackedAfterUnderflow, NonFinite };
   /// After the all-reduce. The Repacked… ones mean: reduce wire() again, then judge again.
   [[nodiscard]] Verdict judge();
+  /// Whether judge() will let the sums be as they are. False also where it would throw.
+  [[nodiscard]] bool settled() const;
 
   /// What a comm hook returned becomes the content of home.
   void takeHookResult(const at::Tensor& result);
@@ -135,7 +140,6 @@ class Bucket {
   void packWire(const Slot& slot);
   void packSparse(const Slot& slot);
   void unpackWire(Slot& slot);
-  void addLost(size_t offset, size_t count);
   void allocateHome();
   [[nodiscard]] at::Tensor zerosToReduce(size_t numel, const at::TensorOptions& options);
   [[nodiscard]] at::Tensor& gradientOf(Slot& slot) const;
@@ -143,6 +147,7 @@ class Bucket {
   [[nodiscard]] static bool isHome(const at::Tensor& grad, const Slot& slot);
   static void bumpVersion(const at::Tensor& written);
 
+  [[nodiscard]] std::vector<float> scaleSlots() const;
   [[nodiscard]] bool fuses() const noexcept;
   [[nodiscard]] at::ScalarType kernelType() const;
   void sealOnDevice();

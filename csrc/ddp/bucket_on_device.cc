@@ -28,11 +28,6 @@ void Bucket::sealOnDevice() {
   if (fuses()) {
     packOnDevice();
   }
-  if (lost_.defined()) {
-    const at::Tensor travels = wire();
-    travels.add_(lost_.to(travels.device()));
-    lost_.zero_();
-  }
 }
 
 // A gradient of another dtype or memory order goes through a copy. In place where .grad is the bucket's own memory.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "c10d/dtypes.h"
 #include "ddp/bucket.h"
 #include "numeric/convert.h"
@@ -24,14 +25,30 @@ void Bucket::seal() {
   tail[layout_.rank] = at::Half(WireScale::slotValue(max_abs_bits_));
 }
 
+std::vector<float> Bucket::scaleSlots() const {
+  const at::Tensor slots = wire_.narrow(0, static_cast<int64_t>(numel_), layout_.world_size).cpu();
+  const auto* tail = static_cast<const at::Half*>(slots.const_data_ptr());
+  return {tail, tail + layout_.world_size};
+}
+
+bool Bucket::settled() const {
+  if (!scale_.has_value()) {
+    return true;
+  }
+  WireScale trial = *scale_;
+  try {
+    return trial.judge(scaleSlots()) != WireScale::Outcome::PackAgain;
+  } catch (const Error&) { // judge() says it, where the bucket is awaited
+    return false;
+  }
+}
+
 Bucket::Verdict Bucket::judge() {
   if (!scale_.has_value()) {
     return Verdict::Good;
   }
-  const at::Tensor slots = wire_.narrow(0, static_cast<int64_t>(numel_), layout_.world_size).cpu();
-  const auto* tail = static_cast<const at::Half*>(slots.const_data_ptr());
   const int exponent_before = scale_->exponent();
-  switch (scale_->judge(std::vector<float>(tail, tail + layout_.world_size))) {
+  switch (scale_->judge(scaleSlots())) {
     case WireScale::Outcome::Good:
       return Verdict::Good;
     case WireScale::Outcome::NonFinite:

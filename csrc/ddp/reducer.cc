@@ -152,6 +152,7 @@ void Reducer::resetStep() {
   }
   ready_.assign(params_.size(), false);
   next_bucket_ = 0;
+  finished_ = 0;
   pass_ = Pass::Idle;
 }
 

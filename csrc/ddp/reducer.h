@@ -57,7 +57,8 @@ struct ReducerStats {
 ///
 /// One backward pass: every accumulated gradient is packed into its bucket by a post hook; the bucket that is complete,
 /// and every bucket before it, is launched at once, in the same order on all ranks; after the last one a callback
-/// queued on the engine waits for the buckets in that order and writes the averages to .grad.
+/// queued on the engine waits for the buckets in that order and writes the averages to .grad. Averages that have come
+/// before are written when the next gradient comes.
 ///
 /// Example, buckets {d, c} {b} {a}, backward produces d, b, c, a: b is packed and waits, c completes the first bucket,
 /// so buckets 0 and 1 leave together, a completes the last, the callback finishes 0, 1, 2.
@@ -169,6 +170,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchUsedMap();
   void queueFinish();
   void finish();
+  void finishEarly();
+  [[nodiscard]] bool isReduced(size_t bucket);
   void finishBuckets(bool unpack);
   void finishBucket(size_t bucket, bool unpack);
   void awaitAllReduce(size_t bucket);
@@ -207,6 +210,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<Launched> launched_; ///< by bucket
   std::vector<uint32_t> tags_; ///< by bucket: its index and its parameters' names, see CallTag
   size_t next_bucket_ = 0; ///< the first that has not been launched
+  size_t finished_ = 0; ///< the first whose averages are not in .grad
   bool reduced_once_ = false;
   bool rebuilt_ = false;
   std::vector<size_t> arrival_; ///< parameters in the order in which the gradients of the first reduction came

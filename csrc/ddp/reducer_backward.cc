@@ -56,6 +56,7 @@ void Reducer::takeGradient(size_t index) {
     --awaited_[index];
     return;
   }
+  finishEarly();
   markReady(index);
   launchComplete();
   if (next_bucket_ == buckets_.size()) {
@@ -234,9 +235,27 @@ void Reducer::finish() {
   });
 }
 
+// What the network is done with already. A gradient that travels cast stays in memory of its own until its average is in
+// .grad: given back now, that memory is there for the next layer's gradient, still in the cache. Left to the end of
+// backward, it goes back to the system, and every page of every gradient is a page fault in the next step.
+// Nothing collective happens here: how far each rank comes is an accident.
+void Reducer::finishEarly() {
+  if (hook_ != nullptr || (tracksUse() && !used_known_)) {
+    return;
+  }
+  while (finished_ < next_bucket_ && isReduced(finished_)) {
+    finishBucket(finished_++, true);
+  }
+}
+
+bool Reducer::isReduced(size_t index) {
+  c10d::Work& work = *launched_[index].work;
+  return buckets_[index].onCpu() && work.isCompleted() && work.isSuccess() && buckets_[index].settled();
+}
+
 void Reducer::finishBuckets(bool unpack) {
   const at::NoGradGuard no_grad;
-  size_t bucket = 0;
+  size_t& bucket = finished_;
   try {
     for (; bucket < buckets_.size(); ++bucket) {
       finishBucket(bucket, unpack);

@@ -96,24 +96,4 @@ void WireScale::finishStep() noexcept {
   exponent_ = next_exponent_;
 }
 
-uint32_t maxAbsBits(const float* values, size_t numel) noexcept {
-  // Blocks of constant length, so that compilers vectorise also at -O2; signed, because SSE2 compares only signed.
-  constexpr size_t kBlock = 1024;
-  const auto fold = [](int32_t largest, const float* at, size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-      int32_t bits = 0;
-      std::memcpy(&bits, at + i, sizeof bits);
-      bits &= 0x7fffffff;
-      largest = bits > largest ? bits : largest;
-    }
-    return largest;
-  };
-  int32_t largest = 0;
-  size_t done = 0;
-  for (; done + kBlock <= numel; done += kBlock) {
-    largest = fold(largest, values + done, kBlock);
-  }
-  return static_cast<uint32_t>(fold(largest, values + done, numel - done));
-}
-
 } // namespace pycomm

@@ -72,8 +72,4 @@ class WireScale {
   int next_exponent_ = 0;
 };
 
-/// The bits of the largest magnitude, as an unsigned number. Bit patterns without their sign order like magnitudes,
-/// with Inf above every number and NaN above Inf, so integers do for all of them.
-[[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
-
 } // namespace pycomm

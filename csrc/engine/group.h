@@ -66,9 +66,9 @@ class Group : public std::enable_shared_from_this<Group> {
     Deadline deadline = Deadline::never();
     uint32_t tag = 0;
     double premul_factor = 1.0;
-    /// Of an all_reduce Sum of Float32 with a codec, where wanted: as many floats as `input`, for what its encoding loses here. For
-    /// each value of this rank, value - d(e(value)), plus, for the sums that this rank makes, sum - d(e(sum)): added to the next inputs
-    /// on all ranks, nothing is lost for good. Left alone where nothing is encoded; undefined if the operation fails.
+    /// Error feedback, of an all_reduce Sum of Float32 with a codec: as many floats as `input`, for what encoding loses on this rank. What
+    /// earlier calls left here travels with the values. Then it is v - d(e(v)) for each v = value + what was there, plus, for the sums
+    /// that this rank makes, sum - d(e(sum)). Left alone where nothing is encoded; undefined if the operation fails.
     BufferView lost;
     int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
     bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it

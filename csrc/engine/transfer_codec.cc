@@ -62,7 +62,8 @@ void Transfer::runCodec(const Step& step) const {
     if (lost != nullptr) {
       const auto numel = static_cast<size_t>(step.src.numel);
       const auto* values = reinterpret_cast<const float*>(at(step.src));
-      countOverflows(*operation_, codec, encodeWithError(codec, at(step.dst), values, lost + step.src.offset, numel));
+      countOverflows(
+          *operation_, codec, encodeWithFeedback(codec, at(step.dst), values, lost + step.src.offset, numel));
       return;
     }
     countOverflows(

@@ -265,6 +265,26 @@ size_t sumBlock(
   return overflows;
 }
 
+/// encodeWithError() of the block that begins at `at`: of `values`, which are its own, but not of `dst` and `error`.
+size_t encodeBlockWithError(
+    const KernelSet& set,
+    Codec codec,
+    void* dst,
+    const float* values,
+    float* error,
+    size_t at,
+    size_t count) {
+  std::byte* block = static_cast<std::byte*>(dst) + bytesBefore(codec, at);
+  const size_t overflows = encodeBlock(set, codec, block, values, count);
+  float back[kBlock];
+  decodeBlock(set, codec, back, block, count);
+  for (size_t i = 0; i < count; ++i) {
+    const float missing = values[i] - back[i];
+    error[at + i] = std::isfinite(missing) ? missing : 0.0F;
+  }
+  return overflows;
+}
+
 void checkSum(Codec codec, size_t source_count, int64_t divisor) {
   checkCodec(codec);
   if (source_count == 0 || divisor < 1) {
@@ -296,14 +316,21 @@ size_t encodeWithError(Codec codec, void* dst, const float* src, float* error, s
   const numeric::FpEnvironment environment;
   size_t overflows = 0;
   forBlocks(numel, [&](size_t at, size_t count) {
-    std::byte* block = static_cast<std::byte*>(dst) + bytesBefore(codec, at);
-    overflows += encodeBlock(set, codec, block, src + at, count);
-    float back[kBlock];
-    decodeBlock(set, codec, back, block, count);
-    for (size_t i = 0; i < count; ++i) {
-      const float missing = src[at + i] - back[i];
-      error[at + i] = std::isfinite(missing) ? missing : 0.0F;
-    }
+    overflows += encodeBlockWithError(set, codec, dst, src + at, error, at, count);
+  });
+  return overflows;
+}
+
+size_t encodeWithFeedback(Codec codec, void* dst, const float* src, float* error, size_t numel) {
+  checkCodec(codec);
+  const KernelSet& set = numeric::activeKernels();
+  const numeric::ReduceKernel add = set.reduce(DType::Float32, ReduceOp::Sum);
+  const numeric::FpEnvironment environment;
+  size_t overflows = 0;
+  forBlocks(numel, [&](size_t at, size_t count) {
+    float values[kBlock];
+    add(values, src + at, error + at, count);
+    overflows += encodeBlockWithError(set, codec, dst, values, error, at, count);
   });
   return overflows;
 }

@@ -36,6 +36,9 @@ namespace pycomm {
 /// finite. `error` may be `src`.
 [[nodiscard]] size_t encodeWithError(Codec codec, void* dst, const float* src, float* error, size_t numel);
 
+/// Error feedback, in the same pass: what travels is src[i] + error[i], and error[i] becomes what that loses.
+[[nodiscard]] size_t encodeWithFeedback(Codec codec, void* dst, const float* src, float* error, size_t numel);
+
 void decode(Codec codec, DType to, void* dst, const void* src, size_t numel);
 
 /// What an owner does: decodes all sources, adds them up from the first to the last in fp32 (so lower rank first), divides once,

@@ -10,6 +10,8 @@
 namespace pycomm {
 namespace {
 
+constexpr uint32_t kInfinityBits = 0x7f800000U;
+
 void convertWith(
     const numeric::KernelSet& set,
     DType to,
@@ -40,6 +42,11 @@ void convert(DType to, void* dst, DType from, const void* src, size_t numel, flo
 
 void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor) {
   convertWith(numeric::kScalarKernels, to, dst, from, src, numel, factor);
+}
+
+uint32_t maxAbsBits(const float* values, size_t numel) noexcept {
+  const numeric::BlockSummary summary = numeric::activeKernels().summarize(values, numel);
+  return summary.special ? kInfinityBits : summary.max_bits;
 }
 
 float halfToFloat(uint16_t bits) noexcept {

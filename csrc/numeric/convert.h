@@ -18,6 +18,10 @@ namespace pycomm {
 void convert(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 
+/// The bits of the largest magnitude of these fp32 numbers, or of infinity where one of them is infinite or NaN: what scales are
+/// chosen by. Bits without their sign order like magnitudes. 0 of no numbers. Any thread, any alignment.
+[[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
+
 // Single values. Unlike the rows above they follow the thread's rounding mode.
 [[nodiscard]] float halfToFloat(uint16_t bits) noexcept;
 [[nodiscard]] uint16_t floatToHalf(float value) noexcept;

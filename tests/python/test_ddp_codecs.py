@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, cast
 
 import codec_bounds
 import numpy as np
@@ -252,6 +254,18 @@ def one_operation(rank: int, world_size: int) -> None:
     shares = rows(lost - own) != 0  # the rest is of the sums that a rank makes: each has its own
     assert (shares.sum(0) <= 1).all()
     assert shares.any(1).all()
+    kept, again, added = lost.clone(), values.clone(), values + lost
+    codecs.all_reduce(again, "int8", lost=lost)
+    anew = torch.zeros(NUMEL)
+    codecs.all_reduce(added, "int8", lost=anew)
+    assert torch.equal(again, added)
+    assert torch.equal(lost, anew)
+    few, late = values[:8].clone(), kept[:8].clone()  # too few to be encoded
+    expected = values[:8] + kept[:8]
+    dist.all_reduce(expected)
+    codecs.all_reduce(few, "int8", lost=late)
+    assert torch.equal(few, expected)
+    assert not late.any()
     plain = values.clone()
     dist.all_reduce(plain)
     assert np.abs(plain.double().numpy() - exact).max() < 5e-6
@@ -260,6 +274,53 @@ def one_operation(rank: int, world_size: int) -> None:
     work.wait()
     with pytest.raises(InvalidArgumentError, match="sum of float32"):
         codecs.all_reduce(values, "int8", lost=torch.zeros(3))
+
+
+class _Between(torch.autograd.Function):
+    """Does something when backward passes by."""
+
+    @staticmethod
+    def forward(context: Any, batch: torch.Tensor, passing: Callable[[], None]) -> torch.Tensor:
+        context.passing = passing
+        return batch.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> Any:
+        context.passing()
+        return grads[0], None
+
+
+class _Watched(nn.Module):
+    """Between its layers backward waits for the network, and then looks at the last gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(3))
+        self.seen: torch.Tensor | None = None
+
+    def look(self) -> None:
+        grad = self.layers[2].weight.grad
+        assert grad is not None
+        self.seen = grad.clone()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = _Between.apply(self.layers[0](batch), self.look)  # type: ignore[no-untyped-call]
+        batch = self.layers[1](batch)
+        batch = _Between.apply(batch, lambda: time.sleep(0.2))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, self.layers[2](batch))
+
+
+def averages_are_written_early(rank: int, world_size: int) -> None:
+    """What has come is in .grad when the next gradient comes, and not only after backward."""
+    torch.manual_seed(0)
+    model = wrap(_Watched(), wire_dtype="fp16", bucket_cap_mb=0.05)
+    torch.manual_seed(1 + rank)
+    early = 0
+    for _ in range(8):  # the first ones find the scale; and a core may be lost for a while
+        model.zero_grad()
+        model(torch.randn(4, 128)).square().mean().backward()
+        early += torch.equal(model.module.seen, model.module.layers[2].weight.grad)
+    assert early > 0
 
 
 def _alone(codec: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,7 +337,7 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> None:
 
 def test_encoded_gradients_on_two_ranks() -> None:
     names = ["by_pattern", "feedback", "sums_are_conserved", "checkpoint", "half_parameters"]
-    names += ["uneven", "overflow", "hooked", "one_operation"]
+    names += ["uneven", "overflow", "hooked", "one_operation", "averages_are_written_early"]
     options: dict[str, Any] = {"env": OVER_TCP, "preload": ranks.TORCH_DDP, "timeout_s": 200}
     ranks.run_ranks(2, in_turn, args=(names,), **options)
 

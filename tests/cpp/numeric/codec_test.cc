@@ -283,6 +283,27 @@ TEST(Codec, ASumBeyondTheLargestFloatIsCountedUnlessItWasInfiniteBefore) {
   }
 }
 
+TEST(Codec, FeedbackSendsWhatWasLostBefore) {
+  for (const Codec codec : kCodecs) {
+    auto values = gaussian(700, 1e-4);
+    const auto before = gaussian(700, 1e-5);
+    values[5] = kNan;
+    values[6] = kInfinity;
+    auto sums = values;
+    for (size_t i = 0; i < 700; ++i) {
+      sums[i] += before[i];
+    }
+    std::vector<float> expected(700);
+    Encoded expected_bytes(static_cast<size_t>(encodedNbytes(codec, 700)));
+    EXPECT_EQ(encodeWithError(codec, expected_bytes.data(), sums.data(), expected.data(), 700), 0U);
+    auto error = before;
+    Encoded bytes(expected_bytes.size());
+    EXPECT_EQ(encodeWithFeedback(codec, bytes.data(), values.data(), error.data(), 700), 0U);
+    EXPECT_EQ(bytes, expected_bytes) << codecName(codec);
+    EXPECT_EQ(error, expected) << codecName(codec);
+  }
+}
+
 TEST(Codec, TheErrorIsWhatWasLost) {
   for (const Codec codec : kCodecs) {
     auto values = gaussian(700, 1e-4);

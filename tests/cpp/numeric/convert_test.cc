@@ -267,6 +267,27 @@ TEST(Convert, FloatToFloatKeepsSubnormalsAndMakesNansCanonical) {
   EXPECT_EQ(dst[4], INFINITY);
 }
 
+TEST(Convert, TheLargestMagnitudeIsFoundWhereverItStands) {
+  for (const SimdLevel level : levels()) {
+    const AtLevel at(level);
+    EXPECT_EQ(maxAbsBits(nullptr, 0), 0U);
+    for (const size_t numel : {size_t{1}, size_t{7}, size_t{64}, size_t{301}}) {
+      for (size_t place = 0; place < numel; ++place) {
+        std::vector<float> values(numel, 1e-40F);
+        EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(1e-40F));
+        for (const float largest : {3.0F, -3.0F, 3e38F}) {
+          values[place] = largest;
+          EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(std::fabs(largest)));
+        }
+        for (const float beyond : {INFINITY, -INFINITY, NAN, -NAN}) {
+          values[place] = beyond;
+          EXPECT_EQ(maxAbsBits(values.data(), numel), toBits(INFINITY));
+        }
+      }
+    }
+  }
+}
+
 TEST(Convert, OtherDTypesAreRefused) {
   double src = 1;
   double dst = 2;
