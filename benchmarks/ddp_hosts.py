@@ -91,26 +91,32 @@ class Way:
 
 
 def wire_speed(group: dist.ProcessGroup, rank: int, mine: str) -> float:
-    """Bytes a second of one plain connection from rank 1 to rank 0."""
+    """Bytes a second of one plain connection from rank 1 to rank 0, the best of three.
+
+    The bound stands on it, so a moment in which the machine does something else must not count.
+    """
     nbytes = 24 << 20
     where: list[Any] = [None]
     if rank == 0:
         listener = socket.create_server((mine, 0))
         where = [listener.getsockname()]
     dist.broadcast_object_list(where, 0, group=group)
-    seconds = torch.zeros(1)
-    if rank == 0:
-        peer, _ = listener.accept()
-        begin, got = time.perf_counter(), 0
-        while chunk := peer.recv(1 << 18):
-            got += len(chunk)
-        seconds[0] = time.perf_counter() - begin
-        assert got == nbytes
-    elif rank == 1:
-        with socket.create_connection(where[0]) as peer:
-            peer.sendall(bytes(nbytes))
+    seconds = torch.full((3,), torch.inf)
+    for attempt in range(len(seconds)):
+        if rank == 0:
+            peer, _ = listener.accept()
+            begin, got = time.perf_counter(), 0
+            peer.sendall(b"!")  # nothing is on its way before
+            while chunk := peer.recv(1 << 18):
+                got += len(chunk)
+            seconds[attempt] = time.perf_counter() - begin
+            assert got == nbytes
+        elif rank == 1:
+            with socket.create_connection(where[0]) as peer:
+                peer.recv(1)
+                peer.sendall(bytes(nbytes))
     dist.broadcast(seconds, 0, group=group)
-    return nbytes / float(seconds)
+    return nbytes / float(seconds.min())
 
 
 def averages(
