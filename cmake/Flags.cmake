@@ -16,6 +16,7 @@ endif()
 if(PYCOMM_SANITIZE)
   # Without -fno-sanitize-recover UBSan only prints, and the test passes.
   set(sanitize -fsanitize=${PYCOMM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
-  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${sanitize}>)
+  # -O1: what -O2 saves while the tests run, it costs several times while they are compiled.
+  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${sanitize};-O1>)
   target_link_options(pycomm_flags INTERFACE ${sanitize})
 endif()

@@ -24,7 +24,7 @@ BUILD = ROOT / "build"
 # where users build.
 FLAVOURS = {
     "plain": [],
-    "cxx20": ["-DPYCOMM_CXX_STANDARD=20", "-DPYCOMM_WERROR=ON"],
+    "cxx20": ["-DPYCOMM_CXX_STANDARD=20", "-DPYCOMM_PRECOMPILE=OFF", "-DPYCOMM_WERROR=ON"],
     "asan": ["-DPYCOMM_SANITIZE=address,undefined", "-DPYCOMM_WERROR=ON"],
     "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
 }

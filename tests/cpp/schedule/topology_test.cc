@@ -48,6 +48,9 @@ std::vector<Hosts> hostsToTry(bool all_sizes) {
       byHost({1, 7, 2, 2}),
   };
   for (uint32_t size = 2; size <= 64; size += all_sizes || size < 9 ? 1 : 11) {
+    if (!isTried(static_cast<int32_t>(size))) {
+      continue;
+    }
     std::mt19937 random(size);
     Hosts hosts;
     const uint32_t count = 1 + random() % std::min(size, 9U);

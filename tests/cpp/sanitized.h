@@ -1,0 +1,21 @@
+#pragma once
+
+#if defined(__has_feature) // clang's way of saying it
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define PYCOMM_TEST_SANITIZED 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define PYCOMM_TEST_SANITIZED 1
+#endif
+
+namespace pycomm::testing {
+
+/// Whether each access to memory is watched, and costs ten to twenty times as much. Tests that try every size of a
+/// group try fewer then: the plain build tries them all.
+#if defined(PYCOMM_TEST_SANITIZED)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+} // namespace pycomm::testing
