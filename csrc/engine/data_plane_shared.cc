@@ -12,12 +12,19 @@ namespace pycomm {
 
 void DataPlane::shareRings(HostRings rings) {
   rings_ = std::move(rings);
+  rings_undecided_ = true;
 }
 
 void DataPlane::useRings(const std::vector<int>& peers) {
   for (const int peer : peers) {
     through_ring_[static_cast<size_t>(peer)] = peer != identity_.rank && rings_ && rings_->holds(peer);
   }
+  rings_undecided_ = false;
+  guarded(-1, [&] {
+    for (auto& [peer, frame] : std::exchange(early_, {})) {
+      push(peer, std::move(frame));
+    }
+  });
 }
 
 // Null where there is no memory for it: then bytes to this peer go by TCP.

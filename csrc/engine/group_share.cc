@@ -173,14 +173,14 @@ void Group::shareMemory(const Config& config) {
   }
   OpenedMemory opened;
   const std::vector<std::string> votes = shareVotes(config, opened);
-  std::vector<int> mates;
   int without = -1; // the first rank of this host that has no memory
   for (const int mate : host_mates_) {
-    if (has(votes[static_cast<size_t>(mate)])) {
-      mates.push_back(mate);
-    } else if (without < 0 && host_mates_.size() > 1) {
+    if (without < 0 && host_mates_.size() > 1 && !has(votes[static_cast<size_t>(mate)])) {
       without = mate;
     }
+  }
+  if (host_mates_.size() > 1) {
+    engine_.lane().run([&] { data_->useRings(without < 0 ? host_mates_ : std::vector<int>()); });
   }
   if (without >= 0) {
     why_not_shared_ = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
@@ -191,9 +191,6 @@ void Group::shareMemory(const Config& config) {
       log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
     }
     return;
-  }
-  if (host_mates_.size() > 1) {
-    engine_.lane().run([&] { data_->useRings(mates); });
   }
   if (!one_host) {
     why_not_shared_ = "the ranks are on several hosts; only links within a host go through it";

@@ -55,6 +55,57 @@ TEST(SharedLinks, CarryWhatHasAnAlgorithmByName) {
   });
 }
 
+// What each rank says about its memory comes late to one of them, which meanwhile is asked why it does not answer.
+class LateVotes final : public Store {
+ public:
+  explicit LateVotes(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    std::string value = store_.get(key, deadline);
+    if (key.find("shared_memory") != std::string::npos) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      ++late;
+    }
+    return value;
+  }
+  bool has(const std::string& key) override {
+    return store_.has(key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_.add(key, amount);
+  }
+
+  int late = 0;
+
+ private:
+  Store& store_;
+};
+
+TEST(SharedLinks, AreWhatARankAnswersByThatLearnsLastThatItHasThem) {
+  SharedStore store;
+  const auto live = [&](int rank) {
+    LateVotes late(store);
+    Store& own = rank == 0 ? static_cast<Store&>(store) : late;
+    Engine engine;
+    Group::Config config;
+    config.rendezvous.rank = rank;
+    config.rendezvous.size = 2;
+    config.rendezvous.group_name = "test";
+    config.rendezvous.deadline = Deadline::after(20000);
+    const auto group = Group::join(engine, own, config);
+    Rank self{rank, 2, engine, *group};
+    sumsOfManySizes(self);
+    EXPECT_EQ(group->sharedLinks(), 2U) << "rank " << rank;
+    EXPECT_EQ(late.late > 0, rank == 1);
+    group->close();
+  };
+  std::thread other([&] { live(1); });
+  live(0);
+  other.join();
+}
+
 TEST(SharedLinks, AreNotThereWhereTcpIsAskedFor) {
   const auto body = [](Rank& self) {
     sumsOfManySizes(self);
