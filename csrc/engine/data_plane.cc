@@ -32,7 +32,6 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options 
       point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
       in_(static_cast<size_t>(identity_.size)),
-      through_ring_(static_cast<size_t>(identity_.size), false),
       left_(static_cast<size_t>(identity_.size), false) {
   lane_.addTicker(*this);
 }

@@ -109,8 +109,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void adoptShared(int peer, std::unique_ptr<Link> link);
   /// Memory that the ranks of this host share: from now on they may send through it. What is for them waits for useRings().
   void shareRings(HostRings rings);
-  /// These have it, too: this rank sends to them through it, to the others of its host by TCP.
-  void useRings(const std::vector<int>& peers);
+  /// Whether all of them have it: then this rank sends to them through it, else by TCP.
+  void useRings(bool all_have_them);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
@@ -242,9 +242,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<std::unique_ptr<InPort>> in_;
   std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
   std::optional<HostRings> rings_;
-  bool rings_undecided_ = false; ///< between shareRings() and useRings()
-  std::vector<std::pair<int, OutFrame>> early_; ///< what has waited since then, for which ranks
-  std::vector<bool> through_ring_; ///< by rank: where this one sends to
+  enum class WithinHost { Tcp, Undecided, Rings };
+  WithinHost within_host_ =
+      WithinHost::Tcp; ///< which way to the ranks that `rings_` holds; see shareRings() and useRings()
+  std::vector<std::pair<int, OutFrame>> early_; ///< what waits while that is undecided, and for which ranks
   std::vector<OutPort*> shared_out_; ///< members of out_, and the next of in_, that have a shared link
   std::vector<InPort*> shared_in_;
   std::vector<OutPort*> dirty_; ///< members of out_

@@ -33,7 +33,7 @@ void DataPlane::push(int peer, OutFrame frame) {
     to_self_.push_back(std::move(frame));
     return;
   }
-  if (rings_undecided_ && rings_->holds(peer)) { // a link that is opened now would be TCP for good
+  if (within_host_ == WithinHost::Undecided && rings_->holds(peer)) { // a link that is opened now would be TCP for good
     early_.emplace_back(peer, std::move(frame));
     return;
   }
@@ -251,7 +251,6 @@ void DataPlane::endReading(InPort& port) noexcept {
 void DataPlane::stopPorts() noexcept {
   dirty_.clear();
   to_self_.clear();
-  early_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
       unwatch(port->watched);
@@ -280,7 +279,6 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     return;
   }
   endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
-  early_.clear(); // as what waits for a connection, below
   for (const auto& port : out_) {
     if (port == nullptr || port->broken) {
       continue;

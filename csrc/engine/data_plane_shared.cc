@@ -12,14 +12,11 @@ namespace pycomm {
 
 void DataPlane::shareRings(HostRings rings) {
   rings_ = std::move(rings);
-  rings_undecided_ = true;
+  within_host_ = WithinHost::Undecided;
 }
 
-void DataPlane::useRings(const std::vector<int>& peers) {
-  for (const int peer : peers) {
-    through_ring_[static_cast<size_t>(peer)] = peer != identity_.rank && rings_ && rings_->holds(peer);
-  }
-  rings_undecided_ = false;
+void DataPlane::useRings(bool all_have_them) {
+  within_host_ = all_have_them ? WithinHost::Rings : WithinHost::Tcp;
   guarded(-1, [&] {
     for (auto& [peer, frame] : std::exchange(early_, {})) {
       push(peer, std::move(frame));
@@ -29,14 +26,14 @@ void DataPlane::useRings(const std::vector<int>& peers) {
 
 // Null where there is no memory for it: then bytes to this peer go by TCP.
 std::unique_ptr<SharedLink> DataPlane::startShared(int peer) {
-  if (!through_ring_[static_cast<size_t>(peer)]) {
+  if (within_host_ != WithinHost::Rings || !rings_->holds(peer)) {
     return nullptr;
   }
   try {
     PYCOMM_FAULT_POINT("ring.commit");
     rings_->commit(identity_.rank, peer);
   } catch (const Error& error) {
-    through_ring_.assign(through_ring_.size(), false); // said once
+    within_host_ = WithinHost::Tcp; // said once
     log(LogLevel::Info,
         "group " + identity_.name + ": what rank " + std::to_string(identity_.rank) +
             " sends within its host goes by TCP from now on, but for what collectives share: " +

@@ -174,13 +174,11 @@ void Group::shareMemory(const Config& config) {
   OpenedMemory opened;
   const std::vector<std::string> votes = shareVotes(config, opened);
   int without = -1; // the first rank of this host that has no memory
-  for (const int mate : host_mates_) {
-    if (without < 0 && host_mates_.size() > 1 && !has(votes[static_cast<size_t>(mate)])) {
-      without = mate;
-    }
-  }
   if (host_mates_.size() > 1) {
-    engine_.lane().run([&] { data_->useRings(without < 0 ? host_mates_ : std::vector<int>()); });
+    const auto found = std::find_if(
+        host_mates_.begin(), host_mates_.end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
+    without = found == host_mates_.end() ? -1 : *found;
+    engine_.lane().run([&] { data_->useRings(without < 0); });
   }
   if (without >= 0) {
     why_not_shared_ = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];

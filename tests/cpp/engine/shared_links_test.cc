@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <future>
 #include <string>
 #include <thread>
 
@@ -101,9 +102,9 @@ TEST(SharedLinks, AreWhatARankAnswersByThatLearnsLastThatItHasThem) {
     EXPECT_EQ(late.late > 0, rank == 1);
     group->close();
   };
-  std::thread other([&] { live(1); });
+  auto other = std::async(std::launch::async, live, 1);
   live(0);
-  other.join();
+  other.get();
 }
 
 TEST(SharedLinks, AreNotThereWhereTcpIsAskedFor) {

@@ -61,7 +61,7 @@ TEST(Cost, LargeTensorsCrossEachCardOnce) {
   };
   for (const Shape shape : {Shape{2, 1}, {2, 2}, {4, 8}, {16, 8}, {2, 64}, {128, 8}, {1024, 1}}) {
     if (kSanitized && shape.hosts > 16) {
-      continue; // half a minute each
+      continue; // most of a minute together
     }
     const TopologyView where = topology(shape.hosts, shape.ranks_a_host);
     const int64_t numel = int64_t{8} << 20;
