@@ -175,7 +175,6 @@ SETTINGS: tuple[Setting, ...] = (
         "auto",
         "PYCOMM_ALGO",
     ),
-    Setting("tuning", _path_or_off("a file that 'bench --tune' wrote"), OFF, "PYCOMM_TUNING"),
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
@@ -25,7 +24,6 @@ from pycomm.options import (
     fault_points,
     nccl_serves,
 )
-from pycomm.tuning import TuningTable, read_table
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ErrorType
@@ -215,16 +213,8 @@ def store_host(store: Any) -> str:
 def native_options(
     resolved: ResolvedOptions, store_host: str, global_ranks: list[int]
 ) -> dict[str, Any]:
-    """What ``create_backend`` takes as ``options``.
-
-    Raises:
-        ValueError: The tuning table cannot be read.
-    """
-    table = TuningTable("", ()) if resolved.tuning == "off" else read_table(resolved.tuning)
+    """What ``create_backend`` takes as ``options``."""
     return {
-        "tuned": [dataclasses.astuple(choice) for choice in table.choices],
-        "tuned_for": table.topology,
-        "tuned_digest": table.digest if table.choices else "",
         "interface": resolved.interface,
         "interface_origin": resolved.origins["interface"],
         "socket_family": resolved.socket_family,

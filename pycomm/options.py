@@ -32,9 +32,8 @@ class Options:
 
     A field left at None is looked for in the environment. Groups made later by ``new_group``
     without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``tuning``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
-    ``cuda_mode``, ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may
-    differ.
+    the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``, ``cuda_mode``,
+    ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may differ.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -54,8 +53,6 @@ class Options:
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct", "hierarchical". ``PYCOMM_ALGO``.
-        tuning: File with a table of algorithms that ``python -m pycomm bench --tune`` has measured
-            on these hosts, or "off". All ranks must have the same one. ``PYCOMM_TUNING``.
         transport: "auto": shared memory between ranks of one host, TCP between hosts and where
             there is none; "shm": shared memory for a group on one host, or an error that says why
             not; "tcp". ``PYCOMM_TRANSPORT``.
@@ -90,7 +87,6 @@ class Options:
     heartbeat_timeout: float | timedelta | None = None
     debug: str | None = None
     algorithm: str | None = None
-    tuning: str | os.PathLike[str] | None = None
     transport: str | None = None
     wire_dtype: str | None = None
     cuda_mode: str | None = None
@@ -184,8 +180,6 @@ class ResolvedOptions:
     heartbeat_timeout: float
     debug: str
     algorithm: str
-    tuning: str
-    """"off", or the table's file."""
     transport: str
     wire_dtype: str
     cuda_mode: str

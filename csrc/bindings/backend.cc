@@ -43,9 +43,6 @@ struct NativeOptions {
   int64_t flight_slots = 0;
   std::string flight_dump_prefix;
   std::vector<int> global_ranks;
-  std::vector<std::tuple<std::string, int64_t, std::string>> tuned; ///< collective, up to so many bytes, algorithm
-  std::string tuned_for;
-  std::string tuned_digest;
   std::vector<std::string> nccl_libraries;
   std::string nccl_host_id;
   std::string why_no_nccl; ///< empty: this rank may
@@ -70,9 +67,6 @@ struct NativeOptions {
         flight_slots(options["flight_recorder_size"].cast<int64_t>()),
         flight_dump_prefix(options["flight_recorder_prefix"].cast<std::string>()),
         global_ranks(options["global_ranks"].cast<std::vector<int>>()),
-        tuned(options["tuned"].cast<std::vector<std::tuple<std::string, int64_t, std::string>>>()),
-        tuned_for(options["tuned_for"].cast<std::string>()),
-        tuned_digest(options["tuned_digest"].cast<std::string>()),
         nccl_libraries(options["nccl_libraries"].cast<std::vector<std::string>>()),
         nccl_host_id(options["nccl_host_id"].cast<std::string>()),
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
@@ -86,23 +80,6 @@ Algorithm allReduceAlgorithm(const std::string& name) {
     throw Error(ErrorCode::InvalidArgument, "algorithm=" + name + " is not an algorithm for all_reduce.", "auto");
   }
   return *algorithm;
-}
-
-// Python has checked the table's form; which collective has which algorithm is known here. "auto" is the static table's.
-std::vector<TunedChoice> tunedChoices(const NativeOptions& options) {
-  std::vector<TunedChoice> choices;
-  for (const auto& [kind_name, up_to_nbytes, algorithm_name] : options.tuned) {
-    const auto kind = collectiveNamed(kind_name);
-    const auto algorithm = algorithmNamed(algorithm_name);
-    if (!kind || !algorithm || (*algorithm != Algorithm::Auto && !hasAlgorithm(*kind, *algorithm))) {
-      throw Error(
-          ErrorCode::InvalidArgument,
-          "the tuning table says that " + kind_name + " goes by " + algorithm_name + ", which there is not.",
-          "measure it again: python -m pycomm bench --tune FILE");
-    }
-    choices.push_back({*kind, up_to_nbytes, *algorithm});
-  }
-  return choices;
 }
 
 Transport transportNamed(const std::string& name) {
@@ -185,7 +162,6 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
         " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
         " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) + "ms" +
-        (options.tuned_digest.empty() ? "" : " tuning=" + options.tuned_digest) +
         (options.check_call_sites ? " check_call_sites=1" : "");
     meeting.config_digest = digestOf(meeting.config_text);
     meeting.remark = options.why_no_nccl;
@@ -198,8 +174,6 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     config.flight_slots = static_cast<size_t>(options.flight_slots);
     config.flight_dump_prefix = options.flight_dump_prefix;
     config.global_ranks = options.global_ranks;
-    config.tuned = tunedChoices(options);
-    config.tuned_for = options.tuned_for;
     if (!options.global_ranks.empty()) { // empty: the default group, whose ranks are the world's
       config.world_rank = options.global_ranks.at(static_cast<size_t>(rank));
     }

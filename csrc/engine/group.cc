@@ -40,9 +40,7 @@ std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest
     cache_.splice(cache_.begin(), cache_, found);
     return cache_.front().prepared;
   }
-  ScheduleRequest tuned = request;
-  tuned.algorithm = request.algorithm == Algorithm::Auto ? tunedAlgorithm(tuned_, request) : request.algorithm;
-  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(tuned))});
+  cache_.push_front(CachedSchedule{request, prepare(makeSchedule(request))});
   tellChoice(request, cache_.front().prepared->schedule.algorithm);
   if (cache_.size() > kCachedSchedules) {
     cache_.pop_back();
@@ -72,9 +70,7 @@ void Group::tellChoice(const ScheduleRequest& request, Algorithm algorithm) {
   if (!told_choices_.emplace(key.kind, size_class).second) {
     return;
   }
-  const std::string why = request.algorithm != Algorithm::Auto ? "the algorithm option"
-      : tunedAlgorithm(tuned_, request) == algorithm           ? "the measured table"
-                                                               : whySelected(key);
+  const std::string why = request.algorithm != Algorithm::Auto ? "the algorithm option" : whySelected(key);
   log(LogLevel::Info,
       "group " + identity_.name + ": " + collectiveName(key.kind) + " of " + std::to_string(key.nbytes) +
           " bytes goes by " + algorithmName(algorithm) + ": " + why + " (" + topology_->text() + ")");

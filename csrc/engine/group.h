@@ -49,8 +49,6 @@ class Group : public std::enable_shared_from_this<Group> {
     std::string flight_dump_prefix; ///< see FlightLog::Subject
     int world_rank = -1; ///< -1: the rank in this group
     std::vector<int> global_ranks; ///< see FlightLog::Subject
-    std::vector<TunedChoice> tuned; ///< the same on all ranks, like the next
-    std::string tuned_for; ///< TopologyView::text() of where that was measured; elsewhere it is not used
     Transport transport = Transport::Auto; ///< the same on all ranks
     int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
   };
@@ -202,7 +200,6 @@ class Group : public std::enable_shared_from_this<Group> {
   GroupIdentity identity_;
   RankClaim claim_;
   std::unique_ptr<const TopologyView> topology_; ///< made from the list that rank 0 wrote, so the same on all ranks
-  std::vector<TunedChoice> tuned_; ///< empty where it was measured on another topology
   std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
   std::vector<std::string> watch_names_; ///< by rank
   std::vector<std::string> remarks_; ///< by rank

@@ -141,14 +141,6 @@ Group::Group(
     }
   }
   topology_ = std::make_unique<const TopologyView>(hostNumbers(rendezvous.members));
-  if (!config.tuned.empty() && config.tuned_for == topology_->text()) {
-    tuned_ = config.tuned;
-  } else if (!config.tuned.empty()) {
-    pycomm::log(
-        LogLevel::Info,
-        "group " + identity_.name + ": the measured table is of " + config.tuned_for + " and not used on " +
-            topology_->text());
-  }
   log_->met(identity_.hosts, identity_.nonce);
 }
 

@@ -85,22 +85,6 @@ std::string whySelected(const SelectionKey& key) {
                                          : "the table for several hosts";
 }
 
-Algorithm tunedAlgorithm(const std::vector<TunedChoice>& tuned, const ScheduleRequest& request) {
-  if (tuned.empty() || request.algorithm != Algorithm::Auto || !request.counts.empty()) {
-    return Algorithm::Auto;
-  }
-  const SelectionKey key = selectionKey(request);
-  if (key.encoded || key.small_float_sum) {
-    return Algorithm::Auto;
-  }
-  for (const TunedChoice& choice : tuned) {
-    if (choice.kind == key.kind && key.nbytes <= choice.up_to_nbytes) {
-      return choice.algorithm;
-    }
-  }
-  return Algorithm::Auto;
-}
-
 Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
   switch (key.kind) {
     case Collective::AllReduce:

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "schedule/step.h"
 
@@ -27,16 +26,6 @@ struct SelectionKey {
 
 /// Why that is what the table says, in words.
 [[nodiscard]] std::string whySelected(const SelectionKey& key);
-
-/// What somebody has measured to be the best for tensors of up to so many bytes.
-struct TunedChoice {
-  Collective kind = Collective::Barrier;
-  int64_t up_to_nbytes = 0;
-  Algorithm algorithm = Algorithm::Auto;
-};
-/// The first of `tuned` that holds for a request, whose algorithm is Auto; Auto if none does. What is encoded or is a sum of small
-/// floats is chosen for its rounding, and uneven parts for their checks: there no measurement counts.
-[[nodiscard]] Algorithm tunedAlgorithm(const std::vector<TunedChoice>& tuned, const ScheduleRequest& request);
 
 /// Whether makeSchedule() has this algorithm for this collective.
 [[nodiscard]] bool hasAlgorithm(Collective kind, Algorithm algorithm) noexcept;

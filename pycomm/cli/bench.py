@@ -17,7 +17,6 @@ import torch.distributed as dist
 from pycomm import errors
 from pycomm.backend import topology_text
 from pycomm.cli.timing import COLLECTIVES, Case, Timing, measure
-from pycomm.cli.tune import tune
 
 _SIZES = "4,4K,64K,1M,16M"
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -51,13 +50,6 @@ def add_parser(commands: Any) -> None:
     add("--dtype", choices=_DTYPES, default="float32")
     add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file, on rank 0")
-    add(
-        "--tune",
-        type=Path,
-        metavar="FILE",
-        help="time every algorithm, and write the best ones to this file, on every host; use it "
-        "with PYCOMM_TUNING=FILE",
-    )
     parser.set_defaults(run=run)
 
 
@@ -73,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         dist.init_process_group("pycomm", timeout=timedelta(seconds=300))
         try:
-            wrong = _tuned(arguments) if arguments.tune is not None else _timed(arguments)
+            wrong = _timed(arguments)
         finally:
             dist.destroy_process_group()
     except (errors.PycommError, OSError, ValueError) as error:
@@ -97,18 +89,6 @@ def _timed(arguments: argparse.Namespace) -> int:
     if first and arguments.json is not None:
         arguments.json.write_text(json.dumps({"topology": topology_text(), "rows": rows}, indent=2))
     return sum(int(row["wrong"]) for row in rows)
-
-
-def _tuned(arguments: argparse.Namespace) -> int:
-    first = dist.get_rank() == 0
-    tell: Callable[[str], None] = (
-        (lambda line: print(line, flush=True)) if first else (lambda line: None)
-    )
-    table = tune(arguments.collectives, arguments.sizes, arguments.seconds, tell)
-    if int(os.environ.get("LOCAL_RANK", dist.get_rank())) == 0:
-        arguments.tune.write_text(table.to_json(), encoding="utf-8")
-    tell(f"wrote {len(table.choices)} choices for {table.topology} to {arguments.tune}")
-    return 0
 
 
 def _row(case: Case, timing: Timing) -> dict[str, Any]:
