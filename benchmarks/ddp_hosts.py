@@ -6,6 +6,11 @@
     python benchmarks/ddp_hosts.py --hosts 2 --model layers --mbit 0    # loopback, no namespaces
     python benchmarks/ddp_hosts.py --rounds 1 --picture step.svg        # one step, drawn
 
+A way is WRAPPER[@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's over gloo, "torch" is torch's over
+pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. MIB is `bucket_cap_mb`; without it each
+wrapper has its own default (torch's 25, ours 4). WIRE is a wire dtype, for torch's wrappers its hook
+("fp16"). EVERY is `sync_every`.
+
 Each host is a network namespace behind a switch of `--mbit`. All ways of training live in the same
 processes and take turns, a step each, forwards and backwards, so that whatever else the machine
 does falls on all. `--alone` makes one after the other, where memory would not hold all of them.
@@ -41,7 +46,16 @@ from report import header, paired_ratio
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-WAYS = ["no_sync", "gloo", "gloo#fp16", "pycomm", "pycomm#fp16", "pycomm#int8"]
+WAYS = [
+    "no_sync",
+    "gloo",
+    "gloo@4",
+    "gloo@4#fp16",
+    "torch@4",
+    "pycomm",
+    "pycomm#fp16",
+    "pycomm#int8",
+]
 WIRE_BYTES = {"": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 258 / 1024, "fp8": 258 / 1024}
 # Of the largest gradient on any rank: each rank's and the sum's rounding, twice with feedback.
 TOLERANCE = {"": 1e-5, "fp16": 2e-3, "bf16": 1.6e-2, "int8": 1.6e-2, "fp8": 0.25}
@@ -52,15 +66,19 @@ class Way:
     """One model, wrapped in one way."""
 
     def __init__(self, name: str, model: str, plain: torch.nn.Module, groups: Any, rank: int):
-        backend, _, wire = name.partition("#")
-        wire, _, every = wire.partition("/")
+        rest, _, every = name.partition("/")
+        rest, _, wire = rest.partition("#")
+        wrapper, _, cap = rest.partition("@")
+        buckets = {"bucket_cap_mb": int(cap)} if cap else {}
         self.name, self.wire, self.rank, self.model_name = name, wire, rank, model
         self.every = int(every or 1)
         module = copy.deepcopy(plain)
-        group = groups["gloo" if backend == "gloo" else "pycomm"]
-        self.syncs = backend != "no_sync"
-        if backend == "gloo":
-            self.model: Any = TorchDDP(module, process_group=group, gradient_as_bucket_view=True)
+        group = groups["gloo" if wrapper == "gloo" else "pycomm"]
+        self.syncs = wrapper != "no_sync"
+        if wrapper in ("gloo", "torch"):
+            self.model: Any = TorchDDP(
+                module, process_group=group, gradient_as_bucket_view=True, **buckets
+            )
             if wire == "fp16":
                 self.model.register_comm_hook(group, default_hooks.fp16_compress_hook)
         else:
@@ -68,7 +86,11 @@ class Way:
 
             # Hosts average parameters in the step that is one of so many.
             self.model = pycomm.DistributedDataParallel(
-                module, process_group=group, wire_dtype=wire or None, sync_every=self.every
+                module,
+                process_group=group,
+                wire_dtype=wire or None,
+                sync_every=self.every,
+                **buckets,
             )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.batch = ddp_models.batch_of(model, 0, rank)
@@ -215,6 +237,7 @@ class Rank:
             alone = nbytes * sends / self.speed
             hidden = quiet + alone - row["p50_s"]
             row["overlap"] = hidden / min(alone, backward) if sends else None
+            row["over_quiet_s"] = row["p50_s"] - quiet if sends else None
             row["rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return rows
 
@@ -243,13 +266,13 @@ def _cpu_s() -> float:
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
-    columns = f"{'way':<16}{'step s':>8}{'bound s':>9}{'/bound':>8}{'overlap':>9}{'exposed s':>11}"
+    columns = f"{'way':<16}{'step s':>8}{'bound s':>9}{'/bound':>8}{'overlap':>9}{'-no_sync s':>11}{'counted s':>11}"
     print(columns + f"{'cpu s':>7}{'error':>9}  against gloo [95 %]")
     base = next((row["steps_s"] for row in rows if row["way"] == "gloo"), None)
     for row in rows:
         over = row["p50_s"] / row["bound_s"]
         text = f"{row['way']:<16}{row['p50_s']:8.3f}{row['bound_s']:9.3f}{over:8.2f}"
-        for name, width in (("overlap", 9), ("exposed_s", 11)):
+        for name, width in (("overlap", 9), ("over_quiet_s", 11), ("exposed_s", 11)):
             value = row[name]
             text += f"{'':>{width}}" if value is None else f"{value:{width}.3f}"
         text += f"{row['cpu_s']:7.2f}{row['error']:9.1e}"

@@ -1,4 +1,4 @@
-"""The raw limit beside the backends: an all_reduce of plain sockets and additions, in raw_ring.c.
+"""Raw sockets beside the backends: an all_reduce of plain sockets and additions, in raw_ring.c.
 
 It runs in the same processes, on the same cores and interface as the backends, so that
 its CPU time and its share of the machine are counted as theirs are. It knows fp32 sums of 1, 2, 4,

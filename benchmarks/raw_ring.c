@@ -1,4 +1,4 @@
-// The raw limit of an all_reduce: plain sockets and plain additions, nothing else. No headers, no checks, no threads.
+// An all_reduce without a library, to compare with: plain sockets and plain additions, nothing else. No headers, no checks, no threads.
 //
 //   large   a ring. Each rank sends 2 (N - 1) / N of the tensor to its right neighbour and receives as much from its left
 //           one, both at once; of what it receives it adds the first half and stores the other. What has been added goes
