@@ -6,10 +6,10 @@
     python benchmarks/ddp_hosts.py --hosts 2 --model layers --mbit 0    # loopback, no namespaces
     python benchmarks/ddp_hosts.py --rounds 1 --picture step.svg        # one step, drawn
 
-A way is WRAPPER[@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's over gloo, "torch" is torch's over
-pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. MIB is `bucket_cap_mb`; without it each
-wrapper has its own default (torch's 25, ours 4). WIRE is a wire dtype, for torch's wrappers its hook
-("fp16"). EVERY is `sync_every`.
+A way is WRAPPER[@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch" is
+torch's over pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. MIB is `bucket_cap_mb`;
+without it each wrapper has its own default (torch's 25, ours 4). WIRE is a wire dtype; torch's
+wrapper has a hook for "fp16". EVERY is `sync_every`.
 
 Each host is a network namespace behind a switch of `--mbit`. All ways of training live in the same
 processes and take turns, a step each, forwards and backwards, so that whatever else the machine
@@ -266,7 +266,8 @@ def _cpu_s() -> float:
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
-    columns = f"{'way':<16}{'step s':>8}{'bound s':>9}{'/bound':>8}{'overlap':>9}{'-no_sync s':>11}{'counted s':>11}"
+    columns = f"{'way':<16}{'step s':>8}{'bound s':>9}{'/bound':>8}{'overlap':>9}"
+    columns += f"{'-no_sync s':>11}{'counted s':>11}"  # the step less no_sync's; as stats() counts
     print(columns + f"{'cpu s':>7}{'error':>9}  against gloo [95 %]")
     base = next((row["steps_s"] for row in rows if row["way"] == "gloo"), None)
     for row in rows:
