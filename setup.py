@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import setuptools
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cuda_library  # noqa: E402
+import units  # noqa: E402
 from machine import extension_objects, jobs  # noqa: E402
 
 TORCH_MISSING = """\
@@ -20,8 +22,8 @@ torch is needed to build: pip install torch==2.13.0 --index-url \
 https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
 SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
 
-# A file that includes torch's headers keeps its compiler at up to this much memory.
-GIB_PER_COMPILER = 3.0
+# A folder of files that include torch's headers keeps its compiler at up to this much memory.
+GIB_PER_COMPILER = 1.7
 
 COMPILE_ARGS = [
     "-O3",
@@ -36,18 +38,8 @@ COMPILE_ARGS = [
 ]
 
 
-def floor_folders(*kinds: str) -> list[Path]:
-    """The folders of csrc/floors.txt that are of these kinds, lowest floor first."""
-    lines = (ROOT / "csrc" / "floors.txt").read_text().splitlines()
-    rows = [line.split() for line in lines if line and not line.startswith("#")]
-    return [ROOT / "csrc" / folder for _, folder, kind in rows if kind in kinds]
-
-
-def files(pattern: str) -> list[str]:
-    found = [
-        path for folder in floor_folders("core", "torch") for path in sorted(folder.rglob(pattern))
-    ]
-    return [str(path.relative_to(ROOT)) for path in found]
+def relative(paths: Iterable[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def git_commit() -> str:
@@ -121,8 +113,11 @@ def extension_keywords() -> dict[str, object]:
     debug = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]
     extension = CppExtension(
         "pycomm._C",
-        sources=files("*.cc"),
-        depends=files("*.h"),
+        # The largest first: with few cores, the last one decides when all are done.
+        sources=relative([*reversed(units.torch_units(ROOT)), *units.sources(ROOT, "core")]),
+        depends=relative(
+            path for folder in units.folders(ROOT, "core", "torch") for path in folder.rglob("*.h")
+        ),
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={"cxx": [*COMPILE_ARGS, *debug]},
     )

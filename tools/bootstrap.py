@@ -165,9 +165,9 @@ def compile_in_place() -> None:
     lines = []
     for line in child.stdout or []:
         lines.append(line)
-        step = re.match(r"\[(\d+/\d+)\].*?csrc/(\S+)\.o(?:\s|$)", line)
+        step = re.match(r"\[(\d+/\d+)\].*?/(?:csrc|build/units)/(\S+)\.o(?:\s|$)", line)
         if step:
-            say(f"compiled {step[1]}: {step[2]}.cc")
+            say(f"compiled {step[1]}: {step[2]}")
     if child.wait() != 0:
         # What the compiler said, without how setuptools and torch came to call it.
         ends = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]

@@ -16,21 +16,17 @@ from pathlib import Path
 
 import cpp
 import machine
+import units
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "build" / "faults" / "pycomm"
-TORCH_FOLDERS = ("c10d", "ddp", "bindings")
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
 def torch_objects(folder: Path) -> list[Path]:
     """The objects of today's sources: a folder may hold those of removed ones."""
-    sources = [
-        path.relative_to(ROOT)
-        for name in TORCH_FOLDERS
-        for path in sorted((ROOT / "csrc" / name).rglob("*.cc"))
-    ]
-    return [folder / source.with_suffix(".o") for source in sources]
+    paths = [path.relative_to(ROOT) for path in units.torch_units(ROOT)]
+    return [folder / path.with_suffix(".o") for path in paths]
 
 
 def mirror_python_files() -> None:

@@ -56,7 +56,7 @@ BufferView viewOfRun(const std::vector<at::Tensor>& parts) {
 
 /// Moves bytes and nothing else: no gradients, no version counters, and tensors made in inference mode are welcome, as they are to a
 /// collective that writes their memory directly.
-void copy(const at::Tensor& to, const at::Tensor& from) {
+void copyElements(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   to.copy_(from);
 }
@@ -101,7 +101,7 @@ BufferView Staging::in(const at::Tensor& tensor) {
     return onHost(tensor, bytesOf(tensor, tensor.numel()), true, false);
   }
   const at::Tensor made = temporary(tensor, tensor.numel());
-  copy(made.view(tensor.sizes()), tensor);
+  copyElements(made.view(tensor.sizes()), tensor);
   return onHost(made, bytesOf(made, made.numel()), true, false);
 }
 
@@ -120,7 +120,7 @@ BufferView Staging::output(const at::Tensor& tensor, bool read) {
   const at::Tensor made = temporary(tensor, tensor.numel());
   copies_.push_back({made, {tensor}});
   if (read) {
-    copy(made.view(tensor.sizes()), tensor);
+    copyElements(made.view(tensor.sizes()), tensor);
   }
   return onHost(made, bytesOf(made, made.numel()), read, true);
 }
@@ -132,7 +132,7 @@ ConstBufferView Staging::in(const std::vector<at::Tensor>& parts) {
   const at::Tensor made = temporary(parts.front(), totalNumel(parts));
   int64_t begin = 0;
   for (const at::Tensor& part : parts) {
-    copy(made.narrow(0, begin, part.numel()).view(part.sizes()), part);
+    copyElements(made.narrow(0, begin, part.numel()).view(part.sizes()), part);
     begin += part.numel();
   }
   return onHost(made, bytesOf(made, made.numel()), true, false);
@@ -169,7 +169,7 @@ std::function<void()> Staging::takeUnpack() {
     for (const CopyBack& each : copies) {
       int64_t begin = 0;
       for (const at::Tensor& part : each.to) {
-        copy(part, each.from.narrow(0, begin, part.numel()).view(part.sizes()));
+        copyElements(part, each.from.narrow(0, begin, part.numel()).view(part.sizes()));
         begin += part.numel();
       }
     }
