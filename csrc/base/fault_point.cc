@@ -15,7 +15,6 @@
 #include <sstream>
 #include <thread>
 #include <utility>
-#include <vector>
 
 namespace pycomm {
 namespace {
@@ -23,18 +22,20 @@ namespace {
 enum class Action { Kill, Stop, Exit, Delay, NoMemory, Errno, Short, Flip };
 
 struct ArmedPoint {
+  std::string text; ///< as it was given
   std::string site;
   int64_t first = 1; ///< the visit at which it strikes
   bool later_too = false;
   Action action = Action::Kill;
   int number = 0; ///< milliseconds, or an errno
+  int64_t visits = 0;
+  int64_t strikes = 0;
 };
 
 constexpr int kExitCode = 77;
 
-std::mutex g_mutex; ///< guards g_points and g_visits
+std::mutex g_mutex; ///< guards g_points
 std::vector<ArmedPoint> g_points;
-std::vector<std::pair<std::string, int64_t>> g_visits; ///< of the armed sites
 std::atomic<bool> g_armed{false};
 
 constexpr std::pair<const char*, int> kErrnos[] = {
@@ -114,6 +115,7 @@ ArmedPoint readPoint(const std::string& part) {
     unreadable(part, "it is not site:nth:action");
   }
   ArmedPoint point;
+  point.text = part;
   point.site = part.substr(0, first);
   std::string nth = part.substr(first + 1, second - first - 1);
   if (!nth.empty() && nth.back() == '+') {
@@ -132,15 +134,14 @@ ArmedPoint readPoint(const std::string& part) {
 std::vector<ArmedPoint> struckAt(const char* site) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   std::vector<ArmedPoint> struck;
-  for (auto& entry : g_visits) {
-    if (entry.first != site) {
+  for (ArmedPoint& point : g_points) {
+    if (point.site != site) {
       continue;
     }
-    ++entry.second;
-    for (const ArmedPoint& point : g_points) {
-      if (point.site == site && (entry.second == point.first || (point.later_too && entry.second > point.first))) {
-        struck.push_back(point);
-      }
+    ++point.visits;
+    if (point.visits == point.first || (point.later_too && point.visits > point.first)) {
+      ++point.strikes;
+      struck.push_back(point);
     }
   }
   return struck;
@@ -166,18 +167,17 @@ void armFaultPoints(const std::string& spec) {
     points.push_back(readPoint(part));
   }
   const std::lock_guard<std::mutex> lock(g_mutex);
-  g_visits.clear();
-  for (const ArmedPoint& point : points) {
-    bool known = false;
-    for (const auto& entry : g_visits) {
-      known = known || entry.first == point.site;
-    }
-    if (!known) {
-      g_visits.emplace_back(point.site, 0);
-    }
-  }
   g_points = std::move(points);
   g_armed.store(!g_points.empty());
+}
+
+std::vector<FaultPointTally> faultPointTallies() {
+  const std::lock_guard<std::mutex> lock(g_mutex);
+  std::vector<FaultPointTally> tallies;
+  for (const ArmedPoint& point : g_points) {
+    tallies.push_back({point.text, point.visits, point.strikes});
+  }
+  return tallies;
 }
 
 Fault visitFaultPoint(const char* site) {
@@ -246,6 +246,10 @@ void armFaultPoints(const std::string&) {
       ErrorCode::Unsupported,
       "PYCOMM_FAULT is set, and this is not a test build of pycomm: it has no fault points",
       "unset PYCOMM_FAULT; tests use what `make fault_build` builds");
+}
+
+std::vector<FaultPointTally> faultPointTallies() {
+  return {};
 }
 
 } // namespace pycomm

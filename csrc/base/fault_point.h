@@ -2,7 +2,9 @@
 
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <string>
+#include <vector>
 
 // Where tests make things go wrong. A site is named in the code and does nothing, and leaves nothing in the binary, unless
 // PYCOMM_FAULT_POINTS is defined. Only .cc files of the core name sites: what includes torch is then the same in both
@@ -33,6 +35,17 @@ struct Fault {
 /// errno=NAME, short, flip. The last three need a site that can: elsewhere errno throws Error(SystemError).
 /// Throws Error(InvalidArgument) for a spec that cannot be read, Error(Unsupported) where faultPointsBuiltIn() is false.
 void armFaultPoints(const std::string& spec);
+
+/// What became of one armed fault point since it was armed.
+struct FaultPointTally {
+  std::string point; ///< as armFaultPoints() was given it, "tcp.write:3:errno=EPIPE"
+  int64_t visits = 0; ///< of its site
+  int64_t strikes = 0; ///< how often its action was taken
+};
+
+/// Of every armed fault point of this process, in the order of the spec; none if none is armed. A test asks for them to
+/// know that its fault struck. Any thread.
+[[nodiscard]] std::vector<FaultPointTally> faultPointTallies();
 
 /// What a failed system call leaves: errno, and -1.
 inline int failWith(int error_number) noexcept {

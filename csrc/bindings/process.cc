@@ -75,6 +75,14 @@ py::list interfaces() {
   return list;
 }
 
+py::list faultPoints() {
+  py::list list;
+  for (const FaultPointTally& tally : faultPointTallies()) {
+    list.append(py::make_tuple(tally.point, tally.visits, tally.strikes));
+  }
+  return list;
+}
+
 py::dict buildInfo() {
   py::dict info;
 #if defined(__clang__)
@@ -102,6 +110,9 @@ void bindProcess(py::module_& m) {
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());
   m.def("arm_fault_points", [](const std::string& spec) { raising([&] { armFaultPoints(spec); }); }, py::arg("spec"));
+  if (faultPointsBuiltIn()) {
+    m.def("fault_points", &faultPoints); // (point, visits, strikes) of each that is armed
+  }
   m.def(
       "empty_shared",
       [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {

@@ -16,7 +16,9 @@ if str(TESTS_DIR) not in sys.path:
 if importlib.util.find_spec("pycomm") is None:
     sys.path.insert(0, str(TESTS_DIR.parent.parent))
 
+import fault_report  # noqa: E402
 import ranks  # noqa: E402
+import shares  # noqa: E402
 import zygote  # noqa: E402
 
 DEFAULT_TIMEOUT_S = 400
@@ -34,12 +36,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(
-        "--all-faults", action="store_true", help="the whole fault matrix, not CI's part of it"
+        "--all-faults", action="store_true", help="the whole fault matrix, not today's share of it"
+    )
+    parser.addoption(
+        "--exact-bounds",
+        action="store_true",
+        help="faults must be noticed as fast as documented: for a machine that does nothing else",
+    )
+    parser.addoption(
+        "--remember-failures",
+        action="store_true",
+        help=f"add fault cases that fail to {shares.ALWAYS.name}: they run on every day then",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension pycomm._C")
+    if config.getoption("--exact-bounds"):
+        os.environ["TEST_EXACT_BOUNDS"] = "1"  # ranks read it, too
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--all-faults"):
+        return "faults: all cases"
+    return f"faults: share {shares.share()} of {shares.SHARES} (SHARE={shares.share()} repeats it)"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    fault_report.write(terminalreporter, remember=config.getoption("--remember-failures"))
 
 
 def native_is_built() -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fault_ranks import Case, mismatches
+from shares import SHARES, part_of, share
 
 WORLDS = (2, 3, 4, 5)
 KILLED = -int(signal.SIGKILL)
-EVERY = 5
-"""CI runs one of so many cases of each kind."""
 
 
 def _ends(world_size: int) -> tuple[int, int]:
@@ -94,15 +93,7 @@ def _killed_in_rendezvous() -> Iterator[Case]:
 def _stopped() -> Iterator[Case]:
     for world_size, victim in ((2, 0), (2, 1), (3, 1), (4, 3), (5, 0)):
         for phase in ("operation.post:1", "frame.written:3"):
-            yield Case(
-                "stopped",
-                phase,
-                world_size,
-                victim,
-                spec=f"{phase}:stop",
-                codes=("PEER_UNRESPONSIVE",),
-                bound_s=4.2,
-            )
+            yield _stopped_at(phase, world_size, victim)
     yield Case(
         "stopped",
         "rendezvous.wait:1",
@@ -279,7 +270,7 @@ def _in_shared_links() -> Iterator[Case]:
                 spec=f"{phase}:errno={name}",
                 program="uneven parts",
                 codes=("PEER_DEAD", "CONN_RESET"),
-                culprit=False,  # both its ends are alive
+                culprit="an end",
                 victim_codes=("PEER_DEAD", "CONN_RESET"),
                 transport="shm",
             )
@@ -292,7 +283,7 @@ def _in_shared_links() -> Iterator[Case]:
                 spec=f"{site}:{'5' if site == 'frame.arriving' else '5+'}:flip",
                 program="messages",
                 codes=("PROTOCOL_VIOLATION",),
-                culprit=site != "frame.arriving",  # there, the victim is who received it
+                culprit="an end" if site == "frame.arriving" else "victim",  # the one, received
                 victim_codes=("PROTOCOL_VIOLATION",),
                 transport="shm",
             )
@@ -320,6 +311,8 @@ def _harmless_in_shared_links() -> Iterator[Case]:
         for phase, spec, program in (
             ("short writes", "shared.write:1+:short", "small messages"),
             ("short reads", "shared.read:1+:short", "small messages"),
+            ("short writes, every kind", "shared.write:1+:short", "small kinds"),
+            ("short reads, every kind", "shared.read:1+:short", "small kinds"),
             ("a short write", "shared.write:5:short", "messages"),
             ("a slow writer", "ring.written:1+:delay=5", "messages"),
             ("a slow reader", "ring.taken:1+:delay=5", "messages"),
@@ -340,6 +333,102 @@ def _harmless_in_shared_links() -> Iterator[Case]:
             )
 
 
+def _in_other_collectives() -> Iterator[Case]:
+    """Not all_reduce: over TCP, and in shared memory where ranks meet there."""
+    places = ((2, 1), (3, 0), (4, 2))
+    for program in ("broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        phases = ["operation.post:1", "frame.queued:2", "frame.written:2", "frame.header:2"]
+        phases += ["payload.partly:1", "operation.finish:2"]
+        phases += ["reduce.step:1"] if program == "reduce_scatter" else []
+        for index, phase in enumerate(phases):
+            for world_size, victim in (places[index % 3], places[(index + 1) % 3]):
+                yield _in(program, _killed(phase, world_size, victim))
+        yield _in(program, _stopped_at("frame.written:2", 3, 1))
+        for phase, name in (("tcp.write:5", "ECONNRESET"), ("tcp.read:5", "ECONNRESET")):
+            yield _in(program, _reset(phase, name, 3, 2))
+        for spec in ("tcp.write:3:short", "tcp.read:3:short"):
+            yield _in(program, _unnoticed("no harm", spec, 3, 1))
+        for site in ("operation.post", "frame.header"):
+            yield _in(program, _no_memory(site, 3, 1))
+    shared = {"transport": "shm"}
+    for program in ("broadcast", "all_gather", "reduce_scatter"):
+        phases = ["host.enter:2", "host.stage:2", "host.collect:2", "operation.finish:2"]
+        phases += ["reduce.step:2"] if program == "reduce_scatter" else []
+        for index, phase in enumerate(phases):
+            for world_size, victim in (places[index % 3], places[(index + 1) % 3]):
+                yield _in(program, _killed(phase, world_size, victim, **shared))
+        yield _in(program, _stopped_at("host.collect:2", 3, 1, **shared))
+    for phase in ("shared.write:5", "shared.read:9", "ring.written:9", "payload.partly:3"):
+        for world_size, victim in places[:2]:
+            yield _in("all_to_all", _killed(phase, world_size, victim, **shared))
+    yield _in("all_to_all", _stopped_at("shared.write:5", 3, 1, **shared))
+
+
+def _in_codecs() -> Iterator[Case]:
+    """Sums that travel encoded."""
+    for codec in ("int8", "fp16"):
+        for phase in ("frame.written:2", "payload.partly:1", "reduce.step:1", "operation.finish:2"):
+            for world_size, victim in ((2, 1), (3, 0)):
+                yield _in(codec, _killed(phase, world_size, victim))
+        yield _in(codec, _stopped_at("reduce.step:1", 3, 1))
+        yield _in(codec, _reset("tcp.read:5", "ECONNRESET", 3, 2))
+        yield _in(codec, _no_memory("reduce.step", 3, 1))
+        for spec in ("tcp.write:3:short", "tcp.read:3:short"):
+            yield _in(codec, _unnoticed("no harm", spec, 3, 1))
+    for codec in ("bf16", "fp8"):
+        yield _in(codec, _killed("reduce.step:1", 3, 2))
+    for codec in ("int8", "fp16"):
+        for phase in ("reduce.step:1", "operation.finish:2"):
+            yield _in(codec, _killed(phase, 3, 1, transport="shm"))
+
+
+def _in(program: str, case: Case) -> Case:
+    """The case in another operation."""
+    where = " in shared memory" if case.transport == "shm" else ""
+    return dataclasses.replace(case, kind=f"{case.kind} in {program}{where}", program=program)
+
+
+def _stopped_at(phase: str, world_size: int, victim: int, **more: object) -> Case:
+    return Case(
+        "stopped",
+        phase,
+        world_size,
+        victim,
+        spec=f"{phase}:stop",
+        codes=("PEER_UNRESPONSIVE",),
+        bound_s=4.2,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _reset(phase: str, name: str, world_size: int, victim: int) -> Case:
+    return Case(
+        "connection breaks",
+        f"{phase}={name}",
+        world_size,
+        victim,
+        spec=f"{phase}:errno={name}",
+        codes=("PEER_DEAD", "CONN_RESET"),
+        culprit="an end",
+        victim_codes=("PEER_DEAD", "CONN_RESET"),
+    )
+
+
+def _unnoticed(kind: str, spec: str, world_size: int, victim: int, **more: object) -> Case:
+    """What no user may notice."""
+    return Case(
+        kind,
+        spec,
+        world_size,
+        victim,
+        spec=spec,
+        codes=(),
+        victim_codes=(),
+        bound_s=20.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
 def _system_calls() -> Iterator[Case]:
     for world_size in (2, 3, 4):
         victim = world_size - 1
@@ -349,16 +438,7 @@ def _system_calls() -> Iterator[Case]:
             ("tcp.read:5", "ECONNRESET"),
             ("tcp.read:9", "ETIMEDOUT"),
         ):
-            yield Case(
-                "connection breaks",
-                f"{phase}={name}",
-                world_size,
-                victim,
-                spec=f"{phase}:errno={name}",
-                codes=("PEER_DEAD", "CONN_RESET"),
-                culprit=False,  # both its ends are alive
-                victim_codes=("PEER_DEAD", "CONN_RESET"),
-            )
+            yield _reset(phase, name, world_size, victim)
         for phase, name in (("tcp.write:5", "ENOBUFS"), ("tcp.read:5", "ENOMEM")):
             yield Case(
                 "kernel without memory",
@@ -383,7 +463,7 @@ def _system_calls() -> Iterator[Case]:
             1,
             spec="frame.arriving:5:flip",
             codes=("PROTOCOL_VIOLATION",),
-            culprit=False,  # the victim is who received it
+            culprit="an end",  # the victim is who received it
             victim_codes=("PROTOCOL_VIOLATION",),
         )
 
@@ -404,8 +484,8 @@ def _no_memory(site: str, world_size: int, victim: int) -> Case:
 def _harmless() -> Iterator[Case]:
     """What no user may notice."""
     faults = {
-        "short writes": ("tcp.write:1+:short", "kinds-small"),
-        "short reads": ("tcp.read:1+:short", "kinds-small"),
+        "short writes": ("tcp.write:1+:short", "small kinds"),
+        "short reads": ("tcp.read:1+:short", "small kinds"),
         "a short write": ("tcp.write:3:short", "large"),
         "a short read": ("tcp.read:3:short", "large"),
         "EINTR": ("tcp.write:2:errno=EINTR,tcp.read:2:errno=EINTR", "large"),
@@ -423,7 +503,7 @@ def _harmless() -> Iterator[Case]:
                 world_size,
                 world_size - 1,
                 spec=spec,
-                program="small" if program == "kinds-small" else program,
+                program=program,
                 codes=(),
                 victim_codes=(),
                 bound_s=20.0,
@@ -502,7 +582,7 @@ def _refused_at_init() -> Iterator[Case]:
                     "NO_INTERFACE",
                     *gone,
                 ),
-                culprit=False,  # it may not even say that it was there
+                culprit="",  # it may not even say that it was there
                 may_end_well=True,
                 timeout_s=1.5,
                 bound_s=3.5,
@@ -536,7 +616,7 @@ def _refused_at_init() -> Iterator[Case]:
         2,
         how="duplicate",
         at_init=True,
-        culprit=False,
+        culprit="",
         codes=("RENDEZVOUS_TIMEOUT", "DUPLICATE_RANK"),
         victim_codes=("DUPLICATE_RANK", "RENDEZVOUS_TIMEOUT"),
         timeout_s=1.5,
@@ -552,6 +632,8 @@ def cases() -> list[Case]:
         *_stopped(),
         *_in_shared_memory(),
         *_in_shared_links(),
+        *_in_other_collectives(),
+        *_in_codecs(),
         *_acts(),
         *_system_calls(),
     ]
@@ -560,20 +642,15 @@ def cases() -> list[Case]:
     return made
 
 
-def a_part(of: Sequence[Case]) -> list[Case]:
-    """Every fifth of each kind, and at least one of it: always the same."""
-    by_kind: dict[str, list[Case]] = {}
-    for case in of:
-        by_kind.setdefault(case.kind, []).append(case)
-    return [case for group in by_kind.values() for case in group[len(group) // 2 % EVERY :: EVERY]]
-
-
 def mismatch_cases(world_size: int, *, everything: bool) -> list[tuple[str, int]]:
-    """(mismatch, victim) of one world size; without ``everything`` one victim each."""
+    """(mismatch, victim) of one world size; without ``everything`` one victim each.
+
+    Another one on each day: of up to 5 ranks each is the victim once in five days.
+    """
     names = list(mismatches(world_size))
     if everything:
-        return [(name, victim) for name in names for victim in _ends(world_size)]
-    return [(name, index % world_size) for index, name in enumerate(names)]
+        return [(name, victim) for name in names for victim in range(world_size)]
+    return [(name, (index + share()) % world_size) for index, name in enumerate(names)]
 
 
 if __name__ == "__main__":
@@ -583,5 +660,6 @@ if __name__ == "__main__":
     print(
         f"{len(kinds)} kinds, {len(made) + wrong} cases: {len(made)} faults and {wrong} mismatches"
     )
+    today = part_of(made, lambda case: case.name)
     in_ci = sum(len(mismatch_cases(world, everything=False)) for world in WORLDS)
-    print(f"CI: {len(a_part(made))} faults and {in_ci} mismatches")
+    print(f"share {share()} of {SHARES}: {len(today)} faults and {in_ci} mismatches")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import os
 import resource
 import signal
@@ -16,8 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fault_programs
 import torch
 import torch.distributed as dist
+from fault_programs import PROGRAMS
 from rank_child import describe_exception, mark
 
 import pycomm
@@ -47,8 +48,9 @@ class Case:
     program: str = "large"
     codes: tuple[str, ...] = ("PEER_DEAD",)
     """What the other ranks may raise; () if nothing may happen to them."""
-    culprit: bool = True
-    """Whether the others' errors must name the victim as the peer."""
+    culprit: str = "victim"
+    """Whom the others' errors must name: the "victim" as the peer; "an end" of a connection of the
+    victim, where both ends are alive; or "" where nobody can know."""
     victim_codes: tuple[str, ...] | None = None
     """What the victim may raise; () if nothing; None if its process ends otherwise."""
     victim_exit: int = 0
@@ -61,6 +63,8 @@ class Case:
     "algorithm", "segment", "streams", "heartbeat", "few files"."""
     transport: str = "tcp"
     """Of cases with a ``spec``; the others take what there is, which is shared memory."""
+    steps: int = 12
+    """After the fault was armed, where no error ends them."""
     may_end_well: bool = False
     """The others need not notice: the fault may come when nobody needs the victim any more."""
 
@@ -70,13 +74,19 @@ class Case:
         return where if self.victim < 0 else f"{where}-rank{self.victim}"
 
 
+MOST_PATIENCE = 8.0
+
+
 def patience() -> float:
     """How much longer all may take because others want the cores, too.
 
     Three times as long at least: the load of the last minute knows nothing of the last second, nor
-    of cores that are lent elsewhere. `fault_figures.py` measures how fast it is on a quiet machine.
+    of cores that are lent elsewhere. Nothing with ``--exact-bounds``, for a machine that does
+    nothing else.
     """
-    return max(3.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+    if os.environ.get("TEST_EXACT_BOUNDS"):
+        return 1.0
+    return min(max(3.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2), MOST_PATIENCE)
 
 
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -114,109 +124,10 @@ def join(rank: int, case: Case, store: str) -> None:
     )
 
 
-# What the ranks are doing
-
-
-def _all_reduce(numel: int) -> Callable[[int, int], None]:
-    def step(rank: int, world_size: int) -> None:
-        tensor = torch.full((numel,), float(rank + 1))
-        dist.all_reduce(tensor)
-        wanted = world_size * (world_size + 1) / 2
-        if float(tensor[0]) != wanted or float(tensor[-1]) != wanted:
-            raise AssertionError(f"a wrong sum was delivered: {tensor[0]}, {tensor[-1]}")
-
-    return step
-
-
-def _all_kinds(rank: int, world_size: int) -> None:
-    _all_reduce(3)(rank, world_size)
-    tensor = torch.full((100_000,), float(rank))
-    dist.broadcast(tensor, 0)
-    gathered = torch.empty(world_size * 1000)
-    dist.all_gather_into_tensor(gathered, torch.full((1000,), float(rank)))
-    if float(tensor[-1]) != 0.0 or float(gathered[-1]) != world_size - 1:
-        raise AssertionError("wrong bytes were delivered")
-    dist.all_to_all_single(gathered, gathered.clone())
-    dist.barrier()
-
-
 LATER: list[Any] = []
-"""What acts need, made before they act: a group, memory."""
-
-
-def _reduce_what_is_there(rank: int, world_size: int) -> None:
-    dist.all_reduce(LATER[-1][: 1000 if len(LATER) == 1 else None])
-    LATER.append(LATER[0])
-
-
-_REACHED: dict[int, torch.Tensor] = {}
-
-
-def _in_place(rank: int, world_size: int) -> None:
-    tensor = _REACHED.setdefault(rank, pycomm.empty(1 << 20))
-    tensor.fill_(float(rank + 1))
-    try:
-        dist.all_reduce(tensor)
-    except pycomm.errors.PycommError:
-        tensor.fill_(-1.0)  # it is this rank's alone again
-        assert float(tensor.min()) == float(tensor.max()) == -1.0
-        raise
-    wanted = world_size * (world_size + 1) / 2
-    if float(tensor.min()) != wanted or float(tensor.max()) != wanted:
-        raise AssertionError(f"a wrong sum was delivered: {tensor.min()} to {tensor.max()}")
-
-
-def _messages(numel: int) -> Callable[[int, int], None]:
-    def step(rank: int, world_size: int) -> None:
-        arriving, leaving = torch.empty(numel), torch.full((numel,), float(rank))
-        works = [
-            dist.irecv(arriving, (rank - 1) % world_size),
-            dist.isend(leaving, (rank + 1) % world_size),
-        ]
-        try:
-            for work in works:
-                assert work is not None
-                work.wait()
-        except pycomm.errors.PycommError:
-            arriving.fill_(-1.0)  # nobody writes to it any more
-            assert float(arriving.min()) == float(arriving.max()) == -1.0
-            raise
-        if not bool((arriving == (rank - 1) % world_size).all()):
-            raise AssertionError(f"wrong bytes were delivered: {arriving.min()}, {arriving.max()}")
-
-    return step
-
-
-def _uneven_parts(rank: int, world_size: int) -> None:
-    sizes = [100_000 * (peer + 1) for peer in range(world_size)]
-    inputs = torch.full((sizes[rank] * world_size,), float(rank))
-    output = torch.empty(sum(sizes))
-    dist.all_to_all_single(output, inputs, sizes, [sizes[rank]] * world_size)
-    for peer, part in enumerate(output.split(sizes)):
-        if not bool((part == peer).all()):
-            raise AssertionError(f"wrong bytes were delivered: {part.min()}, {part.max()}")
-
-
-_CALLS = itertools.count()
-
-
-def _later_large(rank: int, world_size: int) -> None:
-    """The first large one has its memory made, after the fault was armed."""
-    _all_reduce(3 if next(_CALLS) < 2 else 1 << 20)(rank, world_size)
-
-
-PROGRAMS: dict[str, Callable[[int, int], None]] = {
-    "there": _reduce_what_is_there,
-    "large": _all_reduce(1 << 20),
-    "few": _all_reduce(1 << 16),
-    "small": _all_reduce(3),
-    "kinds": _all_kinds,
-    "in place": _in_place,
-    "messages": _messages(1 << 20),
-    "small messages": _messages(1000),
-    "uneven parts": _uneven_parts,
-    "later large": _later_large,
-}
+"""What acts need, made before they act: a group."""
+STEPS_BEFORE = 2
+"""The victim's fault is armed, or it acts, after so many steps."""
 
 
 # What a victim does to itself
@@ -243,11 +154,9 @@ def _os_exit(case: Case) -> None:
 
 
 def _destroy_in_the_middle(case: Case) -> None:
-    mine = float(
-        dist.get_rank() + 1
-    )  # as in the steps of the others, which may match these and succeed
-    dist.all_reduce(torch.full((1 << 20,), mine), async_op=True)
-    dist.all_reduce(torch.full((3,), mine), async_op=True)
+    for step in (STEPS_BEFORE, STEPS_BEFORE + 1):  # the next of the others', which may succeed
+        tensor = fault_programs.values(1 << 20, dist.get_rank(), step)
+        dist.all_reduce(tensor, async_op=True)
     dist.destroy_process_group()
     sys.exit(0)
 
@@ -278,7 +187,12 @@ def _interrupt_in_a_wait(case: Case) -> None:
 
 
 def _hold_the_gil(case: Case) -> None:
+    began_s, ran_s = time.monotonic(), []
+    other = threading.Timer(1.0, lambda: ran_s.append(time.monotonic()))
+    other.start()
     ctypes.PyDLL(None).usleep(4_000_000)  # PyDLL keeps the lock
+    other.join()
+    assert ran_s[0] - began_s >= 4.0, "another thread has had the lock meanwhile"
 
 
 def _stop_and_go(case: Case) -> None:
@@ -286,16 +200,11 @@ def _stop_and_go(case: Case) -> None:
     if os.fork() == 0:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(1.0)
+        stat = Path(f"/proc/{pid}/stat").read_text()
         os.kill(pid, signal.SIGCONT)
-        os._exit(0)
+        os._exit(stat.rpartition(")")[2].split()[0] != "T")
     time.sleep(0.2)
-    os.wait()
-
-
-def _little_memory(case: Case) -> None:
-    status = Path("/proc/self/status").read_text()
-    used = next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmSize" in line)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), used + (1 << 20)))
+    assert os.wait()[1] == 0, "it was not stopped"
 
 
 def _fork_a_child_that_stays(case: Case) -> None:
@@ -309,7 +218,6 @@ ACTS: dict[str, Callable[[Case], None]] = {
     "kill": _end_by(signal.SIGKILL),
     "terminate": _end_by(signal.SIGTERM),
     "segfault": _end_by(signal.SIGSEGV),
-    "stop": _end_by(signal.SIGSTOP),
     "raise": _raise,
     "sys_exit": _exit,
     "os_exit": _os_exit,
@@ -319,7 +227,6 @@ ACTS: dict[str, Callable[[Case], None]] = {
     "interrupt": _interrupt_in_a_wait,
     "hold_gil": _hold_the_gil,
     "stop_and_go": _stop_and_go,
-    "little_memory": _little_memory,
     "fork": _fork_a_child_that_stays,
 }
 
@@ -340,28 +247,27 @@ def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, An
         os.environ["PYCOMM_TRANSPORT"] = case.transport  # a fault point is on one way only
     if case.at_init and rank == case.victim and case.spec:
         os.environ["PYCOMM_FAULT"] = case.spec
-    met: dict[str, Any] = {"error": None, "steps": 0}
+    met: dict[str, Any] = {"error": None, "steps": 0, "fault_points": []}
     began_s = time.monotonic()
     if rank == case.victim and case.how == "absent":
         return met
     meet(rank, case, store)
+    program = PROGRAMS[case.program]
     try:
         join(rank, case, store)
         if case.act == "interrupt":
             LATER.append(dist.new_group())
-        if case.program == "there":
-            LATER.append(torch.ones(16 << 20))
-        for _ in range(2):
-            PROGRAMS[case.program](rank, world_size)
+        for step in range(STEPS_BEFORE):
+            program(rank, world_size, step)
         mark("in the middle")
         began_s = time.monotonic()
         if rank == case.victim and not case.at_init:
             _extension.load().arm_fault_points(case.spec)
             if case.act:
                 ACTS[case.act](case)
-        most = MOST_STEPS if (case.codes and not case.may_end_well) else 12
-        for _ in range(most):
-            PROGRAMS[case.program](rank, world_size)
+        most = MOST_STEPS if (case.codes and not case.may_end_well) else case.steps
+        for step in range(STEPS_BEFORE, STEPS_BEFORE + most):
+            program(rank, world_size, step)
             met["steps"] += 1
     except pycomm.errors.PycommError as error:
         # torch's FileStore opens a file to close itself; where it cannot, its destructor ends the
@@ -376,6 +282,8 @@ def run_case(rank: int, world_size: int, case: Case, store: str) -> dict[str, An
     if dist.is_initialized():
         dist.destroy_process_group()
     met["destroy_s"] = time.monotonic() - ending_s
+    met["fault_points"] = _extension.load().fault_points()  # a test build has it
+    fault_programs.check_what_was_given_back()
     return met
 
 
