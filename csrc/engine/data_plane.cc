@@ -350,6 +350,7 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
       // whoever waits for it would wait for ever.
       left_[static_cast<size_t>(peer)] = true;
       ErrorRecord lost = linkLost(peer, suspicion.record, identity_);
+      lost_.insert_or_assign(peer, lost);
       suspicions_.emplace(
           peer, Suspicion{std::move(lost), suspicion.due + std::chrono::milliseconds(kLastLinkMs), true, true});
       return;

@@ -250,7 +250,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<InPort*> shared_in_;
   std::vector<OutPort*> dirty_; ///< members of out_
   std::vector<int> looked_; ///< scratch of look()
-  std::vector<bool> left_; ///< by rank: said goodbye
+  std::vector<bool> left_; ///< by rank: said goodbye, or is in lost_
+  std::unordered_map<int, ErrorRecord> lost_; ///< by rank: the link to it broke, and it said no goodbye
   std::unordered_map<int, Suspicion> suspicions_;
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

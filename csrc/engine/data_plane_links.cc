@@ -139,7 +139,7 @@ bool DataPlane::readPort(InPort& port) {
   }
   if (!open && !port.ended) {
     endReading(port);
-    if (left_[static_cast<size_t>(port.peer)]) {
+    if (left_[static_cast<size_t>(port.peer)] && lost_.count(port.peer) == 0) {
       peerLeft(port.peer);
     } else {
       linkBroke(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"), false);
@@ -189,7 +189,7 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   }
   if (!may_be_orderly) {
     notice(std::move(record));
-  } else if (left_[static_cast<size_t>(peer)]) {
+  } else if (left_[static_cast<size_t>(peer)] && lost_.count(peer) == 0) {
     peerLeft(peer); // what is queued for it will not leave
   } else {
     suspicions_.emplace(
@@ -220,6 +220,7 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
 
 void DataPlane::peerLeft(int peer) {
   left_[static_cast<size_t>(peer)] = true;
+  lost_.erase(peer);
   suspicions_.erase(peer);
   for (const auto& entry : transfers_) {
     missLeft(peer, *entry.second);
@@ -231,7 +232,10 @@ void DataPlane::peerLeft(int peer) {
 // more will come.
 void DataPlane::missLeft(int peer, const Transfer& transfer) {
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
-  if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {
+  const auto lost = lost_.find(peer);
+  if (lost != lost_.end() && transfer.owes(peer)) {
+    notice(lost->second); // it is still there: what broke is the link
+  } else if (transfer.owes(peer) || (transfer.needsFrom(peer) && port != nullptr && port->ended)) {
     notice(peerLeftUs(peer, transfer.operation(), identity_));
   } else if (transfer.needsFrom(peer) && port == nullptr) {
     suspicions_.emplace(

@@ -33,6 +33,11 @@ std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
   return numbers;
 }
 
+// All ranks read it: "this process" alone would be each reader's own.
+std::string cannotJoin(const ErrorRecord& record) {
+  return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
+}
+
 } // namespace
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
@@ -68,11 +73,11 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       self.size = meeting.size;
       self.name = meeting.group_name;
       record = withNeed(std::move(record), self);
-    }
-    if (record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
+      record.summary = cannotJoin(record);
+    } else if (record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
       record.peer = record.rank;
       record.peer_host = record.host;
-      record.summary = "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
+      record.summary = cannotJoin(record);
     }
     record.rank = meeting.rank;
     record.host = localHostName();

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,7 +24,7 @@ GIVEN_BACK: list[torch.Tensor] = []
 FILLING = -1.0
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _ramp(numel: int) -> torch.Tensor:
     return (torch.arange(numel) % 251).float()
 
@@ -89,6 +90,12 @@ def in_place(rank: int, world_size: int, number: int) -> None:
     with giving_back(tensor):
         dist.all_reduce(tensor)
     check("all_reduce", tensor, sum_of_values(1 << 20, world_size, number))
+
+
+def unhurried(rank: int, world_size: int, number: int) -> None:
+    """Leaves the control loop the time to send heartbeats, which it does every 500 ms."""
+    all_reduce(1 << 16)(rank, world_size, number)
+    time.sleep(0.05)
 
 
 def later_large(rank: int, world_size: int, number: int) -> None:
@@ -264,6 +271,7 @@ PROGRAMS: dict[str, Step] = {
     "small": all_reduce(3),
     "in place": in_place,
     "later large": later_large,
+    "unhurried": unhurried,
     "messages": messages(1 << 20),
     "small messages": messages(1000),
     "uneven parts": uneven_parts,

@@ -50,10 +50,10 @@ def lines(properties: Iterable[Row]) -> list[str]:
         late = {row["case"] for row in took_s if row["s"] > row["bound_s"]}
         worst = max(took_s, key=lambda row: row["s"] / row["bound_s"])
         found.append(
-            f"{len({row['case'] for row in took_s})} faults with a bound in seconds: in {len(late)} an "
-            f"error came later than on a quiet machine, at most {worst['s'] / worst['bound_s']:.2f} "
-            f"times the bound ({worst['case']}); load {os.getloadavg()[0]:.1f} on "
-            f"{os.cpu_count()} cores"
+            f"{len({row['case'] for row in took_s})} faults with a bound in seconds: in "
+            f"{len(late)} an error came later than on a quiet machine, at most "
+            f"{worst['s'] / worst['bound_s']:.2f} times the bound ({worst['case']}); "
+            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
     return found
 

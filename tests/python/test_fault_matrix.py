@@ -128,10 +128,10 @@ def check_other(
     if case.culprit == "victim":
         # Who differs is a matter of view: both sides are named, and one of them is the victim.
         both = error.code == "CONFIG_MISMATCH"
-        assert case.victim in (ranks_in(error) if both else {blamed(error)}), said
+        assert case.victim in (ranks_in(error) if both else {blamed(error, result.rank)}), said
         assert case.victim in ranks_in(error), said
     elif case.culprit == "an end":
-        assert case.victim in {blamed(error), reporter(error)}, said
+        assert case.victim in {blamed(error, result.rank), reporter(error, result.rank)}, said
 
 
 def texts(results: RankResults) -> str:
@@ -140,16 +140,16 @@ def texts(results: RankResults) -> str:
     return "\n".join(error.text for error in errors)
 
 
-def blamed(error: RankError) -> int:
-    """The rank that is to blame or was waited for; else the one that tells, as it means itself."""
+def blamed(error: RankError, teller: int) -> int:
+    """The rank that is to blame or was waited for; else the one that tells, which means itself."""
     peer = error.record.get("peer")
-    return int(error.record["rank"] if peer is None or peer < 0 else peer)
+    return teller if peer is None or peer < 0 else int(peer)
 
 
-def reporter(error: RankError) -> int:
+def reporter(error: RankError, teller: int) -> int:
     """The rank that saw the cause."""
     found = re.search(r"reported by rank (\d+)", str(error.record.get("cause", "")))
-    return int(found[1] if found else error.record["rank"])
+    return int(found[1]) if found else teller
 
 
 def ranks_in(error: RankError) -> set[int]:
@@ -166,7 +166,7 @@ def check_agreement(case: Case, results: RankResults, record_property: Record) -
         error = result.value and result.value["error"]
         alone = case.spec.endswith(":stop") and result.rank == case.victim
         if error and not alone:
-            told[result.rank] = (error.code, blamed(error))
+            told[result.rank] = (error.code, blamed(error, result.rank))
     if case.how == "duplicate":
         assert "DUPLICATE_RANK" in {code for code, _ in told.values()}, texts(results)
     agreement(record_property, case.name, told, joined=not (case.at_init or case.how))

@@ -1,7 +1,8 @@
 """What networks do: resets, silent drops, partitions, a cable that is pulled, a slow link.
 
 Two network namespaces are two hosts; nft and tbf are the trouble. Needs root, `ip`, `nft` and `tc`;
-skipped, with the reason, where that is not allowed. ``--all-faults`` runs every case.
+skipped, with the reason, where that is not allowed. Today's share of the cases runs (shares.py),
+every case with ``--all-faults``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +22,10 @@ from typing import Any
 import pytest
 from documents import ROOT
 from fault_ranks import patience
+from fault_report import agreement, took
 from hosts import Host, connect, make, remove, run
 from processes import child_environment
+from shares import part_of
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.namespaces]
 
@@ -159,13 +163,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trouble" in metafunc.fixturenames:
         chosen = [(trouble, ranks) for ranks in (1, 2) for trouble in TROUBLES]
         if not metafunc.config.getoption("--all-faults"):
-            chosen = chosen[:2]
-        ids = [f"{trouble.name}-{2 * ranks}ranks" for trouble, ranks in chosen]
+            chosen = part_of(chosen, _name)
+        ids = [_name(case) for case in chosen]
         metafunc.parametrize(("trouble", "ranks_a_host"), chosen, ids=ids)
 
 
+def _name(case: tuple[Trouble, int]) -> str:
+    return f"{case[0].name}-{2 * case[1]}ranks"
+
+
 def test_networks(
-    wired: tuple[Host, Host], trouble: Trouble, ranks_a_host: int, tmp_path: Path
+    wired: tuple[Host, Host],
+    trouble: Trouble,
+    ranks_a_host: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     _, beta = wired
     world_size = 2 * ranks_a_host
@@ -192,8 +204,16 @@ def test_networks(
         for child in children.values():
             child.wait(20)
     met = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
+    name = _name((trouble, ranks_a_host))
     for rank, each in enumerate(met):
         check(trouble, rank, each, met, ranks_a_host, struck_s)
+        if trouble.codes and not trouble.before:
+            took(record_property, name, each["monotonic_s"] - struck_s, trouble.bound_s)
+    # Across a cut no news comes, so only the ranks of one host can agree.
+    for host in range(2 if trouble.codes else 0):
+        of_host = range(host * ranks_a_host, (host + 1) * ranks_a_host)
+        told = {rank: (met[rank]["error"], met[rank]["record"]["peer"]) for rank in of_host}
+        agreement(record_property, f"{name}-host{host}", told, joined=not trouble.before)
 
 
 def start(
@@ -246,8 +266,12 @@ def check(
     assert met["error"] in trouble.codes, said
     if not trouble.before:
         assert met["monotonic_s"] - struck_s < trouble.bound_s * patience(), said
-    peer = met["record"]["peer"]
-    # Across a cut each side can only say that it does not hear the other.
-    assert peer // ranks_a_host != rank // ranks_a_host or met["record"].get("cause"), said
+    # Whoever saw it, this rank or the one that reported it, can only say that it does not hear a
+    # rank on the other side of the cut.
+    record = met["record"]
+    peer = record["peer"]
+    reported = re.search(r"reported by rank (\d+)", record.get("cause") or "")
+    saw = int(reported[1]) if reported else rank
+    assert peer // ranks_a_host != saw // ranks_a_host, said
     assert f"peer={peer}" in met["text"]
-    assert f"ank {peer} on " in met["record"]["summary"] and "] Try: " in met["text"], said
+    assert f"ank {peer} on " in record["summary"] and "] Try: " in met["text"], said
