@@ -74,7 +74,8 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       self.name = meeting.group_name;
       record = withNeed(std::move(record), self);
       record.summary = cannotJoin(record);
-    } else if (record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
+    } else if (
+        record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
       record.peer = record.rank;
       record.peer_host = record.host;
       record.summary = cannotJoin(record);

@@ -65,8 +65,14 @@ def send_until_it_fails(rank: int, world_size: int) -> Any:
     return None
 
 
-def strike(number: int, count: int, ranks_do: Any = reduce_until_it_fails) -> None:
-    """Signals one of three ranks at a random moment; prints the distribution of all exceptions."""
+def strike(
+    number: int, count: int, ranks_do: Any = reduce_until_it_fails
+) -> tuple[list[float], int]:
+    """Signals one of three ranks at a random moment, many times; prints the distribution.
+
+    Returns:
+        Seconds to every exception, sorted, and how many did not name the rank.
+    """
     random.seed(7)
     seconds, wrong, worst = [], 0, []
     for attempt in range(count):
@@ -105,6 +111,7 @@ def strike(number: int, count: int, ranks_do: Any = reduce_until_it_fails) -> No
             f"{wrong} of {len(seconds)} did not name the rank; "
             f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
+    return sorted(seconds), wrong
 
 
 def busy_rank(rank: int, world_size: int, minutes: float) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 python tests/python/fault_table.py [--only WORD] [--print]
 
-Three ranks on this host, both backends one after the other, 10 s timeout given to the group: gloo's
+Three ranks on this host, each backend over what it takes by default there (pycomm shared memory,
+gloo TCP), one run of each after the other, 10 s timeout given to the group: gloo's
 own default is 30 minutes, and nobody would wait for it here. Whatever runs longer than 25 s is
 killed and counts as hanging.
 """
@@ -16,7 +17,6 @@ import platform
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -226,15 +226,18 @@ def document(rows: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
     """What stands between the markers."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    from pycomm import _build_info
+
+    # Of the extension that ran, which may be older than the checkout.
+    commit = _build_info.GIT_COMMIT[:7] or "unknown"
     lines = [
         BEGIN,
         "",
         f"Written by `python tests/python/fault_table.py` on {datetime.date.today()}: "
-        f"{WORLD_SIZE} ranks on one host, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"Linux {platform.release().split('-')[0]}, commit {commit}; {TIMEOUT_S:.0f} s timeout "
+        f"{WORLD_SIZE} ranks on one host, pycomm in shared memory and gloo over "
+        f"TCP as by default, one run of each, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.0f}, torch {torch.__version__}, Linux "
+        f"{platform.release().split('-')[0]}, commit {commit}; {TIMEOUT_S:.0f} s timeout "
         f"given to both (gloo's default is 30 minutes). Rank {VICTIM} is the one at fault; the "
         "seconds are from the fault, or from entering the operation, to the exception.",
         "",

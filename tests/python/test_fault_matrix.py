@@ -169,7 +169,10 @@ def check_agreement(case: Case, results: RankResults, record_property: Record) -
             told[result.rank] = (error.code, blamed(error, result.rank))
     if case.how == "duplicate":
         assert "DUPLICATE_RANK" in {code for code, _ in told.values()}, texts(results)
-    agreement(record_property, case.name, told, joined=not (case.at_init or case.how))
+    joined = not (case.at_init or case.how)
+    agreement(record_property, case.name, told, joined=joined)
+    if joined:
+        assert len(set(told.values())) <= 1, f"{told}\n{texts(results)}"
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -192,6 +195,7 @@ def test_ranks_that_call_different_things(
         differ += len(set(told.values())) > 1
         name = f"mismatch-{met[0]['case']}-{world_size}ranks-rank{met[0]['victim']}"
         agreement(record_property, name, told, joined=True)
+        took(record_property, name, max(each["s"] for each in met), 1.0)
     # The ranks vote for 25 ms on which two to name. Whoever loses its core meanwhile may choose
     # alone.
     assert differ * 20 <= len(results[0].value), f"{differ} of {len(results[0].value)} differ"
