@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _FORMAT = "pycomm-flight-record"
-_VERSION = 1
+_VERSION = 2
 
 _T = TypeVar("_T")
 
@@ -98,7 +98,7 @@ class GroupRecord:
     """The world's numbers of the group's ranks; empty: the same numbers."""
     hosts: tuple[str, ...]
     """By rank; empty if the ranks have not met."""
-    nonce: str
+    run: str
     """Tells this group from one of the same name in another run; "0" if the ranks have not met."""
     slots: int
     """How many operations are kept."""

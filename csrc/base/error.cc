@@ -4,17 +4,44 @@
 
 #include <array>
 #include <cstring>
+#include <string_view>
 #include <utility>
-#include <vector>
+
+#include "base/printable.h"
 
 namespace pycomm {
 namespace {
 
-// Bounds on what is read back from another rank: nothing a peer wrote decides how much memory is taken.
-constexpr size_t kMaxFieldBytes = 4096;
+/// A text of a record, and how many bytes of it travel: nothing that a peer wrote decides how much memory is taken.
+struct TextField {
+  std::string ErrorRecord::* text;
+  uint16_t max_nbytes;
+};
 
-void putText(std::string& out, const std::string& text) {
-  const uint16_t length = static_cast<uint16_t>(text.size() < kMaxFieldBytes ? text.size() : kMaxFieldBytes);
+// In the order in which they travel.
+constexpr std::array<TextField, 9> kTexts = {{
+    {&ErrorRecord::summary, 4096},
+    {&ErrorRecord::hint, 4096},
+    {&ErrorRecord::cause, 4096},
+    {&ErrorRecord::host, 255},
+    {&ErrorRecord::peer_host, 255},
+    {&ErrorRecord::group, 1024},
+    {&ErrorRecord::op, 64},
+    {&ErrorRecord::dtype, 64},
+    {&ErrorRecord::phase, 64},
+}};
+
+constexpr size_t longestRecord() {
+  size_t nbytes = 9 * sizeof(int64_t);
+  for (const TextField& field : kTexts) {
+    nbytes += sizeof(uint16_t) + field.max_nbytes;
+  }
+  return nbytes;
+}
+static_assert(longestRecord() <= ErrorRecord::kMaxSerializedNbytes, "what a peer may send fits into what is read");
+
+void putText(std::string& out, const std::string& text, uint16_t max_nbytes) {
+  const auto length = static_cast<uint16_t>(text.size() < max_nbytes ? text.size() : max_nbytes);
   out.append(reinterpret_cast<const char*>(&length), sizeof length);
   out.append(text, 0, length);
 }
@@ -22,6 +49,8 @@ void putText(std::string& out, const std::string& text) {
 void putNumber(std::string& out, int64_t value) {
   out.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
+
+constexpr const char* kUnknownCode = "UNKNOWN";
 
 struct Reader {
   const std::string& bytes;
@@ -33,20 +62,24 @@ struct Reader {
     take(&value, sizeof value);
     return value;
   }
-  std::string text() {
+  /// A number of [first, last].
+  int64_t number(int64_t first, int64_t last) {
+    const int64_t value = number();
+    ok = ok && value >= first && value <= last;
+    return value;
+  }
+  std::string text(uint16_t max_nbytes) {
     uint16_t length = 0;
     take(&length, sizeof length);
-    if (!ok || length > kMaxFieldBytes || bytes.size() - at < length) {
+    if (!ok || length > max_nbytes || bytes.size() - at < length) {
       ok = false;
       return "";
     }
     at += length;
-    std::string text = bytes.substr(at - length, length);
-    for (char& c : text) { // it will be printed: one line, and nothing that a terminal obeys
-      const auto code = static_cast<unsigned char>(c);
-      c = code < 0x20 || code == 0x7f ? ' ' : c;
-    }
-    return text;
+    return printable(std::string_view(bytes).substr(at - length, length), max_nbytes);
+  }
+  [[nodiscard]] bool complete() const {
+    return ok && at == bytes.size();
   }
 
  private:
@@ -146,7 +179,7 @@ const char* errorCodeName(ErrorCode code) noexcept {
     case ErrorCode::NoSharedMemory:
       return "SHM_NO_SPACE";
   }
-  return "UNKNOWN";
+  return kUnknownCode;
 }
 
 std::string ErrorRecord::line() const {
@@ -189,41 +222,27 @@ std::string ErrorRecord::serialize() const {
        {int64_t{rank}, int64_t{peer}, epoch, sequence, numel, bytes_done, bytes_total, elapsed_ms}) {
     putNumber(out, value);
   }
-  for (const std::string* value : {&summary, &hint, &cause, &host, &peer_host, &group, &op, &dtype, &phase}) {
-    putText(out, *value);
+  for (const TextField& field : kTexts) {
+    putText(out, this->*field.text, field.max_nbytes);
   }
   return out;
 }
 
-ErrorRecord ErrorRecord::deserialize(const std::string& bytes) {
+std::optional<ErrorRecord> ErrorRecord::deserialize(const std::string& bytes, int size) {
   Reader in{bytes};
   ErrorRecord record;
-  record.code = static_cast<ErrorCode>(static_cast<uint16_t>(in.number()));
-  record.rank = static_cast<int>(in.number());
-  record.peer = static_cast<int>(in.number());
+  record.code = static_cast<ErrorCode>(in.number(1, UINT16_MAX));
+  record.rank = static_cast<int>(in.number(-1, int64_t{size} - 1));
+  record.peer = static_cast<int>(in.number(-1, int64_t{size} - 1));
   for (int64_t* value :
        {&record.epoch, &record.sequence, &record.numel, &record.bytes_done, &record.bytes_total, &record.elapsed_ms}) {
     *value = in.number();
   }
-  for (std::string* value :
-       {&record.summary,
-        &record.hint,
-        &record.cause,
-        &record.host,
-        &record.peer_host,
-        &record.group,
-        &record.op,
-        &record.dtype,
-        &record.phase}) {
-    *value = in.text();
+  for (const TextField& field : kTexts) {
+    record.*field.text = in.text(field.max_nbytes);
   }
-  if (in.ok) {
-    return record;
-  }
-  ErrorRecord broken;
-  broken.code = ErrorCode::ProtocolViolation;
-  broken.summary = "an error report from another rank could not be read";
-  return broken;
+  const bool known = std::string_view(errorCodeName(record.code)) != kUnknownCode;
+  return in.complete() && known ? std::optional<ErrorRecord>(std::move(record)) : std::nullopt;
 }
 
 Error::Error(ErrorRecord record) : std::runtime_error(record.text()), record_(std::move(record)) {}

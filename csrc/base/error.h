@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -41,7 +42,7 @@ enum class ErrorCode : uint16_t {
   NoSharedMemory = 57, ///< there is no room for what the ranks of a host share
 };
 
-/// "PEER_DEAD": the name in messages and in Python.
+/// "PEER_DEAD": the name in messages and in Python; "UNKNOWN" for a number that is no code.
 [[nodiscard]] const char* errorCodeName(ErrorCode code) noexcept;
 
 /// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Fields that are not
@@ -71,10 +72,13 @@ struct ErrorRecord {
   /// Only the key=value pairs, in a fixed order.
   [[nodiscard]] std::string line() const;
 
-  /// A compact binary form for error frames. `deserialize` takes any bytes: what does not parse gives a record with
-  /// code ProtocolViolation.
+  /// A compact binary form for error frames. Texts that are too long are cut.
   [[nodiscard]] std::string serialize() const;
-  [[nodiscard]] static ErrorRecord deserialize(const std::string& bytes);
+  /// Takes any bytes, and returns nothing if no rank of a group of `size` wrote them: they do not parse, the code is Ok or unknown, or
+  /// `rank` or `peer` is not in [-1, size). Texts come back printable().
+  [[nodiscard]] static std::optional<ErrorRecord> deserialize(const std::string& bytes, int size);
+  /// No serialized record is longer.
+  static constexpr size_t kMaxSerializedNbytes = 16 << 10;
 };
 
 /// The only exception type thrown below the torch seam.

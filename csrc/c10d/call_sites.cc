@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/printable.h"
 #include "c10d/call_tag.h"
 #include "c10d/python_errors.h"
 
@@ -17,6 +18,7 @@ namespace {
 // child of multiprocessing) is rarely among them.
 constexpr int kFrames = 3;
 constexpr int64_t kAskMs = 500;
+constexpr size_t kMaxTextNbytes = 512;
 const std::string kTagText = ", tag ";
 
 std::string keyOf(uint32_t tag) {
@@ -92,7 +94,7 @@ std::string CallSites::textOf(uint32_t tag) {
   }
   std::string text;
   try {
-    text = store_->get(keyOf(tag), Deadline::after(kAskMs));
+    text = printable(store_->get(keyOf(tag), Deadline::after(kAskMs)), kMaxTextNbytes);
   } catch (const Error&) { // a DDP bucket's, or the store is gone
   }
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -12,6 +12,16 @@
 namespace pycomm {
 namespace {
 constexpr size_t kControlBufferNbytes = 4 << 10;
+constexpr size_t kMaxControlPayload = ErrorRecord::kMaxSerializedNbytes; // of a Failure; no other frame has one
+
+Error violation(int peer, const std::string& what) {
+  ErrorRecord record;
+  record.code = ErrorCode::ProtocolViolation;
+  record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
+  record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
+  return Error(record);
+}
+
 // How long peers may wait at the door of a process that has no descriptor for them.
 constexpr std::chrono::seconds kTrouble{3};
 } // namespace
@@ -29,6 +39,7 @@ struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
     plane.linkReady(*this, events);
   }
   Sink onHeader(int, const FrameHeader& header) override {
+    plane.checkHeader(peer, header);
     Sink sink;
     if (header.payload_nbytes > 0) {
       sink.staging = plane.staging_.take(header.payload_nbytes);
@@ -58,12 +69,15 @@ ControlPlane::ControlPlane(
     : identity_(std::move(identity)),
       loop_(loop),
       events_(std::move(events)),
+      neighbours_(membership.neighbours),
       membership_(membership, Clock::now()),
       staging_(64 << 10),
       missing_(membership.neighbours) {
   AcceptorConfig config;
   config.nonce = identity_.nonce;
   config.group = identity_.hash;
+  config.epoch = identity_.epoch;
+  config.rank = identity_.rank;
   config.size = identity_.size;
   for (Listener& listener : listeners) {
     acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
@@ -190,9 +204,14 @@ void ControlPlane::poll() {
 
 void ControlPlane::welcome(Accepted accepted) {
   switch (accepted.hello.purpose) {
-    case LinkPurpose::Control:
-      adopt(accepted.hello.rank, std::move(accepted.link));
+    case LinkPurpose::Control: {
+      // Of each pair the lower rank connects, and only neighbours do.
+      const int peer = accepted.hello.rank;
+      if (peer < identity_.rank && std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) {
+        adopt(peer, std::move(accepted.link));
+      }
       break;
+    }
     case LinkPurpose::Bulk:
       events_.bulk_link(accepted.hello, std::move(accepted.link));
       break;
@@ -239,21 +258,44 @@ void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
   membership_.controlClosed(link.peer, cause, Clock::now());
 }
 
+void ControlPlane::checkHeader(int peer, const FrameHeader& header) const {
+  if (header.group != identity_.hash || header.epoch != identity_.epoch) {
+    throw violation(peer, "a frame of another group or epoch");
+  }
+  if (header.payload_nbytes > (header.type == FrameType::Failure ? kMaxControlPayload : 0)) {
+    throw violation(peer, "a payload of " + std::to_string(header.payload_nbytes) + " bytes on a control link");
+  }
+}
+
 void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView payload) {
   PYCOMM_FAULT_POINT("control.received");
   const TimePoint now = Clock::now();
   membership_.alive(peer, now);
-  if (header.type == FrameType::Goodbye) {
-    membership_.saidGoodbye(peer);
-    events_.left(peer);
-  } else if (header.type == FrameType::HelloReply) {
-    if (const std::optional<ErrorRecord> refused = decodeHelloReply(payload)) {
-      membership_.noticed(*refused, now);
+  switch (header.type) {
+    case FrameType::Heartbeat:
+      return;
+    case FrameType::Goodbye:
+      membership_.saidGoodbye(peer);
+      events_.left(peer);
+      return;
+    case FrameType::Failure: {
+      const std::string bytes(reinterpret_cast<const char*>(payload.ptr), payload.nbytes);
+      std::optional<ErrorRecord> record = ErrorRecord::deserialize(bytes, identity_.size);
+      if (!record) {
+        throw violation(peer, "a report of a failure that cannot be read, or names a rank that does not exist");
+      }
+      membership_.reported(peer, std::move(*record), now);
+      return;
     }
-  } else if (header.type == FrameType::Failure) {
-    membership_.reported(
-        peer, ErrorRecord::deserialize(std::string(reinterpret_cast<const char*>(payload.ptr), payload.nbytes)), now);
+    case FrameType::Hello:
+    case FrameType::HelloReply:
+    case FrameType::Data:
+    case FrameType::Credit:
+    case FrameType::Waiting:
+    case FrameType::NotEntered:
+      break;
   }
+  throw violation(peer, "a frame of type " + std::to_string(static_cast<int>(header.type)) + " on a control link");
 }
 
 void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload) {

@@ -87,6 +87,8 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void flush(ControlLink& link);
   void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause);
+  /// Throw Error(ProtocolViolation) for what no pycomm of this group sends.
+  void checkHeader(int peer, const FrameHeader& header) const;
   void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);
   [[nodiscard]] FrameHeader header(FrameType type) const;
 
@@ -94,6 +96,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Loop& loop_;
   const Events events_;
   std::vector<std::unique_ptr<Acceptor>> acceptors_; ///< none where somebody else listens: a simulator
+  const std::vector<int> neighbours_; ///< ranks with a control link
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;

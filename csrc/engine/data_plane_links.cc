@@ -102,7 +102,11 @@ void DataPlane::writeReady(OutPort& port) {
     } catch (const Error& error) {
       port.broken = true;
       unwatch(port.watched);
-      linkBroke(port.peer, error, true);
+      if (error.record().code == ErrorCode::ConnectFailed || error.record().code == ErrorCode::ConnectionReset) {
+        linkBroke(port.peer, error, true);
+      } else {
+        report(port.peer, std::make_exception_ptr(Error(refusedBy(port.peer, error.record(), identity_))));
+      }
       return;
     }
     port.connected = true;

@@ -6,7 +6,7 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "engine/data_plane.h"
-#include "transport/tcp_link.h"
+#include "transport/greeted_link.h"
 
 namespace pycomm {
 
@@ -40,13 +40,13 @@ std::unique_ptr<SharedLink> DataPlane::startShared(int peer) {
             error.record().summary);
     return nullptr;
   }
-  PYCOMM_FAULT_POINT("hello.send");
   Hello hello = identity_.hello(LinkPurpose::Bulk);
   hello.shared = true;
   return std::make_unique<SharedLink>(
-      startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]),
+      std::make_unique<GreetedLink>(
+          identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], hello),
       SharedLink::Rings{rings_->arena, rings_->between(identity_.rank, peer), std::nullopt},
-      encodeHello(hello));
+      SharedLink::State::Connecting);
 }
 
 std::unique_ptr<SharedLink> DataPlane::acceptShared(int peer, std::unique_ptr<Link> bell) const {
@@ -62,7 +62,7 @@ std::unique_ptr<SharedLink> DataPlane::acceptShared(int peer, std::unique_ptr<Li
 // What the loop watches an outgoing link for.
 uint32_t DataPlane::writeEvents(const OutPort& port, bool waits) const noexcept {
   if (port.shared == nullptr) {
-    return waits ? EPOLLOUT : 0U;
+    return waits ? static_cast<uint32_t>(port.link->roomEvent()) : 0U;
   }
   // Always: the peer's end must be heard, and its bell not pile up.
   return port.reader_gone ? 0U : static_cast<uint32_t>(port.shared->roomEvent());

@@ -8,8 +8,8 @@
 #include "base/fault_point.h"
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
+#include "transport/greeted_link.h"
 #include "transport/striped_link.h"
-#include "transport/tcp_link.h"
 
 namespace pycomm {
 
@@ -30,7 +30,7 @@ OutPort& DataPlane::portTo(int peer) {
     port->waits_for_room = true;
     if (port->shared != nullptr) {
       shared_out_.push_back(port.get());
-    } else if (identity_.streams == 1) {
+    } else if (options_.connect) {
       writeHello(*port);
     }
     watch(*port, writeEvents(*port, true));
@@ -42,10 +42,14 @@ std::unique_ptr<Link> DataPlane::startLink(int peer) {
   if (options_.connect) {
     return options_.connect(peer);
   }
-  return identity_.streams > 1 ? startStreams(peer)
-                               : startConnect(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)]);
+  if (identity_.streams > 1) {
+    return startStreams(peer);
+  }
+  return std::make_unique<GreetedLink>(
+      identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], identity_.hello(LinkPurpose::Bulk));
 }
 
+// A simulator's links carry the Hello themselves; others are greeted when they connect.
 void DataPlane::writeHello(OutPort& port) {
   PYCOMM_FAULT_POINT("hello.send");
   const std::string bytes = encodeHello(identity_.hello(LinkPurpose::Bulk));
@@ -65,17 +69,15 @@ const std::string& DataPlane::interfaceOf(int stream) const noexcept {
 std::unique_ptr<Link> DataPlane::startStreams(int peer) const {
   std::vector<StripedLink::Part> parts;
   for (int stream = 0; stream < identity_.streams; ++stream) {
-    PYCOMM_FAULT_POINT("hello.send");
     const size_t path = static_cast<size_t>(stream) % (identity_.further.size() + 1);
     const SocketAddress& local = path == 0 ? identity_.local_address : identity_.further[path - 1].local_address;
     const auto& addresses = path == 0 ? identity_.addresses : identity_.further[path - 1].addresses;
     Hello hello = identity_.hello(LinkPurpose::Bulk);
     hello.stream = static_cast<uint8_t>(stream);
     StripedLink::Part part;
-    part.greeting = encodeHello(hello);
     part.interface_name = interfaceOf(stream);
     try {
-      part.link = startConnect(local, addresses[static_cast<size_t>(peer)]);
+      part.link = std::make_unique<GreetedLink>(local, addresses[static_cast<size_t>(peer)], hello);
     } catch (const Error& error) {
       ErrorRecord record = error.record();
       record.summary += ", on " + part.interface_name;
@@ -83,7 +85,7 @@ std::unique_ptr<Link> DataPlane::startStreams(int peer) const {
     }
     parts.push_back(std::move(part));
   }
-  return std::make_unique<StripedLink>(std::move(parts));
+  return std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connecting);
 }
 
 void DataPlane::adopt(int peer, std::unique_ptr<Link> link, int stream) {
@@ -103,10 +105,10 @@ void DataPlane::adopt(int peer, std::unique_ptr<Link> link, int stream) {
       }
       std::vector<StripedLink::Part> parts;
       for (std::unique_ptr<Link>& one : streams) {
-        parts.push_back({std::move(one), "", interfaceOf(static_cast<int>(parts.size()))});
+        parts.push_back({std::move(one), interfaceOf(static_cast<int>(parts.size()))});
       }
       arriving_.erase(peer);
-      link = std::make_unique<StripedLink>(std::move(parts));
+      link = std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connected);
     }
     readFrom(peer, std::move(link), nullptr);
   });

@@ -16,7 +16,7 @@ ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& ide
   record.rank = identity.rank;
   record.host = identity.hosts[static_cast<size_t>(identity.rank)];
   record.peer = peer;
-  if (peer >= 0) {
+  if (peer >= 0 && peer < identity.size) { // it may come from the store, where another program can write
     record.peer_host = identity.hosts[static_cast<size_t>(peer)];
   }
   record.group = identity.name;
@@ -230,6 +230,17 @@ ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& ide
   record.summary = "A connection to rank " + std::to_string(peer) + " on " + record.peer_host +
       " broke although that rank is still there: what was on its way is lost.";
   record.hint = "look for what resets connections between these hosts: a firewall, a proxy, or an address used twice";
+  return record;
+}
+
+ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = what;
+  if (what.code == ErrorCode::ConfigMismatch || what.code == ErrorCode::VersionMismatch ||
+      what.code == ErrorCode::ProtocolViolation) {
+    record.peer = peer;
+    record.peer_host = identity.hosts[static_cast<size_t>(peer)];
+    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+  }
   return record;
 }
 

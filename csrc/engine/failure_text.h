@@ -53,6 +53,9 @@ namespace pycomm {
 /// A link to `peer` broke although that rank is still there: as peerGone() tells it, `what`, for another reason.
 [[nodiscard]] ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
+/// A connection to `peer` did not come about. A refusal, or a reply that is none, names that rank; other trouble stays what it is.
+[[nodiscard]] ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
 /// `peer` closed its group in order although this operation still needs it.
 [[nodiscard]] ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity);
 

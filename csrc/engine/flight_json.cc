@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/printable.h"
+
 namespace pycomm {
 namespace {
 
@@ -40,25 +42,6 @@ class Object {
  private:
   std::string out_ = "{";
 };
-
-/// How many bytes of valid UTF-8 begin here: 0 if none do. (Unicode 15, table 3-7.)
-size_t utf8Length(std::string_view text, size_t at) {
-  const auto byte = [&](size_t i) { return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0U; };
-  const auto tail = [&](size_t i) { return (byte(i) & 0xc0U) == 0x80U; };
-  const unsigned first = byte(0);
-  if (first < 0x80U) {
-    return 1;
-  }
-  if (first >= 0xc2U && first <= 0xdfU && tail(1)) {
-    return 2;
-  }
-  const bool second = tail(1) && !(first == 0xe0U && byte(1) < 0xa0U) && !(first == 0xedU && byte(1) > 0x9fU) &&
-      !(first == 0xf0U && byte(1) < 0x90U) && !(first == 0xf4U && byte(1) > 0x8fU);
-  if (first >= 0xe0U && first <= 0xefU && second && tail(2)) {
-    return 3;
-  }
-  return first >= 0xf0U && first <= 0xf4U && second && tail(2) && tail(3) ? 4 : 0;
-}
 
 template <typename T, typename ToText>
 std::string list(const std::vector<T>& values, const char* between, const ToText& to_text) {
@@ -171,7 +154,7 @@ std::string jsonOf(const FlightLog::Subject& subject, const FlightLog::Snapshot&
   out.number("size", subject.size);
   out.raw("global_ranks", list(subject.global_ranks, "", [](int rank) { return std::to_string(rank); }));
   out.raw("hosts", list(log.hosts, "", [](const std::string& host) { return jsonText(host); }));
-  out.raw("nonce", "\"" + std::to_string(log.nonce) + "\"");
+  out.raw("run", "\"" + std::to_string(log.run) + "\"");
   out.number("slots", static_cast<int64_t>(subject.slots));
   out.raw("complete", log.complete ? "true" : "false");
   Object phases;

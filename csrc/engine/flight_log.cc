@@ -189,11 +189,11 @@ void FlightLog::failed(const ErrorRecord& record) {
   }
 }
 
-void FlightLog::met(std::vector<std::string> hosts, uint64_t nonce) {
+void FlightLog::met(std::vector<std::string> hosts, uint64_t run) {
   reached(GroupPhase::Connect);
   const std::lock_guard<std::mutex> lock(mutex_);
   hosts_ = std::move(hosts);
-  nonce_ = nonce;
+  run_ = run;
 }
 
 bool FlightLog::readSlot(const Slot& slot, Entry& entry) noexcept {
@@ -252,7 +252,7 @@ FlightLog::Snapshot FlightLog::read() const {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   snapshot.hosts = hosts_;
-  snapshot.nonce = nonce_;
+  snapshot.run = run_;
   snapshot.failure = failure_;
   return snapshot;
 }

@@ -121,8 +121,8 @@ class FlightLog {
   void reached(GroupPhase phase) noexcept;
   /// The first failure is kept.
   void failed(const ErrorRecord& record);
-  /// What is known once the ranks have met.
-  void met(std::vector<std::string> hosts, uint64_t nonce);
+  /// What is known once the ranks have met. `run` tells this group from one of the same name in another run.
+  void met(std::vector<std::string> hosts, uint64_t run);
 
   [[nodiscard]] const Subject& subject() const noexcept {
     return subject_;
@@ -136,7 +136,7 @@ class FlightLog {
     bool complete = true; ///< nothing has been forgotten since the group was made
     std::array<int64_t, kGroupPhases> phase_ns{}; ///< by GroupPhase; 0: not reached
     std::vector<std::string> hosts;
-    uint64_t nonce = 0;
+    uint64_t run = 0;
     std::optional<ErrorRecord> failure;
   };
   /// Any thread, beside writers.
@@ -161,7 +161,7 @@ class FlightLog {
   std::array<std::atomic<int64_t>, kGroupPhases> phase_ns_{};
   mutable std::mutex mutex_; ///< guards all below
   std::vector<std::string> hosts_;
-  uint64_t nonce_ = 0;
+  uint64_t run_ = 0;
   std::optional<ErrorRecord> failure_;
 };
 

@@ -165,6 +165,7 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
+  [[nodiscard]] std::unique_ptr<Link> reach(int peer, Deadline deadline);
   void shareMemory(const Config& config);
   struct OpenedMemory;
   [[nodiscard]] OpenedMemory openMemory(Deadline deadline);

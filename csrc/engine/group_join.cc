@@ -9,6 +9,7 @@
 #include "engine/failure_text.h"
 #include "engine/group.h"
 #include "engine/host_plane.h"
+#include "transport/greeted_link.h"
 
 namespace pycomm {
 namespace {
@@ -91,6 +92,10 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       // all, and each can say best what it missed.
       if (record.code != ErrorCode::ConnectFailed) {
         record = tellFailure(store, group->claim_, record);
+        if (record.peer >= meeting.size) { // another program writes into the store
+          record.peer = -1;
+          record.peer_host.clear();
+        }
         group->abort(record); // for those that have a link, and may have begun already
       }
     }
@@ -147,7 +152,44 @@ Group::Group(
     }
   }
   topology_ = std::make_unique<const TopologyView>(hostNumbers(rendezvous.members));
-  log_->met(identity_.hosts, identity_.nonce);
+  log_->met(identity_.hosts, rendezvous.run);
+}
+
+// The control link to a peer: up once the peer has accepted it. A connection that the peer drops before says nothing about that peer.
+std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
+  const SocketAddress& address = identity_.addresses[static_cast<size_t>(peer)];
+  std::unique_ptr<GreetedLink> link;
+  for (;;) {
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
+    ErrorRecord trouble;
+    trouble.code = ErrorCode::ConnectFailed;
+    bool final = deadline.expired();
+    try {
+      if (link == nullptr) {
+        link = std::make_unique<GreetedLink>(
+            connectTcp(identity_.local_address, address, look, abort_),
+            identity_.local_address,
+            address,
+            identity_.hello(LinkPurpose::Control));
+      }
+      if (waitConnected(*link, look, abort_)) {
+        return link;
+      }
+      trouble.summary =
+          "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) + " connections";
+    } catch (const Error& error) {
+      trouble = error.record();
+      if (trouble.code != ErrorCode::ConnectFailed) {
+        throw Error(refusedBy(peer, trouble, identity_));
+      }
+      final = final || (link == nullptr && !look.expired()); // no time would help
+      link.reset();
+    }
+    throwIfFailed(store_, claim_); // there may be nobody to connect to any more
+    if (final) {
+      throw Error(peerGone(peer, trouble, identity_)); // adds who and where
+    }
+  }
 }
 
 void Group::connect(const Config& config) {
@@ -225,25 +267,7 @@ void Group::connect(const Config& config) {
     if (peer < identity_.rank) {
       continue;
     }
-    std::unique_ptr<Link> link;
-    while (link == nullptr) {
-      const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
-      try {
-        link = connectTcp(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], look, abort_);
-      } catch (const Error& error) {
-        if (error.record().code != ErrorCode::ConnectFailed) {
-          throw;
-        }
-        throwIfFailed(store_, claim_); // there may be nobody to connect to any more
-        if (!look.expired() || deadline.expired()) { // no time would help, or no time is left
-          throw Error(peerGone(peer, error.record(), identity_)); // adds who and where
-        }
-      }
-    }
-    PYCOMM_FAULT_POINT("hello.send");
-    const std::string bytes = encodeHello(identity_.hello(LinkPurpose::Control));
-    writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, deadline, abort_);
-    PYCOMM_FAULT_POINT("hello.sent");
+    std::unique_ptr<Link> link = reach(peer, deadline);
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
   std::vector<int> missing;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/buffer_view.h"
 #include "transport/wire.h"
 
 namespace pycomm {
@@ -46,7 +47,7 @@ inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead 
 /// The same memory, as one rank of the group sees it.
 struct HostView {
   std::byte* base = nullptr;
-  std::byte* const* heaps = nullptr; ///< each rank's SharedHeap; null where not all ranks reach all of them
+  const BufferView* heaps = nullptr; ///< each rank's SharedHeap; null where not all ranks reach all of them
   int rank = 0;
   int size = 1;
 
@@ -60,20 +61,13 @@ struct HostView {
   [[nodiscard]] std::byte* payload(int of, uint64_t ticket) const noexcept {
     return reinterpret_cast<std::byte*>(&slot(of, ticket)) + sizeof(HostSlot);
   }
-  /// What a rank has published in its slot; not null only where it has.
-  [[nodiscard]] std::byte* inputOf(int of, uint64_t ticket) const noexcept {
-    return inHeap(of, slot(of, ticket).input_place);
-  }
-  [[nodiscard]] std::byte* outputOf(int of, uint64_t ticket) const noexcept {
-    return inHeap(of, slot(of, ticket).output_place);
-  }
   [[nodiscard]] std::byte* stage(int of, uint64_t round) const noexcept {
     return base + stageOffset(size, of) + round % kHostStages * kHostStageNbytes;
   }
 
-  [[nodiscard]] std::byte* inHeap(int of, uint64_t place) const noexcept {
-    return heaps == nullptr || place == 0 ? nullptr : heaps[of] + (place - 1);
-  }
+  /// Where `nbytes` at a place that a rank has written into its slot lie here; null if it has written none.
+  /// Throws Error(ProtocolViolation) if they do not lie in its heap.
+  [[nodiscard]] std::byte* inHeap(int of, uint64_t place, size_t nbytes) const;
 
   static constexpr size_t kSlotNbytes = sizeof(HostSlot) + kHostInlineNbytes;
   static constexpr size_t kPage = 4096;

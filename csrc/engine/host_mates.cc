@@ -22,6 +22,8 @@ namespace pycomm {
 namespace {
 
 constexpr int kBacklog = 1024;
+constexpr std::chrono::milliseconds kPauseWithoutFiles{100};
+
 void tell(const std::string& why) {
   log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
 }
@@ -110,6 +112,7 @@ void HostMates::open() {
   }
   (void)deathWatch(); // a name that promises nothing would only be connected to in vain
   loop_.watch(desk->socket.get(), EPOLLIN, *desk);
+  loop_.addTicker(*this);
   desk_ = std::move(desk);
   name_ = text.data();
 }
@@ -127,10 +130,9 @@ void HostMates::admit() noexcept {
     UniqueFd socket(::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-        // Who waits there would keep the socket readable and this loop awake. It finds the name gone and does without.
-        tell(errnoText(errno));
+        // The processes that wait there would keep the socket readable and this loop awake: they wait until files are free again.
         loop_.unwatch(desk_->socket.get());
-        desk_->socket.reset();
+        admit_again_ = Clock::now() + kPauseWithoutFiles;
         return;
       }
       if (errno == EAGAIN) {
@@ -162,6 +164,18 @@ void HostMates::admit() noexcept {
       deathWatch().takeBack(*word);
       tell(error.what());
     }
+  }
+}
+
+void HostMates::tick(TimePoint now) noexcept {
+  if (desk_ == nullptr || now < admit_again_) {
+    return;
+  }
+  admit_again_ = TimePoint::max();
+  try {
+    loop_.watch(desk_->socket.get(), EPOLLIN, *desk_);
+  } catch (const std::exception&) { // no memory: later
+    admit_again_ = now + kPauseWithoutFiles;
   }
 }
 
@@ -331,8 +345,10 @@ void HostMates::close() noexcept {
         loop_.unwatch(mate.second->socket.get());
       }
     }
-    if (desk_ != nullptr && desk_->socket) {
+    if (desk_ != nullptr) {
       loop_.unwatch(desk_->socket.get());
+      loop_.removeTicker(*this);
+      admit_again_ = TimePoint::max();
     }
     guests_.clear();
     mates_.clear();

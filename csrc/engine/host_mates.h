@@ -22,12 +22,12 @@ namespace pycomm {
 /// something is not to be had (a container without memfd, another user, no descriptors left) one INFO line says so and a death is
 /// noticed by its sockets, as that of a rank on another host.
 /// Thread: the control loop's, except where said.
-class HostMates {
+class HostMates final : Loop::Ticker {
  public:
   using Died = std::function<void()>;
 
   explicit HostMates(EventLoop& loop);
-  ~HostMates();
+  ~HostMates() override;
   HostMates(const HostMates&) = delete;
   HostMates& operator=(const HostMates&) = delete;
 
@@ -56,6 +56,12 @@ class HostMates {
   struct Guest;
   struct Mate;
 
+  // Loop::Ticker: connections that came while this process could open no more files
+  [[nodiscard]] TimePoint nextTick() const noexcept override {
+    return admit_again_;
+  }
+  void tick(TimePoint now) noexcept override;
+
   void open();
   void admit() noexcept;
   void hearGuest(Guest& guest) noexcept;
@@ -72,6 +78,7 @@ class HostMates {
   bool opened_ = false;
   bool closed_ = false;
   std::unique_ptr<Desk> desk_;
+  TimePoint admit_again_ = TimePoint::max(); ///< when a pause in accepting ends
   std::unordered_map<int, std::unique_ptr<Guest>> guests_; ///< who watches us, by descriptor
   std::unordered_map<std::string, std::unique_ptr<Mate>> mates_; ///< whom we watch, by name
   std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first

@@ -42,7 +42,7 @@ HostPlane::HostPlane(
     : identity_(std::move(identity)),
       arena_(std::move(arena)),
       heaps_(std::move(heaps)),
-      view_{arena_->at(0), heaps_.own == nullptr ? nullptr : heaps_.bases.data(), identity_.rank, identity_.size},
+      view_{arena_->at(0), heaps_.own == nullptr ? nullptr : heaps_.ranges.data(), identity_.rank, identity_.size},
       config_(config),
       events_(std::move(events)) {}
 

@@ -25,7 +25,7 @@ namespace pycomm {
 struct HostHeaps {
   std::shared_ptr<SharedHeap> own; ///< null: there are none
   std::vector<std::shared_ptr<const SharedArena>> mapped; ///< of the others, by rank
-  std::vector<std::byte*> bases; ///< by rank
+  std::vector<BufferView> ranges; ///< where each is mapped here, by rank
 };
 
 /// The collectives of a group whose ranks all share one host, in memory that they share; beside the DataPlane, which has everything

@@ -214,7 +214,7 @@ HostTransfer::Progress HostTransfer::advance(uint64_t& rounds, uint64_t& blocked
       finishSmall();
       return Progress::Done;
     }
-    in_place_ = canGoInPlace();
+    in_place_ = reachOperands();
     rounds += in_place_ ? 1 : rounds_;
     operation_->mark().arriving(Clock::now());
     return Progress::Moved;

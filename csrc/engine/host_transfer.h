@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "base/buffer_view.h"
 #include "engine/host_layout.h"
@@ -88,7 +89,7 @@ class HostTransfer {
   [[nodiscard]] Progress match(uint64_t& blocked);
   void finishSmall() const;
   void publish(HostSlot& slot);
-  [[nodiscard]] bool canGoInPlace() const noexcept;
+  [[nodiscard]] bool reachOperands();
   [[nodiscard]] Progress advanceInPlace(uint64_t& blocked);
   [[nodiscard]] bool operandsLasted(uint64_t& blocked) const noexcept;
   void allReduceInPlace(int64_t first, int64_t numel) const;
@@ -121,6 +122,12 @@ class HostTransfer {
   uint64_t rounds_ = 0; ///< 0: small
   bool scales_; ///< PREMUL_SUM
   bool in_place_ = false;
+  /// In place: the ranks' operands, as they are mapped here. The slots are read once, and what they say is checked.
+  struct Operands {
+    const std::byte* input = nullptr;
+    std::byte* output = nullptr;
+  };
+  std::vector<Operands> operands_; ///< by rank
   int64_t position_ = 0; ///< in place: elements that this rank has made, or copied
   Published published_;
   int matched_ = 0; ///< ranks whose descriptors have been compared

@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <string>
 
+#include "base/error.h"
 #include "base/fault_point.h"
 #include "engine/host_transfer.h"
 #include "numeric/reduce.h"
@@ -40,16 +42,41 @@ void HostTransfer::publish(HostSlot& slot) {
   }
 }
 
-bool HostTransfer::canGoInPlace() const noexcept {
+std::byte* HostView::inHeap(int of, uint64_t place, size_t nbytes) const {
+  if (heaps == nullptr || place == 0) {
+    return nullptr;
+  }
+  const BufferView& heap = heaps[of];
+  if (nbytes > heap.nbytes || place - 1 > heap.nbytes - nbytes) {
+    ErrorRecord record;
+    record.code = ErrorCode::ProtocolViolation;
+    record.peer = of;
+    record.summary = "Rank " + std::to_string(of) + " says that an operand of " + std::to_string(nbytes) +
+        " bytes lies at " + std::to_string(place - 1) + " of its heap, which has " + std::to_string(heap.nbytes) +
+        " bytes.";
+    record.hint = "look for native code that writes out of bounds in that process, or set PYCOMM_TRANSPORT=tcp";
+    throw Error(record);
+  }
+  return heap.ptr + (place - 1);
+}
+
+// Whether each rank reaches all the operands that it needs, which all ranks see alike.
+bool HostTransfer::reachOperands() {
   if (scales_) { // others' operands are not to be altered, and have no place to be scaled in
     return false;
   }
-  if (kind_ == Collective::Broadcast) {
-    return view_.inputOf(operation_->request().descriptor.root, ticket_) != nullptr;
-  }
+  const size_t nbytes = static_cast<size_t>(numel_) * element_nbytes_;
+  const auto parts = static_cast<size_t>(kind_ == Collective::ReduceScatter ? view_.size : 1);
+  operands_.resize(static_cast<size_t>(view_.size));
   for (int rank = 0; rank < view_.size; ++rank) {
-    if (view_.inputOf(rank, ticket_) == nullptr ||
-        (kind_ == Collective::AllReduce && view_.outputOf(rank, ticket_) == nullptr)) {
+    if (kind_ == Collective::Broadcast && rank != operation_->request().descriptor.root) {
+      continue;
+    }
+    const HostSlot& slot = view_.slot(rank, ticket_);
+    Operands& operands = operands_[static_cast<size_t>(rank)];
+    operands.input = view_.inHeap(rank, slot.input_place, parts * nbytes);
+    operands.output = view_.inHeap(rank, slot.output_place, nbytes);
+    if (operands.input == nullptr || (kind_ == Collective::AllReduce && operands.output == nullptr)) {
       return false;
     }
   }
@@ -65,7 +92,7 @@ void HostTransfer::allReduceInPlace(int64_t first, int64_t numel) const {
     const size_t at = static_cast<size_t>(first + done) * element_nbytes_;
     const size_t nbytes = static_cast<size_t>(count) * element_nbytes_;
     for (int rank = 0; rank < view_.size; ++rank) {
-      sources[static_cast<size_t>(rank)] = view_.inputOf(rank, ticket_) + at;
+      sources[static_cast<size_t>(rank)] = operands_[static_cast<size_t>(rank)].input + at;
     }
     std::byte* own = operation_->request().output.ptr + at;
     reduceMany(
@@ -77,7 +104,7 @@ void HostTransfer::allReduceInPlace(int64_t first, int64_t numel) const {
         static_cast<size_t>(count),
         descriptor.reduce_op == ReduceOp::Avg ? view_.size : 1);
     for (int next = 1; next < view_.size; ++next) {
-      std::memcpy(view_.outputOf((view_.rank + next) % view_.size, ticket_) + at, own, nbytes);
+      std::memcpy(operands_[static_cast<size_t>((view_.rank + next) % view_.size)].output + at, own, nbytes);
     }
   }
 }
@@ -91,7 +118,7 @@ void HostTransfer::readInPlace(int64_t first, int64_t numel) const {
     const size_t at = static_cast<size_t>(first) * element_nbytes_;
     for (int rank = 0; rank < view_.size; ++rank) {
       sources[static_cast<size_t>(rank)] =
-          view_.inputOf(rank, ticket_) + static_cast<size_t>(view_.rank) * part_nbytes + at;
+          operands_[static_cast<size_t>(rank)].input + static_cast<size_t>(view_.rank) * part_nbytes + at;
     }
     reduceMany(
         request.descriptor.dtype,
@@ -109,7 +136,7 @@ void HostTransfer::readInPlace(int64_t first, int64_t numel) const {
     const bool one = kind_ == Collective::Broadcast;
     const int owner = one ? request.descriptor.root : static_cast<int>((view_.rank + first / numel_) % view_.size);
     const size_t at = static_cast<size_t>(within) * element_nbytes_;
-    const std::byte* from = view_.inputOf(owner, ticket_) + at;
+    const std::byte* from = operands_[static_cast<size_t>(owner)].input + at;
     std::byte* to = (one ? request.output.ptr : outputPart(owner)) + at;
     if (from != to) {
       std::memcpy(to, from, static_cast<size_t>(count) * element_nbytes_);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <utility>
 
 #include "base/error.h"
@@ -21,7 +22,6 @@ using std::chrono::milliseconds;
 constexpr size_t kMaxStrangers = 64;
 constexpr size_t kMaxBytesOfStranger = 512;
 constexpr milliseconds kPatience{2000};
-constexpr milliseconds kPatienceWhenFull{100};
 constexpr milliseconds kPauseWithoutFiles{100};
 constexpr std::chrono::seconds kBetweenLogLines{10};
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
@@ -44,44 +44,53 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
 Acceptor::~Acceptor() = default;
 
 std::vector<Accepted> Acceptor::poll(TimePoint now) {
-  std::vector<Accepted> accepted;
   keepSpare();
+  // First those who wait: one that has said everything by now must not give way to a newcomer. All of them, not only those that epoll
+  // names: there are few, and no descriptor outlives its stranger this way.
+  for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
+    stranger = serve(*stranger, now) ? strangers_.erase(stranger) : std::next(stranger);
+  }
   if (listening_ || now >= listen_again_) {
     acceptNew(now);
   }
-  // All of them, not only those that epoll names: there are few, and no descriptor outlives its stranger this way.
-  for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
-    Verdict verdict = stranger->refused ? drain(*stranger) : hear(*stranger);
-    if (verdict == Verdict::Wait && now - stranger->arrived >= kPatience) {
-      verdict = giveUp("said nothing useful for 2 s");
-    }
-    switch (verdict) {
-      case Verdict::Wait:
-        ++stranger;
-        continue;
-      case Verdict::Introduced:
-        try {
-          Accepted peer;
-          peer.hello = decodeHello({stranger->bytes.data(), stranger->nbytes}).hello;
-          (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger->fd.get(), nullptr);
-          peer.link = std::make_unique<TcpLink>(std::move(stranger->fd), config_.tcp);
-          accepted.push_back(std::move(peer));
-        } catch (const std::exception& error) {
-          log(LogLevel::Warn, std::string("a peer was lost: ") + error.what());
-        }
-        break;
-      case Verdict::Drop:
-        if (!stranger->refused) {
-          reject(*stranger, now);
-        }
-        break;
-    }
-    stranger = strangers_.erase(stranger);
+  return std::exchange(accepted_, {});
+}
+
+bool Acceptor::serve(Stranger& stranger, TimePoint now) {
+  Verdict verdict = stranger.refused ? drain(stranger) : hear(stranger);
+  if (verdict == Verdict::Wait && now - stranger.arrived >= kPatience) {
+    verdict = giveUp("said nothing useful for 2 s");
   }
-  if (!listening_ && !trouble_ && strangers_.size() < kMaxStrangers) {
-    listen(true);
+  switch (verdict) {
+    case Verdict::Wait:
+      return false;
+    case Verdict::Introduced:
+      introduce(stranger);
+      return true;
+    case Verdict::Drop:
+      if (!stranger.refused) {
+        reject(stranger, now);
+      }
+      return true;
   }
-  return accepted;
+  return true;
+}
+
+void Acceptor::introduce(Stranger& stranger) {
+  try {
+    Accepted peer;
+    peer.hello = decodeHello({stranger.bytes.data(), stranger.nbytes}).hello;
+    (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr); // fails for one that never waited
+    const std::string reply = encodeHelloAccepted(config_.group);
+    const ssize_t sent = ::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent != static_cast<ssize_t>(reply.size())) { // a fresh connection has room: it is gone
+      throw Error(systemError(ErrorCode::ConnectionReset, "no reply to the hello of " + stranger.remote.text(), errno));
+    }
+    peer.link = std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp);
+    accepted_.push_back(std::move(peer));
+  } catch (const std::exception& error) {
+    log(LogLevel::Warn, std::string("a peer was lost: ") + error.what());
+  }
 }
 
 void Acceptor::keepSpare() noexcept {
@@ -99,28 +108,9 @@ void Acceptor::acceptNew(TimePoint now) {
   bool accepted = false;
   // At most one round of places at a time, so that a flood cannot keep the caller here.
   for (size_t i = 0; i < kMaxStrangers; ++i) {
-    if (!makeRoom(now)) {
-      pauseUntil(strangers_.front().arrived + kPatienceWhenFull);
-      return;
-    }
+    std::optional<Listener::Incoming> incoming;
     try {
-      auto incoming = listener_.accept();
-      trouble_.reset();
-      trouble_since_ = TimePoint::max();
-      listen(true);
-      if (!incoming) {
-        return;
-      }
-      accepted = true;
-      Stranger stranger;
-      stranger.fd = std::move(incoming->fd);
-      stranger.remote = incoming->remote;
-      stranger.arrived = now;
-      epoll_event event{};
-      event.events = EPOLLIN | EPOLLRDHUP;
-      if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.fd.get(), &event) == 0) {
-        strangers_.push_back(std::move(stranger));
-      }
+      incoming = listener_.accept();
     } catch (const Error& error) {
       if (spare_) {
         spare_.reset();
@@ -137,20 +127,38 @@ void Acceptor::acceptNew(TimePoint now) {
       pauseUntil(now + kPauseWithoutFiles);
       return;
     }
+    trouble_.reset();
+    trouble_since_ = TimePoint::max();
+    listen(true);
+    if (!incoming) {
+      return;
+    }
+    accepted = true;
+    Stranger stranger;
+    stranger.fd = std::move(incoming->fd);
+    stranger.remote = incoming->remote;
+    stranger.arrived = now;
+    if (serve(stranger, now)) {
+      continue;
+    }
+    makeRoom(now);
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLRDHUP;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.fd.get(), &event) == 0) {
+      strangers_.push_back(std::move(stranger));
+    }
   }
 }
 
-bool Acceptor::makeRoom(TimePoint now) {
+void Acceptor::makeRoom(TimePoint now) {
   if (strangers_.size() < kMaxStrangers) {
-    return true;
+    return;
   }
-  if (now - strangers_.front().arrived < kPatienceWhenFull) {
-    return false;
+  if (!serve(strangers_.front(), now)) {
+    (void)giveUp("had not said who it is when others came");
+    reject(strangers_.front(), now);
   }
-  (void)giveUp("was silent while others waited");
-  reject(strangers_.front(), now);
   strangers_.pop_front();
-  return true;
 }
 
 Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
@@ -196,6 +204,14 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
           const std::string sizes = std::to_string(config_.size) + " and " + std::to_string(hello.size);
           return refuse(stranger, ErrorCode::ConfigMismatch, "the two sides have world sizes " + sizes);
         }
+        if (hello.rank == config_.rank || hello.epoch != config_.epoch) {
+          return giveUp(
+              "says that it is rank " + std::to_string(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
+              ", and this is rank " + std::to_string(config_.rank) + " of epoch " + std::to_string(config_.epoch));
+        }
+        if (PYCOMM_FAULT("hello.accept").error_number != 0) {
+          return giveUp("was dropped by a fault point");
+        }
         return Verdict::Introduced;
       }
     }
@@ -224,12 +240,11 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
   ErrorRecord reason;
   reason.code = code;
   reason.summary = listener_.address().text() + " refused a connection: " + why;
-  reason.host = localHostName();
   reason.phase = "connect";
   if (code == ErrorCode::VersionMismatch) {
     reason.hint = "install the same pycomm on all hosts";
   }
-  const std::string reply = encodeHelloRefused(config_.group, reason);
+  const std::string reply = encodeHelloRefused(reason);
   (void)giveUp(why);
   // Once, and as far as it goes: a fresh connection has room for a few hundred bytes.
   if (::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {

@@ -29,18 +29,21 @@ struct Accepted {
 struct AcceptorConfig {
   uint64_t nonce = 0;
   uint32_t group = 0;
+  uint16_t epoch = 0;
+  int32_t rank = -1; ///< this process's own: nobody else has it
   int32_t size = 0;
   TcpOptions tcp;
 };
 
 /// Turns incoming connections into introduced peers without ever blocking and without trusting anybody.
 ///
-/// Strangers get 2 s and at most 512 bytes are read from one; at most 64 wait at a time. When all 64 places are taken,
-/// the oldest one that has been silent for 100 ms gives way, so that a crowd of silent connections cannot keep a peer
-/// out for long. Until one has introduced itself it costs four system calls, so that a thousand a second are no load.
-/// One descriptor is kept in reserve: where the process has no other left, strangers are still heard and sent away, and
-/// only a peer that comes to stay finds no room. Garbage is dropped without an answer; a pycomm of another version or job is told why. Accepting sends
-/// nothing: whoever takes the link may answer with encodeHelloAccepted().
+/// A connection is read as soon as it is accepted, so a peer whose Hello has come takes no place and waits for nobody. The others get a
+/// place, 2 s, and at most 512 bytes are read from one. There are 64 places: if all are taken, the oldest stranger gives way at once, so a
+/// crowd of slow connections cannot keep a peer out. A peer that is dropped so tries again (see GreetedLink). A stranger costs a
+/// handful of system calls, so that a thousand a second are no load.
+/// One descriptor is kept in reserve: if the process has no other left, strangers are still heard and sent away, and
+/// only a peer that comes to stay finds no room. Garbage is dropped without an answer; a pycomm of another version or job is told why,
+/// and nothing else: neither the group nor the host. A peer of this group is sent encodeHelloAccepted().
 /// One thread at a time.
 class Acceptor {
  public:
@@ -91,7 +94,10 @@ class Acceptor {
 
   void acceptNew(TimePoint now);
   void keepSpare() noexcept;
-  [[nodiscard]] bool makeRoom(TimePoint now);
+  void makeRoom(TimePoint now);
+  /// True if the stranger is through: it was introduced, or given up.
+  [[nodiscard]] bool serve(Stranger& stranger, TimePoint now);
+  void introduce(Stranger& stranger);
   [[nodiscard]] Verdict hear(Stranger& stranger);
   [[nodiscard]] Verdict drain(Stranger& stranger);
   [[nodiscard]] Verdict refuse(Stranger& stranger, ErrorCode code, const std::string& why);
@@ -104,6 +110,7 @@ class Acceptor {
   AcceptorConfig config_;
   UniqueFd epoll_;
   std::list<Stranger> strangers_; ///< oldest first, at most kMaxStrangers
+  std::vector<Accepted> accepted_; ///< by the poll() under way
   bool listening_ = false;
   TimePoint listen_again_ = TimePoint::max(); ///< when a pause in accepting ends
   std::string why_dropped_; ///< of the stranger that is being given up

@@ -107,20 +107,26 @@ std::string encodeHelloAccepted(uint32_t group) {
   return frame(header, nullptr);
 }
 
-std::string encodeHelloRefused(uint32_t group, const ErrorRecord& reason) {
+std::string encodeHelloRefused(const ErrorRecord& reason) {
   const std::string payload = reason.serialize();
   FrameHeader header;
   header.type = FrameType::HelloReply;
-  header.group = group;
   header.payload_nbytes = static_cast<uint32_t>(payload.size());
   return frame(header, payload.data());
 }
 
-std::optional<ErrorRecord> decodeHelloReply(ConstBufferView payload) {
+std::optional<ErrorRecord> decodeHelloReply(ConstBufferView payload, int size) {
   if (payload.nbytes == 0) {
     return std::nullopt;
   }
-  return ErrorRecord::deserialize(std::string(reinterpret_cast<const char*>(payload.ptr), payload.nbytes));
+  const std::string bytes(reinterpret_cast<const char*>(payload.ptr), payload.nbytes);
+  if (std::optional<ErrorRecord> reason = ErrorRecord::deserialize(bytes, size)) {
+    return reason;
+  }
+  ErrorRecord broken;
+  broken.code = ErrorCode::ProtocolViolation;
+  broken.summary = "a connection was refused for a reason that cannot be read";
+  return broken;
 }
 
 } // namespace pycomm

@@ -50,10 +50,10 @@ struct HelloReading {
 /// Reads up to kHelloNbytes of any content. Never throws; judges as early as the bytes allow.
 [[nodiscard]] HelloReading decodeHello(ConstBufferView bytes);
 
-/// A HelloReply frame: accepted, or refused with the reason.
+/// A HelloReply frame: accepted, or refused with the reason. A refusal goes to strangers, so it names no group.
 [[nodiscard]] std::string encodeHelloAccepted(uint32_t group);
-[[nodiscard]] std::string encodeHelloRefused(uint32_t group, const ErrorRecord& reason);
-/// From the payload of a HelloReply frame: nothing when accepted, else why not. Takes any bytes.
-[[nodiscard]] std::optional<ErrorRecord> decodeHelloReply(ConstBufferView payload);
+[[nodiscard]] std::string encodeHelloRefused(const ErrorRecord& reason);
+/// From the payload of a HelloReply frame, to a rank of a group of `size`: nothing when accepted, else why not. Takes any bytes.
+[[nodiscard]] std::optional<ErrorRecord> decodeHelloReply(ConstBufferView payload, int size);
 
 } // namespace pycomm

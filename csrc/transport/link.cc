@@ -48,6 +48,18 @@ void wait(
 
 } // namespace
 
+bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
+  while (!link.finishConnect()) {
+    abort.throwIfAborted();
+    if (deadline.expired()) {
+      return false;
+    }
+    pollfd ready{link.writeFd(), link.roomEvent(), 0};
+    (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: it is asked again
+  }
+  return true;
+}
+
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort) {
   Transfer transfer{"writing", 0, bytes.nbytes};
   abort.throwIfAborted();

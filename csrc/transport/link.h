@@ -83,6 +83,10 @@ class Link {
   [[nodiscard]] virtual std::string describe() const = 0;
 };
 
+/// Waits until finishConnect() says true; false at the deadline, after which it may be called again. Throws what that throws, and the
+/// token's reason when aborted.
+[[nodiscard]] bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort);
+
 /// Moves exactly the view's bytes, or throws: Error(Timeout) at the deadline, the token's reason when aborted,
 /// Error(ConnectionReset) when the peer closes early.
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);

@@ -1,6 +1,7 @@
 #include "transport/listener.h"
 
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -14,6 +15,7 @@ namespace pycomm {
 namespace {
 
 constexpr int kBacklog = 1024; // the kernel caps it at net.core.somaxconn
+constexpr int kSilentSeconds = 2;
 
 // One port. Returns errno, 0 when it listens.
 int listenOn(const UniqueFd& fd, const SocketAddress& address) {
@@ -95,6 +97,11 @@ Listener Listener::bind(const SocketAddress& local, PortRange ports) {
   record.cause = counted(errors);
   record.hint = "a wider PYCOMM_PORT_RANGE, one port a rank on each host; `ss -ltnp` shows who holds them";
   throw Error(record);
+}
+
+void Listener::deferSilent() noexcept {
+  // It only saves work: a kernel that refuses leaves a listener that works.
+  (void)::setsockopt(fd_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &kSilentSeconds, sizeof kSilentSeconds);
 }
 
 std::optional<Listener::Incoming> Listener::accept() {

@@ -47,6 +47,10 @@ class Listener {
     return address_;
   }
 
+  /// From now on a connection waits in the kernel until its client has sent something, for 2 s at most (TCP_DEFER_ACCEPT): a client that
+  /// only connects costs this process nothing.
+  void deferSilent() noexcept;
+
   /// The next waiting connection, or nothing. Never blocks. Throws Error(TooManyFiles) when this process may open no
   /// more files: the connection stays in the kernel's queue and keeps fd() readable, so the caller must pause, not
   /// retry.

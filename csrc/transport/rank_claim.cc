@@ -26,6 +26,7 @@ namespace {
 constexpr int kOwnerTimeoutMs = 5000; // between counting and telling who one is lie two calls
 constexpr int kSliceMs = 20;
 constexpr int64_t kMaxLookBack = 10000;
+constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond what anybody counts to
 constexpr const char* kLeft = "left";
 constexpr const char* kRefused = "refused";
 
@@ -48,7 +49,7 @@ struct Owner {
     in >> owner.generation >> host >> process;
     const auto parsed_host = HostIdentity::fromWireText(host);
     const auto parsed_process = ProcessIdentity::fromWireText(process);
-    if (!in || owner.generation < 1 || !parsed_host || !parsed_process) {
+    if (!in || owner.generation < 1 || owner.generation > kMaxGeneration || !parsed_host || !parsed_process) {
       return std::nullopt;
     }
     owner.host = *parsed_host;
@@ -117,6 +118,12 @@ RankClaim claimRank(Store& store, const std::string& prefix, int rank, Deadline 
   claim.prefix = prefix;
   claim.rank = rank;
   claim.number = store.add(prefix + "claim/" + std::to_string(rank), 1);
+  if (claim.number < 1) {
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "the store counts " + std::to_string(claim.number) + " claims of rank " + std::to_string(rank),
+        "is the store shared with another program, or its key overwritten?");
+  }
   Owner me;
   me.generation = 1;
   me.host = HostIdentity::ofThisProcess();

@@ -1,10 +1,10 @@
 #include "transport/rank_record.h"
 
-#include <algorithm>
 #include <map>
 #include <sstream>
 
 #include "base/error.h"
+#include "base/printable.h"
 #include "transport/wire.h"
 
 namespace pycomm {
@@ -14,14 +14,6 @@ constexpr size_t kMaxConfigNbytes = 4096;
 constexpr size_t kMaxHostNbytes = 255;
 constexpr size_t kMaxWatchNbytes = 32;
 constexpr size_t kMaxRemarkNbytes = 255;
-
-// One line, whatever the user's host name or options hold.
-std::string oneLine(std::string text, size_t max_nbytes) {
-  text.resize(std::min(text.size(), max_nbytes));
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return static_cast<unsigned char>(c) < ' ' || c == 0x7f; }, ' ');
-  return text;
-}
 
 std::optional<uint64_t> parseNumber(const std::string& text, uint64_t limit) {
   if (text.empty() || text.size() > 20 || text.find_first_not_of("0123456789") != std::string::npos) {
@@ -76,15 +68,16 @@ std::string RankRecord::wireText() const {
   const auto put = [&](const char* key, const std::string& value) { out += std::string(key) + "=" + value + "\n"; };
   put("rank", std::to_string(rank));
   put("size", std::to_string(size));
-  put("host", oneLine(host, kMaxHostNbytes));
+  put("host", printable(host, kMaxHostNbytes));
   put("identity", identity.wireText());
   put("process", process.wireText());
   put("route", route.wireText());
   put("digest", std::to_string(config_digest));
   put("nonce", std::to_string(nonce));
-  put("watch", oneLine(watch_name, kMaxWatchNbytes));
-  put("remark", oneLine(remark, kMaxRemarkNbytes));
-  put("config", oneLine(config_text, kMaxConfigNbytes));
+  put("run", std::to_string(run));
+  put("watch", printable(watch_name, kMaxWatchNbytes));
+  put("remark", printable(remark, kMaxRemarkNbytes));
+  put("config", printable(config_text, kMaxConfigNbytes));
   return out;
 }
 
@@ -111,7 +104,7 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   RankRecord record;
   record.version = static_cast<int>(*version);
   record.rank = rank;
-  record.host = oneLine(fields["host"], kMaxHostNbytes);
+  record.host = printable(fields["host"], kMaxHostNbytes);
   if (record.version != FrameHeader::kVersion) {
     return record;
   }
@@ -125,9 +118,10 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.size = static_cast<int>(number("size", INT32_MAX));
   record.config_digest = static_cast<uint32_t>(number("digest", UINT32_MAX));
   record.nonce = number("nonce", UINT64_MAX);
-  record.config_text = oneLine(fields["config"], kMaxConfigNbytes);
-  record.watch_name = oneLine(fields["watch"], kMaxWatchNbytes);
-  record.remark = oneLine(fields["remark"], kMaxRemarkNbytes);
+  record.run = number("run", UINT64_MAX);
+  record.config_text = printable(fields["config"], kMaxConfigNbytes);
+  record.watch_name = printable(fields["watch"], kMaxWatchNbytes);
+  record.remark = printable(fields["remark"], kMaxRemarkNbytes);
   if (number("rank", INT32_MAX) != static_cast<uint64_t>(rank)) {
     refuse(rank, "it says rank " + fields["rank"]);
   }

@@ -27,6 +27,7 @@ struct RankRecord {
   uint32_t config_digest = 0;
   std::string config_text;
   uint64_t nonce = 0; ///< rank 0's counts
+  uint64_t run = 0; ///< rank 0's counts
   std::string watch_name; ///< where processes of its host may watch it (engine/host_mates.h); empty: nowhere
   std::string remark; ///< what the floors above want all ranks to know of this one
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/printable.h"
 #include "transport/rank_record.h"
 #include "transport/select_address.h"
 #include "transport/socket_error.h"
@@ -26,17 +27,17 @@
 namespace pycomm {
 namespace {
 
-constexpr int kMaxSize = 1 << 20;
 constexpr size_t kMaxAddresses = 8; // of one rank
+constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
 
-uint64_t randomNonce() {
-  uint64_t nonce = 0;
-  while (::getrandom(&nonce, sizeof nonce, 0) != static_cast<ssize_t>(sizeof nonce)) {
+uint64_t randomNumber() {
+  uint64_t number = 0;
+  while (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
     if (errno != EINTR) {
       throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
     }
   }
-  return nonce;
+  return number;
 }
 
 // FNV-1a, folded to 32 bits.
@@ -53,7 +54,7 @@ uint32_t hashOf(const std::string& name, uint64_t nonce) {
 }
 
 void checkConfig(const RendezvousConfig& config) {
-  if (config.size < 1 || config.size > kMaxSize || config.rank < 0 || config.rank >= config.size) {
+  if (config.size < 1 || config.size > kMaxRanks || config.rank < 0 || config.rank >= config.size) {
     throw Error(
         ErrorCode::InvalidArgument,
         "rank " + std::to_string(config.rank) + " does not exist in a world of size " + std::to_string(config.size),
@@ -72,7 +73,8 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route)
   record.route = route;
   record.config_digest = config.config_digest;
   record.config_text = config.config_text;
-  record.nonce = config.rank == 0 ? randomNonce() : 0;
+  record.nonce = config.rank == 0 ? randomNumber() : 0;
+  record.run = config.rank == 0 ? randomNumber() : 0;
   record.watch_name = config.watch_name;
   record.remark = config.remark;
   return record;
@@ -188,15 +190,18 @@ Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
   const AddressChoice choice = chooseAddress(policy, network, routes, static_cast<size_t>(config.rank));
   Rendezvous met;
   met.nonce = records.front().nonce;
+  met.run = records.front().run;
   met.group_hash = hashOf(config.group_name, met.nonce);
   met.interface_name = choice.interface_name;
   met.address_reason = choice.why;
   met.listener = Listener::bind(choice.address, config.ports);
+  met.listener.deferSilent();
   met.local_address = met.listener.address();
   std::string addresses = met.local_address.wireText();
   for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
     if (met.further.size() + 1 < kMaxAddresses) {
       met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
+      met.further.back().listener.deferSilent();
       addresses += " " + met.further.back().listener.address().wireText();
     }
   }
@@ -264,11 +269,15 @@ std::vector<std::string> exchangeTexts(
     Deadline deadline,
     const AbortToken& abort) {
   const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now()};
-  return round.gather(
+  std::vector<std::string> texts = round.gather(
       key,
       mine,
       [](int, const std::string&) {},
       [](int rank, const std::string&) { return "rank " + std::to_string(rank); });
+  for (std::string& text : texts) {
+    text = printable(text, kMaxTextNbytes);
+  }
+  return texts;
 }
 
 void throwIfFailed(Store& store, const RankClaim& claim) {

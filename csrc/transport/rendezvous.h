@@ -45,6 +45,7 @@ struct Member {
 struct Rendezvous {
   std::vector<Member> members; ///< by rank
   uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0
+  uint64_t run = 0; ///< as random, and no key to anything: tells this group from others in what is written to disk
   uint32_t group_hash = 0; ///< of the group's name and the nonce
   SocketAddress local_address;
   std::string interface_name;
@@ -71,7 +72,8 @@ struct Rendezvous {
 /// For what comes between meet() and the first connections: a rank that cannot go on says why, and those that wait for it look.
 /// `tellFailure` returns the record that counts, which is another rank's if that came first.
 [[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept;
-/// One more round between the ranks that met: gives `mine` under `key` and returns the texts of all, by rank. Throws as meet() does.
+/// One more round between the ranks that met: gives `mine` under `key` and returns the texts of all, by rank, printable() and up to 512 bytes of
+/// each. Throws as meet() does.
 [[nodiscard]] std::vector<std::string> exchangeTexts(
     Store& store,
     const RankClaim& claim,

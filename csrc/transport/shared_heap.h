@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/buffer_view.h"
 #include "transport/shared_arena.h"
 
 namespace pycomm {
@@ -44,6 +45,10 @@ class SharedHeap {
 
   [[nodiscard]] std::byte* base() const noexcept {
     return arena_.at(0);
+  }
+  /// All of it, as this process has it mapped.
+  [[nodiscard]] BufferView range() const noexcept {
+    return {arena_.at(0), arena_.nbytes()};
   }
   [[nodiscard]] int fd() const noexcept {
     return arena_.fd();

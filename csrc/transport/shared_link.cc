@@ -17,8 +17,8 @@ constexpr size_t kPartNbytes = 128 << 10;
 
 } // namespace
 
-SharedLink::SharedLink(std::unique_ptr<Link> bell, Rings rings, std::string greeting)
-    : bell_(std::move(bell)), arena_(std::move(rings.arena)), greeting_(std::move(greeting)) {
+SharedLink::SharedLink(std::unique_ptr<Link> bell, Rings rings, State state)
+    : bell_(std::move(bell)), arena_(std::move(rings.arena)), connected_(state == State::Connected) {
   if (rings.out) {
     writer_.emplace(*rings.out);
   }
@@ -157,18 +157,8 @@ void SharedLink::shutdownWrite() noexcept {
 }
 
 bool SharedLink::finishConnect() {
-  if (!bell_->finishConnect()) {
-    return false;
-  }
-  while (!greeting_.empty()) {
-    const ConstBufferView rest(reinterpret_cast<const std::byte*>(greeting_.data()), greeting_.size());
-    const Progress progress = bell_->tryWrite(&rest, 1);
-    if (progress.nbytes == 0) {
-      return false;
-    }
-    greeting_.erase(0, progress.nbytes);
-  }
-  return true;
+  connected_ = connected_ || bell_->finishConnect();
+  return connected_;
 }
 
 std::string SharedLink::describe() const {

@@ -30,15 +30,16 @@ class SharedLink final : public Link {
     std::optional<RingMemory> in;
   };
 
-  /// `greeting` is written on the connection before all else, by finishConnect(), and read by whoever accepts it.
-  SharedLink(std::unique_ptr<Link> bell, Rings rings, std::string greeting = "");
+  enum class State { Connecting, Connected };
+  /// The end that connects calls finishConnect(), which is the bell's.
+  SharedLink(std::unique_ptr<Link> bell, Rings rings, State state = State::Connected);
   ~SharedLink() override;
 
   [[nodiscard]] int fd() const noexcept override {
     return bell_->fd();
   }
   [[nodiscard]] short roomEvent() const noexcept override {
-    return greeting_.empty() ? POLLIN : POLLOUT;
+    return connected_ ? short{POLLIN} : bell_->roomEvent();
   }
   [[nodiscard]] bool readsAreCheap() const noexcept override {
     return true;
@@ -80,7 +81,7 @@ class SharedLink final : public Link {
   std::shared_ptr<const SharedArena> arena_;
   std::optional<RingWriter> writer_;
   std::optional<RingReader> reader_;
-  std::string greeting_; ///< what has yet to be written of it
+  bool connected_;
   bool ended_ = false; ///< the peer has ended its write side
   std::exception_ptr broken_; ///< how the connection ended otherwise
 };

@@ -70,8 +70,19 @@ std::vector<std::string> StoreRound::gather(
 void StoreRound::throwIfFailed() const {
   abort.throwIfAborted();
   if (store.has(prefix + "error")) {
-    throw Error(ErrorRecord::deserialize(store.get(prefix + "error", Deadline::after(kReadTimeoutMs))));
+    throw Error(readError());
   }
+}
+
+ErrorRecord StoreRound::readError() const {
+  if (auto record = ErrorRecord::deserialize(store.get(prefix + "error", Deadline::after(kReadTimeoutMs)), kMaxRanks)) {
+    return *std::move(record);
+  }
+  ErrorRecord broken;
+  broken.code = ErrorCode::ProtocolViolation;
+  broken.summary = "the store holds an error report that no pycomm wrote";
+  broken.hint = "is the store shared with another program?";
+  return broken;
 }
 
 bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judge) const {
@@ -143,7 +154,7 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
     }
     // Whoever was told to stop is told why, whatever the others met.
     return abort.aborted() ? record
-                           : ErrorRecord::deserialize(store.get(prefix + "error", Deadline::after(kReadTimeoutMs)));
+                           : readError();
   } catch (const std::exception&) {
     return record; // without the store everybody finds out alone
   }

@@ -11,6 +11,9 @@
 
 namespace pycomm {
 
+/// No world is larger.
+inline constexpr int kMaxRanks = 1 << 20;
+
 /// The ranks of one generation of a group, exchanging texts in the store. Borrows what it refers to for one call of
 /// meet().
 struct StoreRound {
@@ -39,12 +42,14 @@ struct StoreRound {
   /// Makes `record` the end of this generation on all ranks, unless another one came first. Returns the one that
   /// counts.
   [[nodiscard]] ErrorRecord failTogether(const ErrorRecord& record) const noexcept;
-  /// Throws what another rank reported with failTogether(), or the token's reason.
+  /// Throws what another rank reported with failTogether(), or the token's reason. Ranks of different world sizes may meet here, so a
+  /// record may name a rank that this one's world does not have.
   void throwIfFailed() const;
 
  private:
   using Texts = std::vector<std::string>; // by rank; empty: not seen yet
 
+  [[nodiscard]] ErrorRecord readError() const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;

@@ -13,11 +13,8 @@ constexpr size_t kMaxViews = 64; // more views simply take another call
 
 } // namespace
 
-StripedLink::StripedLink(std::vector<Part> parts) : parts_(std::move(parts)) {
-  const bool greets =
-      std::any_of(parts_.begin(), parts_.end(), [](const Part& part) { return !part.greeting.empty(); });
-  connected_ = greets ? 0 : parts_.size();
-}
+StripedLink::StripedLink(std::vector<Part> parts, State state)
+    : parts_(std::move(parts)), connected_(state == State::Connecting ? 0 : parts_.size()) {}
 
 void StripedLink::Place::advance(size_t nbytes, size_t parts) noexcept {
   left -= nbytes;
@@ -71,27 +68,13 @@ void StripedLink::shutdownWrite() noexcept {
 }
 
 bool StripedLink::finishConnect() {
-  for (; connected_ < parts_.size(); ++connected_) {
-    std::string& greeting = parts_[connected_].greeting;
-    const bool greeted = naming(connected_, [&](Link& link) {
-      if (!link.finishConnect()) {
-        return false;
-      }
-      while (!greeting.empty()) {
-        const ConstBufferView rest(reinterpret_cast<const std::byte*>(greeting.data()), greeting.size());
-        const Progress progress = link.tryWrite(&rest, 1);
-        if (progress.nbytes == 0) {
-          return false;
-        }
-        greeting.erase(0, progress.nbytes);
-      }
-      return true;
-    });
-    if (!greeted) {
-      return false;
-    }
+  // All of them are asked, so that they connect at the same time; the first that is not connected yet is what is waited for.
+  bool all = true;
+  for (size_t part = connected_; part < parts_.size(); ++part) {
+    all = naming(part, [](Link& link) { return link.finishConnect(); }) && all;
+    connected_ += all ? 1 : 0;
   }
-  return true;
+  return all;
 }
 
 std::string StripedLink::describe() const {

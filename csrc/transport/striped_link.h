@@ -22,12 +22,12 @@ class StripedLink final : public Link {
 
   struct Part {
     std::unique_ptr<Link> link;
-    std::string greeting; ///< written on it before all else, and no part of the stream
     std::string interface_name; ///< for messages
   };
 
-  /// At least one part; the same number, in the same order, at both ends. An end that has greetings calls finishConnect().
-  explicit StripedLink(std::vector<Part> parts);
+  enum class State { Connecting, Connected };
+  /// At least one part; the same number, in the same order, at both ends. The end that connects calls finishConnect().
+  StripedLink(std::vector<Part> parts, State state);
 
   [[nodiscard]] int fd() const noexcept override {
     return parts_.front().link->fd();
@@ -36,12 +36,15 @@ class StripedLink final : public Link {
     return parts_[reading_.part].link->readFd();
   }
   [[nodiscard]] int writeFd() const noexcept override {
-    return parts_[connected_ < parts_.size() ? connected_ : writing_.part].link->writeFd();
+    return turn().writeFd();
+  }
+  [[nodiscard]] short roomEvent() const noexcept override {
+    return turn().roomEvent();
   }
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
-  /// True once all are connected and have been greeted.
+  /// True once all parts are connected.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override;
   [[nodiscard]] std::string readsFrom() const override {
@@ -57,11 +60,15 @@ class StripedLink final : public Link {
     size_t left = kChunkNbytes; ///< of the chunk under way
     void advance(size_t nbytes, size_t parts) noexcept;
   };
+  /// The part that connects, or else the one that the next byte leaves by.
+  [[nodiscard]] const Link& turn() const noexcept {
+    return *parts_[connected_ < parts_.size() ? connected_ : writing_.part].link;
+  }
   template <typename Body>
   auto naming(size_t part, const Body& body);
 
   std::vector<Part> parts_;
-  size_t connected_ = 0; ///< parts before this one are, and have been greeted
+  size_t connected_; ///< parts before this one are
   Place reading_;
   Place writing_;
 };

@@ -5,8 +5,31 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 namespace pycomm {
+namespace {
+
+constexpr uint64_t kAllUsers = UINT32_MAX; // as many as there are; the last number, -1, is none
+
+// Whether every user of the host has a number of its own here (man 7 user_namespaces). False if the kernel does not say.
+bool mapsAllUsers() {
+  std::ifstream map("/proc/self/uid_map");
+  uint64_t users = 0;
+  for (uint64_t inside = 0, outside = 0, count = 0; map >> inside >> outside >> count;) {
+    users += count;
+  }
+  return users >= kAllUsers;
+}
+
+// What the kernel calls users that have no number here.
+uid_t overflowUser() {
+  uid_t user = 65534;
+  std::ifstream("/proc/sys/kernel/overflowuid") >> user;
+  return user;
+}
+
+} // namespace
 
 socklen_t abstractAddress(sockaddr_un& address, const std::string& name) {
   const std::string path = "pycomm/" + name;
@@ -18,7 +41,8 @@ socklen_t abstractAddress(sockaddr_un& address, const std::string& name) {
 bool sameUser(int socket) {
   ucred peer{};
   socklen_t length = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid() &&
+      (peer.uid != overflowUser() || mapsAllUsers());
 }
 
 bool passMessage(int socket, const void* message, size_t nbytes, int fd) {
@@ -46,7 +70,7 @@ ssize_t takeMessage(int socket, void* message, size_t nbytes, UniqueFd& fd) {
   header.msg_iov = &part;
   header.msg_iovlen = 1;
   header.msg_control = control.data();
-  header.msg_controllen = control.size();
+  header.msg_controllen = CMSG_LEN(sizeof(int)); // with the padding of CMSG_SPACE there would be room for two
   const ssize_t got = ::recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {
     return got;

@@ -158,7 +158,7 @@ def align(processes: Sequence[ProcessRecord]) -> list[Aligned]:
     found: dict[tuple[str, str], dict[int, Member]] = {}
     for process in processes:
         for group in process.groups:
-            found.setdefault((group.name, group.nonce), {})[group.rank] = Member(process, group)
+            found.setdefault((group.name, group.run), {})[group.rank] = Member(process, group)
     groups = [
         Aligned(name, max(member.group.size for member in members.values()), _one_clock(members))
         for (name, _), members in found.items()
@@ -167,7 +167,7 @@ def align(processes: Sequence[ProcessRecord]) -> list[Aligned]:
 
 
 def _identities(process: ProcessRecord) -> set[tuple[str, str]]:
-    return {(group.name, group.nonce) for group in process.groups if group.nonce != "0"}
+    return {(group.name, group.run) for group in process.groups if group.run != "0"}
 
 
 def _newest_run(

@@ -45,12 +45,12 @@ def process(rank: int, operations: list[dict[str, Any]], **changes: Any) -> dict
     """A record of one group of three ranks, on hosts a, b and c."""
     group = {
         **{"name": "0", "rank": rank, "size": 3, "global_ranks": [], "hosts": ["a", "b", "c"]},
-        **{"nonce": "77", "slots": 2000, "complete": True, "phases_ns": {"rendezvous": START}},
+        **{"run": "77", "slots": 2000, "complete": True, "phases_ns": {"rendezvous": START}},
         "operations": operations,
     }
     group |= {key: changes.pop(key) for key in list(changes) if key in (*group, "failure")}
     return {
-        **{"format": "pycomm-flight-record", "version": 1, "rank": rank, "host": "abc"[rank]},
+        **{"format": "pycomm-flight-record", "version": 2, "rank": rank, "host": "abc"[rank]},
         **{"pid": 100 + rank, "written_ns": START + 2_000 * MS, "groups": [group]},
     } | changes
 
@@ -192,7 +192,7 @@ def test_failures_and_missing_records_are_told(tmp_path: Path) -> None:
 
 
 def test_records_of_another_run_are_left_out(tmp_path: Path) -> None:
-    old = process(1, healthy(3), nonce="66", written_ns=START)
+    old = process(1, healthy(3), run="66", written_ns=START)
     written(tmp_path, process(0, healthy()), old, process(2, healthy()))
     records = read_records(dump_files([tmp_path]))
     assert [one.rank for one in records.processes] == [0, 2]
@@ -205,7 +205,7 @@ def test_groups_of_a_part_of_the_ranks(tmp_path: Path) -> None:
     for rank in range(3):
         one = process(rank, healthy())
         if rank:
-            part = {"name": "1", "rank": rank - 1, "size": 2, "global_ranks": [1, 2], "nonce": "5"}
+            part = {"name": "1", "rank": rank - 1, "size": 2, "global_ranks": [1, 2], "run": "5"}
             one["groups"].append(one["groups"][0] | part | {"hosts": ["b", "c"]})
         both.append(one)
     written(tmp_path, *both)
@@ -242,8 +242,8 @@ BAD = [
     ("{", "it is not JSON"),
     ("[1]", "it says nothing of"),
     ('{"format": "other"}', "it says nothing of"),
-    ('{"format": "pycomm-flight-record", "version": 2}', "is of version 2"),
-    ('{"format": "pycomm-flight-record", "version": 1}', "KeyError"),
+    ('{"format": "pycomm-flight-record", "version": 1}', "is of version 1"),
+    ('{"format": "pycomm-flight-record", "version": 2}', "KeyError"),
     (json.dumps(process(0, [{"id": "1"}])), "is not a flight record"),
     (json.dumps(process(0, healthy()) | {"rank": "zero"}), "rank is 'zero'"),
 ]

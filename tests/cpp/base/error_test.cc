@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <cstdint>
+#include <cstring>
 #include <set>
 #include <string>
 
@@ -54,36 +56,72 @@ TEST(ErrorRecord, ALineStaysOneLine) {
 
 TEST(ErrorRecord, SurvivesTheWire) {
   const ErrorRecord record = fullRecord();
-  EXPECT_EQ(ErrorRecord::deserialize(record.serialize()).text(), record.text());
+  EXPECT_EQ(ErrorRecord::deserialize(record.serialize(), 3).value().text(), record.text());
 }
 
 TEST(ErrorRecord, EveryCutOfItsBytesIsRefusedAndNothingMore) {
   const std::string bytes = fullRecord().serialize();
   for (size_t length = 0; length < bytes.size(); ++length) {
-    EXPECT_EQ(ErrorRecord::deserialize(bytes.substr(0, length)).code, ErrorCode::ProtocolViolation) << length;
+    EXPECT_FALSE(ErrorRecord::deserialize(bytes.substr(0, length), 3)) << length;
   }
+  EXPECT_FALSE(ErrorRecord::deserialize(bytes + '\0', 3)) << "more than a record";
 }
 
 TEST(ErrorRecord, LengthsFromTheWireAreBounded) {
   std::string bytes = fullRecord().serialize();
   bytes[9 * 8] = '\xff'; // the first text's length
   bytes[9 * 8 + 1] = '\xff';
-  EXPECT_EQ(ErrorRecord::deserialize(bytes).code, ErrorCode::ProtocolViolation);
+  EXPECT_FALSE(ErrorRecord::deserialize(bytes, 3));
+}
+
+// Ranks index vectors, and a code is looked up by its name in Python. The number before each is how many 64-bit numbers it follows.
+TEST(ErrorRecord, NumbersFromTheWireAreBounded) {
+  const std::string good = fullRecord().serialize();
+  const auto with = [&](size_t place, int64_t value) {
+    std::string bytes = good;
+    std::memcpy(bytes.data() + place * 8, &value, sizeof value);
+    return ErrorRecord::deserialize(bytes, 3).has_value();
+  };
+  const auto known = static_cast<int64_t>(ErrorCode::PeerDead);
+  EXPECT_TRUE(with(0, known));
+  for (const int64_t code : {int64_t{0}, int64_t{-1}, int64_t{99}, int64_t{UINT16_MAX}, known + 65536, INT64_MIN}) {
+    EXPECT_FALSE(with(0, code)) << code;
+  }
+  for (const size_t place : {size_t{1}, size_t{2}}) { // rank, peer
+    for (const int64_t rank : {int64_t{-1}, int64_t{0}, int64_t{2}}) {
+      EXPECT_TRUE(with(place, rank)) << place << " " << rank;
+    }
+    for (const int64_t rank :
+         {int64_t{-2}, int64_t{3}, int64_t{1000000}, (int64_t{1} << 32) + 1, INT64_MIN, INT64_MAX}) {
+      EXPECT_FALSE(with(place, rank)) << place << " " << rank;
+    }
+  }
 }
 
 TEST(ErrorRecord, WhatAPeerWroteStaysOneLineAndCommandsNoTerminal) {
   ErrorRecord record;
   record.summary = "first\nsecond \x1b[2J";
   record.hint = "a\rb";
-  const std::string text = ErrorRecord::deserialize(record.serialize()).text();
+  record.host = "caf\xc3\xa9\xff";
+  record.peer_host = "\xc2\x9b" "31m\xe2\x80\xae" "evil\xe2\x80\xa8next\xc2\x85"; // CSI, right to left, two ends of a line
+  const std::string text = ErrorRecord::deserialize(record.serialize(), 1).value().text();
   EXPECT_EQ(text.find_first_of("\n\r\x1b"), std::string::npos) << text;
   EXPECT_EQ(text.rfind("first second  [2J", 0), 0U) << text;
+  EXPECT_NE(text.find("host=caf\xc3\xa9? "), std::string::npos) << text;
+  EXPECT_NE(text.find("peer_host=\" 31m evil next \""), std::string::npos) << text;
 }
 
 TEST(ErrorRecord, LongTextsAreCutNotRefused) {
   ErrorRecord record;
   record.summary = std::string(100000, 'x');
-  EXPECT_EQ(ErrorRecord::deserialize(record.serialize()).summary.size(), 4096U);
+  record.host = std::string(100000, 'x');
+  const ErrorRecord read = ErrorRecord::deserialize(record.serialize(), 1).value();
+  EXPECT_EQ(read.summary.size(), 4096U);
+  EXPECT_EQ(read.host.size(), 255U);
+  for (std::string* text : {&record.hint, &record.cause, &record.peer_host, &record.group, &record.op, &record.dtype, &record.phase}) {
+    *text = record.summary;
+  }
+  EXPECT_LE(record.serialize().size(), ErrorRecord::kMaxSerializedNbytes);
 }
 
 TEST(ErrorCode, NamesAreDistinct) {

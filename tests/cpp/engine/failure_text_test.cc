@@ -22,5 +22,44 @@ TEST(FailureText, AnUnreachablePeerIsNamedWithAHint) {
   EXPECT_FALSE(told.hint.empty());
 }
 
+// A cause may come from the store, where another program can write: a rank that does not exist is printed and nothing else.
+TEST(FailureText, ARankThatDoesNotExistIsNoIndex) {
+  GroupIdentity identity;
+  identity.rank = 0;
+  identity.size = 2;
+  identity.hosts = {"alpha", "beta"};
+  Operation::Request request;
+  request.id = {3, 3};
+  const Operation operation(request);
+  for (const int peer : {1000000, 2, -7}) {
+    ErrorRecord cause;
+    cause.code = ErrorCode::PeerDead;
+    cause.rank = 1;
+    cause.peer = peer;
+    const ErrorRecord record = errorOf(operation, cause, identity);
+    EXPECT_EQ(record.peer, peer);
+    EXPECT_EQ(record.peer_host, "");
+    EXPECT_EQ(record.host, "alpha");
+  }
+}
+
+TEST(FailureText, ARefusalNamesTheRankThatRefused) {
+  GroupIdentity identity;
+  identity.rank = 0;
+  identity.size = 2;
+  identity.hosts = {"alpha", "beta"};
+  ErrorRecord what;
+  what.code = ErrorCode::VersionMismatch;
+  what.summary = "10.0.0.2:29600 refused a connection: wire version 1 meets version 2";
+  const ErrorRecord refused = refusedBy(1, what, identity);
+  EXPECT_EQ(refused.peer, 1);
+  EXPECT_EQ(refused.peer_host, "beta");
+  EXPECT_EQ(
+      refused.summary,
+      "Rank 1 on beta cannot be reached: 10.0.0.2:29600 refused a connection: wire version 1 meets version 2");
+  what.code = ErrorCode::TooManyFiles;
+  EXPECT_EQ(refusedBy(1, what, identity).peer, -1) << "that rank has nothing to do with it";
+}
+
 } // namespace
 } // namespace pycomm

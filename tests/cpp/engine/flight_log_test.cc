@@ -206,6 +206,8 @@ TEST(FlightRecorder, WritesWholeFilesOrNone) {
     ++files;
   }
   EXPECT_EQ(files, 1U);
+  const auto rights = std::filesystem::status(folder / "deep" / "rank_3.json").permissions();
+  EXPECT_EQ(rights, std::filesystem::perms::owner_read | std::filesystem::perms::owner_write) << "it names hosts";
   try {
     recorder.write((folder / "deep" / "rank_3.json" / "x").string());
     FAIL() << "nothing can be written below a file";
@@ -279,7 +281,10 @@ TEST(FlightRecorder, AGroupRecordsItsOperations) {
       EXPECT_LE(entry.first_byte_ns, entry.ended_ns);
     }
     EXPECT_EQ(log.hosts.size(), 3U);
-    EXPECT_NE(log.nonce, 0U);
+    EXPECT_NE(log.run, 0U);
+    const std::string json = self.engine.recorder().json();
+    EXPECT_NE(json.find("\"run\":\"" + std::to_string(log.run) + "\""), std::string::npos);
+    EXPECT_EQ(json.find(std::to_string(self.group.identity().nonce)), std::string::npos) << "it lets others in";
   });
 }
 

@@ -26,10 +26,10 @@ class Host {
     HostHeaps shared;
     for (int rank = 0; heaps && rank < size; ++rank) {
       heaps_.push_back(std::make_shared<SharedHeap>(SharedArena::create(64 << 20)));
-      shared.bases.push_back(
-          heaps_.back()->base()); // one mapping, so that ThreadSanitizer knows both sides as one memory
+      shared.ranges.push_back(
+          heaps_.back()->range()); // one mapping, so that ThreadSanitizer knows both sides as one memory
     }
-    bases_ = shared.bases;
+    ranges_ = shared.ranges;
     for (int rank = 0; rank < size; ++rank) {
       GroupIdentity identity;
       identity.rank = rank;
@@ -92,7 +92,7 @@ class Host {
     return *heaps_[static_cast<size_t>(rank)];
   }
   HostView view(int rank) {
-    return {arena_->at(0), bases_.data(), rank, size_};
+    return {arena_->at(0), ranges_.data(), rank, size_};
   }
   HostPlane& plane(int rank) {
     return *planes_[static_cast<size_t>(rank)];
@@ -102,7 +102,7 @@ class Host {
   int size_;
   std::shared_ptr<SharedArena> arena_;
   std::vector<std::shared_ptr<SharedHeap>> heaps_;
-  std::vector<std::byte*> bases_;
+  std::vector<BufferView> ranges_;
   std::vector<std::unique_ptr<HostPlane>> planes_;
   std::mutex mutex_; ///< guards the rest
   std::condition_variable changed_;
@@ -547,6 +547,40 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
     progress = rank1.advance(rounds, blocked);
   }
   EXPECT_EQ(progress, HostTransfer::Progress::Blocked);
+}
+
+// A rank with a bug writes a place into its slot that is not in its heap, or from which the operand does not fit into it.
+TEST(HostPlane, APlaceOutsideOfAHeapIsTheFaultOfWhoWroteIt) {
+  constexpr size_t kNumel = 100000;
+  constexpr uint64_t kHeapNbytes = 64 << 20;
+  constexpr uint64_t kLast = kHeapNbytes - kNumel * sizeof(float);
+  for (const uint64_t place : {kLast + 4096, kHeapNbytes, kHeapNbytes + 4096, ~uint64_t{0} - 1, uint64_t{1} << 63}) {
+    for (const bool output : {false, true}) {
+      Host host(2, {}, true);
+      HeapTensor own(host.heap(0), valuesOf(0, kNumel));
+      HeapTensor theirs(host.heap(1), valuesOf(1, kNumel));
+      const Wish wish{Collective::AllReduce, kNumel, ReduceOp::Sum};
+      std::atomic<int64_t> counter1{0};
+      const auto second = std::make_shared<Operation>(requestOf(counter1, wish, theirs.view(), theirs.view()));
+      HostTransfer rank1(host.view(1), &host.heap(1), second, 1);
+      rank1.enter();
+      HostSlot& slot = host.view(1).slot(1, 1);
+      ASSERT_NE(slot.input_place, 0U) << "it goes in place";
+      (output ? slot.output_place : slot.input_place) = place + 1;
+
+      std::atomic<int64_t> counter0{0};
+      const auto first = post(host.plane(0), counter0, wish, own.view(), own.view(), true);
+      std::thread waiter([&] { finish(host.plane(0), *first); });
+      const ErrorRecord noticed = host.waitForNotice();
+      EXPECT_EQ(noticed.code, ErrorCode::ProtocolViolation) << noticed.text();
+      EXPECT_EQ(noticed.peer, 1);
+      EXPECT_NE(noticed.summary.find("lies at " + std::to_string(place) + " of its heap"), std::string::npos);
+      host.plane(0).fail(noticed, nullptr);
+      waiter.join();
+      ASSERT_TRUE(first->error());
+      EXPECT_EQ(own[0], valueOf(0, 0)) << "nothing was written";
+    }
+  }
 }
 
 TEST(HostPlane, WhoLeavesIsNamedByThoseThatWait) {

@@ -111,18 +111,19 @@ TEST(HelloReply, AcceptsOrSaysWhyNot) {
   EXPECT_EQ(accepted.size(), sizeof(FrameHeader));
   EXPECT_EQ(headerOf(accepted).type, FrameType::HelloReply);
   EXPECT_EQ(headerOf(accepted).group, 9U);
-  EXPECT_FALSE(decodeHelloReply({}));
+  EXPECT_FALSE(decodeHelloReply({}, 1));
 
   ErrorRecord reason;
   reason.code = ErrorCode::VersionMismatch;
   reason.summary = "too old";
-  const std::string refused = encodeHelloRefused(9, reason);
+  const std::string refused = encodeHelloRefused(reason);
   ASSERT_EQ(headerOf(refused).payload_nbytes, refused.size() - sizeof(FrameHeader));
-  const auto read = decodeHelloReply(view(refused.substr(sizeof(FrameHeader))));
+  EXPECT_EQ(headerOf(refused).group, 0U) << "a stranger is told nothing about the group";
+  const auto read = decodeHelloReply(view(refused.substr(sizeof(FrameHeader))), 1);
   ASSERT_TRUE(read);
   EXPECT_EQ(read->code, ErrorCode::VersionMismatch);
   EXPECT_EQ(read->summary, "too old");
-  EXPECT_EQ(decodeHelloReply(view("garbage"))->code, ErrorCode::ProtocolViolation);
+  EXPECT_EQ(decodeHelloReply(view("garbage"), 1)->code, ErrorCode::ProtocolViolation);
 }
 
 } // namespace

@@ -6,6 +6,8 @@
 #include <poll.h>
 #include <sys/resource.h>
 
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "transport/error_matchers.h"
@@ -15,7 +17,9 @@
 namespace pycomm {
 namespace {
 
+using testing::elapsedMs;
 using testing::errorOf;
+using testing::kNoAbort;
 using ::testing::HasSubstr;
 using testing::Process;
 
@@ -44,6 +48,27 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
   EXPECT_EQ(
       errorOf([&] { (void)connectTcp({}, elsewhere, Deadline::after(0), AbortToken()); }).code,
       ErrorCode::ConnectFailed);
+}
+
+// The kernel keeps a client that has said nothing to itself; 2 s later this process would hear of it.
+TEST(Listener, LeavesSilentClientsToTheKernel) {
+  Listener listener = Listener::bind(kLoopback, {});
+  listener.deferSilent();
+  std::vector<std::unique_ptr<TcpLink>> silent;
+  for (int i = 0; i < 200; ++i) {
+    silent.push_back(connectTcp(kLoopback, listener.address(), Deadline::after(5000), kNoAbort));
+  }
+  const auto speaks = connectTcp(kLoopback, listener.address(), Deadline::after(5000), kNoAbort);
+  const TimePoint begin = Clock::now();
+  const std::byte byte{7};
+  writeAll(*speaks, {&byte, 1}, Deadline::after(5000), kNoAbort);
+  std::optional<Listener::Incoming> first;
+  while (!first && elapsedMs(begin) < 1000) {
+    first = listener.accept();
+  }
+  ASSERT_TRUE(first);
+  EXPECT_EQ(first->remote, speaks->local()) << "the first to be seen is the one that speaks";
+  EXPECT_FALSE(listener.accept());
 }
 
 TEST(Listener, WorksOverIPv6) {

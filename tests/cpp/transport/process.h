@@ -50,6 +50,17 @@ class Process {
       (void)::kill(pid_, SIGKILL);
     }
   }
+  /// Whether it still runs after `timeout_ms`.
+  [[nodiscard]] bool runsOn(int timeout_ms) const {
+    siginfo_t ended{};
+    for (const Deadline deadline = Deadline::after(timeout_ms); !deadline.expired();) {
+      if (::waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOHANG | WNOWAIT) != 0 || ended.si_pid != 0) {
+        return false;
+      }
+      (void)::poll(nullptr, 0, 1);
+    }
+    return true;
+  }
   /// True if it exited with 0. Waits at most `timeout_ms`, then kills it.
   [[nodiscard]] bool join(int timeout_ms = 20000) {
     const Deadline deadline = Deadline::after(timeout_ms);

@@ -2,7 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <set>
 #include <thread>
@@ -53,6 +56,12 @@ TEST(Meet, BringsEightRanksTogether) {
     const Rendezvous& met = outcome.met;
     ASSERT_EQ(met.members.size(), 8U);
     EXPECT_EQ(met.nonce, outcomes[0].met.nonce);
+    EXPECT_EQ(met.run, outcomes[0].met.run);
+    EXPECT_NE(met.run, met.nonce);
+    int silent_s = 0; // strangers that only connect are the kernel's
+    socklen_t length = sizeof silent_s;
+    EXPECT_EQ(::getsockopt(met.listener.fd(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &silent_s, &length), 0);
+    EXPECT_GT(silent_s, 0);
     EXPECT_EQ(met.group_hash, outcomes[0].met.group_hash);
     EXPECT_EQ(met.claim.generation, 1);
     EXPECT_TRUE(met.local_address.isLoopback());
@@ -84,7 +93,10 @@ TEST(Meet, WorksAlone) {
 TEST(Meet, DrawsANewNonceEachTime) {
   MemoryStore one;
   MemoryStore two;
-  EXPECT_NE(tryToMeet(one, configOf(0, 1)).met.nonce, tryToMeet(two, configOf(0, 1)).met.nonce);
+  const Outcome first = tryToMeet(one, configOf(0, 1));
+  const Outcome second = tryToMeet(two, configOf(0, 1));
+  EXPECT_NE(first.met.nonce, second.met.nonce);
+  EXPECT_NE(first.met.run, second.met.run);
 }
 
 TEST(Meet, AsksTheStoreOncePerRankAndNotPerPair) {
@@ -235,6 +247,55 @@ TEST(Meet, FailsOnRecordsThatNoPycommWrote) {
     }
     EXPECT_TRUE(failed > 0 || std::string(key) != "error") << key;
   }
+}
+
+// Whoever reaches the store can write what every rank prints.
+TEST(Meet, PrintsNoTerminalEscapesFromTheStore) {
+  const std::string escape = "\x1b]0;owned\x07\n\xc2\x9b" "2J\xff";
+  const auto clean = [](const std::string& text) {
+    return text.find_first_of("\x1b\x07\n\xff") == std::string::npos && text.find("\xc2\x9b") == std::string::npos;
+  };
+  ErrorRecord report;
+  report.code = ErrorCode::NoInterface;
+  report.summary = "broken " + escape;
+  report.host = "host" + escape;
+  MemoryStore store;
+  store.set("pycomm/world/1/error", report.serialize());
+  const Outcome outcome = tryToMeet(store, configOf(0, 2));
+  EXPECT_EQ(outcome.error.code, ErrorCode::NoInterface);
+  EXPECT_THAT(outcome.error.text(), HasSubstr("broken"));
+  EXPECT_TRUE(clean(outcome.error.text())) << outcome.error.text();
+
+  MemoryStore votes;
+  std::vector<Outcome> outcomes = meetAll(votes, world(2));
+  ASSERT_TRUE(outcomes[0].good() && outcomes[1].good());
+  votes.set("pycomm/world/1/vote/1", "no " + escape + std::string(5000, 'x'));
+  const std::vector<std::string> texts =
+      exchangeTexts(votes, outcomes[0].met.claim, 2, "vote", "yes", Deadline::after(5000), kNoAbort);
+  EXPECT_EQ(texts[0], "yes");
+  EXPECT_TRUE(clean(texts[1])) << texts[1];
+  EXPECT_EQ(texts[1].size(), 512U);
+}
+
+// Counters and generations are numbers of the store's, and arithmetic is done on them.
+TEST(Meet, RefusesNumbersThatNobodyCountsTo) {
+  MemoryStore counted;
+  static_cast<void>(counted.add("pycomm/world/claim/0", INT64_MIN));
+  const Outcome below = tryToMeet(counted, configOf(0, 1));
+  EXPECT_EQ(below.error.code, ErrorCode::ProtocolViolation) << below.error.text();
+  EXPECT_THAT(below.error.summary, HasSubstr("claims of rank 0"));
+
+  MemoryStore owned; // an owner of a generation whose next one is no number is nobody
+  static_cast<void>(owned.add("pycomm/world/claim/0", 1));
+  owned.set(
+      "pycomm/world/owner/0/1",
+      std::to_string(INT64_MAX) + " " + HostIdentity::ofThisProcess().wireText() + " " +
+          ProcessIdentity::ofThisProcess().wireText());
+  RendezvousConfig config = configOf(0, 1);
+  config.deadline = Deadline::after(100);
+  const Outcome above = tryToMeet(owned, config);
+  EXPECT_EQ(above.error.code, ErrorCode::DuplicateRank) << above.error.text();
+  EXPECT_THAT(above.error.summary, HasSubstr("did not say its name"));
 }
 
 TEST(Meet, EndsOnAllRanksWhenOneCannotGoOn) {

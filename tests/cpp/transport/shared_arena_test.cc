@@ -2,16 +2,13 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <csignal>
 #include <cstring>
 
 #include "base/error.h"
-#include "transport/unix_passing.h"
 
 namespace pycomm::testing {
 namespace {
@@ -26,12 +23,6 @@ ErrorCode codeOf(const Body& body) {
     return error.record().code;
   }
   return ErrorCode::Ok;
-}
-
-std::array<UniqueFd, 2> socketPair() {
-  std::array<int, 2> fds{};
-  EXPECT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, fds.data()), 0);
-  return {UniqueFd(fds[0]), UniqueFd(fds[1])};
 }
 
 TEST(SharedArena, IsOneMemoryUnderTwoAddresses) {
@@ -79,17 +70,6 @@ TEST(SharedArena, AChildOfForkDoesNotInheritIt) {
   }
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
-}
-
-TEST(UnixPassing, TooLongAMessageIsNoMessage) {
-  const auto sockets = socketPair();
-  ASSERT_TRUE(passMessage(sockets[0].get(), "12345678", 8, -1));
-  char four[4];
-  UniqueFd none;
-  EXPECT_EQ(takeMessage(sockets[1].get(), four, sizeof four, none), -1);
-  EXPECT_EQ(errno, EMSGSIZE);
-  EXPECT_EQ(takeMessage(sockets[1].get(), four, sizeof four, none), -1);
-  EXPECT_EQ(errno, EAGAIN);
 }
 
 } // namespace

@@ -38,10 +38,12 @@ LinkPair striped(size_t connections) {
   std::vector<StripedLink::Part> far;
   for (size_t i = 0; i < connections; ++i) {
     auto [one, other] = connection();
-    near.push_back({std::move(one), "", "near" + std::to_string(i)});
-    far.push_back({std::move(other), "", "far" + std::to_string(i)});
+    near.push_back({std::move(one), "near" + std::to_string(i)});
+    far.push_back({std::move(other), "far" + std::to_string(i)});
   }
-  return {std::make_unique<StripedLink>(std::move(near)), std::make_unique<StripedLink>(std::move(far))};
+  return {
+      std::make_unique<StripedLink>(std::move(near), StripedLink::State::Connected),
+      std::make_unique<StripedLink>(std::move(far), StripedLink::State::Connected)};
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -57,7 +59,9 @@ INSTANTIATE_TEST_SUITE_P(
 /// Remembers what is written on it, and takes so much at a time.
 class Recorder final : public Link {
  public:
-  Recorder(std::string& written, size_t at_most) : written_(written), at_most_(at_most) {}
+  /// `tries`: how often it must be asked before it is connected.
+  Recorder(std::string& written, size_t at_most, std::string greeting = "", size_t tries = 0)
+      : written_(written), at_most_(at_most), greeting_(std::move(greeting)), tries_(tries) {}
   [[nodiscard]] int fd() const noexcept override {
     return -1;
   }
@@ -73,6 +77,15 @@ class Recorder final : public Link {
   [[nodiscard]] Progress tryRead(BufferView) override {
     throw Error(ErrorCode::ConnectionReset, "reading failed");
   }
+  [[nodiscard]] bool finishConnect() override {
+    if (tries_ > 0 && --tries_ == 0) {
+      written_ += greeting_;
+    }
+    return tries_ == 0;
+  }
+  [[nodiscard]] short roomEvent() const noexcept override {
+    return tries_ == 0 ? POLLOUT : POLLIN;
+  }
   void shutdownWrite() noexcept override {}
   [[nodiscard]] std::string describe() const override {
     return "a recorder";
@@ -81,17 +94,23 @@ class Recorder final : public Link {
  private:
   std::string& written_;
   const size_t at_most_;
+  const std::string greeting_;
+  size_t tries_;
 };
 
-// Every connection gets its greeting, then its chunks: as many bytes as the others, give or take a chunk.
+// Every connection greets when it is asked to connect, then gets its chunks: as many bytes as the others, give or take a chunk.
 TEST(StripedLink, SpreadsChunksAfterTheGreetings) {
   std::vector<std::string> written(3);
   std::vector<StripedLink::Part> parts;
   for (size_t i = 0; i < written.size(); ++i) {
-    parts.push_back({std::make_unique<Recorder>(written[i], 10000 + i), "hello " + std::to_string(i), "eth0"});
+    parts.push_back({std::make_unique<Recorder>(written[i], 10000 + i, "hello " + std::to_string(i), 3 - i), "eth0"});
   }
-  StripedLink link(std::move(parts));
-  ASSERT_TRUE(link.finishConnect());
+  StripedLink link(std::move(parts), StripedLink::State::Connecting);
+  EXPECT_EQ(link.roomEvent(), POLLIN);
+  EXPECT_FALSE(link.finishConnect());
+  EXPECT_FALSE(link.finishConnect());
+  ASSERT_TRUE(link.finishConnect()); // all of them at the same time: the slowest needs three
+  EXPECT_EQ(link.roomEvent(), POLLOUT);
   std::string stream;
   for (int i = 0; stream.size() < 7 * StripedLink::kChunkNbytes + 5; ++i) {
     stream += std::to_string(i) + ",";
@@ -131,9 +150,9 @@ TEST(StripedLink, SaysWhoseTurnItIs) {
 TEST(StripedLink, SaysWhichConnectionBroke) {
   std::vector<std::string> written(2);
   std::vector<StripedLink::Part> parts;
-  parts.push_back({std::make_unique<Recorder>(written[0], 1), "", "eth0"});
-  parts.push_back({std::make_unique<Recorder>(written[1], 1), "", "eth1"});
-  StripedLink link(std::move(parts));
+  parts.push_back({std::make_unique<Recorder>(written[0], 1), "eth0"});
+  parts.push_back({std::make_unique<Recorder>(written[1], 1), "eth1"});
+  StripedLink link(std::move(parts), StripedLink::State::Connected);
   std::byte one{};
   const ErrorRecord record = errorOf([&] { static_cast<void>(link.tryRead({&one, 1})); });
   EXPECT_EQ(record.code, ErrorCode::ConnectionReset);

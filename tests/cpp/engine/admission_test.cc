@@ -1,0 +1,213 @@
+// How ranks get to each other: past a crowd of strangers, and after connections that were dropped before they were accepted.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fault_point.h"
+#include "engine/ranks.h"
+#include "transport/error_matchers.h"
+#include "transport/process.h"
+#include "transport/tcp_link.h"
+
+namespace pycomm::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+/// A store in which one key does not appear before it is let through.
+class GatedStore final : public Store {
+ public:
+  GatedStore(SharedStore& store, std::string key) : store_(store), key_(std::move(key)) {}
+  void set(const std::string& key, const std::string& value) override {
+    if (key == key_) {
+      reached_ = true;
+      while (!open_) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    store_.set(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    return store_.get(key, deadline);
+  }
+  bool has(const std::string& key) override {
+    return store_.has(key);
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    return store_.add(key, amount);
+  }
+  void open() {
+    open_ = true;
+  }
+  [[nodiscard]] bool reached() const {
+    return reached_;
+  }
+
+ private:
+  SharedStore& store_;
+  const std::string key_;
+  std::atomic<bool> open_{false};
+  std::atomic<bool> reached_{false};
+};
+
+Group::Config configOf(int rank, int size) {
+  Group::Config config;
+  config.rendezvous.rank = rank;
+  config.rendezvous.size = size;
+  config.rendezvous.group_name = "test";
+  config.rendezvous.deadline = Deadline::after(20000);
+  config.transport = Transport::Tcp;
+  return config;
+}
+
+// How long a group of two takes to form, and to add something up, from the moment when all know where rank 1 listens; with `strangers`
+// connections waiting there already, each of which has said one byte.
+int64_t formed(int strangers) {
+  SharedStore shared;
+  GatedStore gated(shared, "pycomm/test/1/address/all");
+  const std::string port_key = "pycomm/test/1/address/1";
+  TimePoint begin{};
+  std::vector<std::thread> ranks;
+  std::atomic<int> good{0};
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      try {
+        Engine engine;
+        Store& store = rank == 0 ? static_cast<Store&>(gated) : shared;
+        const auto group = Group::join(engine, store, configOf(rank, 2));
+        std::vector<float> values(1000, 1.0F);
+        const auto operation = group->start(allReduceCall(values));
+        good += group->wait(*operation, Deadline::after(20000)) && !operation->error() && values[7] == 2.0F ? 1 : 0;
+        group->close();
+      } catch (const Error& error) {
+        ADD_FAILURE() << error.what();
+      }
+    });
+  }
+  const SocketAddress address = SocketAddress::fromWireText(shared.get(port_key, Deadline::after(20000))).value();
+  std::vector<std::unique_ptr<TcpLink>> crowd;
+  for (int i = 0; i < strangers; ++i) {
+    crowd.push_back(connectTcp({}, address, Deadline::after(20000), kNoAbort));
+    const std::byte byte{'c'};
+    writeAll(*crowd.back(), {&byte, 1}, Deadline::after(20000), kNoAbort);
+  }
+  for (const Deadline deadline = Deadline::after(20000); !gated.reached() && !deadline.expired();) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  begin = Clock::now();
+  gated.open();
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  EXPECT_EQ(good, 2);
+  return elapsedMs(begin);
+}
+
+TEST(Admission, AThousandSlowConnectionsDelayAGroupByLessThanASecond) {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  if (limit.rlim_cur < 2000) {
+    const rlimit wide{std::min<rlim_t>(limit.rlim_max, 4096), limit.rlim_max};
+    if (::setrlimit(RLIMIT_NOFILE, &wide) != 0 || wide.rlim_cur < 2000) {
+      GTEST_SKIP() << "1,000 connections need 1,200 files";
+    }
+  }
+  const int64_t alone = formed(0);
+  const int64_t crowded = formed(1000);
+  EXPECT_LE(crowded, alone + 1000);
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+struct Way {
+  const char* name;
+  Transport transport;
+  int streams;
+};
+
+class WithFaults : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!faultPointsBuiltIn()) {
+      GTEST_SKIP() << "needs a build with fault points";
+    }
+  }
+  void TearDown() override {
+    if (faultPointsBuiltIn()) {
+      armFaultPoints("");
+    }
+  }
+};
+
+class Dropped : public WithFaults, public ::testing::WithParamInterface<Way> {};
+
+// The first connections of each kind, control and bulk, are dropped when their Hello has come: nobody has died, and all values are right.
+TEST_P(Dropped, BeforeItIsAcceptedAConnectionIsTriedAgain) {
+  std::string spec;
+  for (const int nth : {1, 2, 3, 5, 6, 8, 9, 12, 15, 16, 17, 20}) {
+    spec += (spec.empty() ? "" : ",") + std::string("hello.accept:") + std::to_string(nth) + ":errno=ECONNRESET";
+  }
+  armFaultPoints(spec);
+  const TimePoint begin = Clock::now();
+  runRanks(
+      4,
+      [](Rank& self) {
+        for (const size_t numel : {size_t{3}, size_t{100000}}) {
+          std::vector<float> values(numel, static_cast<float>(self.rank + 1));
+          Group::Call call = allReduceCall(values);
+          call.schedule.algorithm = Algorithm::Ring; // over links, whatever memory there is
+          const auto operation = self.group.start(std::move(call));
+          ASSERT_TRUE(self.group.wait(*operation, Deadline::after(20000)));
+          ASSERT_FALSE(operation->error()) << operation->error()->text();
+          EXPECT_EQ(std::count(values.begin(), values.end(), 10.0F), static_cast<std::ptrdiff_t>(numel));
+        }
+      },
+      [](Group::Config& config) {
+        config.transport = GetParam().transport;
+        config.streams = GetParam().streams;
+      });
+  EXPECT_LT(elapsedMs(begin), 10000);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ways,
+    Dropped,
+    ::testing::Values(
+        Way{"Tcp", Transport::Tcp, 1},
+        Way{"Streams", Transport::Tcp, 3},
+        Way{"Shared", Transport::Auto, 1}),
+    [](const auto& way) { return way.param.name; });
+
+// A peer that drops every connection is not dead and not reached: the deadline says so, and what was tried.
+TEST_F(WithFaults, DroppingForEverEndsAtTheDeadlineAndIsNoDeath) {
+  armFaultPoints("hello.accept:1+:errno=ECONNRESET");
+  SharedStore store;
+  const TimePoint begin = Clock::now();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Engine engine;
+      Group::Config config = configOf(rank, 2);
+      config.rendezvous.deadline = Deadline::after(1500);
+      const ErrorRecord record = errorOf([&] { (void)Group::join(engine, store, config); });
+      EXPECT_EQ(record.code, ErrorCode::ConnectFailed) << record.text();
+      EXPECT_EQ(record.peer, 1 - rank);
+      if (rank == 0) {
+        EXPECT_THAT(record.summary, HasSubstr("cannot be reached: it has not replied on 127.0.0.1:"));
+        EXPECT_THAT(record.summary, HasSubstr(" connections"));
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  EXPECT_GE(elapsedMs(begin), 1400);
+  EXPECT_LT(elapsedMs(begin), 6000);
+}
+
+} // namespace
+} // namespace pycomm::testing
