@@ -23,7 +23,8 @@ import machine
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp-fuzz"
 CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
-DECODERS = ["hello", "error", "rank", "text", "frames", "matching"]
+DECODERS = ["hello", "reply", "error", "rank", "text", "meeting"]
+DECODERS += ["control", "bulk", "frames", "matching"]
 _MAX_NBYTES = 4096
 
 

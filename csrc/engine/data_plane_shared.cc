@@ -43,8 +43,7 @@ std::unique_ptr<SharedLink> DataPlane::startShared(int peer) {
   Hello hello = identity_.hello(LinkPurpose::Bulk);
   hello.shared = true;
   return std::make_unique<SharedLink>(
-      std::make_unique<GreetedLink>(
-          identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], hello),
+      std::make_unique<GreetedLink>(identity_.local_address, identity_.addresses[static_cast<size_t>(peer)], hello),
       SharedLink::Rings{rings_->arena, rings_->between(identity_.rank, peer), std::nullopt},
       SharedLink::State::Connecting);
 }

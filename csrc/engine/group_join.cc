@@ -159,6 +159,7 @@ Group::Group(
 std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
   const SocketAddress& address = identity_.addresses[static_cast<size_t>(peer)];
   std::unique_ptr<GreetedLink> link;
+  bool dropped = false;
   for (;;) {
     const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
     ErrorRecord trouble;
@@ -175,14 +176,16 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
       if (waitConnected(*link, look, abort_)) {
         return link;
       }
-      trouble.summary =
-          "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) + " connections";
+      trouble.summary = "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) +
+          " connections";
     } catch (const Error& error) {
       trouble = error.record();
       if (trouble.code != ErrorCode::ConnectFailed) {
         throw Error(refusedBy(peer, trouble, identity_));
       }
-      final = final || (link == nullptr && !look.expired()); // no time would help
+      // No time would help; or the peer listened, and has not for some seconds.
+      final = final || (link == nullptr && (!look.expired() || dropped));
+      dropped = dropped || link != nullptr;
       link.reset();
     }
     throwIfFailed(store_, claim_); // there may be nobody to connect to any more

@@ -109,8 +109,7 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
       opened.heaps.mapped.push_back(
           own ? nullptr : engine_.heapOf(name, [&] { return HostMates::ask(name, heapKey(rank), patience, abort_); }));
       const auto& mapped = opened.heaps.mapped.back();
-      opened.heaps.ranges.push_back(
-          own ? opened.heaps.own->range() : BufferView(mapped->at(0), mapped->nbytes()));
+      opened.heaps.ranges.push_back(own ? opened.heaps.own->range() : BufferView(mapped->at(0), mapped->nbytes()));
     });
   }
   if (opened.arena != nullptr) { // before this rank says that it has it: from then on others may send through it

@@ -153,8 +153,7 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
       return record;
     }
     // Whoever was told to stop is told why, whatever the others met.
-    return abort.aborted() ? record
-                           : readError();
+    return abort.aborted() ? record : readError();
   } catch (const std::exception&) {
     return record; // without the store everybody finds out alone
   }

@@ -103,7 +103,10 @@ TEST(ErrorRecord, WhatAPeerWroteStaysOneLineAndCommandsNoTerminal) {
   record.summary = "first\nsecond \x1b[2J";
   record.hint = "a\rb";
   record.host = "caf\xc3\xa9\xff";
-  record.peer_host = "\xc2\x9b" "31m\xe2\x80\xae" "evil\xe2\x80\xa8next\xc2\x85"; // CSI, right to left, two ends of a line
+  record.peer_host =
+      "\xc2\x9b"
+      "31m\xe2\x80\xae"
+      "evil\xe2\x80\xa8next\xc2\x85"; // CSI, right to left, two ends of a line
   const std::string text = ErrorRecord::deserialize(record.serialize(), 1).value().text();
   EXPECT_EQ(text.find_first_of("\n\r\x1b"), std::string::npos) << text;
   EXPECT_EQ(text.rfind("first second  [2J", 0), 0U) << text;
@@ -118,7 +121,8 @@ TEST(ErrorRecord, LongTextsAreCutNotRefused) {
   const ErrorRecord read = ErrorRecord::deserialize(record.serialize(), 1).value();
   EXPECT_EQ(read.summary.size(), 4096U);
   EXPECT_EQ(read.host.size(), 255U);
-  for (std::string* text : {&record.hint, &record.cause, &record.peer_host, &record.group, &record.op, &record.dtype, &record.phase}) {
+  for (std::string* text :
+       {&record.hint, &record.cause, &record.peer_host, &record.group, &record.op, &record.dtype, &record.phase}) {
     *text = record.summary;
   }
   EXPECT_LE(record.serialize().size(), ErrorRecord::kMaxSerializedNbytes);

@@ -49,8 +49,8 @@ class Plane {
     peer = std::make_unique<TcpLink>(UniqueFd(ends[0]));
     auto link = std::make_unique<TcpLink>(UniqueFd(ends[1]));
     loop_.run([&] {
-      plane_ = std::make_unique<ControlPlane>(
-          identity(), loop_, std::vector<Listener>(), membership, std::move(events));
+      plane_ =
+          std::make_unique<ControlPlane>(identity(), loop_, std::vector<Listener>(), membership, std::move(events));
       plane_->open();
       plane_->adopt(0, std::move(link));
     });

@@ -34,8 +34,9 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
   EXPECT_TRUE(Process([] {
                 SharedFlag named;
                 SharedFlag asking;
-                std::array<char, 17>* const name = new (::mmap(
-                    nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) std::array<char, 17>();
+                std::array<char, 17>* const name =
+                    new (::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                        std::array<char, 17>();
                 Process early([&] { // before this process has threads
                   if (!named.wait()) {
                     return false;

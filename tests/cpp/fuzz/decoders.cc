@@ -3,12 +3,13 @@
 #include <string>
 
 #include "base/error.h"
+#include "fuzz/consumers.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
 #include "transport/address.h"
-#include "transport/hello.h"
 #include "transport/host_identity.h"
 #include "transport/rank_record.h"
+#include "transport/store_round.h"
 #include "transport/wire.h"
 
 namespace pycomm::fuzz {
@@ -20,31 +21,6 @@ std::vector<uint8_t> bytesOf(const std::string& text) {
 
 std::string textOf(const uint8_t* bytes, size_t nbytes) {
   return {reinterpret_cast<const char*>(bytes), nbytes};
-}
-
-// ---- hello
-
-std::vector<uint8_t> helloSample() {
-  Hello hello;
-  hello.nonce = 0x1122334455667788U;
-  hello.rank = 3;
-  hello.size = 5;
-  hello.group = 77;
-  return bytesOf(encodeHello(hello));
-}
-
-bool readHello(const uint8_t* bytes, size_t nbytes) {
-  nbytes = std::min(nbytes, kHelloNbytes); // the acceptor reads no more
-  const auto memory = exactly(bytes, nbytes);
-  const HelloReading reading = decodeHello({memory.get(), nbytes});
-  if (reading.state != HelloReading::State::Complete) {
-    return false;
-  }
-  promise(reading.hello.rank >= 0 && reading.hello.rank < reading.hello.size, "a rank outside of the group");
-  const std::string again = encodeHello(reading.hello);
-  const auto copy = exactly(again.data(), again.size());
-  promise(decodeHello({copy.get(), again.size()}).hello.nonce == reading.hello.nonce, "hello does not survive");
-  return true;
 }
 
 // ---- error record
@@ -63,14 +39,13 @@ std::vector<uint8_t> errorSample() {
 }
 
 bool readError(const uint8_t* bytes, size_t nbytes) {
-  const auto memory = exactly(bytes, nbytes);
-  const auto reply = decodeHelloReply({memory.get(), nbytes});
-  if (!reply) {
+  const auto record = ErrorRecord::deserialize(textOf(bytes, nbytes), kMaxRanks); // as the store may hold it
+  if (!record) {
     return false;
   }
-  const std::string text = reply->text();
-  promise(text.find('\n') == std::string::npos, "more than one line");
-  promise(ErrorRecord::deserialize(reply->serialize()).text() == text, "the record does not survive");
+  const auto again = ErrorRecord::deserialize(record->serialize(), kMaxRanks);
+  promise(again && again->text() == record->text(), "the record does not survive");
+  useRecord(*record, false);
   return true;
 }
 
@@ -87,6 +62,7 @@ std::vector<uint8_t> rankSample() {
   record.route = SocketAddress::parse("10.0.0.1", 29600);
   record.config_text = "algorithm=auto transport=tcp";
   record.nonce = 99;
+  record.run = 5;
   record.watch_name = "0123456789abcdef";
   return bytesOf(record.wireText());
 }
@@ -154,9 +130,13 @@ bool readText(const uint8_t* bytes, size_t nbytes) {
 const std::vector<Decoder>& decoders() {
   static const std::vector<Decoder> all = {
       {"hello", readHello, helloSample},
+      {"reply", readReply, replySample},
       {"error", readError, errorSample},
       {"rank", readRank, rankSample},
       {"text", readText, textSample},
+      {"meeting", readMeeting, meetingSample},
+      {"control", readControl, controlSample},
+      {"bulk", readBulk, bulkSample},
       {"frames", readFrames, framesSample},
       {"matching", readMatching, matchingSample},
   };

@@ -6,9 +6,9 @@
 
 namespace pycomm::fuzz {
 
-/// What reads bytes that a stranger, or a broken peer, may have written. One input is any bytes. Nothing may be read out of bounds
-/// (AddressSanitizer looks), nothing but pycomm::Error may be thrown inside, and what was understood must survive being written
-/// again. A broken promise is thrown as std::logic_error.
+/// What reads bytes that a stranger, or a broken peer, may have written, and what is then done with them. One input is any bytes.
+/// Nothing may be read out of bounds (AddressSanitizer looks), nothing but pycomm::Error may be thrown inside, and what was understood
+/// must survive being written again. A broken promise is thrown as std::logic_error.
 struct Decoder {
   const char* name;
   /// Returns true where the input, or some of it, was understood.
@@ -17,7 +17,8 @@ struct Decoder {
   std::vector<uint8_t> (*sample)();
 };
 
-/// Hello, error records, rank records, texts in the store, frames of a connection, and frames into the matching of operations.
+/// Connections into the acceptor and replies to them; error records, rank records and other texts of the store, and a whole rendezvous;
+/// frames of a connection, into the planes of a group, and into the matching of operations.
 [[nodiscard]] const std::vector<Decoder>& decoders();
 
 } // namespace pycomm::fuzz

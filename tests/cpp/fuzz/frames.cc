@@ -1,47 +1,13 @@
 #include "fuzz/frames.h"
 
-#include <algorithm>
-
 #include "engine/channel.h"
+#include "fuzz/bytes_link.h"
 #include "fuzz/promise.h"
 
 namespace pycomm::fuzz {
 namespace {
 
 constexpr size_t kPoolNbytes = 1 << 20;
-
-/// Gives out given bytes in pieces, then closes.
-class BytesLink final : public Link {
- public:
-  BytesLink(const uint8_t* bytes, size_t nbytes, size_t piece) : bytes_(bytes), left_(nbytes), piece_(piece) {}
-  [[nodiscard]] int fd() const noexcept override {
-    return -1;
-  }
-  [[nodiscard]] Progress tryWrite(const ConstBufferView*, size_t) override {
-    return {};
-  }
-  [[nodiscard]] Progress tryRead(BufferView into) override {
-    Progress progress;
-    if (left_ == 0) {
-      progress.closed = true;
-      return progress;
-    }
-    progress.nbytes = std::min({into.nbytes, left_, piece_});
-    std::memcpy(into.ptr, bytes_, progress.nbytes);
-    bytes_ += progress.nbytes;
-    left_ -= progress.nbytes;
-    return progress;
-  }
-  void shutdownWrite() noexcept override {}
-  [[nodiscard]] std::string describe() const override {
-    return "bytes";
-  }
-
- private:
-  const uint8_t* bytes_;
-  size_t left_;
-  const size_t piece_;
-};
 
 /// Counts, and gives every payload a place, or none.
 class Counter final : public InChannel::Receiver {

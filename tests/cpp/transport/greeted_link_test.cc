@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>

@@ -19,8 +19,8 @@ namespace {
 
 using testing::elapsedMs;
 using testing::errorOf;
-using testing::kNoAbort;
 using ::testing::HasSubstr;
+using testing::kNoAbort;
 using testing::Process;
 
 const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);

@@ -251,7 +251,9 @@ TEST(Meet, FailsOnRecordsThatNoPycommWrote) {
 
 // Whoever reaches the store can write what every rank prints.
 TEST(Meet, PrintsNoTerminalEscapesFromTheStore) {
-  const std::string escape = "\x1b]0;owned\x07\n\xc2\x9b" "2J\xff";
+  const std::string escape =
+      "\x1b]0;owned\x07\n\xc2\x9b"
+      "2J\xff";
   const auto clean = [](const std::string& text) {
     return text.find_first_of("\x1b\x07\n\xff") == std::string::npos && text.find("\xc2\x9b") == std::string::npos;
   };

@@ -282,8 +282,7 @@ TEST(SharedLink, IsUpWhenItsConnectionIs) {
     int asked_ = 0;
   };
   Ends ends = connected(4096, false);
-  SharedLink link(
-      std::make_unique<Pending>(), {ends.arena, ends.out, std::nullopt}, SharedLink::State::Connecting);
+  SharedLink link(std::make_unique<Pending>(), {ends.arena, ends.out, std::nullopt}, SharedLink::State::Connecting);
   EXPECT_EQ(link.roomEvent(), POLLOUT);
   EXPECT_FALSE(link.finishConnect());
   EXPECT_EQ(link.roomEvent(), POLLOUT);

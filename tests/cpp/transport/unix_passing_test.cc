@@ -88,8 +88,8 @@ UniqueFd listenHere() {
   UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
   const socklen_t length = abstractAddress(address, kName + std::to_string(::getppid()));
-  const bool listens = ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
-      ::listen(socket.get(), 8) == 0;
+  const bool listens =
+      ::bind(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) == 0 && ::listen(socket.get(), 8) == 0;
   return listens ? std::move(socket) : UniqueFd();
 }
 

@@ -1,0 +1,101 @@
+// What a store holds, into the rendezvous of a rank.
+#include <array>
+#include <string>
+
+#include "fuzz/consumers.h"
+#include "fuzz/promise.h"
+#include "transport/memory_store.h"
+#include "transport/rank_record.h"
+#include "transport/rendezvous.h"
+
+namespace pycomm::fuzz {
+namespace {
+
+const std::string kPrefix = "pycomm/g/1/";
+constexpr std::array<const char*, 8> kKeys =
+    {"member/0", "member/all", "address/0", "address/all", "error", "vote/0", "vote/all", "../owner/1/1"};
+
+RankRecord recordOf(int rank) {
+  RankRecord record;
+  record.version = FrameHeader::kVersion;
+  record.rank = rank;
+  record.size = 2;
+  record.host = "node" + std::to_string(rank);
+  record.identity = HostIdentity::ofThisProcess();
+  record.process = {4711, 4026531836, 123456};
+  record.route = SocketAddress::parse("127.0.0.1", 0);
+  record.nonce = 99;
+  record.run = 5;
+  record.watch_name = "0123456789abcdef";
+  return record;
+}
+
+std::string entry(size_t key, const std::string& text) {
+  std::string out(1, static_cast<char>(key));
+  out += static_cast<char>(text.size() & 0xff);
+  out += static_cast<char>(text.size() >> 8);
+  return out + text;
+}
+
+} // namespace
+
+std::vector<uint8_t> meetingSample() {
+  const std::string addresses = joinTexts({"127.0.0.1:29600", "127.0.0.1:29601"});
+  const std::string bytes = entry(1, joinTexts({recordOf(0).wireText(), recordOf(1).wireText()})) +
+      entry(3, addresses) + entry(6, joinTexts({"yes", "no memory"}));
+  return {bytes.begin(), bytes.end()};
+}
+
+bool readMeeting(const uint8_t* bytes, size_t nbytes) {
+  testing::MemoryStore store;
+  Choices choices(bytes, nbytes);
+  while (!choices.over()) {
+    const size_t key = choices.byte() % (kKeys.size() + 1);
+    std::string text;
+    uint16_t length = 0;
+    choices.take(&length, sizeof length);
+    text.resize(length % 20000);
+    choices.take(text.data(), text.size());
+    if (key == kKeys.size()) {
+      int64_t claims = 0;
+      std::memcpy(&claims, text.data(), std::min(text.size(), sizeof claims));
+      (void)store.add("pycomm/g/claim/1", claims % 4 == 0 ? claims : claims % 4);
+    } else if (key == 7) {
+      store.set("pycomm/g/owner/1/1", text);
+    } else {
+      store.set(kPrefix + kKeys[key], text);
+    }
+  }
+  RendezvousConfig config;
+  config.rank = 1;
+  config.size = 2;
+  config.group_name = "g";
+  config.store_host = "127.0.0.1";
+  config.deadline = Deadline::after(0);
+  const AbortToken none;
+  try {
+    const Rendezvous met = meet(store, config, none);
+    promise(met.members.size() == 2, "another number of ranks");
+    for (const Member& member : met.members) {
+      promise(member.address.port() != 0 && member.further.size() == met.further.size(), "a rank without an address");
+      ErrorRecord record; // what is printed of a rank
+      record.code = ErrorCode::PeerDead;
+      record.host = member.host;
+      record.summary = member.remark + member.watch_name;
+      useRecord(record, true);
+    }
+    for (const std::string& text : exchangeTexts(store, met.claim, 2, "vote", "yes", config.deadline, none)) {
+      ErrorRecord record;
+      record.summary = text;
+      useRecord(record, true);
+    }
+    throwIfFailed(store, met.claim);
+    return true;
+  } catch (const Error& error) { // the only thing that may come out
+    promise(error.record().code != ErrorCode::Ok, "an error without a code");
+    useRecord(error.record(), false);
+    return false;
+  }
+}
+
+} // namespace pycomm::fuzz
