@@ -74,6 +74,53 @@ struct Control {
   std::unique_ptr<ControlPlane> plane;
 };
 
+Operation::Request call(Collective kind, int64_t numel, int root) {
+  ScheduleRequest wish;
+  wish.kind = kind;
+  wish.dtype = wish.wire_dtype = DType::Float32;
+  wish.rank = kSelf;
+  wish.size = kRanks;
+  wish.root = root;
+  wish.numel = numel;
+  wish.reduce_op = kind == Collective::AllReduce ? ReduceOp::Sum : ReduceOp::None;
+  Operation::Request request;
+  request.schedule = prepare(makeSchedule(wish));
+  request.descriptor = Descriptor::of(wish, request.schedule->schedule.algorithm);
+  return request;
+}
+
+Operation::Request receive(int from) {
+  Operation::Request request;
+  if (from != PointToPoint::kAnyRank) {
+    request.schedule = call(Collective::Recv, 5, from).schedule;
+  }
+  request.descriptor.kind = Collective::Send; // as the sender has it
+  request.descriptor.dtype = request.descriptor.wire_dtype = DType::Float32;
+  request.descriptor.algorithm = Algorithm::Direct;
+  request.descriptor.numel = 5;
+  request.descriptor.tag = 3;
+  request.receives = true;
+  request.peer = from;
+  return request;
+}
+
+const std::array<Operation::Request, 6>& calls() {
+  static const std::array<Operation::Request, 6> all = [] {
+    std::array<Operation::Request, 6> made = {
+        call(Collective::Broadcast, 10, 0),
+        call(Collective::AllReduce, 1000, -1),
+        call(Collective::Broadcast, 20000, 0),
+        call(Collective::AllReduce, 7, -1),
+        receive(PointToPoint::kAnyRank),
+        receive(0)};
+    for (int64_t k = 0; k < 4; ++k) {
+      made[static_cast<size_t>(k)].id = {static_cast<uint64_t>(k + 1), k + 1};
+    }
+    return made;
+  }();
+  return all;
+}
+
 /// The data plane of rank kSelf, with operations of its own.
 struct Data {
   explicit Data(Said& said) {
@@ -92,44 +139,10 @@ struct Data {
 
   // Operation k of those that all ranks would call; and messages.
   void post(int k) {
-    static constexpr std::array<int64_t, 4> kNumel = {10, 1000, 40000, 7};
-    Operation::Request request;
-    if (k < 4) {
-      const int64_t numel = kNumel[static_cast<size_t>(k)];
-      ScheduleRequest wish;
-      wish.kind = k % 2 == 0 ? Collective::Broadcast : Collective::AllReduce;
-      wish.dtype = wish.wire_dtype = DType::Float32;
-      wish.rank = kSelf;
-      wish.size = kRanks;
-      wish.root = k % 2 == 0 ? 0 : -1;
-      wish.numel = numel;
-      wish.reduce_op = k % 2 == 0 ? ReduceOp::None : ReduceOp::Sum;
-      request.id = {static_cast<uint64_t>(k + 1), k + 1};
-      request.schedule = prepare(makeSchedule(wish));
-      request.descriptor = Descriptor::of(wish, request.schedule->schedule.algorithm);
-    } else {
-      request.descriptor.kind = Collective::Send;
-      request.descriptor.dtype = request.descriptor.wire_dtype = DType::Float32;
-      request.descriptor.algorithm = Algorithm::Direct;
-      request.descriptor.numel = 5;
-      request.descriptor.tag = 3;
-      request.receives = true;
-      request.peer = k == 4 ? PointToPoint::kAnyRank : 0;
-      if (k != 4) {
-        ScheduleRequest wish;
-        wish.kind = Collective::Recv;
-        wish.dtype = wish.wire_dtype = DType::Float32;
-        wish.rank = kSelf;
-        wish.size = kRanks;
-        wish.root = 0;
-        wish.numel = 5;
-        request.schedule = prepare(makeSchedule(wish));
-      }
-    }
+    Operation::Request request = calls()[static_cast<size_t>(k)];
     auto& memory = memory_.emplace_back(static_cast<size_t>(request.descriptor.numel), 1.0F);
-    const BufferView view(reinterpret_cast<std::byte*>(memory.data()), memory.size() * sizeof(float));
-    request.input = view;
-    request.output = view;
+    request.input = request.output =
+        BufferView(reinterpret_cast<std::byte*>(memory.data()), memory.size() * sizeof(float));
     operations.push_back(std::make_shared<Operation>(std::move(request)));
     plane->post(operations.back());
   }
@@ -188,15 +201,8 @@ bool readControl(const uint8_t* bytes, size_t nbytes) {
 
 std::vector<uint8_t> bulkSample() {
   std::string bytes("\x63\x3f", 2);
-  ScheduleRequest wish;
-  wish.kind = Collective::Broadcast;
-  wish.dtype = wish.wire_dtype = DType::Float32;
-  wish.rank = kSelf;
-  wish.size = kRanks;
-  wish.root = 0;
-  wish.numel = 10;
   FrameHeader data = headerOf(FrameType::Data);
-  Descriptor::of(wish, makeSchedule(wish).algorithm).writeTo(data);
+  calls()[0].descriptor.writeTo(data);
   data.op_id = 1;
   data.aux = kEagerFlag;
   bytes += frame(data, std::string(40, 'x'));
@@ -208,12 +214,7 @@ std::vector<uint8_t> bulkSample() {
   credit.aux = 4096;
   bytes += frame(credit);
   FrameHeader message = headerOf(FrameType::Data);
-  Descriptor descriptor;
-  descriptor.kind = Collective::Send;
-  descriptor.dtype = descriptor.wire_dtype = DType::Float32;
-  descriptor.algorithm = Algorithm::Direct;
-  descriptor.numel = 5;
-  descriptor.tag = 3;
+  Descriptor descriptor = calls()[4].descriptor;
   descriptor.root = 0;
   descriptor.writeTo(message);
   PointToPoint names(0, kRanks, identity().hash);
