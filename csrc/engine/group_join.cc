@@ -19,6 +19,7 @@ constexpr int kSpinUs = 50;
 
 // How often a rank that waits for connections looks into the store for why they do not come.
 constexpr int kLookMs = 500;
+constexpr int kLastLookMs = 300; // and one whose time is over
 constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
 
 constexpr int kMaxStreams = 16; // over each interface
@@ -190,6 +191,11 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
     }
     throwIfFailed(store_, claim_); // there may be nobody to connect to any more
     if (final) {
+      // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
+      for (const Deadline end = Deadline::after(kLastLookMs); link != nullptr && !end.expired();) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        throwIfFailed(store_, claim_);
+      }
       throw Error(peerGone(peer, trouble, identity_)); // adds who and where
     }
   }
