@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <mutex>
 
@@ -19,8 +20,22 @@ std::array<std::atomic<uint64_t>, kMaxFds / 64> g_guarded{};
 std::atomic<size_t> g_used_words{0};
 std::atomic<uint32_t> g_forks{0};
 
+// Shared by threads that make or close descriptors, exclusive around a fork(). Readers come first (glibc's default), so a thread may
+// hold it twice.
+pthread_rwlock_t g_fork_lock = PTHREAD_RWLOCK_INITIALIZER;
+
+void beforeFork() noexcept {
+  pthread_rwlock_wrlock(&g_fork_lock);
+}
+
+void inParent() noexcept {
+  pthread_rwlock_unlock(&g_fork_lock);
+}
+
 // Only what a handler of fork() may call in a process with threads: close() (man 7 signal-safety).
 void inChild() noexcept {
+  // Not unlocked: glibc knows the writer by its kernel thread number, which is another one here. No other thread has it, or waits for it.
+  g_fork_lock = PTHREAD_RWLOCK_INITIALIZER;
   g_forks.fetch_add(1, std::memory_order_relaxed);
   const size_t used = g_used_words.load(std::memory_order_relaxed);
   for (size_t word = 0; word < used; ++word) {
@@ -42,7 +57,19 @@ uint32_t forkCount() noexcept {
 void installForkGuard() noexcept {
   static std::once_flag once;
   // Fails only without memory; then children keep the descriptors, as they would of any library.
-  std::call_once(once, [] { (void)::pthread_atfork(nullptr, nullptr, inChild); });
+  std::call_once(once, [] { (void)::pthread_atfork(beforeFork, inParent, inChild); });
+}
+
+ForksHeldOff::ForksHeldOff() noexcept {
+  const int error_number = errno;
+  pthread_rwlock_rdlock(&g_fork_lock);
+  errno = error_number;
+}
+
+ForksHeldOff::~ForksHeldOff() {
+  const int error_number = errno;
+  pthread_rwlock_unlock(&g_fork_lock);
+  errno = error_number;
 }
 
 void guardFd(int fd) noexcept {

@@ -13,7 +13,16 @@ namespace pycomm {
 /// (installForkGuard) and their numbers given out again: what was made before the fork is left alone there.
 class UniqueFd {
  public:
+  /// Owns the descriptor that `make` returns; nothing for -1. No fork() can come between the call that makes it and the moment from
+  /// which children close it. `make` must not wait, and errno stays as it has left it.
+  template <typename Make>
+  [[nodiscard]] static UniqueFd from(const Make& make) {
+    const ForksHeldOff held_off;
+    return UniqueFd(make());
+  }
+
   UniqueFd() = default;
+  /// For a descriptor that a fork() may have copied already; use from() to make a new one.
   explicit UniqueFd(int fd) noexcept : fd_(fd), forks_(forkCount()) {
     guardFd(fd_);
   }
@@ -44,7 +53,7 @@ class UniqueFd {
   }
   void reset() noexcept {
     if (fd_ >= 0 && forks_ == forkCount()) {
-      // First no longer guarded, then closed: the other way round the number could be somebody else's when a fork comes.
+      const ForksHeldOff held_off; // a child would keep what is no longer guarded and not closed yet
       unguardFd(fd_);
       ::close(fd_); // not retried on EINTR: on Linux the descriptor is gone either way (man 2 close)
     }

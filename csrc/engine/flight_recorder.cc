@@ -50,7 +50,8 @@ void writeFile(const std::string& path, const std::string& text) {
   // Under another name until it is whole. A name of this process's own, and never through somebody's link: the folder may be /tmp.
   const std::string partial = path + "." + std::to_string(::getpid()) + ".partial";
   static_cast<void>(::unlink(partial.c_str()));
-  const UniqueFd file(::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  const UniqueFd file =
+      UniqueFd::from([&] { return ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600); });
   auto good = static_cast<bool>(file);
   for (size_t done = 0; good && done < text.size();) {
     const ssize_t wrote = ::write(file.get(), text.data() + done, text.size() - done);

@@ -100,7 +100,7 @@ void HostMates::open() {
   std::array<char, 17> text{};
   (void)std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
   auto desk = std::make_unique<Desk>(*this);
-  desk->socket = UniqueFd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  desk->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!desk->socket) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
   }
@@ -127,7 +127,8 @@ DeathWatch& HostMates::deathWatch() {
 
 void HostMates::admit() noexcept {
   for (int i = 0; i < kBacklog; ++i) {
-    UniqueFd socket(::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    UniqueFd socket =
+        UniqueFd::from([&] { return ::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
         // The processes that wait there would keep the socket readable and this loop awake: they wait until files are free again.

@@ -18,7 +18,7 @@ constexpr int kLookMs = 50; // how often who asks looks at the abort token
 } // namespace
 
 UniqueFd connectToMate(const std::string& name) {
-  UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  UniqueFd socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   sockaddr_un address{};
   const socklen_t length = abstractAddress(address, name);
   if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {

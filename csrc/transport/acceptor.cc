@@ -95,7 +95,7 @@ void Acceptor::introduce(Stranger& stranger) {
 
 void Acceptor::keepSpare() noexcept {
   if (!spare_) {
-    spare_ = UniqueFd(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+    spare_ = UniqueFd::from([] { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); });
   }
 }
 

@@ -69,7 +69,8 @@ Listener Listener::bind(const SocketAddress& local, PortRange ports) {
   for (uint32_t port = ports.first; port <= ports.last; ++port) {
     const SocketAddress wanted = local.withPort(static_cast<uint16_t>(port));
     // A new socket for each port: one that was bound before listen() failed cannot be bound again.
-    UniqueFd fd(::socket(wanted.raw()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    UniqueFd fd = UniqueFd::from(
+        [&] { return ::socket(wanted.raw()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
     if (!fd) {
       throw Error(systemError(ErrorCode::SystemError, "no socket to listen on could be made", errno));
     }
@@ -109,10 +110,11 @@ std::optional<Listener::Incoming> Listener::accept() {
     sockaddr_storage remote{};
     socklen_t length = sizeof remote;
     const Fault fault = PYCOMM_FAULT("listener.accept");
-    UniqueFd fd(
-        fault.error_number != 0
-            ? failWith(fault.error_number)
-            : ::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    UniqueFd fd = UniqueFd::from([&] {
+      return fault.error_number != 0
+          ? failWith(fault.error_number)
+          : ::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    });
     if (fd) {
       return Incoming{std::move(fd), SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&remote), length)};
     }

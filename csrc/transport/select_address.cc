@@ -188,7 +188,7 @@ HostNetwork HostNetwork::ofThisHost() {
   network.sourceTo = [](const SocketAddress& destination) -> std::optional<SocketAddress> {
     const int family = destination.family() == AddressFamily::IPv6 ? AF_INET6 : AF_INET;
     // Connecting a datagram socket only looks up the route and takes its source address.
-    const UniqueFd fd(::socket(family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const UniqueFd fd = UniqueFd::from([&] { return ::socket(family, SOCK_DGRAM | SOCK_CLOEXEC, 0); });
     const SocketAddress target = destination.port() == 0 ? destination.withPort(9) : destination;
     sockaddr_storage source{};
     socklen_t length = sizeof source;

@@ -20,7 +20,8 @@ class TcpConnector {
   TcpConnector(const SocketAddress& local, const SocketAddress& remote, const TcpOptions& options) {
     const bool needs_scope = remote.isLinkLocal() && remote.scopeId() == 0;
     const SocketAddress target = needs_scope ? remote.withScopeId(local.scopeId()) : remote;
-    UniqueFd fd(::socket(target.raw()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    UniqueFd fd = UniqueFd::from(
+        [&] { return ::socket(target.raw()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
     if (!fd || !bindTo(fd, local)) {
       error_number = errno;
       return;

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <fstream>
 
+#include "base/fork_guard.h"
+
 namespace pycomm {
 namespace {
 
@@ -71,6 +73,7 @@ ssize_t takeMessage(int socket, void* message, size_t nbytes, UniqueFd& fd) {
   header.msg_iovlen = 1;
   header.msg_control = control.data();
   header.msg_controllen = CMSG_LEN(sizeof(int)); // with the padding of CMSG_SPACE there would be room for two
+  const ForksHeldOff held_off; // until a descriptor that comes has its owner
   const ssize_t got = ::recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {
     return got;

@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "base/unique_fd.h"
@@ -83,6 +86,39 @@ TEST(ForkGuard, ReleasedDescriptorsAreNoLongerGuarded) {
   const int released = read_end.release();
   EXPECT_TRUE(inChild([&] { return isOpen(released); }));
   ::close(released);
+}
+
+// A fork between the call that makes a descriptor and the one that guards it would leave it open in the child.
+TEST(ForkGuard, AForkWaitsUntilANewDescriptorIsGuarded) {
+  installForkGuard();
+  std::atomic<int> number{-1};
+  std::atomic<bool> forked{false};
+  std::thread other([&] {
+    const UniqueFd made = UniqueFd::from([&] {
+      const int fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+      number = fd;
+      for (int ms = 0; ms < 500 && !forked; ++ms) { // as if it were preempted here
+        (void)::poll(nullptr, 0, 1);
+      }
+      return fd;
+    });
+    EXPECT_FALSE(forked);
+    while (!forked) {
+      (void)::poll(nullptr, 0, 1);
+    }
+  });
+  while (number < 0) {
+    std::this_thread::yield();
+  }
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    ::_exit(isOpen(number) ? 1 : 0);
+  }
+  forked = true;
+  int status = -1;
+  ::waitpid(pid, &status, 0);
+  other.join();
+  EXPECT_EQ(status, 0) << "the child holds a descriptor of its parent's";
 }
 
 } // namespace
