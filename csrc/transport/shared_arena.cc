@@ -31,6 +31,8 @@ SharedArena::SharedArena(UniqueFd fd, size_t nbytes) : fd_(std::move(fd)), nbyte
   }
   base_ = static_cast<std::byte*>(mapped);
   (void)::madvise(base_, nbytes, MADV_DONTFORK); // a child has no part in the group
+  // For a core file the kernel would make every page of a sparse mapping exist, and a heap is as large as the machine's memory.
+  (void)::madvise(base_, nbytes, MADV_DONTDUMP);
 }
 
 SharedArena::SharedArena(SharedArena&& other) noexcept
@@ -45,10 +47,11 @@ SharedArena::~SharedArena() {
 SharedArena SharedArena::create(size_t nbytes) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   const Fault fault = PYCOMM_FAULT("arena.create");
-  errno = fault.error_number;
-  UniqueFd fd(fault.error_number != 0 ? -1 : ::memfd_create("pycomm", kFlags | MFD_NOEXEC_SEAL));
+  UniqueFd fd = UniqueFd::from([&] {
+    return fault.error_number != 0 ? failWith(fault.error_number) : ::memfd_create("pycomm", kFlags | MFD_NOEXEC_SEAL);
+  });
   if (!fd && errno == EINVAL) {
-    fd = UniqueFd(::memfd_create("pycomm", kFlags));
+    fd = UniqueFd::from([&] { return ::memfd_create("pycomm", kFlags); });
   }
   if (!fd) {
     throw Error(systemError(ErrorCode::SystemError, "no shared memory (memfd_create)", errno));

@@ -12,7 +12,7 @@ namespace pycomm {
 ///
 /// Its size is sealed, so that nobody can take pages away from under another's mapping. Pages exist only where commit() has had them
 /// made, so that a lack of memory is an error there and not a signal (SIGBUS) at the first touch: whoever writes, commits before.
-/// A child of fork() does not inherit the mapping.
+/// A child of fork() does not inherit the mapping, and a core file holds nothing of it.
 class SharedArena {
  public:
   /// Throws Error(Unsupported) where a sandbox forbids it, SystemError or TooManyFiles.

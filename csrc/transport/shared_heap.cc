@@ -77,14 +77,21 @@ void SharedHeap::giveRoom(size_t offset, size_t room) {
   free_[offset] = room;
 }
 
+// To make or free the pages of a large block takes the kernel long. That is done without the lock, which every large collective takes in
+// placeOf(): meanwhile the block's room is neither free nor anybody's.
 void* SharedHeap::allocate(size_t nbytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
   const size_t room = wholePages(nbytes);
+  std::unique_lock<std::mutex> lock(mutex_);
   const size_t offset = takeRoom(room);
   try {
+    lock.unlock();
     arena_.commit(offset, room);
+    lock.lock();
     blocks_[offset] = Block{nbytes, room, false};
   } catch (...) {
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
     giveRoom(offset, room);
     throw;
   }
@@ -96,8 +103,8 @@ void SharedHeap::release(void* begin) noexcept {
   if (::getpid() != process_) {
     return; // the parent still uses it; and its lock may have been held when this process was forked
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
   const auto offset = static_cast<size_t>(static_cast<std::byte*>(begin) - arena_.at(0));
+  std::unique_lock<std::mutex> lock(mutex_);
   const auto found = blocks_.find(offset);
   if (found == blocks_.end()) {
     return;
@@ -105,6 +112,7 @@ void SharedHeap::release(void* begin) noexcept {
   const Block block = found->second;
   blocks_.erase(found);
   live_.fetch_sub(1, std::memory_order_relaxed);
+  lock.unlock();
   // The pages go back at once: freed tensors must not count against the container's limit.
   (void)::fallocate(
       arena_.fd(),
@@ -116,6 +124,7 @@ void SharedHeap::release(void* begin) noexcept {
     (void)::mmap(begin, block.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     return;
   }
+  lock.lock();
   try {
     giveRoom(offset, block.room);
   } catch (const std::bad_alloc&) { // the room is lost, nothing else
@@ -153,12 +162,14 @@ std::optional<uint64_t> SharedHeap::placeOf(const void* buffer, size_t nbytes) c
 }
 
 bool SharedHeap::detach(const void* buffer, size_t nbytes) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = blockOf(buffer, nbytes);
-  if (found == blocks_.end()) {
-    return true; // not here, so nobody reaches it
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blockOf(buffer, nbytes);
+    if (found == blocks_.end()) {
+      return true; // not here, so nobody reaches it
+    }
+    blocks_.find(found->first)->second.detached = true;
   }
-  blocks_.find(found->first)->second.detached = true;
   const size_t room = wholePages(nbytes);
   void* begin = const_cast<void*>(buffer);
   void* fresh = PYCOMM_FAULT("heap.detach").error_number != 0

@@ -9,6 +9,8 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "core_file.h"
+#include "transport/process.h"
 
 namespace pycomm::testing {
 namespace {
@@ -70,6 +72,33 @@ TEST(SharedArena, AChildOfForkDoesNotInheritIt) {
   }
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+}
+
+// The kernel would make every page of a sparse mapping exist in order to write it down, and the bytes in it are mostly those of others.
+TEST(SharedArena, NoneOfItIsInACoreFile) {
+  constexpr size_t kLarge = size_t{64} << 20;
+  const SharedArena arena = SharedArena::create(kLarge);
+  arena.commit(0, kNbytes);
+  const Process peer([&] {
+    const SharedArena theirs = SharedArena::attach(UniqueFd(::dup(arena.fd())), kLarge);
+    const std::string pattern = patternOf(::getpid());
+    std::memcpy(theirs.at(8000), pattern.data(), pattern.size());
+    return SharedFlag().wait(60000); // until it is killed
+  });
+  for (const Deadline deadline = Deadline::after(20000); *arena.at(8000) == std::byte{0} && !deadline.expired();) {
+    (void)::poll(nullptr, 0, 1);
+  }
+  ASSERT_NE(*arena.at(8000), std::byte{0});
+  const CoreFile core([&] {
+    const SharedArena mapped = SharedArena::attach(UniqueFd(::dup(arena.fd())), kLarge);
+    std::abort();
+  });
+  if (!core.unavailable().empty()) {
+    GTEST_SKIP() << core.unavailable();
+  }
+  EXPECT_LE(core.nbytes(), core.residentNbytes() + CoreFile::kAllowedNbytes);
+  EXPECT_TRUE(core.contains(CoreFile::kMark)); // it is that process's memory
+  EXPECT_FALSE(core.contains(patternOf(peer.pid())));
 }
 
 } // namespace

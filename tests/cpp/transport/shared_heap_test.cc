@@ -5,10 +5,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <optional>
+#include <thread>
 
+#include "base/deadline.h"
 #include "base/error.h"
+#include "base/fault_point.h"
 
 namespace pycomm::testing {
 namespace {
@@ -84,6 +89,31 @@ TEST_F(SharedHeapTest, WhatIsDetachedKeepsItsBytesAndIsNobodyElses) {
   for (int i = 0; i < 14; ++i) { // all that is left: never the pages that the peer may write
     EXPECT_NE(allocate(kPage), block);
   }
+}
+
+// Every large collective asks for a place; to make the pages of a large tensor takes the kernel long.
+TEST_F(SharedHeapTest, PlacesAreFoundWhilePagesAreMade) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  std::byte* block = allocate(kPage);
+  armFaultPoints("arena.commit:1:delay=1000");
+  std::atomic<bool> made{false};
+  std::thread other([&] {
+    EXPECT_NE(allocate(2 * kPage), nullptr);
+    made = true;
+  });
+  auto longest = Clock::duration::zero();
+  int found = 0;
+  while (!made) {
+    const TimePoint began = Clock::now();
+    found += heap_.placeOf(block, kPage).has_value() ? 1 : 0;
+    longest = std::max(longest, Clock::now() - began);
+  }
+  other.join();
+  armFaultPoints("");
+  EXPECT_GT(found, 100);
+  EXPECT_LT(longest, std::chrono::milliseconds(500));
 }
 
 TEST_F(SharedHeapTest, AChildFreesNothingOfItsParents) {

@@ -1,0 +1,110 @@
+// A rank that crashes writes its own memory to the core file, and none that it shares with other ranks: their heaps are as large as the
+// machine's memory, and are mapped in every rank of a host.
+#include "core_file.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+
+#include "ranks.h"
+#include "transport/directory_store.h"
+#include "transport/process.h"
+
+namespace pycomm::testing {
+namespace {
+
+constexpr size_t kNumel = size_t{1} << 18;
+
+Group::Config configOf(int rank) {
+  Group::Config config;
+  config.rendezvous.rank = rank;
+  config.rendezvous.size = 2;
+  config.rendezvous.group_name = "crash";
+  config.rendezvous.deadline = Deadline::after(20000);
+  config.transport = Transport::SharedMemory;
+  return config;
+}
+
+/// Integers, so that no sum is equal to a part of the pattern.
+bool allReduce(Group& group, void* values) {
+  Group::Call call;
+  call.schedule.kind = Collective::AllReduce;
+  call.schedule.dtype = call.schedule.wire_dtype = DType::Int32;
+  call.schedule.reduce_op = ReduceOp::Sum;
+  call.schedule.numel = static_cast<int64_t>(kNumel);
+  call.input = call.output = BufferView{static_cast<std::byte*>(values), kNumel * sizeof(int32_t)};
+  call.deadline = Deadline::after(20000);
+  const auto operation = group.start(call);
+  return operation->wait(call.deadline) && !operation->error();
+}
+
+/// Mappings of shared memory of ours in this process, and how many of them a core file would hold.
+std::pair<int, int> sharedMappings() {
+  int all = 0;
+  int dumped = 0;
+  bool ours = false;
+  std::ifstream maps("/proc/self/smaps");
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("/memfd:pycomm") != std::string::npos) {
+      ours = line.find("/memfd:pycomm-alive") == std::string::npos; // one page of numbers
+    } else if (line.find("VmFlags:") == 0 && ours) {
+      ++all;
+      dumped += line.find(" dd") == std::string::npos ? 1 : 0;
+      ours = false;
+    }
+  }
+  return {all, dumped};
+}
+
+void fill(void* tensor, const std::string& pattern) {
+  for (size_t at = 0; at + pattern.size() <= kNumel * sizeof(int32_t); at += pattern.size()) {
+    std::memcpy(static_cast<std::byte*>(tensor) + at, pattern.data(), pattern.size());
+  }
+}
+
+TEST(CoreFile, OfARankHoldsNothingThatOnlyItsPeerWrote) {
+  DirectoryStore store;
+  const Process peer([&] {
+    Engine engine;
+    const auto group = Group::join(engine, store, configOf(1));
+    void* tensor = engine.heap()->allocate(kNumel * sizeof(int32_t)); // mapped by rank 0
+    fill(tensor, patternOf(::getpid()));
+    std::vector<int32_t> staged(kNumel); // goes through the memory of the group
+    fill(staged.data(), patternOf(::getpid()));
+    (void)allReduce(*group, staged.data());
+    return SharedFlag().wait(60000); // until it is killed
+  });
+  SharedFlag mappings;
+  SharedFlag dumped;
+  const CoreFile core([&] {
+    Engine engine;
+    const auto group = Group::join(engine, store, configOf(0));
+    std::vector<int32_t> values(kNumel, 12345);
+    if (allReduce(*group, values.data())) {
+      const auto [all, in_core] = sharedMappings();
+      mappings.raise(all);
+      dumped.raise(in_core);
+      CoreFile::recordResident();
+      std::abort();
+    }
+    ::_exit(3);
+  });
+  if (!core.unavailable().empty() && mappings.value() == 0) {
+    GTEST_SKIP() << core.unavailable();
+  }
+  EXPECT_GE(mappings.value(), 3) << "the memory of the group, and both heaps";
+  EXPECT_EQ(dumped.value(), 0);
+  if (!core.unavailable().empty()) {
+    std::printf("No core file was looked at, only the flags of mappings: %s\n", core.unavailable().c_str());
+    return;
+  }
+  EXPECT_LE(core.nbytes(), core.residentNbytes() + CoreFile::kAllowedNbytes);
+  EXPECT_TRUE(core.contains(CoreFile::kMark));
+  EXPECT_FALSE(core.contains(patternOf(peer.pid())));
+}
+
+} // namespace
+} // namespace pycomm::testing
