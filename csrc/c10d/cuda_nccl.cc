@@ -3,17 +3,16 @@
 #include <ATen/core/TensorBody.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <pthread.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <exception>
 #include <map>
 #include <utility>
 
+#include "base/native_thread.h"
 #include "c10d/nccl_calls.h"
 
 namespace pycomm {
@@ -177,13 +176,7 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
     made->group_->abort(reason); // the others wait in the same place
     throw;
   }
-  // Signals belong to the interpreter's threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  made->thread_ = std::thread([self = made.get()] { self->threadMain(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  made->thread_ = startNativeThread("pycomm-nccl", [self = made.get()] { self->threadMain(); });
   return made;
 }
 
@@ -273,7 +266,6 @@ void NcclGroup::launch(
 }
 
 void NcclGroup::threadMain() noexcept {
-  pthread_setname_np(pthread_self(), "pycomm-nccl");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
     if (pending_.empty()) {

@@ -1,11 +1,25 @@
 #include "engine/callback_pool.h"
 
-#include <pthread.h>
-
-#include <csignal>
+#include <algorithm>
+#include <exception>
+#include <string>
 #include <utility>
 
+#include "base/log.h"
+#include "base/native_thread.h"
+
 namespace pycomm {
+namespace {
+
+const std::string kThreadName = "pycomm-callback";
+constexpr std::chrono::milliseconds kPatience{5};
+constexpr size_t kMostPatient = 10; // times that
+
+} // namespace
+
+CallbackPool::CallbackPool() {
+  threads_.push_back(startNativeThread(kThreadName, [this] { threadMain(); }));
+}
 
 CallbackPool::~CallbackPool() {
   stop(Deadline::never());
@@ -17,17 +31,7 @@ void CallbackPool::submit(Task task) {
     return;
   }
   tasks_.push_back(std::move(task));
-  if (idle_ >= tasks_.size()) {
-    changed_.notify_one();
-    return;
-  }
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  ++running_;
-  threads_.emplace_back([this] { threadMain(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  changed_.notify_one();
 }
 
 bool CallbackPool::stop(Deadline deadline) {
@@ -51,18 +55,59 @@ bool CallbackPool::stop(Deadline deadline) {
   return true;
 }
 
-void CallbackPool::threadMain() noexcept {
-  pthread_setname_np(pthread_self(), "pycomm-callback");
-  std::unique_lock<std::mutex> lock(mutex_);
+Clock::duration CallbackPool::patience() const noexcept {
+  return kPatience * std::clamp<size_t>(running_ - std::min(running_, kAtOnce), 1, kMostPatient);
+}
+
+void CallbackPool::waitForTask(std::unique_lock<std::mutex>& lock) {
   for (;;) {
-    ++idle_;
     changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    const TimePoint due = last_taken_ + patience();
+    if (tasks_.empty() || idle_ > 1 || running_ <= kAtOnce || Clock::now() >= due) {
+      return;
+    }
+    changed_.wait_until(lock, due);
+  }
+}
+
+void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
+  ++running_;
+  ++idle_; // from now on, so that nobody else starts one, too
+  std::thread thread;
+  try {
+    threads_.reserve(threads_.size() + 1); // then the new thread has its place for certain
+    lock.unlock(); // to start a thread takes longer than submit() may wait on a lane
+    thread = startNativeThread(kThreadName, [this] { threadMain(); });
+    lock.lock();
+    threads_.push_back(std::move(thread));
+    return;
+  } catch (const std::exception& error) {
+    if (lock.owns_lock()) {
+      lock.unlock();
+    }
+    if (!told_.exchange(true)) { // not with the lock: the line may come back as a task
+      log(LogLevel::Warn, std::string("callbacks that wait for other callbacks may hang: ") + error.what());
+    }
+  }
+  lock.lock();
+  --running_;
+  --idle_;
+}
+
+void CallbackPool::threadMain() noexcept {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;; ++idle_) { // it begins as an idle one
+    waitForTask(lock);
     --idle_;
     if (tasks_.empty()) {
       break;
     }
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
+    last_taken_ = Clock::now();
+    if (idle_ == 0) {
+      startThread(lock);
+    }
     lock.unlock();
     try {
       task();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -15,18 +16,25 @@ namespace pycomm {
 /// Runs what users hang on futures. Never on a lane: a callback may take a lock (Python's), run for seconds, or wait for
 /// another operation, which only a lane can complete.
 ///
-/// Grows by a thread whenever a task comes and every thread is busy: a callback may wait for a future whose own callback is
-/// still in this queue (torch's PowerSGD hook does), so a bounded pool would hang. Threads stay for the process's life.
+/// A callback may wait for a future whose own callback is still in this queue (torch's PowerSGD hook does), so a bounded pool would
+/// hang. And completions come in bursts, so a thread for each task would be thousands. Therefore one thread is always idle: the last
+/// idle one takes a task only if the pool has few threads, or if none of the others has taken a task for some milliseconds. Before it
+/// does, it starts the next one. Threads stay until stop().
+///
+/// While all callbacks block, the pool has at most kAtOnce + 1 threads and those that patience() allows: 5 ms for the first, 10 ms for
+/// the second, and so on up to 50 ms for each. That is 70 threads after 3 s.
 class CallbackPool {
  public:
   using Task = std::function<void()>;
 
-  CallbackPool() = default;
+  /// Starts the first thread. Throws Error(SystemError).
+  CallbackPool();
   ~CallbackPool();
   CallbackPool(const CallbackPool&) = delete;
   CallbackPool& operator=(const CallbackPool&) = delete;
 
-  /// Any thread, also a lane. Never blocks. What a task throws is dropped: its owner catches what matters.
+  /// Any thread, also a lane. Waits for nothing and starts no thread. What a task throws is dropped: its owner catches what matters.
+  /// Throws std::bad_alloc; then the task is not taken.
   void submit(Task task);
 
   /// Runs what is queued, takes nothing new, joins all threads that end by the deadline. False if one did not; it is then left
@@ -34,15 +42,25 @@ class CallbackPool {
   bool stop(Deadline deadline);
 
  private:
+  /// So many callbacks block each other, or compute, without any delay.
+  static constexpr size_t kAtOnce = 4;
+
   void threadMain() noexcept;
+  void waitForTask(std::unique_lock<std::mutex>& lock);
+  /// How long the last idle thread leaves the tasks to the others.
+  [[nodiscard]] Clock::duration patience() const noexcept;
+  /// Lets go of the lock meanwhile.
+  void startThread(std::unique_lock<std::mutex>& lock) noexcept;
 
   std::mutex mutex_; ///< guards all below
   std::condition_variable changed_;
   std::deque<Task> tasks_;
   std::vector<std::thread> threads_;
-  size_t idle_ = 0;
-  size_t running_ = 0; ///< threads that have not left threadMain
+  size_t idle_ = 1; ///< threads without a task, and the one that is being started
+  size_t running_ = 1; ///< threads that have not left threadMain, the one that is being started among them
+  TimePoint last_taken_{}; ///< when a thread last took a task
   bool stopping_ = false;
+  std::atomic<bool> told_{false}; ///< the user, that a thread could not be started
 };
 
 } // namespace pycomm

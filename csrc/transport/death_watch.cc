@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -11,12 +10,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <csignal>
 #include <cstddef>
 #include <ctime>
 #include <utility>
 
 #include "base/error.h"
+#include "base/native_thread.h"
 #include "transport/socket_error.h"
 
 #ifndef F_SEAL_FUTURE_WRITE
@@ -71,18 +70,12 @@ DeathWatch::DeathWatch(Died died) : died_(std::move(died)), lent_(kWords, false)
   last->next = &head_.list;
   head_.futex_offset = reinterpret_cast<std::byte*>(words_) - reinterpret_cast<std::byte*>(nodes_.data());
   std::atomic<int> started{-1};
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before); // signals belong to the interpreter's threads
   try {
-    thread_ = std::thread([this, &started] { threadMain(started); });
+    thread_ = startNativeThread("pycomm-watch", [this, &started] { threadMain(started); });
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     ::munmap(words_, kNbytes);
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   int error_number = -1;
   while ((error_number = started.load(std::memory_order_acquire)) < 0) {
     std::this_thread::yield(); // for the microseconds that a thread takes to start
@@ -104,9 +97,9 @@ DeathWatch::~DeathWatch() {
 
 void DeathWatch::openWords() {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  words_fd_ = UniqueFd(::memfd_create("pycomm-alive", kFlags | MFD_NOEXEC_SEAL));
+  words_fd_ = UniqueFd::from([&] { return ::memfd_create("pycomm-alive", kFlags | MFD_NOEXEC_SEAL); });
   if (!words_fd_ && errno == EINVAL) {
-    words_fd_ = UniqueFd(::memfd_create("pycomm-alive", kFlags));
+    words_fd_ = UniqueFd::from([&] { return ::memfd_create("pycomm-alive", kFlags); });
   }
   if (!words_fd_) {
     throw Error(systemError(ErrorCode::SystemError, "no shared memory (memfd_create)", errno));
@@ -269,7 +262,6 @@ void DeathWatch::sleep(uint32_t seen) noexcept {
 }
 
 void DeathWatch::threadMain(std::atomic<int>& started) noexcept {
-  pthread_setname_np(pthread_self(), "pycomm-watch");
   own_id_ = static_cast<uint32_t>(::syscall(SYS_gettid));
   void* glibcs_head = nullptr;
   size_t glibcs_nbytes = 0;

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <thread>
+
+namespace pycomm {
+
+/// Starts a thread of the library. All signals are blocked on it: they belong to the interpreter's threads, and a handler that ran on
+/// a native thread would touch Python from there. The calling thread's signals are as before, also if this throws.
+///
+/// `name` is what the kernel calls the thread; it keeps the first 15 characters. `body` must not throw.
+/// Throws Error(SystemError) if the thread cannot be started, std::bad_alloc.
+[[nodiscard]] std::thread startNativeThread(const std::string& name, std::function<void()> body);
+
+} // namespace pycomm
