@@ -71,7 +71,7 @@ ControlPlane::ControlPlane(
       events_(std::move(events)),
       neighbours_(membership.neighbours),
       membership_(membership, Clock::now()),
-      staging_(64 << 10),
+      staging_(loop_.stagingMemory()),
       missing_(membership.neighbours) {
   AcceptorConfig config;
   config.nonce = identity_.nonce;

@@ -9,8 +9,6 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kKeepStagingNbytes = 32 << 20;
-
 Protocol::Config protocolConfig(const GroupIdentity& identity, Protocol::Config config) {
   config.rank = identity.rank;
   config.size = identity.size;
@@ -28,7 +26,7 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options 
       lane_(lane),
       events_(std::move(events)),
       protocol_(protocolConfig(identity_, options_.limits)),
-      staging_(kKeepStagingNbytes),
+      staging_(lane_.stagingMemory()),
       point_to_point_(identity_.rank, identity_.size, identity_.hash),
       out_(static_cast<size_t>(identity_.size)),
       in_(static_cast<size_t>(identity_.size)),

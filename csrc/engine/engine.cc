@@ -7,6 +7,12 @@
 #include "engine/group.h"
 
 namespace pycomm {
+namespace {
+
+// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
+constexpr std::chrono::microseconds kSpin{50};
+
+} // namespace
 
 Engine::Engine()
     : forks_(forkCount()),
@@ -15,6 +21,7 @@ Engine::Engine()
       host_mates_(std::make_unique<HostMates>(*control_)),
       callbacks_(std::make_unique<CallbackPool>()) {
   recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
+  lane_->setSpin(kSpin);
   installForkGuard();
 }
 

@@ -1,20 +1,18 @@
 #include "engine/event_loop.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <exception>
 #include <future>
-#include <system_error>
+#include <utility>
 
 #include "base/error.h"
-#include "base/fault_point.h"
+#include "base/native_thread.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -37,7 +35,8 @@ constexpr int kSlowTurns = 4;
 } // namespace
 
 EventLoop::EventLoop(const std::string& thread_name)
-    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), wakeup_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : epoll_(UniqueFd::from([] { return ::epoll_create1(EPOLL_CLOEXEC); })),
+      wakeup_(UniqueFd::from([] { return ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
   if (!epoll_) {
     throwErrno("epoll_create1", errno);
   }
@@ -50,27 +49,7 @@ EventLoop::EventLoop(const std::string& thread_name)
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeup_.get(), &event) != 0) {
     throwErrno("epoll_ctl", errno);
   }
-  // Signals belong to the interpreter's threads: a handler that ran here would touch Python from a native thread.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    const Fault fault = PYCOMM_FAULT("thread.start");
-    if (fault.error_number != 0) {
-      throw std::system_error(fault.error_number, std::generic_category());
-    }
-    thread_ = std::thread([this, thread_name] { threadMain(thread_name); });
-  } catch (const std::system_error& error) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    ErrorRecord record;
-    record.code = ErrorCode::SystemError;
-    record.summary = "this process could not start a thread, " + thread_name;
-    record.cause = errnoText(error.code().value());
-    record.hint = "raise the limit on processes and threads (ulimit -u, or pids.max of the container)";
-    throw Error(record);
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = startNativeThread(thread_name, [this] { threadMain(); });
 }
 
 EventLoop::~EventLoop() {
@@ -158,6 +137,7 @@ bool EventLoop::takeBaton() {
   if (ended_.load(std::memory_order_seq_cst) || driven_.exchange(true, std::memory_order_seq_cst)) {
     return false;
   }
+  drives_.fetch_add(1, std::memory_order_relaxed);
   baton_.lock(); // the loop's thread gives it back after each round
   return true;
 }
@@ -172,6 +152,11 @@ void EventLoop::giveBaton(bool patient) noexcept {
   baton_.unlock();
   last_driven_ns_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   driven_.store(false, std::memory_order_seq_cst);
+  // After a long drive only: it would cost each small operation a system call.
+  if (tell_.load(std::memory_order_seq_cst)) {
+    const std::lock_guard<std::mutex> lock(park_mutex_);
+    park_.notify_one();
+  }
   if (unrest) {
     signalEventFd();
   }
@@ -209,7 +194,7 @@ bool EventLoop::restAll() noexcept {
 
 bool EventLoop::spin(std::chrono::microseconds longest) noexcept {
   const bool slow = slow_turns_ >= kSlowTurns;
-  const bool crowded = crowded_.load(std::memory_order_relaxed);
+  const bool crowded = this->crowded();
   const TimePoint until = Clock::now() + longest;
   for (;;) {
     // What nobody looks for must be seen, too: room to write, connections, frames of other peers.
@@ -331,14 +316,23 @@ void EventLoop::park() noexcept {
     return Clock::now().time_since_epoch() - last < kGrace;
   };
   std::unique_lock<std::mutex> lock(park_mutex_);
+  uint64_t drive = 0; // the one that went on when this thread last looked
   while (!unpark_ && !stopping_.load() && (driven_.load() || recentlyDriven())) {
-    park_.wait_for(lock, kGrace);
+    const uint64_t now = drives_.load(std::memory_order_relaxed);
+    const bool long_drive = std::exchange(drive, now) == now;
+    // Pairs with giveBaton(): either this thread sees that the driver has left, or the driver sees that it is to say so.
+    tell_.store(long_drive, std::memory_order_seq_cst);
+    if (!long_drive || !driven_.load(std::memory_order_seq_cst)) {
+      park_.wait_for(lock, kGrace);
+    } else {
+      park_.wait_for(lock, std::chrono::milliseconds(kLongestSleepMs));
+    }
   }
+  tell_.store(false, std::memory_order_relaxed);
   unpark_ = false;
 }
 
-void EventLoop::threadMain(const std::string& name) noexcept {
-  pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+void EventLoop::threadMain() noexcept {
   while (!stopping_.load() || !tasks_.empty()) {
     thread_sleeps_.store(true, std::memory_order_seq_cst);
     park();

@@ -26,7 +26,8 @@ namespace pycomm {
 /// stands between the bytes and the waiter. One thread at a time has the baton; only its holder runs tasks, handlers and
 /// tickers. While others drive, the loop's own thread is parked, and it stays parked for a grace of 1 ms after the last of
 /// them left, because whoever waits in a tight loop comes back at once and waking the thread each time would cost more than the
-/// operation. It is woken at once if there is work that nobody drives.
+/// operation. It is woken at once if there is work that nobody drives. If one drive lasts for milliseconds, the thread sleeps until
+/// that driver leaves.
 ///
 /// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. Tasks and handlers
 /// must not throw.
@@ -74,11 +75,18 @@ class EventLoop final : public Loop {
   /// Makes sure that what was posted quietly is seen.
   void nudge() noexcept;
 
-  /// How long a driver polls before it sleeps. `crowded`: more ranks than cores share this host; then it polls only for what a
-  /// ticker looks for, which is small and soon there, and leaves its core to the others for all else.
-  void setSpin(std::chrono::microseconds spin, bool crowded) noexcept {
+  /// How long a driver polls before it sleeps.
+  void setSpin(std::chrono::microseconds spin) noexcept {
     spin_us_.store(static_cast<int>(spin.count()), std::memory_order_relaxed);
-    crowded_.store(crowded, std::memory_order_relaxed);
+  }
+  /// Counts the groups that have more ranks on this host than this process may use cores: +1 when one begins, -1 when it ends. While
+  /// there are some, a driver polls only for what a ticker looks for, which is small and soon there, and leaves its core to the other
+  /// ranks for all else.
+  void addCrowded(int change) noexcept {
+    crowded_.fetch_add(change, std::memory_order_relaxed);
+  }
+  [[nodiscard]] bool crowded() const noexcept {
+    return crowded_.load(std::memory_order_relaxed) > 0;
   }
   void addBusy(int change) noexcept override {
     busy_.fetch_add(change, std::memory_order_relaxed);
@@ -113,7 +121,7 @@ class EventLoop final : public Loop {
   void signalEventFd() noexcept;
   void wakeThread() noexcept;
   void park() noexcept;
-  void threadMain(const std::string& name) noexcept;
+  void threadMain() noexcept;
   [[nodiscard]] int sleepMs() const noexcept;
 
   UniqueFd epoll_;
@@ -129,9 +137,11 @@ class EventLoop final : public Loop {
   std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
   std::atomic<bool> thread_rests_{false}; ///< it is in poll, and counts on what restAll() has arranged
   std::atomic<int64_t> last_driven_ns_{0};
+  std::atomic<uint64_t> drives_{0}; ///< how often a caller has taken the baton to drive
+  std::atomic<bool> tell_{false}; ///< the thread is parked until the driver tells it that it leaves
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};
-  std::atomic<bool> crowded_{false};
+  std::atomic<int> crowded_{0};
   std::mutex park_mutex_; ///< guards unpark_
   std::condition_variable park_;
   bool unpark_ = false;

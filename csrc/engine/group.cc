@@ -283,10 +283,12 @@ void Group::onFailed(const ErrorRecord& cause) {
     if (data_ != nullptr) {
       data_->fail(cause, told);
     }
+    const auto ended = [this, cause] { engine_.recorder().failed(log_, failure().value_or(cause)); };
     if (host_ != nullptr) {
-      host_->fail(cause, told);
+      host_->fail(cause, told, ended);
+    } else {
+      ended();
     }
-    engine_.recorder().failed(log_, failure().value_or(cause)); // now that every operation has ended
   });
 }
 
@@ -335,6 +337,9 @@ void Group::close() {
   }
   log_->reached(GroupPhase::Closed);
   static_cast<void>(PYCOMM_FAULT("group.close"));
+  if (crowds_) {
+    engine_.lane().addCrowded(-1);
+  }
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
   reason.rank = identity_.rank;

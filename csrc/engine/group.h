@@ -212,6 +212,8 @@ class Group : public std::enable_shared_from_this<Group> {
   const std::shared_ptr<CodecCounters> codec_counters_ = std::make_shared<CodecCounters>();
   std::atomic<int64_t> counter_{0}; ///< operations issued by user threads
 
+  bool crowds_ = false; ///< it is one of those that EventLoop::addCrowded() counts; until close()
+
   std::unique_ptr<ControlPlane> control_; ///< used on the control loop only
   std::unique_ptr<DataPlane> data_; ///< used on the lane only
   std::unique_ptr<HostPlane> host_; ///< set before the group is used, and kept; null where the ranks share no memory

@@ -1,11 +1,11 @@
 // How a group comes to be: it meets the other ranks in the store, then connects its control links.
 #include <algorithm>
 #include <chrono>
-#include <thread>
 #include <utility>
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "base/usable_cores.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
 #include "engine/host_plane.h"
@@ -13,9 +13,6 @@
 
 namespace pycomm {
 namespace {
-
-// A round trip on loopback, or to a host on the same switch, takes less; a longer wait is not worth a core.
-constexpr int kSpinUs = 50;
 
 // How often a rank that waits for connections looks into the store for why they do not come.
 constexpr int kLookMs = 500;
@@ -202,10 +199,10 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
 }
 
 void Group::connect(const Config& config) {
-  const auto local =
-      std::count(identity_.hosts.begin(), identity_.hosts.end(), identity_.hosts[static_cast<size_t>(identity_.rank)]);
-  engine_.lane().setSpin(
-      std::chrono::microseconds(kSpinUs), static_cast<unsigned>(local) > std::thread::hardware_concurrency());
+  if (host_mates_.size() > usableCores()) {
+    crowds_ = true;
+    engine_.lane().addCrowded(1);
+  }
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;

@@ -2,11 +2,11 @@
 // say in the store whether they have it. It holds the rings of the links between ranks of that host, and where the whole group is on
 // one host, what its HostPlane needs; that is used only if every rank has it.
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "base/usable_cores.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
 #include "engine/host_plane.h"
@@ -211,10 +211,10 @@ void Group::shareMemory(const Config& config) {
 
 void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps) {
   HostPlane::Config config;
-  const auto ranks = static_cast<unsigned>(identity_.size);
-  const unsigned cores = std::max(std::thread::hardware_concurrency(), 1U);
-  config.crowded = ranks > cores;
-  config.spin_us = static_cast<int>(config.crowded ? 2 * kSpinUs * ranks / cores : kSpinUs);
+  config.crowded = engine_.lane().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
+  config.spin_us = static_cast<int>(
+      config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(identity_.size) / usableCores(), kSpinUs)
+                     : kSpinUs);
   // The plane is closed by close() before the loops let go of this object: `this` is alive in every call.
   HostPlane::Events events;
   events.notice = [this](ErrorRecord record) {
@@ -245,7 +245,7 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
     host_ = std::move(plane);
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (abort_.aborted()) {
-      host_->fail(abort_.reason(), nullptr);
+      host_->fail(abort_.reason(), nullptr, nullptr);
     }
   });
 }

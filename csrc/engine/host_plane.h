@@ -90,9 +90,11 @@ class HostPlane {
   /// plane has ended: then something else must be waited for.
   bool drive(const Operation& operation, Deadline deadline);
 
-  /// The group has failed: every operation ends; nothing is read or written any more. `told` hears before what the oldest one will end
-  /// with. Not with the baton.
-  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told);
+  /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
+  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
+  /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
+  /// Not with the baton.
+  void fail(const ErrorRecord& cause, std::function<void(const ErrorRecord&)> told, std::function<void()> ended);
   /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
@@ -130,6 +132,9 @@ class HostPlane {
       const std::function<void(const ErrorRecord&)>& told);
   void takeAway(const HostTransfer::Published& published);
   void wakeWorker();
+  [[nodiscard]] bool startWorker();
+  /// Has the plane's own thread run it soon; false if there is none to do so.
+  [[nodiscard]] bool onWorker(std::function<void()> errand);
   void workerMain() noexcept;
 
   const GroupIdentity identity_;
@@ -162,6 +167,7 @@ class HostPlane {
   std::mutex worker_mutex_; ///< guards the rest
   std::condition_variable worker_wakes_;
   bool wanted_ = false;
+  std::vector<std::function<void()>> errands_; ///< to be run without the baton, also after stop_
   bool stop_ = false;
   std::thread worker_;
 };

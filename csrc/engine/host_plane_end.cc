@@ -26,13 +26,13 @@ void HostPlane::takeAway(const HostTransfer::Published& published) {
 void HostPlane::endAll(
     const std::function<ErrorRecord(const Operation&)>& why,
     const std::function<void(const ErrorRecord&)>& told) {
+  for (size_t i = head_; i < entered_; ++i) { // copies, so not with the lock that all threads take to issue operations
+    takeAway(queue_[i].published());
+  }
   std::vector<std::shared_ptr<Operation>> rest;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     over_ = true;
-    for (size_t i = head_; i < entered_; ++i) {
-      takeAway(queue_[i].published());
-    }
     for (size_t i = head_; i < queue_.size(); ++i) {
       rest.push_back(queue_[i].operation());
     }
@@ -69,14 +69,27 @@ void HostPlane::finishWhatCanBe() noexcept {
   }
 }
 
-void HostPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) {
+void HostPlane::fail(
+    const ErrorRecord& cause,
+    std::function<void(const ErrorRecord&)> told,
+    std::function<void()> ended) {
   ending_.store(true, std::memory_order_seq_cst);
   ringSelf(); // whoever has the baton leaves it: after a step at the most
-  const std::lock_guard<std::mutex> baton(baton_);
-  finishWhatCanBe();
-  broken_ = true;
-  view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
-  endAll([&](const Operation& operation) { return errorOf(operation, cause, identity_); }, told);
+  const auto end = [this, cause, told = std::move(told), ended = std::move(ended)] {
+    {
+      const std::lock_guard<std::mutex> baton(baton_);
+      finishWhatCanBe();
+      broken_ = true;
+      view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
+      endAll([&](const Operation& operation) { return errorOf(operation, cause, identity_); }, told);
+    }
+    if (ended) {
+      ended();
+    }
+  };
+  if (!onWorker(end)) {
+    end();
+  }
 }
 
 void HostPlane::close(const ErrorRecord& reason) {

@@ -1,55 +1,78 @@
 // The host plane's own thread, and what the lane asks the plane.
-#include <pthread.h>
-
 #include <algorithm>
-#include <csignal>
-#include <system_error>
 
+#include "base/fault_point.h"
+#include "base/native_thread.h"
 #include "engine/failure_text.h"
 #include "engine/host_plane.h"
 
 namespace pycomm {
 
+// Wakes the thread, or starts it, with worker_mutex_. Throws what startNativeThread throws. False if the plane is closed.
+bool HostPlane::startWorker() {
+  if (stop_) {
+    return false;
+  }
+  if (worker_.joinable()) {
+    worker_wakes_.notify_one();
+  } else {
+    worker_ = startNativeThread("pycomm-host", [this] { workerMain(); });
+  }
+  return true;
+}
+
 void HostPlane::wakeWorker() {
   const std::lock_guard<std::mutex> lock(worker_mutex_);
   wanted_ = true;
-  if (worker_.joinable() || stop_) {
-    worker_wakes_.notify_one();
-    return;
-  }
-  // Signals belong to the interpreter's threads: a handler that ran here would touch Python from a native thread.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    worker_ = std::thread([this] { workerMain(); });
-  } catch (const std::system_error& error) {
-    ErrorRecord record;
-    record.code = ErrorCode::SystemError;
+    (void)startWorker();
+  } catch (const Error& error) {
+    ErrorRecord record = error.record();
     record.peer = identity_.rank;
-    record.summary = "this process could not start a thread, pycomm-host";
-    record.cause = errnoText(error.code().value());
-    record.hint = "raise the limit on processes and threads (ulimit -u, or pids.max of the container)";
     events_.notice(errorOf(record, identity_));
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+bool HostPlane::onWorker(std::function<void()> errand) {
+  const std::lock_guard<std::mutex> lock(worker_mutex_);
+  try {
+    if (!startWorker()) {
+      return false;
+    }
+  } catch (const Error&) {
+    return false;
+  }
+  errands_.push_back(std::move(errand));
+  return true;
 }
 
 void HostPlane::workerMain() noexcept {
-  pthread_setname_np(pthread_self(), "pycomm-host");
+  std::vector<std::function<void()>> errands;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(worker_mutex_);
-      worker_wakes_.wait(lock, [&] { return wanted_ || stop_; });
-      if (stop_) {
+      worker_wakes_.wait(lock, [&] { return wanted_ || stop_ || !errands_.empty(); });
+      errands.swap(errands_);
+      if (stop_ && errands.empty()) {
         return;
       }
       wanted_ = false;
     }
-    // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
-    const std::lock_guard<std::mutex> baton(baton_);
-    runAll();
+    for (const std::function<void()>& errand : errands) {
+      errand();
+    }
+    errands.clear();
+    {
+      // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
+      const std::lock_guard<std::mutex> baton(baton_);
+      runAll();
+      static_cast<void>(PYCOMM_FAULT("host.rest"));
+    }
+    // A caller that posted while this thread was leaving, and could not have the baton to drive, waits for this thread.
+    if (!allDone() && !ending_.load(std::memory_order_seq_cst)) {
+      const std::lock_guard<std::mutex> lock(worker_mutex_);
+      wanted_ = true;
+    }
   }
 }
 

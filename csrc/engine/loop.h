@@ -1,8 +1,10 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/deadline.h"
+#include "engine/staging_pool.h"
 
 namespace pycomm {
 
@@ -61,6 +63,15 @@ class Loop {
 
   /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
   virtual void addBusy(int change) noexcept = 0;
+
+  /// For the frames of all groups that this loop serves.
+  [[nodiscard]] StagingMemory& stagingMemory() noexcept {
+    return staging_memory_;
+  }
+
+ private:
+  static constexpr size_t kKeepStagingNbytes = 32 << 20;
+  StagingMemory staging_memory_{kKeepStagingNbytes};
 };
 
 } // namespace pycomm

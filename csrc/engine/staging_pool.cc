@@ -26,7 +26,7 @@ StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
 void StagingBuffer::release() noexcept {
   if (memory_ != nullptr && pool_ != nullptr) {
     pool_->taken_nbytes_ -= nbytes_;
-    pool_->giveBack(std::move(memory_), size_class_);
+    pool_->memory_.giveBack(std::move(memory_), size_class_);
   }
   memory_.reset();
   pool_ = nullptr;
@@ -38,26 +38,31 @@ StagingBuffer StagingPool::take(size_t nbytes) {
   while ((size_t{1} << size_class) < nbytes) {
     ++size_class;
   }
-  if (free_.size() <= size_class) {
-    free_.resize(size_class + 1);
-  }
   StagingBuffer buffer;
   buffer.size_class_ = size_class;
-  if (!free_[size_class].empty()) {
-    buffer.memory_ = std::move(free_[size_class].back());
-    free_[size_class].pop_back();
-    kept_nbytes_ -= size_t{1} << size_class;
-  } else {
-    PYCOMM_FAULT_POINT("staging.allocate");
-    buffer.memory_.reset(new std::byte[size_t{1} << size_class]); // not zeroed: every byte is written before it is read
-  }
+  buffer.memory_ = memory_.take(size_class);
   buffer.pool_ = this; // only now: what throws above has taken nothing
   buffer.nbytes_ = nbytes;
   taken_nbytes_ += nbytes;
   return buffer;
 }
 
-void StagingPool::giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept {
+std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class) {
+  if (free_.size() <= size_class) {
+    free_.resize(size_class + 1);
+  }
+  if (free_[size_class].empty()) {
+    PYCOMM_FAULT_POINT("staging.allocate");
+    // Not zeroed: every byte is written before it is read.
+    return std::unique_ptr<std::byte[]>(new std::byte[size_t{1} << size_class]);
+  }
+  std::unique_ptr<std::byte[]> memory = std::move(free_[size_class].back());
+  free_[size_class].pop_back();
+  kept_nbytes_ -= size_t{1} << size_class;
+  return memory;
+}
+
+void StagingMemory::giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept {
   const size_t nbytes = size_t{1} << size_class;
   if (kept_nbytes_ + nbytes > keep_nbytes_) {
     return;

@@ -38,12 +38,32 @@ class StagingBuffer {
   size_t size_class_ = 0;
 };
 
-/// Reuses payload memory in classes of powers of two, so that a steady state allocates nothing and touches warm pages.
-/// One thread: the lane's.
-class StagingPool {
+/// Payload memory that no frame needs now, in classes of powers of two, so that a steady state allocates nothing and touches warm
+/// pages. One per event loop: how much is kept does not grow with the number of groups. Of the loop's current thread.
+class StagingMemory {
  public:
   /// Keeps at most `keep_nbytes` for reuse.
-  explicit StagingPool(size_t keep_nbytes) : keep_nbytes_(keep_nbytes) {}
+  explicit StagingMemory(size_t keep_nbytes) : keep_nbytes_(keep_nbytes) {}
+
+  /// Of 2^size_class bytes. Throws std::bad_alloc.
+  [[nodiscard]] std::unique_ptr<std::byte[]> take(size_t size_class);
+  void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept;
+
+  [[nodiscard]] size_t keptNbytes() const noexcept {
+    return kept_nbytes_;
+  }
+
+ private:
+  const size_t keep_nbytes_;
+  size_t kept_nbytes_ = 0;
+  std::vector<std::vector<std::unique_ptr<std::byte[]>>> free_; ///< by class
+};
+
+/// What one group has taken of its loop's payload memory. One thread: the loop's.
+class StagingPool {
+ public:
+  /// `memory` outlives the pool.
+  explicit StagingPool(StagingMemory& memory) : memory_(memory) {}
 
   /// Throws std::bad_alloc.
   [[nodiscard]] StagingBuffer take(size_t nbytes);
@@ -55,12 +75,8 @@ class StagingPool {
 
  private:
   friend class StagingBuffer;
-  void giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept;
-
-  const size_t keep_nbytes_;
-  size_t kept_nbytes_ = 0;
+  StagingMemory& memory_;
   size_t taken_nbytes_ = 0;
-  std::vector<std::vector<std::unique_ptr<std::byte[]>>> free_; ///< by class
 };
 
 } // namespace pycomm

@@ -2,7 +2,9 @@
 #include "engine/group.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <array>
 #include <optional>
 
 #include "ranks.h"
@@ -298,6 +300,105 @@ TEST(Group, MoreEagerBytesThanThePoolHolds) {
 }
 
 // A faster rank may call something and fail before this one has made its plane of the memory that all share.
+/// Of the calling thread, and of those that it starts.
+class OnCores {
+ public:
+  explicit OnCores(int cores) {
+    ::sched_getaffinity(0, sizeof before_, &before_);
+    cpu_set_t fewer;
+    CPU_ZERO(&fewer);
+    for (int cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&fewer) < cores; ++cpu) {
+      if (CPU_ISSET(cpu, &before_)) {
+        CPU_SET(cpu, &fewer);
+      }
+    }
+    good_ = CPU_COUNT(&fewer) == cores && ::sched_setaffinity(0, sizeof fewer, &fewer) == 0;
+  }
+  ~OnCores() {
+    ::sched_setaffinity(0, sizeof before_, &before_);
+  }
+  OnCores(const OnCores&) = delete;
+  OnCores& operator=(const OnCores&) = delete;
+  [[nodiscard]] bool good() const {
+    return good_;
+  }
+
+ private:
+  cpu_set_t before_{};
+  bool good_ = false;
+};
+
+TEST(Group, APoolOfCoresIsCrowdedWhileAnyGroupHasMoreRanks) {
+  const OnCores two(2);
+  if (!two.good()) {
+    GTEST_SKIP() << "needs two cores";
+  }
+  SharedStore pairs;
+  runRanks(3, [&](Rank& self) {
+    EventLoop& lane = self.engine.lane();
+    EXPECT_TRUE(lane.crowded()) << "three ranks on two cores";
+    if (self.rank < 2) {
+      Group::Config config;
+      config.rendezvous.rank = self.rank;
+      config.rendezvous.size = 2;
+      config.rendezvous.group_name = "pair";
+      config.rendezvous.deadline = Deadline::after(20000);
+      const std::shared_ptr<Group> pair = Group::join(self.engine, pairs, config);
+      EXPECT_TRUE(lane.crowded()) << "a smaller group does not make room";
+      self.group.close();
+      EXPECT_FALSE(lane.crowded()) << "two ranks on two cores";
+      pair->close();
+      EXPECT_FALSE(lane.crowded());
+    }
+  });
+}
+
+TEST(Group, AllGroupsOfALaneKeepPayloadMemoryTogether) {
+  constexpr size_t kNumel = 3 << 20;
+  constexpr size_t kMostNbytes = size_t{32} << 20;
+  std::array<SharedStore, 3> stores;
+  runRanks(2, [&](Rank& self) {
+    std::vector<std::shared_ptr<Group>> groups;
+    for (SharedStore& store : stores) {
+      Group::Config config;
+      config.rendezvous.rank = self.rank;
+      config.rendezvous.size = 2;
+      config.rendezvous.group_name = "one of many";
+      config.rendezvous.deadline = Deadline::after(20000);
+      config.transport = Transport::Tcp;
+      groups.push_back(Group::join(self.engine, store, config));
+      std::vector<float> values(kNumel, 1.0F);
+      expectDone(groups.back()->start(allReduceCall(values)));
+      size_t kept = 0;
+      self.engine.lane().run([&] { kept = self.engine.lane().stagingMemory().keptNbytes(); });
+      EXPECT_GT(kept, 0U);
+      EXPECT_LE(kept, kMostNbytes);
+    }
+    for (const std::shared_ptr<Group>& group : groups) {
+      group->close();
+    }
+  });
+}
+
+TEST(StagingPool, PoolsOfOneMemoryKeepNoMoreThanItDoes) {
+  constexpr size_t kPiece = 1 << 20;
+  StagingMemory memory(4 * kPiece);
+  StagingPool one(memory);
+  StagingPool other(memory);
+  std::vector<StagingBuffer> buffers;
+  for (int i = 0; i < 4; ++i) {
+    buffers.push_back(one.take(kPiece));
+    buffers.push_back(other.take(kPiece));
+  }
+  EXPECT_EQ(one.takenNbytes(), 4 * kPiece);
+  EXPECT_EQ(memory.keptNbytes(), 0U);
+  buffers.clear();
+  EXPECT_EQ(one.takenNbytes(), 0U);
+  EXPECT_EQ(memory.keptNbytes(), 4 * kPiece);
+  const StagingBuffer again = other.take(kPiece);
+  EXPECT_EQ(memory.keptNbytes(), 3 * kPiece) << "what one has given back the other takes";
+}
+
 TEST(Group, EndsWhatIsIssuedAfterAFailureThatCameWhileItJoined) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

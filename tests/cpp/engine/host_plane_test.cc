@@ -4,18 +4,31 @@
 #include "engine/host_plane.h"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <future>
 #include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 
+#include "base/fault_point.h"
 #include "numeric/convert.h"
 
 namespace pycomm::testing {
 namespace {
+
+/// Waits until all operations have ended.
+void failNow(HostPlane& plane, const ErrorRecord& cause, std::function<void(const ErrorRecord&)> told = nullptr) {
+  std::promise<void> ended;
+  plane.fail(cause, std::move(told), [&] { ended.set_value(); });
+  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+}
 
 /// Ranks that notice something tell all planes, as the control planes would.
 class Host {
@@ -85,7 +98,7 @@ class Host {
   }
   void failAll(const ErrorRecord& cause) {
     for (const auto& plane : planes_) {
-      plane->fail(cause, nullptr);
+      failNow(*plane, cause);
     }
   }
   SharedHeap& heap(int rank) {
@@ -426,7 +439,7 @@ TEST(HostPlane, DifferentCallsAreAMismatchAndNothingIsWritten) {
         EXPECT_EQ(record.code, ErrorCode::CollectiveMismatch);
         EXPECT_NE(record.summary.find("float32 x " + std::to_string(numel)), std::string::npos) << record.summary;
         EXPECT_NE(record.summary.find("float32 x " + std::to_string(numel + 1)), std::string::npos) << record.summary;
-        plane.fail(record, nullptr);
+        failNow(plane, record);
       });
       finish(plane, *operation);
       control.join();
@@ -452,7 +465,7 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
   cause.code = ErrorCode::PeerDead;
   cause.peer = 1;
   std::optional<ErrorRecord> told;
-  host.plane(0).fail(cause, [&](const ErrorRecord& record) { told = record; });
+  failNow(host.plane(0), cause, [&](const ErrorRecord& record) { told = record; });
   waiter.join();
   ASSERT_TRUE(operation->error());
   EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);
@@ -483,7 +496,7 @@ TEST(HostPlane, WhatAllHaveDoneTheirPartOfEndsWellAlsoInAFailure) {
   cause.code = ErrorCode::PeerLeft;
   cause.peer = 0;
   const auto never = post(host.plane(1), counter1, wish, viewOf(more), viewOf(more), true);
-  host.plane(1).fail(cause, nullptr);
+  failNow(host.plane(1), cause);
   ASSERT_TRUE(posted->done());
   EXPECT_FALSE(posted->error());
   EXPECT_EQ(theirs, mine);
@@ -505,7 +518,7 @@ TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   ErrorRecord cause;
   cause.code = ErrorCode::PeerUnresponsive;
   cause.peer = 1;
-  host.plane(0).fail(cause, nullptr);
+  failNow(host.plane(0), cause);
   waiter.join();
   ASSERT_TRUE(operation->error());
   EXPECT_EQ(seen[7], 1.0F);
@@ -538,7 +551,7 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   ErrorRecord cause;
   cause.code = ErrorCode::PeerUnresponsive;
   cause.peer = 1;
-  host.plane(0).fail(cause, nullptr);
+  failNow(host.plane(0), cause);
   waiter.join();
   ASSERT_TRUE(first->error());
   own[kNumel - 1] = -1.0F;
@@ -617,6 +630,90 @@ TEST(HostPlane, WhoLeavesAfterItsPartIsNotMissed) {
     reason.code = ErrorCode::ShutDown;
     plane.close(reason); // the other rank may still be reading
   });
+}
+
+/// Waits until a thread of that name sleeps in clock_nanosleep: at a fault point's delay.
+bool waitUntilDelayed(const std::string& thread_name) {
+  for (const Deadline deadline = Deadline::after(10000); !deadline.expired();) {
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name;
+      long call = -1;
+      std::ifstream(entry.path() / "comm") >> name;
+      std::ifstream(entry.path() / "syscall") >> call;
+      if (name == thread_name && call == SYS_clock_nanosleep) {
+        return true;
+      }
+    }
+    std::this_thread::yield();
+  }
+  return false;
+}
+
+struct ArmedFaults {
+  explicit ArmedFaults(const std::string& spec) {
+    armFaultPoints(spec);
+  }
+  ~ArmedFaults() {
+    armFaultPoints("");
+  }
+};
+
+// The plane's thread has found nothing left to do, and is about to let go of the baton: who posts now cannot drive.
+TEST(HostPlane, WhatIsPostedWhileTheThreadLeavesIsNotForgotten) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  Host host(2);
+  std::atomic<int64_t> counter0{0};
+  std::atomic<int64_t> counter1{0};
+  std::vector<float> values(4, 1.0F);
+  const ArmedFaults armed("host.rest:1:delay=1000");
+  const Wish wish{Collective::AllReduce, 1, ReduceOp::Sum};
+  const auto view = [&](size_t i) { return BufferView{reinterpret_cast<std::byte*>(&values[i]), sizeof(float)}; };
+  const auto first = post(host.plane(0), counter0, wish, view(0), view(0), false);
+  finish(host.plane(1), *post(host.plane(1), counter1, wish, view(1), view(1), true));
+  ASSERT_TRUE(first->wait(Deadline::after(10000)));
+  ASSERT_TRUE(waitUntilDelayed("pycomm-host"));
+  const auto second = post(host.plane(0), counter0, wish, view(2), view(2), true);
+  EXPECT_FALSE(host.plane(0).drive(*second, Deadline::after(10000)));
+  std::thread peer([&] { finish(host.plane(1), *post(host.plane(1), counter1, wish, view(3), view(3), true)); });
+  EXPECT_TRUE(second->wait(Deadline::after(10000))); // as Group::wait does
+  EXPECT_FALSE(second->error());
+  finish(host.plane(0), *second); // else the peer would wait for ever
+  peer.join();
+}
+
+// What peers could still write is copied to other memory. That takes as long as the tensor is large, and other groups go on meanwhile.
+TEST(HostPlane, WhileAFailureTakesTensorsAwayNobodyElseWaits) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  constexpr size_t kNumel = 100000;
+  Host host(2, {}, true);
+  HeapTensor values(host.heap(0), std::vector<float>(kNumel, 1.0F));
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  host.waitUntilStuck(0); // it has said where its tensor lies
+  const ArmedFaults armed("heap.detach:1:delay=1000");
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerUnresponsive;
+  cause.peer = 1;
+  std::promise<void> ended;
+  const TimePoint began = Clock::now();
+  host.plane(0).fail(cause, nullptr, [&] { ended.set_value(); });
+  EXPECT_LT(Clock::now() - began, std::chrono::milliseconds(500)) << "the lane would wait";
+  ASSERT_TRUE(waitUntilDelayed("pycomm-host"));
+  const TimePoint delayed = Clock::now();
+  std::vector<float> other(1);
+  (void)post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(other), viewOf(other), true);
+  EXPECT_LT(Clock::now() - delayed, std::chrono::milliseconds(500)) << "a thread that issues an operation waits";
+  EXPECT_FALSE(operation->done()) << "its memory is not the user's yet";
+  ASSERT_EQ(ended.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready);
+  waiter.join();
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(operation->error()->code, ErrorCode::PeerUnresponsive);
 }
 
 TEST(HostPlane, ServesOnlyWhatAllRanksNumberAlike) {

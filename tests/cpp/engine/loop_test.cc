@@ -1,9 +1,19 @@
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <future>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -11,6 +21,7 @@
 #include "engine/callback_pool.h"
 #include "engine/event_loop.h"
 #include "engine/issue_context.h"
+#include "transport/process.h"
 
 namespace pycomm {
 namespace {
@@ -38,7 +49,7 @@ TEST(EventLoop, RunsTasksOfEachThreadInOrder) {
 
 TEST(EventLoop, DriversAndTheThreadShareTheWork) {
   EventLoop loop("test");
-  loop.setSpin(std::chrono::microseconds(20), false);
+  loop.setSpin(std::chrono::microseconds(20));
   std::atomic<int> done{0};
   std::atomic<bool> overlap{false};
   std::atomic<int> inside{0};
@@ -92,7 +103,8 @@ TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
   };
   for (const bool crowded : {false, true}) {
     EventLoop loop("test");
-    loop.setSpin(std::chrono::seconds(20), crowded);
+    loop.setSpin(std::chrono::seconds(20));
+    loop.addCrowded(crowded ? 1 : 0);
     Looker looker;
     Seen handler;
     const UniqueFd ready(::eventfd(1, EFD_CLOEXEC));
@@ -170,6 +182,56 @@ TEST(EventLoop, KeepsADeadlineThatIsNewAndThatNobodyDrives) {
   }
 }
 
+/// How often a thread of this process has gone to sleep.
+int64_t sleepsOf(const std::string& thread_name) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(entry.path() / "comm") >> name;
+    if (name != thread_name) {
+      continue;
+    }
+    std::ifstream status(entry.path() / "status");
+    for (std::string word; status >> word;) {
+      if (word == "voluntary_ctxt_switches:") {
+        int64_t sleeps = -1;
+        status >> sleeps;
+        return sleeps;
+      }
+    }
+  }
+  return -1;
+}
+
+TEST(EventLoop, TheThreadSleepsWhileACallerDrivesForLong) {
+  EventLoop loop("test-sleeps");
+  loop.run([] {});
+  const int64_t before = sleepsOf("test-sleeps");
+  ASSERT_GE(before, 0);
+  std::atomic<bool> driven{false};
+  std::thread other([&] {
+    while (!driven) {
+      std::this_thread::yield();
+    }
+    loop.post([] {}); // wakes the driver, and the loop's thread with it
+  });
+  const auto never = [&] {
+    driven = true;
+    return false;
+  };
+  EXPECT_TRUE(loop.drive(never, Deadline::after(1000)));
+  other.join();
+  EXPECT_LT(sleepsOf("test-sleeps") - before, 30);
+  // And it takes over when the driver has left.
+  std::atomic<bool> ran{false};
+  const TimePoint left = Clock::now();
+  loop.postQuietly([&] { ran = true; });
+  while (!ran && Clock::now() - left < std::chrono::seconds(10)) {
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(ran);
+  EXPECT_LT(Clock::now() - left, std::chrono::milliseconds(500));
+}
+
 TEST(EventLoop, PostAfterStopRunsHere) {
   EventLoop loop("test");
   loop.stop();
@@ -199,6 +261,119 @@ TEST(CallbackPool, GrowsWhenAllThreadsAreBlocked) {
   nest(20);
   EXPECT_EQ(depth, 20);
   EXPECT_TRUE(pool.stop(Deadline::after(5000)));
+}
+
+int threadsNamed(const std::string& thread_name) {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::ifstream(entry.path() / "comm") >> name; // empty if the thread has just ended
+    count += name == thread_name ? 1 : 0;
+  }
+  return count;
+}
+
+TEST(CallbackPool, ABurstMakesNoThreadForEachTask) {
+  CallbackPool pool;
+  std::atomic<int> ran{0};
+  const TimePoint began = Clock::now();
+  for (int i = 0; i < 10000; ++i) {
+    pool.submit([&] { ++ran; });
+  }
+  while (ran < 10000 && Clock::now() - began < std::chrono::seconds(20)) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(ran, 10000);
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+  // Five at once; then one more only after none has taken a task for 5 ms, whatever else the machine does.
+  EXPECT_LE(threadsNamed("pycomm-callback"), 5 + ms / 5) << "in " << ms << " ms";
+  EXPECT_TRUE(pool.stop(Deadline::after(5000)));
+}
+
+TEST(CallbackPool, ABurstBehindCallbacksThatBlockMakesFewThreads) {
+  CallbackPool pool;
+  std::atomic<int> ran{0};
+  std::promise<void> open;
+  const std::shared_future<void> opened = open.get_future().share();
+  const TimePoint began = Clock::now();
+  for (int i = 0; i < 1000; ++i) {
+    pool.submit([&] { // as those that wait for Python's lock
+      opened.wait();
+      ++ran;
+    });
+  }
+  while (Clock::now() - began < std::chrono::milliseconds(300)) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+  const int threads = threadsNamed("pycomm-callback");
+  open.set_value();
+  EXPECT_GT(threads, 5);
+  int bound = 5; // a thread waits 5 ms longer than the one before it, but no longer than 50
+  for (int64_t wait = 5, spent = 5; spent <= ms; wait = std::min<int64_t>(wait + 5, 50), spent += wait) {
+    ++bound;
+  }
+  EXPECT_LE(threads, bound) << "in " << ms << " ms";
+  while (ran < 1000 && Clock::now() - began < std::chrono::seconds(20)) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(ran, 1000);
+  EXPECT_TRUE(pool.stop(Deadline::after(5000)));
+}
+
+/// Runs `body` in a child that may have no more threads than it has. False if this process may not arrange that.
+bool withoutMoreThreads(const std::function<bool(const std::function<void()>& limit)>& body, bool& good) {
+  if (::geteuid() != 0) {
+    return false;
+  }
+  testing::Process child([&] {
+    return body([] {
+      // The kernel counts by user, and not at all for root.
+      constexpr uid_t kNobodyElse = 61234;
+      const rlimit none{0, 0};
+      if (::setrlimit(RLIMIT_NPROC, &none) != 0 || ::setresuid(kNobodyElse, kNobodyElse, kNobodyElse) != 0) {
+        throw std::runtime_error("the child cannot give up its rights");
+      }
+    });
+  });
+  good = child.join(20000);
+  return true;
+}
+
+std::string blockedSignals() {
+  sigset_t now;
+  ::pthread_sigmask(SIG_SETMASK, nullptr, &now);
+  std::string text;
+  for (int signal = 1; signal < 32; ++signal) {
+    text.push_back(::sigismember(&now, signal) == 1 ? '1' : '0');
+  }
+  return text;
+}
+
+TEST(CallbackPool, WithoutMoreThreadsTasksRunAllTheSame) {
+  bool good = false;
+  const bool tried = withoutMoreThreads(
+      [](const std::function<void()>& limit) {
+        CallbackPool pool;
+        limit();
+        const std::string before = blockedSignals();
+        std::atomic<int> ran{0};
+        for (int i = 0; i < 100; ++i) {
+          pool.submit([&] { ++ran; });
+        }
+        for (const Deadline deadline = Deadline::after(10000); ran < 100 && !deadline.expired();) {
+          std::this_thread::yield();
+        }
+        const bool all_ran = ran == 100;
+        const bool stopped = pool.stop(Deadline::after(5000));
+        std::fprintf(stderr, "%d ran, stopped: %d\n", ran.load(), stopped ? 1 : 0);
+        return all_ran && stopped && blockedSignals() == before;
+      },
+      good);
+  if (!tried) {
+    GTEST_SKIP() << "only root can become a user with a limit of its own";
+  }
+  EXPECT_TRUE(good);
 }
 
 TEST(OperationIds, AreEqualOnAllRanksHoweverThreadsInterleave) {

@@ -26,7 +26,8 @@ class Counter final : public InChannel::Receiver {
     ++frames;
   }
 
-  StagingPool pool{kPoolNbytes};
+  StagingMemory memory{kPoolNbytes};
+  StagingPool pool{memory};
   int64_t headers = 0;
   int64_t frames = 0;
 };
