@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace pycomm {
@@ -17,6 +18,7 @@ constexpr uint64_t kWriting = ~uint64_t{0};
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 constexpr auto kAcquire = std::memory_order_acquire;
+constexpr auto kRelease = std::memory_order_release;
 
 int64_t nanoseconds(TimePoint at) noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
@@ -87,8 +89,14 @@ std::shared_ptr<FlightLog> FlightLog::open(Subject subject) {
 
 FlightLog::FlightLog(Subject subject)
     : subject_(std::move(subject)),
-      slots_(static_cast<Slot*>(std::calloc(std::max<size_t>(subject_.slots, 1), sizeof(Slot)))),
+      memory_(std::calloc(subject_.slots + 1, sizeof(Slot))),
+      slots_(aligned(memory_.get())),
       slot_count_(slots_ == nullptr ? 0 : subject_.slots) {} // without memory for a record the group works all the same
+
+FlightLog::Slot* FlightLog::aligned(void* memory) noexcept {
+  size_t room = 2 * sizeof(Slot);
+  return memory == nullptr ? nullptr : static_cast<Slot*>(std::align(alignof(Slot), sizeof(Slot), memory, room));
+}
 
 FlightLog::Mark FlightLog::issued(
     const std::shared_ptr<FlightLog>& log,
@@ -103,36 +111,36 @@ FlightLog::Mark FlightLog::issued(
   bool claimed = false;
   for (int passed = 0; passed <= kPassOver && !claimed; ++passed) {
     ticket = log->next_.fetch_add(1, kRelaxed) + 1;
-    slot = log->slots_.get() + (ticket - 1) % log->slot_count_;
+    slot = log->slots_ + (ticket - 1) % log->slot_count_;
     uint64_t before = slot->ticket.load(kRelaxed);
     const bool free = before == 0 || ended(slot->outcome.load(kRelaxed)) || passed == kPassOver;
-    // An exchange, so that nothing written below becomes visible before the slot is closed to readers, and two writers
-    // that have come round to the same slot cannot both have it.
+    // An exchange, so that two writers that have come round to the same slot cannot both have it. Every store below is a release,
+    // so that a reader which finds one of them also finds the slot closed, or given to another ticket.
     claimed = before != kWriting && free &&
         slot->ticket.compare_exchange_strong(before, kWriting, std::memory_order_acq_rel, kRelaxed);
   }
   if (!claimed) { // others write in every slot that was tried
     return {};
   }
-  slot->id.store(id.id, kRelaxed);
-  slot->sequence.store(id.sequence, kRelaxed);
-  slot->numel.store(descriptor.numel, kRelaxed);
+  slot->id.store(id.id, kRelease);
+  slot->sequence.store(id.sequence, kRelease);
+  slot->numel.store(descriptor.numel, kRelease);
   slot->kinds.store(
       pair(
           static_cast<uint32_t>(descriptor.kind) | static_cast<uint32_t>(descriptor.dtype) << 8 |
               static_cast<uint32_t>(descriptor.reduce_op) << 16 | static_cast<uint32_t>(descriptor.wireByte()) << 24,
           static_cast<uint32_t>(descriptor.algorithm)),
-      kRelaxed);
-  slot->root_and_tag.store(pair(static_cast<uint32_t>(descriptor.root), descriptor.tag), kRelaxed);
-  slot->digest_and_thread.store(pair(descriptor.digest, callingThread()), kRelaxed);
-  slot->outcome.store(kNobody | static_cast<uint64_t>(OperationState::Queued), kRelaxed);
-  slot->issued_ns.store(nanoseconds(now), kRelaxed);
-  slot->started_ns.store(0, kRelaxed);
-  slot->first_byte_ns.store(0, kRelaxed);
-  slot->ended_ns.store(0, kRelaxed);
-  slot->bytes_done.store(0, kRelaxed);
-  slot->bytes_total.store(0, kRelaxed);
-  slot->ticket.store(ticket, std::memory_order_release);
+      kRelease);
+  slot->root_and_tag.store(pair(static_cast<uint32_t>(descriptor.root), descriptor.tag), kRelease);
+  slot->digest_and_thread.store(pair(descriptor.digest, callingThread()), kRelease);
+  slot->outcome.store(kNobody | static_cast<uint64_t>(OperationState::Queued), kRelease);
+  slot->issued_ns.store(nanoseconds(now), kRelease);
+  slot->started_ns.store(0, kRelease);
+  slot->first_byte_ns.store(0, kRelease);
+  slot->ended_ns.store(0, kRelease);
+  slot->bytes_done.store(0, kRelease);
+  slot->bytes_total.store(0, kRelease);
+  slot->ticket.store(ticket, kRelease);
   return {log, slot, ticket};
 }
 
@@ -239,7 +247,7 @@ FlightLog::Snapshot FlightLog::read() const {
   snapshot.entries.reserve(used);
   for (size_t i = 0; i < used; ++i) {
     Entry entry;
-    if (readSlot(slots_.get()[i], entry)) {
+    if (readSlot(slots_[i], entry)) {
       snapshot.entries.push_back(entry);
     }
   }

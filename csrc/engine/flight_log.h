@@ -95,6 +95,10 @@ class FlightLog {
     void received(int64_t bytes_done) const noexcept;
     /// Asks for the time, and for `code` and the rank to blame if it failed.
     void ended(const std::optional<ErrorRecord>& error) const noexcept;
+    /// Where it is written; null for an empty one.
+    [[nodiscard]] const void* address() const noexcept {
+      return slot_;
+    }
 
    private:
     friend class FlightLog;
@@ -148,14 +152,17 @@ class FlightLog {
       std::free(memory);
     }
   };
+  [[nodiscard]] static Slot* aligned(void* memory) noexcept;
 
   explicit FlightLog(Subject subject);
   [[nodiscard]] static bool readSlot(const Slot& slot, Entry& entry) noexcept;
 
   const Subject subject_;
-  // From calloc: pages that no operation has used yet cost nothing, and a program may have hundreds of groups. Zero bytes are
-  // empty slots; the atomics are lock-free words without a constructor of their own.
-  std::unique_ptr<Slot, Free> slots_;
+  // From calloc: pages that no operation has used yet cost nothing, and a program may have hundreds of groups. It aligns to 16 bytes
+  // only, so there is room for one slot more than there are. Zero bytes are empty slots; the atomics are lock-free words without a
+  // constructor of their own.
+  std::unique_ptr<void, Free> memory_;
+  Slot* const slots_; ///< in memory_; null without it
   size_t slot_count_;
   std::atomic<uint64_t> next_{0};
   std::array<std::atomic<int64_t>, kGroupPhases> phase_ns_{};
