@@ -9,7 +9,7 @@
 namespace pycomm {
 
 /// Tells every wait of one group to end, and why. The first reason wins and stays.
-/// Thread-safe; `aborted()` is one relaxed load.
+/// Thread-safe; `aborted()` is one load, with acquire: who finds it set also finds the reason.
 class AbortToken {
  public:
   /// True if this call was the first.

@@ -20,9 +20,10 @@
 //   1. every rank writes  member/<rank>  = who and where I am;  rank 0 reads them all and writes  member/all
 //   2. every rank binds and writes  address/<rank>;             rank 0 reads them all and writes  address/all
 //
-// So N ranks make O(N) store calls instead of N^2. While they wait, ranks other than 0 read some single records too:
-// a difference in what is already there is found without waiting for whoever is late. Whatever ends the rendezvous on
-// one rank is written to  error  and ends it on all.
+// So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list and
+//  error, with pauses of 1 to 100 ms, and ranks other than 0 look for up to 32 single records each time, so that a
+// difference in what is already there is found without waiting for a late rank. Whatever ends the rendezvous on one rank
+// is written to  error  and ends it on all.
 
 namespace pycomm {
 namespace {
