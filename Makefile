@@ -79,6 +79,14 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
+nightly: ## what takes hours, in steps; STEPS="fuzz latency" chooses, ARGS=--list names them
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/nightly.py $(STEPS) $(ARGS)
+
+simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/simulate.py $(ARGS)
+
 integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers
 	$(BOOTSTRAP) --group test --group integrations
 	@$(BIN)/python -m pytest --require-native tests/integrations \
@@ -122,5 +130,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan fuzz py tcp faults fault_build integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

@@ -1,6 +1,6 @@
 """Build floors 0 to 3 and run their tests.
 
-python tools/cpp.py plain|cxx20|asan|tsan [CMake arguments]; more of these in $CMAKE_ARGS.
+python tools/cpp.py plain|cxx20|asan|tsan|asan_full|tsan_full [CMake arguments]; more of these in $CMAKE_ARGS.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import machine
+import reruns
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -28,6 +30,9 @@ FLAVOURS = {
     "asan": ["-DPYCOMM_SANITIZE=address,undefined", "-DPYCOMM_WERROR=ON"],
     "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
 }
+# Every group size and as many seeds as without a sanitizer: `make nightly`.
+for name in ("asan", "tsan"):
+    FLAVOURS[f"{name}_full"] = [*FLAVOURS[name], "-DPYCOMM_TEST_IN_FULL=ON"]
 
 GTEST_HINT = """\
 CMake could not configure the tests. If GoogleTest is what it missed, install it (Debian, Ubuntu: \
@@ -36,11 +41,16 @@ gmock-devel), or name a copy of its sources: \
 make test CMAKE_ARGS=-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=<folder>"""
 
 
-# More failures than this are no accident, and are not run again.
-FEW = 2
+# What a sanitizer's findings begin with. A program that printed one is not run again.
+SANITIZER_REPORTS = (
+    "ERROR: AddressSanitizer",
+    "ERROR: LeakSanitizer",
+    "WARNING: ThreadSanitizer",
+    "runtime error:",
+)
 
-# What a sanitizer's findings begin with. They are never accidents.
-SANITIZER_REPORTS = ("ERROR: AddressSanitizer", "WARNING: ThreadSanitizer", "runtime error:")
+# What EXPECT_WITHIN_MS of tests/cpp/within.h writes on the line after the place.
+TIME_BOUND = re.compile(r"[^\n]*\nTookTooLong: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +61,8 @@ class Counts:
     skipped: int
     failed: Mapping[str, Sequence[str]]
     """By program, those that have any."""
+    late: Collection[str] = ()
+    """Those of them whose failures are all time bounds."""
 
     @property
     def names(self) -> list[str]:
@@ -62,23 +74,28 @@ def counts(results: Path) -> Counts:
     """Reads the programs' results. One that crashed has left none."""
     ran = skipped = 0
     failed: dict[str, list[str]] = {}
+    late = set()
     for path in sorted(results.glob("*.json")):
         for suite in json.loads(path.read_text())["testsuites"]:
             for case in suite["testsuite"]:
                 ran += case["status"] == "RUN"
                 skipped += case.get("result") == "SKIPPED"
-                if case.get("failures"):
-                    failed.setdefault(path.stem, []).append(f"{suite['name']}.{case['name']}")
-    return Counts(ran, skipped, failed)
+                if failures := case.get("failures"):
+                    name = f"{suite['name']}.{case['name']}"
+                    failed.setdefault(path.stem, []).append(name)
+                    if all(TIME_BOUND.match(each["failure"]) for each in failures):
+                        late.add(name)
+    return Counts(ran, skipped, failed, late)
 
 
-def may_be_accidents(found: Counts, folder: Path) -> bool:
-    """Whether only few tests failed, and no program for another reason than its tests."""
+def may_run_again(found: Counts, folder: Path) -> bool:
+    """Whether all that failed are few tests, each by time bounds only."""
     logs = folder / "Testing" / "Temporary"
     failed_programs = (logs / "LastTestsFailed.log").read_text().split()
     said = (logs / "LastTest.log").read_text(errors="replace")
     return (
-        0 < len(found.names) <= FEW
+        0 < len(found.names) <= reruns.FEW
+        and all(name in found.late for name in found.names)
         and len(found.failed) == len(failed_programs)
         and not any(report in said for report in SANITIZER_REPORTS)
     )
@@ -88,7 +105,7 @@ def test_prefix(flavour: str) -> list[str]:
     # GCC 12's ThreadSanitizer cannot map its shadow memory under the address randomisation of newer
     # kernels.
     fixed = ["setarch", platform.machine(), "-R"]
-    return fixed if flavour == "tsan" and machine.succeeds(*fixed, "true") else []
+    return fixed if flavour.startswith("tsan") and machine.succeeds(*fixed, "true") else []
 
 
 def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all") -> Path | None:
@@ -141,18 +158,16 @@ def main() -> int:
     code = subprocess.run(ctest, check=False).returncode
     found = counts(results)
     failed = ", ".join(found.names)
-    flaky = ""
-    if code != 0 and may_be_accidents(found, folder):
-        # Why: see tools/python_tests.py.
-        print(f"=== once more, alone: {failed}", flush=True)
+    again = ""
+    if code != 0 and may_run_again(found, folder):
+        print(f"=== too slow, run again alone: {failed}", flush=True)
         alone = os.environ | {"GTEST_FILTER": ":".join(found.names)}
         code = subprocess.run([*ctest, "--rerun-failed"], env=alone, check=False).returncode
-        if code == 0:
-            flaky = f". FLAKY, passed when run again alone: {failed}"
+        again = reruns.report(found.names, code == 0)
     passed = found.ran - len(found.names) - found.skipped
     print(
         f"C++ {flavour}: {'passed' if code == 0 else 'FAILED'}, {passed} passed, "
-        f"{len(found.names)} failed, {found.skipped} skipped{flaky}",
+        f"{len(found.names)} failed, {found.skipped} skipped{again}",
         flush=True,
     )
     return 1 if code else 0

@@ -1,15 +1,15 @@
-"""Run pytest; what fails, if it is little, is run once more, alone. `make test` and `make tcp` do.
+"""Run pytest, and once more each test that failed by a time bound. `make test` and `make tcp` do.
 
 python tools/python_tests.py [pytest's arguments]
 
-The suite starts thousands of processes and bounds many of them in seconds. On a machine whose cores
-are lent elsewhere for a while, one of a thousand tests may fail for that reason alone. A second run
-tells this from a mistake; the test is named in the last line all the same, as one to be mended.
+The suite starts thousands of processes and bounds many of them in seconds. tools/reruns.py says
+what may be run again and why; tools/time_bounds.py finds out how each test failed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,16 +17,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-FEW = 2
-"""More failures than this are no accident, and are not run again."""
+import reruns
 
+TOOLS = Path(__file__).resolve().parent
 _TESTS_FAILED = 1  # pytest's exit status; others are for what is no test's failure
 
 
-def _run(arguments: Sequence[str]) -> tuple[int, str]:
+def _run(arguments: Sequence[str], failures: Path) -> tuple[int, str]:
     """Runs pytest, passes its output on as it comes; returns its exit status and last line."""
     command = [sys.executable, "-m", "pytest", "--color=no", "--require-native", *arguments]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace")
+    paths = [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TIME_BOUNDS_FILE": str(failures)}
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, errors="replace", env=env
+    )
     last = "no output"
     for line in child.stdout or []:
         print(line, end="", flush=True)
@@ -34,25 +38,27 @@ def _run(arguments: Sequence[str]) -> tuple[int, str]:
     return child.wait(), re.sub(r"^=+ | =+$", "", last)
 
 
-def _failed(cache: Path) -> list[str]:
-    remembered = cache / "v" / "cache" / "lastfailed"
-    return sorted(json.loads(remembered.read_text())) if remembered.exists() else []
+def _too_slow(failures: Path) -> list[str]:
+    """What may be run again: nothing if any test failed in another way, or pytest itself died."""
+    if not failures.exists():
+        return []
+    found = json.loads(failures.read_text())
+    return [] if found["wrong"] or len(found["slow"]) > reruns.FEW else found["slow"]
 
 
 def run(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs the tests; returns the exit status, and the counts in words."""
     with tempfile.TemporaryDirectory(prefix="pycomm-pytest-") as folder:
-        cache = ["-o", f"cache_dir={folder}"]
-        code, counts = _run([*cache, *arguments])
-        failed = _failed(Path(folder))
-        if code != _TESTS_FAILED or not 0 < len(failed) <= FEW:
+        failures = Path(folder) / "failures.json"
+        plugin = ["-p", "time_bounds", "-o", f"cache_dir={folder}"]
+        code, counts = _run([*plugin, *arguments], failures)
+        names = _too_slow(failures)
+        if code != _TESTS_FAILED or not names:
             return code, counts
-        names = ", ".join(failed)
-        print(f"=== once more, alone: {names}", flush=True)
-        code, again = _run([*cache, *arguments, "--last-failed", "--last-failed-no-failures=none"])
-    if code == 0:
-        return 0, f"{counts}. FLAKY, passed when run again alone: {names}"
-    return code, f"{counts}. Run again alone: {again}"
+        print(f"=== too slow, run again alone: {', '.join(names)}", flush=True)
+        again = ["--last-failed", "--last-failed-no-failures=none"]
+        code, _ = _run([*plugin, *arguments, *again], failures)
+    return code, counts + reruns.report(names, code == 0)
 
 
 if __name__ == "__main__":

@@ -281,13 +281,13 @@ def test_stamp_is_stale_when_a_file_changes(
 # --- summaries, documents, stubs, metadata --------------------------------------------------------
 
 
-def write_results(folder: Path, **failed: list[str]) -> None:
+def write_results(folder: Path, failure: str = "x", **failed: list[str]) -> None:
     """What two test programs of three tests each leave, of which these failed."""
     (folder / "results").mkdir(exist_ok=True)
     for program in ("a", "b"):
         cases = [
             {"name": name, "status": "RUN", "result": "COMPLETED"}
-            | ({"failures": [{"failure": "x"}]} if name in failed.get(program, []) else {})
+            | ({"failures": [{"failure": failure}]} if name in failed.get(program, []) else {})
             for name in ("One", "Two")
         ]
         cases += [{"name": "Three", "status": "RUN", "result": "SKIPPED"}]
@@ -304,28 +304,52 @@ def test_cpp_counts(tmp_path: Path) -> None:
     assert found.names == ["Suite.Two", "Suite.One", "Suite.Two"]
 
 
+SLOW = "within_test.cc:12\nTookTooLong: elapsedMs(begin) is 31 ms, the limit is 20 ms"
+WRONG = "within_test.cc:12\nExpected equality of these values:\n  sum\n    Which is: 3\n  4"
+
+
+def test_cpp_knows_a_failure_by_a_time_bound(tmp_path: Path) -> None:
+    said = {"One": [SLOW, SLOW], "Two": [SLOW, WRONG], "Three": [WRONG + "\nTookTooLong: "]}
+    cases = [
+        {"name": name, "status": "RUN", "failures": [{"failure": text} for text in texts]}
+        for name, texts in said.items()
+    ]
+    suites = {"testsuites": [{"name": "Suite", "testsuite": cases}]}
+    (tmp_path / "a.json").write_text(json.dumps(suites))
+    found = tool("cpp").counts(tmp_path)
+    assert found.names == ["Suite.One", "Suite.Two", "Suite.Three"]
+    assert found.late == {"Suite.One"}
+
+
 @pytest.mark.parametrize(
-    ("failed", "programs", "said", "wanted"),
+    ("failed", "failure", "programs", "said", "wanted"),
     [
-        ({"a": ["One"]}, ["1:a"], "", True),
-        ({"a": ["One"], "b": ["Two"]}, ["1:a", "2:b"], "", True),
-        ({"a": ["One", "Two"], "b": ["Two"]}, ["1:a", "2:b"], "", False),  # too many
-        ({"a": ["One"]}, ["1:a", "2:b"], "", False),  # b crashed, or ran out of time
-        ({}, ["1:a"], "", False),
-        ({"a": ["One"]}, ["1:a"], "WARNING: ThreadSanitizer: data race", False),
-        ({"a": ["One"]}, ["1:a"], "x.cc:3:1: runtime error: shift", False),
+        ({"a": ["One"]}, SLOW, ["1:a"], "", True),
+        ({"a": ["One"], "b": ["Two"]}, SLOW, ["1:a", "2:b"], "", True),
+        ({"a": ["One"]}, WRONG, ["1:a"], "", False),  # a wrong number
+        ({"a": ["One", "Two"], "b": ["Two"]}, SLOW, ["1:a", "2:b"], "", False),  # too many
+        ({"a": ["One"]}, SLOW, ["1:a", "2:b"], "", False),  # b crashed, or ran out of time
+        ({}, SLOW, ["1:a"], "", False),
+        ({"a": ["One"]}, SLOW, ["1:a"], "WARNING: ThreadSanitizer: data race", False),
+        ({"a": ["One"]}, SLOW, ["1:a"], "==7==ERROR: LeakSanitizer: detected", False),
+        ({"a": ["One"]}, SLOW, ["1:a"], "x.cc:3:1: runtime error: shift", False),
     ],
 )
-def test_cpp_runs_again_only_what_may_be_an_accident(
-    tmp_path: Path, failed: dict[str, list[str]], programs: list[str], said: str, wanted: bool
+def test_cpp_runs_again_only_what_was_too_slow(
+    tmp_path: Path,
+    failed: dict[str, list[str]],
+    failure: str,
+    programs: list[str],
+    said: str,
+    wanted: bool,
 ) -> None:
-    write_results(tmp_path, **failed)
+    write_results(tmp_path, failure=failure, **failed)
     logs = tmp_path / "Testing" / "Temporary"
     logs.mkdir(parents=True)
     (logs / "LastTestsFailed.log").write_text("\n".join(programs) + "\n")
     (logs / "LastTest.log").write_text(f"a test\n{said}\n")
     found = tool("cpp").counts(tmp_path / "results")
-    assert tool("cpp").may_be_accidents(found, tmp_path) is wanted
+    assert tool("cpp").may_run_again(found, tmp_path) is wanted
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // Groups that begin and end: in processes that are killed, without descriptors, and many at a time.
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -15,9 +15,12 @@
 #include "sanitized.h"
 #include "transport/directory_store.h"
 #include "transport/process.h"
+#include "within.h"
 
 namespace pycomm::testing {
 namespace {
+
+using ::testing::HasSubstr;
 
 Group::Config configOf(int rank, int size, const std::string& name = "test") {
   Group::Config config;
@@ -38,8 +41,7 @@ int threadCount() {
   return static_cast<int>(std::distance(begin(folder), end(folder)));
 }
 
-/// Kills a rank of two that holds 512 MiB: what the other one is told.
-std::optional<ErrorRecord> errorOfAKilledRank() {
+TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
   DirectoryStore store;
   SharedFlag resident;
   // Freeing it takes the kernel some 50 ms, and only then it closes the sockets.
@@ -62,23 +64,18 @@ std::optional<ErrorRecord> errorOfAKilledRank() {
   const auto operation = group->start(allReduceCall(values));
   const TimePoint begin = Clock::now();
   victim.kill();
-  EXPECT_TRUE(operation->wait(Deadline::after(10000)));
+  ASSERT_TRUE(operation->wait(Deadline::after(10000)));
   const auto elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-  ::testing::Test::RecordProperty("elapsed_ms", static_cast<int>(elapsed_ms));
-  return operation->error();
-}
-
-TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
-  // Whose watching thread gets no core in those 50 ms hears of it by a connection as well: not five times in a row.
-  bool by_the_kernel = false;
-  for (int attempt = 0; attempt < 5 && !by_the_kernel; ++attempt) {
-    const std::optional<ErrorRecord> error = errorOfAKilledRank();
-    ASSERT_TRUE(error);
-    EXPECT_EQ(error->code, ErrorCode::PeerDead) << error->text();
-    EXPECT_EQ(error->peer, 1);
-    by_the_kernel = error->cause.find("the kernel has ended its process") != std::string::npos;
+  RecordProperty("elapsed_ms", static_cast<int>(elapsed_ms));
+  const std::optional<ErrorRecord> error = operation->error();
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->code, ErrorCode::PeerDead) << error->text();
+  EXPECT_EQ(error->peer, 1);
+  // docs/errors.md: about a millisecond, then 5 ms. A thread that loses its core for longer hears of it by a connection.
+  EXPECT_WITHIN_MS(elapsed_ms, 25);
+  if (elapsed_ms < 25) {
+    EXPECT_THAT(error->cause, HasSubstr("the kernel has ended its process"));
   }
-  EXPECT_TRUE(by_the_kernel) << "always noticed by a connection";
 }
 
 TEST(LifeCycle, ARankThatLeavesInOrderAndIsKilledLaterIsNotDead) {
@@ -266,6 +263,7 @@ TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {
         stop = true;
         watcher.join();
         RecordProperty("longest_us", static_cast<int>(longest_us));
+        EXPECT_WITHIN_MS(longest_us / 1000, 15);
         closed = 1;
       }
       while (closed == 0) {

@@ -298,7 +298,7 @@ def build(copy: Path, folder: Path) -> Path | None:
     """Build pycomm_simulate of `copy`: the path of the program, or None if it does not compile."""
     if not (folder / "build.ninja").exists():
         configure = ["cmake", "-S", str(copy), "-B", str(folder), "-G", "Ninja"]
-        configure += ["-DPYCOMM_TESTS=ON"]
+        configure += ["-DPYCOMM_TESTS=ON", "-DPYCOMM_FAULT_POINTS=ON"]  # as in tools/cpp.py
         if shutil.which("ccache"):
             configure += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
         subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
@@ -380,7 +380,8 @@ def main() -> int:
         return 1 if wrong else 0
     with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
         work = options.work or Path(scratch)
-        copy, folder = work / "tree", work / "build"
+        # As deep as the C++ tests' build in the repository: ccache then finds what that has made.
+        copy, folder = work, work / "build" / "cpp-plain"
         for part in ("csrc", "cmake", "tests/cpp"):
             shutil.copytree(ROOT / part, copy / part, dirs_exist_ok=True)
         shutil.copy(ROOT / "CMakeLists.txt", copy)

@@ -8,6 +8,7 @@
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
+#include "within.h"
 
 namespace pycomm::testing {
 

@@ -26,7 +26,7 @@ TEST_P(LinkConformance, ReportsAPeerThatClosesMidway) {
   EXPECT_EQ(record.bytes_done, 600);
   EXPECT_EQ(record.bytes_total, 1000);
   EXPECT_THAT(record.summary, HasSubstr(pair.first->describe()));
-  EXPECT_LT(elapsedMs(begin), kSlackMs);
+  EXPECT_WITHIN_MS(elapsedMs(begin), kSlackMs);
   EXPECT_TRUE(peer.join());
 }
 
@@ -39,7 +39,7 @@ TEST_P(LinkConformance, FailsToWriteToAPeerThatIsGoneWithoutASignal) {
   const ErrorRecord record = errorOf([&] { writeAll(*pair.first, view(bytes), soon(), kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
   EXPECT_THAT(record.cause, ::testing::AnyOf(HasSubstr("EPIPE"), HasSubstr("ECONNRESET")));
-  EXPECT_LT(elapsedMs(begin), kSlackMs);
+  EXPECT_WITHIN_MS(elapsedMs(begin), kSlackMs);
 }
 
 TEST_P(LinkConformance, EndsAtTheDeadline) {
@@ -57,7 +57,7 @@ TEST_P(LinkConformance, EndsAtTheDeadline) {
     EXPECT_EQ(record.code, ErrorCode::Timeout);
     EXPECT_EQ(record.bytes_total, writing ? static_cast<int64_t>(bytes.size()) : 8);
     EXPECT_GE(elapsedMs(begin), 150);
-    EXPECT_LT(elapsedMs(begin), 150 + kSlackMs);
+    EXPECT_WITHIN_MS(elapsedMs(begin), 150 + kSlackMs);
   }
   done.raise();
   EXPECT_TRUE(peer.join());
@@ -82,7 +82,7 @@ TEST_P(LinkConformance, EndsAtTheDeadlineAlsoWhileBytesTrickle) {
   const ErrorRecord record =
       errorOf([&] { readAll(*pair.first, {room.data(), room.size()}, Deadline::after(200), kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::Timeout);
-  EXPECT_LT(elapsedMs(begin), 200 + kSlackMs);
+  EXPECT_WITHIN_MS(elapsedMs(begin), 200 + kSlackMs);
   pair.first.reset();
   EXPECT_TRUE(peer.join());
 }
@@ -143,7 +143,7 @@ TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
   }
   const TimePoint begin = Clock::now();
   pair.first->closeGently();
-  EXPECT_LT(elapsedMs(begin), kSlackMs);
+  EXPECT_WITHIN_MS(elapsedMs(begin), kSlackMs);
   pair.first.reset();
   closed.raise(static_cast<int64_t>(queued));
   EXPECT_TRUE(peer.join());
@@ -176,7 +176,7 @@ TEST_P(LinkConformance, NoticesAPeerThatEndsWithoutGoodbye) {
     peer.kill();
   }
   EXPECT_EQ(errorOf([&] { (void)readExactly(*pair.first, 1); }).code, ErrorCode::ConnectionReset);
-  EXPECT_LT(elapsedMs(begin), kSlackMs);
+  EXPECT_WITHIN_MS(elapsedMs(begin), kSlackMs);
   EXPECT_EQ(peer.join(), !in_process);
 }
 

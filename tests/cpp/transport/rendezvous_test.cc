@@ -174,7 +174,7 @@ TEST(Meet, NamesWhoIsMissingAndWhoIsThere) {
     EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 1, 3;"));
     EXPECT_THAT(outcome.error.summary, HasSubstr("present: rank 0 (host " + localHostName()));
     EXPECT_THAT(outcome.error.summary, HasSubstr("rank 2 (host " + localHostName()));
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
   EXPECT_GE(outcomes[0].elapsed_ms, 1490);
 }
@@ -188,7 +188,7 @@ TEST(Meet, FailsAtOnceOnAWrongWorldSize) {
     EXPECT_EQ(outcome.error.summary, outcomes[0].error.summary); // one verdict for all
     EXPECT_THAT(outcome.error.summary, HasSubstr("4"));
     EXPECT_THAT(outcome.error.summary, HasSubstr("3"));
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
 
@@ -200,7 +200,7 @@ TEST(Meet, FailsAtOnceForARankBeyondTheOthersWorld) {
   const Outcome late = tryToMeet(store, configOf(2, 3));
   EXPECT_EQ(late.error.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(late.error.summary, HasSubstr("world size 3"));
-  EXPECT_LT(late.elapsed_ms, 10000);
+  EXPECT_WITHIN_MS(late.elapsed_ms, 10000);
 }
 
 TEST(Meet, FailsAtOnceOnDifferentOptions) {
@@ -214,7 +214,7 @@ TEST(Meet, FailsAtOnceOnDifferentOptions) {
     EXPECT_THAT(outcome.error.summary, HasSubstr("codec=none"));
     EXPECT_THAT(outcome.error.summary, HasSubstr("codec=fp16"));
     EXPECT_THAT(outcome.error.summary, Not(HasSubstr("lanes")));
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
 
@@ -225,7 +225,7 @@ TEST(Meet, FailsAtOnceOnAnotherVersion) {
   for (const Outcome& outcome : outcomes) {
     EXPECT_EQ(outcome.error.code, ErrorCode::VersionMismatch) << outcome.error.text();
     EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 (host beta) version 2"));
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
 
@@ -243,7 +243,7 @@ TEST(Meet, FailsOnRecordsThatNoPycommWrote) {
     for (const Outcome& outcome : meetAll(store, configs)) {
       failed += outcome.good() ? 0 : 1;
       EXPECT_TRUE(outcome.good() || outcome.error.code == ErrorCode::ProtocolViolation) << outcome.error.text();
-      EXPECT_LT(outcome.elapsed_ms, 10000) << key;
+      EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000) << key;
     }
     EXPECT_TRUE(failed > 0 || std::string(key) != "error") << key;
   }
@@ -308,7 +308,7 @@ TEST(Meet, EndsOnAllRanksWhenOneCannotGoOn) {
     EXPECT_EQ(outcome.error.code, ErrorCode::NoInterface) << outcome.error.text();
     EXPECT_EQ(outcome.error.rank, 2);
     EXPECT_THAT(outcome.error.summary, HasSubstr("lo ("));
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
 
@@ -320,7 +320,7 @@ TEST(Meet, EndsOnAllRanksWhenOneFindsNoPort) {
   for (const Outcome& outcome : meetAll(store, configs)) {
     EXPECT_EQ(outcome.error.code, ErrorCode::PortsExhausted) << outcome.error.text();
     EXPECT_EQ(outcome.error.rank, 1);
-    EXPECT_LT(outcome.elapsed_ms, 10000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
 
@@ -341,7 +341,7 @@ TEST(Meet, EndsWhenAborted) {
   rank1.join();
   rank0.join();
   EXPECT_EQ(waiting.error.code, ErrorCode::Aborted);
-  EXPECT_LT(waiting.elapsed_ms, 10000);
+  EXPECT_WITHIN_MS(waiting.elapsed_ms, 10000);
   // Whoever comes later learns it at once.
   const Outcome late = tryToMeet(store, configOf(1, 3));
   EXPECT_EQ(late.error.code, ErrorCode::Aborted);
@@ -414,7 +414,7 @@ TEST(Meet, ReportsALostStoreWhereverItDies) {
     const Outcome outcome = tryToMeet(store, configOf(0, 2, 10000));
     EXPECT_EQ(outcome.error.code, ErrorCode::StoreLost) << outcome.error.text();
     EXPECT_EQ(outcome.error.rank, 0);
-    EXPECT_LT(outcome.elapsed_ms, 5000);
+    EXPECT_WITHIN_MS(outcome.elapsed_ms, 5000);
     leave(store, outcome.met.claim); // must not throw
   }
 }

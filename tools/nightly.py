@@ -1,0 +1,201 @@
+"""Run what takes too long for every change, step by step. `make nightly` does.
+
+    make nightly                        # every step that has not passed at this commit yet
+    make nightly STEPS="fuzz latency"   # these, whether or not they have passed
+    make nightly ARGS=--list            # names, minutes and commands
+
+Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and
+all results to build/nightly/summary.txt. A step that passed at this commit is not repeated, so a
+run that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One command; the last line of its output is its summary."""
+
+    name: str
+    command: str
+    minutes: int
+    """About how long it takes on 4 cores. It is ended after four times as long."""
+
+
+STEPS = [
+    Step("mutations", "{python} tests/cpp/simulate/mutations.py", 120),
+    Step("simulator", "{python} tools/simulate.py --seeds 100000", 15),
+    Step("faults", "{make} faults", 60),
+    Step("fuzz", "{make} fuzz", 10),
+    Step("asan", "{python} tools/cpp.py asan_full", 40),
+    Step("tsan", "{python} tools/cpp.py tsan_full", 60),
+    Step("seam_all", "{make} seam_all", 60),
+    Step("integrations", "{make} integrations", 15),
+    Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
+    Step("tests", "{python} tools/python_tests.py -m nightly", 10),
+    Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
+    Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
+    Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),
+    Step("leaks", "{python} tests/soak/leaks.py --kills 1000", 15),
+    Step("exits", "{python} tests/soak/exits.py 100", 5),
+    Step("life", "{python} tests/soak/life.py --repetitions 200", 20),
+    Step("powersgd", "{python} tests/soak/powersgd.py 50", 10),
+]
+
+_COUNT = re.compile(r"(\d[\d,]*) (passed|failed|skipped|xfailed|errors?|mutations|seeds|violated)")
+
+
+@dataclasses.dataclass
+class Result:
+    """What a step came to."""
+
+    commit: str
+    code: int
+    seconds: int
+    summary: str
+    reruns: Sequence[str]
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers that the summary names."""
+        return {
+            what: int(number.replace(",", "")) for number, what in _COUNT.findall(self.summary)
+        }
+
+    def line(self, name: str) -> str:
+        """One line of the table."""
+        how = "passed" if self.passed else f"FAILED ({self.code})"
+        again = f"; run again: {', '.join(self.reruns)}" if self.reruns else ""
+        return f"{name:<13} {self.seconds:>6} s  {how}: {self.summary}{again}"
+
+
+def commit(root: Path = ROOT) -> str:
+    """The commit; with a mark, which equals no other run's, if code differs from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    # Steps write to docs/: their records of integrations are no change of the code.
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)docs")
+    return git("rev-parse", "HEAD") + (f" with changes at {time.time():.0f}" if changed else "")
+
+
+def run(step: Step, folder: Path, at: str) -> Result:
+    """Runs one step in a process group of its own, which ends with it."""
+    log, reruns = folder / f"{step.name}.log", folder / f"{step.name}.reruns"
+    reruns.write_text("")
+    command = step.command.format(python=PYTHON, make="make --no-print-directory")
+    began_s, code = time.monotonic(), 124
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"RERUNS_FILE": str(reruns), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(step.minutes * 60 * 4)
+        except subprocess.TimeoutExpired:
+            print(f"{step.name}: not done after {4 * step.minutes} minutes", file=output)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    lines = [line.strip(" =") for line in log.read_text(errors="replace").splitlines()]
+    last = next((line for line in reversed(lines) if line), "no output")
+    seconds = round(time.monotonic() - began_s)
+    return Result(at, code, seconds, last, reruns.read_text().splitlines())
+
+
+def load(folder: Path) -> dict[str, Result]:
+    """What earlier runs have left."""
+    path = folder / "summary.json"
+    if not path.exists():
+        return {}
+    kept = json.loads(path.read_text())
+    names = [field.name for field in dataclasses.fields(Result)]
+    return {each["step"]: Result(**{name: each[name] for name in names}) for each in kept}
+
+
+def table(results: Mapping[str, Result], steps: Sequence[Step]) -> str:
+    """One line per step in the steps' order, and the totals."""
+    lines = [results[step.name].line(step.name) for step in steps if step.name in results]
+    failed = [step.name for step in steps if step.name in results and not results[step.name].passed]
+    missing = [step.name for step in steps if step.name not in results]
+    reruns = sum(len(result.reruns) for result in results.values())
+    lines.append(
+        f"{len(results) - len(failed)} of {len(steps)} steps passed, {reruns} tests run again"
+        + (f"; FAILED: {', '.join(failed)}" if failed else "")
+        + (f"; not run: {', '.join(missing)}" if missing else "")
+    )
+    return "\n".join(lines) + "\n"
+
+
+def save(folder: Path, results: Mapping[str, Result], steps: Sequence[Step]) -> None:
+    """Writes both summaries."""
+    rows = [
+        {"step": name, **dataclasses.asdict(result), "counts": result.counts}
+        for name, result in results.items()
+    ]
+    (folder / "summary.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "summary.txt").write_text(table(results, steps))
+
+
+def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str) -> int:
+    """Runs the chosen steps, or else those that have not passed at this commit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {name: result for name, result in load(folder).items() if result.commit == at}
+    for step in steps:
+        kept = results.get(step.name)
+        if step.name not in chosen if chosen else kept is not None and kept.passed:
+            continue
+        print(f"::: {step.name}, about {step.minutes} minutes: {step.command}", flush=True)
+        results[step.name] = run(step, folder, at)
+        print(results[step.name].line(step.name), flush=True)
+        save(folder, results, steps)
+    print("\n" + table(results, steps), end="", flush=True)
+    return 1 if any(not result.passed for result in results.values()) else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("steps", nargs="*", help="names of steps; without any: all")
+    parser.add_argument("--list", action="store_true", help="print the steps and end")
+    options = parser.parse_args()
+    if unknown := set(options.steps) - {step.name for step in STEPS}:
+        parser.error(f"no step is named {', '.join(sorted(unknown))}; --list prints them")
+    if options.list:
+        for step in STEPS:
+            print(f"{step.name:<13} {step.minutes:>4} min  {step.command}")
+        return 0
+    return nightly(STEPS, options.steps, ROOT / "build" / "nightly", commit())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
