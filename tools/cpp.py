@@ -1,6 +1,6 @@
 """Build floors 0 to 3 and run their tests.
 
-python tools/cpp.py plain|cxx20|asan|tsan|asan_full|tsan_full [CMake arguments]; more of these in $CMAKE_ARGS.
+python tools/cpp.py FLAVOUR [CMake arguments]; more of these in $CMAKE_ARGS. FLAVOURS has them all.
 """
 
 from __future__ import annotations

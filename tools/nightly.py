@@ -78,9 +78,7 @@ class Result:
     @property
     def counts(self) -> dict[str, int]:
         """The numbers that the summary names."""
-        return {
-            what: int(number.replace(",", "")) for number, what in _COUNT.findall(self.summary)
-        }
+        return {what: int(number.replace(",", "")) for number, what in _COUNT.findall(self.summary)}
 
     def line(self, name: str) -> str:
         """One line of the table."""

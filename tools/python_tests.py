@@ -28,9 +28,7 @@ def _run(arguments: Sequence[str], failures: Path) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "--color=no", "--require-native", *arguments]
     paths = [str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TIME_BOUNDS_FILE": str(failures)}
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, errors="replace", env=env
-    )
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace", env=env)
     last = "no output"
     for line in child.stdout or []:
         print(line, end="", flush=True)

@@ -10,12 +10,19 @@
 
 namespace pycomm::testing {
 
-/// Whether each access to memory is watched, and costs ten to twenty times as much. Tests that try every size of a
-/// group try fewer then: the plain build tries them all.
+/// Whether each access to memory is watched, and costs ten to twenty times as much.
 #if defined(PYCOMM_TEST_SANITIZED)
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
+#endif
+
+/// Tests that try every size of a group try fewer then: the plain build tries all, and so does `make nightly` under
+/// sanitizers.
+#if defined(PYCOMM_TEST_IN_FULL)
+inline constexpr bool kFewerSizes = false;
+#else
+inline constexpr bool kFewerSizes = kSanitized;
 #endif
 
 } // namespace pycomm::testing

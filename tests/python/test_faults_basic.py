@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import describe_exception, mark, run_ranks, start_ranks
+from time_bound import assert_within
 
 import pycomm
 
@@ -50,6 +51,7 @@ def second_look(error: Exception) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.time_bound
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
     with start_ranks(3, reduce_until_it_fails, args=(100 * MIB // 4,)) as running:
@@ -71,11 +73,13 @@ def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
         for text in (f"ank {victim} on {socket.gethostname()}", "code=PEER_DEAD", f"peer={victim}"):
             assert text in error.text
         assert "\n" not in error.text
-        # PEER_DEAD, so it was not by its silence; how fast, `fault_figures.py` measures.
-        assert error.monotonic_s - killed_s < 20
         assert seen["record"]["code"] == "PEER_DEAD" and seen["record"]["peer"] == victim
         assert seen["again"].code == "PEER_DEAD", "the first error sticks"
-        assert seen["again_s"] < 20, "and nothing is waited for: the group's limit is a minute"
+    for result in results:
+        if result.rank != victim:
+            # A silent rank would be noticed after 3 s. `make nightly` asserts the milliseconds.
+            assert_within(result.value["error"].monotonic_s - killed_s, 2.5, "from SIGKILL")
+            assert_within(result.value["again_s"], 2.5, "the group's limit is a minute")
 
 
 def reduce_until_silence(rank: int, world_size: int) -> Any:
@@ -118,6 +122,7 @@ def raise_while_others_reduce(rank: int, world_size: int) -> None:
         dist.all_reduce(torch.ones(MIB))
 
 
+@pytest.mark.time_bound
 def test_a_rank_that_ends_with_an_exception_releases_the_others() -> None:
     with start_ranks(3, raise_while_others_reduce) as running:
         running.wait_for_mark(1, "leaving")
@@ -128,7 +133,9 @@ def test_a_rank_that_ends_with_an_exception_releases_the_others() -> None:
         if result.rank != 1:
             assert result.error.code in ("PEER_LEFT", "PEER_DEAD"), results.describe()
             assert result.error.record["peer"] == 1
-            assert result.error.monotonic_s - left_s < 30
+    for result in results:
+        assert result.error is not None
+        assert_within(result.error.monotonic_s - left_s, 30, result.error.text)
 
 
 def one_rank_is_late(rank: int, world_size: int) -> None:
@@ -178,6 +185,7 @@ def interrupted(rank: int, world_size: int) -> float | None:
     return None
 
 
+@pytest.mark.time_bound
 def test_ctrl_c_ends_a_wait() -> None:
     with start_ranks(2, interrupted, init_timeout_s=60) as running:
         for rank in range(2):
@@ -187,7 +195,7 @@ def test_ctrl_c_ends_a_wait() -> None:
         running.wait_for_mark(0, "interrupted")  # before rank 1 goes, whose leaving is an error
         running.kill(1, signal.SIGINT)
         results = running.collect(60).check()
-    assert results[0].value - sent_s < 5.0, results.describe()
+    assert_within(results[0].value - sent_s, 5.0, results.describe())
 
 
 def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:
@@ -203,8 +211,10 @@ def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:
     mark("leaving")
 
 
+@pytest.mark.time_bound
 @pytest.mark.parametrize("how", ["works", "futures", "never entered", "dropped"])
 def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
+    longest_s = 0.0
     for attempt in range(repeats):
         with start_ranks(
             2, leave_with_work_outstanding, args=(how,), destroy=False, fresh=attempt == 0
@@ -213,13 +223,13 @@ def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
                 running.wait_for_mark(rank, "leaving")
             left_s = time.monotonic()
             results = running.collect(60)
-            took_s = time.monotonic() - left_s
+            longest_s = max(longest_s, time.monotonic() - left_s)
         assert [result.exit_code for result in results] == [0, 0], (
             f"{attempt}\n{results.describe()}"
         )
         for result in results:
             assert "terminate" not in result.stderr and "Fatal" not in result.stderr
-        assert took_s < 30
+    assert_within(longest_s, 30)
 
 
 def use_after_destroy(rank: int, world_size: int) -> tuple[str | None, str | None]:

@@ -92,7 +92,7 @@ inline std::vector<std::vector<int64_t>> distinctInputs(const std::vector<Schedu
 
 /// Group sizes: all up to 64; under a sanitizer the small ones, and the larger ones at and beside powers of two.
 inline bool isTried(int32_t size) {
-  return !kSanitized || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64;
+  return !kFewerSizes || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64;
 }
 inline std::vector<int32_t> allSizes() {
   std::vector<int32_t> sizes;
@@ -103,14 +103,14 @@ inline std::vector<int32_t> allSizes() {
   }
   return sizes;
 }
-/// The element counts at which a split into `size` parts changes its shape.
+/// The element counts at which a split into `size` parts changes its shape: at every size at least none, one, one too few
+/// for all parts, and one that does not divide. The larger groups take most of the time, so only some get the others.
 inline std::vector<int64_t> interestingNumels(int32_t size) {
+  std::vector<int64_t> numels{0, 1, size - 1, 2 * int64_t{size} + 3};
   if (size <= 13 || size == 16 || size == 32) {
-    return {0, 1, 2, size - 1, size, size + 1, 2 * int64_t{size} + 3, 127};
+    numels.insert(numels.end(), {2, size, size + 1, 127});
   }
-  // The larger groups take most of the time: one count each, another one for every size.
-  const int64_t numels[] = {size + 1, size - 1, 2 * int64_t{size} + 3, size, 1};
-  return {numels[size % 5]};
+  return numels;
 }
 
 inline std::string label(const ScheduleRequest& request, const RunOptions& options) {

@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation(
         "do not compare what was heard before posting",
         "protocol.cc",
-        "      compare(descriptor, entry.first, entry.second, id);\n",
+        "      compare(expectedFrom(op, entry.first), entry.first, entry.second, id);\n",
         "",
     ),
     Mutation(
@@ -153,7 +153,7 @@ MUTATIONS = [
         "a goodbye does not count",
         "membership.cc",
         "entry->left = entry->said_goodbye = true;",
-        "entry->said_goodbye = true;",
+        "",
     ),
     Mutation(
         "no deadlines",

@@ -1,0 +1,167 @@
+"""tools/nightly.py and .ci/run: what they run, keep and print."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tools"))
+
+
+@pytest.fixture
+def nightly() -> ModuleType:
+    return importlib.import_module("nightly")
+
+
+def steps_of(nightly: ModuleType, folder: Path, *commands: str) -> list[object]:
+    """Steps a, b, …; each leaves a file that says that it ran."""
+    return [
+        nightly.Step(name, f"echo x >> {folder}/ran_{name}; {command}", 1)
+        for name, command in zip("abc", commands, strict=False)
+    ]
+
+
+def runs(folder: Path) -> str:
+    return "".join(
+        name * len((folder / f"ran_{name}").read_text().split())
+        for name in "abc"
+        if (folder / f"ran_{name}").exists()
+    )
+
+
+def test_summaries_have_results_counts_and_reruns(
+    nightly: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = steps_of(
+        nightly,
+        tmp_path,
+        "echo '== 1,203 passed, 2 skipped in 3 s =='",
+        "echo 't.py::test_x (passed)' >> $RERUNS_FILE; echo done",
+        "echo '1 failed, 4 passed'; exit 7",
+    )
+    assert nightly.nightly(steps, [], tmp_path / "out", "c0ffee") == 1
+    text = (tmp_path / "out" / "summary.txt").read_text()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines == [
+        "a 0 s passed: 1,203 passed, 2 skipped in 3 s",
+        "b 0 s passed: done; run again: t.py::test_x (passed)",
+        "c 0 s FAILED (7): 1 failed, 4 passed",
+        "2 of 3 steps passed, 1 tests run again; FAILED: c",
+    ]
+    assert capsys.readouterr().out.endswith(text)
+    kept = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["counts"] for row in kept] == [
+        {"passed": 1203, "skipped": 2},
+        {},
+        {"failed": 1, "passed": 4},
+    ]
+    assert kept[1]["reruns"] == ["t.py::test_x (passed)"]
+    assert (tmp_path / "out" / "c.log").read_text() == "1 failed, 4 passed\n"
+
+
+def test_a_step_that_passed_at_this_commit_is_not_repeated(
+    nightly: ModuleType, tmp_path: Path
+) -> None:
+    steps = steps_of(nightly, tmp_path, "echo fine", "echo bad; exit 1", "echo fine")
+    out = tmp_path / "out"
+    assert nightly.nightly(steps, ["a", "b"], out, "one") == 1
+    assert "not run: c" in (out / "summary.txt").read_text()
+    assert runs(tmp_path) == "ab"
+    assert nightly.nightly(steps, [], out, "one") == 1
+    assert runs(tmp_path) == "abbc", "a has passed"
+    assert nightly.nightly(steps, ["a"], out, "one") == 1, "b still has not passed"
+    assert runs(tmp_path) == "aabbc", "who names a step wants it run"
+    assert nightly.nightly(steps, [], out, "two") == 1
+    assert runs(tmp_path) == "aaabbbcc", "another commit"
+
+
+def test_the_commit_of_a_changed_tree_equals_no_other(
+    nightly: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        command = ["git", *identity, *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "docs").mkdir()
+    for name in ("code.py", "docs/page.md"):
+        (tmp_path / name).write_text("1\n")
+    git("add", "-A")
+    git("commit", "-m", "one")
+    clean = nightly.commit(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "docs" / "page.md").write_text("2\n")
+    assert nightly.commit(tmp_path) == clean, "a step wrote its record"
+    (tmp_path / "code.py").write_text("2\n")
+    assert nightly.commit(tmp_path).startswith(f"{clean} with changes")
+
+
+def test_every_step_exists(nightly: ModuleType) -> None:
+    names = [step.name for step in nightly.STEPS]
+    assert len(set(names)) == len(names)
+    targets = (ROOT / "Makefile").read_text()
+    for step in nightly.STEPS:
+        runner, what = step.command.split()[:2]
+        if runner == "{make}":
+            assert f"\n{what}: ## " in targets, step
+        else:
+            assert runner == "{python}" and (ROOT / what).is_file(), step
+    wrong = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "nightly.py"), "fuz"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert wrong.returncode == 2
+    assert "no step is named fuz; --list prints them" in wrong.stderr
+
+
+def test_tests_of_the_night_are_left_out_by_day(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/python"]
+    command += ["-p", "no:cacheprovider", "-k", "latency"]
+    by_day = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "test_latency.py" not in by_day.stdout
+    by_night = subprocess.run(
+        [*command, "-m", "nightly"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert "test_latency.py" in by_night.stdout
+
+
+FAKE_MAKE = """#!/bin/sh
+case "$2" in
+  test) echo "tests/a.py::test_x (passed)" >> "$RERUNS_FILE"
+        echo "Suite.One (passed)" >> "$RERUNS_FILE" ;;
+  lint) exit 3 ;;
+esac
+"""
+
+
+def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
+    for name, text in {"make": FAKE_MAKE, "id": "#!/bin/sh\necho 1000\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [ROOT / ".ci" / "run", "docs", "test", "lint"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    table = [" ".join(line.split()) for line in done.stdout.splitlines()[-4:]]
+    assert table == [
+        "docs 0 s passed",
+        "test 0 s passed, 2 run again: tests/a.py::test_x (passed), Suite.One (passed)",
+        "lint 0 s FAILED (3)",
+        "2 tests were too slow and run again",
+    ]
