@@ -65,7 +65,7 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
 
-TCP_TESTS = collectives_basic async_work error_contract faults_basic random_programs torch_ddp life_cycle
+TCP_TESTS = collectives_basic async_work error_contract faults_basic random_programs support torch_ddp life_cycle
 tcp: ## the Python tests whose ranks would share memory, over TCP
 	$(BOOTSTRAP) --group test
 	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py \

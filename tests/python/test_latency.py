@@ -105,11 +105,12 @@ def test_a_stopped_process() -> None:
 
 def differ(rank: int, world_size: int, nbytes: int) -> Any:
     """The ranks meet first, so that all enter the mismatch at once."""
+    tensor = torch.ones(nbytes // 4 + (rank == 1))
     dist.all_reduce(torch.ones(4))
     dist.barrier()
     began_s = time.monotonic()
     try:
-        dist.all_reduce(torch.ones(nbytes // 4 + (rank == 1)))
+        dist.all_reduce(tensor)
     except Exception as error:
         return describe_exception(error), time.monotonic() - began_s
     return None

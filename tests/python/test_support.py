@@ -1,5 +1,7 @@
 """Every collective with every dtype and operation, on 2 and 3 ranks: the source of docs/support.md.
 
+`make tcp` runs it over TCP as well. The largest count is above every size at which another algorithm
+or another way through shared memory begins (select.cc, host_layout.h).
 `--support-json FILE` writes what was seen; `tools/support_table.py FILE` makes the tables of it.
 """
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.needs_native
 
 GROUPS = [(0, 1), (0, 1, 2)]
 NUMELS = [0, 1, 1025]
+LARGE_NBYTES = 72 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Cell:
 
 def variants(cell: Cell, group: tuple[int, ...]) -> Iterator[Call]:
     """The calls that stand behind one cell, on one group."""
-    for index, numel in enumerate(NUMELS):
+    large = LARGE_NBYTES // DTYPES[cell.dtype].itemsize + 1
+    for index, numel in enumerate([*NUMELS, large]):
         yield Call(
             cell.collective,
             group,
@@ -49,7 +53,7 @@ def variants(cell: Cell, group: tuple[int, ...]) -> Iterator[Call]:
             extra=(3, 0, 7) if index == 1 and cell.collective in UNEVEN else (),
             root=index % len(group),
             asynchronous=index == 1,
-            values=VALUES[index],
+            values=VALUES[index % len(VALUES)],
             seed=index,
         )
 

@@ -75,7 +75,7 @@ TEST(Encoded, AllReduceIsTheCodecOfTheSumOnEveryRankForOneTo64Ranks) {
   for (const int32_t size : allSizes()) {
     for (const int64_t numel :
          {int64_t{0}, int64_t{1}, int64_t{255}, int64_t{257}, int64_t{256} * size + 300, int64_t{5000}}) {
-      if (size > 16 && numel != 5000 && (size + numel) % 7 != 0) {
+      if (size > 16 && numel > 5000 && (size + numel) % 7 != 0) {
         continue; // the larger groups take most of the time
       }
       const Codec codec = kCodecs[static_cast<size_t>(size + numel) % kCodecs.size()];

@@ -103,16 +103,14 @@ class AllGather : public ::testing::TestWithParam<Algorithm> {};
 TEST_P(AllGather, EveryRankGetsAllParts) {
   for (const int32_t size : allSizes()) {
     for (const int64_t numel : {0, 1, 2, 7}) {
-      if (size < 20 || numel == 2) {
-        runAll(
-            forAllRanks(movement(Collective::AllGather, GetParam(), size, numel)),
-            true,
-            [](const Values& inputs, const Values& outputs) {
-              for (const auto& output : outputs) {
-                ASSERT_EQ(output, joined(inputs));
-              }
-            });
-      }
+      runAll(
+          forAllRanks(movement(Collective::AllGather, GetParam(), size, numel)),
+          true,
+          [](const Values& inputs, const Values& outputs) {
+            for (const auto& output : outputs) {
+              ASSERT_EQ(output, joined(inputs));
+            }
+          });
     }
   }
 }
@@ -169,10 +167,11 @@ TEST(Scatter, EveryRankGetsItsPart) {
 
 TEST(AllToAll, EveryPairExchangesItsBlock) {
   for (const int32_t size : allSizes()) {
-    for (const bool even : {true, false}) {
-      // Rank a sends count(a, b) elements to rank b.
-      const auto count = [&](int32_t a, int32_t b) { return even ? int64_t{3} : int64_t{(a * 3 + b * 5) % 6}; };
-      Requests requests = forAllRanks(movement(Collective::AllToAll, Algorithm::Auto, size, 3));
+    for (const int64_t each : {0, 1, 3, -1}) {
+      // Rank a sends count(a, b) elements to rank b: as many to all, or for -1 uneven ones.
+      const bool even = each >= 0;
+      const auto count = [&](int32_t a, int32_t b) { return even ? each : int64_t{(a * 3 + b * 5) % 6}; };
+      Requests requests = forAllRanks(movement(Collective::AllToAll, Algorithm::Auto, size, even ? each : 3));
       for (int32_t rank = 0; !even && rank < size; ++rank) {
         for (int32_t other = 0; other < size; ++other) {
           requests[static_cast<size_t>(rank)].counts.push_back(count(rank, other));
