@@ -1,8 +1,8 @@
 """Our wrapper beside torch's over gloo: every parameter, after every one of 20 steps, bit for bit.
 
 Two addends have one sum, in whatever order, so two ranks must agree to the bit. All shapes train in
-one pair of processes. Three and four addends have several sums: there each gradient is compared with
-the float64 mean of the ranks' own gradients, within the roundings of so many additions.
+one pair of processes. Three and four addends have several sums: there each gradient is compared
+with the float64 mean of the ranks' own gradients, within the roundings of so many additions.
 """
 
 from __future__ import annotations
@@ -120,11 +120,9 @@ def compare_with_the_mean(name: str, rank: int, size: int) -> list[str]:
             got = torch.zeros_like(mine) if mine.grad is None else mine.grad.to_dense()
             far = (got.to(wide) - mean).abs()
             if not bool((far <= limit).all()):
-                worst = int((far - limit).argmax())
-                wrong.append(
-                    f"{name}, step {step}: {parameter}[{worst}] is off by {float(far.flatten()[worst])}, "
-                    f"the limit is {float(limit.flatten()[worst])}"
-                )
+                at = int((far - limit).argmax())
+                off, most = float(far.flatten()[at]), float(limit.flatten()[at])
+                wrong.append(f"{name}, step {step}: {parameter}[{at}] is off by {off} > {most}")
         optimizer.step()
     return wrong
 

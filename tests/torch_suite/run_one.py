@@ -106,13 +106,13 @@ def run(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         module = suite_module.load(
             arguments.backend, arguments.face, arguments.world_size, Path(folder)
         )
-        if arguments.backend == "pycomm":
-            import torch
+        import torch
 
-            import pycomm  # once, before the fork
+        import pycomm  # once, before the fork
 
-            if arguments.face == "nccl":  # torch's takes no CPU tensors
-                torch.nn.SyncBatchNorm = pycomm.SyncBatchNorm  # type: ignore[misc]
+        if arguments.face == "nccl":
+            # torch's takes no CPU tensors. Ours runs over any backend, so both get it.
+            torch.nn.SyncBatchNorm = pycomm.SyncBatchNorm  # type: ignore[misc]
 
         process = forked_context()
 

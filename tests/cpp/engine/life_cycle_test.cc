@@ -72,7 +72,7 @@ TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
   EXPECT_EQ(error->code, ErrorCode::PeerDead) << error->text();
   EXPECT_EQ(error->peer, 1);
   // docs/errors.md: about a millisecond, then 5 ms. A thread that loses its core for longer hears of it by a connection.
-  EXPECT_WITHIN_MS(elapsed_ms, 25);
+  EXPECT_WITHIN_MS(elapsed_ms, kSanitized ? 200 : 25);
   if (elapsed_ms < 25) {
     EXPECT_THAT(error->cause, HasSubstr("the kernel has ended its process"));
   }
@@ -250,15 +250,20 @@ TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {
       const auto group = Group::join(engine, store, configOf(rank, 4));
       if (rank == 0) {
         std::atomic<bool> stop{false};
-        std::atomic<int64_t> longest_us{0};
+        std::atomic<bool> watches{false};
+        int64_t longest_us = 0;
         std::thread watcher([&] {
           while (!stop) {
             const TimePoint begin = Clock::now();
             engine.control().run([] {});
             const auto took = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - begin).count();
             longest_us = std::max<int64_t>(longest_us, took);
+            watches = true;
           }
         });
+        while (!watches) {
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
         group->close();
         stop = true;
         watcher.join();

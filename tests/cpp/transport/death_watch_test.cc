@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "sanitized.h"
 #include "transport/error_matchers.h"
 #include "transport/process.h"
 
@@ -21,6 +22,7 @@ namespace {
 
 using testing::elapsedMs;
 using testing::errorOf;
+using testing::kSanitized;
 using testing::Process;
 using testing::SharedFlag;
 
@@ -53,7 +55,7 @@ struct Told {
 const DeathWatch::Died kNobody = [](uint64_t) {};
 
 /// docs/errors.md promises about a millisecond. To free 512 MiB takes the kernel 50.
-constexpr int kToldMs = 20;
+constexpr int kToldMs = kSanitized ? 200 : 20;
 
 UniqueFd copyOf(int fd) {
   return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
