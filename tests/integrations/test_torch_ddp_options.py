@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import case
+from cases import PRELOAD, case
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
@@ -219,23 +220,25 @@ def test_hook(name: str, values: Values, note: Any) -> None:
 
 
 # Two hooks of torch 2.13 fail in their own Python code, on gloo as well. Where they do not any
-# more, they must be right.
-BROKEN: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+# more, they must be right. Each has its reason, and what the error and its stack must hold.
+BROKEN: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, tuple[str, str]]] = {
     "batched_powerSGD": (
         powersgd_state,
         lambda: ordered(powerSGD_hook.batched_powerSGD_hook),
         "its `_orthogonalize` wants a batch of matrices and gets one",
+        ("powerSGD_hook.py", "_orthogonalize"),
     ),
     "quantization_perchannel": (
         world,
         lambda: quantization_hooks.quantization_perchannel_hook,
         "it takes all_gather's future for the one tensor that NCCL's holds",
+        ("quantization_hooks.py", "dequantize_and_aggregate"),
     ),
 }
 
 
 def train_with_broken_hook(rank: int, world_size: int, name: str) -> Any:
-    make_state, make_hook, _ = BROKEN[name]
+    make_state, make_hook, *_ = BROKEN[name]
     model = small_buckets()
     model.register_comm_hook(make_state(), make_hook())
     try:
@@ -252,10 +255,29 @@ def train_with_broken_hook(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.integration("torch", "DDP comm hook")
 def test_hook_that_fails_in_torch(name: str, values: list[Any], note: Any) -> None:
     if all(isinstance(value, str) for value in values):
-        for value in values:
-            assert "ddp_comm_hooks" in value and "code=" not in value, value
+        assert_fails_in_torch(name, values)
         pytest.xfail(f"torch's own mistake, on gloo as well: {BROKEN[name][2]}")
     assert_same_on_all_ranks(values)
+
+
+def assert_fails_in_torch(name: str, values: list[str]) -> None:
+    for value in values:
+        assert "ddp_comm_hooks" in value and "code=" not in value, value
+        for text in BROKEN[name][3]:
+            assert text in value, value
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_that_hook_fails_on_gloo_as_well(name: str) -> None:
+    results = run_ranks(
+        2,
+        train_with_broken_hook,
+        args=(name,),
+        backend="gloo",
+        only_pycomm=False,
+        preload=PRELOAD,
+    )
+    assert_fails_in_torch(name, results.values())
 
 
 def train_with_noop(rank: int, world_size: int) -> Any:
