@@ -143,8 +143,9 @@ class _Normalize(torch.autograd.Function):
         # A count in fp32 is exact up to 2^24; two numbers carry any count.
         mine = torch.cat([mean, squares, mean.new_tensor([count // 2**20, count % 2**20])])
         ranks = dist.get_world_size(group)
-        every = mine.new_empty(ranks, mine.numel())
-        dist.all_gather_into_tensor(every, mine, group=group)
+        gathered = mine.new_empty(ranks * mine.numel())  # flat: gloo takes no stacked output
+        dist.all_gather_into_tensor(gathered, mine, group=group)
+        every = gathered.view(ranks, -1)
         means, spreads = every[:, :channels], every[:, channels : 2 * channels]
         counts = (every[:, -2].double() * 2**20 + every[:, -1].double()).to(wide).view(-1, 1)
         total = counts.sum()

@@ -88,6 +88,10 @@ def test_options(options: dict[str, Any]) -> None:
     run_ranks(2, like_one_process, args=(options, [3, 5]))
 
 
+def test_over_another_backend() -> None:
+    run_ranks(2, like_one_process, args=({}, [3, 5]), backend="gloo", only_pycomm=False)
+
+
 def converted(rank: int, size: int) -> None:
     import pycomm
 
