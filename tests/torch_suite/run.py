@@ -129,7 +129,7 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
     """The document: counts, what is hard-coded, what only one of the two passes."""
     import torch
 
-    chosen = len(results["nccl/2"]["pycomm"])
+    chosen, everything = (len(results[f"{face}/2"]["pycomm"]) for face in ("nccl", "gloo"))
     lines = [
         "# torch's own test suite",
         "",
@@ -143,8 +143,8 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
         "- Tests of groups of ranks 1 and 2 run with 3 ranks; torch skips them below 8.",
         "",
         "**gloo's tests** are those that torch runs for gloo on CPU tensors, all of them.",
-        f"**NCCL's tests** are {chosen} of the tests that torch reserves for NCCL or several GPUs:",
-        "those of collectives, messages, groups and SyncBatchNorm, chosen by name (`TESTS` in",
+        f"**NCCL's tests** are {chosen} of the suite's {everything}, as torch runs them for NCCL or several",
+        "GPUs: those of collectives, messages, groups and SyncBatchNorm, chosen by name (`TESTS` in",
         "[run.py](../tests/torch_suite/run.py)). They run on CPU tensors, which takes more: every",
         "request for a CUDA device gets the CPU, decorators that skip tests without GPUs are",
         "removed, DDP's `device_ids` are dropped, and `torch.nn.SyncBatchNorm`, which takes CUDA",
