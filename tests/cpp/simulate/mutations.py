@@ -388,7 +388,8 @@ def main() -> int:
         # As deep as the C++ tests' build in the repository: ccache then finds what that has made.
         copy, folder = work, work / "build" / "cpp-plain"
         for part in ("csrc", "cmake", "tests/cpp"):
-            shutil.copytree(ROOT / part, copy / part, dirs_exist_ok=True)
+            # Not the files' times: a scratch folder that is used again holds objects of mutations.
+            shutil.copytree(ROOT / part, copy / part, copy_function=shutil.copy, dirs_exist_ok=True)
         shutil.copy(ROOT / "CMakeLists.txt", copy)
         heads = " | ".join(KINDS)
         print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
