@@ -64,6 +64,19 @@ TEST(Membership, FloodsAtOnceAndDecidesAfterTheMergeWindow) {
   EXPECT_EQ(membership.failure()->peer, 2);
 }
 
+TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
+  // A rank whose thread comes late to its choice must not choose from more news than the others had.
+  const TimePoint start = Clock::now();
+  for (const int late_ms : {4, 5}) {
+    Membership membership(configOf(0, 4), start);
+    membership.noticed(record(ErrorCode::PeerDead, 0, 2), start);
+    membership.reported(3, record(ErrorCode::PeerDead, 3, 1), start + milliseconds(late_ms));
+    membership.tick(start + milliseconds(5));
+    ASSERT_TRUE(membership.failure());
+    EXPECT_EQ(membership.failure()->peer, late_ms < 5 ? 1 : 2);
+  }
+}
+
 TEST(Membership, ARankThatSpokeIsNotBlamedForHangingUp) {
   const TimePoint start = Clock::now();
   Membership membership(configOf(0, 4), start);
