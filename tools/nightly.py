@@ -41,7 +41,7 @@ class Step:
 STEPS = [
     Step("mutations", "{python} tests/cpp/simulate/mutations.py", 120),
     Step("simulator", "{python} tools/simulate.py --seeds 100000", 15),
-    Step("faults", "{make} faults", 60),
+    Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
     Step("fuzz", "{make} fuzz", 10),
     Step("asan", "{python} tools/cpp.py asan_full", 40),
     Step("tsan", "{python} tools/cpp.py tsan_full", 60),
