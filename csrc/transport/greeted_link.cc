@@ -68,7 +68,7 @@ bool GreetedLink::finishConnect() {
 
 void GreetedLink::pause() {
   if (!pause_) {
-    pause_ = UniqueFd(::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC));
+    pause_ = UniqueFd::from([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC); });
     if (!pause_) {
       throw Error(systemError(ErrorCode::SystemError, "no timer (timerfd_create)", errno));
     }
