@@ -588,7 +588,7 @@ TEST(HostPlane, APlaceOutsideOfAHeapIsTheFaultOfWhoWroteIt) {
       EXPECT_EQ(noticed.code, ErrorCode::ProtocolViolation) << noticed.text();
       EXPECT_EQ(noticed.peer, 1);
       EXPECT_NE(noticed.summary.find("lies at " + std::to_string(place) + " of its heap"), std::string::npos);
-      host.plane(0).fail(noticed, nullptr);
+      failNow(host.plane(0), noticed);
       waiter.join();
       ASSERT_TRUE(first->error());
       EXPECT_EQ(own[0], valueOf(0, 0)) << "nothing was written";
