@@ -20,6 +20,7 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
       store_(std::move(store)),
       group_(std::move(group)),
       settings_(std::move(settings)),
+      owner_(c10::make_intrusive<MessageWork::Owner>(group_)),
       devices_(std::make_shared<CudaDevices>(group_, settings_.cuda)) {
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
@@ -188,7 +189,7 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
     call.in_pieces = calls.size() == 1 && content.cuda->canGoInPieces();
     content.operations.push_back(start(call));
   }
-  PieceFlow* const flow = calls.size() == 1 ? content.operations.front()->request().pieces.get() : nullptr;
+  PieceFlow* const flow = calls.size() == 1 ? content.operations.front()->request().extras().pieces.get() : nullptr;
   if (flow != nullptr) {
     flow->onLeave(CudaCopies::leaving(content.cuda, group_->engine().callbacks()));
   }
@@ -199,7 +200,7 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
       reason.peer = group->identity().rank;
       group->abort(reason);
     }
-    const bool in_pieces = reads && !failure && operations.front()->request().pieces != nullptr;
+    const bool in_pieces = reads && !failure && operations.front()->request().extras().pieces != nullptr;
     for (const auto& operation : operations) {
       in_pieces ? group->release(operation, ended) : group->release(operation);
     }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "c10d/dtypes.h"
+#include "c10d/message_work.h"
 #include "c10d/raising.h"
 #include "c10d/staging.h"
 #include "c10d/work.h"
@@ -226,6 +227,13 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
+  /// A message of a tensor that nothing but the engine has to do with.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> plainMessage(
+      Titled titled,
+      Collective kind,
+      const at::Tensor& tensor,
+      int peer,
+      int tag);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> message(
       Titled titled,
       Collective kind,
@@ -239,6 +247,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Store> store_; ///< outlives the group
   std::shared_ptr<Group> group_;
   Settings settings_;
+  c10::intrusive_ptr<MessageWork::Owner> owner_;
   std::shared_ptr<CudaDevices> devices_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 

@@ -1,9 +1,12 @@
 // Point-to-point.
+#include <ATen/record_function.h>
+
 #include <utility>
 
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
+#include "engine/issue_context.h"
 #include "engine/point_to_point.h"
 
 namespace pycomm {
@@ -15,7 +18,31 @@ struct MessageOptions {
   bool asyncOp = true;
 };
 
+/// The engine works in its own memory.
+bool isPlain(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
 } // namespace
+
+c10::intrusive_ptr<c10d::Work> PycommBackend::plainMessage(
+    Titled titled,
+    Collective kind,
+    const at::Tensor& tensor,
+    int peer,
+    int tag) {
+  Group::Call request = call(kind, MessageOptions{settings_.timeout}, tensor);
+  request.schedule.numel = tensor.numel();
+  request.peer = peer;
+  request.tag = static_cast<uint32_t>(tag);
+  const BufferView view(static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes());
+  if (kind == Collective::Send) {
+    request.input = view;
+  } else {
+    request.output = view;
+  }
+  return c10::make_intrusive<MessageWork>(owner_, getRank(), titled.type, tensor, start(request));
+}
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     Titled titled,
@@ -30,6 +57,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
       checkTensor(tensor, collectiveName(kind), "input");
     } else {
       checkOutput(tensor, collectiveName(kind));
+    }
+    if (isPlain(tensor) && call_sites_ == nullptr && IssueContext::current() == nullptr && window() == nullptr &&
+        !at::hasCallbacks()) {
+      return plainMessage(titled, kind, tensor, peer, tag);
     }
     Prepared prepared(
         devices_, false, Deadline::never()); // messages have no order that all ranks share, which NCCL needs

@@ -205,6 +205,30 @@ void PycommWork::synchronize() {
   wait(kNoTimeout);
 }
 
+void waitFor(Group& group, const Operation& operation, int rank, std::chrono::milliseconds timeout, Deadline deadline) {
+  const auto ended = [&] {
+    return raising([&] { return group.wait(operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
+  };
+  while (!ended()) {
+    if (deadline.expired()) {
+      ErrorRecord record;
+      record.code = ErrorCode::Timeout;
+      record.rank = rank;
+      record.op = operation.name();
+      record.sequence = operation.settled() ? operation.request().id.sequence : -1;
+      record.dtype = dtypeName(operation.request().descriptor.dtype);
+      record.numel = operation.request().descriptor.numel;
+      record.phase = "wait";
+      record.elapsed_ms = timeout.count();
+      record.summary = operation.label() + " had not ended after the " + std::to_string(timeout.count()) +
+          " ms that wait() was given; it goes on.";
+      record.hint = "wait again, with more time";
+      throwToPython(errorOf(record, group.identity()));
+    }
+    checkSignals();
+  }
+}
+
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
   const bool only_orders = state_->content.nccl != nullptr && !state_->group->failure();
@@ -212,28 +236,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     if (only_orders) {
       break;
     }
-    const auto ended = [&] {
-      return raising(
-          [&] { return state_->group->wait(*operation, Deadline::after(deadline.remainingMs(kSignalCheckMs))); });
-    };
-    while (!ended()) {
-      if (deadline.expired()) {
-        ErrorRecord record;
-        record.code = ErrorCode::Timeout;
-        record.rank = rank_;
-        record.op = operation->name();
-        record.sequence = operation->settled() ? operation->request().id.sequence : -1;
-        record.dtype = dtypeName(operation->request().descriptor.dtype);
-        record.numel = operation->request().descriptor.numel;
-        record.phase = "wait";
-        record.elapsed_ms = timeout.count();
-        record.summary = operation->label() + " had not ended after the " + std::to_string(timeout.count()) +
-            " ms that wait() was given; it goes on.";
-        record.hint = "wait again, with more time";
-        throwToPython(errorOf(record, state_->group->identity()));
-      }
-      checkSignals();
-    }
+    waitFor(*state_->group, *operation, rank_, timeout, deadline);
   }
   if (!only_orders) {
     state_->finish();

@@ -15,6 +15,10 @@
 
 namespace pycomm {
 
+/// Waits for an operation on behalf of a Work of `rank`; looks for Ctrl-C meanwhile. Throws to Python, also if `deadline` is over, which
+/// `timeout` had made: then the operation goes on.
+void waitFor(Group& group, const Operation& operation, int rank, std::chrono::milliseconds timeout, Deadline deadline);
+
 /// What a call to the backend leaves in the user's hands.
 ///
 /// Holds every tensor that the engine reads or writes until the operations have ended, also when the user drops it before.

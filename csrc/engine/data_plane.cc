@@ -45,6 +45,9 @@ DataPlane::Usage DataPlane::usage() const {
   for (const auto& entry : held_) {
     usage.held_frames += entry.second.size();
   }
+  for (const auto& entry : sends_) {
+    usage.queued_sends += entry.second.waiting.size();
+  }
   usage.shared_links = shared_in_.size() + shared_out_.size();
   usage.staging_nbytes = staging_.takenNbytes();
   usage.protocol = protocol_.usage();
@@ -162,8 +165,13 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   }
   const TimePoint now = Clock::now();
   PYCOMM_FAULT_POINT("frame.header");
-  if (header.kind == static_cast<uint8_t>(Collective::Send)) {
-    if (isLate(peer, header)) {
+  const bool ours = header.group == identity_.hash && header.epoch == identity_.epoch;
+  if (ours && header.op_id == PointToPoint::kAskId) {
+    asked(peer, header);
+    return sink;
+  }
+  if (ours && header.kind == static_cast<uint8_t>(Collective::Send)) {
+    if (isOfPastMessage(peer, header)) {
       return sink;
     }
     hear(peer, header);
@@ -187,6 +195,7 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
       }
       break;
     case Protocol::Verdict::Ignore:
+      beginQueued(peer); // it may have brought room
       break;
   }
   return sink;
@@ -229,7 +238,14 @@ void DataPlane::act() {
         case Protocol::Action::Kind::Send: {
           OutFrame frame;
           frame.header = action.header;
-          push(action.peer, std::move(frame));
+          try {
+            push(action.peer, std::move(frame));
+          } catch (const Error& error) {
+            if (!isQuestion(action.header)) {
+              throw;
+            }
+            askFailed(action.peer, error);
+          }
           break;
         }
         case Protocol::Action::Kind::Pump: {
@@ -258,13 +274,16 @@ void DataPlane::settle(uint64_t op_id) {
   transfers_.erase(found);
   lane_.addBusy(-1);
   protocol_.ended(op_id);
+  messageEnded(finished->operation());
   finished->operation().finish(std::nullopt);
 }
 
 void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
   const auto transfers = std::exchange(transfers_, {});
   const auto unmatched = std::exchange(unmatched_, {});
+  const auto sends = std::exchange(sends_, {});
   const auto without_input = std::exchange(without_input_, {});
+  asks_.clear();
   host_stuck_.clear();
   endFollowed(why);
   lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
@@ -274,6 +293,14 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const T
   }
   for (const auto& entry : unmatched) {
     entry.second->finish(why(*entry.second, nullptr));
+  }
+  for (const auto& entry : sends) {
+    for (const std::shared_ptr<Operation>& message : entry.second.waiting) {
+      if (message != nullptr) {
+        lane_.addBusy(-1);
+        message->finish(why(*message, nullptr));
+      }
+    }
   }
   for (const auto& operation : without_input) {
     operation->finish(why(*operation, nullptr));
@@ -286,6 +313,8 @@ ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* trans
   if (transfer != nullptr) {
     record.bytes_done = transfer->bytesArrived();
     record.bytes_total = transfer->bytesExpected();
+  } else if (operation.request().receives && operation.request().schedule != nullptr) {
+    record.bytes_total = static_cast<int64_t>(operation.request().output.nbytes);
   }
   if (record.phase.empty()) {
     record.phase = transfer != nullptr ? "transfer" : "matching";
@@ -304,12 +333,14 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
+  const Operation* const message = oldestMessage();
+  const bool begun = oldest != transfers_.end();
   if (told == nullptr) {
     // nobody asks
-  } else if (oldest != transfers_.end()) {
+  } else if (begun && (message == nullptr || oldest->second->operation().issuedAt() <= message->issuedAt())) {
     told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
-  } else if (!unmatched_.empty()) {
-    told(errorIn(*unmatched_.begin()->second, nullptr, cause));
+  } else if (message != nullptr) {
+    told(errorIn(*message, nullptr, cause));
   }
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }
@@ -322,7 +353,7 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
         transfers_.begin(), transfers_.end(), [&](const auto& entry) { return (entry.second.get()->*question)(peer); });
   };
   const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
-  const bool due = any(&Transfer::needsFrom);
+  const bool due = any(&Transfer::needsFrom) || (!unmatched_.empty() && point_to_point_.waitingFor(peer) != 0);
   if (suspicion.doubt) {
     events_.doubted(std::move(suspicion.record));
     missSenders(peer);
@@ -335,7 +366,7 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
     notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
     return;
   }
-  if (!any(&Transfer::owes)) {
+  if (!any(&Transfer::owes) && !hasQueued(peer)) {
     // Its link may be on its way, or still bring what is due; but without the broken one it may wait for credit for ever.
     if (due && !suspicion.patient && (port == nullptr || !port->ended)) {
       suspicion.patient = true;

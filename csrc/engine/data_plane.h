@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -89,6 +90,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   struct Usage {
     size_t transfers = 0;
     size_t held_frames = 0;
+    size_t queued_sends = 0; ///< messages that wait for room at their receiver
     size_t staging_nbytes = 0;
     size_t shared_links = 0; ///< open ones, of both directions
     Protocol::Usage protocol;
@@ -162,11 +164,33 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// How long such a link may take.
   static constexpr int kLastLinkMs = 3000;
 
+  /// Messages to one rank that wait for room there, in the order in which they were issued. They are no operations of the protocol
+  /// yet: one that waits costs its Operation and a pointer.
+  struct SendQueue {
+    std::deque<std::shared_ptr<Operation>> waiting; ///< null: the receiver asked for it, and it has begun
+    /// Under way, and perhaps announced before their data: too large to go eagerly, or asked for. Their receiver keeps a note of each.
+    std::unordered_set<uint64_t> announced;
+  };
+
   void begin(std::shared_ptr<Operation> operation);
+  void beginMessage(std::shared_ptr<Operation> operation, bool announced);
   void postPointToPoint(std::shared_ptr<Operation> operation);
+  [[nodiscard]] bool goesEagerly(const Operation& message) const noexcept;
+  [[nodiscard]] bool hasPlace(int peer, const Operation& message) const;
+  void beginQueued(int peer);
+  void messageEnded(const Operation& message);
+  void asked(int peer, const FrameHeader& header);
+  void askForMessages(TimePoint now);
+  void ask(int peer, uint32_t tag);
+  void askFailed(int peer, const Error& error);
+  void missMessagesOf(int left);
+  [[nodiscard]] bool hasQueued(int peer) const noexcept;
+  [[nodiscard]] const Operation* oldestMessage() const noexcept;
+  [[nodiscard]] ErrorRecord noMessage(const Operation& operation, uint64_t ticket) const;
+  [[nodiscard]] static const Operation* firstOf(const SendQueue& queue) noexcept;
   void beginMatched();
   void hear(int peer, const FrameHeader& header);
-  [[nodiscard]] bool isLate(int peer, const FrameHeader& header) const;
+  [[nodiscard]] bool isOfPastMessage(int peer, const FrameHeader& header) const;
   void deliverToSelf();
   void missSenders(int left);
   [[nodiscard]] bool nobodyCanSend() const noexcept;
@@ -198,6 +222,10 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void sayGoodbye(OutPort& port);
   void endIfSaid(OutPort& port);
   void linkBroke(int peer, const Error& error, bool may_be_orderly);
+  void portBroke(OutPort& port, const Error& error);
+  /// Ranks ask each other what they wait in so that an error can name who has not entered it. Nothing else depends on that; but it
+  /// does on a message that is announced.
+  [[nodiscard]] bool isQuestion(const FrameHeader& header) const noexcept;
   void missLeft(int peer, const Transfer& transfer);
   void endReading(InPort& port) noexcept;
   void suspect(int peer, Suspicion suspicion);
@@ -229,7 +257,18 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   StagingPool staging_; ///< before everything that holds its buffers
   PointToPoint point_to_point_;
   std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
-  std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a sender yet, by ticket
+  std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a message yet, by ticket
+  std::map<int, SendQueue> sends_; ///< by receiver
+  /// A receive that has no message asks for it, since that may wait for room which others of its sender take.
+  struct Ask {
+    uint32_t tag;
+    uint64_t ticket; ///< of the oldest receive under it
+    std::chrono::milliseconds pause;
+  };
+  std::multimap<TimePoint, Ask> asks_; ///< one for each tag, by when it is due
+  std::set<uint32_t> asked_tags_; ///< those in asks_
+  std::set<int> cannot_ask_; ///< ranks of which that has been logged
+  std::map<int, std::string> not_entered_; ///< by rank that was asked and had nothing: what it did last
   std::set<std::shared_ptr<Operation>> without_input_; ///< see hold()
   uint64_t next_ticket_ = 1;
   const HostPlane* host_ = nullptr;

@@ -76,7 +76,7 @@ void DataPlane::checkHostDeadlines(TimePoint now) {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
       continue;
     }
-    const PieceFlow* const pieces = operation.request().pieces.get();
+    const PieceFlow* const pieces = operation.request().extras().pieces.get();
     if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
       notice(inputLate(operation, operation.shared().bytes_total, identity_));
       continue;

@@ -22,6 +22,8 @@ constexpr int kLastWordsMs = 1500;
 constexpr int kNewsMs = 50;
 // Operations that expect more than this are not looked for.
 constexpr int64_t kLookNbytes = 256 << 10;
+// Nor is any where more than this are under way.
+constexpr size_t kLookOperations = 64;
 
 } // namespace
 
@@ -39,6 +41,7 @@ void DataPlane::push(int peer, OutFrame frame) {
   }
   OutPort& port = portTo(peer);
   PYCOMM_FAULT_POINT("frame.queued");
+  port.only_asks = port.only_asks && isQuestion(frame.header);
   port.channel.push(std::move(frame));
   if (!port.dirty && !port.waits_for_room) {
     port.dirty = true;
@@ -73,7 +76,7 @@ void DataPlane::flush(OutPort& port) {
     if (error.record().code == ErrorCode::ProtocolViolation) {
       report(port.peer, std::current_exception()); // whoever's turn it was: frames of others are flushed in it, too
     } else {
-      linkBroke(port.peer, error, true);
+      portBroke(port, error);
     }
     endIfSaid(port);
     return;
@@ -102,8 +105,9 @@ void DataPlane::writeReady(OutPort& port) {
     } catch (const Error& error) {
       port.broken = true;
       unwatch(port.watched);
-      if (error.record().code == ErrorCode::ConnectFailed || error.record().code == ErrorCode::ConnectionReset) {
-        linkBroke(port.peer, error, true);
+      if (port.only_asks || error.record().code == ErrorCode::ConnectFailed ||
+          error.record().code == ErrorCode::ConnectionReset) {
+        portBroke(port, error);
       } else {
         report(port.peer, std::make_exception_ptr(Error(refusedBy(port.peer, error.record(), identity_))));
       }
@@ -156,6 +160,9 @@ bool DataPlane::readPort(InPort& port) {
 Loop::Ticker::Look DataPlane::look() noexcept {
   looked_.clear(); // reading may change transfers_
   bool polled = false;
+  if (transfers_.size() > kLookOperations) {
+    return Look::Nothing; // looking for so many costs more than asking the kernel
+  }
   for (const auto& entry : transfers_) {
     if (entry.second->bytesExpected() > kLookNbytes) {
       continue;
@@ -172,6 +179,16 @@ Loop::Ticker::Look DataPlane::look() noexcept {
       }
     }
   }
+  for (int peer = 0; !unmatched_.empty() && peer < identity_.size; ++peer) {
+    const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
+    if (port != nullptr && !port->ended && point_to_point_.waitingFor(peer) != 0) {
+      if (port->shared != nullptr) {
+        polled = true;
+      } else {
+        looked_.push_back(peer);
+      }
+    }
+  }
   for (const int peer : looked_) {
     bool moved = false;
     guarded(peer, [&] { moved = readPort(*in_[static_cast<size_t>(peer)]); });
@@ -180,6 +197,15 @@ Loop::Ticker::Look DataPlane::look() noexcept {
     }
   }
   return looked_.empty() && !polled ? Look::Nothing : Look::NotYet;
+}
+
+// A link on which nothing but questions went is not missed.
+void DataPlane::portBroke(OutPort& port, const Error& error) {
+  if (port.only_asks) {
+    askFailed(port.peer, error);
+  } else {
+    linkBroke(port.peer, error, true);
+  }
 }
 
 void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
@@ -211,7 +237,7 @@ void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
     if (port.connected && (events & (EPOLLERR | EPOLLHUP)) != 0) {
       port.broken = true;
       unwatch(port.watched);
-      linkBroke(peer, Error(ErrorCode::ConnectionReset, "the connection was reset"), true);
+      portBroke(port, Error(ErrorCode::ConnectionReset, "the connection was reset"));
       endIfSaid(port);
       return;
     }
@@ -229,6 +255,7 @@ void DataPlane::peerLeft(int peer) {
   for (const auto& entry : transfers_) {
     missLeft(peer, *entry.second);
   }
+  missMessagesOf(peer);
   missSenders(peer);
 }
 
@@ -277,6 +304,10 @@ void DataPlane::stopPorts() noexcept {
 void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
   if (!failure_ && !transfers_.empty()) {
     notice(leftInTheMiddle(transfers_.begin()->second->operation(), identity_));
+  } else if (
+      const Operation* const message = oldestMessage();
+      !failure_ && message != nullptr && message->request().peer != PointToPoint::kAnyRank) {
+    notice(leftInTheMiddle(*message, identity_));
   }
   closing_ = reason;
   closed_ = std::move(closed);

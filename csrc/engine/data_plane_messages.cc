@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/log.h"
 #include "engine/data_plane.h"
 #include "engine/failure_text.h"
 #include "schedule/make_schedule.h"
@@ -22,27 +23,259 @@ std::shared_ptr<const PreparedSchedule> receiveFrom(int from, int rank, int size
   return prepare(makeSchedule(request));
 }
 
+// When a receive asks for its message: first, and then each time eight times later, to the last.
+constexpr std::chrono::milliseconds kFirstAsk(2);
+constexpr std::chrono::milliseconds kLastAsk(1000);
+// How many tags are asked for in a turn, and how many messages one question brings.
+constexpr size_t kMaxAsks = 256;
+constexpr size_t kMaxWanted = 64;
+
 } // namespace
+
+bool DataPlane::goesEagerly(const Operation& message) const noexcept {
+  return static_cast<int64_t>(message.request().input.nbytes) <= options_.limits.eager_nbytes;
+}
+
+bool DataPlane::hasPlace(int peer, const Operation& message) const {
+  if (!goesEagerly(message)) {
+    const auto queue = sends_.find(peer);
+    return queue == sends_.end() || queue->second.announced.size() < options_.limits.max_ahead / 4;
+  }
+  const std::vector<Edge>& edges = message.request().schedule->outgoing;
+  return protocol_.hasRoom(peer, edges.front().nbytes, edges.front().steps.size());
+}
+
+bool DataPlane::hasQueued(int peer) const noexcept {
+  const auto queue = sends_.find(peer);
+  return queue != sends_.end() && firstOf(queue->second) != nullptr;
+}
+
+const Operation* DataPlane::firstOf(const SendQueue& queue) noexcept {
+  const auto first =
+      std::find_if(queue.waiting.begin(), queue.waiting.end(), [](const auto& message) { return message != nullptr; });
+  return first == queue.waiting.end() ? nullptr : first->get();
+}
+
+// Of those that have not begun.
+const Operation* DataPlane::oldestMessage() const noexcept {
+  const Operation* oldest = unmatched_.empty() ? nullptr : unmatched_.begin()->second.get();
+  for (const auto& entry : sends_) {
+    const Operation* const first = firstOf(entry.second);
+    if (first != nullptr && (oldest == nullptr || first->issuedAt() < oldest->issuedAt())) {
+      oldest = first;
+    }
+  }
+  return oldest;
+}
 
 void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
   const Operation::Request& request = operation->request();
+  const int peer = request.peer;
   if (!request.receives) {
-    const PointToPoint::Name name = point_to_point_.nameSend(request.peer, request.descriptor.tag);
+    const PointToPoint::Name name = point_to_point_.nameSend(peer);
     operation->settle(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
-    begin(std::move(operation));
+    SendQueue& queue = sends_[peer];
+    if (queue.waiting.empty() && hasPlace(peer, *operation)) {
+      const bool announced = !goesEagerly(*operation);
+      beginMessage(std::move(operation), announced);
+      return;
+    }
+    queue.waiting.push_back(std::move(operation));
+    lane_.addBusy(1);
+    if (left_[static_cast<size_t>(peer)]) {
+      missMessagesOf(peer);
+    }
     return;
   }
   const uint64_t ticket = next_ticket_++;
-  const int from = request.peer;
   const uint32_t tag = request.descriptor.tag;
   unmatched_.emplace(ticket, std::move(operation));
   lane_.addBusy(1);
-  point_to_point_.postReceive(ticket, from, tag);
+  point_to_point_.postReceive(ticket, peer, tag);
   beginMatched();
+  if (unmatched_.count(ticket) == 0) {
+    return;
+  }
+  if (asked_tags_.insert(tag).second) {
+    asks_.emplace(Clock::now() + kFirstAsk, Ask{tag, ticket, kFirstAsk});
+  }
+  if (peer != PointToPoint::kAnyRank && left_[static_cast<size_t>(peer)]) {
+    missMessagesOf(peer);
+  }
   const auto left = std::find(left_.begin(), left_.end(), true);
-  if (!unmatched_.empty() && left != left_.end()) {
+  if (left != left_.end()) {
     missSenders(static_cast<int>(left - left_.begin()));
   }
+}
+
+void DataPlane::beginMessage(std::shared_ptr<Operation> operation, bool announced) {
+  const Operation::Request& request = operation->request();
+  if (announced) {
+    sends_[request.peer].announced.insert(request.id.id);
+  }
+  begin(std::move(operation));
+}
+
+void DataPlane::messageEnded(const Operation& message) {
+  const Operation::Request& request = message.request();
+  if (request.descriptor.kind != Collective::Send || request.receives) {
+    return;
+  }
+  const auto queue = sends_.find(request.peer);
+  if (queue != sends_.end() && queue->second.announced.erase(request.id.id) != 0) {
+    beginQueued(request.peer);
+  }
+}
+
+void DataPlane::beginQueued(int peer) {
+  const auto queue = sends_.find(peer);
+  if (queue == sends_.end()) {
+    return;
+  }
+  std::deque<std::shared_ptr<Operation>>& waiting = queue->second.waiting;
+  while (!waiting.empty() && (waiting.front() == nullptr || hasPlace(peer, *waiting.front())) && !protocol_.failed()) {
+    std::shared_ptr<Operation> next = std::move(waiting.front());
+    waiting.pop_front();
+    if (next != nullptr) {
+      lane_.addBusy(-1);
+      const bool announced = !goesEagerly(*next);
+      beginMessage(std::move(next), announced);
+    }
+  }
+}
+
+// A receiver waits for messages under a tag. If some are queued here they go before what fills its pool: they are announced, and it
+// gives them credit. It is answered in any case, and nothing of the question is kept.
+void DataPlane::asked(int peer, const FrameHeader& header) {
+  if (header.type == FrameType::NotEntered) {
+    not_entered_[peer] = Protocol::lastText(header);
+    return;
+  }
+  std::vector<std::shared_ptr<Operation>> wanted;
+  const auto queue = sends_.find(peer);
+  if (queue != sends_.end()) {
+    const size_t announced = queue->second.announced.size();
+    const size_t room = options_.limits.max_ahead / 2;
+    const size_t most = announced < room ? std::min(kMaxWanted, room - announced) : 1; // one it has a receive for
+    for (std::shared_ptr<Operation>& message : queue->second.waiting) {
+      if (message != nullptr && message->request().descriptor.tag == header.tag) {
+        wanted.push_back(std::move(message));
+        if (wanted.size() == most) {
+          break;
+        }
+      }
+    }
+  }
+  lane_.addBusy(-static_cast<int>(wanted.size()));
+  for (std::shared_ptr<Operation>& message : wanted) {
+    beginMessage(std::move(message), true);
+  }
+  if (wanted.empty()) {
+    protocol_.answerNotEntered(peer, PointToPoint::kAskId);
+    act();
+  }
+}
+
+void DataPlane::ask(int peer, uint32_t tag) {
+  OutFrame frame;
+  frame.header.type = FrameType::Waiting;
+  frame.header.group = identity_.hash;
+  frame.header.epoch = identity_.epoch;
+  frame.header.op_id = PointToPoint::kAskId;
+  frame.header.kind = static_cast<uint8_t>(Collective::Send);
+  frame.header.root = peer;
+  frame.header.tag = tag;
+  try {
+    push(peer, std::move(frame));
+  } catch (const Error& error) {
+    askFailed(peer, error);
+  }
+}
+
+void DataPlane::askForMessages(TimePoint now) {
+  for (size_t asked = 0; !asks_.empty() && asks_.begin()->first <= now; ++asked) {
+    Ask due = asks_.begin()->second;
+    if (asked == kMaxAsks) {
+      auto late = asks_.extract(asks_.begin());
+      late.key() = now + kFirstAsk;
+      asks_.insert(std::move(late));
+      return;
+    }
+    asks_.erase(asks_.begin());
+    const auto waiting = point_to_point_.waitingUnder(due.tag);
+    if (waiting.empty()) {
+      asked_tags_.erase(due.tag);
+      continue;
+    }
+    const uint64_t oldest = std::min_element(waiting.begin(), waiting.end(), [](const auto& a, const auto& b) {
+                              return a.second < b.second;
+                            })->second;
+    const bool waits_long = oldest == due.ticket;
+    due.pause = waits_long ? std::min(due.pause * 8, kLastAsk) : kFirstAsk;
+    due.ticket = oldest;
+    asks_.emplace(now + due.pause, due);
+    for (const auto& receive : waiting) {
+      for (int peer = 0; waits_long && peer < identity_.size; ++peer) {
+        // A receive from any rank asks only those that have sent something: no link is opened for it.
+        const bool may_have = receive.first == peer ||
+            (receive.first == PointToPoint::kAnyRank && in_[static_cast<size_t>(peer)] != nullptr);
+        if (may_have && !left_[static_cast<size_t>(peer)]) {
+          ask(peer, due.tag);
+        }
+      }
+    }
+  }
+}
+
+bool DataPlane::isQuestion(const FrameHeader& header) const noexcept {
+  const bool announces = header.kind == static_cast<uint8_t>(Collective::Send) && header.root == identity_.rank;
+  return header.type == FrameType::NotEntered || (header.type == FrameType::Waiting && !announces);
+}
+
+void DataPlane::askFailed(int peer, const Error& error) {
+  if (!cannot_ask_.insert(peer).second) {
+    return;
+  }
+  log(LogLevel::Info,
+      "group " + identity_.name + ": rank " + std::to_string(peer) +
+          " cannot be asked what it waits in: " + error.record().summary);
+}
+
+// The peer has left. What is queued for it will not leave here; what is due from it may still be on a link.
+void DataPlane::missMessagesOf(int left) {
+  const auto queue = sends_.find(left);
+  const Operation* const queued = queue == sends_.end() ? nullptr : firstOf(queue->second);
+  if (queued != nullptr) {
+    notice(peerLeftUs(left, *queued, identity_));
+    return;
+  }
+  const auto receive = std::find_if(
+      unmatched_.begin(), unmatched_.end(), [&](const auto& entry) { return entry.second->request().peer == left; });
+  if (receive == unmatched_.end()) {
+    return;
+  }
+  const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(left)];
+  if (port != nullptr && port->ended) {
+    notice(peerLeftUs(left, *receive->second, identity_));
+  } else if (port == nullptr) {
+    const TimePoint due = Clock::now() + std::chrono::milliseconds(kLastLinkMs);
+    suspicions_.emplace(left, Suspicion{peerLeftUs(left, *receive->second, identity_), due, true});
+  }
+}
+
+ErrorRecord DataPlane::noMessage(const Operation& operation, uint64_t ticket) const {
+  const Operation::Request& request = operation.request();
+  const auto waiting = point_to_point_.waitingUnder(request.descriptor.tag);
+  const bool after_any = waiting.front().first == PointToPoint::kAnyRank && waiting.front().second < ticket;
+  if (request.peer == PointToPoint::kAnyRank || after_any) {
+    return unmatched(operation, identity_);
+  }
+  std::optional<Protocol::Missing> missing;
+  const auto said = not_entered_.find(request.peer);
+  if (said != not_entered_.end()) {
+    missing = Protocol::Missing{request.peer, said->second};
+  }
+  return timedOut(operation, 0, static_cast<int64_t>(request.output.nbytes), request.peer, missing, identity_);
 }
 
 // A receive from any rank can still be served as long as anyone is there, or a link may bring what was sent before its sender left: a
@@ -79,6 +312,9 @@ bool DataPlane::nobodyCanSend() const noexcept {
 void DataPlane::beginMatched() {
   for (const PointToPoint::Match& match : point_to_point_.takeMatches()) {
     const auto found = unmatched_.find(match.ticket);
+    if (found == unmatched_.end()) {
+      continue; // it has ended, with the group
+    }
     std::shared_ptr<Operation> operation = std::move(found->second);
     unmatched_.erase(found);
     lane_.addBusy(-1);
@@ -92,25 +328,25 @@ void DataPlane::beginMatched() {
   }
 }
 
-// The receiver of a message looks at it before the protocol does: if a receive from any rank waits for it, the operation is posted by
-// the time the protocol sees the frame, and the payload goes straight to its place.
+// The receiver of a message looks at it before the protocol does: if a receive waits for it, the operation is posted by the time the
+// protocol sees the frame, and the payload goes straight to its place.
 void DataPlane::hear(int peer, const FrameHeader& header) {
   const bool announces = header.type == FrameType::Data || header.type == FrameType::Waiting;
-  const bool ours = header.group == identity_.hash && header.epoch == identity_.epoch;
-  if (announces && ours && header.root == peer &&
+  const bool first = transfers_.count(header.op_id) == 0 && !protocol_.hasHeardOf(header.op_id);
+  if (announces && first && header.root == peer &&
       (peer != identity_.rank || (header.op_id & PointToPoint::kSelfBit) != 0)) {
-    point_to_point_.heard(peer, header.tag, header.digest);
+    not_entered_.erase(peer);
+    point_to_point_.heard(peer, header.tag, PointToPoint::Name{header.op_id, header.digest});
     beginMatched();
   }
 }
 
-bool DataPlane::isLate(int peer, const FrameHeader& header) const {
-  if (header.type != FrameType::Waiting || transfers_.count(header.op_id) != 0) {
-    return false;
-  }
-  const bool sending =
+// What the receiver of a message said when that had left here already.
+bool DataPlane::isOfPastMessage(int peer, const FrameHeader& header) const {
+  const bool reply = header.type == FrameType::Waiting || header.type == FrameType::Credit;
+  const bool mine =
       peer == identity_.rank ? (header.op_id & PointToPoint::kSelfBit) == 0 : header.root == identity_.rank;
-  return point_to_point_.isPast(sending, peer, header.tag, header.digest);
+  return reply && mine && transfers_.count(header.op_id) == 0 && point_to_point_.hasSent(peer, header.digest);
 }
 
 void DataPlane::deliverToSelf() {

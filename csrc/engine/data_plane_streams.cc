@@ -15,6 +15,11 @@ namespace pycomm {
 
 OutPort& DataPlane::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
+  if (port != nullptr && port->broken && port->only_asks) { // it broke when nothing needed it
+    shared_out_.erase(std::remove(shared_out_.begin(), shared_out_.end(), port.get()), shared_out_.end());
+    dirty_.erase(std::remove(dirty_.begin(), dirty_.end(), port.get()), dirty_.end());
+    port = nullptr;
+  }
   if (port == nullptr) {
     try {
       std::unique_ptr<SharedLink> through_memory = startShared(peer);

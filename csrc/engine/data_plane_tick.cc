@@ -62,6 +62,9 @@ TimePoint DataPlane::nextTick() const noexcept {
   for (const auto& entry : suspicions_) {
     next = std::min(next, entry.second.due);
   }
+  if (!asks_.empty()) {
+    next = std::min(next, asks_.begin()->first);
+  }
   return next;
 }
 
@@ -89,10 +92,20 @@ void DataPlane::checkDeadlines(TimePoint now) {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }
   }
+  for (const auto& entry : sends_) {
+    for (const std::shared_ptr<Operation>& message : entry.second.waiting) {
+      const Deadline deadline = message == nullptr ? Deadline::never() : message->request().deadline;
+      if (deadline.expired(now)) {
+        notice(timedOut(*message, 0, 0, entry.first, std::nullopt, identity_));
+      } else {
+        next_deadline_ = std::min(next_deadline_, deadline.instant());
+      }
+    }
+  }
   for (const auto& entry : unmatched_) {
     const Deadline deadline = entry.second->request().deadline;
     if (deadline.expired(now)) {
-      notice(unmatched(*entry.second, identity_));
+      notice(noMessage(*entry.second, entry.first));
     } else {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }
@@ -113,6 +126,7 @@ void DataPlane::tick(TimePoint now) noexcept {
   guarded(-1, [&] {
     protocol_.tick(now);
     act();
+    askForMessages(now);
     checkDeadlines(now);
     std::vector<std::pair<int, Suspicion>> due;
     for (auto at = suspicions_.begin(); at != suspicions_.end();) {

@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/fork_guard.h"
@@ -51,14 +52,19 @@ std::shared_ptr<SharedHeap> Engine::heap() {
 std::shared_ptr<const SharedArena> Engine::heapOf(const std::string& name, const std::function<UniqueFd()>& ask) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (auto known = mapped_heaps_[name].lock()) {
-      return known;
+    const auto known = mapped_heaps_.find(name);
+    if (auto heap = known == mapped_heaps_.end() ? nullptr : known->second.lock()) {
+      return heap;
     }
   }
   SharedArena mapped = SharedArena::attach(ask(), std::nullopt); // waits for the other process, so without the lock
   mapped.closeFd();
   auto made = std::make_shared<const SharedArena>(std::move(mapped));
   const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto at = mapped_heaps_.begin();
+       at != mapped_heaps_.end();) { // processes that have gone are not asked for again
+    at = at->second.expired() ? mapped_heaps_.erase(at) : std::next(at);
+  }
   mapped_heaps_[name] = made;
   return made;
 }

@@ -26,6 +26,12 @@ bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
       a.pipeline_frames == b.pipeline_frames;
 }
 
+bool hasExtras(const Group::Call& call) {
+  return call.schedule.codec != Codec::None || !call.input_parts.empty() || !call.output_parts.empty() ||
+      call.schedule.reduce_op == ReduceOp::PremulSum || call.lost.ptr != nullptr || call.input_encoded ||
+      call.output_encoded;
+}
+
 } // namespace
 
 Group::~Group() {
@@ -154,16 +160,19 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   request.descriptor =
       Descriptor::of(call.schedule, call.schedule.algorithm); // which algorithm it is, is settled below
   request.descriptor.tag = call.tag;
-  request.codec_counters = call.schedule.codec == Codec::None ? nullptr : codec_counters_;
   request.input = call.input;
   request.output = call.output;
-  request.input_parts = call.input_parts;
-  request.output_parts = call.output_parts;
   request.deadline = call.deadline;
-  request.premul_factor = call.premul_factor;
-  request.lost = call.lost;
-  request.input_encoded = call.input_encoded;
-  request.output_encoded = call.output_encoded;
+  if (hasExtras(call)) {
+    Operation::Request::Extras& extras = request.extras();
+    extras.codec_counters = call.schedule.codec == Codec::None ? nullptr : codec_counters_;
+    extras.input_parts = call.input_parts;
+    extras.output_parts = call.output_parts;
+    extras.premul_factor = call.premul_factor;
+    extras.lost = call.lost;
+    extras.input_encoded = call.input_encoded;
+    extras.output_encoded = call.output_encoded;
+  }
   if (servedByHost(call.schedule)) {
     return startOnHost(std::move(request), call);
   }
@@ -176,7 +185,8 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
       PieceFlow::Operand output{call.output.nbytes, PieceFlow::kPlain};
       input.encoded_part = call.input_encoded ? call.schedule.numel : PieceFlow::kPlain;
       output.encoded_part = call.output_encoded ? call.schedule.numel : PieceFlow::kPlain;
-      request.pieces = PieceFlow::ofSchedule(*request.schedule, input, output, call.input.ptr == call.output.ptr);
+      request.extras().pieces =
+          PieceFlow::ofSchedule(*request.schedule, input, output, call.input.ptr == call.output.ptr);
     }
   }
   auto operation = std::make_shared<Operation>(std::move(request));
@@ -196,14 +206,14 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
   checkRequest(ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
   if (call.held && call.in_pieces) {
-    request.pieces = HostTransfer::piecesOf(request.descriptor, identity_.size);
+    request.extras().pieces = HostTransfer::piecesOf(request.descriptor, identity_.size);
   }
   std::shared_ptr<Operation> operation;
   const auto make = [&] {
     request.id = takeOperationId(counter_, identity_.hash);
     auto made = std::make_shared<Operation>(std::move(request));
     made->setMark(recorded(*made));
-    made->shared().held.store(call.held, std::memory_order_relaxed);
+    made->makeShared().held.store(call.held, std::memory_order_relaxed);
     return made;
   };
   if (!host_->post(std::cref(make), call.waits, operation)) {
@@ -216,7 +226,7 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->done()) {
     return; // with the group, which the engine may not have outlived
   }
-  if (PieceFlow* const flow = operation->request().pieces.get()) {
+  if (PieceFlow* const flow = operation->request().extras().pieces.get()) {
     flow->arrive(std::min(pieces, flow->arriving().size()));
   }
   if (operation->shared().ticket != 0) {

@@ -75,7 +75,7 @@ class Group : public std::enable_shared_from_this<Group> {
     /// first value; `output` shall, of an all_reduce, get the result as it travels.
     bool input_encoded = false;
     bool output_encoded = false;
-    /// Of a held one: it may begin when the first pieces of its input have come. How it is cut is in its Operation::request().pieces, if
+    /// Of a held one: it may begin when the first pieces of its input have come. How it is cut is in its Operation::request(), if
     /// it is large enough to be cut. `input` and `output` are the same memory, or do not overlap.
     bool in_pieces = false;
   };

@@ -82,7 +82,7 @@ bool HostPlane::post(
     if (over_) {
       return false;
     }
-    made->shared().ticket = ++last_ticket_;
+    made->makeShared().ticket = ++last_ticket_;
     made->shared().bytes_total = bytesOf(made->request().descriptor);
     recent_[recent_count_++ % recent_.size()] = made;
     pending_.fetch_add(1, std::memory_order_seq_cst);

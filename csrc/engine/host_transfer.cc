@@ -128,20 +128,20 @@ bool HostTransfer::allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t c
 
 const std::byte* HostTransfer::inputPart(int of) const noexcept {
   const Operation::Request& request = operation_->request();
-  return request.input_parts.empty() ? request.input.ptr + static_cast<size_t>(of * numel_) * element_nbytes_
-                                     : request.input_parts[static_cast<size_t>(of)].ptr;
+  return request.extras().input_parts.empty() ? request.input.ptr + static_cast<size_t>(of * numel_) * element_nbytes_
+                                              : request.extras().input_parts[static_cast<size_t>(of)].ptr;
 }
 
 std::byte* HostTransfer::outputPart(int of) const noexcept {
   const Operation::Request& request = operation_->request();
-  return request.output_parts.empty() ? request.output.ptr + static_cast<size_t>(of * numel_) * element_nbytes_
-                                      : request.output_parts[static_cast<size_t>(of)].ptr;
+  return request.extras().output_parts.empty() ? request.output.ptr + static_cast<size_t>(of * numel_) * element_nbytes_
+                                               : request.extras().output_parts[static_cast<size_t>(of)].ptr;
 }
 
 void HostTransfer::give(std::byte* to, const std::byte* from, int64_t numel) const {
   const Operation::Request& request = operation_->request();
   if (scales_) {
-    scale(request.descriptor.dtype, to, from, static_cast<size_t>(numel), request.premul_factor);
+    scale(request.descriptor.dtype, to, from, static_cast<size_t>(numel), request.extras().premul_factor);
   } else {
     copyBytes(to, from, static_cast<size_t>(numel) * element_nbytes_);
   }
@@ -250,7 +250,7 @@ bool HostTransfer::mayStage(uint64_t& blocked) const noexcept {
   if (staged_ == rounds_) {
     return false;
   }
-  const PieceFlow* const pieces = operation_->request().pieces.get();
+  const PieceFlow* const pieces = operation_->request().extras().pieces.get();
   if (pieces != nullptr && pieces->arrived() < pieces->neededInRound(staged_)) {
     return false; // whoever releases it rings
   }
@@ -370,7 +370,7 @@ void HostTransfer::collect() {
   } else if (kind_ == Collective::Broadcast && request.descriptor.root != view_.rank) {
     copyBytes(request.output.ptr + at, view_.stage(request.descriptor.root, round), nbytes);
   }
-  if (PieceFlow* const pieces = operation_->request().pieces.get()) {
+  if (PieceFlow* const pieces = operation_->request().extras().pieces.get()) {
     pieces->roundEnded(collected_);
   }
   ++collected_;

@@ -23,8 +23,8 @@ void HostTransfer::publish(HostSlot& slot) {
   slot.input_place = slot.output_place = 0;
   published_ = {};
   const Operation::Request& request = operation_->request();
-  if (heap_ == nullptr || view_.heaps == nullptr || rounds_ == 0 || !request.input_parts.empty() ||
-      request.pieces != nullptr) { // whose bytes come later
+  if (heap_ == nullptr || view_.heaps == nullptr || rounds_ == 0 || !request.extras().input_parts.empty() ||
+      request.extras().pieces != nullptr) { // whose bytes come later
     return;
   }
   const bool sends = kind_ != Collective::Broadcast || request.descriptor.root == view_.rank;

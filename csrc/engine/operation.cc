@@ -1,8 +1,35 @@
 #include "engine/operation.h"
 
+#include <array>
+#include <condition_variable>
+#include <mutex>
 #include <utility>
 
 namespace pycomm {
+namespace {
+
+/// Where threads wait for operations to end. Operations at addresses that fall together share one; a waiter looks at its own again.
+struct WaitingRoom {
+  std::mutex mutex; ///< guards what Operation says of its members
+  std::condition_variable ended;
+};
+
+WaitingRoom& roomOf(const Operation* operation) noexcept {
+  static auto& rooms = *new std::array<WaitingRoom, 64>; // never destroyed: native threads may outlive static objects
+  return rooms[mix64(reinterpret_cast<uintptr_t>(operation)) % rooms.size()];
+}
+
+} // namespace
+
+const Operation::Request::Extras& Operation::Request::extras() const noexcept {
+  static const Extras none;
+  return extras_ ? *extras_ : none;
+}
+
+Operation::Shared& Operation::shared() const noexcept {
+  static Shared none; // ticket 0; nobody writes to it
+  return shared_ ? *shared_ : none;
+}
 
 void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index) {
   request_.id = id;
@@ -30,24 +57,26 @@ std::string Operation::label() const {
 }
 
 bool Operation::wait(Deadline deadline) const {
-  std::unique_lock<std::mutex> lock(mutex_);
+  WaitingRoom& room = roomOf(this);
+  std::unique_lock<std::mutex> lock(room.mutex);
   if (deadline.isNever()) {
-    ended_.wait(lock, [&] { return done(); });
+    room.ended.wait(lock, [&] { return done(); });
     return true;
   }
-  return ended_.wait_until(lock, deadline.instant(), [&] { return done(); });
+  return room.ended.wait_until(lock, deadline.instant(), [&] { return done(); });
 }
 
 std::optional<ErrorRecord> Operation::error() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return error_;
+  const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
+  return error_ ? std::optional<ErrorRecord>(*error_) : std::nullopt;
 }
 
 void Operation::onDone(std::function<void()> listener) {
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
     if (!done()) {
-      listeners_.push_back(std::move(listener));
+      listeners_ = listeners_ ? std::move(listeners_) : std::make_unique<std::vector<std::function<void()>>>();
+      listeners_->push_back(std::move(listener));
       return;
     }
   }
@@ -55,21 +84,23 @@ void Operation::onDone(std::function<void()> listener) {
 }
 
 void Operation::finish(std::optional<ErrorRecord> error) {
-  std::vector<std::function<void()>> listeners;
+  std::unique_ptr<std::vector<std::function<void()>>> listeners;
+  WaitingRoom& room = roomOf(this);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(room.mutex);
     if (done()) {
       return;
     }
     mark_.ended(error);
-    error_ = std::move(error);
+    error_ = error ? std::make_unique<const ErrorRecord>(*std::move(error)) : nullptr;
     done_.store(true, std::memory_order_release);
-    listeners.swap(listeners_);
-    // Under the lock: a waiter that returns may destroy the operation, and with it the condition.
-    ended_.notify_all();
+    listeners = std::move(listeners_);
   }
-  for (const auto& listener : listeners) {
-    listener();
+  room.ended.notify_all(); // a waiter that has returned may have destroyed the operation
+  if (listeners != nullptr) {
+    for (const auto& listener : *listeners) {
+      listener();
+    }
   }
 }
 

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,18 +29,30 @@ class Operation {
     std::shared_ptr<const PreparedSchedule> schedule;
     ConstBufferView input;
     BufferView output;
-    std::vector<ConstBufferView> input_parts; ///< instead of `input`: a buffer for each rank's part, in rank order
-    std::vector<BufferView> output_parts; ///< instead of `output`
     Deadline deadline = Deadline::never();
-    double premul_factor = 1.0;
-    BufferView lost; ///< see Group::Call
-    bool input_encoded = false; ///< see Group::Call, as the next
-    bool output_encoded = false;
-    std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins
-    std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
+    /// What few operations have, so that one that only waits for its turn is small: a program may have a million sends under way.
+    struct Extras {
+      std::vector<ConstBufferView> input_parts; ///< instead of `input`: a buffer for each rank's part, in rank order
+      std::vector<BufferView> output_parts; ///< instead of `output`
+      double premul_factor = 1.0;
+      BufferView lost; ///< see Group::Call
+      bool input_encoded = false; ///< see Group::Call, as the next
+      bool output_encoded = false;
+      std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins
+      std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
+    };
+    /// To read: the defaults if there are none. To write: they are made.
+    [[nodiscard]] const Extras& extras() const noexcept;
+    [[nodiscard]] Extras& extras() {
+      extras_ = extras_ ? std::move(extras_) : std::make_unique<Extras>();
+      return *extras_;
+    }
     // Point-to-point. Both sides have the descriptor of the send, so that they can be compared.
     bool receives = false;
     int peer = -1; ///< as asked; PointToPoint::kAnyRank for a receive from any rank
+
+   private:
+    std::unique_ptr<Extras> extras_;
   };
 
   explicit Operation(Request request)
@@ -69,12 +79,12 @@ class Operation {
     std::atomic<int64_t> bytes_done{0};
     std::atomic<bool> held{false}; ///< its input is not there yet (Group::Call::held)
   };
-  [[nodiscard]] Shared& shared() noexcept {
-    return shared_;
+  /// To write: is made if there is none, before others have the operation. To read: of another way, as if it had ticket 0.
+  [[nodiscard]] Shared& makeShared() {
+    shared_ = shared_ ? std::move(shared_) : std::make_unique<Shared>();
+    return *shared_;
   }
-  [[nodiscard]] const Shared& shared() const noexcept {
-    return shared_;
-  }
+  [[nodiscard]] Shared& shared() const noexcept;
 
   /// Its place in the flight log. Set once, before the lane has it.
   void setMark(FlightLog::Mark mark) noexcept {
@@ -109,12 +119,11 @@ class Operation {
   std::atomic<bool> settled_;
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
-  Shared shared_;
-  mutable std::mutex mutex_; ///< guards all below
-  mutable std::condition_variable ended_;
-  std::atomic<bool> done_{false}; ///< written under mutex_, read without
-  std::optional<ErrorRecord> error_;
-  std::vector<std::function<void()>> listeners_;
+  std::unique_ptr<Shared> shared_;
+  // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes.
+  std::atomic<bool> done_{false}; ///< written with the mutex held, read without
+  std::unique_ptr<const ErrorRecord> error_;
+  std::unique_ptr<std::vector<std::function<void()>>> listeners_;
 };
 
 } // namespace pycomm

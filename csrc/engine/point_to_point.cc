@@ -1,86 +1,83 @@
 #include "engine/point_to_point.h"
 
-#include "engine/issue_context.h"
-
 namespace pycomm {
 namespace {
 
-uint64_t countOf(const std::map<std::pair<int, uint32_t>, uint64_t>& counts, int peer, uint32_t tag) {
-  const auto found = counts.find({peer, tag});
-  return found == counts.end() ? 0 : found->second;
+template <typename Queues>
+auto takeFirst(Queues& queues, typename Queues::iterator at) {
+  auto first = std::move(at->second.front());
+  at->second.pop_front();
+  if (at->second.empty()) {
+    queues.erase(at);
+  }
+  return first;
 }
 
 } // namespace
 
-PointToPoint::Name PointToPoint::name(int from, int to, uint32_t tag, uint64_t count) const {
-  const uint64_t ranks = (static_cast<uint64_t>(from) << 32) | static_cast<uint32_t>(to);
-  const uint64_t edge = mix64(mix64(ranks) ^ ((uint64_t{tag} << 32) | group_));
+PointToPoint::Name PointToPoint::nameSend(int to) {
+  const uint64_t count = sends_[static_cast<size_t>(to)]++;
+  const uint64_t ranks = (static_cast<uint64_t>(rank_) << 32) | static_cast<uint32_t>(to);
+  const uint64_t edge = mix64(mix64(ranks) ^ group_);
   Name name;
   name.id = (mix64(edge + count) | kDerivedIdBit) & ~kSelfBit;
   name.index = static_cast<uint32_t>(count);
   return name;
 }
 
-PointToPoint::Name PointToPoint::nameSend(int to, uint32_t tag) {
-  return name(rank_, to, tag, sends_[{to, tag}]++);
+bool PointToPoint::hasSent(int to, uint32_t index) const noexcept {
+  return static_cast<int32_t>(index - static_cast<uint32_t>(sends_[static_cast<size_t>(to)])) < 0;
 }
 
 void PointToPoint::postReceive(uint64_t ticket, int from, uint32_t tag) {
-  posted_[tag].push_back(Posted{ticket, from});
-  serve(tag);
-}
-
-bool PointToPoint::isPast(bool sending, int peer, uint32_t tag, uint32_t index) const {
-  const uint64_t next = countOf(sending ? sends_ : receives_, peer, tag);
-  return static_cast<int32_t>(index - static_cast<uint32_t>(next)) < 0;
-}
-
-void PointToPoint::heard(int from, uint32_t tag, uint32_t index) {
-  if (isPast(false, from, tag, index)) {
+  Tag& under = tags_[tag];
+  auto first = under.messages.end();
+  for (auto at = under.messages.begin(); at != under.messages.end(); ++at) {
+    const bool fits = from == kAnyRank || from == at->first;
+    if (fits && (first == under.messages.end() || at->second.front().order < first->second.front().order)) {
+      first = at;
+    }
+  }
+  if (first == under.messages.end()) {
+    under.receives[from].push_back(ticket);
+    if (from != kAnyRank) {
+      ++receives_[static_cast<size_t>(from)];
+    }
     return;
   }
-  if (heard_.emplace(std::make_tuple(tag, from, index), heard_count_).second) {
-    ++heard_count_;
-    serve(tag);
+  const int sender = first->first;
+  matches_.push_back(Match{ticket, sender, takeFirst(under.messages, first).name});
+  if (under.messages.empty() && under.receives.empty()) {
+    tags_.erase(tag);
   }
 }
 
-int PointToPoint::firstHeard(uint32_t tag) const {
-  int first = kAnyRank;
-  uint64_t order = heard_count_;
-  for (int from = 0; from < size_; ++from) {
-    const auto found = heard_.find({tag, from, static_cast<uint32_t>(countOf(receives_, from, tag))});
-    if (found != heard_.end() && found->second < order) {
-      order = found->second;
-      first = from;
-    }
-  }
-  return first;
-}
-
-void PointToPoint::serve(uint32_t tag) {
-  const auto queue = posted_.find(tag);
-  if (queue == posted_.end()) {
+void PointToPoint::heard(int from, uint32_t tag, Name name) {
+  Tag& under = tags_[tag];
+  const auto own = under.receives.find(from);
+  const auto any = under.receives.find(kAnyRank);
+  const auto none = under.receives.end();
+  if (own == none && any == none) {
+    under.messages[from].push_back(Message{heard_count_++, name});
     return;
   }
-  while (!queue->second.empty()) {
-    const Posted next = queue->second.front();
-    const int from = next.from == kAnyRank ? firstHeard(tag) : next.from;
-    if (from == kAnyRank) {
-      return;
-    }
-    queue->second.pop_front();
-    Match match;
-    match.ticket = next.ticket;
-    match.from = from;
-    match.name = name(from, rank_, tag, receives_[{from, tag}]++);
-    heard_.erase({tag, from, match.name.index});
-    if (from == rank_) {
-      match.name.id |= kSelfBit;
-    }
-    matches_.push_back(match);
+  const bool takes_own = own != none && (any == none || own->second.front() < any->second.front());
+  receives_[static_cast<size_t>(from)] -= takes_own ? 1 : 0;
+  matches_.push_back(Match{takeFirst(under.receives, takes_own ? own : any), from, name});
+  if (under.messages.empty() && under.receives.empty()) {
+    tags_.erase(tag);
   }
-  posted_.erase(queue);
+}
+
+std::vector<std::pair<int, uint64_t>> PointToPoint::waitingUnder(uint32_t tag) const {
+  std::vector<std::pair<int, uint64_t>> ranks;
+  const auto under = tags_.find(tag);
+  if (under != tags_.end()) {
+    for (const auto& entry : under->second.receives) {
+      ranks.emplace_back(entry.first, entry.second.front());
+    }
+  }
+  return ranks;
 }
 
 } // namespace pycomm

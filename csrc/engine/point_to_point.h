@@ -3,21 +3,24 @@
 #include <cstdint>
 #include <deque>
 #include <map>
-#include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "engine/issue_context.h"
 
 namespace pycomm {
 
 /// Finds out which send a receive belongs to, and gives both the same operation id; without I/O. Afterwards they are an ordinary
 /// operation of two ranks: matching, credits and execution treat them like any other.
 ///
-/// The k-th send from a to b under a tag belongs to the k-th receive from a under that tag on b, whatever order the bytes arrive in.
-/// A receive from any rank takes the message that was heard of first; receives under one tag are served in the order in which they
-/// were posted, so a later receive from a certain rank waits until an earlier one from any rank has its message (MPI's rule: messages
-/// do not overtake each other). Example, tag 7 on rank 2: recv(any), recv(0) posted; a message from 0 is heard of: it goes to
-/// recv(any), and recv(0) is for the next one from 0.
+/// The sender numbers its messages to each rank, whatever their tags, and the number makes the id. A receive has no id until a message
+/// for it is heard of. A message takes the first receive posted that fits its sender and tag; a receive takes the first message heard
+/// of that fits. All frames of a rank come on one link, and a message is announced when it is begun, so under one tag the k-th send
+/// from a to b belongs to the k-th receive from a on b (MPI's rule: messages do not overtake each other). Example, tag 7 on rank 2:
+/// recv(any), recv(0) posted; a message from 0 is heard of: it goes to recv(any), and recv(0) is for the next one from 0.
 ///
+/// What is kept is a number for each rank, and what waits: a tag that nobody waits under costs nothing.
 /// Thread: the lane's.
 class PointToPoint {
  public:
@@ -26,7 +29,7 @@ class PointToPoint {
   /// A send's and its receive's common name.
   struct Name {
     uint64_t id = 0;
-    uint32_t index = 0; ///< how many came before it under its tag between its ranks, modulo 2^32
+    uint32_t index = 0; ///< how many messages its sender had for that rank before, modulo 2^32
   };
   struct Match {
     uint64_t ticket = 0;
@@ -34,43 +37,53 @@ class PointToPoint {
     Name name;
   };
 
-  PointToPoint(int rank, int size, uint32_t group) : rank_(rank), size_(size), group_(group) {}
+  PointToPoint(int rank, int size, uint32_t group)
+      : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size), 0) {}
 
-  [[nodiscard]] Name nameSend(int to, uint32_t tag);
-  /// `ticket` comes back in a Match; `from` may be kAnyRank.
+  [[nodiscard]] Name nameSend(int to);
+  /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
   void postReceive(uint64_t ticket, int from, uint32_t tag);
-  /// A frame of that send has arrived.
-  void heard(int from, uint32_t tag, uint32_t index);
-  /// Receives whose sender is known now, in the order in which they were posted under their tags.
+  /// The first frame of that message has arrived.
+  void heard(int from, uint32_t tag, Name name);
+  /// Receives whose message is known now.
   [[nodiscard]] std::vector<Match> takeMatches() {
     return std::exchange(matches_, {});
   }
-  /// Whether a frame about this message is late: it was named here before. `sending`: this rank is the sender.
-  [[nodiscard]] bool isPast(bool sending, int peer, uint32_t tag, uint32_t index) const;
+  /// This rank has named that message to `to` already, so if it is not under way it has ended.
+  [[nodiscard]] bool hasSent(int to, uint32_t index) const noexcept;
+  /// Tags under which something waits.
+  [[nodiscard]] size_t tags() const noexcept {
+    return tags_.size();
+  }
+  /// Receives from `from`, itself, that have no message yet.
+  [[nodiscard]] size_t waitingFor(int from) const noexcept {
+    return receives_[static_cast<size_t>(from)];
+  }
+  /// The first receives under a tag that have no message yet: (from, ticket), kAnyRank first.
+  [[nodiscard]] std::vector<std::pair<int, uint64_t>> waitingUnder(uint32_t tag) const;
 
   /// A send to oneself and its receive are two operations of one rank, so they cannot share an id: the receive's differs in this bit,
   /// which a frame flips on its way from one to the other.
   static constexpr uint64_t kSelfBit = 1;
+  /// In the frames by which a receiver asks for messages under a tag, and in the answers. No message has it.
+  static constexpr uint64_t kAskId = kDerivedIdBit | 2;
 
  private:
-  using Edge = std::pair<int, uint32_t>; ///< peer, tag
-  struct Posted {
-    uint64_t ticket;
-    int from;
+  struct Message {
+    uint64_t order; ///< of hearing
+    Name name;
+  };
+  /// What waits under one tag, by sender. No queue is empty.
+  struct Tag {
+    std::map<int, std::deque<uint64_t>> receives; ///< tickets
+    std::map<int, std::deque<Message>> messages;
   };
 
-  [[nodiscard]] Name name(int from, int to, uint32_t tag, uint64_t count) const;
-  void serve(uint32_t tag);
-  /// The rank whose next message under `tag` was heard of first; kAnyRank if none was.
-  [[nodiscard]] int firstHeard(uint32_t tag) const;
-
   const int rank_;
-  const int size_;
   const uint32_t group_;
-  std::map<Edge, uint64_t> sends_; ///< named so far
-  std::map<Edge, uint64_t> receives_;
-  std::map<uint32_t, std::deque<Posted>> posted_; ///< by tag: receives without a sender yet; never an empty queue
-  std::map<std::tuple<uint32_t, int, uint32_t>, uint64_t> heard_; ///< tag, sender, index -> order of hearing
+  std::vector<uint64_t> sends_; ///< by rank: named so far
+  std::vector<size_t> receives_; ///< by rank: from it, without a message
+  std::unordered_map<uint32_t, Tag> tags_;
   uint64_t heard_count_ = 0;
   std::vector<Match> matches_;
 };

@@ -36,6 +36,7 @@ struct OutPort final : Loop::Handler {
   bool waits_for_room = false; ///< the loop watches for writability
   bool dirty = false; ///< has frames that nobody tried to write yet
   bool broken = false;
+  bool only_asks = true; ///< no frame has been queued that the peer needs
   bool reader_gone = false; ///< of a shared link: the next write will fail
   bool says_goodbye = false; ///< its last frame is queued: the write side ends when that has left
 };

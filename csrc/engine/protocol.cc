@@ -9,8 +9,6 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kRecent = 256;
-// Operations that other ranks may be ahead by. More is no honest program's lead: eager data alone is bounded by the pool.
-constexpr size_t kMaxHeard = 65536;
 // A rank that is stuck this long asks everyone, so that the error names who has not entered and not only a neighbour that waits
 // as well. One frame to each rank, once an operation, only when stuck.
 constexpr int kAskEveryoneAfterMs = 200;
@@ -64,46 +62,43 @@ void Protocol::posted(
   op.descriptor = descriptor;
   op.since = now;
   for (const Edge& edge : schedule.incoming) {
-    op.incoming.push_back(EdgeState{edge.peer, edge.nbytes, 0, 0});
+    op.incoming.push_back(stateOf(edge));
   }
   for (const Edge& edge : schedule.outgoing) {
-    op.outgoing.push_back(EdgeState{edge.peer, edge.nbytes, 0, 0});
+    op.outgoing.push_back(stateOf(edge));
   }
   last_posted_ = id;
   highest_sequence_ = std::max(highest_sequence_, id.sequence);
   last_descriptor_ = descriptor;
   next_tick_ = std::min(next_tick_, now + std::chrono::milliseconds(config_.waiting_after_ms));
 
-  const auto heard = heard_.find(id.id);
-  if (heard != heard_.end()) {
-    for (const auto& entry : heard->second.descriptors) {
-      compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
+  for (const auto& entry : takeHeard(id.id)) {
+    compare(expectedFrom(op, entry.first), entry.first, entry.second.descriptor, id);
+    if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
+      edge->limit = std::max(edge->limit, entry.second.limit);
     }
-    for (const auto& entry : heard->second.limits) {
-      if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
-        edge->limit = std::max(edge->limit, entry.second);
-      }
+    if (EdgeState* edge = edgeTo(op.incoming, entry.first)) {
+      edge->passed = entry.second.frames;
+      edge->shown = true;
     }
-    heard_.erase(heard);
   }
   if (descriptor.kind == Collective::Send) {
     announce(op);
   }
   for (EdgeState& edge : op.incoming) {
-    const bool crowded = peers_[static_cast<size_t>(edge.peer)].eager_in > config_.eager_pool_nbytes / 2;
-    if (edge.total > config_.eager_nbytes || crowded) {
+    if (edge.total > config_.eager_nbytes || crowded(edge.peer)) {
       grant(op, edge);
     }
   }
 }
 
-// A message concerns two ranks only, so nobody else is ever asked about it. One that is too large to go eagerly is announced at once:
-// a receive from any rank could not find it otherwise.
+// A message concerns two ranks only, so nobody else is ever asked about it. One that cannot go eagerly is announced at once: its
+// receiver could not find it otherwise.
 void Protocol::announce(Op& op) {
   op.told_everyone = true;
   op.told_again = true;
   for (const EdgeState& edge : op.outgoing) {
-    if (edge.total > config_.eager_nbytes && edge.limit == 0) {
+    if (!hasRoom(edge.peer, edge.total, edge.frames)) {
       op.told_waiting = true;
       send(edge.peer, headerFor(op.id.id, FrameType::Waiting, edge.peer));
     }
@@ -116,7 +111,28 @@ void Protocol::ended(uint64_t op_id) {
     return;
   }
   keepRecent(op_id, found->second.descriptor);
+  for (const EdgeState& edge : found->second.outgoing) {
+    keepPast(edge, op_id);
+  }
+  for (EdgeState& edge : found->second.incoming) {
+    forget(edge);
+  }
   ops_.erase(found);
+}
+
+std::map<int, Protocol::HeardFrom> Protocol::takeHeard(uint64_t op_id) {
+  const auto found = heard_.find(op_id);
+  if (found == heard_.end()) {
+    return {};
+  }
+  std::map<int, HeardFrom> ranks = std::move(found->second.ranks);
+  heard_.erase(found);
+  for (const auto& entry : ranks) {
+    Peer& peer = peers_[static_cast<size_t>(entry.first)];
+    --peer.heard;
+    peer.limits -= entry.second.limit == kNoLimit ? 0 : 1;
+  }
+  return ranks;
 }
 
 void Protocol::keepRecent(uint64_t op_id, const Descriptor& descriptor) {
@@ -138,13 +154,8 @@ void Protocol::passed(const OperationId& id, const Descriptor& descriptor) {
     last_posted_ = id;
     last_descriptor_ = descriptor;
   }
-  const auto heard = heard_.find(id.id);
-  if (heard != heard_.end()) {
-    const auto descriptors = std::move(heard->second.descriptors);
-    heard_.erase(heard);
-    for (const auto& entry : descriptors) {
-      compare(descriptor, entry.first, entry.second, id);
-    }
+  for (const auto& entry : takeHeard(id.id)) {
+    compare(descriptor, entry.first, entry.second.descriptor, id);
   }
 }
 
@@ -169,22 +180,21 @@ ErrorRecord Protocol::violation(int peer, const FrameHeader& header, const std::
   return record;
 }
 
-bool Protocol::remember(int peer, const FrameHeader& header, TimePoint now) {
-  if (heard_.size() >= kMaxHeard && heard_.find(header.op_id) == heard_.end()) {
-    fail(violation(peer, header, "it is too many operations ahead"));
-    return false;
-  }
+Protocol::HeardFrom* Protocol::remember(int peer, const FrameHeader& header, TimePoint now) {
   const Descriptor theirs = Descriptor::readFrom(header);
   Heard& heard = heard_[header.op_id];
-  if (heard.descriptors.empty()) {
+  if (heard.ranks.empty()) {
     heard.since = now;
   }
-  const auto inserted = heard.descriptors.emplace(peer, theirs);
-  if (!inserted.second && inserted.first->second != theirs) {
+  const auto inserted = heard.ranks.emplace(peer, HeardFrom{theirs, kNoLimit, 0});
+  HeardFrom& from = inserted.first->second;
+  if (inserted.second) {
+    ++peers_[static_cast<size_t>(peer)].heard;
+  } else if (from.descriptor != theirs) {
     fail(violation(peer, header, "two different descriptors for one operation"));
-    return false;
+    return nullptr;
   }
-  return true;
+  return &from;
 }
 
 Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoint now) {
@@ -201,6 +211,7 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
   if (about_operation) {
     if (op != nullptr) {
       compare(expectedFrom(*op, peer), peer, Descriptor::readFrom(header), op->id);
+      shown(*op, peer);
     } else {
       const auto recent = recent_.find(header.op_id);
       if (recent != recent_.end()) {
@@ -230,11 +241,7 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
       return Verdict::Ignore;
     case FrameType::NotEntered:
       if (op != nullptr) {
-        const Descriptor last = Descriptor::readFrom(header);
-        const bool message = last.kind == Collective::Send; // its text says which one
-        const std::string text =
-            header.aux == 0 ? "no operation yet" : last.text() + (message ? "" : " " + operationText(header.aux));
-        op->missing.push_back(Missing{peer, text});
+        op->missing.push_back(Missing{peer, lastText(header)});
         standOff(*op, peer, now);
       }
       return Verdict::Ignore;
@@ -249,36 +256,6 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
   return Verdict::Ignore;
 }
 
-Protocol::Verdict Protocol::dataArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
-  const int64_t nbytes = header.payload_nbytes;
-  Peer& pool = peers_[static_cast<size_t>(peer)];
-  const bool eager = (header.aux & kEagerFlag) != 0;
-  if (eager) {
-    pool.eager_in += nbytes;
-    if (pool.eager_in > config_.eager_pool_nbytes) {
-      fail(violation(peer, header, "more eager bytes than the pool holds"));
-      return Verdict::Ignore;
-    }
-    if (pool.eager_in > config_.eager_pool_nbytes / 2) {
-      grantAllFrom(peer);
-    }
-  }
-  if (op != nullptr) {
-    if (edgeTo(op->incoming, peer) == nullptr) {
-      fail(violation(peer, header, "data on an edge that this operation does not have"));
-      return Verdict::Ignore;
-    }
-    op->since = now;
-    op->missing.clear();
-    return Verdict::Accept;
-  }
-  if (!eager) {
-    fail(violation(peer, header, "data without credit for an operation that is not posted here"));
-    return Verdict::Ignore;
-  }
-  return remember(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
-}
-
 void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
   // Posted here: `arrived` has compared it, and there is nothing to say. A counted id that I have passed: it ended here long ago.
   if (op != nullptr) {
@@ -288,9 +265,22 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimeP
   if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {
     return;
   }
-  if (!remember(peer, header, now)) {
+  // Only so that mistakes are found early, if there is a place for it: the data will be compared in any case.
+  const Peer& asks = peers_[static_cast<size_t>(peer)];
+  const bool known = heard_.count(header.op_id) != 0;
+  const auto places = static_cast<size_t>(config_.eager_pool_nbytes / config_.frame_nbytes) + 2 * config_.max_ahead;
+  const bool message = header.kind == static_cast<uint8_t>(Collective::Send);
+  if (message && !known && asks.heard >= places) {
+    fail(violation(peer, header, "it announces too many messages"));
     return;
   }
+  if ((known || asks.heard < places) && remember(peer, header, now) == nullptr) {
+    return;
+  }
+  answerNotEntered(peer, header.op_id);
+}
+
+void Protocol::answerNotEntered(int peer, uint64_t op_id) {
   FrameHeader reply;
   reply.type = FrameType::NotEntered;
   reply.group = config_.group;
@@ -298,9 +288,16 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimeP
   if (last_descriptor_) {
     last_descriptor_->writeTo(reply);
   }
-  reply.op_id = header.op_id;
+  reply.op_id = op_id;
   reply.aux = last_posted_.id;
   send(peer, reply);
+}
+
+std::string Protocol::lastText(const FrameHeader& not_entered) {
+  const Descriptor last = Descriptor::readFrom(not_entered);
+  const bool message = last.kind == Collective::Send; // its text says which one
+  return not_entered.aux == 0 ? "no operation yet"
+                              : last.text() + (message ? "" : " " + operationText(not_entered.aux));
 }
 
 // Two ranks wait, each in an operation that the other has not entered, and one of the two was issued by a callback: most likely a
@@ -312,16 +309,16 @@ void Protocol::standOff(const Op& op, int peer, TimePoint now) {
     return;
   }
   for (const auto& entry : heard_) {
-    const auto theirs = entry.second.descriptors.find(peer);
+    const auto theirs = entry.second.ranks.find(peer);
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
-    if (theirs == entry.second.descriptors.end() || theirs->second.kind == Collective::Send || !derived ||
+    if (theirs == entry.second.ranks.end() || theirs->second.descriptor.kind == Collective::Send || !derived ||
         now - entry.second.since < patience) {
       continue;
     }
     ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);
     record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
         op.descriptor.text() + " " + operationText(op.id.id) + ", which rank " + std::to_string(peer) + " (" +
-        record.peer_host + ") has not entered; that one waits in " + theirs->second.text() + " " +
+        record.peer_host + ") has not entered; that one waits in " + theirs->second.descriptor.text() + " " +
         operationText(entry.first) + ", which is not entered here.";
     fail(std::move(record));
     return;
@@ -339,7 +336,7 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
       }
     }
     for (const EdgeState& edge : op.outgoing) {
-      if (edge.moved < edge.total) {
+      if (edge.passed < edge.frames) {
         send(edge.peer, header);
       }
     }

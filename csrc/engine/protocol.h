@@ -26,11 +26,14 @@ namespace pycomm {
 /// have not entered it.
 ///
 /// Flow control. The reader never stops reading a link, so everything sent must have a place to go:
-///   - the first 64 KiB of an edge may go eagerly, into a pool of 1 MiB that each receiver keeps for each peer;
+///   - the first 64 KiB of an edge may go eagerly, into a pool of 1 MiB that each receiver keeps for each peer. A frame costs its
+///     payload and 64 bytes more, so the pool also bounds how many frames a peer can be ahead by, empty ones among them;
 ///   - more goes against credit: the receiver of an edge says how many bytes of it may be sent in all (like a QUIC stream limit),
 ///     once its operation is posted, and raises that as it consumes.
 /// Pool room is given back in lumps as it is consumed. When more than half of the pool holds bytes of operations not posted here,
 /// every posted operation gets explicit credit, so that a sender that finds the pool full can still finish what is waited for.
+/// Credit is for what has yet to arrive: an edge that has all its frames gets none. So credit that arrives after its operation
+/// has ended was granted while the last frames were on their way; the sender knows those operations (Peer::past) and drops it.
 ///
 /// Thread: the owner's; no locks.
 class Protocol {
@@ -43,7 +46,9 @@ class Protocol {
     std::vector<std::string> hosts; ///< of each rank, for messages
     int64_t window_nbytes = 4 << 20;
     int64_t eager_nbytes = 64 << 10;
-    int64_t eager_pool_nbytes = 1 << 20;
+    int64_t eager_pool_nbytes = 16 * ((64 << 10) + sizeof(FrameHeader)); ///< 16 of the largest eager frames
+    int64_t frame_nbytes = sizeof(FrameHeader); ///< what an eager frame costs in the pool beside its payload
+    size_t max_ahead = 4096; ///< operations that a peer has not posted, as far as is known, and may have credit for
     int waiting_after_ms = 2;
     int standoff_after_ms = 10000; ///< see Protocol::standOff
   };
@@ -77,7 +82,7 @@ class Protocol {
   /// An operation of this rank's that went another way, and is over. Told late, and only if somebody asks.
   void passed(const OperationId& id, const Descriptor& descriptor);
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
-  /// The bytes of one data frame have been used and their memory is free again.
+  /// The bytes of one data frame have been used and their memory is free again. A frame of 0 bytes is told of, too.
   void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager);
   void tick(TimePoint now);
 
@@ -87,6 +92,16 @@ class Protocol {
     return failed_;
   }
   [[nodiscard]] Permission maySend(uint64_t op_id, int peer, int64_t nbytes) const;
+  /// So much may go eagerly now, in so many frames.
+  [[nodiscard]] bool hasRoom(int peer, int64_t nbytes, size_t frames) const;
+  /// A frame of this operation has arrived, and it is not posted here.
+  [[nodiscard]] bool hasHeardOf(uint64_t op_id) const {
+    return heard_.count(op_id) != 0;
+  }
+  /// The answer to a rank that waits in something that this rank has not entered: what it posted last.
+  void answerNotEntered(int peer, uint64_t op_id);
+  /// What such an answer says, in words.
+  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered);
   void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used);
   [[nodiscard]] TimePoint nextTick() const noexcept {
     return next_tick_;
@@ -108,17 +123,24 @@ class Protocol {
     size_t operations = 0;
     size_t heard = 0;
     int64_t eager_in = 0; ///< bytes in the pools of all peers
+    size_t past = 0; ///< see Peer::past
+    size_t ahead = 0; ///< see Peer::ahead
   };
   [[nodiscard]] Usage usage() const;
 
   [[nodiscard]] std::vector<Action> takeActions();
 
  private:
+  static constexpr int64_t kNoLimit = -1;
   struct EdgeState {
     int peer = -1;
     int64_t total = 0;
-    int64_t moved = 0; ///< incoming: consumed here; outgoing: sent
-    int64_t limit = 0; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
+    size_t frames = 0; ///< that the edge has
+    size_t passed = 0; ///< frames that have arrived here, or were sent
+    int64_t moved = 0; ///< bytes. Incoming: consumed here; outgoing: sent
+    int64_t limit = kNoLimit; ///< bytes of this edge that may be sent in all: as told to the peer, or as told by it
+    bool shown = false; ///< incoming: the peer has posted the operation, as a frame of it shows
+    bool ahead = false; ///< incoming: counted in Peer::ahead
   };
   struct Op {
     OperationId id;
@@ -132,17 +154,40 @@ class Protocol {
     std::vector<Missing> missing;
   };
   /// What has been heard of an operation that is not posted here.
+  struct HeardFrom {
+    Descriptor descriptor;
+    int64_t limit = kNoLimit;
+    size_t frames = 0; ///< that are held
+  };
   struct Heard {
-    std::map<int, Descriptor> descriptors; ///< by rank: the lowest that differs is named
-    std::map<int, int64_t> limits;
+    std::map<int, HeardFrom> ranks; ///< the lowest that differs is named
     TimePoint since; ///< first heard of
+  };
+  /// An operation that has ended here, for which credit may still come: all that was sent went eagerly.
+  struct Past {
+    uint64_t op_id;
+    int64_t sent; ///< Peer::eager_sent at its end
   };
   struct Peer {
     int64_t eager_out = 0; ///< in the peer's pool because of us
     int64_t eager_in = 0; ///< in our pool because of it, not yet consumed
     int64_t eager_used = 0; ///< consumed, not yet given back
+    int64_t eager_sent = 0; ///< ever
+    /// The oldest first. Once more than a pool has been sent after an operation, the peer has given back room for some of that, so
+    /// it has read that operation's frames before, and credit that it granted until then has come.
+    std::deque<Past> past;
+    size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has posted their operations
+    size_t heard = 0; ///< entries of heard_ that it is in
+    size_t limits = 0; ///< those with credit
   };
 
+  [[nodiscard]] static EdgeState stateOf(const Edge& edge) {
+    EdgeState state;
+    state.peer = edge.peer;
+    state.total = edge.nbytes;
+    state.frames = edge.steps.size();
+    return state;
+  }
   void keepRecent(uint64_t op_id, const Descriptor& descriptor);
   static EdgeState* edgeTo(std::vector<EdgeState>& edges, int peer);
   void announce(Op& op);
@@ -152,6 +197,15 @@ class Protocol {
   [[nodiscard]] static Descriptor expectedFrom(Op& op, int peer);
   void grant(Op& op, EdgeState& edge);
   void grantAllFrom(int peer);
+  void shown(Op& op, int peer);
+  void forget(EdgeState& edge);
+  [[nodiscard]] std::map<int, HeardFrom> takeHeard(uint64_t op_id);
+  [[nodiscard]] bool crowded(int peer) const;
+  [[nodiscard]] bool isPast(int peer, uint64_t op_id) const;
+  void keepPast(const EdgeState& edge, uint64_t op_id);
+  [[nodiscard]] int64_t cost(int64_t nbytes, size_t frames = 1) const noexcept {
+    return nbytes + config_.frame_nbytes * static_cast<int64_t>(frames);
+  }
   void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
   void fail(ErrorRecord record);
   void send(int peer, const FrameHeader& header);
@@ -159,7 +213,8 @@ class Protocol {
   [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
   void creditArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
   void waitingArrived(int peer, const FrameHeader& header, Op* op, TimePoint now);
-  [[nodiscard]] bool remember(int peer, const FrameHeader& header, TimePoint now);
+  /// Null if that is a violation.
+  [[nodiscard]] HeardFrom* remember(int peer, const FrameHeader& header, TimePoint now);
   void standOff(const Op& op, int peer, TimePoint now);
   [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;
 

@@ -48,7 +48,7 @@ Transfer::Transfer(
       protocol_(protocol),
       staging_(staging),
       send_frame_(std::move(send_frame)),
-      pieces_(operation_->request().pieces.get()),
+      pieces_(operation_->request().extras().pieces.get()),
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
       leaving_(prepared_.outgoing.size()),
@@ -85,11 +85,13 @@ std::byte* Transfer::at(const Region& region) const {
     case Buffer::Input:
       // Steps only read Input; the cast lets one function serve both directions.
       return const_cast<std::byte*>(
-          request.input_parts.empty() ? request.input.ptr + offset
-                                      : placeIn(request.input_parts, offset, prepared_.nbytesOf(region)));
+          request.extras().input_parts.empty()
+              ? request.input.ptr + offset
+              : placeIn(request.extras().input_parts, offset, prepared_.nbytesOf(region)));
     case Buffer::Output:
-      return request.output_parts.empty() ? request.output.ptr + offset
-                                          : placeIn(request.output_parts, offset, prepared_.nbytesOf(region));
+      return request.extras().output_parts.empty()
+          ? request.output.ptr + offset
+          : placeIn(request.extras().output_parts, offset, prepared_.nbytesOf(region));
     case Buffer::Scratch0:
       break;
   }
@@ -261,7 +263,7 @@ void Transfer::execute(uint32_t index) {
           at(step.dst),
           at(step.src),
           static_cast<size_t>(step.src.numel),
-          operation_->request().premul_factor);
+          operation_->request().extras().premul_factor);
       break;
     case StepKind::Encode:
     case StepKind::Decode:

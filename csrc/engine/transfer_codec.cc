@@ -15,7 +15,7 @@ void countOverflows(const Operation& operation, Codec codec, size_t overflows) {
   if (overflows == 0) {
     return;
   }
-  auto& counted = operation.request().codec_counters->overflows;
+  auto& counted = operation.request().extras().codec_counters->overflows;
   if (counted.fetch_add(static_cast<int64_t>(overflows), std::memory_order_relaxed) == 0) { // one line a group
     log(LogLevel::Warn,
         operation.label() + ": " + std::to_string(overflows) + " finite values became infinite as " + codecName(codec) +
@@ -28,7 +28,7 @@ void Transfer::countSent(const Step& step) const {
   if (codec == Codec::None || prepared_.dtypeOf(step.src.buffer) != DType::UInt8) {
     return;
   }
-  CodecCounters& counters = *operation_->request().codec_counters;
+  CodecCounters& counters = *operation_->request().extras().codec_counters;
   const int64_t numel = encodedNumel(codec, step.src.numel);
   const int64_t plain_nbytes = numel * static_cast<int64_t>(elementSize(prepared_.schedule.dtype));
   counters.sent_numel.fetch_add(numel, std::memory_order_relaxed);
@@ -46,17 +46,17 @@ void Transfer::runCodec(const Step& step) const {
   }
   const Operation::Request& request = operation_->request();
   const int64_t part = request.descriptor.numel;
-  if (step.kind == StepKind::Encode && request.input_encoded && step.src.buffer == Buffer::Input) {
+  if (step.kind == StepKind::Encode && request.extras().input_encoded && step.src.buffer == Buffer::Input) {
     const std::byte* const encoded = request.input.ptr + prepared_.encodedOffset(step.src.offset, part);
     std::memcpy(at(step.dst), encoded, static_cast<size_t>(step.dst.numel));
     return;
   }
-  if (step.kind == StepKind::Decode && request.output_encoded && step.dst.buffer == Buffer::Output) {
+  if (step.kind == StepKind::Decode && request.extras().output_encoded && step.dst.buffer == Buffer::Output) {
     std::byte* const encoded = request.output.ptr + prepared_.encodedOffset(step.dst.offset, part);
     std::memcpy(encoded, at(step.src), static_cast<size_t>(step.src.numel));
     return;
   }
-  auto* lost = reinterpret_cast<float*>(operation_->request().lost.ptr);
+  auto* lost = reinterpret_cast<float*>(operation_->request().extras().lost.ptr);
   if (step.kind == StepKind::Encode) {
     const DType from = prepared_.dtypeOf(step.src.buffer);
     if (lost != nullptr) {

@@ -29,6 +29,8 @@ Protocol::Config drawLimits(Random& random) {
   limits.window_nbytes = int64_t{512} << random.below(5);
   limits.eager_pool_nbytes = limits.window_nbytes / 4;
   limits.eager_nbytes = limits.eager_pool_nbytes >> random.within(1, 4);
+  limits.frame_nbytes = limits.eager_pool_nbytes / 16; // a lead of 16 frames fills the pool
+  limits.max_ahead = 4;
   return limits;
 }
 

@@ -73,6 +73,62 @@ void drawMessages(Random& random, Plan& plan, int key) {
   }
 }
 
+/// One rank is far ahead of another: many small messages under one tag or two, or broadcasts, which their root need not wait for.
+/// Several times as many as the pool holds, so a bound on what may be ahead is met, and room and credit come late.
+void drawLead(Random& random, Plan& plan) {
+  const bool messages = random.chance(60);
+  // Sometimes more than the protocol keeps of what has ended here (Protocol's kRecent).
+  const auto many = static_cast<int>(random.chance(20) ? random.within(300, 400) : random.within(20, 80));
+  const auto ahead = static_cast<int>(random.below(plan.size));
+  const auto behind = static_cast<int>((ahead + 1 + random.below(plan.size - 1)) % plan.size);
+  const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
+  const Nanos late = microseconds(random.scaled(100, 20000));
+  const bool receives_wait = random.chance(50);
+  const bool two_tags =
+      messages && random.chance(30); // the second one's messages are behind all others, and received first
+  CallPlan call;
+  call.waits = false;
+  call.request.size = plan.size;
+  call.request.dtype = call.request.wire_dtype = DType::UInt8;
+  call.request.segment_nbytes = plan.limits.window_nbytes / 4;
+  call.request.numel = random.scaled(0, plan.limits.eager_nbytes);
+  std::vector<CallPlan> received;
+  for (int i = 0; i < many; ++i) {
+    call.key = 200 + i;
+    if (!messages) {
+      call.request.kind = Collective::Broadcast;
+      call.request.root = ahead;
+      for (int rank = 0; rank < plan.size; ++rank) {
+        CallPlan part = call;
+        part.request.rank = rank;
+        part.think = i == 0 && rank == behind ? late : Nanos(0);
+        part.waits = i + 1 == many || (rank != ahead && receives_wait);
+        insertBefore(plan.ranks[static_cast<size_t>(rank)], before, std::move(part));
+      }
+      continue;
+    }
+    call.tag = two_tags && i >= many / 2 ? 9 : 8;
+    CallPlan send = call;
+    send.request.kind = Collective::Send;
+    send.request.rank = ahead;
+    send.peer = send.request.root = behind;
+    insertBefore(plan.ranks[static_cast<size_t>(ahead)], before, std::move(send));
+    CallPlan receive = call;
+    receive.request.kind = Collective::Recv;
+    receive.request.rank = behind;
+    receive.peer = receive.request.root = ahead;
+    receive.waits = receives_wait;
+    received.push_back(std::move(receive));
+  }
+  if (two_tags) {
+    std::rotate(received.begin(), received.begin() + many / 2, received.end());
+  }
+  for (CallPlan& receive : received) {
+    receive.think = &receive == &received.front() ? late : Nanos(0);
+    insertBefore(plan.ranks[static_cast<size_t>(behind)], before, std::move(receive));
+  }
+}
+
 void encode(Random& random, Plan& plan, int key) {
   // Sums of integers up to 30: exact in fp16, and in bf16 up to 256.
   const Codec codec = plan.size <= 8 && random.chance(50) ? Codec::BFloat16 : Codec::Float16;
@@ -122,6 +178,9 @@ void drawExtras(Random& random, Plan& plan) {
   const int64_t many = random.scaled(0, 6);
   for (int64_t i = 0; i < many; ++i) {
     drawMessages(random, plan, 100 + static_cast<int>(i));
+  }
+  if (random.chance(25)) {
+    drawLead(random, plan);
   }
 }
 

@@ -105,7 +105,7 @@ void User::issue(const CallPlan& call) {
   request.schedule = prepare(makeSchedule(call.request));
   Descriptor& descriptor = request.descriptor;
   descriptor = Descriptor::of(call.request, request.schedule->schedule.algorithm);
-  request.codec_counters = call.request.codec == Codec::None ? nullptr : codec_counters_;
+  request.extras().codec_counters = call.request.codec == Codec::None ? nullptr : codec_counters_;
   descriptor.tag = call.tag;
   descriptor.digest = digestOf(call.request);
   const bool root = call.request.kind != Collective::Broadcast || call.request.root == rank_;

@@ -97,7 +97,7 @@ void WireAudit::frameSent(int from, int to, LinkPurpose purpose, const FrameHead
       }
     } else {
       int64_t& pool = in_pool_[static_cast<size_t>(from * ranks_ + to)];
-      pool += header.payload_nbytes;
+      pool += header.payload_nbytes + limits_.frame_nbytes;
       if (pool > limits_.eager_pool_nbytes) {
         violation(from, to, header, "the pool would hold " + std::to_string(pool) + " B");
       }

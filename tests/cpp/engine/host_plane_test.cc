@@ -146,7 +146,7 @@ Operation::Request requestOf(
   request.descriptor.numel = wish.numel;
   request.descriptor.root = wish.root;
   request.descriptor.algorithm = Algorithm::SharedMemory;
-  request.premul_factor = wish.premul;
+  request.extras().premul_factor = wish.premul;
   request.input = input;
   request.output = output;
   return request;

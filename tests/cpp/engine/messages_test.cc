@@ -259,5 +259,159 @@ TEST(Messages, ASenderThatLeavesEndsAReceiveFromAny) {
   });
 }
 
+constexpr Transport kTransports[] = {Transport::SharedMemory, Transport::Tcp};
+
+std::function<void(Group::Config&)> over(Transport transport) {
+  return [transport](Group::Config& config) { config.transport = transport; };
+}
+
+/// Messages of one number each, so that every value tells which message it was.
+struct Numbers {
+  explicit Numbers(size_t count, size_t numel = 1) : values(count, std::vector<float>(numel, -1)) {}
+  void count() {
+    for (size_t i = 0; i < values.size(); ++i) {
+      std::fill(values[i].begin(), values[i].end(), static_cast<float>(i));
+    }
+  }
+  void expectCounted() const {
+    for (size_t i = 0; i < values.size(); ++i) {
+      for (const float value : values[i]) {
+        ASSERT_EQ(value, static_cast<float>(i));
+      }
+    }
+  }
+  std::vector<std::vector<float>> values;
+};
+
+class FarAhead : public ::testing::TestWithParam<Transport> {};
+
+// More than fit their receiver's pool, and more than 65,536. Neither rank receives before all sends of both have been issued.
+TEST_P(FarAhead, BothRanksSendBeforeTheyReceive) {
+  for (const size_t numel : {size_t{0}, size_t{1}}) {
+    constexpr size_t kCount = 70000;
+    std::atomic<int> issued{0};
+    const TimePoint began = Clock::now();
+    runRanks(
+        2,
+        [&](Rank& self) {
+          Numbers out(kCount, numel);
+          Numbers in(kCount, numel);
+          out.count();
+          std::vector<std::shared_ptr<Operation>> operations;
+          for (auto& values : out.values) {
+            operations.push_back(send(self, 1 - self.rank, 0, values, 60000));
+          }
+          ++issued;
+          while (issued < 2) {
+            std::this_thread::yield();
+          }
+          for (auto& values : in.values) {
+            operations.push_back(receive(self, 1 - self.rank, 0, values, 60000));
+          }
+          for (const auto& operation : operations) {
+            ASSERT_TRUE(operation->wait(Deadline::after(60000)));
+            ASSERT_FALSE(operation->error()) << operation->error()->text();
+          }
+          in.expectCounted();
+        },
+        over(GetParam()));
+    EXPECT_LT(Clock::now() - began, std::chrono::seconds(60));
+  }
+}
+
+// As many receives before the first send.
+TEST_P(FarAhead, TheReceiverIsFarAhead) {
+  constexpr size_t kCount = 70000;
+  std::atomic<bool> posted{false};
+  runRanks(
+      2,
+      [&](Rank& self) {
+        Numbers numbers(kCount);
+        std::vector<std::shared_ptr<Operation>> operations;
+        if (self.rank == 0) {
+          numbers.count();
+          while (!posted) {
+            std::this_thread::yield();
+          }
+        }
+        for (auto& values : numbers.values) {
+          operations.push_back(self.rank == 0 ? send(self, 1, 0, values, 60000) : receive(self, 0, 0, values, 60000));
+        }
+        posted = true;
+        for (const auto& operation : operations) {
+          ASSERT_TRUE(operation->wait(Deadline::after(60000)));
+          ASSERT_FALSE(operation->error()) << operation->error()->text();
+        }
+        numbers.expectCounted();
+      },
+      over(GetParam()));
+}
+
+// The pool is full of messages that are received last; those that are wanted first are behind them at the sender. MPI's rule of
+// progress: a send and its receive that are both under way get on, whatever else waits.
+TEST_P(FarAhead, WhatIsWantedFirstIsBehindAPoolOfOthers) {
+  constexpr size_t kCount = 20000;
+  constexpr size_t kWanted = 200;
+  const TimePoint began = Clock::now();
+  runRanks(
+      2,
+      [&](Rank& self) {
+        Numbers others(kCount);
+        Numbers wanted(kWanted);
+        std::vector<std::shared_ptr<Operation>> operations;
+        if (self.rank == 0) {
+          others.count();
+          wanted.count();
+          for (auto& values : others.values) {
+            operations.push_back(send(self, 1, 1, values));
+          }
+          for (auto& values : wanted.values) {
+            operations.push_back(send(self, 1, 2, values));
+          }
+        } else {
+          for (size_t i = 0; i < kWanted; ++i) {
+            expectDone(receive(self, i % 2 == 0 ? 0 : kAny, 2, wanted.values[i]));
+          }
+          for (auto& values : others.values) {
+            operations.push_back(receive(self, 0, 1, values));
+          }
+        }
+        for (const auto& operation : operations) {
+          expectDone(operation);
+        }
+        wanted.expectCounted();
+        others.expectCounted();
+      },
+      over(GetParam()));
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(20));
+}
+
+// What a sender that closes its group has queued is missed by its receiver, which names it.
+TEST_P(FarAhead, ASenderThatLeavesWithAQueueIsNamed) {
+  runRanks(
+      2,
+      [&](Rank& self) {
+        Numbers numbers(20000);
+        if (self.rank == 0) {
+          std::vector<std::shared_ptr<Operation>> operations;
+          for (auto& values : numbers.values) {
+            operations.push_back(send(self, 1, 0, values));
+          }
+          self.group.close();
+          EXPECT_EQ(expectError(operations.back()).code, ErrorCode::ShutDown);
+          return;
+        }
+        const ErrorRecord error = expectError(receive(self, 0, 1, numbers.values.front()));
+        EXPECT_EQ(error.code, ErrorCode::PeerLeft);
+        EXPECT_EQ(error.peer, 0);
+        EXPECT_NE(error.summary.find("closed its process group while"), std::string::npos) << error.text();
+      },
+      over(GetParam()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, FarAhead, ::testing::ValuesIn(kTransports), [](const auto& info) {
+  return info.param == Transport::Tcp ? "Tcp" : "SharedMemory";
+});
+
 } // namespace
 } // namespace pycomm::testing

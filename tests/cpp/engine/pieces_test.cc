@@ -128,7 +128,7 @@ TEST_P(Pieces, HaveTheBitsOfTheWhole) {
     pieces.call.held = true;
     pieces.call.in_pieces = true;
     const auto operation = self.group.start(pieces.call);
-    PieceFlow* const flow = operation->request().pieces.get();
+    PieceFlow* const flow = operation->request().extras().pieces.get();
     ASSERT_NE(flow, nullptr);
     std::vector<int> left(flow->leaving().size(), 0);
     flow->onLeave([&](size_t piece) {
@@ -180,7 +180,7 @@ TEST_P(PiecesOfAllReduce, LeaveWhileOthersHaveNotCome) {
     tensors.call.held = true;
     tensors.call.in_pieces = true;
     const auto operation = self.group.start(tensors.call);
-    PieceFlow* const flow = operation->request().pieces.get();
+    PieceFlow* const flow = operation->request().extras().pieces.get();
     ASSERT_NE(flow, nullptr);
     std::promise<void> left;
     bool told = false;
@@ -212,7 +212,7 @@ TEST_P(PiecesOfAllReduce, OnesThatNeverComeAreTheirRanksFaultAtTheDeadline) {
     tensors.call.held = true;
     tensors.call.in_pieces = true;
     const auto operation = self.group.start(tensors.call);
-    PieceFlow* const flow = operation->request().pieces.get();
+    PieceFlow* const flow = operation->request().extras().pieces.get();
     ASSERT_NE(flow, nullptr);
     self.group.release(operation, flow->arriving().size() - (self.rank == 1 ? 1 : 0));
     ASSERT_TRUE(self.group.wait(*operation, Deadline::after(60000)));
@@ -260,7 +260,7 @@ TEST(PieceFlow, ASmallOperationIsNotCut) {
     call.held = true;
     call.in_pieces = true;
     const auto operation = self.group.start(call);
-    EXPECT_EQ(operation->request().pieces, nullptr);
+    EXPECT_EQ(operation->request().extras().pieces, nullptr);
     self.group.release(operation);
     finish(self.group, *operation);
     EXPECT_EQ(values, std::vector<float>(values.size(), 2));

@@ -8,97 +8,135 @@ namespace {
 constexpr uint32_t kGroup = 99;
 constexpr int kAny = PointToPoint::kAnyRank;
 
+PointToPoint::Name named(uint64_t id) {
+  return {id << 1, static_cast<uint32_t>(id)};
+}
+
 TEST(PointToPoint, TheKthReceiveIsForTheKthSend) {
   PointToPoint sender(0, 3, kGroup);
   PointToPoint receiver(2, 3, kGroup);
-  for (uint64_t k = 0; k < 5; ++k) {
-    const PointToPoint::Name sent = sender.nameSend(2, 7);
-    receiver.postReceive(k, 0, 7);
+  for (uint64_t k = 0; k < 6; ++k) {
+    const PointToPoint::Name sent = sender.nameSend(2);
+    EXPECT_EQ(sent.index, k);
+    if (k % 2 == 0) { // the receive is posted before its message is heard of, or after
+      receiver.postReceive(k, 0, 7);
+      EXPECT_EQ(receiver.waitingFor(0), 1U);
+      EXPECT_TRUE(receiver.takeMatches().empty());
+    }
+    receiver.heard(0, 7, sent);
+    if (k % 2 == 1) {
+      receiver.postReceive(k, 0, 7);
+    }
     const auto matches = receiver.takeMatches();
     ASSERT_EQ(matches.size(), 1U);
     EXPECT_EQ(matches[0].ticket, k);
     EXPECT_EQ(matches[0].name.id, sent.id);
     EXPECT_EQ(matches[0].name.index, k);
+    EXPECT_EQ(receiver.waitingFor(0), 0U);
   }
 }
 
-TEST(PointToPoint, NamesDifferByRankTagAndCount) {
+TEST(PointToPoint, NamesDifferByRankAndCount) {
   PointToPoint zero(0, 3, kGroup);
   PointToPoint one(1, 3, kGroup);
   PointToPoint elsewhere(0, 3, kGroup + 1);
-  const uint64_t id = zero.nameSend(2, 7).id;
-  EXPECT_NE(id, zero.nameSend(2, 7).id);
-  EXPECT_NE(id, zero.nameSend(2, 8).id);
-  EXPECT_NE(id, zero.nameSend(1, 7).id);
-  EXPECT_NE(id, one.nameSend(2, 7).id);
-  EXPECT_NE(id, elsewhere.nameSend(2, 7).id);
+  const uint64_t id = zero.nameSend(2).id;
+  EXPECT_NE(id, zero.nameSend(2).id);
+  EXPECT_NE(id, zero.nameSend(1).id);
+  EXPECT_NE(id, one.nameSend(2).id);
+  EXPECT_NE(id, elsewhere.nameSend(2).id);
 }
 
 TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
   PointToPoint receiver(2, 4, kGroup);
-  receiver.heard(3, 7, 0);
-  receiver.heard(1, 7, 0);
-  receiver.heard(0, 8, 0); // another tag
+  receiver.heard(3, 7, named(30));
+  receiver.heard(1, 7, named(10));
+  receiver.heard(0, 8, named(1)); // another tag
   receiver.postReceive(10, kAny, 7);
   receiver.postReceive(11, kAny, 7);
   receiver.postReceive(12, kAny, 7);
   auto matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 2U);
   EXPECT_EQ(matches[0].from, 3);
+  EXPECT_EQ(matches[0].name.id, named(30).id);
   EXPECT_EQ(matches[1].from, 1);
-  receiver.heard(0, 7, 0);
+  receiver.heard(0, 7, named(2));
   matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
   EXPECT_EQ(matches[0].ticket, 12U);
   EXPECT_EQ(matches[0].from, 0);
 }
 
-TEST(PointToPoint, AnyRankWaitsForTheFirstOfASendersMessages) {
+TEST(PointToPoint, MessagesOfOneSenderAndTagKeepTheirOrder) {
   PointToPoint receiver(2, 3, kGroup);
-  receiver.postReceive(10, kAny, 7);
-  receiver.heard(0, 7, 1); // small, and overtook the first on the wire
-  EXPECT_TRUE(receiver.takeMatches().empty());
-  receiver.heard(0, 7, 0);
-  const auto matches = receiver.takeMatches();
-  ASSERT_EQ(matches.size(), 1U);
-  EXPECT_EQ(matches[0].name.index, 0U);
+  for (uint64_t k = 0; k < 4; ++k) {
+    receiver.heard(0, 7, named(2 * k));
+    receiver.heard(0, 8, named(2 * k + 1));
+  }
+  for (uint64_t k = 0; k < 4; ++k) {
+    receiver.postReceive(k, k % 2 == 0 ? 0 : kAny, 8);
+    const auto matches = receiver.takeMatches();
+    ASSERT_EQ(matches.size(), 1U);
+    EXPECT_EQ(matches[0].name.id, named(2 * k + 1).id);
+  }
 }
 
 TEST(PointToPoint, AReceiveFromOneRankDoesNotOvertakeOneFromAny) {
   PointToPoint receiver(2, 3, kGroup);
   receiver.postReceive(10, kAny, 7);
   receiver.postReceive(11, 0, 7);
-  receiver.postReceive(12, 0, 8); // another tag waits for nothing
+  receiver.heard(0, 7, named(1));
   auto matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
-  EXPECT_EQ(matches[0].ticket, 12U);
-  receiver.heard(0, 7, 0);
-  matches = receiver.takeMatches();
-  ASSERT_EQ(matches.size(), 2U);
   EXPECT_EQ(matches[0].ticket, 10U);
-  EXPECT_EQ(matches[0].name.index, 0U);
-  EXPECT_EQ(matches[1].ticket, 11U);
-  EXPECT_EQ(matches[1].name.index, 1U);
+  receiver.heard(1, 7, named(5)); // for nobody
+  EXPECT_TRUE(receiver.takeMatches().empty());
+  receiver.heard(0, 7, named(2));
+  matches = receiver.takeMatches();
+  ASSERT_EQ(matches.size(), 1U);
+  EXPECT_EQ(matches[0].ticket, 11U);
+  EXPECT_EQ(matches[0].name.id, named(2).id);
 }
 
-TEST(PointToPoint, LateFramesArePast) {
+TEST(PointToPoint, AReceiveFromOneRankIsNotKeptBackByOneFromAnother) {
   PointToPoint receiver(2, 3, kGroup);
-  EXPECT_FALSE(receiver.isPast(false, 0, 7, 0));
   receiver.postReceive(10, 0, 7);
-  EXPECT_TRUE(receiver.isPast(false, 0, 7, 0));
-  receiver.heard(0, 7, 0); // of the message that is already matched: nobody's
-  static_cast<void>(receiver.takeMatches());
-  receiver.postReceive(11, kAny, 7);
-  EXPECT_TRUE(receiver.takeMatches().empty());
+  receiver.postReceive(11, 1, 7);
+  receiver.heard(1, 7, named(5));
+  const auto matches = receiver.takeMatches();
+  ASSERT_EQ(matches.size(), 1U);
+  EXPECT_EQ(matches[0].ticket, 11U);
+  EXPECT_EQ(receiver.waitingUnder(7), (std::vector<std::pair<int, uint64_t>>{{0, 10}}));
+  EXPECT_TRUE(receiver.waitingUnder(8).empty());
+}
+
+TEST(PointToPoint, KnowsWhatItHasSent) {
+  PointToPoint sender(0, 3, kGroup);
+  EXPECT_FALSE(sender.hasSent(2, 0));
+  static_cast<void>(sender.nameSend(2));
+  EXPECT_TRUE(sender.hasSent(2, 0));
+  EXPECT_FALSE(sender.hasSent(2, 1));
+  EXPECT_FALSE(sender.hasSent(1, 0));
+}
+
+// A program that uses the step as tag: what is kept does not grow with the tags that were ever used.
+TEST(PointToPoint, ATagThatNobodyWaitsUnderCostsNothing) {
+  PointToPoint receiver(1, 2, kGroup);
+  for (uint32_t tag = 0; tag < 10000; ++tag) {
+    receiver.postReceive(2 * tag, 0, tag);
+    receiver.heard(0, tag, named(2 * tag));
+    receiver.heard(0, tag, named(2 * tag + 1));
+    receiver.postReceive(2 * tag + 1, kAny, tag);
+    ASSERT_EQ(receiver.takeMatches().size(), 2U);
+    ASSERT_EQ(receiver.tags(), 0U);
+  }
 }
 
 TEST(PointToPoint, AMessageToOneselfHasTwoIds) {
   PointToPoint alone(0, 1, kGroup);
-  const PointToPoint::Name sent = alone.nameSend(0, 7);
-  alone.postReceive(10, 0, 7);
-  const auto matches = alone.takeMatches();
-  ASSERT_EQ(matches.size(), 1U);
-  EXPECT_EQ(matches[0].name.id, sent.id ^ PointToPoint::kSelfBit);
+  const PointToPoint::Name sent = alone.nameSend(0);
+  EXPECT_EQ(sent.id & PointToPoint::kSelfBit, 0U);
+  EXPECT_NE(sent.id, PointToPoint::kAskId);
 }
 
 } // namespace

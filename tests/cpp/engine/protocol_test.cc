@@ -166,7 +166,7 @@ TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
   FrameHeader room;
   room.type = FrameType::Credit;
   room.group = 7;
-  room.aux = 64 << 10;
+  room.aux = (64 << 10) + sizeof(FrameHeader); // what the frame had cost
   static_cast<void>(root.arrived(1, room, Clock::now()));
   EXPECT_EQ(root.maySend(static_cast<uint64_t>(i), 1, 64 << 10), Protocol::Permission::Eager);
 }
@@ -289,6 +289,151 @@ TEST(Protocol, WhatNoPeerSendsIsAViolation) {
   EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Data, 2 << 20, kEagerFlag), false)) << "more than the pool";
   EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Credit, 0, 100), true)) << "a leaf sends to nobody";
   EXPECT_TRUE(failsWith(frameOf(mine, FrameType::Heartbeat), true));
+}
+
+FrameHeader roomOf(int64_t nbytes) {
+  FrameHeader room;
+  room.type = FrameType::Credit;
+  room.group = 7;
+  room.aux = static_cast<uint64_t>(nbytes);
+  return room;
+}
+
+Posted barrierOf(int64_t sequence, int rank, int size) {
+  ScheduleRequest request;
+  request.kind = Collective::Barrier;
+  request.rank = rank;
+  request.size = size;
+  Posted posted;
+  posted.id = {static_cast<uint64_t>(sequence), sequence};
+  posted.schedule = prepare(makeSchedule(request));
+  posted.descriptor = Descriptor::of(request, posted.schedule->schedule.algorithm);
+  return posted;
+}
+
+// A frame of 0 bytes has a header, and its receiver keeps a note of it.
+TEST(Protocol, EmptyFramesFillThePool) {
+  const Protocol::Config config = configOf(0, 2);
+  const int64_t most = config.eager_pool_nbytes / config.frame_nbytes;
+  EXPECT_LE(most, 20000);
+  Protocol sender(config);
+  Protocol receiver(configOf(1, 2));
+  for (int64_t i = 1; i <= most; ++i) {
+    const Posted posted = barrierOf(i, 0, 2);
+    post(sender, posted);
+    ASSERT_EQ(sender.maySend(posted.id.id, 1, 0), Protocol::Permission::Eager) << i;
+    sender.sent(posted.id.id, 1, 0, Protocol::Permission::Eager);
+    ASSERT_EQ(
+        receiver.arrived(0, frameOf(posted, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
+  }
+  const Posted more = barrierOf(most + 1, 0, 2);
+  post(sender, more);
+  EXPECT_EQ(sender.maySend(more.id.id, 1, 0), Protocol::Permission::No);
+  EXPECT_EQ(
+      receiver.arrived(0, frameOf(more, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
+  EXPECT_TRUE(receiver.failed());
+}
+
+TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
+  Protocol sender(configOf(0, 2));
+  Protocol receiver(configOf(1, 2));
+  const Posted wanted = barrierOf(1000000, 0, 2);
+  post(receiver, barrierOf(1000000, 1, 2));
+  for (int64_t i = 1;; ++i) {
+    const Posted posted = broadcastOf(i, 0, 2, 0, 1 << 10);
+    post(sender, posted);
+    if (sender.maySend(posted.id.id, 1, 4 << 10) != Protocol::Permission::Eager) {
+      break;
+    }
+    sender.sent(posted.id.id, 1, 4 << 10, Protocol::Permission::Eager);
+    static_cast<void>(receiver.arrived(0, frameOf(posted, FrameType::Data, 4 << 10, kEagerFlag), Clock::now()));
+  }
+  post(sender, wanted);
+  // What is left of the pool has no room for a payload, but for some empty frames.
+  while (sender.maySend(wanted.id.id, 1, 0) == Protocol::Permission::Eager) {
+    sender.sent(wanted.id.id, 1, 0, Protocol::Permission::Eager);
+  }
+  const auto credits = of(Kind::Send, receiver.takeActions());
+  ASSERT_FALSE(credits.empty());
+  EXPECT_EQ(credits.front().header.op_id, wanted.id.id);
+  EXPECT_EQ(credits.front().header.aux, 0U);
+  static_cast<void>(sender.arrived(1, credits.front().header, Clock::now()));
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 0), Protocol::Permission::Credit);
+}
+
+// A sender far ahead of a slower receiver, which grants credit for each while its data are on their way. The credit comes when the
+// operation has long ended, more than 256 operations ago; a million operations leave nothing behind.
+TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
+  constexpr int64_t kNumel = 64;
+  constexpr int64_t kBehind = 400;
+  Protocol root(configOf(0, 2));
+  for (int64_t i = 1; i <= 100000; ++i) {
+    const Posted posted = broadcastOf(i, 0, 2, 0, kNumel);
+    post(root, posted);
+    ASSERT_EQ(root.maySend(posted.id.id, 1, 4 * kNumel), Protocol::Permission::Eager) << i;
+    root.sent(posted.id.id, 1, 4 * kNumel, Protocol::Permission::Eager);
+    root.ended(posted.id.id);
+    if (i > kBehind) {
+      const Posted before = broadcastOf(i - kBehind, 0, 2, 0, kNumel);
+      static_cast<void>(root.arrived(1, frameOf(before, FrameType::Credit, 0, 4 * kNumel), Clock::now()));
+      static_cast<void>(root.arrived(1, roomOf(4 * kNumel + configOf(0, 2).frame_nbytes), Clock::now()));
+    }
+    ASSERT_FALSE(root.failed()) << of(Kind::Fail, root.takeActions()).front().record.summary;
+    static_cast<void>(root.takeActions());
+  }
+  EXPECT_EQ(root.usage().heard, 0U);
+  EXPECT_LE(root.usage().past, static_cast<size_t>(configOf(0, 2).eager_pool_nbytes / (4 * kNumel)) + 1);
+}
+
+TEST(Protocol, WhatHasArrivedGetsNoCredit) {
+  Protocol leaf(configOf(1, 2));
+  for (int64_t i = 1; i <= 12; ++i) { // more than half of the pool
+    static_cast<void>(leaf.arrived(
+        0, frameOf(broadcastOf(i, 1, 2, 0, 16 << 10), FrameType::Data, 64 << 10, kEagerFlag), Clock::now()));
+  }
+  post(leaf, broadcastOf(5, 1, 2, 0, 16 << 10)); // held here
+  EXPECT_TRUE(of(Kind::Send, leaf.takeActions()).empty());
+  post(leaf, broadcastOf(13, 1, 2, 0, 16 << 10)); // yet to come
+  EXPECT_EQ(of(Kind::Send, leaf.takeActions()).size(), 1U);
+}
+
+// Receives that are posted far ahead do not fill the sender's memory with credit: the rest gets it when the sender has come to them.
+TEST(Protocol, CreditAheadOfTheSenderIsBounded) {
+  Protocol leaf(configOf(1, 2));
+  Protocol root(configOf(0, 2));
+  const auto most = static_cast<int64_t>(configOf(0, 2).max_ahead);
+  for (int64_t i = 1; i <= 2 * most; ++i) {
+    post(leaf, broadcastOf(i, 1, 2, 0, kLarge));
+  }
+  const auto credits = of(Kind::Send, leaf.takeActions());
+  EXPECT_EQ(static_cast<int64_t>(credits.size()), most);
+  for (const auto& credit : credits) {
+    static_cast<void>(root.arrived(1, credit.header, Clock::now()));
+  }
+  EXPECT_FALSE(root.failed());
+  const Posted late = broadcastOf(most + 10, 0, 2, 0, kLarge);
+  static_cast<void>(leaf.arrived(0, frameOf(late, FrameType::Waiting), Clock::now()));
+  const auto asked_for = of(Kind::Send, leaf.takeActions());
+  ASSERT_EQ(asked_for.size(), 1U);
+  EXPECT_EQ(asked_for.front().header.type, FrameType::Credit);
+  EXPECT_EQ(asked_for.front().header.op_id, late.id.id);
+}
+
+TEST(Protocol, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
+  Protocol protocol(configOf(0, 2));
+  const Posted watched = barrierOf(1, 0, 2);
+  PreparedSchedule without_frames; // as of an operation in shared memory that is stuck
+  Edge edge;
+  edge.peer = 1;
+  without_frames.incoming.push_back(edge);
+  protocol.posted(watched.id, watched.descriptor, without_frames, Clock::now());
+  EXPECT_EQ(
+      protocol.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
+  const auto failures = of(Kind::Fail, protocol.takeActions());
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
+  EXPECT_EQ(failures[0].record.peer, 1);
+  EXPECT_NE(failures[0].record.summary.find("Rank 1 sent what the protocol does not allow"), std::string::npos);
 }
 
 } // namespace

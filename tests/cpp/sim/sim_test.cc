@@ -146,6 +146,7 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{8774, "a goodbye on the control link was lost to a reset, the one on the bulk link was not asked"},
         Regression{65653, "credit was raised too late for a ring of large segments: nobody could go on"},
         Regression{99825, "the same in a reduce_scatter"},
+        Regression{1000000000474, "credit for broadcasts that had long ended was kept, until there was too much of it"},
         Regression{
             2000000000116,
             "a goodbye was read before the link that brought the last message, and a receive from any rank ended"},

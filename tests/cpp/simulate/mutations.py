@@ -45,7 +45,8 @@ MUTATIONS = [
     Mutation(
         "never raise credit",
         "protocol_flow.cc",
-        "      grant(found->second, *edge);\n",
+        "    if (edge->limit != kNoLimit) { // an edge that goes eagerly needs no credit\n"
+        "      grant(found->second, *edge);\n    }\n",
         "",
     ),
     Mutation(
@@ -58,8 +59,8 @@ MUTATIONS = [
     Mutation(
         "ignore credit when sending",
         "protocol_flow.cc",
-        "if (edge.limit > 0 && edge.moved + nbytes <= edge.limit)",
-        "if (edge.limit > 0)",
+        "if (edge.limit != kNoLimit && edge.moved + nbytes <= edge.limit)",
+        "if (edge.limit != kNoLimit)",
     ),
     Mutation(
         "never give pool room back",
@@ -70,26 +71,26 @@ MUTATIONS = [
     Mutation(
         "ignore the pool's size when sending",
         "protocol_flow.cc",
-        "return early && pool.eager_out + nbytes <= config_.eager_pool_nbytes ?",
+        "return early && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ?",
         "return early ?",
     ),
     Mutation(
         "forget credit that came early",
         "protocol_flow.cc",
-        "known = std::max(known, limit);",
-        "known = 0;",
+        "heard->limit = std::max(heard->limit, limit);",
+        "heard->limit = 0;",
     ),
     Mutation(
         "no credit from a crowded pool",
         "protocol.cc",
-        "      grantAllFrom(peer);\n",
+        "  if (crowded(peer) && !was_crowded) { // what is posted from now on gets credit at once\n"
+        "    grantAllFrom(peer);\n  }\n",
         "",
-        survives="only callbacks may issue in another order on each rank; no program here has any",
     ),
     Mutation(
         "do not compare what was heard before posting",
         "protocol.cc",
-        "      compare(expectedFrom(op, entry.first), entry.first, entry.second, id);\n",
+        "    compare(expectedFrom(op, entry.first), entry.first, entry.second.descriptor, id);\n",
         "",
     ),
     Mutation(
@@ -239,10 +240,45 @@ MUTATIONS = [
     ),
     Mutation(
         "a message counts each time it is heard",
-        "point_to_point.cc",
-        "if (isPast(false, from, tag, index)) {",
+        "data_plane_messages.cc",
+        "transfers_.count(header.op_id) == 0 && !protocol_.hasHeardOf(header.op_id)",
+        "true",
+    ),
+    Mutation(
+        "credit for what has ended is remembered",
+        "protocol_flow.cc",
+        "    if (isPast(peer, header.op_id)) {",
+        "    if (false) {",
+    ),
+    Mutation(
+        "credit for what has arrived",
+        "protocol_flow.cc",
+        "  if (edge.passed == edge.frames) {\n    return; // all of it has arrived\n  }\n",
+        "",
+    ),
+    Mutation(
+        "an eager frame costs its payload alone",
+        "protocol.h",
+        "return nbytes + config_.frame_nbytes * static_cast<int64_t>(frames);",
+        "static_cast<void>(frames);\n    return nbytes;",
+    ),
+    Mutation(
+        "no bound on credit ahead of the sender",
+        "protocol_flow.cc",
+        "if (peer.ahead >= config_.max_ahead) {",
         "if (false) {",
-        survives="only remembers what it need not; no promise limits how much that is",
+    ),
+    Mutation(
+        "messages wait for nothing",
+        "data_plane_messages.cc",
+        "if (queue.waiting.empty() && hasPlace(peer, *operation)) {",
+        "if (queue.waiting.empty()) {",
+    ),
+    Mutation(
+        "a receive does not ask for its message",
+        "data_plane_messages.cc",
+        "if (may_have && !left_[static_cast<size_t>(peer)]) {",
+        "if (false) {",
     ),
     Mutation(
         "operations that have ended are forgotten",
@@ -274,13 +310,13 @@ MUTATIONS = [
     Mutation(
         "no deadline for a receive from any rank",
         "data_plane_tick.cc",
-        "    if (deadline.expired(now)) {\n      notice(unmatched(*entry.second, identity_));",
-        "    if (false) {\n      notice(unmatched(*entry.second, identity_));",
+        "    if (deadline.expired(now)) {\n      notice(noMessage(*entry.second, entry.first));",
+        "    if (false) {\n      notice(noMessage(*entry.second, entry.first));",
     ),
     Mutation(
         "used eager bytes stay in the pool",
         "protocol_flow.cc",
-        "    pool.eager_in -= nbytes;\n",
+        "    pool.eager_in -= cost(nbytes);\n",
         "",
     ),
 ]

@@ -1,0 +1,57 @@
+#include "c10d/message_work.h"
+
+#include <utility>
+
+#include "c10d/python_errors.h"
+
+namespace pycomm {
+
+MessageWork::~MessageWork() {
+  if (operation_->done()) {
+    return;
+  }
+  // The tensor must outlive the operation, and must not be freed on the lane: that may take Python's lock.
+  struct Keep {
+    c10::intrusive_ptr<Owner> owner;
+    at::Tensor tensor;
+  };
+  auto keep = std::make_shared<Keep>(Keep{owner_, std::move(tensor_)});
+  CallbackPool& pool = owner_->group->engine().callbacks();
+  // Moved, so that the lane keeps no reference.
+  operation_->onDone([keep, &pool] { pool.submit([kept = std::move(*keep)] {}); });
+}
+
+std::exception_ptr MessageWork::exception() const {
+  const auto record = operation_->done() ? operation_->error() : std::nullopt;
+  return record ? toException(*record) : nullptr;
+}
+
+bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
+  waitFor(*owner_->group, *operation_, rank_, timeout, deadline);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    completed_ = true;
+  }
+  if (const auto record = operation_->error()) {
+    throwToPython(*record);
+  }
+  return true;
+}
+
+PycommWork* MessageWork::whole() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (whole_ == nullptr) {
+    PycommWork::Content content;
+    content.operations = {operation_};
+    content.inputs = {tensor_};
+    content.outputs = {tensor_};
+    whole_ = c10::make_intrusive<PycommWork>(owner_->group, rank_, opType_, nullptr, std::move(content));
+    if (completed_ && !operation_->error()) {
+      whole_->wait(kNoTimeout);
+    }
+  }
+  return whole_.get();
+}
+
+} // namespace pycomm
