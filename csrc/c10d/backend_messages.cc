@@ -19,7 +19,7 @@ struct MessageOptions {
 };
 
 /// The engine works in its own memory.
-bool isPlain(const at::Tensor& tensor) {
+bool needsNoCopy(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
@@ -58,7 +58,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::message(
     } else {
       checkOutput(tensor, collectiveName(kind));
     }
-    if (isPlain(tensor) && call_sites_ == nullptr && IssueContext::current() == nullptr && window() == nullptr &&
+    if (needsNoCopy(tensor) && call_sites_ == nullptr && IssueContext::current() == nullptr && window() == nullptr &&
         !at::hasCallbacks()) {
       return plainMessage(titled, kind, tensor, peer, tag);
     }
