@@ -30,7 +30,7 @@ TEST(FailureText, ARankThatDoesNotExistIsNoIndex) {
   identity.hosts = {"alpha", "beta"};
   Operation::Request request;
   request.id = {3, 3};
-  const Operation operation(request);
+  const Operation operation(std::move(request));
   for (const int peer : {1000000, 2, -7}) {
     ErrorRecord cause;
     cause.code = ErrorCode::PeerDead;
