@@ -77,11 +77,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(DEFAULT_TIMEOUT_S))
-    if "nightly" not in str(config.getoption("-m")):
-        later = pytest.mark.skip(reason="runs with -m nightly")
-        for item in items:
-            if item.get_closest_marker("nightly") is not None:
-                item.add_marker(later)
+    if "nightly" not in config.getoption("-m"):
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        items[:] = [item for item in items if item not in nightly]
+        config.hook.pytest_deselected(items=nightly)
     if config.getoption("--require-native"):
         if not native_is_built():
             raise pytest.UsageError("--require-native, and pycomm._C is not built")

@@ -86,6 +86,7 @@ MUTATIONS = [
         "  if (crowded(peer) && !was_crowded) { // what is posted from now on gets credit at once\n"
         "    grantAllFrom(peer);\n  }\n",
         "",
+        survives="only callbacks may issue in another order on each rank; no program here has any",
     ),
     Mutation(
         "do not compare what was heard before posting",
