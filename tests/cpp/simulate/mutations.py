@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no credit from a crowded pool",
-        "protocol.cc",
+        "protocol_flow.cc",
         "  if (crowded(peer) && !was_crowded) { // what is posted from now on gets credit at once\n"
         "    grantAllFrom(peer);\n  }\n",
         "",
