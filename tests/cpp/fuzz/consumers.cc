@@ -48,7 +48,7 @@ void useRecord(const ErrorRecord& record, bool trusted) {
   Operation::Request request;
   request.id = {3, 3};
   request.descriptor.kind = Collective::AllReduce;
-  const Operation operation(request);
+  const Operation operation(std::move(request));
   mustBeOurs(errorOf(operation, record, self));
   mustBeOurs(errorOf(record, self));
   mustBePrintable(ownTrouble(std::make_exception_ptr(Error(record)), self).text());

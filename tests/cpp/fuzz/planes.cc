@@ -139,7 +139,13 @@ struct Data {
 
   // Operation k of those that all ranks would call; and messages.
   void post(int k) {
-    Operation::Request request = calls()[static_cast<size_t>(k)];
+    const Operation::Request& wish = calls()[static_cast<size_t>(k)];
+    Operation::Request request;
+    request.id = wish.id;
+    request.descriptor = wish.descriptor;
+    request.schedule = wish.schedule;
+    request.receives = wish.receives;
+    request.peer = wish.peer;
     auto& memory = memory_.emplace_back(static_cast<size_t>(request.descriptor.numel), 1.0F);
     request.input = request.output =
         BufferView(reinterpret_cast<std::byte*>(memory.data()), memory.size() * sizeof(float));
@@ -218,7 +224,7 @@ std::vector<uint8_t> bulkSample() {
   descriptor.root = 0;
   descriptor.writeTo(message);
   PointToPoint names(0, kRanks, identity().hash);
-  message.op_id = names.nameSend(kSelf, 3).id;
+  message.op_id = names.nameSend(kSelf).id;
   message.aux = kEagerFlag;
   bytes += frame(message, std::string(20, 'm'));
   return bytesOf(bytes + frame(headerOf(FrameType::Goodbye)));
