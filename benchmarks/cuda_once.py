@@ -36,13 +36,12 @@ NUMEL = 4099
 class Device:
     """The kernels, and memory of their device."""
 
-    def __init__(self, library: Path, device: str) -> None:
+    def __init__(self, library: Path) -> None:
         self.table = CudaTable(library)
-        self.device = device
-        self.stream = int(torch.cuda.current_stream().cuda_stream) if device == "cuda" else 0
+        self.stream = int(torch.cuda.current_stream().cuda_stream)
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self.device, copy=True)
+        return values.to("cuda", copy=True)
 
 
 def bucket(on: Device, grad: str, wire: str, offset: int) -> None:
@@ -103,12 +102,11 @@ def codec(on: Device, name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", type=Path, default=_extension.CUDA_LIBRARY)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU")
     torch.manual_seed(0)
-    on = Device(arguments.library, arguments.device)
+    on = Device(arguments.library)
     for grad, wire in PAIRS:
         for offset in (0, 1):
             bucket(on, grad, wire, offset)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -27,7 +27,7 @@ CODECS = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4}
 OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
     "device_count",
-    "set_device",
+    "check_device",
     "device_uuid",
     "allocate_pinned",
     "free_pinned",
@@ -36,8 +36,6 @@ _FUNCTIONS = (
     "destroy_event",
     "record",
     "stream_wait",
-    "event_done",
-    "wait_event",
     "is_capturing",
     "pack",
     "unpack",
@@ -46,6 +44,7 @@ _FUNCTIONS = (
     "decode",
     "stager_create",
     "stager_destroy",
+    "stager_stop",
     "stager_take",
     "stager_give",
     "stager_to_host",
@@ -56,7 +55,6 @@ _FUNCTIONS = (
     "nccl_destroy",
     "nccl_origin",
     "nccl_start",
-    "nccl_wait",
     "nccl_done",
     "nccl_free_work",
     "nccl_poll",
@@ -76,6 +74,15 @@ class Failure(ctypes.Structure):
         ("summary", ctypes.c_char * 512),
         ("hint", ctypes.c_char * 256),
         ("cause", ctypes.c_char * 512),
+        ("rank", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("sequence", ctypes.c_int64),
+        ("numel", ctypes.c_int64),
+        ("elapsed_ms", ctypes.c_int64),
+        ("op", ctypes.c_char * 48),
+        ("dtype", ctypes.c_char * 24),
+        ("phase", ctypes.c_char * 24),
+        ("group", ctypes.c_char * 128),
     )
 
 

@@ -34,8 +34,9 @@ FOREIGN_HEADERS = [
 # and the CUDA library is loaded at run time.
 PRIVATE_KINDS = {"sim", "cuda"}
 
-# The one header of such a folder that the floors above may include: plain C declarations.
-PUBLIC_HEADERS = {"cuda/c_api.h"}
+# The headers of such a folder that the floors above may include: plain C declarations, and what
+# converts their errors, which has no source file.
+PUBLIC_HEADERS = {"cuda/c_api.h", "cuda/c_error_record.h"}
 
 # Within the CUDA folder only these files include CUDA's headers: the others are built and tested
 # without a toolkit.

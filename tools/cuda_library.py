@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cuda"
 NAME = "libpycomm_cuda.so"
 ENTRY = "pycomm_cuda_table"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+# What linkers add to every library.
+_OF_THE_LINKER = {"_init", "_fini", "_edata", "_end", "__bss_start"}
 
 
 def find_nvcc() -> Path | None:
@@ -59,14 +61,22 @@ def install(library: Path, package: Path) -> Path:
     return target
 
 
-def inspect(library: Path) -> str:
+def architectures(nvcc: Path) -> tuple[str, ...]:
+    """What cmake/CudaArchitectures.cmake chooses for this compiler."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"release (\d+)\.(\d+)", said)
+    knows_blackwell = version is not None and (int(version[1]), int(version[2])) >= (12, 8)
+    return ("sm_80", "sm_90", "sm_100") if knows_blackwell else ("sm_80", "sm_90")
+
+
+def inspect(library: Path, expected: tuple[str, ...]) -> str:
     """What the library exports, needs and holds; raises ValueError for what must not be so."""
     table = getattr(ctypes.CDLL(str(library)), ENTRY)
     table.restype = ctypes.POINTER(ctypes.c_uint32)
     version, nbytes = table()[0], table()[1]
     nm = ["nm", "--dynamic", "--defined-only", "--format=just-symbols", str(library)]
     listed = subprocess.run(nm, capture_output=True, text=True, check=True).stdout
-    exported = [name for name in listed.split() if not name.startswith("_")]
+    exported = [name for name in listed.split() if name not in _OF_THE_LINKER]
     if exported != [ENTRY]:
         raise ValueError(f"{library} exports {', '.join(exported)} where only {ENTRY} should be")
     readelf = ["readelf", "--dynamic", str(library)]
@@ -75,13 +85,13 @@ def inspect(library: Path) -> str:
     if any(name in line for line in needed for name in ("cuda", "nccl", "torch", "c10")):
         raise ValueError(f"{library} needs another library than the system's: {needed}")
     code = library.read_bytes()
-    missing = [name for name in ARCHITECTURES if name.encode() not in code]
+    missing = [name for name in expected if name.encode() not in code]
     if missing and "CMAKE_CUDA_ARCHITECTURES" not in os.environ.get("CMAKE_ARGS", ""):
         raise ValueError(f"{library} has no code for {', '.join(missing)}")
     return (
         f"{library.name}: table version {version} of {nbytes} bytes, "
         f"{library.stat().st_size >> 10} KiB, exports {ENTRY} alone, code for "
-        + ", ".join(name for name in ARCHITECTURES if name not in missing)
+        + ", ".join(name for name in expected if name not in missing)
     )
 
 
@@ -91,7 +101,7 @@ def main() -> int:
         print(f"SKIPPED: {NAME} is not built, because no nvcc was found on this machine")
         return 0
     library = build(nvcc)
-    print(inspect(library))
+    print(inspect(library, architectures(nvcc)))
     if "--install" in sys.argv[1:]:
         print(f"installed as {install(library, ROOT / 'pycomm')}")
     return 0

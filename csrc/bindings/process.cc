@@ -8,6 +8,7 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "c10d/cuda_devices.h"
 #include "c10d/process_engine.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
@@ -105,7 +106,9 @@ void bindProcess(py::module_& m) {
       "shutdown_all",
       [](int64_t timeout_ms) {
         setLogSink(nullptr, LogLevel::Off);
-        shutdownProcessEngine(Deadline::after(timeout_ms));
+        const Deadline deadline = Deadline::after(timeout_ms);
+        CudaDevices::stopAllThreads(Deadline::after(timeout_ms / 2)); // while there is an engine that they can tell
+        shutdownProcessEngine(deadline);
       },
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());

@@ -21,7 +21,7 @@ PycommBackend::PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group
       group_(std::move(group)),
       settings_(std::move(settings)),
       owner_(c10::make_intrusive<MessageWork::Owner>(group_)),
-      devices_(std::make_shared<CudaDevices>(group_, settings_.cuda)) {
+      devices_(CudaDevices::create(group_, settings_.cuda)) {
   if (settings_.check_call_sites) {
     call_sites_ = std::make_shared<CallSites>(store_, settings_.skipped_folders);
   }
@@ -65,6 +65,10 @@ void PycommBackend::abort() {
 void PycommBackend::shutdown() {
   devices_->stop();
   group_->close();
+}
+
+bool PycommBackend::goesByNccl(c10::Device device) {
+  return raising([&] { return devices_->goesByNccl(device, Deadline::after(settings_.timeout.count())); });
 }
 
 bool PycommBackend::supportsTensorAlloc(c10::DeviceIndex device) {
@@ -128,6 +132,7 @@ PycommBackend::Prepared PycommBackend::prepare(Codec codec) const {
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
+  static_cast<void>(window()); // which may refuse: nothing has begun yet
   const uint32_t tag = tagFor();
   for (Group::Call& call : prepared.calls) { // all of them, before the first one starts
     if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) { // start() checks messages
@@ -257,9 +262,43 @@ void PycommBackend::launch(Window& window) {
 }
 
 PycommBackend::Window* PycommBackend::window() {
-  const std::lock_guard<std::mutex> lock(windows_mutex_);
-  const auto found = windows_.find(std::this_thread::get_id());
-  return found == windows_.end() ? nullptr : &found->second;
+  Window old;
+  {
+    const std::lock_guard<std::mutex> lock(windows_mutex_);
+    const auto found = windows_.find(std::this_thread::get_id());
+    if (found == windows_.end()) {
+      return nullptr;
+    }
+    if (Clock::now() - found->second.opened < settings_.timeout) {
+      return &found->second;
+    }
+    old = std::move(found->second);
+    windows_.erase(found);
+  }
+  const auto age = std::chrono::duration_cast<std::chrono::seconds>(Clock::now() - old.opened);
+  abandon(std::move(old));
+  throw Error(
+      ErrorCode::InvalidArgument,
+      "A coalescing manager that this thread entered " + std::to_string(age.count()) +
+          " s ago was never left: its body has raised.",
+      "call this again; and see which operations of that body the other ranks have begun");
+}
+
+void PycommBackend::abandon(Window window) {
+  for (const auto& part : window.works) {
+    for (const auto& operation : part->content().operations) {
+      (void)group_->wait(*operation, Deadline::after(0)); // as in endCoalescing()
+    }
+  }
+  if (window.launch == nullptr) {
+    return;
+  }
+  ErrorRecord why;
+  why.code = ErrorCode::InvalidArgument;
+  why.rank = getRank();
+  why.summary = "The operation was never begun: the body of its coalescing manager has raised.";
+  why.hint = "see the exception of that body";
+  window.nccl->abandon(*window.launch, window.operations, why);
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
@@ -273,13 +312,13 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Co
 
 void PycommBackend::startCoalescing() {
   raising([&] {
-    const std::lock_guard<std::mutex> lock(windows_mutex_);
-    if (!windows_.emplace(std::this_thread::get_id(), Window{}).second) {
-      throw Error(
-          ErrorCode::InvalidArgument,
-          "This thread coalesces operations of this group already.",
-          "leave the first coalescing manager before the second one");
+    Window left_open; // torch refuses a manager within a manager, so the body of this one has raised
+    {
+      const std::lock_guard<std::mutex> lock(windows_mutex_);
+      std::swap(left_open, windows_[std::this_thread::get_id()]);
+      windows_[std::this_thread::get_id()].opened = Clock::now();
     }
+    abandon(std::move(left_open));
   });
 }
 

@@ -130,6 +130,10 @@ class PycommBackend final : public c10d::Backend {
       const at::Tensor& lost,
       const c10d::AllreduceOptions& opts = {});
 
+  /// Whether collectives of this device's tensors go by NCCL, whose futures are complete when the call returns. If that is not settled
+  /// yet, it is now: with all ranks, as the first collective would.
+  [[nodiscard]] bool goesByNccl(c10::Device device);
+
   [[nodiscard]] Group& group() noexcept {
     return *group_;
   }
@@ -260,9 +264,13 @@ class PycommBackend final : public c10d::Backend {
     std::vector<Group::Call> calls;
     std::vector<std::shared_ptr<Operation>> operations;
     std::vector<std::function<void()>> unpacks;
+    TimePoint opened = Clock::now();
   };
-  /// The calling thread's; null: none. No other thread uses it.
+  /// The calling thread's; null: none. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
+  /// operation may take: torch's coalescing manager does not end it if its body raises, and what comes after it would never begin.
   [[nodiscard]] Window* window();
+  /// Ends a window whose manager's body has raised: what NCCL was to run fails, the rest goes on.
+  void abandon(Window window);
   void launch(Window& window);
   std::mutex windows_mutex_; ///< guards windows_
   std::map<std::thread::id, Window> windows_;

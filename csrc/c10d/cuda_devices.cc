@@ -1,5 +1,8 @@
 #include "c10d/cuda_devices.h"
 
+#include <algorithm>
+#include <chrono>
+
 #include "base/log.h"
 
 namespace pycomm {
@@ -47,10 +50,73 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   return nccl_;
 }
 
+bool CudaDevices::goesByNccl(c10::Device device, Deadline deadline) {
+  return device.is_cuda() && ncclAt(device, deadline) != nullptr;
+}
+
 void CudaDevices::stop() {
   const std::lock_guard<std::mutex> lock(nccl_mutex_);
   if (nccl_ != nullptr) {
-    nccl_->stop();
+    nccl_->stop(NcclGroup::kDrainFor);
+  }
+}
+
+void CudaDevices::stopThreads(Deadline deadline) {
+  constexpr int kMostMs = 5000;
+  // A first collective that still waits for other ranks has the lock; it has no thread yet.
+  if (const std::unique_lock<std::mutex> lock(nccl_mutex_, std::try_to_lock); lock.owns_lock() && nccl_ != nullptr) {
+    nccl_->stop(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
+  }
+  std::vector<std::shared_ptr<CudaDevice>> devices;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [index, device] : devices_) {
+      devices.push_back(device);
+    }
+  }
+  for (const auto& device : devices) {
+    if (device != nullptr) {
+      device->stop(std::chrono::milliseconds(deadline.remainingMs(kMostMs)));
+    }
+  }
+}
+
+namespace {
+
+struct Registry {
+  std::mutex mutex; ///< guards the rest
+  std::vector<std::weak_ptr<CudaDevices>> all;
+};
+
+// Never destroyed, as groups may outlive static destructors.
+Registry& registry() {
+  static auto* const made = new Registry();
+  return *made;
+}
+
+} // namespace
+
+std::shared_ptr<CudaDevices> CudaDevices::create(std::shared_ptr<Group> group, Config config) {
+  std::shared_ptr<CudaDevices> made(new CudaDevices(std::move(group), std::move(config)));
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  auto& all = registry().all;
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& each) { return each.expired(); }), all.end());
+  all.push_back(made);
+  return made;
+}
+
+void CudaDevices::stopAllThreads(Deadline deadline) {
+  std::vector<std::shared_ptr<CudaDevices>> living;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    for (const auto& each : registry().all) {
+      if (auto devices = each.lock()) {
+        living.push_back(std::move(devices));
+      }
+    }
+  }
+  for (const auto& devices : living) {
+    devices->stopThreads(deadline);
   }
 }
 

@@ -26,7 +26,7 @@ class CudaDevices {
     bool may_use_nccl = false; ///< every rank has a GPU: what they do with it they settle when the first tensor comes
     bool must_use_nccl = false;
   };
-  CudaDevices(std::shared_ptr<Group> group, Config config) : group_(std::move(group)), config_(std::move(config)) {}
+  [[nodiscard]] static std::shared_ptr<CudaDevices> create(std::shared_ptr<Group> group, Config config);
 
   /// Throws Error(Unsupported) where the CUDA library is not there.
   [[nodiscard]] std::shared_ptr<CudaDevice> at(c10::Device device);
@@ -35,10 +35,19 @@ class CudaDevices {
   /// ranks, and blocks for them. Throws Error(Unsupported) if it must be NCCL and cannot, and what makes the group fail.
   [[nodiscard]] std::shared_ptr<NcclGroup> ncclAt(c10::Device device, Deadline deadline);
 
+  /// Whether this device's tensors go that way; as ncclAt(), also in what it throws.
+  [[nodiscard]] bool goesByNccl(c10::Device device, Deadline deadline);
+
   /// Before the group is closed.
   void stop();
 
+  /// Ends the threads of all groups of this process, which call CUDA: before the process ends, and CUDA's driver with it.
+  static void stopAllThreads(Deadline deadline);
+
  private:
+  CudaDevices(std::shared_ptr<Group> group, Config config) : group_(std::move(group)), config_(std::move(config)) {}
+  void stopThreads(Deadline deadline);
+
   const std::shared_ptr<Group> group_;
   const Config config_;
   std::mutex mutex_; ///< guards devices_

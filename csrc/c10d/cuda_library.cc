@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "cuda/c_error_record.h"
 
 namespace pycomm {
 namespace {
@@ -50,12 +51,7 @@ const PycommCudaTable& cudaLibrary(const std::string& path) {
 }
 
 void throwCuda(const PycommCudaError& error) {
-  ErrorRecord record;
-  record.code = static_cast<ErrorCode>(error.code);
-  record.summary = error.summary;
-  record.hint = error.hint;
-  record.cause = error.cause;
-  throw Error(record);
+  throw Error(recordOf(error));
 }
 
 } // namespace pycomm

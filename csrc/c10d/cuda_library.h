@@ -13,7 +13,8 @@ namespace pycomm {
 /// Throws the library's error.
 [[noreturn]] void throwCuda(const PycommCudaError& error);
 
-/// Calls a function of the table with an error to fill in; throws what it tells.
+/// Calls a function of the table with an error to fill in; throws it. The function works on the calling thread's current device: a
+/// c10::DeviceGuard sets and restores it, as torch's own calls do.
 template <typename Function, typename... Arguments>
 void callCuda(Function function, Arguments... arguments) {
   PycommCudaError error = {};

@@ -1,19 +1,21 @@
 #include "c10d/cuda_nccl.h"
 
 #include <ATen/core/TensorBody.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
 #include <exception>
 #include <map>
 #include <utility>
 
 #include "base/native_thread.h"
+#include "c10d/interruptible.h"
 #include "c10d/nccl_calls.h"
+#include "cuda/c_error_record.h"
 
 namespace pycomm {
 namespace {
@@ -22,31 +24,31 @@ constexpr size_t kCardNbytes = 256; // what a rank says of its device
 constexpr size_t kIdNbytes = 128; // an ncclUniqueId
 constexpr char kRefusal = '!';
 constexpr std::chrono::milliseconds kLookEvery{1};
-constexpr std::chrono::seconds kDrainFor{5};
 // NCCL's own deadline comes after the group's, which knows who is missing.
 constexpr int64_t kLaterMs = 5000;
 constexpr int kDayMs = 24 * 3600 * 1000;
 
-void fill(PycommCudaError& error, const ErrorRecord& record) {
-  const auto copy = [](char* to, size_t capacity, const std::string& text) {
-    const size_t length = std::min(text.size(), capacity - 1);
-    std::memcpy(to, text.data(), length);
-    to[length] = '\0';
-  };
-  error.code = static_cast<uint16_t>(record.code);
-  copy(error.summary, sizeof(error.summary), record.summary);
-  copy(error.hint, sizeof(error.hint), record.hint);
-  copy(error.cause, sizeof(error.cause), record.cause);
+ErrorRecord interrupted(const Group& group) {
+  ErrorRecord record;
+  record.code = ErrorCode::Aborted;
+  record.peer = group.identity().rank;
+  record.summary =
+      "Rank " + std::to_string(record.peer) + " was interrupted while it began a collective of CUDA tensors.";
+  return record;
 }
 
-/// A small collective of the group's own, on the CPU.
+/// A small collective of the group's own, on the CPU. Within an Interruptible.
 void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
+  constexpr int kLookEveryMs = 100;
   call.schedule.dtype = DType::UInt8;
   call.schedule.wire_dtype = DType::UInt8;
   call.deadline = deadline;
   call.waits = true;
   const auto operation = group.start(call);
-  while (!group.wait(*operation, Deadline::after(1000))) {
+  while (!group.wait(*operation, Deadline::after(kLookEveryMs))) {
+    if (Interruptible::look() && !group.failure()) {
+      group.abort(interrupted(group)); // which ends it: its memory is the caller's, who goes away
+    }
   }
   if (const auto error = operation->error()) {
     throw Error(*error);
@@ -65,6 +67,7 @@ std::vector<const char*> pointersTo(const std::vector<std::string>& texts) {
 std::string cardOf(const CudaDevice& device, const std::string& host, const std::vector<std::string>& library_paths) {
   try {
     std::array<char, 64> uuid{};
+    const c10::DeviceGuard guard(device.device());
     callCuda(device.library().device_uuid, static_cast<int>(device.device().index()), uuid.data(), uuid.size());
     const auto paths = pointersTo(library_paths);
     callCuda(device.library().nccl_probe, paths.data(), paths.size());
@@ -131,7 +134,13 @@ std::string NcclGroup::whyNot(
   call.schedule.numel = static_cast<int64_t>(kCardNbytes);
   call.input = {reinterpret_cast<const std::byte*>(card.data()), kCardNbytes};
   call.output = {cards.data(), cards.size()};
-  runOnCpu(group, call, deadline);
+  const Interruptible interruptible;
+  try {
+    runOnCpu(group, call, deadline);
+  } catch (const Error&) {
+    interruptible.rethrow();
+    throw;
+  }
   std::map<std::string, size_t> owners;
   for (size_t peer = 0; peer < size; ++peer) {
     const std::string theirs(reinterpret_cast<const char*>(cards.data() + peer * kCardNbytes));
@@ -159,7 +168,6 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
   PycommCudaNcclConfig config = {};
   config.rank = made->group_->identity().rank;
   config.size = made->group_->identity().size;
-  config.device = made->device_->device().index();
   config.group = made->group_->identity().name.c_str();
   config.stream = made->device_->sideStream();
   config.timeout_ms = deadline.remainingMs(kDayMs);
@@ -168,12 +176,15 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
   config.context = made.get();
   config.exchange = &NcclGroup::exchange;
   config.group_failure = &NcclGroup::groupFailure;
+  const Interruptible interruptible;
   try {
+    const c10::DeviceGuard guard(made->device_->device());
     callCuda(made->device_->library().nccl_create, static_cast<const PycommCudaNcclConfig*>(&config), &made->comm_);
   } catch (const Error& error) {
     ErrorRecord reason = error.record();
     reason.peer = config.rank;
     made->group_->abort(reason); // the others wait in the same place
+    interruptible.rethrow();
     throw;
   }
   made->thread_ = startNativeThread("pycomm-nccl", [self = made.get()] { self->threadMain(); });
@@ -181,8 +192,9 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
 }
 
 NcclGroup::~NcclGroup() {
-  stop();
+  stop(kDrainFor);
   if (comm_ != nullptr) {
+    const c10::DeviceGuard guard(device_->device());
     device_->library().nccl_destroy(comm_);
   }
 }
@@ -208,22 +220,25 @@ uint16_t NcclGroup::exchange(void* self, char* id, int publish, int64_t timeout_
     runOnCpu(group, call, Deadline::after(timeout_ms));
     return 0;
   } catch (const Error& caught) {
-    fill(*error, caught.record());
+    return fillError(caught.record(), error);
   } catch (const std::exception& caught) {
     ErrorRecord record;
     record.code = ErrorCode::Internal;
     record.summary = caught.what();
-    fill(*error, record);
+    return fillError(record, error);
   }
-  return error->code;
 }
 
 int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
-  const auto failure = static_cast<NcclGroup*>(self)->group_->failure();
+  const Group& group = *static_cast<NcclGroup*>(self)->group_;
+  auto failure = group.failure();
+  if (!failure && Interruptible::look()) {
+    failure = interrupted(group);
+  }
   if (!failure) {
     return 0;
   }
-  fill(*error, *failure);
+  static_cast<void>(fillError(*failure, error));
   return 1;
 }
 
@@ -232,6 +247,8 @@ void NcclGroup::launch(
     const std::vector<Group::Call>& calls,
     const std::vector<std::shared_ptr<Operation>>& operations) {
   const PycommCudaTable& library = device_->library();
+  const Interruptible interruptible;
+  const c10::DeviceGuard guard(device_->device());
   try {
     NcclCalls translated(group_->identity().rank, group_->identity().size);
     for (size_t i = 0; i < calls.size(); ++i) {
@@ -261,7 +278,18 @@ void NcclGroup::launch(
     for (const auto& operation : operations) {
       group_->followedEnded(operation, record);
     }
+    interruptible.rethrow();
     throw Error(record);
+  }
+}
+
+void NcclGroup::abandon(
+    NcclLaunch& launch,
+    const std::vector<std::shared_ptr<Operation>>& operations,
+    const ErrorRecord& why) {
+  launch.abandoned_.store(true, std::memory_order_release);
+  for (const auto& operation : operations) {
+    group_->followedEnded(operation, why);
   }
 }
 
@@ -283,12 +311,10 @@ void NcclGroup::look() {
   const PycommCudaTable& library = device_->library();
   PycommCudaError error = {};
   if (library.nccl_poll(comm_, &error) != 0) {
-    ErrorRecord record;
-    record.code = static_cast<ErrorCode>(error.code);
-    record.summary = error.summary;
-    record.hint = error.hint;
-    record.cause = error.cause;
-    record.peer = group_->identity().rank;
+    ErrorRecord record = recordOf(error);
+    if (record.peer < 0) {
+      record.peer = group_->identity().rank;
+    }
     if (!group_->failure()) {
       group_->abort(record);
     }
@@ -319,18 +345,29 @@ void NcclGroup::endAll(const ErrorRecord& why) {
 }
 
 // wait() only orders streams, so a program may be through with its collectives while the device is not.
-void NcclGroup::stop() {
+void NcclGroup::stop(std::chrono::milliseconds drain_for) {
+  std::thread thread;
+  bool idle = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!thread_.joinable()) {
-      return;
-    }
-    changed_.wait_for(lock, kDrainFor, [&] { return pending_.empty(); });
+    idle = changed_.wait_for(lock, drain_for, [&] { return pending_.empty() || stopping_; });
     stopping_ = true;
+    thread = std::move(thread_);
+  }
+  if (!thread.joinable()) {
+    return;
   }
   changed_.notify_all();
-  thread_.join();
-  thread_ = std::thread();
+  thread.join();
+  if (!idle) { // its kernels would wait for other ranks while the process ends
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    reason.summary = "The process group was closed while NCCL still waited for other ranks.";
+    PycommCudaError error = {};
+    static_cast<void>(fillError(reason, &error));
+    device_->library().nccl_abort(comm_, &error);
+    endAll(reason);
+  }
 }
 
 } // namespace pycomm

@@ -5,6 +5,7 @@
 #include <c10/core/Stream.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -21,13 +22,17 @@ namespace pycomm {
 
 class NcclGroup;
 
-/// What NCCL runs as one of its groups, a call to the backend or all of a coalescing manager: what is behind it on its side stream.
+/// One NCCL group launch (a single call, or everything that a coalescing manager collected) and the event recorded after it.
 class NcclLaunch final : public CudaOrder {
  public:
   explicit NcclLaunch(std::shared_ptr<NcclGroup> group);
 
   /// Throws Error(InvalidArgument) before NcclGroup::launch(): a coalescing manager's begin when it ends.
   void requireLaunched() const;
+  /// NcclGroup::abandon() was called: its operations have failed, which wait() reports.
+  [[nodiscard]] bool abandoned() const noexcept {
+    return abandoned_.load(std::memory_order_acquire);
+  }
 
   /// Runs `unpack`, which may be empty, behind NCCL's kernels, and takes note of where the side stream stands then.
   void finish(const std::function<void()>& unpack);
@@ -37,10 +42,11 @@ class NcclLaunch final : public CudaOrder {
   void keepFor(const std::vector<at::Tensor>& tensors) const override;
 
  private:
-  friend class NcclGroup; // which sets launched_
+  friend class NcclGroup; // which sets these two
 
   const std::shared_ptr<NcclGroup> group_;
   std::atomic<bool> launched_{false};
+  std::atomic<bool> abandoned_{false};
   c10::Event end_;
 };
 
@@ -80,8 +86,13 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
       const std::vector<Group::Call>& calls,
       const std::vector<std::shared_ptr<Operation>>& operations);
 
-  /// Waits a little for what is on the device, then ends the thread. Idempotent; before the group is closed.
-  void stop();
+  /// Ends operations of a coalescing manager that are not launched, and never will be.
+  void abandon(NcclLaunch& launch, const std::vector<std::shared_ptr<Operation>>& operations, const ErrorRecord& why);
+
+  static constexpr std::chrono::seconds kDrainFor{5};
+  /// Waits up to `drain_for` for what is on the device, and ends the thread; aborts the communicator if it is still not idle.
+  /// Idempotent; before the group is closed.
+  void stop(std::chrono::milliseconds drain_for);
 
   [[nodiscard]] const CudaDevice& device() const noexcept {
     return *device_;

@@ -1,11 +1,14 @@
 #include "c10d/cuda_staging.h"
 
 #include <ATen/core/TensorBody.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
+
+#include "cuda/c_error_record.h"
 
 namespace pycomm {
 namespace {
@@ -28,11 +31,7 @@ void callReady(void* context, size_t ended, const PycommCudaError* failure) {
   auto* const waiting = static_cast<Waiting*>(context);
   std::optional<ErrorRecord> record;
   if (failure != nullptr) {
-    record.emplace();
-    record->code = static_cast<ErrorCode>(failure->code);
-    record->summary = failure->summary;
-    record->hint = failure->hint;
-    record->cause = failure->cause;
+    record = recordOf(*failure);
   }
   waiting->ready(ended, record);
   if (failure != nullptr || --waiting->calls_left == 0) {
@@ -54,11 +53,18 @@ CudaDevice::CudaDevice(const PycommCudaTable& library, c10::Device device)
       device_(device),
       out_(guardOf(device).getStreamFromGlobalPool(device)),
       in_(guardOf(device).getStreamFromGlobalPool(device)) {
+  const c10::DeviceGuard guard(device_);
+  callCuda(library_.check_device);
   callCuda(library_.stager_create, static_cast<int>(device.index()), nativeOf(out_), nativeOf(in_), &stager_);
 }
 
 CudaDevice::~CudaDevice() {
+  const c10::DeviceGuard guard(device_);
   library_.stager_destroy(stager_);
+}
+
+void CudaDevice::stop(std::chrono::milliseconds drain_for) {
+  library_.stager_stop(stager_, drain_for.count());
 }
 
 void* CudaDevice::sideStream() const {
@@ -70,6 +76,7 @@ void* CudaDevice::callersStream() const {
 }
 
 void CudaDevice::refuseCapture() const {
+  const c10::DeviceGuard guard(device_);
   int capturing = 0;
   callCuda(library_.is_capturing, callersStream(), &capturing);
   if (capturing != 0) {
@@ -90,6 +97,7 @@ void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& st
 }
 
 CudaCopies::~CudaCopies() {
+  const c10::DeviceGuard guard(device_->device());
   for (void* block : blocks_) {
     PycommCudaError error; // a broken device needs no block back
     static_cast<void>(device_->library().stager_give(device_->stager(), block, copied_ ? 1 : 0, &error));
@@ -97,6 +105,7 @@ CudaCopies::~CudaCopies() {
 }
 
 BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
+  const c10::DeviceGuard guard(device_->device());
   void* block = nullptr;
   callCuda(device_->library().stager_take, device_->stager(), on_device.nbytes, &block);
   blocks_.push_back(block);
@@ -127,6 +136,7 @@ size_t CudaCopies::encodedRoom(Codec codec, int64_t numel, int64_t parts) {
 
 BufferView CudaCopies::encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back) {
   const PycommCudaTable& library = device_->library();
+  const c10::DeviceGuard guard(device_->device());
   const PycommCudaCopy values = to_host_.front();
   const size_t room_nbytes = encodedRoom(codec, numel, parts);
   const size_t count_at = room_nbytes - sizeof(uint64_t);
@@ -139,7 +149,6 @@ BufferView CudaCopies::encode(Codec codec, std::byte* room, int64_t numel, int64
   auto* const host = static_cast<std::byte*>(block);
   std::memset(host + count_at, 0, sizeof(uint64_t));
   void* const stream = device_->callersStream();
-  callCuda(library.set_device, static_cast<int>(device_->device().index()));
   const void* const zero = host + count_at;
   callCuda(library.copy, static_cast<void*>(room + count_at), zero, sizeof(uint64_t), stream);
   callCuda(
@@ -178,6 +187,7 @@ void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
     }
   }
   const bool apart = flow != nullptr && !copies.empty();
+  const c10::DeviceGuard guard(device_->device());
   auto context = std::make_unique<Waiting>(Waiting{std::move(ready), apart ? copies.size() : 1});
   callCuda(
       device_->library().stager_to_host,
@@ -239,6 +249,7 @@ void CudaCopies::leave(size_t piece) {
   }
   const PycommCudaCopy copy = partOf(to_device_.front(), pieces_[piece]);
   copied_ = true;
+  const c10::DeviceGuard guard(device_->device());
   PycommCudaError error = {};
   left_[piece] =
       device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0; // else toDevice() says why
@@ -255,13 +266,13 @@ void CudaCopies::toDevice() {
     }
   }
   const std::vector<PycommCudaCopy>& rest = pieces_.empty() ? to_device_ : copies;
+  const c10::DeviceGuard guard(device_->device());
   callCuda(
       device_->library().stager_to_device,
       device_->stager(),
       static_cast<const PycommCudaCopy*>(rest.data()),
       rest.size());
   if (encoded_.back) {
-    callCuda(device_->library().set_device, static_cast<int>(device_->device().index()));
     callCuda(
         device_->library().decode,
         static_cast<uint8_t>(encoded_.codec),
@@ -280,6 +291,7 @@ bool CudaCopies::stop() noexcept {
 }
 
 void CudaCopies::orderCaller() const {
+  const c10::DeviceGuard guard(device_->device());
   callCuda(device_->library().stager_wait_on, device_->stager(), device_->callersStream());
 }
 

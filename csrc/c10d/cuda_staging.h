@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -26,6 +27,8 @@ class CudaDevice {
  public:
   CudaDevice(const PycommCudaTable& library, c10::Device device);
   ~CudaDevice();
+  /// Ends the stager's thread, after at most `drain_for`; what is copied to the host from then on fails.
+  void stop(std::chrono::milliseconds drain_for);
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
@@ -63,7 +66,7 @@ class CudaOrder {
   virtual void orderCaller() const = 0;
   /// The side stream that it is on.
   [[nodiscard]] virtual c10::Stream stream() const = 0;
-  /// The memory of `tensors` is not used for others before the side stream is through with it, whoever frees it first.
+  /// record_stream: the allocator reuses these tensors' memory only after the side stream's work so far.
   virtual void keepFor(const std::vector<at::Tensor>& tensors) const = 0;
 };
 

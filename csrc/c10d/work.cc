@@ -141,13 +141,16 @@ PycommWork::PycommWork(
 
 PycommWork::~PycommWork() {
   const Content& content = state_->content;
-  if ((content.cuda != nullptr || content.nccl != nullptr) && !state_->waited) {
+  if (content.cuda != nullptr || content.nccl != nullptr) {
     const CudaOrder& order = content.cuda != nullptr ? static_cast<const CudaOrder&>(*content.cuda) : *content.nccl;
-    order.keepFor(content.inputs);
-    order.keepFor(content.outputs);
+    // Nobody else knows of these: wait() has ordered the stream that called it, and they are of the stream that issued.
     order.keepFor(content.keep_alive);
-    for (const auto& list : content.output_lists) {
-      order.keepFor(list);
+    if (!state_->waited) {
+      order.keepFor(content.inputs);
+      order.keepFor(content.outputs);
+      for (const auto& list : content.output_lists) {
+        order.keepFor(list);
+      }
     }
   }
   if (!state_->done()) {
@@ -231,7 +234,8 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
 
 bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const Deadline deadline = timeout > kNoTimeout ? Deadline::after(timeout.count()) : Deadline::never();
-  const bool only_orders = state_->content.nccl != nullptr && !state_->group->failure();
+  const bool only_orders =
+      state_->content.nccl != nullptr && !state_->content.nccl->abandoned() && !state_->group->failure();
   for (const auto& operation : state_->content.operations) {
     if (only_orders) {
       break;

@@ -9,17 +9,27 @@
 // The library and the extension are built apart (another compiler, another machine), so the table says its version.
 // Whatever changes here, also the meaning of a field, raises kPycommCudaVersion.
 
-#define PYCOMM_CUDA_VERSION 3
+#define PYCOMM_CUDA_VERSION 4
 #define PYCOMM_CUDA_ENTRY "pycomm_cuda_table"
 
 extern "C" {
 
-/// Why a call failed. `code` is a pycomm::ErrorCode; texts are cut at their buffers' ends.
+/// Why a call failed: the fields of pycomm::ErrorRecord that this library fills in. `code` is a pycomm::ErrorCode; texts are cut at
+/// their buffers' ends. c_error_record.h converts both ways.
 typedef struct PycommCudaError {
   uint16_t code;
   char summary[512];
   char hint[256];
   char cause[512];
+  int32_t rank;
+  int32_t peer;
+  int64_t sequence;
+  int64_t numel;
+  int64_t elapsed_ms;
+  char op[48];
+  char dtype[24];
+  char phase[24];
+  char group[128];
 } PycommCudaError;
 
 /// One gradient of a bucket; null `ptr`: zeros are packed, nothing is unpacked.
@@ -49,7 +59,6 @@ typedef struct PycommCudaNcclWork PycommCudaNcclWork; ///< one operation of it
 typedef struct PycommCudaNcclConfig {
   int rank;
   int size;
-  int device;
   const char* group;
   void* stream; ///< the side stream
   int64_t timeout_ms; ///< of the making
@@ -78,14 +87,15 @@ typedef struct PycommCudaNcclCall {
   int64_t sequence;
 } PycommCudaNcclCall;
 
-/// All functions may be called by any thread. They return 0, or the code that `error` holds. Those of a device are for
-/// the calling thread's current one: set_device first.
+/// All functions may be called by any thread. They return 0, or the code that `error` holds. They work on the calling thread's current
+/// device and never change it: who calls them sets it, as torch's device guards do, and restores it.
 typedef struct PycommCudaTable {
   uint32_t version;
   uint32_t nbytes; ///< of this struct
 
   uint16_t (*device_count)(int* count, PycommCudaError* error);
-  uint16_t (*set_device)(int device, PycommCudaError* error);
+  /// Refuses (Unsupported) a current device that this library has no code for.
+  uint16_t (*check_device)(PycommCudaError* error);
   /// The same in two processes only if they use the same GPU, or the same part of one.
   uint16_t (*device_uuid)(int device, char* text, size_t capacity, PycommCudaError* error);
   uint16_t (*allocate_pinned)(size_t nbytes, void** ptr, PycommCudaError* error);
@@ -95,8 +105,6 @@ typedef struct PycommCudaTable {
   void (*destroy_event)(void* event);
   uint16_t (*record)(void* event, void* stream, PycommCudaError* error);
   uint16_t (*stream_wait)(void* stream, void* event, PycommCudaError* error);
-  uint16_t (*event_done)(void* event, int* done, PycommCudaError* error);
-  uint16_t (*wait_event)(void* event, PycommCudaError* error);
   uint16_t (*is_capturing)(void* stream, int* capturing, PycommCudaError* error);
 
   /// The fused bucket: one launch for up to 1,900 gradients. `grad` and `wire` are pycomm::DType numbers.
@@ -155,6 +163,8 @@ typedef struct PycommCudaTable {
   /// have ended, or why no more can. The call with `count`, or a failure, is the last; none if stager_to_host fails.
   uint16_t (*stager_create)(int device, void* out, void* in, PycommCudaStager** stager, PycommCudaError* error);
   void (*stager_destroy)(PycommCudaStager* stager);
+  /// Ends its thread, after at most `drain_ms`; stager_to_host fails from then on.
+  void (*stager_stop)(PycommCudaStager* stager, int64_t drain_ms);
   uint16_t (*stager_take)(PycommCudaStager* stager, size_t nbytes, void** block, PycommCudaError* error);
   /// `copied`: copies of stager_to_device may still read the block.
   uint16_t (*stager_give)(PycommCudaStager* stager, void* block, int copied, PycommCudaError* error);
@@ -185,11 +195,10 @@ typedef struct PycommCudaTable {
       int64_t timeout_ms,
       PycommCudaNcclWork** work,
       PycommCudaError* error);
-  /// What is put onto `stream` from here on runs after `work`.
-  uint16_t (*nccl_wait)(PycommCudaNccl* comm, PycommCudaNcclWork* work, void* stream, PycommCudaError* error);
   int (*nccl_done)(PycommCudaNccl* comm, PycommCudaNcclWork* work);
   void (*nccl_free_work)(PycommCudaNcclWork* work);
-  /// To be called every few milliseconds while anything is under way: 0, or the communicator's failure.
+  /// To be called every few milliseconds while anything is under way: 0, or the communicator's failure. Calls nothing of CUDA's, so
+  /// that a device that another thread waits for cannot hold it up.
   uint16_t (*nccl_poll)(PycommCudaNccl* comm, PycommCudaError* error);
   void (*nccl_abort)(PycommCudaNccl* comm, const PycommCudaError* reason);
 } PycommCudaTable;

@@ -28,7 +28,6 @@ NcclComm::Config configOf(const PycommCudaNcclConfig& given) {
   NcclComm::Config config;
   config.rank = given.rank;
   config.size = given.size;
-  config.device = given.device;
   config.group = given.group;
   config.stream = given.stream;
   config.deadline = Deadline::after(given.timeout_ms);
@@ -116,10 +115,6 @@ uint16_t start(
   });
 }
 
-uint16_t wait(PycommCudaNccl* comm, PycommCudaNcclWork* work, void* stream, PycommCudaError* error) {
-  return guarded(error, [&] { comm->comm->wait(*work->operation, stream); });
-}
-
 int done(PycommCudaNccl* comm, PycommCudaNcclWork* work) {
   return comm->comm->done(*work->operation) ? 1 : 0;
 }
@@ -149,7 +144,6 @@ void addNccl(PycommCudaTable& table) {
   table.nccl_destroy = destroy;
   table.nccl_origin = origin;
   table.nccl_start = start;
-  table.nccl_wait = wait;
   table.nccl_done = done;
   table.nccl_free_work = freeWork;
   table.nccl_poll = poll;

@@ -1,5 +1,6 @@
 #include "cuda/c_stager.h"
 
+#include <chrono>
 #include <vector>
 
 #include "cuda/c_errors.h"
@@ -18,6 +19,10 @@ uint16_t create(int device, void* out, void* in, PycommCudaStager** stager, Pyco
 
 void destroy(PycommCudaStager* stager) {
   delete stager;
+}
+
+void stop(PycommCudaStager* stager, int64_t drain_ms) {
+  stager->stager.stop(std::chrono::milliseconds(drain_ms));
 }
 
 uint16_t take(PycommCudaStager* stager, size_t nbytes, void** block, PycommCudaError* error) {
@@ -50,7 +55,7 @@ uint16_t toHost(
     const auto tell_ready = [ready, context](size_t ended, const auto& failure) {
       PycommCudaError told = {};
       if (failure) {
-        static_cast<void>(tell(*failure, &told));
+        static_cast<void>(fillError(*failure, &told));
       }
       ready(context, ended, failure ? &told : nullptr);
     };
@@ -71,6 +76,7 @@ uint16_t waitOn(PycommCudaStager* stager, void* stream, PycommCudaError* error) 
 void addStager(PycommCudaTable& table) {
   table.stager_create = create;
   table.stager_destroy = destroy;
+  table.stager_stop = stop;
   table.stager_take = take;
   table.stager_give = give;
   table.stager_to_host = toHost;

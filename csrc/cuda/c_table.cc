@@ -26,8 +26,8 @@ uint16_t deviceCount(int* count, PycommCudaError* error) {
   return guarded(error, [&] { *count = theRuntime().deviceCount(); });
 }
 
-uint16_t setDevice(int device, PycommCudaError* error) {
-  return guarded(error, [&] { theRuntime().setDevice(device); });
+uint16_t checkDevice(PycommCudaError* error) {
+  return guarded(error, [&] { theRuntime().checkDevice(); });
 }
 
 uint16_t deviceUuid(int device, char* text, size_t capacity, PycommCudaError* error) {
@@ -65,14 +65,6 @@ uint16_t record(void* event, void* stream, PycommCudaError* error) {
 
 uint16_t streamWait(void* stream, void* event, PycommCudaError* error) {
   return guarded(error, [&] { theRuntime().streamWait(stream, event); });
-}
-
-uint16_t eventDone(void* event, int* done, PycommCudaError* error) {
-  return guarded(error, [&] { *done = theRuntime().eventDone(event) ? 1 : 0; });
-}
-
-uint16_t waitEvent(void* event, PycommCudaError* error) {
-  return guarded(error, [&] { theRuntime().waitEvent(event); });
 }
 
 uint16_t isCapturing(void* stream, int* capturing, PycommCudaError* error) {
@@ -203,7 +195,7 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     made.version = PYCOMM_CUDA_VERSION;
     made.nbytes = sizeof(PycommCudaTable);
     made.device_count = deviceCount;
-    made.set_device = setDevice;
+    made.check_device = checkDevice;
     made.device_uuid = deviceUuid;
     made.allocate_pinned = allocatePinned;
     made.free_pinned = freePinned;
@@ -212,8 +204,6 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     made.destroy_event = destroyEvent;
     made.record = record;
     made.stream_wait = streamWait;
-    made.event_done = eventDone;
-    made.wait_event = waitEvent;
     made.is_capturing = isCapturing;
     made.pack = pack;
     made.unpack = unpack;

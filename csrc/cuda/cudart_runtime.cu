@@ -1,12 +1,13 @@
 #include "cuda/cudart_runtime.h"
 
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 
 #include "base/error.h"
-#include "cuda/dispatch.h"
+#include "cuda/kernels.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -27,75 +28,31 @@ void check(cudaError_t result, const char* call) {
   throw Error(record);
 }
 
-template <class Grad, class Wire>
-__global__ void __launch_bounds__(kBlockThreads) packKernel(const __grid_constant__ BucketArgs args) {
-  Packer<Grad, Wire> packer{args.factor};
-  const uint64_t tiles = tileCount(args.numel);
-  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    packTile(args, tile, threadIdx.x, blockDim.x, packer);
+/// While it lives, this thread may allocate and free although another one captures a graph in global mode, the default of
+/// torch.cuda.graph(): CUDA would refuse the call and break the capture. None of these calls is about a captured stream.
+class WhileOthersCapture {
+ public:
+  WhileOthersCapture() {
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   }
-  if (args.stats == nullptr) {
-    return;
+  ~WhileOthersCapture() {
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   }
-  const uint32_t overflows = __reduce_add_sync(0xffffffffU, packer.overflows);
-  const uint32_t max_abs_bits = __reduce_max_sync(0xffffffffU, packer.max_abs_bits);
-  if (threadIdx.x % warpSize == 0) {
-    if (overflows != 0) {
-      atomicAdd(&args.stats->overflows, static_cast<unsigned long long>(overflows));
-    }
-    atomicMax(&args.stats->max_abs_bits, max_abs_bits);
-  }
-}
+  WhileOthersCapture(const WhileOthersCapture&) = delete;
+  WhileOthersCapture& operator=(const WhileOthersCapture&) = delete;
 
-template <class Grad, class Wire>
-__global__ void __launch_bounds__(kBlockThreads) unpackKernel(const __grid_constant__ BucketArgs args) {
-  const uint64_t tiles = tileCount(args.numel);
-  for (uint64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    unpackTile<Grad, Wire>(args, tile, threadIdx.x, blockDim.x);
-  }
-}
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
-template <class Element, class Op>
-__global__ void __launch_bounds__(kBlockThreads) reduceKernel(const __grid_constant__ ReduceArgs args) {
-  const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  reduceShare<Element, Op>(args, thread, static_cast<uint64_t>(gridDim.x) * blockDim.x);
-}
+struct Notice {
+  Reached reached;
+  void* context;
+};
 
-constexpr unsigned kWarp = 32;
-
-__global__ void __launch_bounds__(kBlockThreads) encodeKernel(const __grid_constant__ CodecArgs args) {
-  const uint64_t blocks = blocksOfPart(args.numel) * args.parts;
-  const unsigned lane = threadIdx.x % kWarp;
-  uint32_t overflows = 0;
-  for (uint64_t block = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; block < blocks;
-       block += static_cast<uint64_t>(gridDim.x) * blockDim.x / kWarp) {
-    const CodecBlock at = blockAt(args, block);
-    const float* const values = args.values + at.value;
-    BlockSummary summary = summarizeShare(values, at.count, lane, kWarp);
-    summary.max_bits = __reduce_max_sync(0xffffffffU, summary.max_bits);
-    summary.special = __reduce_or_sync(0xffffffffU, summary.special);
-    overflows += encodeShare(args.codec, args.encoded + at.byte, values, at.count, summary, lane, kWarp);
-  }
-  overflows = __reduce_add_sync(0xffffffffU, overflows);
-  if (lane == 0 && overflows != 0 && args.overflows != nullptr) {
-    atomicAdd(args.overflows, static_cast<unsigned long long>(overflows));
-  }
-}
-
-__global__ void __launch_bounds__(kBlockThreads) decodeKernel(const __grid_constant__ CodecArgs args) {
-  const uint64_t blocks = blocksOfPart(args.numel) * args.parts;
-  const unsigned lane = threadIdx.x % kWarp;
-  for (uint64_t block = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp; block < blocks;
-       block += static_cast<uint64_t>(gridDim.x) * blockDim.x / kWarp) {
-    const CodecBlock at = blockAt(args, block);
-    decodeShare(args.codec, args.values + at.value, args.encoded + at.byte, at.count, lane, kWarp);
-  }
-}
-
-/// Enough blocks to fill any device of today, and never more than there is work for; kernels loop over the rest.
-unsigned blocksFor(uint64_t work) {
-  constexpr uint64_t kMost = 4096;
-  return static_cast<unsigned>(std::clamp<uint64_t>(work, 1, kMost));
+void CUDART_CB onReached(cudaStream_t /*stream*/, cudaError_t status, void* user) {
+  const std::unique_ptr<Notice> notice(static_cast<Notice*>(user));
+  notice->reached(notice->context, status == cudaSuccess ? nullptr : cudaGetErrorName(status));
 }
 
 class CudartRuntime final : public DeviceRuntime {
@@ -107,6 +64,23 @@ class CudartRuntime final : public DeviceRuntime {
   }
   void setDevice(int device) override {
     check(cudaSetDevice(device), "cudaSetDevice");
+  }
+  void checkDevice() override {
+    const WhileOthersCapture relaxed;
+    if (deviceRunsKernels()) {
+      return;
+    }
+    int device = 0;
+    int major = 0;
+    int minor = 0;
+    check(cudaGetDevice(&device), "cudaGetDevice");
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+    throw Error(
+        ErrorCode::Unsupported,
+        "cuda:" + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
+            std::to_string(minor) + ", and pycomm's CUDA library was built without code for it.",
+        "build it on this machine with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=native (8.0 or later), or use tensor.cpu()");
   }
   std::string deviceUuid(int device) override {
     cudaDeviceProp properties;
@@ -120,19 +94,23 @@ class CudartRuntime final : public DeviceRuntime {
     return text;
   }
   void* allocatePinned(size_t nbytes) override {
+    const WhileOthersCapture relaxed;
     void* ptr = nullptr;
     check(cudaHostAlloc(&ptr, std::max<size_t>(nbytes, 1), cudaHostAllocPortable), "cudaHostAlloc");
     return ptr;
   }
   void freePinned(void* ptr) noexcept override {
+    const WhileOthersCapture relaxed;
     static_cast<void>(cudaFreeHost(ptr));
   }
   void* allocateDevice(size_t nbytes) override {
+    const WhileOthersCapture relaxed;
     void* ptr = nullptr;
     check(cudaMalloc(&ptr, std::max<size_t>(nbytes, 1)), "cudaMalloc");
     return ptr;
   }
   void freeDevice(void* ptr) noexcept override {
+    const WhileOthersCapture relaxed;
     static_cast<void>(cudaFree(ptr));
   }
   void copy(void* dst, const void* src, size_t nbytes, Stream stream) override {
@@ -152,17 +130,19 @@ class CudartRuntime final : public DeviceRuntime {
   void streamWait(Stream stream, Event event) override {
     check(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
   }
-  bool eventDone(Event event) override {
-    const cudaError_t result = cudaEventQuery(static_cast<cudaEvent_t>(event));
-    if (result == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());
-      return false;
-    }
-    check(result, "cudaEventQuery");
-    return true;
+  Stream createStream() override {
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    return stream;
   }
-  void waitEvent(Event event) override {
-    check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
+  void destroyStream(Stream stream) noexcept override {
+    static_cast<void>(cudaStreamDestroy(native(stream)));
+  }
+  void whenReached(Stream stream, Reached reached, void* context) override {
+    auto notice = std::make_unique<Notice>(Notice{reached, context});
+    // Unlike cudaLaunchHostFunc() it is also called if the device breaks.
+    check(cudaStreamAddCallback(native(stream), &onReached, notice.get(), 0), "cudaStreamAddCallback");
+    static_cast<void>(notice.release()); // onReached's now
   }
   bool isCapturing(Stream stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -170,43 +150,27 @@ class CudartRuntime final : public DeviceRuntime {
     return status != cudaStreamCaptureStatusNone;
   }
   void pack(DType grad, DType wire, const BucketArgs& args, Stream stream) override {
-    withCast(grad, wire, [&](auto pair) {
-      using Pair = decltype(pair);
-      packKernel<typename Pair::GradElement, typename Pair::WireElement>
-          <<<blocksFor(tileCount(args.numel)), kBlockThreads, 0, native(stream)>>>(args);
-    });
+    launchPack(grad, wire, args, stream);
     check(cudaGetLastError(), "the launch of the pack kernel");
   }
   void unpack(DType grad, DType wire, const BucketArgs& args, Stream stream) override {
-    withCast(grad, wire, [&](auto pair) {
-      using Pair = decltype(pair);
-      unpackKernel<typename Pair::GradElement, typename Pair::WireElement>
-          <<<blocksFor(tileCount(args.numel)), kBlockThreads, 0, native(stream)>>>(args);
-    });
+    launchUnpack(grad, wire, args, stream);
     check(cudaGetLastError(), "the launch of the unpack kernel");
   }
   void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) override {
-    const uint64_t work = std::max(args.vectors, args.numel - args.vectors * (16 / elementSize(dtype)));
-    withFold(dtype, op, [&](auto fold) {
-      using Chosen = decltype(fold);
-      reduceKernel<typename Chosen::ElementType, typename Chosen::OpType>
-          <<<blocksFor((work + kBlockThreads - 1) / kBlockThreads), kBlockThreads, 0, native(stream)>>>(args);
-    });
+    launchReduce(dtype, op, args, stream);
     check(cudaGetLastError(), "the launch of the reduce kernel");
   }
   void encode(const CodecArgs& args, Stream stream) override {
-    encodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
+    launchEncode(args, stream);
     check(cudaGetLastError(), "the launch of the encode kernel");
   }
   void decode(const CodecArgs& args, Stream stream) override {
-    decodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
+    launchDecode(args, stream);
     check(cudaGetLastError(), "the launch of the decode kernel");
   }
 
  private:
-  static unsigned codecBlocks(const CodecArgs& args) {
-    return blocksFor((blocksOfPart(args.numel) * args.parts * kWarp + kBlockThreads - 1) / kBlockThreads);
-  }
   static cudaStream_t native(Stream stream) {
     return static_cast<cudaStream_t>(stream);
   }

@@ -52,6 +52,17 @@ void unpackBucket(
   }
 }
 
+void checkReduce(DType dtype, ReduceOp op, size_t count) {
+  withFold(dtype, op, [](auto) {});
+  if (count == 0 || count > kMaxSources) {
+    throw Error(
+        ErrorCode::Unsupported,
+        "the device's reduce kernel folds 1 to " + std::to_string(kMaxSources) + " ranks, not " +
+            std::to_string(count) + ".",
+        "algorithm=\"ring\"");
+  }
+}
+
 void reduceInto(
     DeviceRuntime& runtime,
     DType dtype,
@@ -62,13 +73,7 @@ void reduceInto(
     uint64_t numel,
     uint32_t divisor,
     Stream stream) {
-  if (count == 0 || count > kMaxSources) {
-    throw Error(
-        ErrorCode::Unsupported,
-        "the device's reduce kernel folds 1 to " + std::to_string(kMaxSources) + " ranks, not " +
-            std::to_string(count) + ".",
-        "algorithm=\"ring\"");
-  }
+  checkReduce(dtype, op, count);
   if (numel == 0) {
     return;
   }

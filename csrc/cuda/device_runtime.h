@@ -15,18 +15,25 @@ namespace pycomm::cuda {
 
 using Stream = void*; ///< a cudaStream_t
 using Event = void*; ///< a cudaEvent_t
+/// `failure`: null, or the device's error. Calls nothing of CUDA's, and does not wait: the stream does, meanwhile.
+using Reached = void (*)(void* context, const char* failure);
 
 /// What the rest of this folder wants of a device. CUDA's runtime is behind it in the library; tests put a recorder, or
 /// host memory and threads, in its place.
 ///
-/// Every call is for the calling thread's current device: setDevice() first. What goes onto a stream returns at once.
-/// Failures are Error(OutOfMemory | SystemError | Unsupported) that name the call and the runtime's own text.
+/// Every call is for the calling thread's current device. That of a user's thread is never changed here: whoever calls this
+/// library sets and restores it. What goes onto a stream returns at once, unless the device's queues are full; so no lock is
+/// held that a Reached wants. Failures are Error(OutOfMemory | SystemError | Unsupported) that name the call and the
+/// runtime's own text.
 class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
   [[nodiscard]] virtual int deviceCount() = 0;
+  /// For threads of this library's own.
   virtual void setDevice(int device) = 0;
+  /// Throws Error(Unsupported) if this library has no code for the current device.
+  virtual void checkDevice() = 0;
   /// The same for two processes only if they use the same GPU, or the same part of one.
   [[nodiscard]] virtual std::string deviceUuid(int device) = 0;
 
@@ -43,9 +50,12 @@ class DeviceRuntime {
   virtual void record(Event event, Stream stream) = 0;
   /// What is put onto `stream` from here on waits for `event`. Does not block the caller.
   virtual void streamWait(Stream stream, Event event) = 0;
-  [[nodiscard]] virtual bool eventDone(Event event) = 0;
-  /// Blocks the caller. Not for lanes.
-  virtual void waitEvent(Event event) = 0;
+
+  /// A stream that waits for no other one unless it is told to.
+  [[nodiscard]] virtual Stream createStream() = 0;
+  virtual void destroyStream(Stream stream) noexcept = 0; ///< what is on it still happens
+  /// Calls `reached(context, failure)`, once, on a thread of CUDA's when the stream has done what it holds now, or never will.
+  virtual void whenReached(Stream stream, Reached reached, void* context) = 0;
 
   [[nodiscard]] virtual bool isCapturing(Stream stream) = 0;
 
@@ -85,6 +95,9 @@ void unpackBucket(
     void* bucket,
     float factor,
     Stream stream);
+
+/// Throws Error(Unsupported) if the reduce kernel has no such fold of `count` ranks.
+void checkReduce(DType dtype, ReduceOp op, size_t count);
 
 /// dst = the fold of `sources` in their order, divided by `divisor` for AVG. dst may be one of them.
 void reduceInto(

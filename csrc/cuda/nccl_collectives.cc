@@ -1,5 +1,7 @@
 // What each collective is in NCCL's calls, and the two all_reduces of pycomm's own.
 #include <algorithm>
+#include <cstddef>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -41,6 +43,10 @@ void NcclComm::validate(const NcclCall& call) const {
   };
   if (reduces(call.kind)) {
     static_cast<void>(ncclReduction(call.dtype, call.op)); // throws where NCCL has none
+  }
+  if (call.kind == NcclKind::AllReduce && call.algorithm != NcclAlgorithm::Nccl) {
+    const bool direct = call.algorithm == NcclAlgorithm::Direct;
+    checkReduce(call.dtype, call.op, direct ? static_cast<size_t>(config_.size) : 2);
   }
   const bool named = call.kind == NcclKind::Reduce || call.kind == NcclKind::Broadcast || call.kind == NcclKind::Send ||
       call.kind == NcclKind::Recv;
@@ -86,6 +92,24 @@ void NcclComm::enqueueMoves(const NcclCall& call) {
   }
 }
 
+// Of an all_to_all, what stays here. Before NCCL's group begins: a copy may wait for room on the stream, and what could make
+// some, an abort, waits for the calls of the group.
+void NcclComm::copyOwnPart(const NcclCall& call) {
+  if (call.kind != NcclKind::AllToAll) {
+    return;
+  }
+  const auto own = static_cast<std::ptrdiff_t>(config_.rank);
+  const auto before = [&](const std::vector<uint64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.begin() + own, uint64_t{0});
+  };
+  const size_t element = elementSize(call.dtype);
+  runtime_.copy(
+      at(call.output, before(call.recv_counts), element),
+      at(call.input, before(call.send_counts), element),
+      call.send_counts[static_cast<size_t>(own)] * element,
+      config_.stream);
+}
+
 void NcclComm::allToAll(const NcclCall& call) {
   const size_t element = elementSize(call.dtype);
   uint64_t sent = 0;
@@ -93,17 +117,13 @@ void NcclComm::allToAll(const NcclCall& call) {
   for (int peer = 0; peer < config_.size; ++peer) {
     const uint64_t out = call.send_counts[static_cast<size_t>(peer)];
     const uint64_t in = call.recv_counts[static_cast<size_t>(peer)];
-    if (peer == config_.rank) {
-      runtime_.copy(at(call.output, received, element), at(call.input, sent, element), out * element, config_.stream);
-    } else {
-      if (out > 0) {
-        const std::byte* const part = at(call.input, sent, element);
-        check(api_.send(part, out * element, kNcclBytes, peer, comm_, config_.stream), "ncclSend");
-      }
-      if (in > 0) {
-        std::byte* const part = at(call.output, received, element);
-        check(api_.recv(part, in * element, kNcclBytes, peer, comm_, config_.stream), "ncclRecv");
-      }
+    if (peer != config_.rank && out > 0) {
+      const std::byte* const part = at(call.input, sent, element);
+      check(api_.send(part, out * element, kNcclBytes, peer, comm_, config_.stream), "ncclSend");
+    }
+    if (peer != config_.rank && in > 0) {
+      std::byte* const part = at(call.output, received, element);
+      check(api_.recv(part, in * element, kNcclBytes, peer, comm_, config_.stream), "ncclRecv");
     }
     sent += out;
     received += in;

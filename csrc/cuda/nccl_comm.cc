@@ -43,8 +43,9 @@ std::unique_ptr<NcclComm> NcclComm::create(NcclApi& api, DeviceRuntime& runtime,
 }
 
 void NcclComm::connect() {
-  runtime_.setDevice(config_.device);
   entry_ = runtime_.createEvent();
+  exit_ = runtime_.createEvent();
+  watched_ = runtime_.createStream();
   ErrorRecord making;
   making.rank = config_.rank;
   making.group = config_.group;
@@ -69,8 +70,8 @@ NcclComm::~NcclComm() {
   poll();
   bool idle = false;
   {
-    const std::lock_guard<std::mutex> lock(state_mutex_);
-    idle = pending_.empty() && !failure_;
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    idle = state_->pending.empty() && !state_->failure;
   }
   {
     const std::lock_guard<std::mutex> lock(api_mutex_);
@@ -79,14 +80,13 @@ NcclComm::~NcclComm() {
       static_cast<void>(idle ? api_.destroy(comm_) : api_.abort(comm_));
     }
   }
-  for (const auto& operation : pending_) {
-    runtime_.destroyEvent(operation->end);
+  for (Event event : {entry_, exit_}) {
+    if (event != nullptr) {
+      runtime_.destroyEvent(event);
+    }
   }
-  for (Event event : events_) {
-    runtime_.destroyEvent(event);
-  }
-  if (entry_ != nullptr) {
-    runtime_.destroyEvent(entry_);
+  if (watched_ != nullptr) {
+    runtime_.destroyStream(watched_);
   }
   if (scratch_ != nullptr) {
     runtime_.freeDevice(scratch_);
@@ -113,6 +113,9 @@ void NcclComm::check(NcclResult result, const char* call) const {
 void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
   const TimePoint begin = Clock::now();
   for (;;) {
+    if (const auto failure = config_.group_failure ? config_.group_failure() : std::nullopt) {
+      throw Error(*failure);
+    }
     {
       const std::lock_guard<std::mutex> lock(api_mutex_);
       throwIfFailed();
@@ -122,9 +125,6 @@ void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
       if (state == NcclResult::Success) {
         return;
       }
-    }
-    if (const auto failure = config_.group_failure ? config_.group_failure() : std::nullopt) {
-      throw Error(*failure);
     }
     if (deadline.expired()) {
       ErrorRecord record = about;
@@ -148,7 +148,6 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
     validate(call);
   }
   throwIfFailed();
-  runtime_.setDevice(config_.device);
   if (runtime_.isCapturing(caller)) {
     throw Error(
         ErrorCode::Unsupported,
@@ -174,6 +173,9 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
       }
     }
     if (!together.empty()) {
+      for (const NcclCall& call : together) {
+        copyOwnPart(call);
+      }
       inGroup(
           [&] {
             for (const NcclCall& call : together) {
@@ -183,14 +185,7 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
           deadline,
           operation->about);
     }
-    const std::lock_guard<std::mutex> lock(state_mutex_);
-    if (events_.empty()) {
-      events_.push_back(runtime_.createEvent());
-    }
-    operation->end = events_.back();
-    runtime_.record(operation->end, config_.stream);
-    events_.pop_back();
-    pending_.push_back(operation);
+    notifyOfEnd(operation);
   } catch (const Error& error) {
     // Part of it may be on the stream, and other ranks wait for the rest.
     throw Error(fail(error.record()));
@@ -216,65 +211,91 @@ void NcclComm::inGroup(const std::function<void()>& body, Deadline deadline, Err
   settle(deadline, about);
 }
 
-void NcclComm::wait(const NcclOperation& operation, Stream stream) {
-  throwIfFailed();
-  const std::lock_guard<std::mutex> lock(state_mutex_);
-  if (!operation.done) {
-    runtime_.setDevice(config_.device);
-    runtime_.streamWait(stream, operation.end);
+void NcclComm::notifyOfEnd(const std::shared_ptr<NcclOperation>& operation) {
+  runtime_.record(exit_, config_.stream);
+  runtime_.streamWait(watched_, exit_);
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->pending.push_back(operation);
+  }
+  auto notice = std::make_unique<Notice>(Notice{state_, operation});
+  runtime_.whenReached(watched_, &onReached, notice.get());
+  static_cast<void>(notice.release()); // onReached's now
+}
+
+void NcclComm::onReached(void* context, const char* failure) {
+  const std::unique_ptr<Notice> notice(static_cast<Notice*>(context));
+  State& state = *notice->state;
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (failure != nullptr) {
+    state.broken = notice->operation->about;
+    state.broken->code = ErrorCode::SystemError;
+    state.broken->summary = "CUDA: the device broke under " + state.broken->op + ".";
+    state.broken->cause = failure;
+    state.broken->hint =
+        "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+    return;
+  }
+  notice->operation->done = true;
+  while (!state.pending.empty() && state.pending.front()->done) {
+    state.pending.pop_front();
   }
 }
 
 bool NcclComm::done(const NcclOperation& operation) const {
-  const std::lock_guard<std::mutex> lock(state_mutex_);
+  const std::lock_guard<std::mutex> lock(state_->mutex);
   return operation.done;
 }
 
 void NcclComm::poll() {
-  std::optional<ErrorRecord> cause;
-  try {
-    NcclResult state = NcclResult::Success;
-    {
-      const std::lock_guard<std::mutex> lock(api_mutex_);
-      if (comm_ == nullptr) {
-        return;
-      }
-      check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
-      check(state, "an operation under way");
-    }
-    runtime_.setDevice(config_.device);
-    const std::lock_guard<std::mutex> lock(state_mutex_);
-    while (!pending_.empty() && runtime_.eventDone(pending_.front()->end)) {
-      pending_.front()->done = true;
-      events_.push_back(pending_.front()->end);
-      pending_.pop_front();
-    }
-    for (const auto& operation : pending_) {
-      if (operation->deadline.expired()) {
-        cause = operation->about;
-        cause->code = ErrorCode::Timeout;
-        cause->phase = "transfer";
-        cause->elapsed_ms =
-            std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation->issued_at).count();
-        cause->summary = cause->op + " had not ended on the device by its deadline.";
-        cause->hint = "see which rank did not call it, or is still busy with what comes before it";
-        break;
-      }
-    }
-  } catch (const Error& error) {
-    cause = error.record();
-    const std::lock_guard<std::mutex> lock(state_mutex_);
-    if (!pending_.empty() && cause->op.empty()) {
-      cause->op = pending_.front()->about.op;
-      cause->sequence = pending_.front()->about.sequence;
-    }
-  }
-  if (!cause && config_.group_failure) {
-    cause = config_.group_failure();
+  // First: whatever else here takes its time, a dead peer's kernels are ended.
+  std::optional<ErrorRecord> cause = config_.group_failure ? config_.group_failure() : std::nullopt;
+  if (!cause) {
+    cause = findFailure();
   }
   if (cause) {
     static_cast<void>(fail(*cause));
   }
+}
+
+std::optional<ErrorRecord> NcclComm::findFailure() {
+  try {
+    NcclResult state = NcclResult::Success;
+    const std::lock_guard<std::mutex> lock(api_mutex_);
+    if (comm_ == nullptr) {
+      return std::nullopt;
+    }
+    check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
+    check(state, "an operation under way");
+  } catch (const Error& error) {
+    ErrorRecord cause = error.record();
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (!state_->pending.empty() && cause.op.empty()) {
+      const ErrorRecord& oldest = state_->pending.front()->about;
+      cause.op = oldest.op;
+      cause.sequence = oldest.sequence;
+      cause.dtype = oldest.dtype;
+      cause.numel = oldest.numel;
+    }
+    return cause;
+  }
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->broken) {
+    return state_->broken;
+  }
+  for (const auto& operation : state_->pending) {
+    if (operation->deadline.expired()) {
+      ErrorRecord cause = operation->about;
+      cause.code = ErrorCode::Timeout;
+      cause.phase = "transfer";
+      cause.elapsed_ms =
+          std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation->issued_at).count();
+      cause.summary = cause.op + " had not ended on the device by its deadline.";
+      cause.hint = "see which rank did not call it, or is still busy with what comes before it";
+      return cause;
+    }
+  }
+  return std::nullopt;
 }
 
 void NcclComm::abort(const ErrorRecord& reason) {
@@ -284,11 +305,11 @@ void NcclComm::abort(const ErrorRecord& reason) {
 ErrorRecord NcclComm::fail(const ErrorRecord& cause) {
   ErrorRecord in_force;
   {
-    const std::lock_guard<std::mutex> lock(state_mutex_);
-    if (!failure_) {
-      failure_ = cause;
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (!state_->failure) {
+      state_->failure = cause;
     }
-    in_force = *failure_;
+    in_force = *state_->failure;
   }
   const std::lock_guard<std::mutex> lock(api_mutex_);
   if (comm_ != nullptr) {
@@ -299,8 +320,8 @@ ErrorRecord NcclComm::fail(const ErrorRecord& cause) {
 }
 
 std::optional<ErrorRecord> NcclComm::failure() const {
-  const std::lock_guard<std::mutex> lock(state_mutex_);
-  return failure_;
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->failure;
 }
 
 void NcclComm::throwIfFailed() const {

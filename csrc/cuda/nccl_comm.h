@@ -47,19 +47,21 @@ class NcclOperation;
 
 /// One rank's NCCL communicator, driven so that nothing here waits without an end.
 ///
-/// Work goes onto a side stream: it waits for what the caller's stream holds at the start (an event), and a stream that
-/// calls wait() waits for it (another event); the host does not. The communicator is non-blocking, so that calls return
-/// while other ranks are still missing, and every wait for NCCL looks at the deadline and at failure.
+/// Work goes onto a side stream, where it waits for what the caller's stream holds at the start (an event); the host does
+/// not wait. When it has ended, CUDA notifies by way of a third stream, so that the next operation need not wait for that.
+/// The communicator is non-blocking, so that calls return while other ranks are still missing, and every wait for NCCL
+/// checks the deadline and the group's failure.
 ///
 /// Fails as a whole, once: the first error aborts the communicator, which ends its kernels on this rank, and every
 /// operation, under way or new, ends with that cause. Thread-safe. Someone calls poll() every few milliseconds; it is
-/// what notices errors, deadlines and ends.
+/// what notices errors and deadlines. It calls nothing of CUDA's but the abort itself, as the device may be what another
+/// thread waits for, and holds no lock that another thread holds while it calls CUDA. Threads that call start(), create()
+/// or the destructor have the device as their current one.
 class NcclComm {
  public:
   struct Config {
     int rank = 0;
     int size = 1;
-    int device = 0;
     std::string group;
     Stream stream = nullptr; ///< the side stream
     Deadline deadline = Deadline::never(); ///< of the making
@@ -82,9 +84,7 @@ class NcclComm {
       const std::vector<NcclCall>& calls,
       Stream caller,
       Deadline deadline);
-  /// What is put onto `stream` from here on runs after the operation. Throws the failure, if there is one.
-  void wait(const NcclOperation& operation, Stream stream);
-  /// Whether the device is through with it, as of the last poll().
+  /// Whether the device is through with it.
   [[nodiscard]] bool done(const NcclOperation& operation) const;
   void poll();
   void abort(const ErrorRecord& reason);
@@ -94,8 +94,11 @@ class NcclComm {
   NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config);
   void connect();
   void validate(const NcclCall& call) const;
+  void copyOwnPart(const NcclCall& call);
   void enqueueMoves(const NcclCall& call);
   void allToAll(const NcclCall& call);
+  void notifyOfEnd(const std::shared_ptr<NcclOperation>& operation);
+  static void onReached(void* notice, const char* failure);
   void ring(const NcclCall& call, Deadline deadline, ErrorRecord& about);
   void direct(const NcclCall& call, Deadline deadline, ErrorRecord& about);
   [[nodiscard]] void* scratch(size_t nbytes);
@@ -103,6 +106,7 @@ class NcclComm {
   void settle(Deadline deadline, const ErrorRecord& about);
   void check(NcclResult result, const char* call) const;
   [[nodiscard]] ErrorRecord about(const NcclCall& call) const;
+  [[nodiscard]] std::optional<ErrorRecord> findFailure();
   void throwIfFailed() const;
   /// The first failure wins: aborts the communicator. Returns what is in force.
   ErrorRecord fail(const ErrorRecord& cause);
@@ -111,19 +115,29 @@ class NcclComm {
   DeviceRuntime& runtime_;
   const Config config_;
 
-  // Order: issue_mutex_, api_mutex_, state_mutex_.
+  // Order: issue_mutex_, api_mutex_, the state's. Only issue_mutex_ is held while CUDA is called.
   std::mutex issue_mutex_; ///< one start() at a time: NCCL wants the same order on all ranks
   void* scratch_ = nullptr; ///< of issue_mutex_; grows
   size_t scratch_nbytes_ = 0;
-  Event entry_ = nullptr; ///< of issue_mutex_; used again by each start, which CUDA allows
+  Event entry_ = nullptr; ///< of issue_mutex_; these two are used again by each start, which CUDA allows
+  Event exit_ = nullptr;
+  Stream watched_ = nullptr; ///< where CUDA notifies of ends
 
   std::mutex api_mutex_; ///< held for NCCL calls, never while waiting; guards comm_
   NcclHandle comm_ = nullptr; ///< null once aborted
 
-  mutable std::mutex state_mutex_; ///< guards all below
-  std::optional<ErrorRecord> failure_;
-  std::deque<std::shared_ptr<NcclOperation>> pending_; ///< in stream order
-  std::vector<Event> events_; ///< free ones
+  /// What CUDA's notices share with the communicator, and may outlive it with.
+  struct State {
+    std::mutex mutex; ///< guards the rest
+    std::optional<ErrorRecord> failure;
+    std::optional<ErrorRecord> broken; ///< the device's error, which the next poll() takes up
+    std::deque<std::shared_ptr<NcclOperation>> pending; ///< in stream order
+  };
+  struct Notice {
+    std::shared_ptr<State> state;
+    std::shared_ptr<NcclOperation> operation;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 } // namespace pycomm::cuda

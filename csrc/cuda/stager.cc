@@ -1,14 +1,13 @@
 #include "cuda/stager.h"
 
-#include <chrono>
 #include <utility>
+
+#include "base/native_thread.h"
 
 namespace pycomm::cuda {
 namespace {
 
 constexpr size_t kSmallestBlock = 64 << 10;
-// Between two looks at an event: a copy of 1 MiB takes about this long, and the wire much longer.
-constexpr std::chrono::microseconds kLookEvery{20};
 
 size_t capacityFor(size_t nbytes) {
   size_t capacity = kSmallestBlock;
@@ -26,34 +25,41 @@ ErrorRecord shutDown() {
   return record;
 }
 
+ErrorRecord brokenDevice(const char* error) {
+  ErrorRecord record;
+  record.code = ErrorCode::SystemError;
+  record.summary = "CUDA: a tensor could not leave its device.";
+  record.cause = error;
+  record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+  return record;
+}
+
 } // namespace
 
-Stager::Stager(DeviceRuntime& runtime, int device, Stream out, Stream in, std::chrono::milliseconds drain_for)
-    : runtime_(runtime),
-      device_(device),
-      out_(out),
-      in_(in),
-      drain_for_(drain_for),
-      core_(std::make_shared<Core>(runtime, device)),
-      thread_([core = core_] { core->threadMain(); }) {}
+Stager::Stager(DeviceRuntime& runtime, int device, Stream out, Stream in)
+    : runtime_(runtime), out_(out), in_(in), core_(std::make_shared<Core>(runtime, device)) {
+  thread_ = startNativeThread("pycomm-stager", [core = core_] { core->threadMain(); });
+}
 
 Stager::~Stager() {
-  std::unique_lock<std::mutex> lock(core_->mutex);
-  core_->stopping = true;
-  core_->changed.notify_all();
-  const bool ended = core_->changed.wait_for(lock, drain_for_, [&] { return core_->ended; });
-  lock.unlock();
-  if (ended) {
-    thread_.join();
-  } else {
-    thread_.detach();
+  stop();
+}
+
+void Stager::stop(std::chrono::milliseconds drain_for) {
+  if (!thread_.joinable()) {
+    return;
   }
+  bool ended = false;
+  {
+    std::unique_lock<std::mutex> lock(core_->mutex);
+    core_->stopping = true;
+    core_->changed.notify_all();
+    ended = core_->changed.wait_for(lock, drain_for, [&] { return core_->ended; });
+  }
+  ended ? thread_.join() : thread_.detach();
 }
 
 Stager::Core::~Core() {
-  for (const Cooling& each : cooling) { // left by a broken device, which reads nothing any more
-    runtime.destroyEvent(each.event);
-  }
   for (Event event : events) {
     runtime.destroyEvent(event);
   }
@@ -63,17 +69,18 @@ Stager::Core::~Core() {
 }
 
 void* Stager::take(size_t nbytes) {
-  const size_t capacity = capacityFor(nbytes);
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  core_->reclaim();
-  if (const auto found = core_->free.find(capacity); found != core_->free.end()) {
-    void* const block = found->second;
-    core_->free.erase(found);
-    return block;
+  const size_t wanted = capacityFor(nbytes);
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (const auto found = core_->free.find(wanted); found != core_->free.end()) {
+      void* const block = found->second;
+      core_->free.erase(found);
+      return block;
+    }
   }
-  runtime_.setDevice(device_);
-  void* const block = runtime_.allocatePinned(capacity);
-  core_->capacity.emplace(block, capacity);
+  void* const block = runtime_.allocatePinned(wanted);
+  const std::lock_guard<std::mutex> lock(core_->mutex);
+  core_->capacity.emplace(block, wanted);
   return block;
 }
 
@@ -83,40 +90,77 @@ void Stager::give(void* block) {
 }
 
 void Stager::giveAfterCopies(void* block) {
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  runtime_.setDevice(device_);
-  const Event event = core_->takeEvent();
-  core_->cooling.push_back({event, block}); // first, so that nothing is lost if the next line throws
-  runtime_.record(event, in_);
-}
-
-void Stager::Core::reclaim() {
-  while (!cooling.empty() && runtime.eventDone(cooling.front().event)) {
-    void* const block = cooling.front().block;
-    free.emplace(capacity.at(block), block);
-    events.push_back(cooling.front().event);
-    cooling.pop_front();
-  }
+  notify(in_, {core_.get(), {}, block});
 }
 
 Event Stager::Core::takeEvent() {
-  if (events.empty()) {
-    return runtime.createEvent();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!events.empty()) {
+      const Event event = events.back();
+      events.pop_back();
+      return event;
+    }
   }
-  const Event event = events.back();
-  events.pop_back();
-  return event;
+  return runtime.createEvent();
+}
+
+// CUDA has taken what a wait needs when streamWait() returns: the event may be recorded anew.
+void Stager::Core::giveEvent(Event event) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  events.push_back(event);
+}
+
+void Stager::notify(Stream stream, Notice notice) {
+  {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    if (core_->stopping) {
+      if (notice.block != nullptr) {
+        core_->capacity.erase(notice.block); // never freed: nobody is there to hear that the device has read it
+        return;
+      }
+      throw Error(shutDown());
+    }
+    ++core_->awaited;
+  }
+  auto given = std::make_unique<Notice>(std::move(notice));
+  try {
+    runtime_.whenReached(stream, &onReached, given.get());
+    static_cast<void>(given.release());
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    --core_->awaited;
+    core_->changed.notify_all();
+    throw;
+  }
+}
+
+void Stager::onReached(void* context, const char* failure) {
+  const std::unique_ptr<Notice> notice(static_cast<Notice*>(context));
+  Core& core = *notice->core;
+  const std::lock_guard<std::mutex> lock(core.mutex);
+  if (notice->block != nullptr) {
+    core.free.emplace(core.capacity.at(notice->block), notice->block); // a broken device reads nothing, either
+  } else {
+    core.reached.push_back(std::move(notice->reach));
+    if (failure != nullptr) {
+      core.reached.back().failure = brokenDevice(failure);
+    }
+  }
+  --core.awaited;
+  core.changed.notify_all();
 }
 
 void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready, bool apart) {
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  runtime_.setDevice(device_);
   const auto batch = std::make_shared<Batch>();
   batch->ready = std::move(ready);
-  std::vector<Entry> entries;
+  const auto close = [&](bool over) {
+    const std::lock_guard<std::mutex> lock(core_->mutex);
+    batch->open = false;
+    batch->over = over;
+    core_->changed.notify_all();
+  };
   const Event start = core_->takeEvent();
-  // CUDA has taken what a wait needs when streamWait() returns: the event may be recorded anew.
-  core_->events.push_back(start);
   try {
     runtime_.record(start, caller);
     runtime_.streamWait(in_, start);
@@ -126,101 +170,75 @@ void Stager::toHost(const std::vector<Copy>& copies, Stream caller, Ready ready,
     for (size_t i = 0; i < copies.size(); ++i) {
       runtime_.copy(copies[i].host, copies[i].device, copies[i].nbytes, out_);
       if (apart || i + 1 == copies.size()) {
-        entries.push_back({core_->takeEvent(), batch, i + 1});
-        runtime_.record(entries.back().event, out_);
+        notify(out_, {core_.get(), {batch, i + 1, std::nullopt}});
       }
     }
-  } catch (...) {
-    for (const Entry& entry : entries) {
-      core_->events.push_back(entry.event);
+    if (copies.empty()) {
+      notify(out_, {core_.get(), {batch, 0, std::nullopt}});
     }
+  } catch (...) {
+    close(true);
+    core_->giveEvent(start);
     throw;
   }
-  if (copies.empty()) {
-    entries.push_back({nullptr, batch, 0});
-  }
-  for (Entry& entry : entries) {
-    core_->entries.push_back(std::move(entry));
-  }
-  core_->changed.notify_all();
+  core_->giveEvent(start);
+  close(false);
 }
 
 void Stager::toDevice(const std::vector<Copy>& copies) {
-  runtime_.setDevice(device_);
   for (const Copy& copy : copies) {
     runtime_.copy(copy.device, copy.host, copy.nbytes, in_);
   }
 }
 
 void Stager::waitOn(Stream stream) {
-  const std::lock_guard<std::mutex> lock(core_->mutex);
-  runtime_.setDevice(device_);
   const Event event = core_->takeEvent();
-  core_->events.push_back(
-      event); // kept also if something throws; the lock keeps others from it until it is through here
-  runtime_.record(event, in_);
-  runtime_.streamWait(stream, event);
+  try {
+    runtime_.record(event, in_);
+    runtime_.streamWait(stream, event);
+  } catch (...) {
+    core_->giveEvent(event);
+    throw;
+  }
+  core_->giveEvent(event);
 }
 
 void Stager::Core::threadMain() noexcept {
+  try {
+    runtime.setDevice(device); // for what is freed here, if this thread is the last to hold it
+  } catch (const Error&) { // a broken device: nothing is freed that matters
+  }
+  std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
-    Entry entry;
-    {
-      std::unique_lock<std::mutex> lock(mutex);
-      changed.wait(lock, [&] { return stopping || !entries.empty(); });
-      if (entries.empty()) {
-        coolDown(lock);
-        ended = true;
-        changed.notify_all();
-        return;
-      }
-      entry = std::move(entries.front());
-      entries.pop_front();
+    // Also while stopping: a copy that is under way writes host memory.
+    changed.wait(lock, [&] { return !reached.empty() || (stopping && awaited == 0); });
+    if (reached.empty()) {
+      ended = true;
+      changed.notify_all();
+      return;
     }
-    await(entry);
+    Reach reach = std::move(reached.front());
+    reached.pop_front();
+    changed.wait(lock, [&] { return !reach.batch->open; });
+    report(std::move(reach), lock);
   }
 }
 
-/// Until the device has read all blocks.
-void Stager::Core::coolDown(std::unique_lock<std::mutex>& lock) noexcept {
+void Stager::Core::report(Reach reach, std::unique_lock<std::mutex>& lock) noexcept {
+  Batch& batch = *reach.batch;
+  if (stopping && !reach.failure) {
+    reach.failure = shutDown();
+  }
+  const bool skip = std::exchange(batch.over, batch.over || reach.failure.has_value());
+  lock.unlock();
   try {
-    for (reclaim(); !cooling.empty(); reclaim()) {
-      lock.unlock();
-      std::this_thread::sleep_for(kLookEvery);
-      lock.lock();
+    if (!skip) {
+      batch.ready(reach.ended, reach.failure);
     }
-  } catch (const Error&) { // a broken device reads nothing
-  }
-}
-
-/// Waits for one entry's copies and says so. Also while stopping: a copy that is under way writes host memory.
-void Stager::Core::await(Entry& entry) noexcept {
-  std::optional<ErrorRecord> failure;
-  try {
-    runtime.setDevice(device);
-    while (entry.event != nullptr && !runtime.eventDone(entry.event)) {
-      std::this_thread::sleep_for(kLookEvery);
-    }
-  } catch (const Error& error) {
-    failure = error.record();
-  }
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (stopping && !failure) {
-      failure = shutDown();
-    }
-    if (entry.event != nullptr) {
-      events.push_back(entry.event);
-    }
-  }
-  Batch& batch = *entry.batch;
-  if (std::exchange(batch.failed, batch.failed || failure.has_value())) {
-    return; // it has been told
-  }
-  try {
-    batch.ready(entry.ended, failure);
   } catch (...) { // `ready` reports what goes wrong to its own operation
   }
+  reach.batch.reset(); // with no lock held: it may be the last to hold a group
+  lock.lock();
 }
 
 } // namespace pycomm::cuda

@@ -20,8 +20,8 @@ namespace pycomm::cuda {
 /// Moves tensors of one device through pinned host memory, for collectives that run on the CPU.
 ///
 ///     caller's stream   … kernels … E                                        W … kernels …
-///     out stream                     wait E, copies to the host, event 1 …
-///     this thread                                    event 1? ready(1)  event 2? ready(2)
+///     out stream                     wait E, copies to the host, notify 1 …
+///     this thread                                    ready(1)  ready(2)
 ///     (the wire)                                             collective 1
 ///     in stream                      wait E                               copies to the device
 ///
@@ -30,8 +30,11 @@ namespace pycomm::cuda {
 /// collective, or lets it go on. While one piece is on the wire the next one is being copied, and both directions of the
 /// bus are used.
 ///
+/// CUDA notifies when its streams come to a point; nothing here asks the device again and again. Asking would cost a core,
+/// and would break a graph that another thread captures.
+///
 /// Pinned blocks are kept and used again, in classes of powers of two; a block that the device may still read (after
-/// toDevice) is used again only when the copy has ended. Thread-safe.
+/// toDevice) is used again only when the copy has ended. Thread-safe. Callers' threads have `device` as their current one.
 class Stager {
  public:
   struct Copy {
@@ -39,16 +42,20 @@ class Stager {
     void* host = nullptr; ///< within a block of take()
     size_t nbytes = 0;
   };
-  /// `ended`: how many copies of the call have; none of it is told anything more after the last one, or a failure.
+  /// `ended`: how many copies of the call have. The call with all of them, or with a failure, is the last.
   using Ready = std::function<void(size_t ended, const std::optional<ErrorRecord>& failure)>;
 
+  static constexpr std::chrono::milliseconds kDrainFor{5000};
+
   /// `runtime` lives as long as the process. The streams are of `device`, and differ.
-  Stager(DeviceRuntime& runtime, int device, Stream out, Stream in, std::chrono::milliseconds drain_for = kDrainFor);
-  /// What is not ready yet is told so (SHUT_DOWN), then the thread ends; copies under way are waited for. Where they do not end in time
-  /// (the caller's stream is stuck) they keep their blocks and the thread, which end when the copies do, if ever.
-  ~Stager();
+  Stager(DeviceRuntime& runtime, int device, Stream out, Stream in);
+  ~Stager(); ///< stop(), for those that have not called it
   Stager(const Stager&) = delete;
   Stager& operator=(const Stager&) = delete;
+
+  /// Fails pending `ready`s with SHUT_DOWN as their copies end, and ends the thread; waits up to `drain_for`. If the stream is
+  /// stuck, the thread and the blocks are left on purpose until it is not: the device may still write to them. Idempotent.
+  void stop(std::chrono::milliseconds drain_for = kDrainFor);
 
   /// A pinned block of at least `nbytes`. Throws Error(OutOfMemory).
   [[nodiscard]] void* take(size_t nbytes);
@@ -59,7 +66,7 @@ class Stager {
 
   /// Copies to the host behind what `caller` holds. Also without copies `in` waits for `caller`: what toDevice() writes
   /// later may be what kernels of `caller` read now. `apart`: `ready` hears of each copy. Throws Error if the device
-  /// refuses; `ready` is not called then, but what was copied before may still be written to.
+  /// refuses, and after stop(); `ready` is not called then, but what was copied before may still be written to.
   void toHost(const std::vector<Copy>& copies, Stream caller, Ready ready, bool apart = false);
   void toDevice(const std::vector<Copy>& copies);
   /// What is put onto `stream` from here on runs behind every toDevice() so far.
@@ -69,50 +76,52 @@ class Stager {
   /// One call of toHost().
   struct Batch {
     Ready ready;
-    bool failed = false; ///< of the thread
+    bool open = true; ///< toHost() is not through; guarded, as the next, by the core's mutex
+    bool over = false; ///< no more calls of `ready`
   };
-  struct Entry {
-    Event event = nullptr; ///< null: ready at once
+  /// Copies that have ended, or will not.
+  struct Reach {
     std::shared_ptr<Batch> batch;
-    size_t ended = 0; ///< copies, when the event has come
-  };
-  struct Cooling {
-    Event event;
-    void* block;
+    size_t ended = 0;
+    std::optional<ErrorRecord> failure;
   };
 
-  /// What the thread shares with the stager, and may outlive it with.
+  /// What the thread and CUDA's notices share with the stager, and may outlive it with.
   struct Core {
     Core(DeviceRuntime& device_runtime, int number) : runtime(device_runtime), device(number) {}
     ~Core();
     Core(const Core&) = delete;
     Core& operator=(const Core&) = delete;
     void threadMain() noexcept;
-    void coolDown(std::unique_lock<std::mutex>& lock) noexcept;
-    void await(Entry& entry) noexcept;
+    void report(Reach reach, std::unique_lock<std::mutex>& lock) noexcept;
     [[nodiscard]] Event takeEvent();
-    void reclaim();
+    void giveEvent(Event event);
 
     DeviceRuntime& runtime;
     const int device;
-    std::mutex mutex; ///< guards all below
+    // Guards all below. Not held while CUDA is called: a call may wait for room on a stream, and that for onReached().
+    std::mutex mutex;
     std::condition_variable changed;
-    std::deque<Entry> entries;
+    std::deque<Reach> reached; ///< in the order of the out stream
+    size_t awaited = 0; ///< notices that CUDA has not given yet
     bool stopping = false;
     bool ended = false; ///< the thread is through
     std::vector<Event> events; ///< free ones
     std::multimap<size_t, void*> free; ///< by capacity
     std::map<void*, size_t> capacity; ///< of every block there is
-    std::deque<Cooling> cooling; ///< in the order of the in stream
   };
-
-  static constexpr std::chrono::milliseconds kDrainFor{5000};
+  /// What CUDA is given for onReached(). Of copies to the host, or of a block that the device has read.
+  struct Notice {
+    Core* core; ///< whose thread, or ~Stager, waits until none is awaited
+    Reach reach;
+    void* block = nullptr;
+  };
+  void notify(Stream stream, Notice notice);
+  static void onReached(void* notice, const char* failure);
 
   DeviceRuntime& runtime_;
-  const int device_;
   Stream const out_;
   Stream const in_;
-  const std::chrono::milliseconds drain_for_;
   const std::shared_ptr<Core> core_;
   std::thread thread_;
 };

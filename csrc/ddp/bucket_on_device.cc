@@ -46,12 +46,14 @@ void Bucket::packOnDevice() {
   if (cast()) {
     const at::Tensor stats = scale_.has_value() ? device_->newStats() : at::Tensor();
     device_->pack(gradients, numels, type, wire_, scale_.has_value() ? scale_->packFactor() : 1.0F, stats);
+    device_->keep(gradients);
     if (scale_.has_value()) {
       writeScaleSlot(stats.narrow(0, DeviceBucket::kLargest, 1));
     }
     return;
   }
   device_->pack(gradients, numels, type, home_, layout_.hook_averages ? 1.0F : 1.0F / static_cast<float>(divisor_), {});
+  device_->keep(gradients);
   for (const Slot& slot : slots_) {
     at::Tensor& grad = slot.param.mutable_grad();
     if (layout_.grads_are_views && !shadow_ && grad.defined()) {

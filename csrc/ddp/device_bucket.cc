@@ -2,6 +2,7 @@
 
 #include <ATen/core/TensorBody.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -9,6 +10,7 @@
 #include <cstddef>
 
 #include "c10d/cuda_library.h"
+#include "c10d/cuda_staging.h"
 #include "c10d/dtypes.h"
 
 namespace pycomm {
@@ -33,7 +35,10 @@ uint8_t number(at::ScalarType type) {
 } // namespace
 
 DeviceBucket::DeviceBucket(const std::string& library_path, c10::Device device)
-    : library_(&cudaLibrary(library_path)), device_(device) {}
+    : library_(&cudaLibrary(library_path)), device_(device) {
+  const c10::DeviceGuard guard(device_);
+  callCuda(library_->check_device);
+}
 
 bool DeviceBucket::packsAsItIs(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
@@ -56,6 +61,7 @@ void DeviceBucket::note() {
 
 void DeviceBucket::join() {
   const c10::Stream here = currentStream();
+  several_ = streams_.size() > 1 || (streams_.size() == 1 && streams_.front() != here);
   for (const c10::Stream& stream : streams_) {
     if (stream != here) {
       c10::Event event(device_.type());
@@ -74,7 +80,7 @@ void DeviceBucket::pack(
     float factor,
     const at::Tensor& stats) const {
   const auto places = placesOf(gradients, numels);
-  callCuda(library_->set_device, static_cast<int>(device_.index()));
+  const c10::DeviceGuard guard(device_);
   callCuda(
       library_->pack,
       places.data(),
@@ -94,7 +100,7 @@ void DeviceBucket::unpack(
     const at::Tensor& bucket,
     float factor) const {
   const auto places = placesOf(gradients, numels);
-  callCuda(library_->set_device, static_cast<int>(device_.index()));
+  const c10::DeviceGuard guard(device_);
   callCuda(
       library_->unpack,
       places.data(),
@@ -104,6 +110,12 @@ void DeviceBucket::unpack(
       static_cast<const void*>(bucket.data_ptr()),
       factor,
       c10::impl::VirtualGuardImpl(device_.type()).getStreamNativeHandle(currentStream()));
+}
+
+void DeviceBucket::keep(const std::vector<at::Tensor>& gradients) const {
+  if (several_) {
+    keepForStream(gradients, currentStream());
+  }
 }
 
 at::Tensor DeviceBucket::newStats() const {

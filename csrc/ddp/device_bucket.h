@@ -17,7 +17,7 @@ namespace pycomm {
 /// behind all of them, and whatever is put onto it from there on sees the gradients.
 class DeviceBucket {
  public:
-  /// Throws Error(Unsupported) where the CUDA library is not there.
+  /// Throws Error(Unsupported) if the CUDA library is not there, or has no code for the device.
   DeviceBucket(const std::string& library_path, c10::Device device);
 
   /// The dtype that kernels take gradients of `grad` in, for a bucket of `wire`: `grad` itself, else float32.
@@ -27,6 +27,8 @@ class DeviceBucket {
 
   void note();
   void join();
+  /// For gradients that are dropped now: the stream of the last join() may still read what was made on another one.
+  void keep(const std::vector<at::Tensor>& gradients) const;
 
   /// One launch on the caller's current stream: gradients, one behind the other, times `factor` into `bucket`, each rounded once.
   /// Undefined ones are zeros. `stats`: undefined, or of newStats().
@@ -55,6 +57,7 @@ class DeviceBucket {
   const PycommCudaTable* library_; ///< never unloaded
   c10::Device device_;
   std::vector<c10::Stream> streams_; ///< on which gradients have come since the last join()
+  bool several_ = false; ///< at the last join(): gradients had come on another stream than that
 };
 
 } // namespace pycomm

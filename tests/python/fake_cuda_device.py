@@ -1,8 +1,9 @@
-"""CUDA tensors without a GPU: memory of the host that torch takes for a CUDA device's.
+"""CUDA tensors without a GPU: a device that torch takes for CUDA's, as strict as CUDA may be.
 
-``build`` compiles ``fake_cuda/fake_cuda.cc`` with the CUDA library's own sources into a library
-with the interface of libpycomm_cuda.so; ``Device`` loads it and makes tensors. Only tensors' memory
-is real: torch has no kernels for them in a CPU build.
+``build`` compiles ``fake_cuda`` and the strict device of ``tests/cpp/cuda/fake_cudart`` with the
+CUDA library's own sources into a library with the interface of libpycomm_cuda.so; ``Device`` loads
+it and makes tensors. Who touches their memory from the host dies of a signal. In which order
+streams run is drawn from a seed, which each process prints; ``FAKE_CUDA_SEED`` sets it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _DLPACK_CUDA = 2
-_DLPACK_CODES = {"i": 0, "u": 1, "f": 2}
+_DLPACK_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
 
 def build(folder: Path) -> Path:
@@ -32,10 +33,12 @@ def build(folder: Path) -> Path:
     library = folder / "libpycomm_cuda.so"
     sources = [
         *sorted((ROOT / "tests/python/fake_cuda").glob("*.cc")),
+        *sorted((ROOT / "tests/cpp/cuda/fake_cudart").glob("*.cc")),
         *sorted((ROOT / "csrc/cuda").glob("*.cc")),
         *sorted((ROOT / "csrc/base").glob("*.cc")),
     ]
-    includes = ["csrc", "tests/cpp/cuda", str(torch_folder / "include")]
+    includes = ["csrc", "tests/cpp/cuda", "tests/cpp/cuda/fake_cudart"]
+    includes.append(str(torch_folder / "include"))
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
     flags = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE", "-w"]
     flags += [f"-I{ROOT / include}" for include in includes]
@@ -104,13 +107,22 @@ class Device:
     ``nccl``: the library is also the NCCL that pycomm finds.
     """
 
-    # For ever: a side stream may still write a tensor that has been dropped.
+    # For ever: memory of the device outlives its tensor.
     _kept: ClassVar[list[Any]] = []
+    _arrays: ClassVar[dict[int, tuple[np.ndarray[Any, Any], int]]] = {}
 
     def __init__(self, library: Path, nccl: bool = False) -> None:
         from pycomm import _extension
 
         self.library = ctypes.CDLL(str(library))
+        self.library.fake_allocate.restype = ctypes.c_void_p
+        self.library.fake_allocate.argtypes = (ctypes.c_int, ctypes.c_size_t)
+        for name in ("fake_read", "fake_write"):
+            getattr(self.library, name).argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+            )
         _extension.CUDA_LIBRARY = library
         if nccl:
             _extension.NCCL_LIBRARIES = [library]
@@ -120,11 +132,16 @@ class Device:
         torch.cuda.get_device_capability = lambda *_: (8, 0)  # type: ignore[assignment]
 
     def tensor(self, array: np.ndarray[Any, Any], index: int = 0) -> torch.Tensor:
-        """A tensor on "cuda:index" whose memory is the array's, which lives as long as this."""
+        """The array's values on "cuda:index", in memory that stays.
+
+        ``synchronize`` writes what the tensor holds then to the array.
+        """
+        ptr = self.library.fake_allocate(index, array.nbytes)
+        self._write(ptr, array)
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
         managed = _ManagedTensor()
         managed.tensor = _Tensor(
-            array.ctypes.data,
+            ptr,
             _DLPACK_CUDA,
             index,
             array.ndim,
@@ -135,12 +152,38 @@ class Device:
             None,
             0,
         )
-        self._kept += [array, shape, managed]
+        self._kept += [shape, managed]
+        self._arrays[array.ctypes.data] = (array, ptr)
         make = ctypes.pythonapi.PyCapsule_New
         make.restype = ctypes.py_object
         make.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
         return from_dlpack(make(ctypes.addressof(managed), b"dltensor", None))
 
     def synchronize(self, index: int = 0) -> None:
-        """Until the current stream is through with what it was given."""
+        """Until the current stream is through with what it was given; arrays follow tensors."""
         self.library.fake_synchronize(index)
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Writes what tensors hold now to their arrays."""
+        for array, ptr in self._arrays.values():
+            target = ctypes.c_void_p(array.ctypes.data)
+            assert self.library.fake_read(target, ctypes.c_void_p(ptr), array.nbytes) == 0
+
+    def memory(self, array: np.ndarray[Any, Any]) -> int:
+        """The array's bytes in memory of the device, which stays: its address."""
+        ptr = int(self.library.fake_allocate(0, array.nbytes))
+        self._write(ptr, array)
+        return ptr
+
+    def read(self, ptr: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """What is there, as an array of the same kind."""
+        array = np.empty_like(like)
+        target = ctypes.c_void_p(array.ctypes.data)
+        assert self.library.fake_read(target, ctypes.c_void_p(ptr), array.nbytes) == 0
+        return array
+
+    def _write(self, ptr: int, array: np.ndarray[Any, Any]) -> None:
+        assert array.flags.c_contiguous
+        source = ctypes.c_void_p(array.ctypes.data)
+        assert self.library.fake_write(ctypes.c_void_p(ptr), source, array.nbytes) == 0

@@ -1,4 +1,4 @@
-"""CUDA tensors by NCCL, with a device that is host memory and an NCCL that moves files.
+"""CUDA tensors by NCCL, with a strict device that is no GPU and an NCCL that moves files.
 
 What is tested is all between torch's collectives and NCCL's functions: which way a group goes, the
 calls, the order of streams, and that NCCL and the group fail together.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda_device import Device
-from ranks import run_ranks
+from ranks import mark, run_ranks, start_ranks
 
 import pycomm
-from pycomm import errors
+from pycomm import _extension, errors
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -340,3 +342,225 @@ def test_what_nccl_reports_fails_the_group_on_all_ranks(fake_cuda: Path) -> None
     for told in run_ranks(2, _nccl_fails, args=(str(fake_cuda),)).values():
         for text in told:
             assert "NCCL" in text and "ncclSystemError" in text
+
+
+def _record(rank: int, size: int, library: str) -> dict[str, Any]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(40, "float32"))
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    device.library.fake_hold(0)
+    dist.all_reduce(tensor, group=group)
+    device.library.fake_nccl_report(2)
+    deadline = time.monotonic() + 10
+    with pytest.raises(errors.PycommError) as failed:
+        while time.monotonic() < deadline:  # of one rank, so it does not wait for anything
+            dist.barrier(group=group)
+    device.library.fake_let_go()
+    return dict(failed.value.record)
+
+
+def test_what_nccl_reports_names_its_operation(fake_cuda: Path) -> None:
+    (record,) = run_ranks(1, _record, args=(str(fake_cuda),)).values()
+    assert record["code"] == "SYSTEM_ERROR"
+    assert (record["op"], record["dtype"], record["numel"]) == ("all_reduce", "float32", 40)
+    assert record["sequence"] >= 0
+
+
+def _peer_dies(rank: int, size: int, library: str) -> tuple[float, str]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(4, "float32"))
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 waits for its device"], timedelta(seconds=30))
+        time.sleep(0.5)
+        os._exit(9)
+    dist.all_reduce(tensor, group=group)
+    store.set("rank 0 waits for its device", "")
+    began = time.monotonic()
+    device.synchronize()  # as loss.item() does, behind a kernel that waits for rank 1
+    waited = time.monotonic() - began
+    with pytest.raises(errors.PycommError) as dead:
+        dist.all_reduce(tensor, group=group)
+        dist.barrier(group=group)
+    return waited, str(dead.value)
+
+
+def test_a_dead_peer_ends_a_device_that_is_waited_for(fake_cuda: Path) -> None:
+    args = (str(fake_cuda),)
+    ranks = run_ranks(2, _peer_dies, args=args, check=False, timeout_s=40)
+    assert ranks[0].value is not None, ranks[0].describe()
+    waited, text = ranks[0].value
+    assert waited < 15
+    assert "PEER_DEAD" in text and "Rank 1" in text
+
+
+REFUSED = [("bool", "sum"), ("uint32", "sum"), ("uint64", "sum"), ("int32", "band")]
+
+
+def _without_kernel(rank: int, size: int, library: str, algorithm: str) -> list[str]:
+    device = Device(Path(library), nccl=True)
+    options = pycomm.Options(cuda_mode="nccl", algorithm=algorithm)  # type: ignore[arg-type]
+    group = dist.new_group(list(range(size)), pg_options=options)
+    texts = []
+    for dtype, op in REFUSED:
+        tensor = device.tensor(np.ones(64, dtype))
+        with pytest.raises(errors.UnsupportedError) as refused:
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=group)
+        texts.append(str(refused.value))
+    array = np.ones(64, "float32")
+    dist.all_reduce(device.tensor(array), group=group)
+    device.synchronize()
+    assert array.tolist() == [float(size)] * 64, "the group lives"
+    dist.destroy_process_group(group)
+    return texts
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "direct"])
+def test_an_algorithm_without_a_kernel_for_the_dtype_is_refused(
+    fake_cuda: Path, algorithm: str
+) -> None:
+    args = (str(fake_cuda), algorithm)
+    for texts in run_ranks(2, _without_kernel, args=args).values():
+        for (dtype, _), text in zip(REFUSED[:3], texts[:3], strict=True):
+            assert f"reduce kernel has no {dtype}" in text
+            assert 'cuda_mode="tcp"' in text
+
+
+def _raises_in_manager(rank: int, size: int, library: str, nccl: bool) -> dict[str, Any]:
+    device = Device(Path(library), nccl=nccl)
+    group = _group(size, "nccl" if nccl else "tcp")
+    on = torch.device("cuda" if nccl else "cpu")
+    make = device.tensor if nccl else torch.from_numpy
+    arrays = [_values(rank, 100 + i) for i in range(3)]
+    tensors = [make(array) for array in arrays]
+    dist.broadcast(tensors[2], src=0, group=group)
+    told: dict[str, Any] = {}
+    with (
+        pytest.raises(ZeroDivisionError),
+        dist._coalescing_manager(group, on, async_ops=True),
+    ):
+        lost = dist.broadcast(tensors[0], src=0, group=group, async_op=True)
+        raise ZeroDivisionError
+    with dist._coalescing_manager(group, on, async_ops=True) as manager:
+        dist.broadcast(tensors[1], src=1, group=group, async_op=True)
+    manager.wait()
+    if nccl:
+        with pytest.raises(errors.PycommError) as never:
+            lost.wait()
+        told["never"] = str(never.value)
+    else:
+        lost.wait()  # which began at once
+    dist.broadcast(tensors[2], src=1, group=group)
+    device.synchronize()
+    told["arrays"] = [array.copy() for array in arrays]
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["cpu", "nccl"])
+def test_a_coalescing_body_that_raises_leaves_nothing_behind(fake_cuda: Path, nccl: bool) -> None:
+    args = (str(fake_cuda), nccl)
+    for rank, told in enumerate(run_ranks(2, _raises_in_manager, args=args).values()):
+        np.testing.assert_array_equal(told["arrays"][0], _values(rank if nccl else 0, 100))
+        np.testing.assert_array_equal(told["arrays"][1], _values(1, 101))
+        np.testing.assert_array_equal(told["arrays"][2], _values(0, 102))
+        if nccl:
+            assert "never begun" in told["never"] and "coalescing manager" in told["never"]
+
+
+def _manager_left_open(rank: int, size: int, library: str) -> tuple[str, float]:
+    device = Device(Path(library), nccl=True)
+    dist.barrier()
+    group = _group(size, "nccl", seconds=3)
+    array = np.ones(4, "float32")
+    tensor = device.tensor(array)
+    dist.all_reduce(tensor, group=group)
+    with (
+        pytest.raises(ZeroDivisionError),
+        dist._coalescing_manager(group, torch.device("cuda"), async_ops=True),
+    ):
+        raise ZeroDivisionError
+    dist.distributed_c10d._world.pg_coalesce_state.pop(group)  # torch's own leftover
+    time.sleep(3.1)  # the group's timeout is what this is about
+    with pytest.raises(errors.InvalidArgumentError) as stale:
+        dist.broadcast(tensor, src=0, group=group)
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    return str(stale.value), float(array[0])
+
+
+def test_a_manager_that_was_never_left_ends_at_the_timeout(fake_cuda: Path) -> None:
+    for text, value in run_ranks(2, _manager_left_open, args=(str(fake_cuda),)).values():
+        assert "coalescing manager" in text and "3 s ago" in text
+        assert value == 4.0
+
+
+def _first_collective(rank: int, size: int, library: str) -> str:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(4, "float32"))
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["interrupted"], timedelta(seconds=30))
+        with pytest.raises(errors.PycommError) as aborted:
+            dist.barrier(group=group)
+        return str(aborted.value)
+    mark("first collective")
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(tensor, group=group)
+    mark("interrupted")
+    store.set("interrupted", "")
+    return ""
+
+
+def test_the_first_collective_can_be_interrupted(fake_cuda: Path) -> None:
+    with start_ranks(2, _first_collective, args=(str(fake_cuda),)) as running:
+        running.wait_for_mark(0, "first collective")
+        running.wait_until_asleep(0)
+        sent = running.kill(0, signal.SIGINT)
+        running.wait_for_mark(0, "interrupted", 10)
+        assert time.monotonic() - sent < 5
+        text = running.collect(60).check().values()[1]
+        assert "ABORTED" in text and "Rank 0 was interrupted" in text
+
+
+def _exits(
+    rank: int, size: int, library: str, cuda_mode: str
+) -> tuple[list[str], list[str], float]:
+    def threads() -> list[str]:
+        tasks = Path("/proc/self/task").iterdir()
+        names = [(task / "comm").read_text().strip() for task in tasks]
+        return sorted(name for name in names if name.startswith("pycomm"))
+
+    device = Device(Path(library), nccl=cuda_mode == "nccl")
+    group = _group(size, cuda_mode)
+    tensor = device.tensor(np.ones(4, "float32"))
+    dist.all_reduce(tensor, group=group)
+    if cuda_mode == "nccl":
+        device.library.fake_hold(0)
+    # Over TCP only rank 0 begins it: its tensor is on the host, and waits for rank 1.
+    work = None
+    if cuda_mode == "nccl" or rank == 0:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+    dist.barrier()
+    running = threads()
+    began = time.monotonic()
+    _extension.load().shutdown_all(2000)  # what atexit calls
+    took = time.monotonic() - began
+    del work
+    return running, threads(), took
+
+
+@pytest.mark.parametrize(("cuda_mode", "name"), [("tcp", "pycomm-stager"), ("nccl", "pycomm-nccl")])
+def test_threads_end_before_the_interpreter(fake_cuda: Path, cuda_mode: str, name: str) -> None:
+    args = (str(fake_cuda), cuda_mode)
+    for running, left, took in run_ranks(2, _exits, args=args).values():
+        assert name in running
+        assert left == [], "threads that may call CUDA while its driver is unloaded"
+        assert took < 4

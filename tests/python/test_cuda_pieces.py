@@ -1,4 +1,4 @@
-"""Large CUDA tensors through the host: copies and network at once, with a device of host memory."""
+"""Large CUDA tensors through the host: copies and network at once, on a device that is no GPU."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def _begins_early(rank: int, size: int, library: str, transport: str) -> tuple[b
     deadline = time.monotonic() + 60
     while np.array_equal(array, before) and time.monotonic() < deadline:
         time.sleep(0.02)
+        device.fetch()
     arrived = not np.array_equal(array, before)
     ended = work.is_completed()
     device.library.fake_let_go()

@@ -1,12 +1,16 @@
-"""CUDA tensors over TCP, with a device that is host memory: the copies, their order, errors.
+"""CUDA tensors over TCP, with a strict device that is no GPU: the copies, their order, errors.
 
-The device's copies are two milliseconds late and nothing but events orders its streams, so whatever
-forgets to wait reads old bytes.
+Nothing but events orders its streams, and which of them runs next is drawn from a seed.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import signal
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from fake_cuda_device import Device
 from ranks import run_ranks
 
+import pycomm
 from pycomm import errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -160,10 +165,11 @@ def _refusals(rank: int, size: int, library: str) -> list[str]:
     group = dist.new_group(list(range(size)))
     array = np.ones(4, "float32")
     told = []
-    device.library.fake_capture(1)
+    tensor = device.tensor(array)
+    device.library.fake_begin_capture()
     with pytest.raises(errors.UnsupportedError) as capture:
-        dist.all_reduce(device.tensor(array), group=group)
-    device.library.fake_capture(0)
+        dist.all_reduce(tensor, group=group)
+    assert device.library.fake_end_capture() == 1, "the capture is broken"
     told.append(str(capture.value))
     with pytest.raises(errors.InvalidArgumentError) as mixed:
         dist.all_gather_into_tensor(
@@ -242,24 +248,193 @@ def test_a_tensor_that_never_leaves_its_device_ends_at_the_deadline(fake_cuda: P
         assert "the tensor of rank 1" in text and "has not left its device" in text
 
 
-def test_kernels_are_called_through_the_c_interface(fake_cuda: Path) -> None:
-    table = CudaTable(fake_cuda)
+def _kernels(rank: int, size: int, library: str) -> None:
+    table = CudaTable(Path(library))
+    device = Device(Path(library))
     grads = [np.random.default_rng(i).standard_normal(5 + i).astype("float32") for i in range(300)]
-    where = [(grad.ctypes.data, grad.size) for grad in grads]
+    where = [(device.memory(grad), grad.size) for grad in grads]
     flat = np.concatenate(grads)
-    bucket = np.empty(flat.size, "float16")
-    stats = np.zeros(2, "uint64")
-    table.pack(where, "float32", "float16", bucket.ctypes.data, factor=2.0, stats=stats.ctypes.data)
-    np.testing.assert_array_equal(bucket, (flat * np.float32(2)).astype("float16"))
-    assert stats[0] == 0
-    largest = np.abs(flat).max()
-    assert int(stats[1]) == int(np.asarray(largest).view("uint32"))
-    table.unpack(where, "float32", "float16", bucket.ctypes.data, factor=0.5)
-    np.testing.assert_array_equal(np.concatenate(grads), bucket.astype("float32") * np.float32(0.5))
-    sources = [np.full(1000, value, "float16") for value in (2048, 1, 1)]
-    table.reduce(
-        "float16", "sum", sources[0].ctypes.data, [each.ctypes.data for each in sources], 1000
-    )
-    assert (sources[0] == 2050).all(), "added in fp32, rounded once"
+    half = np.empty(flat.size, "float16")
+    none = np.zeros(2, "uint64")
+    bucket, stats = device.memory(half), device.memory(none)
+    table.pack(where, "float32", "float16", bucket, factor=2.0, stats=stats)
+    packed = device.read(bucket, half)
+    np.testing.assert_array_equal(packed, (flat * np.float32(2)).astype("float16"))
+    overflows, largest = device.read(stats, none)
+    assert overflows == 0
+    assert int(largest) == int(np.asarray(np.abs(flat).max()).view("uint32"))
+    table.unpack(where, "float32", "float16", bucket, factor=0.5)
+    back = [device.read(ptr, grad) for (ptr, _), grad in zip(where, grads, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(back), packed.astype("float32") * np.float32(0.5))
+    rows = [np.full(1000, value, "float16") for value in (2048, 1, 1)]
+    sources = [device.memory(row) for row in rows]
+    table.reduce("float16", "sum", sources[0], sources, 1000)
+    assert (device.read(sources[0], rows[0]) == 2050).all(), "added in fp32, rounded once"
     with pytest.raises(CudaError, match=r"no kernel that packs int32"):
-        table.pack([(1 << 20, 4)], "int32", "float16", 1 << 20)
+        table.pack([(sources[0], 4)], "int32", "float16", bucket)
+    with pytest.raises(
+        CudaError, match=r"pack kernel failed.*not memory that this device gave out"
+    ):
+        table.pack([(half.ctypes.data, 4)], "float32", "float16", bucket)
+
+
+def test_kernels_are_called_through_the_c_interface(fake_cuda: Path) -> None:
+    run_ranks(1, _kernels, args=(str(fake_cuda),)).check()
+
+
+def _touches(rank: int, size: int, library: str) -> None:
+    device = Device(Path(library))
+    ptr = device.memory(np.ones(4, "float32"))
+    ctypes.string_at(ptr, 4)
+
+
+def test_the_fake_device_is_strict(fake_cuda: Path) -> None:
+    (touched,) = run_ranks(1, _touches, args=(str(fake_cuda),), check=False)
+    assert touched.exit_code == -signal.SIGSEGV
+    assert "the host has touched device memory" in touched.stderr
+
+
+def _other_device(rank: int, size: int, library: str, cuda_mode: str, used: bool) -> list[Any]:
+    device = Device(Path(library), nccl=cuda_mode == "nccl")
+    if used:
+        device.tensor(np.ones(1))
+    options = pycomm.Options(cuda_mode=cuda_mode)  # type: ignore[arg-type]
+    group = dist.new_group(list(range(size)), pg_options=options)
+    array = np.ones(500_000, "float32")
+    tensor = device.tensor(array, 1)
+    before = device.library.fake_has_context(0)
+    told = [device.library.fake_current_device()]
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    told.append(device.library.fake_current_device())
+    work.wait()
+    told.append(device.library.fake_current_device())
+    device.synchronize(1)
+    del work
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    told.append(device.library.fake_current_device())
+    return [told, float(array[-1]), before, device.library.fake_has_context(0)]
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
+@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+def test_the_callers_current_device_stays(fake_cuda: Path, cuda_mode: str, used: bool) -> None:
+    args = (str(fake_cuda), cuda_mode, used)
+    for told, value, before, after in run_ranks(2, _other_device, args=args).values():
+        assert told == [0] * 4
+        assert value == 2.0
+        assert (before, after) == (used, used), "device 0 was used, which takes some of its memory"
+
+
+def _while_captured(rank: int, size: int, library: str, cuda_mode: str) -> tuple[int, list[float]]:
+    device = Device(Path(library), nccl=cuda_mode == "nccl")
+    options = pycomm.Options(cuda_mode=cuda_mode)  # type: ignore[arg-type]
+    group = dist.new_group(list(range(size)), pg_options=options)
+    arrays = [np.ones(numel, "float32") for numel in (1000, 3_000_000, 1000)]
+    tensors = [device.tensor(array) for array in arrays]
+    dist.all_reduce(tensors[0], group=group)
+    device.synchronize()
+    captures, issued, ended = (threading.Event() for _ in range(3))
+    whole = []
+
+    def capture() -> None:
+        device.library.fake_begin_capture()
+        captures.set()
+        issued.wait(60)
+        ended.wait(0.3)  # what polls would have broken the capture long since
+        whole.append(device.library.fake_end_capture())
+
+    thread = threading.Thread(target=capture)
+    device.library.fake_hold(0)  # what follows is under way until it is let go
+    pending = dist.all_reduce(tensors[0], group=group, async_op=True)
+    thread.start()
+    assert captures.wait(60)
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[1:]]
+    issued.set()
+    thread.join()
+    device.library.fake_let_go()
+    for work in (pending, *works):
+        work.wait()
+    device.synchronize()
+    dist.destroy_process_group(group)
+    return whole[0], [float(array[-1]) for array in arrays]
+
+
+@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+def test_another_threads_graph_capture_stays_whole(fake_cuda: Path, cuda_mode: str) -> None:
+    args = (str(fake_cuda), cuda_mode)
+    for whole, values in run_ranks(2, _while_captured, args=args).values():
+        assert whole == 1, "an event was queried, or memory allocated, during a capture"
+        assert values == [4.0, 2.0, 2.0]
+
+
+def _polls(rank: int, size: int, library: str, cuda_mode: str) -> tuple[int, float]:
+    device = Device(Path(library), nccl=cuda_mode == "nccl")
+    options = pycomm.Options(cuda_mode=cuda_mode)  # type: ignore[arg-type]
+    group = dist.new_group(list(range(size)), pg_options=options)
+    array = np.ones(1000, "float32")
+    tensor = device.tensor(array)
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    before = device.library.fake_queries()
+    device.library.fake_hold(0)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    dist.barrier()  # of another group: the device is awaited meanwhile
+    time.sleep(0.2)
+    asked = device.library.fake_queries() - before
+    device.library.fake_let_go()
+    work.wait()
+    device.synchronize()
+    dist.destroy_process_group(group)
+    return asked, float(array[0])
+
+
+@pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+def test_a_busy_device_is_not_polled(fake_cuda: Path, cuda_mode: str) -> None:
+    args = (str(fake_cuda), cuda_mode)
+    for asked, value in run_ranks(2, _polls, args=args).values():
+        assert asked == 0
+        assert value == 4.0
+
+
+def _broken(rank: int, size: int, library: str) -> str:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    tensor = device.tensor(np.ones(1000, "float32"))
+    dist.all_reduce(tensor, group=group)
+    dist.barrier()
+    device.library.fake_hold(0)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if rank == 1:
+        device.library.fake_break_down()
+    began = time.monotonic()
+    with pytest.raises(errors.PycommError) as broken:
+        work.wait()
+    assert time.monotonic() - began < 10
+    device.library.fake_let_go()
+    return str(broken.value)
+
+
+def test_a_device_that_breaks_fails_the_group_at_once(fake_cuda: Path) -> None:
+    for text in run_ranks(2, _broken, args=(str(fake_cuda),)).values():
+        assert "cudaErrorLaunchFailure" in text
+        assert "peer=1" in text
+
+
+def _old_device(rank: int, size: int, library: str) -> str:
+    device = Device(Path(library))
+    device.library.fake_set_capability(7)
+    group = dist.new_group(list(range(size)))
+    with pytest.raises(errors.UnsupportedError) as refused:
+        dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+    on_cpu = torch.ones(2)
+    dist.all_reduce(on_cpu, group=group)
+    assert on_cpu.tolist() == [size, size]
+    return str(refused.value)
+
+
+def test_a_device_without_kernels_is_refused_before_anything_moves(fake_cuda: Path) -> None:
+    for text in run_ranks(2, _old_device, args=(str(fake_cuda),)).values():
+        assert "cuda:0 has compute capability 7.5" in text
+        assert "tensor.cpu()" in text

@@ -22,6 +22,7 @@ class HostDevice : public DeviceRuntime {
     return 1;
   }
   void setDevice(int) override {}
+  void checkDevice() override {}
   std::string deviceUuid(int device) override {
     return "host" + std::to_string(device);
   }
@@ -48,10 +49,13 @@ class HostDevice : public DeviceRuntime {
   }
   void record(Event, Stream) override {}
   void streamWait(Stream, Event) override {}
-  bool eventDone(Event) override {
-    return true;
+  Stream createStream() override {
+    return this;
   }
-  void waitEvent(Event) override {}
+  void destroyStream(Stream) noexcept override {}
+  void whenReached(Stream, Reached reached, void* context) override {
+    reached(context, nullptr);
+  }
   bool isCapturing(Stream) override {
     return false;
   }

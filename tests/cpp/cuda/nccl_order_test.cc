@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -18,19 +19,37 @@ using ::testing::HasSubstr;
 
 Stream const kSide = reinterpret_cast<Stream>(0x51);
 Stream const kCaller = reinterpret_cast<Stream>(0xca);
+Stream const kWatched = reinterpret_cast<Stream>(0x3a);
 
 using Journal = std::vector<std::string>;
 
 std::string nameOf(Stream stream) {
-  return stream == kSide ? "side" : (stream == kCaller ? "caller" : "another");
+  return stream == kSide ? "side" : (stream == kCaller ? "caller" : (stream == kWatched ? "watched" : "another"));
 }
 
-/// Writes down what it is asked; events are done when the test says so.
+/// Writes down what it is asked; streams come to where they are watched when the test says so.
 class Recorder final : public testing::HostDevice {
  public:
   explicit Recorder(Journal& journal) : journal_(journal) {}
-  void setDevice(int device) override {
-    current = device;
+  void setDevice(int) override {
+    ADD_FAILURE() << "the caller's device is its own";
+  }
+  Stream createStream() override {
+    ++streams;
+    return kWatched;
+  }
+  void destroyStream(Stream) noexcept override {
+    --streams;
+  }
+  void whenReached(Stream stream, Reached reached, void* context) override {
+    journal_.push_back("notify " + nameOf(stream));
+    awaited_.emplace_back(reached, context);
+  }
+  /// All that is watched for has happened, or never will.
+  void reachAll(const char* failure = nullptr) {
+    for (const auto& [reached, context] : std::exchange(awaited_, {})) {
+      reached(context, failure);
+    }
   }
   Event createEvent() override {
     ++events;
@@ -46,12 +65,6 @@ class Recorder final : public testing::HostDevice {
   void streamWait(Stream stream, Event) override {
     journal_.push_back("wait " + nameOf(stream));
   }
-  bool eventDone(Event) override {
-    if (broken) {
-      throw Error(ErrorCode::SystemError, "CUDA: cudaEventQuery failed.");
-    }
-    return ended;
-  }
   bool isCapturing(Stream) override {
     return capturing;
   }
@@ -62,14 +75,13 @@ class Recorder final : public testing::HostDevice {
     journal_.push_back("copy " + nameOf(stream));
   }
 
-  int current = -1;
   int events = 0;
-  bool ended = false;
+  int streams = 0;
   bool capturing = false;
-  bool broken = false;
 
  private:
   Journal& journal_;
+  std::vector<std::pair<Reached, void*>> awaited_;
 };
 
 class ScriptedNccl final : public NcclApi {
@@ -87,6 +99,7 @@ class ScriptedNccl final : public NcclApi {
     return note("init " + std::to_string(rank) + "/" + std::to_string(size) + " " + id.bytes);
   }
   NcclResult asyncError(NcclHandle, NcclResult* out) override {
+    ++asked;
     *out = state;
     return NcclResult::Success;
   }
@@ -130,6 +143,7 @@ class ScriptedNccl final : public NcclApi {
   }
 
   NcclResult state = NcclResult::Success; ///< what asyncError tells
+  int asked = 0; ///< how often
   std::string refuses; ///< the call that begins so answers ncclSystemError
 
  private:
@@ -146,7 +160,6 @@ class NcclOrder : public ::testing::Test {
     NcclComm::Config config;
     config.rank = rank;
     config.size = size;
-    config.device = 3;
     config.group = "g";
     config.stream = kSide;
     config.deadline = Deadline::after(timeout_ms);
@@ -164,6 +177,9 @@ class NcclOrder : public ::testing::Test {
     auto comm = make(rank, size);
     journal.clear();
     return comm;
+  }
+  void TearDown() override {
+    device.reachAll(); // also of communicators that have gone: CUDA does
   }
   static NcclCall allReduce(uint64_t numel = 10) {
     NcclCall call;
@@ -191,39 +207,47 @@ class NcclOrder : public ::testing::Test {
 TEST_F(NcclOrder, RankZeroPublishesTheIdAndTheOthersFetchIt) {
   make(0)->abort({});
   EXPECT_THAT(journal, ElementsAre("uniqueId", "publish", "init 0/2 x", "abort"));
-  EXPECT_EQ(device.current, 3);
   journal.clear();
   make(1).reset();
   EXPECT_THAT(journal, ElementsAre("fetch", "init 1/2 y", "destroy"));
   EXPECT_EQ(device.events, 0) << "every event was given back";
+  EXPECT_EQ(device.streams, 0);
 }
 
-TEST_F(NcclOrder, AnOperationWaitsForTheCallerAndTheCallerForIt) {
+TEST_F(NcclOrder, AnOperationWaitsForTheCallerAndItsEndIsWatchedOnAStreamOfItsOwn) {
   const auto comm = made();
   const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());
   EXPECT_THAT(
       journal,
       ElementsAre(
-          "record caller", "wait side", "groupStart", "allReduce 10 dtype 7 op 0 side", "groupEnd", "record side"));
+          "record caller",
+          "wait side",
+          "groupStart",
+          "allReduce 10 dtype 7 op 0 side",
+          "groupEnd",
+          "record side",
+          "wait watched",
+          "notify watched"));
   journal.clear();
-  comm->wait(*operation, kCaller);
-  EXPECT_THAT(journal, ElementsAre("wait caller")) << "the stream waits, not the host";
   comm->poll();
   EXPECT_FALSE(comm->done(*operation));
-  device.ended = true;
-  comm->poll();
+  EXPECT_TRUE(journal.empty()) << "the device is not asked";
+  device.reachAll();
   EXPECT_TRUE(comm->done(*operation));
-  journal.clear();
-  comm->wait(*operation, kCaller);
-  EXPECT_TRUE(journal.empty()) << "what has ended needs no order";
+}
+
+TEST_F(NcclOrder, ANoticeMayComeWhenTheCommunicatorHasGone) {
+  auto comm = made();
+  const auto operation = comm->start({allReduce()}, kCaller, Deadline::never());
+  comm.reset();
+  EXPECT_EQ(journal.back(), "abort") << "with work under way, destroying would wait for other ranks";
+  device.reachAll("cudaErrorLaunchFailure");
 }
 
 TEST_F(NcclOrder, EventsAreUsedAgain) {
   const auto comm = made();
-  device.ended = true;
   for (int i = 0; i < 10; ++i) {
     static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never()));
-    comm->poll();
   }
   EXPECT_EQ(device.events, 2) << "one for entries, one for ends";
 }
@@ -249,7 +273,9 @@ TEST_F(NcclOrder, SeveralCallsAreOneGroup) {
           "allGather 5",
           "allReduce 4 dtype 8 op 0 side",
           "groupEnd",
-          "record side"));
+          "record side",
+          "wait watched",
+          "notify watched"));
 }
 
 TEST_F(NcclOrder, TheRingSendsAddsAndSendsRound) {
@@ -258,10 +284,11 @@ TEST_F(NcclOrder, TheRingSendsAddsAndSendsRound) {
   call.algorithm = NcclAlgorithm::Ring;
   static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
   const Journal expected = {"record caller", "wait side", //
-                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "reduce side", //
-                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "reduce side", //
-                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", //
-                            "groupStart",    "send 8 to 1", "recv 8 from 2", "groupEnd", "record side"};
+                            "groupStart",    "send 8 to 1",  "recv 8 from 2", "groupEnd", "reduce side", //
+                            "groupStart",    "send 8 to 1",  "recv 8 from 2", "groupEnd", "reduce side", //
+                            "groupStart",    "send 8 to 1",  "recv 8 from 2", "groupEnd", //
+                            "groupStart",    "send 8 to 1",  "recv 8 from 2", "groupEnd", //
+                            "record side",   "wait watched", "notify watched"};
   EXPECT_EQ(journal, expected);
 }
 
@@ -286,6 +313,51 @@ TEST_F(NcclOrder, ACallWithoutMeaningTouchesNothing) {
   EXPECT_THAT(capture.summary, HasSubstr("CUDA graph"));
   EXPECT_TRUE(journal.empty());
   EXPECT_FALSE(comm->failure());
+}
+
+TEST_F(NcclOrder, AnAlgorithmWithoutAKernelTouchesNothing) {
+  for (const DType dtype : {DType::Bool, DType::UInt32, DType::UInt64, DType::Complex64}) {
+    for (const NcclAlgorithm algorithm : {NcclAlgorithm::Ring, NcclAlgorithm::Direct}) {
+      const auto comm = made();
+      NcclCall call = allReduce();
+      call.dtype = dtype;
+      call.algorithm = algorithm;
+      const ErrorRecord refused =
+          failureOf([&] { static_cast<void>(comm->start({call}, kCaller, Deadline::never())); });
+      EXPECT_EQ(refused.code, ErrorCode::Unsupported);
+      EXPECT_THAT(refused.summary, HasSubstr(dtypeName(dtype)));
+      EXPECT_TRUE(journal.empty());
+      EXPECT_FALSE(comm->failure());
+    }
+  }
+  const auto comm = made(0, 1025);
+  NcclCall call = allReduce();
+  call.algorithm = NcclAlgorithm::Direct;
+  EXPECT_THAT(
+      failureOf([&] { static_cast<void>(comm->start({call}, kCaller, Deadline::never())); }).summary,
+      HasSubstr("1 to 1024 ranks"));
+  EXPECT_FALSE(comm->failure());
+}
+
+TEST_F(NcclOrder, WhatStaysOnARankIsCopiedOutsideOfTheGroup) {
+  const auto comm = made();
+  NcclCall call = allReduce();
+  call.kind = NcclKind::AllToAll;
+  call.send_counts = call.recv_counts = {2, 3};
+  static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
+  EXPECT_THAT(
+      journal,
+      ElementsAre(
+          "record caller",
+          "wait side",
+          "copy side",
+          "groupStart",
+          "send 12 to 1",
+          "recv 12 from 1",
+          "groupEnd",
+          "record side",
+          "wait watched",
+          "notify watched"));
 }
 
 TEST_F(NcclOrder, AFailedCallAbortsAndStays) {
@@ -317,7 +389,7 @@ TEST_F(NcclOrder, AnErrorOnTheWayIsFoundByPollAndNamesTheOldestOperation) {
   EXPECT_EQ(comm->failure()->op, "all_reduce");
   EXPECT_EQ(comm->failure()->sequence, 7);
   EXPECT_EQ(journal.back(), "abort");
-  EXPECT_THROW(comm->wait(*operation, kCaller), Error);
+  EXPECT_FALSE(comm->done(*operation));
 }
 
 TEST_F(NcclOrder, ADeadlineThatPassesOnTheDeviceAborts) {
@@ -334,10 +406,12 @@ TEST_F(NcclOrder, ADeadlineThatPassesOnTheDeviceAborts) {
 TEST_F(NcclOrder, ABrokenDeviceIsAFailureAndNotAnException) {
   const auto comm = made();
   static_cast<void>(comm->start({allReduce()}, kCaller, Deadline::never()));
-  device.broken = true;
+  device.reachAll("cudaErrorLaunchFailure");
   EXPECT_NO_THROW(comm->poll());
   ASSERT_TRUE(comm->failure());
-  EXPECT_EQ(comm->failure()->summary, "CUDA: cudaEventQuery failed.");
+  EXPECT_EQ(comm->failure()->summary, "CUDA: the device broke under all_reduce.");
+  EXPECT_EQ(comm->failure()->cause, "cudaErrorLaunchFailure");
+  EXPECT_EQ(comm->failure()->sequence, 7);
 }
 
 TEST_F(NcclOrder, TheGroupsFailureIsTheCommunicators) {
@@ -346,10 +420,12 @@ TEST_F(NcclOrder, TheGroupsFailureIsTheCommunicators) {
   dead.code = ErrorCode::PeerDead;
   dead.peer = 1;
   group_failure = dead;
+  const int asked = nccl.asked;
   comm->poll();
   ASSERT_TRUE(comm->failure());
   EXPECT_EQ(comm->failure()->code, ErrorCode::PeerDead);
-  EXPECT_EQ(journal.back(), "abort");
+  EXPECT_THAT(journal, ElementsAre("abort")) << "before anything else, and nothing of CUDA's";
+  EXPECT_EQ(nccl.asked, asked);
 }
 
 TEST_F(NcclOrder, WaitingForOtherRanksEndsByTheDeadlineOrTheGroup) {

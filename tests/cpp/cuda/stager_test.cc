@@ -1,4 +1,4 @@
-// The staging of CUDA tensors through pinned memory, on a device whose events the test ends by hand.
+// The staging of CUDA tensors through pinned memory, on a device whose streams the test moves on by hand.
 #include "cuda/stager.h"
 
 #include <gmock/gmock.h>
@@ -7,12 +7,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <future>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "host_device.h"
@@ -44,10 +45,9 @@ class ManualDevice final : public testing::HostDevice {
     --events;
     HostDevice::destroyEvent(event);
   }
-  void record(Event event, Stream stream) override {
+  void record(Event, Stream stream) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     journal.push_back("record " + nameOf(stream));
-    recorded_[event] = ++count_;
   }
   void streamWait(Stream stream, Event) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -61,28 +61,31 @@ class ManualDevice final : public testing::HostDevice {
     }
     std::memcpy(dst, src, nbytes);
   }
-  bool eventDone(Event event) override {
+  void whenReached(Stream stream, Reached reached, void* context) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (broken_) {
-      throw Error(ErrorCode::SystemError, "CUDA: cudaEventQuery failed.");
-    }
-    return recorded_[event] <= reached_;
+    journal.push_back("notify " + nameOf(stream));
+    awaited_.emplace_back(reached, context);
   }
-  void waitEvent(Event) override {}
 
-  /// Everything recorded so far has happened.
+  /// Everything put onto streams so far has happened.
   void reachAll() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    reached_ = count_;
+    reach(1 << 20, nullptr);
   }
-  /// So many of the records have happened.
-  void reach(int count) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    reached_ = count;
+  /// The first so many places that are watched have been reached, or never will be.
+  void reach(size_t count, const char* failure = nullptr) {
+    for (; count > 0; --count) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (awaited_.empty()) {
+        return;
+      }
+      const auto [reached, context] = awaited_.front();
+      awaited_.pop_front();
+      lock.unlock();
+      reached(context, failure);
+    }
   }
   void breakDown() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    broken_ = true;
+    reach(1 << 20, "cudaErrorLaunchFailure");
   }
 
   std::vector<std::string> journal;
@@ -95,10 +98,7 @@ class ManualDevice final : public testing::HostDevice {
     return stream == kOut ? "out" : (stream == kIn ? "in" : "caller");
   }
   std::mutex mutex_;
-  std::map<Event, int> recorded_;
-  int count_ = 0;
-  int reached_ = 0;
-  bool broken_ = false;
+  std::deque<std::pair<Reached, void*>> awaited_;
 };
 
 using Verdict = std::optional<ErrorRecord>;
@@ -117,7 +117,7 @@ TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
   auto ready = promise->get_future();
   stager.toHost({{tensor.data(), block, 8}, {tensor.data() + 2, block + 2, 4}}, kCaller, promising(promise));
   EXPECT_THAT(
-      device.journal, ElementsAre("record caller", "wait in", "wait out", "copy 8 out", "copy 4 out", "record out"));
+      device.journal, ElementsAre("record caller", "wait in", "wait out", "copy 8 out", "copy 4 out", "notify out"));
   EXPECT_EQ(ready.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout) << "the copies have not ended";
   device.reachAll();
   EXPECT_FALSE(ready.get());
@@ -128,7 +128,7 @@ TEST(Stager, CopiesBehindTheCallerAndIsReadyWhenTheyHaveEnded) {
   stager.toDevice({{tensor.data(), block, 12}});
   stager.giveAfterCopies(block);
   stager.waitOn(kCaller);
-  EXPECT_THAT(device.journal, ElementsAre("copy 12 in", "record in", "record in", "wait caller"));
+  EXPECT_THAT(device.journal, ElementsAre("copy 12 in", "notify in", "record in", "wait caller"));
   EXPECT_EQ(tensor[0], 40);
   device.reachAll(); // whose end the stager waits for
 }
@@ -204,12 +204,12 @@ TEST(Stager, EachCopyOfACallIsToldApart) {
           "wait in",
           "wait out",
           "copy 4 out",
-          "record out",
+          "notify out",
           "copy 4 out",
-          "record out",
+          "notify out",
           "copy 4 out",
-          "record out"));
-  device.reach(2); // the caller's event and the first copy's
+          "notify out"));
+  device.reach(1);
   for (int i = 0; i < 6000; ++i) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (!told.empty()) {
@@ -257,7 +257,8 @@ TEST(Stager, ADeviceThatBreaksInTheMiddleFailsWhatWaits) {
   device.breakDown();
   const Verdict failure = promise->get_future().get();
   ASSERT_TRUE(failure);
-  EXPECT_EQ(failure->summary, "CUDA: cudaEventQuery failed.");
+  EXPECT_EQ(failure->summary, "CUDA: a tensor could not leave its device.");
+  EXPECT_EQ(failure->cause, "cudaErrorLaunchFailure");
 
   device.refuse_copies = true;
   bool called = false;
@@ -287,11 +288,13 @@ TEST(Stager, WhatNeverEndsKeepsItsMemoryAndNobodyElse) {
   const auto promise = std::make_shared<std::promise<Verdict>>();
   auto ready = promise->get_future();
   std::vector<int> tensor = {7};
-  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn, std::chrono::milliseconds(20));
+  auto stager = std::make_unique<Stager>(device, 0, kOut, kIn);
   stager->toHost({{tensor.data(), stager->take(4), 4}}, kCaller, promising(promise));
   void* const read = stager->take(4);
   stager->toDevice({{tensor.data(), read, 4}});
   stager->giveAfterCopies(read);
+  stager->stop(std::chrono::milliseconds(20));
+  EXPECT_THROW(stager->toHost({{tensor.data(), read, 4}}, kCaller, [](size_t, const Verdict&) {}), Error);
   stager.reset();
   EXPECT_EQ(device.pinned, 2) << "the device may still use them";
   device.reachAll();

@@ -1,155 +1,60 @@
-// A libpycomm_cuda.so whose device is host memory, and the part of torch's device interface that a CUDA build brings: so
-// that everything between torch's collectives and the CUDA library is run, with several ranks, where there is no GPU.
-// Kernels of torch's own are not imitated: tests use contiguous tensors and read their memory.
+// A libpycomm_cuda.so whose CUDA is tests/cpp/cuda/fake_cudart, and the part of torch's device interface that a CUDA build brings: so
+// that everything between torch's collectives and CUDA's runtime is run, with several ranks, where there is no GPU.
 #define PYCOMM_CUDA_LIBRARY
 
-#include <unistd.h>
-
+#include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
-#include <chrono>
-#include <functional>
-#include <memory>
-#include <string>
-#include <thread>
+#include <cstring>
 
-#include "async_device.h"
 #include "cuda/c_api.h"
 #include "cuda/c_table.h"
+#include "cuda/cudart_runtime.h"
+#include "fake_cudart/device.h"
+#include "fake_cudart/memory.h"
 
 namespace {
 
-using pycomm::DType;
-using pycomm::ReduceOp;
-using pycomm::cuda::BucketArgs;
-using pycomm::cuda::CodecArgs;
-using pycomm::cuda::ReduceArgs;
-using pycomm::cuda::testing::AsyncDevice;
+thread_local c10::StreamId current_stream[fake_cuda::kDevices] = {};
 
-constexpr c10::DeviceIndex kDevices = 2;
-thread_local c10::DeviceIndex current_device = 0;
-thread_local c10::StreamId current_stream[kDevices] = {};
-thread_local bool capturing = false;
-std::atomic<int> kernels{0};
-std::atomic<long> copied{0};
-std::atomic<bool> stuck{false};
-std::atomic<int> copies_before_stuck{-1}; // of the stream that copies next; -1: any number
-std::atomic<pycomm::cuda::Stream> stuck_stream{nullptr};
-std::string uuid = "process " + std::to_string(getpid()); // each rank has a GPU of its own unless a test says otherwise
-
-void waitForRelease() {
-  while (stuck) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+cudaStream_t native(const c10::Stream& stream) {
+  return fake_cuda::streamOf(stream.device_index(), stream.id());
 }
 
-class FakeDevice final : public AsyncDevice {
- public:
-  FakeDevice() : AsyncDevice(std::chrono::milliseconds(2)) {}
-  int deviceCount() override {
-    return kDevices;
-  }
-  bool isCapturing(pycomm::cuda::Stream) override {
-    return capturing;
-  }
-};
-
-// Never destroyed: streams' threads run until the process ends.
-FakeDevice& device() {
-  static auto* const made = new FakeDevice();
-  return *made;
-}
-
-/// Forwards to the one device, since a table owns its runtime. Kernels run when their stream comes to them; those without a stream,
-/// at once.
-class Forwarding final : public pycomm::cuda::testing::HostDevice {
- public:
-  int deviceCount() override {
-    return device().deviceCount();
-  }
-  void copy(void* dst, const void* src, size_t nbytes, pycomm::cuda::Stream stream) override {
-    pycomm::cuda::Stream none = nullptr;
-    if (copies_before_stuck >= 0 && (stuck_stream.compare_exchange_strong(none, stream) || none == stream) &&
-        copies_before_stuck.fetch_sub(1) == 0) {
-      device().run(stream, waitForRelease);
-    }
-    copied += static_cast<long>(nbytes);
-    device().copy(dst, src, nbytes, stream);
-  }
-  void pack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
-    inOrder(stream, [=] { host().pack(grad, wire, args, nullptr); });
-  }
-  void unpack(DType grad, DType wire, const BucketArgs& args, pycomm::cuda::Stream stream) override {
-    inOrder(stream, [=] { host().unpack(grad, wire, args, nullptr); });
-  }
-  void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, pycomm::cuda::Stream stream) override {
-    inOrder(stream, [=] { host().reduce(dtype, op, args, nullptr); });
-  }
-  void encode(const CodecArgs& args, pycomm::cuda::Stream stream) override {
-    inOrder(stream, [=] { host().encode(args, nullptr); });
-  }
-  void decode(const CodecArgs& args, pycomm::cuda::Stream stream) override {
-    inOrder(stream, [=] { host().decode(args, nullptr); });
-  }
-  pycomm::cuda::Event createEvent() override {
-    return device().createEvent();
-  }
-  void destroyEvent(pycomm::cuda::Event event) noexcept override {
-    device().destroyEvent(event);
-  }
-  void record(pycomm::cuda::Event event, pycomm::cuda::Stream stream) override {
-    device().record(event, stream);
-  }
-  void streamWait(pycomm::cuda::Stream stream, pycomm::cuda::Event event) override {
-    device().streamWait(stream, event);
-  }
-  bool eventDone(pycomm::cuda::Event event) override {
-    return device().eventDone(event);
-  }
-  void waitEvent(pycomm::cuda::Event event) override {
-    device().waitEvent(event);
-  }
-  bool isCapturing(pycomm::cuda::Stream stream) override {
-    return device().isCapturing(stream);
-  }
-  std::string deviceUuid(int) override {
-    return uuid;
-  }
-
- private:
-  static pycomm::cuda::testing::HostDevice& host() {
-    static pycomm::cuda::testing::HostDevice made;
-    return made;
-  }
-  static void inOrder(pycomm::cuda::Stream stream, std::function<void()> kernel) {
-    ++kernels;
-    stream == nullptr ? kernel() : device().run(stream, std::move(kernel));
-  }
-};
-
-void* native(const c10::Stream& stream) {
-  return reinterpret_cast<void*>(0x1000 * (1 + stream.device_index()) + stream.id());
-}
-
+/// With the habits of c10/cuda/CUDAFunctions.cpp: a device that nothing has used yet is remembered and not set, as setting it takes
+/// some hundred MiB of its memory.
 struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
+  static inline thread_local int remembered = -1;
+
   c10::DeviceType type() const override {
     return c10::DeviceType::CUDA;
   }
   c10::Device exchangeDevice(c10::Device to) const override {
     const c10::Device from = getDevice();
-    current_device = to.index();
+    if (remembered >= 0 || from != to) {
+      setDevice(to);
+    }
     return from;
   }
   c10::Device getDevice() const override {
-    return {c10::DeviceType::CUDA, current_device};
+    int device = remembered;
+    if (device < 0) {
+      cudaGetDevice(&device);
+    }
+    return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)};
   }
   void setDevice(c10::Device to) const override {
-    current_device = to.index();
+    remembered = -1;
+    cudaSetDevice(to.index());
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
-    current_device = to.index();
+    if (fake_cuda::hasContext(to.index())) {
+      setDevice(to);
+    } else {
+      remembered = to.index();
+    }
   }
   c10::Stream getStream(c10::Device of) const override {
     return c10::Stream(c10::Stream::UNSAFE, of, current_stream[of.index()]);
@@ -157,6 +62,9 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override {
     static std::atomic<c10::StreamId> next{1};
     return c10::Stream(c10::Stream::UNSAFE, of, next++);
+  }
+  c10::Stream getNewStream(c10::Device of, int) const override {
+    return getStreamFromGlobalPool(of, false);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
     const c10::Stream from = getStream(to.device());
@@ -167,50 +75,57 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return native(stream);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    const c10::DeviceGuard guard(stream.device());
     if (*event == nullptr) {
-      *event = device().createEvent();
+      cudaEvent_t made = nullptr;
+      cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
+      *event = made;
     }
-    device().record(*event, native(stream));
+    TORCH_CHECK(cudaEventRecord(static_cast<cudaEvent_t>(*event), native(stream)) == cudaSuccess);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    device().streamWait(native(stream), event);
+    const c10::DeviceGuard guard(stream.device());
+    TORCH_CHECK(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0) == cudaSuccess);
   }
   bool queryEvent(void* event) const override {
-    return device().eventDone(event);
+    return cudaEventQuery(static_cast<cudaEvent_t>(event)) == cudaSuccess;
   }
   void synchronizeEvent(void* event) const override {
-    device().waitEvent(event);
+    cudaEventSynchronize(static_cast<cudaEvent_t>(event));
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    device().destroyEvent(event);
+    cudaEventDestroy(static_cast<cudaEvent_t>(event));
   }
   c10::DeviceIndex deviceCount() const noexcept override {
-    return kDevices;
+    return fake_cuda::kDevices;
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     ++kept;
+    const c10::DeviceGuard guard(stream.device());
+    fake_cuda::recordUse(data.get(), native(stream));
   }
   static inline std::atomic<int> kept{0};
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
 
-std::unique_ptr<pycomm::cuda::DeviceRuntime> makeFake() {
-  return std::make_unique<Forwarding>();
+c10::Device device(int index) {
+  return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
 } // namespace
 
 const PycommCudaTable* pycomm_cuda_table(void) {
-  return pycomm::cuda::makeTable(makeFake);
+  return pycomm::cuda::makeTable(pycomm::cuda::makeCudartRuntime);
 }
 
-void putOnFakeStream(void* stream, std::function<void()> task) {
-  device().run(stream, std::move(task));
+cudaStream_t fakeCurrentStream(c10::Device on) {
+  return native(FakeGuard().getStream(on));
 }
 
 void finishFakeStream(c10::Device on) {
-  device().synchronize(native(FakeGuard().getStream(on)));
+  const c10::DeviceGuard guard(on);
+  cudaStreamSynchronize(fakeCurrentStream(on));
 }
 
 c10::Device fakeCurrentDevice() {
@@ -222,38 +137,75 @@ extern "C" {
 
 /// Until the calling thread's current stream has done all it was given.
 FAKE_EXPORT void fake_synchronize(int index) {
-  finishFakeStream(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)));
+  finishFakeStream(device(index));
+}
+/// Memory of a device, for ever.
+FAKE_EXPORT void* fake_allocate(int index, size_t nbytes) {
+  const c10::DeviceGuard guard(device(index));
+  void* ptr = nullptr;
+  cudaMalloc(&ptr, nbytes);
+  return ptr;
+}
+/// From or to memory of the host, now: whatever the streams are doing.
+FAKE_EXPORT int fake_read(void* host, const void* ptr, size_t nbytes) {
+  const char* const bytes = fake_cuda::kernelBytes(ptr, nbytes);
+  return bytes == nullptr ? 1 : (std::memcpy(host, bytes, nbytes), 0);
+}
+FAKE_EXPORT int fake_write(void* ptr, const void* host, size_t nbytes) {
+  char* const bytes = fake_cuda::kernelBytes(ptr, nbytes);
+  return bytes == nullptr ? 1 : (std::memcpy(bytes, host, nbytes), 0);
 }
 /// The calling thread's current stream does nothing more until fake_let_go(), as behind a kernel that does not end.
 FAKE_EXPORT void fake_hold(int index) {
-  const c10::Device on(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
-  stuck = true;
-  device().run(native(FakeGuard().getStream(on)), waitForRelease);
+  const c10::DeviceGuard guard(device(index));
+  fake_cuda::hold(fakeCurrentStream(device(index)));
 }
 /// The stream that copies next does so many copies, and no more until fake_let_go().
 FAKE_EXPORT void fake_hold_copies(int count) {
-  stuck = true;
-  stuck_stream = nullptr;
-  copies_before_stuck = count;
+  fake_cuda::holdCopies(count);
 }
 FAKE_EXPORT void fake_let_go(void) {
-  stuck = false;
+  fake_cuda::letGo();
 }
-/// From here on the calling thread's streams count as captured.
-FAKE_EXPORT void fake_capture(int on) {
-  capturing = on != 0;
+/// From here on the calling thread's streams are captured, in global mode.
+FAKE_EXPORT void fake_begin_capture(void) {
+  fake_cuda::beginCapture(cudaStreamCaptureModeGlobal);
+}
+/// 1: the graph is whole; 0: a call that must not be made meanwhile has broken it.
+FAKE_EXPORT int fake_end_capture(void) {
+  return fake_cuda::endCapture() ? 1 : 0;
+}
+/// Every call of CUDA's fails from here on.
+FAKE_EXPORT void fake_break_down(void) {
+  fake_cuda::breakDown();
+}
+/// The devices' compute capability is this, point 5.
+FAKE_EXPORT void fake_set_capability(int major) {
+  fake_cuda::setCapability(major);
 }
 /// Which GPU this process says it has.
 FAKE_EXPORT void fake_set_uuid(const char* text) {
-  uuid = text;
+  fake_cuda::setUuid(text);
 }
 /// Kernels of the CUDA library that have run, and are about to.
 FAKE_EXPORT int fake_launches(void) {
-  return kernels;
+  return fake_cuda::launches();
 }
 /// Bytes of all copies that were put onto streams.
 FAKE_EXPORT long fake_copied(void) {
-  return copied;
+  return fake_cuda::copiedNbytes();
+}
+/// How often an event was asked whether it has been reached.
+FAKE_EXPORT int fake_queries(void) {
+  return fake_cuda::queries();
+}
+/// Whether anything has used this device.
+FAKE_EXPORT int fake_has_context(int index) {
+  return fake_cuda::hasContext(index) ? 1 : 0;
+}
+/// The calling thread's device, as torch and as CUDA have it.
+FAKE_EXPORT int fake_current_device(void) {
+  return fakeCurrentDevice().index();
 }
 /// How often memory was marked as used by a side stream.
 FAKE_EXPORT int fake_kept(void) {

@@ -1,5 +1,5 @@
-// torch's own operators on the fake device. Each waits for the current stream, then runs torch's CPU kernel on the same memory: as a
-// kernel that the stream comes to, to whoever looks at it from the stream.
+// torch's own operators on the fake device. Each waits for the current stream, then runs torch's CPU kernel on the memory as kernels
+// find it: like a kernel of that stream, to whoever looks at it from the stream.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -11,10 +11,15 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <optional>
 #include <vector>
 
+#include "fake_cudart/device.h"
+#include "fake_cudart/memory.h"
+
 /// Of fake_cuda.cc.
+cudaStream_t fakeCurrentStream(c10::Device on);
 void finishFakeStream(c10::Device on);
 c10::Device fakeCurrentDevice();
 
@@ -22,25 +27,49 @@ namespace {
 
 using c10::IValue;
 
-/// The same memory as a CPU tensor.
+/// The same memory as a CPU tensor, where kernels find it.
 at::Tensor onHost(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) {
     return tensor;
   }
-  return at::for_blob(tensor.data_ptr(), tensor.sizes())
+  int64_t elements = tensor.numel() == 0 ? 0 : 1;
+  for (int64_t i = 0; elements != 0 && i < tensor.dim(); ++i) {
+    elements += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  const size_t nbytes = static_cast<size_t>(elements) * tensor.element_size();
+  char* const bytes = fake_cuda::kernelBytes(tensor.data_ptr(), nbytes);
+  TORCH_CHECK(bytes != nullptr, "a kernel of torch's: ", tensor.data_ptr(), " is not memory of the fake device");
+  return at::for_blob(bytes, tensor.sizes())
       .strides(tensor.strides())
       .options(tensor.options().device(at::kCPU))
       .make_tensor();
 }
 
-at::Tensor onDevice(const at::Tensor& tensor, c10::Device device) {
-  if (!tensor.defined() || !tensor.is_cpu()) {
-    return tensor;
+/// What a kernel has made, as a tensor of the device: the same bytes if they are the device's, else a copy in memory of its own.
+/// `given` is what the kernel got: the bytes may be of one of these.
+at::Tensor onDevice(const at::Tensor& made, c10::Device device, const std::vector<IValue>& given) {
+  if (!made.defined() || !made.is_cpu()) {
+    return made;
   }
-  return at::for_blob(tensor.data_ptr(), tensor.sizes())
-      .strides(tensor.strides())
-      .deleter([keep = new at::Tensor(tensor)](void*) {}) // for ever: what is on a stream may still write it
-      .options(tensor.options().device(device))
+  void* ptr = nullptr;
+  std::function<void(void*)> deleter;
+  if (fake_cuda::Memory::the().isInKernel(made.data_ptr())) {
+    ptr = fake_cuda::Memory::the().fromKernel(made.data_ptr());
+    deleter = [given](void*) {};
+  } else {
+    const c10::DeviceGuard guard(device);
+    const size_t nbytes = made.storage().nbytes();
+    void* const begin = fake_cuda::allocate(nbytes, fakeCurrentStream(device));
+    if (nbytes != 0) {
+      std::memcpy(fake_cuda::kernelBytes(begin, nbytes), made.storage().data(), nbytes);
+    }
+    ptr = static_cast<char*>(begin) + made.storage_offset() * static_cast<int64_t>(made.element_size());
+    deleter = [begin](void*) { fake_cuda::giveBack(begin); };
+  }
+  return at::for_blob(ptr, made.sizes())
+      .strides(made.strides())
+      .deleter(std::move(deleter))
+      .options(made.options().device(device))
       .target_device(device)
       .make_tensor();
 }
@@ -84,9 +113,9 @@ void adopt(const at::Tensor& output, const at::Tensor& made, c10::Device device)
     return;
   }
   at::TensorImpl* const impl = output.unsafeGetTensorImpl();
-  impl->set_storage_keep_dtype(onDevice(made, device).storage());
+  impl->set_storage_keep_dtype(onDevice(made.contiguous(), device, {}).storage());
   impl->set_storage_offset(0);
-  impl->set_sizes_and_strides(made.sizes(), made.strides());
+  impl->set_sizes_and_strides(made.sizes(), made.contiguous().strides());
 }
 
 void onCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -125,11 +154,11 @@ void onCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         }
       }
     } else if (value.isTensor()) {
-      value = onDevice(value.toTensor(), on);
+      value = onDevice(value.toTensor(), on, given);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const at::Tensor& each : value.toTensorVector()) {
-        list.push_back(onDevice(each, on));
+        list.push_back(onDevice(each, on, given));
       }
       value = list;
     }

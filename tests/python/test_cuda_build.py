@@ -1,0 +1,46 @@
+"""Which code the CUDA library is built with, by the version of nvcc."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _chosen(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "choose.cmake"
+    script.write_text(
+        f'include("{ROOT}/cmake/CudaArchitectures.cmake")\n'
+        f"pycomm_cuda_architectures({version} chosen)\n"
+        'message("chosen: ${chosen}")\n'
+    )
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("no cmake")
+    return subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("version", "architectures"),
+    [
+        ("12.1.66", "80-real;90"),
+        ("12.6.85", "80-real;90"),
+        ("12.8.61", "80-real;90-real;100"),
+        ("13.0.48", "80-real;90-real;100"),
+    ],
+)
+def test_each_nvcc_gets_architectures_that_it_knows(
+    version: str, architectures: str, tmp_path: Path
+) -> None:
+    # sm_100 since 12.8: "CUDA Toolkit 12.8 Release Notes", new architectures.
+    assert f"chosen: {architectures}\n" in _chosen(version, tmp_path).stderr
+
+
+def test_an_old_nvcc_is_named(tmp_path: Path) -> None:
+    refused = _chosen("12.0.140", tmp_path)
+    assert refused.returncode != 0
+    assert "needs nvcc 12.1 or later" in refused.stderr and "12.0.140" in refused.stderr
