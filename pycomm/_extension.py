@@ -61,6 +61,10 @@ class Extension(Protocol):
     def write_flight_record(self, path: str) -> None:
         """Writes the flight record of all groups."""
 
+    def goes_by_nccl(self, backend: Any, device: torch.device) -> bool:
+        """Whether collectives of this device's tensors go by NCCL; collective the first time.
+        Raises TypeError for another library's backend."""
+
     def rank_hosts(self, backend: Any) -> Sequence[str]:
         """The host name of each rank."""
 

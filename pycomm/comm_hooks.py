@@ -33,6 +33,7 @@ _ordinals = itertools.count()
 def ordered(
     hook: _Hook[_State],
     *,
+    group: dist.ProcessGroup | None = None,
     describe: Callable[[GradBucket], str] | None = None,
     codec_of: Callable[[GradBucket], str | None] | None = None,
 ) -> _Hook[_State]:
@@ -44,6 +45,10 @@ def ordered(
     bucket 1 starts when that of bucket 0 has ended, so that every rank issues in the same order, on
     any backend. The backward pass goes on meanwhile.
 
+    Buckets on a device whose collectives go by NCCL need no thread: there futures are complete, and
+    callbacks run, as soon as a collective is on its stream. NCCL matches collectives by their
+    order, so the hook runs where autograd issues its own, on the thread of the backward pass.
+
         model.register_comm_hook(state, pycomm.comm_hooks.ordered(powerSGD_hook))
 
     Wrap the hook once and on all ranks in the same order. The chain must end: a hook whose future
@@ -51,6 +56,8 @@ def ordered(
 
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
+        group: What the hook's collectives go through. None: the state, or its ``process_group``,
+            if that is a group; else the default group.
         describe: What to call a bucket in a note to the exceptions that ``hook`` raises.
         codec_of: What the sums that ``hook`` issues for a bucket travel as over pycomm, by the name
             of a codec; None for what the group's options say.
@@ -58,7 +65,7 @@ def ordered(
     Returns:
         A hook for ``register_comm_hook``. What ``hook`` raises, the backward pass raises.
     """
-    worker = _Worker(hook, next(_ordinals), describe, codec_of)
+    worker = _Worker(hook, next(_ordinals), group, describe, codec_of)
 
     @functools.wraps(hook)
     def ordered_hook(state: _State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -163,15 +170,21 @@ class _Job:
         self.bucket = bucket
         self.index = index
         self.grad_enabled = torch.is_grad_enabled()
-        self.stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+        self.filled = None
+        if buffer.is_cuda:
+            self.filled = torch.accelerator.current_stream(buffer.device).record_event()
         self.outcome = _Outcome([buffer.device] if buffer.is_cuda else None)
 
-    def surroundings(self) -> contextlib.ExitStack:
-        """Those of the thread that called: gradient mode and CUDA stream are a thread's own."""
+    def surroundings(self, stream: torch.Stream | None) -> contextlib.ExitStack:
+        """Those of the thread that called; ``stream`` continues behind what filled the bucket.
+
+        Not the caller's own stream: the hook's waits would hold up the backward pass.
+        """
         stack = contextlib.ExitStack()
         stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-        if self.stream is not None:
-            stack.enter_context(torch.cuda.stream(self.stream))
+        if stream is not None and self.filled is not None:
+            stream.wait_event(self.filled)
+            stack.enter_context(stream)
         return stack
 
 
@@ -214,10 +227,13 @@ class _Worker:
         self,
         hook: _Hook[Any],
         ordinal: int,
+        group: dist.ProcessGroup | None,
         describe: Callable[[GradBucket], str] | None,
         codec_of: Callable[[GradBucket], str | None] | None,
     ) -> None:
         self._hook = hook
+        self._group = group
+        self._streams: dict[torch.device, torch.Stream] = {}  # the thread's
         self._describe = describe
         self._codec_of = codec_of
         self._ordinal = ordinal
@@ -228,13 +244,15 @@ class _Worker:
         self._stopped = False
 
     def submit(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        inline = self._goes_by_nccl(state, bucket.buffer().device)
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the interpreter is ending: no more buckets are reduced")
             job = _Job(state, bucket, self._count)
             self._count += 1
-            self._jobs.put(job)
-            if self._thread is None:
+            if not inline:
+                self._jobs.put(job)
+            if not inline and self._thread is None:
                 # A daemon only so that a hook that never ends cannot keep the process alive: a
                 # thread that can end is joined in join_at_exit, before the interpreter goes.
                 self._thread = threading.Thread(
@@ -242,6 +260,30 @@ class _Worker:
                 )
                 self._thread.start()
                 _running.add(self)
+        return self._issue(job) if inline else job.outcome.future
+
+    def _goes_by_nccl(self, state: Any, device: torch.device) -> bool:
+        if device.type != "cuda":
+            return False
+        candidates = (self._group, state, getattr(state, "process_group", None))
+        groups = [each for each in candidates if isinstance(each, dist.ProcessGroup)]
+        group = groups[0] if groups else dist.group.WORLD
+        backend = None if group is None else group._get_backend(device)
+        extension = _extension.loaded()
+        if backend is not None and extension is not None:
+            with contextlib.suppress(TypeError):  # another library's
+                return extension.goes_by_nccl(backend, device)
+        return backend is not None and backend.name() == "nccl"
+
+    def _issue(self, job: _Job) -> Future[torch.Tensor]:
+        """Runs the hook here; its future ends when the streams have been ordered."""
+        try:
+            codec = None if self._codec_of is None else self._codec_of(job.bucket)
+            with _issue_chain(self._ordinal, job.index, codec):
+                # torch's reducer wants a value of Python's, which that of Work.get_future() is not.
+                return self._hook(job.state, job.bucket).then(_value)
+        except BaseException as error:
+            self._fail(job, error)
             return job.outcome.future
 
     def stop(self) -> None:
@@ -266,13 +308,28 @@ class _Worker:
     def _reduce(self, job: _Job) -> None:
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
-            with job.surroundings(), _issue_chain(self._ordinal, job.index, codec):
+            stream = self._stream(job.bucket.buffer())
+            with job.surroundings(stream), _issue_chain(self._ordinal, job.index, codec):
                 job.outcome.succeed(self._hook(job.state, job.bucket).wait())
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
-            if self._describe is not None:
-                _add_note(error, self._describe(job.bucket))
-            job.outcome.fail(error)
+            self._fail(job, error)
+
+    def _stream(self, buffer: torch.Tensor) -> torch.Stream | None:
+        if not buffer.is_cuda:
+            return None
+        if buffer.device not in self._streams:
+            self._streams[buffer.device] = torch.Stream(device=buffer.device)
+        return self._streams[buffer.device]
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        if self._describe is not None:
+            _add_note(error, self._describe(job.bucket))
+        job.outcome.fail(error)
+
+
+def _value(future: Future[Any]) -> Any:
+    return future.value()
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -233,7 +233,13 @@ class DistributedDataParallel(_TorchDDP):
             what = f"wire_dtype={self._wire_dtype!r} together with a comm hook"
             need_pycomm(self._reducing_group(), what)
         self.reducer._register_comm_hook(
-            state, ordered(hook, describe=self._describe_bucket, codec_of=self._codec_of)
+            state,
+            ordered(
+                hook,
+                group=self._reducing_group(),
+                describe=self._describe_bucket,
+                codec_of=self._codec_of,
+            ),
         )
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))

@@ -280,6 +280,14 @@ void bindBackend(py::module_& m) {
       py::arg("async_op"),
       py::call_guard<py::gil_scoped_release>());
   m.def(
+      "goes_by_nccl",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, at::Device device) {
+        return asPycomm(backend).goesByNccl(device);
+      },
+      py::arg("backend"),
+      py::arg("device"),
+      py::call_guard<py::gil_scoped_release>()); // it may wait for the other ranks
+  m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },
       py::arg("backend"));

@@ -127,8 +127,9 @@ at::Tensor Bucket::zerosToReduce(size_t numel, const at::TensorOptions& options)
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());
   const size_t nbytes = numel * c10::elementSize(dtype);
   shared_ = false;
-  // A comm hook's sums and encoded ones do not go through shared memory.
-  if (layout_.reachable && !layout_.hook_averages && layout_.codec == Codec::None && nbytes >= kSharedAtLeastNbytes) {
+  // A comm hook's sums, encoded ones and those of a device do not go through memory that processes share.
+  const bool travels_so = options.device().is_cpu() && !layout_.hook_averages && layout_.codec == Codec::None;
+  if (layout_.reachable && travels_so && nbytes >= kSharedAtLeastNbytes) {
     try {
       at::Tensor shared = emptyShared({static_cast<int64_t>(numel)}, dtype);
       shared_ = true;

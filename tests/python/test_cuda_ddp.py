@@ -1,14 +1,17 @@
-"""The DDP wrapper on CUDA parameters, with a device that is host memory and torch's CPU kernels.
+"""The DDP wrapper on CUDA parameters, with a strict device that is no GPU and torch's CPU kernels.
 
-The device's copies are late and nothing but events orders its streams; the bucket kernels are the
-CUDA library's own, run when their stream comes to them. Comm hooks and
-torch's own wrapper need a torch with CUDA.
+Only kernels and copies reach the device's memory, and nothing but events orders its streams; the
+bucket kernels are the CUDA library's own, run when their stream comes to them. torch's own wrapper
+needs a torch with CUDA.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,14 @@ def _model() -> nn.Module:
     )
 
 
+def _large() -> nn.Module:
+    """With buckets above what goes into shared memory on a CPU (32 KiB), and one above 4 MiB."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(20, 1200), nn.Tanh(), nn.Linear(1200, 1000), nn.Tanh(), nn.Linear(1000, 5)
+    )
+
+
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(100 + step)
     samples = torch.randn(RANKS * SAMPLES, 20, generator=made)
@@ -58,9 +69,9 @@ def _weights(model: nn.Module) -> list[Any]:
     return [parameter.detach().cpu().numpy() for parameter in model.parameters()]
 
 
-def _alone() -> list[Any]:
+def _alone(make: Callable[[], nn.Module] = _model) -> list[Any]:
     """One process on the CPU with all samples."""
-    model = _model()
+    model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     for step in range(STEPS):
         samples, wanted = _batch(step)
@@ -77,6 +88,7 @@ def _train(rank: int, ddp: nn.Module) -> list[Any]:
             each[rank * SAMPLES : (rank + 1) * SAMPLES].to("cuda:0") for each in _batch(step)
         )
         _loss(ddp(samples), wanted).backward()
+        assert all(parameter.grad.is_cuda for parameter in ddp.parameters())
         optimizer.step()
         optimizer.zero_grad()
     return _weights(ddp)
@@ -126,6 +138,181 @@ def test_training_gives_what_one_process_gives(fake_cuda: Path, nccl: bool) -> N
         assert got["launches of plain"] == STEPS
         assert got["launches of no views"] == 2 * STEPS
         assert got["launches of fp16"] >= 2 * STEPS, "and one more where the scale was wrong"
+
+
+def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str, Any]:
+    Device(Path(library), nccl=nccl)
+    group = dist.new_group(
+        list(range(size)),
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "tcp"),  # type: ignore[arg-type]
+    )
+    results: dict[str, Any] = {}
+    for name in LARGE:
+        options, _ = WRAPPED[name]
+        ddp = pycomm.DistributedDataParallel(_large().to("cuda:0"), process_group=group, **options)
+        results[name] = _train(rank, ddp)
+        assert ddp.stats().shared_nbytes == 0, "memory of the host, for gradients of a device"
+        assert ddp.stats().wire_nbytes > 0
+    return results
+
+
+LARGE = ("plain", "no views", "bf16", "fp16", "int8")
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+def test_buckets_above_every_threshold_are_on_the_device(fake_cuda: Path, nccl: bool) -> None:
+    alone = _alone(_large)
+    ranks = _run(_large_wrappers, fake_cuda, nccl)
+    for got in ranks:
+        for name in LARGE:
+            for mine, other, expected in zip(got[name], ranks[0][name], alone, strict=True):
+                assert (mine == other).all(), f"{name}: ranks differ"
+                assert abs(mine - expected).max() < WRAPPED[name][1], name
+
+
+class _SumInBackward(torch.autograd.Function):
+    """What SyncBatchNorm's backward does: an all_reduce of the same group by autograd's thread."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any, issue: Callable[[], None]) -> Any:
+        ctx.group, ctx.issue = group, issue
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        summed = torch.ones(155, device=grad.device)  # as large as the bucket
+        ctx.issue()
+        dist.all_reduce(summed, group=ctx.group)
+        return grad * (summed[0] / dist.get_world_size(ctx.group)), None, None
+
+
+class _Crossing(nn.Module):
+    def __init__(self, group: Any, issue: Callable[[], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(20, 30), nn.Linear(30, 5)
+        self.group, self.issue = group, issue
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return self.last(
+            _SumInBackward.apply(torch.tanh(self.first(values)), self.group, self.issue)
+        )
+
+
+def _crossing(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
+    Device(Path(library), nccl=nccl)
+    group = dist.new_group(
+        list(range(size)),
+        timeout=timedelta(seconds=20),
+        pg_options=pycomm.Options(cuda_mode="nccl" if nccl else "tcp"),  # type: ignore[arg-type]
+    )
+    hooked, issued = threading.Event(), threading.Event()
+
+    def issue() -> None:
+        # If the hook's collective were another thread's, rank 0 would issue it first, and rank 1
+        # the sum first: in an order that NCCL cannot match.
+        if rank == 0:
+            hooked.wait(2)
+        issued.set()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if rank == 1 and bucket.index() == 0:
+            issued.wait(1)
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if bucket.index() == 0:
+            hooked.set()
+        return work.get_future().then(lambda future: future.value()[0].div_(size))
+
+    hook.__annotations__.clear()
+    model = _Crossing(group, issue).to("cuda:0")
+    ddp = pycomm.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0001)
+    ddp.register_comm_hook(None, hook)
+    return _train(rank, ddp)
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+def test_a_comm_hook_and_autograd_issue_in_one_order(fake_cuda: Path, nccl: bool) -> None:
+    alone = _alone(_uncrossed)
+    ranks = _run(_crossing, fake_cuda, nccl)
+    for weights in ranks:
+        for mine, other, expected in zip(weights, ranks[0], alone, strict=True):
+            assert (mine == other).all()
+            assert abs(mine - expected).max() < 1e-5
+
+
+def _uncrossed() -> nn.Module:
+    """The same numbers, without ranks."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(20, 30), nn.Linear(30, 5)
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def _stalled(rank: int, size: int, library: str) -> bool:
+    Device(Path(library), nccl=True)
+    group = dist.new_group(
+        list(range(size)),
+        timeout=timedelta(seconds=20),
+        pg_options=pycomm.Options(cuda_mode="nccl"),  # type: ignore[arg-type]
+    )
+    store = dist.distributed_c10d._get_default_store()
+    dist.all_reduce(torch.ones(3, device="cuda:0"), group=group)
+    hooked = threading.Event()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        hooked.set()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    hook.__annotations__.clear()
+    ddp = pycomm.DistributedDataParallel(
+        nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)).to("cuda:0"),
+        process_group=group,
+        bucket_cap_mb=0.0001,
+    )
+    ddp.register_comm_hook(None, hook)
+    samples, wanted = (each[:SAMPLES].to("cuda:0") for each in _batch(0))
+    if rank == 1:
+        store.wait(["rank 0 computes"], timedelta(seconds=15))
+    middle = ddp.module[0](samples)
+    loss = _loss(ddp(samples), wanted) + 0 * middle.sum()
+
+    def computed(grad: torch.Tensor) -> None:
+        # The last layer's bucket is with NCCL, which waits for rank 1; this rank computes on.
+        if rank == 0:
+            assert hooked.wait(10)
+            time.sleep(0.3)
+            assert float((grad + 1).sum()) != 0
+            store.set("rank 0 computes", "")
+
+    ddp.module[0].bias.register_hook(computed)
+    loss.backward()
+    return True
+
+
+def test_backward_computes_while_a_comm_hooks_sum_is_under_way(fake_cuda: Path) -> None:
+    assert _run(_stalled, fake_cuda) == [True] * RANKS
+
+
+def _temporaries(rank: int, size: int, library: str) -> list[float]:
+    Device(Path(library))
+    largest = []
+    for _ in range(6):  # each with streams of its own, of which half are slow
+        group = dist.new_group(
+            list(range(size)),
+            pg_options=pycomm.Options(cuda_mode="tcp", wire_dtype="int8"),  # type: ignore[arg-type]
+        )
+        values = torch.ones(200_000).to("cuda:0")
+        work = dist.all_reduce(values, group=group, async_op=True)
+        with torch.Stream(device="cuda:0"):  # type: ignore[arg-type]
+            work.wait()
+            del work  # and with it what the sum was encoded into
+            largest.append(float((values - size).abs().max()))
+    return largest
+
+
+def test_what_a_sum_is_encoded_into_stays_until_it_is_decoded(fake_cuda: Path) -> None:
+    for largest in _run(_temporaries, fake_cuda):
+        assert max(largest) < 0.1, largest
 
 
 def _amp(rank: int, size: int, library: str) -> tuple[list[Any], list[float]]:
