@@ -170,6 +170,21 @@ def test_buckets_above_every_threshold_are_on_the_device(fake_cuda: Path, nccl: 
                 assert abs(mine - expected).max() < WRAPPED[name][1], name
 
 
+def _cuda_only(rank: int, size: int, library: str, options: dict[str, Any]) -> list[Any]:
+    Device(Path(library))
+    group = dist.new_group(list(range(size)), backend="cuda:pycomm")
+    ddp = pycomm.DistributedDataParallel(_model().to("cuda:0"), process_group=group, **options)
+    return _train(rank, ddp)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+def test_a_group_of_cuda_alone_trains(fake_cuda: Path, options: dict[str, Any]) -> None:
+    alone = _alone()
+    for weights in _run(_cuda_only, fake_cuda, options):
+        for mine, expected in zip(weights, alone, strict=True):
+            assert abs(mine - expected).max() < 1e-5
+
+
 class _SumInBackward(torch.autograd.Function):
     """What SyncBatchNorm's backward does: an all_reduce of the same group by autograd's thread."""
 
