@@ -27,7 +27,8 @@ _OTHERWISE = {
     "mixed_precision": 'use torch.autocast, with wire_dtype="bf16" for the bytes (torch\'s own '
     "wrapper runs this option on an accelerator only)"
 }
-_OURS = ("wire_dtype", "error_feedback", "accumulate", "sync_every")
+OURS = {"wire_dtype": None, "error_feedback": True, "accumulate": 1, "sync_every": 1}
+"""The options that torch's constructor has not, with their defaults."""
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 
 
@@ -42,7 +43,7 @@ def torch_options(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     known = list(signature.parameters)[2:]
     for name in kwargs:
         if name not in known:
-            close = difflib.get_close_matches(name, [*known, *_OURS], 1)
+            close = difflib.get_close_matches(name, [*known, *OURS], 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"pycomm.DistributedDataParallel has no option {name!r}{hint}")
     bound = signature.bind(None, module, *args, **kwargs)

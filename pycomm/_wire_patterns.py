@@ -57,12 +57,18 @@ def wire_dtypes(
         if pattern not in won and isinstance(wire_dtype, Mapping):
             raise ValueError(_useless(pattern, list(patterns), names))
     for name, dtype, wire in zip(names, dtypes, chosen, strict=True):
-        if wire is not None and dtype not in _CASTABLE:
-            raise UnsupportedError(
-                f"parameter {name!r} is {dtype}; wire_dtype={wire!r} is for float32, "
-                "float16 and bfloat16. A pattern that gives it None lets it travel as it is."
-            )
+        if wire is not None:
+            check_castable(name, dtype, f"wire_dtype={wire!r}")
     return chosen
+
+
+def check_castable(name: str, dtype: torch.dtype, what: str) -> None:
+    """UnsupportedError if the gradients of a parameter cannot be cast, as ``what`` wants it."""
+    if dtype not in _CASTABLE:
+        raise UnsupportedError(
+            f"parameter {name!r} is {dtype}; {what} is for float32, float16 and bfloat16. "
+            "A pattern of wire_dtype that gives it None lets it travel as it is."
+        )
 
 
 def _useless(pattern: str, patterns: list[str], names: Sequence[str]) -> str:

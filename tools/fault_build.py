@@ -29,15 +29,15 @@ def torch_objects(folder: Path) -> list[Path]:
     return [folder / path.with_suffix(".o") for path in paths]
 
 
-def mirror_python_files() -> None:
-    """Links the package's Python files into PACKAGE, so that the folder can be imported from."""
+def mirror_python_files(package: Path = PACKAGE) -> None:
+    """Links the package's Python files into a folder, so that it can be imported from."""
     for source in (ROOT / "pycomm").rglob("*.py*"):
         if source.suffix in (".py", ".pyi"):
-            link = PACKAGE / source.relative_to(ROOT / "pycomm")
+            link = package / source.relative_to(ROOT / "pycomm")
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(source, link.parent))
-    link = PACKAGE.parent / "_pycomm_autoload.py"
+    link = package.parent / "_pycomm_autoload.py"
     link.unlink(missing_ok=True)
     link.symlink_to(os.path.relpath(ROOT / link.name, link.parent))
 

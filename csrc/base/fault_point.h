@@ -7,8 +7,8 @@
 #include <vector>
 
 // Where tests make things go wrong. A site is named in the code and does nothing, and leaves nothing in the binary, unless
-// PYCOMM_FAULT_POINTS is defined. Only .cc files of the core name sites: what includes torch is then the same in both
-// builds, and the test build links it as it is.
+// PYCOMM_FAULT_POINTS is defined. Sites are in .cc files of the core, so that the build for the fault tests can link the
+// ordinary objects of what includes torch. The one site elsewhere, in c10d/work.cc, is for the sanitizers' build (tools/seam.py).
 //
 //   PYCOMM_FAULT_POINT("rendezvous.publish");          // may kill, stop, end or delay the process here, or throw
 //

@@ -92,8 +92,7 @@ std::shared_ptr<Reducer> makeReducer(
     bool find_unused_parameters,
     bool gradient_as_bucket_view,
     bool error_feedback,
-    std::string cuda_library,
-    bool native_hooks) {
+    std::string cuda_library) {
   TORCH_CHECK_VALUE(
       names.size() == params.size() && wires.size() == params.size() && sparse.size() == params.size(),
       "one name, wire dtype and answer to sparse a parameter");
@@ -109,7 +108,6 @@ std::shared_ptr<Reducer> makeReducer(
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.error_feedback = error_feedback;
   options.cuda_library = std::move(cuda_library);
-  options.native_hooks = native_hooks;
   return std::make_shared<Reducer>(
       std::move(reduced), std::move(group), std::move(options), backend.value_or(nullptr), store.value_or(nullptr));
 }
@@ -121,6 +119,7 @@ void installFutures(Reducer& reducer, const std::vector<PythonFuture>& futures) 
   for (const PythonFuture& future : futures) {
     inner.push_back(future->fut);
   }
+  const py::gil_scoped_release no_gil;
   reducer.installPostBackwardFutures(std::move(inner));
 }
 
@@ -184,8 +183,7 @@ void bindReducer(py::module_& m) {
           py::arg("find_unused_parameters"),
           py::arg("gradient_as_bucket_view"),
           py::arg("error_feedback"),
-          py::arg("cuda_library"),
-          py::arg("native_hooks"))
+          py::arg("cuda_library"))
       .def("prepare_for_forward", torch::wrap_pybind_function_no_gil(&Reducer::prepareForForward))
       .def(
           "prepare_for_backward",

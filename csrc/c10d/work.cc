@@ -2,11 +2,14 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/macros/Macros.h>
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <utility>
 
+#include "base/fault_point.h"
 #include "c10d/callback_gate.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
@@ -22,6 +25,21 @@ c10::TypePtr futureType(bool lists) {
   const c10::TypePtr tensors = c10::ListType::create(c10::TensorType::get());
   return lists ? c10::ListType::create(tensors) : tensors;
 }
+
+#ifdef PYCOMM_FAULT_POINTS
+/// A use after free, committed if a test arms the point. Only tools/seam.py compiles this file with fault points: it
+/// commits the defect to prove that its sanitizers and tests report one.
+C10_NOINLINE void useAfterFreeIfArmed() {
+  if (PYCOMM_FAULT("work.use_after_free").flip) {
+    auto record = std::make_unique<ErrorRecord>();
+    volatile int64_t* const freed = &record->elapsed_ms;
+    record.reset();
+    static_cast<void>(*freed);
+  }
+}
+#else
+void useAfterFreeIfArmed() {}
+#endif
 
 } // namespace
 
@@ -66,6 +84,7 @@ struct PycommWork::State {
     if (finished) {
       return;
     }
+    useAfterFreeIfArmed();
     if (content.cuda != nullptr && error()) {
       copied_in_vain = content.cuda->stop();
     } else if (content.cuda != nullptr) {

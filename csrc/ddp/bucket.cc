@@ -55,8 +55,8 @@ void Bucket::bumpVersion(const at::Tensor& written) {
   }
 }
 
-bool Bucket::inOrder(const at::Tensor& grad, const Slot& slot) {
-  return hasStrides(grad, slot.strides);
+bool Bucket::isPlain(const at::Tensor& grad, const Slot& slot) {
+  return isPlainIn(grad, slot.strides);
 }
 
 bool Bucket::isHome(const at::Tensor& grad, const Slot& slot) {
@@ -229,8 +229,8 @@ void Bucket::packHome(const Slot& slot) {
   const bool average_here = !layout_.hook_averages && divisor_ > 1;
   const double factor = average_here ? 1.0 / divisor_ : 1.0;
   const bool same_type = grad.defined() && grad.scalar_type() == dtype_;
-  const bool in_place = grad.defined() && layout_.grads_are_views && sameMemory(grad, slot.view, slot.strides);
-  if (same_type && dtype_ == at::kFloat && grad.is_cpu() && hasStrides(grad, slot.strides)) {
+  const bool in_place = grad.defined() && layout_.grads_are_views && isHome(grad, slot);
+  if (same_type && dtype_ == at::kFloat && grad.is_cpu() && isPlain(grad, slot)) {
     // The usual case without torch's dispatcher, which costs more than a small gradient does.
     auto* out = static_cast<float*>(home_.data_ptr()) + slot.offset;
     const auto* in = static_cast<const float*>(grad.const_data_ptr());
@@ -273,9 +273,9 @@ void Bucket::packWire(const Slot& slot) {
     std::fill_n(out, slot.numel * element, char{0});
     return;
   }
-  // maxAbsBits() wants fp32, and flat memory wants the slot's order; gradients have both nearly always.
+  // maxAbsBits() wants fp32, and flat memory wants plain elements in the slot's order; gradients have all nearly always.
   const at::ScalarType source_type = scale_.has_value() ? at::kFloat : dtype_;
-  if (grad.scalar_type() != source_type || !hasStrides(grad, slot.strides)) {
+  if (grad.scalar_type() != source_type || !isPlain(grad, slot)) {
     grad = at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(source_type)).copy_(grad);
   }
   const float factor = scale_.has_value() ? scale_->packFactor() : 1.0F;

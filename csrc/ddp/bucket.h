@@ -143,7 +143,7 @@ class Bucket {
   void allocateHome();
   [[nodiscard]] at::Tensor zerosToReduce(size_t numel, const at::TensorOptions& options);
   [[nodiscard]] at::Tensor& gradientOf(Slot& slot) const;
-  [[nodiscard]] static bool inOrder(const at::Tensor& grad, const Slot& slot);
+  [[nodiscard]] static bool isPlain(const at::Tensor& grad, const Slot& slot);
   [[nodiscard]] static bool isHome(const at::Tensor& grad, const Slot& slot);
   static void bumpVersion(const at::Tensor& written);
 

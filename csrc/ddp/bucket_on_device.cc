@@ -30,14 +30,14 @@ void Bucket::sealOnDevice() {
   }
 }
 
-// A gradient of another dtype or memory order goes through a copy. In place where .grad is the bucket's own memory.
+// A gradient of another dtype or memory order, or with a negation pending, goes through a copy. In place where .grad is the bucket's own memory.
 void Bucket::packOnDevice() {
   const at::ScalarType type = kernelType();
   std::vector<at::Tensor> gradients;
   std::vector<size_t> numels;
   for (const Slot& slot : slots_) {
     at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
-    if (grad.defined() && (grad.scalar_type() != type || !inOrder(grad, slot))) {
+    if (grad.defined() && (grad.scalar_type() != type || !isPlain(grad, slot))) {
       grad = at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(type)).copy_(grad);
     }
     gradients.push_back(std::move(grad));
@@ -91,7 +91,7 @@ void Bucket::unpackOnDevice(const std::vector<size_t>& wanted) {
       continue; // it has the result
     }
     at::Tensor target = grad;
-    if (grad.scalar_type() != type || !inOrder(grad, slot)) {
+    if (grad.scalar_type() != type || !isPlain(grad, slot)) {
       target = at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(type));
       copies.emplace_back(grad, target);
     } else {

@@ -84,7 +84,7 @@ void Bucket::takeHookResult(const at::Tensor& result) {
       " elements for a bucket of ",
       home_.numel());
   const bool in_place = result.dim() == 1 && result.scalar_type() == dtype_ && result.is_alias_of(home_) &&
-      result.data_ptr() == home_.data_ptr() && result.is_contiguous();
+      result.data_ptr() == home_.data_ptr() && result.is_contiguous() && !result.is_neg() && !result.is_conj();
   if (!in_place) {
     home_.copy_(result.reshape({-1}));
   }
@@ -124,7 +124,7 @@ void Bucket::unpackWire(Slot& slot) {
     return;
   }
   const float factor = scale_.has_value() ? scale_->unpackFactor(divisor_) : 1.0F / static_cast<float>(divisor_);
-  const bool direct = grad.scalar_type() == dtype_ && inOrder(grad, slot);
+  const bool direct = grad.scalar_type() == dtype_ && isPlain(grad, slot);
   at::Tensor target = direct ? grad : at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(dtype_));
   const auto* in = static_cast<const char*>(wire_.const_data_ptr()) + slot.offset * wire_.element_size();
   convert(toDType(dtype_), target.data_ptr(), toDType(wire_.scalar_type()), in, slot.numel, factor);

@@ -26,7 +26,8 @@ GradHooks::GradHooks(const std::vector<std::pair<size_t, at::Tensor>>& params, c
           TORCH_CHECK_NOT_IMPLEMENTED(
               false,
               "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
-              "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model.");
+              "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model, without "
+              "wire_dtype, error_feedback, accumulate and sync_every.");
         });
     const uintptr_t key = accumulator->add_post_hook(std::move(hook));
     index_of_[accumulator.get()] = index;

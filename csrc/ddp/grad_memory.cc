@@ -17,7 +17,10 @@ std::vector<int64_t> gradStrides(const at::Tensor& param) {
   return strides;
 }
 
-bool hasStrides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+bool isPlainIn(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  if (tensor.is_neg() || tensor.is_conj()) {
+    return false;
+  }
   for (size_t d = 0; d < strides.size(); ++d) {
     const auto dim = static_cast<int64_t>(d);
     if (tensor.size(dim) != 1 && tensor.stride(dim) != strides[d]) {
@@ -28,7 +31,7 @@ bool hasStrides(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
 }
 
 bool sameMemory(const at::Tensor& grad, const at::Tensor& view, const std::vector<int64_t>& strides) {
-  return grad.is_alias_of(view) && grad.data_ptr() == view.data_ptr() && hasStrides(grad, strides);
+  return grad.is_alias_of(view) && grad.data_ptr() == view.data_ptr() && isPlainIn(grad, strides);
 }
 
 } // namespace pycomm

@@ -11,10 +11,12 @@ namespace pycomm {
 /// holes, else contiguous.
 [[nodiscard]] std::vector<int64_t> gradStrides(const at::Tensor& param);
 
-/// Whether the strides of all dimensions that have more than one element are these.
-[[nodiscard]] bool hasStrides(const at::Tensor& tensor, const std::vector<int64_t>& strides);
+/// Whether the tensor's memory holds its elements as they are, in this order: every dimension of more than one element has
+/// its stride from `strides`, and no lazy negation or conjugation is pending. Autograd makes such gradients for the
+/// imaginary part of a conjugated complex number.
+[[nodiscard]] bool isPlainIn(const at::Tensor& tensor, const std::vector<int64_t>& strides);
 
-/// Whether `grad`, with these strides, is the very memory of `view`.
+/// Whether `grad`, plain in these strides, is the very memory of `view`.
 [[nodiscard]] bool sameMemory(const at::Tensor& grad, const at::Tensor& view, const std::vector<int64_t>& strides);
 
 } // namespace pycomm

@@ -52,15 +52,19 @@ void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
   codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
 }
 
+// Where tensors of the reducer's own are reduced and broadcast: on the CPU, so that reading them waits for no device, unless
+// the group serves only the parameters' device.
+c10::Device Reducer::ownDevice(c10d::ProcessGroup& group) const {
+  const bool on_cpu = params_.empty() || group.hasBackendForDeviceType(c10::DeviceType::CPU);
+  return on_cpu ? c10::Device(c10::DeviceType::CPU) : params_[0].tensor.device();
+}
+
 void Reducer::adoptTrainable() {
   trainable_.clear();
   for (const ReducedParam& param : params_) {
     trainable_.push_back(param.tensor.requires_grad());
   }
   buildBuckets();
-  if (!options_.native_hooks) {
-    return;
-  }
   std::vector<std::pair<size_t, at::Tensor>> hooked;
   for (size_t index = 0; index < params_.size(); ++index) {
     if (trainable_[index]) {
@@ -213,10 +217,11 @@ bool Reducer::rebuildBuckets() {
     }
     std::reverse(seen.begin(), seen.end());
     std::copy_if(order_.begin(), order_.end(), std::back_inserter(seen), [&](size_t index) { return !came[index]; });
-    const at::Tensor order = at::empty({static_cast<int64_t>(params_.size())}, at::kLong);
+    at::Tensor order = at::empty({static_cast<int64_t>(params_.size())}, at::kLong);
     std::copy(seen.begin(), seen.end(), order.mutable_data_ptr<int64_t>());
-    std::vector<at::Tensor> tensors{order};
+    std::vector<at::Tensor> tensors{order.to(ownDevice(*group_))};
     group_->broadcast(tensors)->wait();
+    order = tensors[0].cpu();
     const auto* agreed = order.const_data_ptr<int64_t>();
     std::vector<size_t> sorted(agreed, agreed + params_.size());
     order_ = sorted;
@@ -302,7 +307,7 @@ void Reducer::resetState() {
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(pass_ != Pass::Reducing, "the process group cannot change in the middle of a backward pass");
-  findBackend(group->getBackend(c10::DeviceType::CPU));
+  findBackend(group->getBackend(ownDevice(*group).type()));
   group_ = std::move(group);
   trained_set_.emplace(nullptr, group_->getRank(), trainable_); // other ranks, and no store of theirs
   buildBuckets();

@@ -35,7 +35,6 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = true;
   bool error_feedback = true; ///< where there is a codec
   std::string cuda_library; ///< see BucketLayout
-  bool native_hooks = true; ///< false where Dynamo's Python reducer does the work
 };
 
 struct ReducerStats {
@@ -69,7 +68,7 @@ struct ReducerStats {
 /// Thread-safe by one mutex. It is held while buckets are launched and awaited, so no caller may hold the GIL.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
-  /// `params`: in the order of registration, the same on all ranks.
+  /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
   /// `backend`: pycomm's in `group`, or null; needed where a parameter has a codec. Where its ranks reach each other's
   /// memory, buckets lie there.
   /// `store`: what ranks say in when they freeze or thaw parameters, or null. See TrainedSet.
@@ -166,6 +165,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   void launchComplete();
   void launch(size_t bucket);
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(Bucket& bucket);
+  [[nodiscard]] c10::Device ownDevice(c10d::ProcessGroup& group) const;
   void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
   void launchUsedMap();
   void queueFinish();

@@ -202,7 +202,7 @@ void Reducer::launchUsedMap() {
   if (!tracksUse() || used_known_) {
     return;
   }
-  used_anywhere_ = used_.clone();
+  used_anywhere_ = used_.to(ownDevice(*group_), /*non_blocking=*/false, /*copy=*/true);
   std::vector<at::Tensor> tensors{used_anywhere_};
   const CallTag about(CallTag::of("which parameters are used"));
   used_work_ = group_->allreduce(tensors);
@@ -337,6 +337,7 @@ void Reducer::awaitUsedMap() {
   if (used_work_ != nullptr) {
     wait(*used_work_);
     used_work_.reset();
+    used_anywhere_ = used_anywhere_.cpu();
   }
 }
 

@@ -59,7 +59,8 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
     paths = [str(TESTS_DIR)]
     spec = importlib.util.find_spec("pycomm")
     if spec is not None and spec.origin is not None:
-        paths.append(str(Path(spec.origin).resolve().parent.parent))
+        # Not resolved: tools/seam.py makes a package of links beside another extension.
+        paths.append(str(Path(spec.origin).absolute().parent.parent))
     if env.get("PYTHONPATH"):
         paths.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,0 +1,378 @@
+"""Corners of the wrapper: torch's Python reducer, lazy negations, unusual dtypes and groups."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_cuda_device
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
+
+
+def run_ranks(world_size: int, target: Any, **options: Any) -> Any:
+    options.setdefault("timeout_s", 120)
+    return ranks.run_ranks(world_size, target, preload=ranks.TORCH_DDP, **options)
+
+
+def wrap(module: nn.Module, **options: Any) -> Any:
+    import pycomm
+
+    return pycomm.DistributedDataParallel(module, **options)
+
+
+def without_annotations(hook: Any) -> Any:
+    """torch compares a hook's annotations, and here they are strings."""
+    hook.__annotations__.clear()
+    return hook
+
+
+def layers(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# torch's Python reducer
+
+
+@contextlib.contextmanager
+def python_reducer() -> Any:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        yield
+
+
+def trains_as_torchs(rank: int, world_size: int) -> None:
+    with python_reducer():
+        ours, theirs = wrap(layers()), TorchDDP(layers())
+    assert ours.reducer.bucket_names() == []
+    for step in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            with model.no_sync() if step == 1 else contextlib.nullcontext():
+                model(batch(rank, step)).square().mean().backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad), step
+    reference = layers()
+    for each in range(world_size):  # step 2 was reduced: the mean over ranks
+        (reference(batch(each, 2)).square().mean() / world_size).backward()
+    for mine, wanted in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, wanted.grad)
+
+
+def test_the_python_reducer_trains_as_with_torchs_wrapper() -> None:
+    run_ranks(2, trains_as_torchs)
+
+
+REFUSED = {
+    "wire_dtype": "bf16",
+    "error_feedback": False,
+    "accumulate": 2,
+    "sync_every": 2,
+}
+
+
+def refused_options(rank: int, world_size: int) -> dict[str, str]:
+    import pycomm
+
+    said = {}
+    with python_reducer():
+        for name, value in REFUSED.items():
+            with pytest.raises(pycomm.errors.UnsupportedError) as caught:
+                wrap(layers(), **{name: value})
+            said[name] = str(caught.value)
+        model = wrap(layers())
+    calls = {
+        "stats": model.stats,
+        "join": model.join,
+        "FP16_COMPRESS": lambda: model._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.FP16_COMPRESS
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(pycomm.errors.UnsupportedError) as caught:
+            call()
+        said[name] = str(caught.value)
+    return said
+
+
+def test_the_python_reducer_refuses_what_it_would_ignore() -> None:
+    for said in run_ranks(2, refused_options).values():
+        for name, value in REFUSED.items():
+            assert f"{name}={value!r}" in said[name]
+        for name in ("stats", "join", "FP16_COMPRESS"):
+            assert name in said[name]
+        assert all('optimize_ddp = "python_reducer"' in text for text in said.values()), said
+
+
+# Gradients whose memory holds the opposite sign
+
+
+class Phase(nn.Module):
+    """Its gradient is the imaginary part of a lazily conjugated complex number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.imaginary = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, real: torch.Tensor) -> torch.Tensor:
+        conjugate = torch.complex(real, self.imaginary).conj()
+        return (conjugate * conjugate).real.sum()
+
+
+def negative_bit(rank: int, world_size: int) -> None:
+    alone = Phase()
+    alone(torch.ones(1)).backward()
+    grad = alone.imaginary.grad
+    assert grad is not None and grad.is_neg(), "autograd makes no such gradient any more"
+    for wire_dtype in (None, "fp32", "bf16", "fp16", "int8"):
+        for view in (True, False):
+            ours = wrap(Phase(), wire_dtype=wire_dtype, gradient_as_bucket_view=view)
+            theirs = TorchDDP(Phase(), gradient_as_bucket_view=view)
+            for step in range(3):
+                for model in (ours, theirs):
+                    model.zero_grad(set_to_none=step != 2)
+                    model(torch.tensor([float(rank + step)])).backward()
+                mine, wanted = ours.module.imaginary.grad, theirs.module.imaginary.grad
+                assert torch.equal(mine, wanted), (wire_dtype, view, step, mine, wanted)
+
+
+def negated_hook_result(rank: int, world_size: int) -> None:
+    @without_annotations
+    def negate(state: object, bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(torch._neg_view(bucket.buffer()))
+        return future
+
+    model = wrap(nn.Linear(3, 2, bias=False))
+    model.register_comm_hook(None, negate)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[-1.0] * 3] * 2
+
+
+def test_gradients_with_a_pending_negation_keep_their_sign() -> None:
+    run_ranks(2, negative_bit)
+    run_ranks(1, negated_hook_result)
+
+
+# Dtypes of FP16_COMPRESS
+
+
+def compressed(rank: int, world_size: int) -> list[str]:
+    import pycomm
+
+    said = []
+    for dtype in (torch.float64, torch.complex64):
+        model = wrap(nn.Linear(3, 2).to(dtype))
+        with pytest.raises(pycomm.errors.UnsupportedError) as caught:
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        said.append(str(caught.value))
+        model(torch.ones(1, 3, dtype=dtype)).abs().sum().backward()  # it still trains without
+        assert model.stats().steps == 1
+    fine = wrap(nn.Linear(3, 2))
+    fine._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    fine(torch.ones(1, 3)).sum().backward()
+    assert fine.module.weight.grad.tolist() == [[1.0] * 3] * 2
+    return said
+
+
+def test_fp16_compression_of_other_dtypes_is_refused_when_registered() -> None:
+    for said in run_ranks(2, compressed).values():
+        for text, dtype in zip(said, ("torch.float64", "torch.complex64"), strict=True):
+            assert "FP16_COMPRESS" in text and "'weight'" in text and dtype in text
+
+
+# Python's lock
+
+
+def _sleeps(thread_id: int, looks: int = 20) -> bool:
+    """Whether a thread of this process blocks: asleep at so many looks in a row."""
+    deadline_s = time.monotonic() + 30
+    asleep = 0
+    while asleep < looks and time.monotonic() < deadline_s:
+        stat = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+        asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+        time.sleep(0.005)
+    return asleep == looks
+
+
+def installs_while_backward_waits(rank: int, world_size: int) -> float:
+    future: Any = torch.futures.Future()
+    launched, installing = threading.Event(), threading.Event()
+    buffers = []
+
+    @without_annotations
+    def held(state: object, bucket: Any) -> Any:
+        buffers.append(bucket.buffer())
+        launched.set()
+        return future
+
+    model = wrap(nn.Linear(3, 2))
+    model.register_comm_hook(None, held)
+    loss = model(torch.ones(1, 3)).sum()
+    backward = threading.Thread(target=loss.backward)
+
+    def complete() -> None:
+        installing.wait()
+        time.sleep(0.2)  # the main thread is inside the call below, or about to make it
+        future.set_result(buffers[0])
+
+    threads = [backward, threading.Thread(target=complete)]
+    for thread in threads:
+        thread.start()
+    assert launched.wait(30) and _sleeps(backward.native_id)
+    began_s = time.monotonic()
+    installing.set()
+    model.reducer._install_post_backward_futures([])  # blocks until backward has ended
+    for thread in threads:
+        thread.join()
+    return time.monotonic() - began_s
+
+
+def test_futures_can_be_installed_while_backward_waits_for_python() -> None:
+    (took_s,) = run_ranks(1, installs_while_backward_waits, timeout_s=60).values()
+    assert 0.2 <= took_s < 20.0
+
+
+# SyncBatchNorm beside a hook: its collectives come from backward, the hook's from another thread
+
+
+def normed(norm: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(5)
+    model = nn.Sequential()
+    for index in range(4):
+        model.append(nn.Linear(40 if index else 20, 40))
+        model.append(norm(40))
+        model.append(nn.Tanh())
+    return model.append(nn.Linear(40, 5)).double()
+
+
+def sync_batch_norm_and_hooks(rank: int, world_size: int) -> None:
+    import pycomm
+
+    @without_annotations
+    def twice(group: Any, bucket: Any) -> Any:
+        """Issues a second collective from a callback of the first."""
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+
+        def again(future: Any) -> torch.Tensor:
+            total = future.value()[0]
+            dist.all_reduce(total, group=group)
+            return total.div_(dist.get_world_size(group) ** 2)
+
+        return work.get_future().then(again)
+
+    for hook in (default_hooks.allreduce_hook, twice):
+        reference = normed(nn.BatchNorm1d)
+        ours = wrap(normed(pycomm.SyncBatchNorm), bucket_cap_mb=0.005)
+        ours.register_comm_hook(None, hook)
+        for step in range(4):
+            parts = [batch(each, step).double() for each in range(world_size)]
+            ours.zero_grad()
+            ours(parts[rank]).square().mean().backward()
+            reference.zero_grad()
+            reference(torch.cat(parts)).square().mean().backward()
+            for mine, wanted in zip(ours.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, wanted.grad, rtol=1e-9, atol=1e-11)
+        assert len(ours.reducer.bucket_names()) >= 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sync_batch_norm_beside_a_hook_is_one_process_with_the_whole_batch(world_size: int) -> None:
+    run_ranks(world_size, sync_batch_norm_and_hooks)
+
+
+# A group for one kind of device, as torch's NCCL is; the device is a fake one
+
+
+class Branches(nn.Module):
+    """Which half has gradients depends on the rank and the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.halves = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
+        self.out = nn.Linear(20, 5)
+
+    def forward(self, samples: torch.Tensor, which: int) -> torch.Tensor:
+        return self.out(self.halves[which](samples))
+
+
+def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
+    import pycomm
+
+    fake_cuda_device.Device(Path(library))
+    group = dist.new_group(backend="cuda:pycomm", pg_options=pycomm.Options(cuda_mode="tcp"))
+    with pytest.raises(RuntimeError, match="device type cpu"):
+        dist.all_reduce(torch.ones(1), group=group)
+
+    def train(options: dict[str, Any], one_branch: bool) -> None:
+        model = wrap(
+            Branches().to("cuda:0"), process_group=group, bucket_cap_mb=0.001, **options
+        )
+        before = model.reducer.bucket_names()
+        for step in range(3):
+            which = 0 if one_branch else (rank + step) % 2 if step < 2 else 1
+            model.zero_grad()
+            model(batch(rank, step).to("cuda:0"), which).square().mean().backward()
+            reference = Branches()
+            for each in range(world_size):
+                its = 0 if one_branch else (each + step) % 2 if step < 2 else 1
+                (reference(batch(each, step), its).square().mean() / world_size).backward()
+            for (name, mine), wanted in zip(
+                model.module.named_parameters(), reference.parameters(), strict=True
+            ):
+                if wanted.grad is None:
+                    assert mine.grad is None, (step, name)
+                else:
+                    torch.testing.assert_close(mine.grad.cpu(), wanted.grad)
+        if not options:
+            assert model.reducer.bucket_names() != before, "the buckets were not cut anew"
+        model._update_process_group(group)
+        model(batch(rank, 0).to("cuda:0"), 0).sum().backward()
+
+    train({"find_unused_parameters": True}, one_branch=False)
+    train({"static_graph": True}, one_branch=True)
+
+
+def test_a_group_that_serves_cuda_only(fake_cuda: Path) -> None:
+    run_ranks(
+        2,
+        over_a_group_without_cpu,
+        args=(str(fake_cuda),),
+        env=fake_cuda_device.preloading(fake_cuda),
+        fresh=True,
+        timeout_s=250,
+    )
+
+
+def sparse_on_a_device(rank: int, world_size: int, library: str) -> str:
+    import pycomm
+
+    fake_cuda_device.Device(Path(library))
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True)).to("cuda:0")
+    with pytest.raises(pycomm.errors.UnsupportedError) as caught:
+        wrap(module)
+    return str(caught.value)
+
+
+def test_sparse_gradients_on_cuda_are_refused_when_the_wrapper_is_made(fake_cuda: Path) -> None:
+    environment = fake_cuda_device.preloading(fake_cuda)
+    results = run_ranks(
+        2, sparse_on_a_device, args=(str(fake_cuda),), env=environment, fresh=True
+    )
+    for said in results.values():
+        assert "'0.weight'" in said and "cuda:0" in said and "sparse=False" in said

@@ -1,0 +1,216 @@
+"""Build the extension with AddressSanitizer and UndefinedBehaviorSanitizer, and run Python tests with it.
+
+    python tools/seam.py              the tests that tests/python/seam_tests.txt lists: what CI runs
+    python tools/seam.py --all        the rest of tests/python, less what seam_skipped.txt lists
+    python tools/seam.py test…        these tests, as pytest names them
+
+`make asan` covers the C++ core. This covers what includes torch: csrc/c10d, ddp and bindings. The
+extension lies in build/seam/pycomm. It consists of the core's objects as `make asan` compiles them,
+and of one compilation unit per folder of the rest, since torch's headers cost more than our files.
+
+Python itself is not compiled with the sanitizers, so libasan.so is preloaded into every process,
+also those that tests start. A report ends its process. Reports go to build/seam/reports: the run
+fails if there is one, whatever the tests made of the dead process. Before any test, a
+use-after-free that is compiled into this build is committed once, to prove that it is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import bootstrap
+import cpp
+import fault_build
+import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "seam"
+PACKAGE = BUILD / "pycomm"
+REPORTS = BUILD / "reports"
+TESTS = ROOT / "tests" / "python"
+PLANTED = TESTS / "seam_planted.py"
+
+GIB_PER_COMPILER = 4.0
+COMPILE_ARGS = (
+    "-std=c++20",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-D_GNU_SOURCE",
+    "-DTORCH_API_INCLUDE_EXTENSION_H",
+    "-DTORCH_EXTENSION_NAME=_C",
+    "-DPYCOMM_FAULT_POINTS=1",
+    "-ffp-contract=off",
+    "-O1",
+    "-g1",
+)
+SANITIZE = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+)
+# Leaks: Python and torch keep much memory to the end. Segmentation faults stay the tests' own: some
+# send them. Several allocators of torch's libraries are not told apart. A small quarantine, since
+# each rank has one.
+ASAN_OPTIONS = (
+    "detect_leaks=0",
+    "handle_segv=0",
+    "alloc_dealloc_mismatch=0",
+    "quarantine_size_mb=16",
+    f"log_path={REPORTS}/asan",
+)
+UBSAN_OPTIONS = ("print_stacktrace=1", "halt_on_error=1", f"log_path={REPORTS}/ubsan")
+
+
+def listed(path: Path) -> list[str]:
+    """The lines of a list of tests, without comments."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def ninja_file(core: Path) -> str:
+    """How to build the extension: a unit per folder, and a link."""
+    import torch.utils.cpp_extension as torch_build
+
+    compiler = os.environ.get("CXX", "c++")
+    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem {path}" for path in torch_build.include_paths())]
+    python = [Path(sysconfig.get_paths()["include"]), *(machine.find_headers(bootstrap.HEADERS) or [])]
+    includes += [f"-isystem {path}" for path in python]
+    flags = " ".join((*COMPILE_ARGS, *SANITIZE, *includes))
+    libraries = " ".join(f"-l{name}" for name in fault_build.TORCH_LIBRARIES)
+    extension = PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    archive = core / "libpycomm_core.a"
+    units = [BUILD / f"{folder}.cc" for folder in fault_build.TORCH_FOLDERS]
+    objects = " ".join(str(unit.with_suffix(".o")) for unit in units)
+    lines = [
+        "rule compile",
+        f"  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {compiler} -shared -pthread {' '.join(SANITIZE)} $in {archive} "
+        f"-L{torch_build.TORCH_LIB_PATH} {libraries} -o $out",
+        *(f"build {unit.with_suffix('.o')}: compile {unit}" for unit in units),
+        f"build {extension}: link {objects} | {archive}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file unless it has this text: its time is what the build goes by."""
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+
+
+def build() -> bool:
+    """Builds the extension; False if that failed."""
+    core = cpp.build("asan", target="pycomm_core")
+    if core is None:
+        return False
+    PACKAGE.mkdir(parents=True, exist_ok=True)
+    for folder in fault_build.TORCH_FOLDERS:
+        sources = sorted((ROOT / "csrc" / folder).rglob("*.cc"))
+        write(BUILD / f"{folder}.cc", "".join(f'#include "{source}"\n' for source in sources))
+    write(BUILD / "build.ninja", ninja_file(core))
+    fault_build.mirror_python_files(PACKAGE)
+    jobs = os.environ.get("MAX_JOBS") or str(machine.jobs(GIB_PER_COMPILER))
+    ninja = ["ninja", "-C", str(BUILD), "--quiet", "-j", jobs]
+    return subprocess.run(ninja, check=False).returncode == 0
+
+
+def runtime_library(name: str) -> str:
+    """The path of one of the compiler's libraries."""
+    compiler = os.environ.get("CXX", "c++").split()
+    found = subprocess.run(
+        [*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    )
+    return str(Path(found.stdout.strip()).resolve())
+
+
+def environment() -> dict[str, str]:
+    """In which this extension is what `import pycomm` loads."""
+    # libstdc++ too: AddressSanitizer looks for __cxa_throw when it starts.
+    preload = [runtime_library("libasan.so"), runtime_library("libstdc++.so")]
+    return os.environ | {
+        "LD_PRELOAD": ":".join(preload),
+        "ASAN_OPTIONS": ":".join(ASAN_OPTIONS),
+        "UBSAN_OPTIONS": ":".join(UBSAN_OPTIONS),
+        "PYTHONPATH": str(BUILD),
+        "TEST_FAULT_BUILD": str(PACKAGE),
+    }
+
+
+def run_pytest(arguments: Sequence[str], *, quiet: bool = False) -> tuple[int, str, list[Path]]:
+    """Runs pytest; returns its exit status, its last line, and the sanitizers' reports."""
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir(parents=True)
+    # As a script, not as `-m pytest`, which puts this folder and its pycomm first.
+    pytest = Path(sys.executable).with_name("pytest")
+    command = [sys.executable, str(pytest), "--require-native", "-p", "no:cacheprovider"]
+    child = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    last = "no output"
+    for line in child.stdout or []:
+        if not quiet:
+            print(line, end="", flush=True)
+        last = line.strip() or last
+    return child.wait(), last.strip("= "), sorted(REPORTS.iterdir())
+
+
+def planted_defect_is_reported() -> bool:
+    """Whether the use-after-free in this build fails its test and is reported, with its line."""
+    code, last, reports = run_pytest([str(PLANTED)], quiet=True)
+    said = "\n".join(path.read_text(errors="replace") for path in reports)
+    if code == 1 and "heap-use-after-free" in said and "useAfterFreeIfArmed" in said:
+        return True
+    print(f"seam: the planted use-after-free was not reported: pytest ended with {code} ({last})")
+    print(said[-4000:])
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="what CI's list leaves out")
+    parser.add_argument("--build-only", action="store_true")
+    options, arguments = parser.parse_known_args()
+    if not build():
+        print("seam: FAILED, the extension with sanitizers could not be built", file=sys.stderr)
+        return 1
+    if options.build_only:
+        return 0
+    if not planted_defect_is_reported():
+        print("seam: FAILED")
+        return 1
+    quick = listed(TESTS / "seam_tests.txt")
+    if options.all:
+        left_out = [*quick, *listed(TESTS / "seam_skipped.txt")]
+        arguments = [str(TESTS), *(f"--deselect={name}" for name in left_out), *arguments]
+    elif not any(not each.startswith("-") for each in arguments):
+        arguments = [*quick, *arguments]
+    began_s = time.monotonic()
+    code, last, reports = run_pytest(arguments)
+    for path in reports:
+        print(f"=== {path}\n{path.read_text(errors='replace')[:20000]}")
+    verdict = "FAILED" if code or reports else "passed"
+    seconds = round(time.monotonic() - began_s)
+    print(f"seam: {verdict}, {len(reports)} sanitizer reports, {seconds} s. {last}")
+    return 1 if code or reports else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
