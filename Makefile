@@ -53,6 +53,15 @@ tsan: ## C++ tests under ThreadSanitizer
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py tsan
 
+# The Python tests of tests/python/seam_tests.txt. seam_all runs the others, and is part of what runs each night.
+seam: ## the extension under AddressSanitizer and UndefinedBehaviorSanitizer, and the Python tests listed for it
+	$(BOOTSTRAP) --group test --no-build
+	@$(BIN)/python tools/seam.py $(ARGS)
+
+seam_all: ## all other Python tests under the same sanitizers
+	$(BOOTSTRAP) --group test --no-build
+	@$(BIN)/python tools/seam.py --all $(ARGS)
+
 fuzz: ## what reads bytes from outside, guided by coverage, with clang; ARGS="--seconds 3600 frames"
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/fuzz.py $(ARGS)
@@ -130,5 +139,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan seam seam_all fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

@@ -27,7 +27,7 @@ _OTHERWISE = {
     "mixed_precision": 'use torch.autocast, with wire_dtype="bf16" for the bytes (torch\'s own '
     "wrapper runs this option on an accelerator only)"
 }
-OURS = {"wire_dtype": None, "error_feedback": True, "accumulate": 1, "sync_every": 1}
+_OURS = {"wire_dtype": None, "error_feedback": True, "accumulate": 1, "sync_every": 1}
 """The options that torch's constructor has not, with their defaults."""
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 
@@ -43,7 +43,7 @@ def torch_options(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     known = list(signature.parameters)[2:]
     for name in kwargs:
         if name not in known:
-            close = difflib.get_close_matches(name, [*known, *OURS], 1)
+            close = difflib.get_close_matches(name, [*known, *_OURS], 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"pycomm.DistributedDataParallel has no option {name!r}{hint}")
     bound = signature.bind(None, module, *args, **kwargs)
@@ -63,6 +63,43 @@ def check_options(module: nn.Module, options: dict[str, Any]) -> None:
         if isinstance(layer, _TorchDDP):
             where = f"its part {name!r}" if name else "it"
             raise ValueError(f"the module cannot be wrapped: {where} is wrapped already")
+
+
+def check_python_reducer(wrapper: Any, what: str | None = None) -> None:
+    """UnsupportedError for ``what``, or an option of ours, if torch's Python reducer averages."""
+    if not wrapper._use_python_reducer:
+        return
+    set_here = (f"{name}={getattr(wrapper, '_' + name)!r}" for name in _OURS)
+    defaults = {f"{name}={default!r}" for name, default in _OURS.items()}
+    refused = what or next((each for each in set_here if each not in defaults), None)
+    if refused is not None:
+        raise UnsupportedError(
+            f"{refused} needs the reducer of pycomm.DistributedDataParallel, and this model was "
+            'wrapped with torch._dynamo.config.optimize_ddp = "python_reducer", so that torch\'s '
+            f"Python reducer averages its gradients: do without {refused}, or wrap the model with "
+            "another optimize_ddp"
+        )
+
+
+def check_parameters(
+    names: Sequence[str], parameters: Sequence[torch.Tensor], sparse: Sequence[bool]
+) -> None:
+    """UnsupportedError for a parameter on a device where its gradients cannot be reduced.
+
+    ``sparse``: whether they are sparse, and pycomm adds them up.
+    """
+    for name, parameter, is_sparse in zip(names, parameters, sparse, strict=True):
+        device = parameter.device
+        if is_sparse and device.type != "cpu":
+            raise UnsupportedError(
+                f"parameter {name!r} of an embedding with sparse=True is on {device}; pycomm adds "
+                "up sparse gradients on the CPU only: use sparse=False"
+            )
+        if device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"parameter {name!r} is on {device}; pycomm.DistributedDataParallel "
+                f"reduces gradients of the CPU and of CUDA devices: {INSTEAD}"
+            )
 
 
 def names_of(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:

@@ -34,12 +34,16 @@ def check_wire_dtype(wire_dtype: WireDtype) -> None:
 
 
 def wire_dtypes(
-    wire_dtype: WireDtype, names: Sequence[str], dtypes: Sequence[torch.dtype]
+    wire_dtype: WireDtype,
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    *,
+    option: str = "",
 ) -> list[str | None]:
     """Each parameter's wire dtype, None for its own.
 
     Patterns are those of ``fnmatch``, in the mapping's order; the first that matches a name wins,
-    and a name that none matches keeps its own dtype.
+    and a name that none matches keeps its own dtype. ``option``: what errors call it.
 
     Raises:
         ValueError: A pattern decides for no parameter.
@@ -57,18 +61,13 @@ def wire_dtypes(
         if pattern not in won and isinstance(wire_dtype, Mapping):
             raise ValueError(_useless(pattern, list(patterns), names))
     for name, dtype, wire in zip(names, dtypes, chosen, strict=True):
-        if wire is not None:
-            check_castable(name, dtype, f"wire_dtype={wire!r}")
+        if wire is not None and dtype not in _CASTABLE:
+            raise UnsupportedError(
+                f"parameter {name!r} is {dtype}; {option or f'wire_dtype={wire!r}'} is for float32,"
+                " float16 and bfloat16. A pattern of wire_dtype that gives it None lets it travel "
+                "as it is."
+            )
     return chosen
-
-
-def check_castable(name: str, dtype: torch.dtype, what: str) -> None:
-    """UnsupportedError if the gradients of a parameter cannot be cast, as ``what`` wants it."""
-    if dtype not in _CASTABLE:
-        raise UnsupportedError(
-            f"parameter {name!r} is {dtype}; {what} is for float32, float16 and bfloat16. "
-            "A pattern of wire_dtype that gives it None lets it travel as it is."
-        )
 
 
 def _useless(pattern: str, patterns: list[str], names: Sequence[str]) -> str:

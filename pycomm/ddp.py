@@ -21,9 +21,9 @@ from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
 from pycomm._ddp_group import need_pycomm, pycomm_backend, wrapper_store
 from pycomm._ddp_options import (
-    INSTEAD,
-    OURS,
     check_options,
+    check_parameters,
+    check_python_reducer,
     expect_sparse,
     given,
     names_of,
@@ -31,13 +31,7 @@ from pycomm._ddp_options import (
 )
 from pycomm._ddp_stats import DDPStats
 from pycomm._model_check import check_same_on_all_ranks
-from pycomm._wire_patterns import (
-    ENCODED,
-    WireDtype,
-    check_castable,
-    check_wire_dtype,
-    wire_dtypes,
-)
+from pycomm._wire_patterns import ENCODED, WireDtype, check_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
 from pycomm.errors import UnsupportedError
 
@@ -147,12 +141,8 @@ class DistributedDataParallel(_TorchDDP):
             self.register_forward_pre_hook(_sync_when_due)
 
     def stats(self) -> DDPStats:
-        """Counters since construction. Blocks while another thread is in the end of backward.
-
-        Raises:
-            UnsupportedError: torch's Python reducer averages the gradients, which counts nothing.
-        """
-        self._refuse_python_reducer("stats()")
+        """Counters since construction. Blocks while another thread is in the end of backward."""
+        check_python_reducer(self, "stats()")
         raw = self.reducer.stats()
         everyone = self.global_group if self._sync_every > 1 else self.process_group
         world_size = dist.get_world_size(everyone)
@@ -263,30 +253,16 @@ class DistributedDataParallel(_TorchDDP):
             super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """ALLREDUCE is what happens anyway; FP16_COMPRESS is ``wire_dtype="fp16"``.
-
-        Raises:
-            UnsupportedError: FP16_COMPRESS, and a parameter is of a dtype that cannot be cast.
-        """
+        """ALLREDUCE is what happens anyway; FP16_COMPRESS is ``wire_dtype="fp16"``."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:  # type: ignore[attr-defined]
-            self._refuse_python_reducer("FP16_COMPRESS")
-            for name, parameter in self._reducible().items():
-                check_castable(name, parameter.dtype, "FP16_COMPRESS")
+            check_python_reducer(self, "FP16_COMPRESS")
+            dtypes = {name: each.dtype for name, each in self._reducible().items()}
+            wire_dtypes("fp16", list(dtypes), list(dtypes.values()), option="FP16_COMPRESS")
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _reducing_group(self) -> Any:
         return self.process_group if self._host_group is None else self._host_group
-
-    def _refuse_python_reducer(self, what: str) -> None:
-        """UnsupportedError if torch's Python reducer averages the gradients, not ours."""
-        if self._use_python_reducer:
-            raise UnsupportedError(
-                f"{what} needs the reducer of pycomm.DistributedDataParallel, and this model was "
-                'wrapped with torch._dynamo.config.optimize_ddp = "python_reducer", so torch\'s '
-                f"Python reducer averages its gradients: do without {what}, or wrap the model with "
-                "another optimize_ddp"
-            )
 
     def _codec_of(self, bucket: GradBucket) -> str | None:
         return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
@@ -312,7 +288,7 @@ class DistributedDataParallel(_TorchDDP):
             UnsupportedError: ``sync_every`` is above 1, or torch's Python reducer averages.
         """
         if enable:
-            self._refuse_python_reducer("join()")
+            check_python_reducer(self, "join()")
         if enable and self._sync_every > 1:
             raise UnsupportedError(
                 "join() cannot follow the averaging of sync_every yet: give every rank the same "
@@ -330,9 +306,7 @@ class DistributedDataParallel(_TorchDDP):
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         # torch calls this before it checks shapes itself, which it does by index, without names.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        for option, default in OURS.items():
-            if (value := getattr(self, f"_{option}")) != default:
-                self._refuse_python_reducer(f"{option}={value!r}")
+        check_python_reducer(self)
         names = names_of(self.module, parameters)
         if self._check_ranks_agree:
             self._check_ranks_agree = False
@@ -351,18 +325,8 @@ class DistributedDataParallel(_TorchDDP):
                 parameters=zip(names, parameters, strict=True),
                 buffers=self.named_module_buffers.items() if self.broadcast_buffers else (),
             )
-        adds_on_cpu = pycomm_backend(self.process_group) is not None
-        for name, parameter, is_sparse in zip(names, parameters, sparse, strict=True):
-            if is_sparse and adds_on_cpu and parameter.device.type != "cpu":
-                raise UnsupportedError(
-                    f"parameter {name!r} of an embedding with sparse=True is on {parameter.device};"
-                    " pycomm adds up sparse gradients on the CPU only: use sparse=False"
-                )
-            if parameter.device.type not in ("cpu", "cuda"):
-                raise UnsupportedError(
-                    f"parameter {name!r} is on {parameter.device}; pycomm.DistributedDataParallel "
-                    f"reduces gradients of the CPU and of CUDA devices: {INSTEAD}"
-                )
+        over_pycomm = pycomm_backend(self.process_group) is not None
+        check_parameters(names, parameters, sparse if over_pycomm else [False] * len(names))
         return parameters, sparse
 
     def _ddp_init_helper(

@@ -61,7 +61,8 @@ def build(folder: Path) -> Path:
 def preloading(library: Path) -> dict[str, str]:
     """The environment in which torch finds a CUDA device when it starts; autograd insists on it."""
     torchs = Path(torch.__file__).parent / "lib"
-    return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torchs)}
+    preload = [*os.environ.get("LD_PRELOAD", "").split(":"), str(library)]  # the sanitizers' first
+    return {"LD_PRELOAD": ":".join(preload).lstrip(":"), "LD_LIBRARY_PATH": str(torchs)}
 
 
 def build_or_skip(folder: Path) -> Path:

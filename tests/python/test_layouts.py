@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -317,6 +319,32 @@ def coalesced(rank: int, size: int) -> None:
     assert all(output.eq(size).all() for output in outputs)
 
 
+def body_of_a_coalescing_manager_raises(rank: int, size: int) -> None:
+    def manager() -> Any:
+        return dist._coalescing_manager(device=torch.device("cpu"), async_ops=True)
+
+    array = np.full(1000, float(rank))
+    kept = weakref.ref(array)
+    tensor = torch.from_numpy(array)
+    with pytest.raises(ZeroDivisionError), manager():
+        dist.broadcast(tensor, 1, async_op=True)
+        raise ZeroDivisionError  # torch calls no endCoalescing now
+    del array, tensor
+    for _ in range(2):
+        root = torch.full((7,), float(rank))
+        with manager() as works:
+            dist.broadcast(root, 1, async_op=True)
+        works.wait()
+        assert root.eq(1).all()
+    total = torch.full((7,), float(rank))
+    dist.all_reduce(total)
+    assert total.eq(sum(range(size))).all()
+    deadline_s = time.monotonic() + 30
+    while kept() is not None and time.monotonic() < deadline_s:  # its last owner is a pool's thread
+        time.sleep(0.01)
+    assert kept() is None, "the tensors of the manager that was left are kept"
+
+
 def sparse(rank: int, size: int) -> None:
     def of(owner: int, dtype: torch.dtype, dense: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(owner)
@@ -371,6 +399,7 @@ def sparse(rank: int, size: int) -> None:
         combinations_without_meaning,
         part_sizes_that_differ,
         coalesced,
+        body_of_a_coalescing_manager_raises,
         sparse,
     ],
 )
