@@ -88,9 +88,10 @@ def sparse_on_a_device(rank: int, world_size: int, library: str) -> str:
     import pycomm
 
     fake_cuda_device.Device(Path(library))
+    group = dist.new_group(pg_options=pycomm.Options(cuda_mode="tcp"))
     module = nn.Sequential(nn.Embedding(4, 3, sparse=True)).to("cuda:0")
     with pytest.raises(pycomm.errors.UnsupportedError) as caught:
-        pycomm.DistributedDataParallel(module)
+        pycomm.DistributedDataParallel(module, process_group=group)
     return str(caught.value)
 
 

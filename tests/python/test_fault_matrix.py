@@ -7,6 +7,7 @@ the ordinary one. What the cases tell beside their verdict is summed up at the e
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
