@@ -15,6 +15,7 @@ SESSIONS = {
     "gpu": ["gpu"],
     "asan": ["asan"],
     "tsan": ["tsan"],
+    "seam": ["seam"],
     "py": ["py"],
     "tcp": ["tcp"],
     "faults": ["faults"],
