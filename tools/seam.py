@@ -5,8 +5,7 @@
     python tools/seam.py test…        these tests, as pytest names them
 
 `make asan` covers the C++ core. This covers what includes torch: csrc/c10d, ddp and bindings. The
-extension lies in build/seam/pycomm. It consists of the core's objects as `make asan` compiles them,
-and of one compilation unit per folder of the rest, since torch's headers cost more than our files.
+extension lies in build/seam/pycomm. It links the core as `make asan` compiles it.
 
 Python itself is not compiled with the sanitizers, so libasan.so is preloaded into every process,
 also those that tests start. A report ends its process. Reports go to build/seam/reports: the run
@@ -32,6 +31,7 @@ import bootstrap
 import cpp
 import fault_build
 import machine
+import units
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "seam"
@@ -81,7 +81,7 @@ def listed(path: Path) -> list[str]:
 
 
 def ninja_file(core: Path) -> str:
-    """How to build the extension: a unit per folder, and a link."""
+    """How to build the extension from the core, which has been built."""
     import torch.utils.cpp_extension as torch_build
 
     compiler = os.environ.get("CXX", "c++")
@@ -95,8 +95,10 @@ def ninja_file(core: Path) -> str:
     libraries = " ".join(f"-l{name}" for name in fault_build.TORCH_LIBRARIES)
     extension = PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     archive = core / "libpycomm_core.a"
-    units = [BUILD / f"{folder}.cc" for folder in fault_build.TORCH_FOLDERS]
-    objects = " ".join(str(unit.with_suffix(".o")) for unit in units)
+    sources = {
+        BUILD / source.relative_to(ROOT).with_suffix(".o"): source
+        for source in reversed(units.torch_units(ROOT))  # the largest first
+    }
     lines = [
         "rule compile",
         f"  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out",
@@ -105,16 +107,10 @@ def ninja_file(core: Path) -> str:
         "rule link",
         f"  command = {compiler} -shared -pthread {' '.join(SANITIZE)} $in {archive} "
         f"-L{torch_build.TORCH_LIB_PATH} {libraries} -o $out",
-        *(f"build {unit.with_suffix('.o')}: compile {unit}" for unit in units),
-        f"build {extension}: link {objects} | {archive}",
+        *(f"build {target}: compile {source}" for target, source in sources.items()),
+        f"build {extension}: link {' '.join(map(str, sources))} | {archive}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file unless it has this text: its time is what the build goes by."""
-    if not path.is_file() or path.read_text() != text:
-        path.write_text(text)
 
 
 def build() -> bool:
@@ -123,10 +119,7 @@ def build() -> bool:
     if core is None:
         return False
     PACKAGE.mkdir(parents=True, exist_ok=True)
-    for folder in fault_build.TORCH_FOLDERS:
-        sources = sorted((ROOT / "csrc" / folder).rglob("*.cc"))
-        write(BUILD / f"{folder}.cc", "".join(f'#include "{source}"\n' for source in sources))
-    write(BUILD / "build.ninja", ninja_file(core))
+    (BUILD / "build.ninja").write_text(ninja_file(core))
     fault_build.mirror_python_files(PACKAGE)
     jobs = os.environ.get("MAX_JOBS") or str(machine.jobs(GIB_PER_COMPILER))
     ninja = ["ninja", "-C", str(BUILD), "--quiet", "-j", jobs]
@@ -203,14 +196,15 @@ def main() -> int:
     if not planted_defect_is_reported():
         print("seam: FAILED")
         return 1
-    quick = listed(TESTS / "seam_tests.txt")
+    quick, left_out = listed(TESTS / "seam_tests.txt"), listed(TESTS / "seam_skipped.txt")
     at_least = 0
     if options.all:
-        left_out = [*quick, *listed(TESTS / "seam_skipped.txt")]
-        arguments = [str(TESTS), *(f"--deselect={name}" for name in left_out), *arguments]
+        left_out += quick
+        arguments = [str(TESTS), *arguments]
     elif all(each.startswith("-") for each in arguments):
         arguments = [*quick, *arguments]
         at_least = AT_LEAST
+    arguments += [f"--deselect={name}" for name in left_out]
     began_s = time.monotonic()
     code, last, reports = run_pytest(arguments)
     for path in reports:
