@@ -68,6 +68,8 @@ const char* faultName(FaultKind kind) noexcept {
       return "leave";
     case FaultKind::Abort:
       return "abort";
+    case FaultKind::LeaveNow:
+      return "leave_now";
   }
   return "unknown";
 }
@@ -82,6 +84,7 @@ Plan drawPlan(uint64_t seed, const GroupFrame* frame) {
   Random paces = root.fork();
   Random faults = root.fork();
   Random extras = root.fork();
+  Random leaving = root.fork();
 
   Plan plan;
   plan.seed = seed;
@@ -127,6 +130,9 @@ Plan drawPlan(uint64_t seed, const GroupFrame* frame) {
   const int64_t many = (frame != nullptr && !frame->faulty) || dice < 25 ? 0 : dice < 85 ? 1 : faults.within(2, 3);
   for (int64_t i = 0; i < many; ++i) {
     drawFault(faults, plan);
+  }
+  if (seed >= kLeavingSeeds && frame == nullptr && plan.faults.empty()) {
+    drawLeaving(leaving, plan);
   }
   if (seed >= kRichSeeds) {
     drawExtras(extras, plan);

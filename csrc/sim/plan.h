@@ -13,6 +13,8 @@ namespace pycomm::sim {
 inline constexpr int kNoPeer = -2;
 /// From here on a seed draws messages and codecs, too.
 inline constexpr uint64_t kRichSeeds = 1000000000000;
+/// From here on a rank leaves besides, in the middle of whatever it does.
+inline constexpr uint64_t kLeavingSeeds = 1500000000000;
 /// From here on it draws several groups of the same ranks.
 inline constexpr uint64_t kGroupSeeds = 2000000000000;
 
@@ -40,8 +42,9 @@ enum class FaultKind : uint8_t {
   Isolate, ///< both
   Late, ///< comes too late to an operation
   Mismatch, ///< its program differs
-  Leave, ///< closes its group in the middle
+  Leave, ///< closes its group before one of its calls
   Abort, ///< ends everything on purpose
+  LeaveNow, ///< closes its group, whatever it waits for
 };
 [[nodiscard]] const char* faultName(FaultKind kind) noexcept;
 

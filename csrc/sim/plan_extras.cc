@@ -37,7 +37,7 @@ void drawMessages(Random& random, Plan& plan, int key) {
   const auto senders = static_cast<int>(std::min<int64_t>(plan.size - 1, random.scaled(1, 3)));
   const auto first = static_cast<int>(random.below(plan.size - 1));
   // Where a rank leaves, nobody can know that it was the one that an open receive would have heard.
-  const bool from_any = !has(plan, FaultKind::Leave) && random.chance(50);
+  const bool from_any = !has(plan, FaultKind::Leave) && !has(plan, FaultKind::LeaveNow) && random.chance(50);
   const bool waits = random.chance(60);
   const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
   CallPlan call;

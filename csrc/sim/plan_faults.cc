@@ -205,6 +205,20 @@ void drawFault(Random& random, Plan& plan) {
     case FaultKind::Abort:
       mine.aborts_before = some_call;
       break;
+    case FaultKind::LeaveNow:
+      break;
+  }
+  plan.faults.push_back(std::move(fault));
+}
+
+void drawLeaving(Random& random, Plan& plan) {
+  FaultPlan fault;
+  fault.kind = FaultKind::LeaveNow;
+  fault.rank = static_cast<int>(random.below(plan.size));
+  if (random.chance(70)) {
+    fault.after_frames = random.scaled(1, 400);
+  } else {
+    fault.at = microseconds(random.scaled(0, 20000));
   }
   plan.faults.push_back(std::move(fault));
 }

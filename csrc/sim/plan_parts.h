@@ -13,6 +13,8 @@ namespace pycomm::sim {
 [[nodiscard]] std::vector<int64_t> allToAllCounts(int key, int rank, int size, bool receives);
 /// Adds one fault to the plan, and changes the programs where it is one of theirs.
 void drawFault(Random& random, Plan& plan);
+/// A rank that leaves while operations are under way.
+void drawLeaving(Random& random, Plan& plan);
 /// Messages between ranks, and codecs.
 void drawExtras(Random& random, Plan& plan);
 [[nodiscard]] std::string callText(const CallPlan& call);

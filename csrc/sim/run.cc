@@ -178,6 +178,9 @@ void Run::strike(const FaultPlan& fault) {
         }
       }
       break;
+    case FaultKind::LeaveNow:
+      victim.user->leaveNow();
+      break;
     case FaultKind::Late:
     case FaultKind::Mismatch:
     case FaultKind::Leave:

@@ -16,7 +16,10 @@ constexpr Nanos kGoodbyeTime = milliseconds(20); // Group::close waits so long f
 class SimGroup::Stranger final : public Loop::Handler {
  public:
   Stranger(SimGroup& group, std::unique_ptr<Link> accepted) : link(std::move(accepted)), group_(group) {}
-  void onReady(uint32_t) noexcept override {
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    group_.onThrown(exception);
+  }
+  void onReady(uint32_t) override {
     try {
       while (nbytes_ < bytes_.size()) {
         const Progress progress = link->tryRead({bytes_.data() + nbytes_, bytes_.size() - nbytes_});
@@ -61,21 +64,21 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
   options.read_buffer_nbytes = 1024;
   DataPlane::Events data_events;
   data_events.noticed = [this](ErrorRecord record) {
-    control_loop_.post([this, record = std::move(record)] {
+    soon(control_loop_, [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->notice(record);
       }
     });
   };
   data_events.doubted = [this](ErrorRecord record) {
-    control_loop_.post([this, record = std::move(record)] {
+    soon(control_loop_, [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->doubt(record);
       }
     });
   };
   data_events.left = [this](int peer) {
-    control_loop_.post([this, peer] {
+    soon(control_loop_, [this, peer] {
       if (control_ != nullptr) {
         control_->peerLeft(peer);
       }
@@ -86,7 +89,7 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
   events.failed = [this](const ErrorRecord& cause) {
     failure_ = cause;
     failed_at_ = timeline_.now();
-    lane_.post([this, cause] {
+    soon(lane_, [this, cause] {
       if (data_ != nullptr) {
         data_->fail(cause, [](const ErrorRecord&) {});
       }
@@ -97,14 +100,14 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
   };
   events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link));
-    lane_.post([this, peer = hello.rank, shared] {
+    soon(lane_, [this, peer = hello.rank, shared] {
       if (data_ != nullptr) {
         data_->adopt(peer, std::move(*shared));
       }
     });
   };
   events.left = [this](int peer) {
-    lane_.post([this, peer] {
+    soon(lane_, [this, peer] {
       if (data_ != nullptr) {
         data_->peerLeft(peer);
       }
@@ -122,6 +125,14 @@ SimGroup::~SimGroup() {
 
 void SimGroup::adopt(int peer, std::unique_ptr<Link> link) {
   control_->adopt(peer, std::move(link));
+}
+
+void SimGroup::onThrown(const std::exception_ptr& exception) noexcept {
+  control_loop_.post([this, exception] {
+    if (control_ != nullptr) {
+      control_->onThrown(exception);
+    }
+  });
 }
 
 void SimGroup::accept(std::unique_ptr<Link> link) {
@@ -147,7 +158,7 @@ void SimGroup::introduce(Stranger& stranger) {
 }
 
 void SimGroup::post(std::shared_ptr<Operation> operation) {
-  lane_.post([this, operation] {
+  soon(lane_, [this, operation] {
     if (data_ != nullptr) {
       data_->post(operation);
       return;
@@ -159,7 +170,7 @@ void SimGroup::post(std::shared_ptr<Operation> operation) {
 }
 
 void SimGroup::abort(ErrorRecord reason) {
-  control_loop_.post([this, reason = std::move(reason)] {
+  soon(control_loop_, [this, reason = std::move(reason)] {
     if (control_ != nullptr) {
       control_->notice(reason);
     }
@@ -167,12 +178,12 @@ void SimGroup::abort(ErrorRecord reason) {
 }
 
 void SimGroup::close(std::function<void()> closed) {
-  lane_.post([this, closed = std::move(closed)] {
+  soon(lane_, [this, closed = std::move(closed)] {
     ErrorRecord reason;
     reason.code = ErrorCode::ShutDown;
     reason.rank = identity_.rank;
     data_->close(reason, [this, closed] {
-      control_loop_.post([this, closed] {
+      soon(control_loop_, [this, closed] {
         for (const std::unique_ptr<Link>& link : control_->close()) {
           link->closeGently();
         }
@@ -183,7 +194,7 @@ void SimGroup::close(std::function<void()> closed) {
         }
         strangers_.clear();
         timeline_.after(kGoodbyeTime, [this, closed] {
-          lane_.post([this, closed] {
+          soon(lane_, [this, closed] {
             data_.reset();
             closed();
           });

@@ -14,7 +14,7 @@ namespace pycomm::sim {
 
 /// A process group on one simulated rank: the engine's own DataPlane and ControlPlane on simulated loops and links,
 /// with what Group puts between the two.
-class SimGroup {
+class SimGroup final : private Loop::Owner {
  public:
   struct Settings {
     GroupIdentity identity;
@@ -24,7 +24,7 @@ class SimGroup {
   };
 
   SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
-  ~SimGroup();
+  ~SimGroup() override;
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
 
@@ -61,6 +61,12 @@ class SimGroup {
  private:
   class Stranger;
 
+  /// As Group does: on either loop, what its tasks throw becomes the group's failure.
+  template <typename Body>
+  void soon(SimLoop& loop, Body body) {
+    loop.post(Loop::owned(*this, std::move(body)));
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override;
   void accept(std::unique_ptr<Link> link);
   void introduce(Stranger& stranger);
 

@@ -96,7 +96,8 @@ void SimLoop::turn() {
   for (const auto& event : events) {
     const auto found = watches_.find(event.first); // an earlier handler may have unwatched it
     if (found != watches_.end()) {
-      found->second.handler->onReady(event.second);
+      Handler& handler = *found->second.handler;
+      guarded(handler, [&] { handler.onReady(event.second); });
     }
     if (dead_) {
       return;
@@ -110,7 +111,8 @@ void SimLoop::turn() {
   const TimePoint now = timeline_.now();
   for (size_t i = 0; i < tickers_.size(); ++i) {
     if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
-      tickers_[i]->tick(now);
+      Ticker& ticker = *tickers_[i];
+      guarded(ticker, [&] { ticker.tick(now); });
     }
   }
   tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());

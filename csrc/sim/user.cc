@@ -73,6 +73,9 @@ void User::next() {
   }
   const CallPlan& call = plan_.calls[position_];
   later(call.think, [this, &call] {
+    if (leaving_) {
+      return;
+    }
     if (static_cast<int>(position_) == plan_.aborts_before) {
       ErrorRecord reason;
       reason.code = ErrorCode::Aborted;
@@ -163,8 +166,10 @@ void User::ended(size_t index) {
     outcome.sender = operations_[index]->request().descriptor.root;
   }
   const std::unique_ptr<Memory> memory = std::move(memory_[index]);
-  outcome.output = memory->output; // a copy: the memory itself goes now
+  outcome.output = memory->output; // a copy: the memory itself is used for something else now
   outcome.input_altered = memory->input != inputOf(outcome.call, rank_);
+  outcome.memory.emplace_back(std::move(memory->input));
+  outcome.memory.emplace_back(std::move(memory->output));
   --under_way_;
   failed_ = failed_ || outcome.error.has_value();
   if (on_event_) {
@@ -178,6 +183,13 @@ void User::ended(size_t index) {
       next();
     }
   });
+}
+
+void User::leaveNow() {
+  if (!leaving_) {
+    blocked_ = false;
+    leave(Nanos(0));
+  }
 }
 
 void User::leave(Nanos delay) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "sim/given_back.h"
 #include "sim/plan.h"
 #include "sim/sim_group.h"
 
@@ -22,10 +23,11 @@ struct Outcome {
   std::optional<ErrorRecord> error;
   std::vector<std::byte> output; ///< as it was when the operation ended
   bool input_altered = false;
+  std::vector<GivenBack> memory; ///< of the operation, once it has ended
 };
 
 /// The thread of a rank's program: issues calls, waits for some of them, closes the group in the end or after an error.
-/// Each operation's memory is freed the moment it has ended, so that AddressSanitizer sees who touches it later.
+/// Each operation's memory is used for something else the moment it has ended: see GivenBack.
 class User {
  public:
   User(Timeline& timeline, SimGroup& group, int rank, const RankPlan& plan);
@@ -35,6 +37,8 @@ class User {
   void onEvent(std::function<void(const std::string&)> listener) {
     on_event_ = std::move(listener);
   }
+  /// Closes the group in the middle.
+  void leaveNow();
   void stop() noexcept {
     stopped_ = true;
   }

@@ -61,6 +61,9 @@ class Checks {
       if (outcome.input_altered && !outcome.call.in_place) {
         add(what + "its input was written");
       }
+      if (std::any_of(outcome.memory.begin(), outcome.memory.end(), [](const auto& each) { return each.written(); })) {
+        add(what + "its memory was written after it had ended");
+      }
       if (outcome.error) {
         checkError(what, rank, outcome);
       } else {

@@ -74,6 +74,7 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.codes.insert(ErrorCode::PeerLeft);
       break;
     case FaultKind::Leave:
+    case FaultKind::LeaveNow:
       // Who has no control link to it only sees that nobody listens there any more.
       expected.codes = {ErrorCode::PeerLeft, ErrorCode::ConnectFailed};
       break;

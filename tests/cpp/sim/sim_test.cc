@@ -152,7 +152,9 @@ INSTANTIATE_TEST_SUITE_P(
             "a goodbye was read before the link that brought the last message, and a receive from any rank ended"},
         Regression{2000000017805, "the end of a bulk link was read before the goodbye on the control link"},
         Regression{2000000029245, "the same, over a slower network"},
-        Regression{2000000022171, "a message was lost with a connection that was reset before its Hello was read"}),
+        Regression{2000000022171, "a message was lost with a connection that was reset before its Hello was read"},
+        Regression{1500000003601, "bytes came into memory whose operation had ended, as the group was closed"},
+        Regression{1500000003647, "the same, of a message"}),
     [](const ::testing::TestParamInfo<Regression>& each) { return "seed" + std::to_string(each.param.seed); });
 
 } // namespace

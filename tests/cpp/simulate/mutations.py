@@ -1,7 +1,7 @@
 """Break the engine on purpose, one line at a time; count the simulator's seeds that notice.
 
 Each mutation is built in a copy of csrc and run over seeds of one group, seeds with messages and
-codecs, and seeds of several groups. A mutation that no seed notices is a hole in the simulator, or
+codecs, of ranks that leave, and of several groups. A mutation that no seed notices is a hole in the simulator, or
 a line that does nothing: its entry says which, or the program fails. It also fails, before it
 builds anything, if the text of a mutation no longer stands exactly once in its file.
 
@@ -25,8 +25,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = Path("csrc", "engine")
-KINDS = {"one group": 0, "messages, codecs": 1_000_000_000_000, "several": 2_000_000_000_000}
-"""The seed before the first of each kind: kRichSeeds and kGroupSeeds of csrc/sim/plan.h."""
+KINDS = {
+    "one group": 0,
+    "messages, codecs": 1_000_000_000_000,
+    "leaving": 1_500_000_000_000,
+    "several": 2_000_000_000_000,
+}
+"""The seed before the first of each kind, as in csrc/sim/plan.h."""
 LIMIT_S = 300  # of one kind of seeds; a mutation can make a run endless
 
 
@@ -167,7 +172,7 @@ MUTATIONS = [
     Mutation(
         "operations end before the links stop",
         "data_plane.cc",
-        "  stopPorts();\n  const auto oldest",
+        "  stopTouchingMemory();\n  stopPorts();\n  const auto oldest",
         "  const auto oldest",
     ),
     Mutation(
@@ -177,11 +182,18 @@ MUTATIONS = [
         "Clock::now()",
     ),
     Mutation(
-        "what waits for a connection leaves after the end",
+        "late bytes arrive in a group that closes",
         "data_plane_links.cc",
-        "    unwatch(port->watched);\n    port->channel.clear();\n"
-        "    port->broken = true;\n  }\n}\n\nvoid DataPlane::sayGoodbye",
-        "  }\n}\n\nvoid DataPlane::sayGoodbye",
+        "  for (const auto& port : in_) {\n    if (port != nullptr) {\n"
+        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "",
+    ),
+    Mutation(
+        "what is queued leaves after a group was closed",
+        "data_plane_links.cc",
+        "  for (const auto& port : out_) {\n    if (port != nullptr) {\n"
+        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "",
     ),
     Mutation(
         "a goodbye may be cut short",
