@@ -25,6 +25,9 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
     size_t count = 0;
     size_t skip = written_;
     size_t offered = 0;
+    if (sent.capacity() - sent.size() < kMaxViews) { // now: once the kernel has a frame, that must not be forgotten
+      sent.reserve(2 * sent.capacity() + kMaxViews);
+    }
     for (size_t i = 0; i < frames_.size() && count + 2 <= kMaxViews && offered < kTurnNbytes; ++i) {
       const OutFrame& frame = frames_[i];
       const ConstBufferView header(reinterpret_cast<const std::byte*>(&frame.header), sizeof frame.header);

@@ -43,28 +43,28 @@ class OutChannel {
   /// Writes up to a bounded number of bytes, so that reading gets its turn. Appends the frames that the kernel has taken whole
   /// to `sent`. Returns true while frames are left.
   [[nodiscard]] bool flush(std::vector<OutFrame>& sent);
-  /// Forgets all frames: nothing borrowed is touched again.
-  void clear() noexcept {
-    frames_.clear();
-    written_ = 0;
-  }
-  /// Forgets all frames but one that the kernel has a part of, if that borrows nothing. False if what follows would make no sense to
-  /// the peer.
-  [[nodiscard]] bool clearToLastWords() noexcept {
-    if (written_ > 0 && frames_.front().payload.nbytes > 0) {
-      clear();
-      return false;
+  /// Forgets every frame, so that no memory which a frame borrows is read again. A frame without a payload stays if the kernel has a part
+  /// of it: then a goodbye can follow.
+  void stopTouchingMemory() noexcept {
+    cut_short_ = cut_short_ || (written_ > 0 && frames_.front().payload.nbytes > 0);
+    if (cut_short_) {
+      frames_.clear();
+      written_ = 0;
     }
     while (frames_.size() > (written_ > 0 ? 1U : 0U)) {
       frames_.pop_back();
     }
-    return true;
+  }
+  /// The peer has a part of a frame whose rest was forgotten: it would take anything that followed for that rest.
+  [[nodiscard]] bool cutShort() const noexcept {
+    return cut_short_;
   }
 
  private:
   Link& link_; ///< the owner's, which holds this channel beside it
   std::deque<OutFrame> frames_;
   size_t written_ = 0; ///< bytes of the first frame (header and payload) that are gone
+  bool cut_short_ = false;
 };
 
 /// Cuts what arrives from one peer into frames. One thread.
@@ -86,6 +86,11 @@ class InChannel {
   /// Reads a bounded number of bytes. False once the peer has closed its side. Throws Error(ConnectionReset) or
   /// Error(ProtocolViolation).
   [[nodiscard]] bool read();
+  /// Writes no more bytes of the frame that is arriving to the place that the receiver named. The rest of its payload is read and
+  /// dropped, so that the frames after it can be read.
+  void stopTouchingMemory() noexcept {
+    sink_ = Sink{};
+  }
   /// The last read() brought something.
   [[nodiscard]] bool moved() const noexcept {
     return turn_ > 0;

@@ -35,8 +35,11 @@ struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
         out(*link),
         in(peer_rank, *link, *this, kControlBufferNbytes) {}
 
-  void onReady(uint32_t events) noexcept override {
+  void onReady(uint32_t events) override {
     plane.linkReady(*this, events);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    plane.onThrown(exception);
   }
   Sink onHeader(int, const FrameHeader& header) override {
     plane.checkHeader(peer, header);
@@ -101,6 +104,10 @@ std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
   if (!std::exchange(open_, false)) {
     return closing;
   }
+  try {
+    closing.reserve(links_.size());
+  } catch (const std::exception&) { // they are closed as they are
+  }
   for (const auto& acceptor : acceptors_) {
     loop_.unwatch(acceptor->fd());
   }
@@ -118,7 +125,9 @@ std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
       static_cast<void>(link.out.flush(sent));
     } catch (const std::exception&) { // it is gone already, or there is no memory to say more
     }
-    closing.push_back(std::move(link.link));
+    if (closing.size() < closing.capacity()) {
+      closing.push_back(std::move(link.link));
+    }
   }
   return closing;
 }
@@ -155,32 +164,29 @@ std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortT
 }
 
 void ControlPlane::notice(const ErrorRecord& record) {
-  guarded([&] {
-    membership_.noticed(record, Clock::now());
-    act();
-  });
+  membership_.noticed(record, Clock::now());
+  act();
 }
 
 void ControlPlane::doubt(const ErrorRecord& record) {
-  guarded([&] {
-    membership_.doubted(record, Clock::now());
-    act();
-  });
+  membership_.doubted(record, Clock::now());
+  act();
 }
 
 void ControlPlane::peerLeft(int peer) {
   membership_.saidGoodbye(peer);
 }
 
-void ControlPlane::report(const std::exception_ptr& exception) noexcept {
+void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
   try {
-    membership_.noticed(ownTrouble(exception, identity_), Clock::now());
+    membership_.noticed(recordInAnyCase(identity_, [&] { return ownTrouble(exception, identity_); }), Clock::now());
     act();
   } catch (...) { // no memory even to say so: what follows from our silence names this rank
   }
 }
 
-void ControlPlane::died(int peer) noexcept {
+void ControlPlane::died(int peer) {
+  PYCOMM_FAULT_POINT("control.died");
   const auto found = links_.find(peer);
   if (found != links_.end()) {
     // What it wrote before its end has arrived: a goodbye, or a report that tells more than the end does.
@@ -190,8 +196,8 @@ void ControlPlane::died(int peer) noexcept {
   act();
 }
 
-void ControlPlane::onReady(uint32_t) noexcept {
-  guarded([&] { poll(); });
+void ControlPlane::onReady(uint32_t) {
+  poll();
 }
 
 void ControlPlane::poll() {
@@ -218,23 +224,21 @@ void ControlPlane::welcome(Accepted accepted) {
   }
 }
 
-void ControlPlane::linkReady(ControlLink& link, uint32_t events) noexcept {
+void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   if (link.down) {
     return;
   }
-  guarded([&] {
-    try {
-      if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
-        dropLink(link, "the connection was closed");
-      }
-      if (!link.down && (events & EPOLLOUT) != 0) {
-        flush(link);
-      }
-    } catch (const Error& error) {
-      linkBroke(link, error);
+  try {
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
+      dropLink(link, "the connection was closed");
     }
-    act();
-  });
+    if (!link.down && (events & EPOLLOUT) != 0) {
+      flush(link);
+    }
+  } catch (const Error& error) {
+    linkBroke(link, error);
+  }
+  act();
 }
 
 void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
@@ -320,14 +324,27 @@ void ControlPlane::flush(ControlLink& link) {
   }
 }
 
+// Until it succeeds: without memory it may throw, and then the next tick tries again.
+void ControlPlane::tellFailure() {
+  if (untold_) {
+    PYCOMM_FAULT_POINT("control.failed");
+    events_.failed(*untold_);
+    untold_.reset();
+    connected_.notify_all();
+  }
+}
+
 void ControlPlane::act() {
   for (std::vector<Membership::Action> actions = membership_.takeActions(); !actions.empty();
        actions = membership_.takeActions()) {
+    for (Membership::Action& action : actions) {
+      if (action.kind == Membership::Action::Kind::Fail) {
+        untold_ = std::move(action.record);
+      }
+    }
+    tellFailure();
     for (const Membership::Action& action : actions) {
       if (action.kind == Membership::Action::Kind::Fail) {
-        failed_ = true;
-        events_.failed(action.record);
-        connected_.notify_all();
         continue;
       }
       const bool flood = action.kind == Membership::Action::Kind::Flood;
@@ -359,26 +376,25 @@ std::optional<ErrorRecord> ControlPlane::trouble() const {
 }
 
 TimePoint ControlPlane::nextTick() const noexcept {
-  TimePoint next = membership_.nextTick();
+  TimePoint next = untold_ ? TimePoint::min() : membership_.nextTick();
   for (const auto& acceptor : acceptors_) {
     next = std::min(next, acceptor->nextDeadline());
   }
   return next;
 }
 
-void ControlPlane::tick(TimePoint now) noexcept {
-  guarded([&] {
-    for (const auto& acceptor : acceptors_) {
-      if (acceptor->nextDeadline() <= now) {
-        poll();
-      }
-      if (acceptor->troubleSince() != TimePoint::max() && now - acceptor->troubleSince() >= kTrouble) {
-        membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
-      }
+void ControlPlane::tick(TimePoint now) {
+  tellFailure();
+  for (const auto& acceptor : acceptors_) {
+    if (acceptor->nextDeadline() <= now) {
+      poll();
     }
-    membership_.tick(now);
-    act();
-  });
+    if (acceptor->troubleSince() != TimePoint::max() && now - acceptor->troubleSince() >= kTrouble) {
+      membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
+    }
+  }
+  membership_.tick(now);
+  act();
 }
 
 } // namespace pycomm

@@ -52,7 +52,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
   /// The process of a neighbour on this host has ended, as its DeathWatch says.
-  void died(int peer) noexcept;
+  void died(int peer);
   /// Says goodbye on all links and stops. The links, for closeAllGently() on another thread: the loop serves other groups.
   std::vector<std::unique_ptr<Link>> close() noexcept;
 
@@ -63,27 +63,20 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
 
   // Loop::Handler (the acceptors' descriptors), Loop::Ticker
-  void onReady(uint32_t events) noexcept override;
+  void onReady(uint32_t events) override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
-  void tick(TimePoint now) noexcept override;
+  void tick(TimePoint now) override;
+  /// Whatever is thrown becomes the group's failure.
+  void onThrown(const std::exception_ptr& exception) noexcept override;
 
  private:
   struct ControlLink;
 
   void poll();
   void act();
-  /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure.
-  template <typename Body>
-  void guarded(const Body& body) noexcept {
-    try {
-      body();
-    } catch (...) {
-      report(std::current_exception());
-    }
-  }
-  void report(const std::exception_ptr& exception) noexcept;
+  void tellFailure();
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
-  void linkReady(ControlLink& link, uint32_t events) noexcept;
+  void linkReady(ControlLink& link, uint32_t events);
   void flush(ControlLink& link);
   void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause);
@@ -100,7 +93,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
-  bool failed_ = false;
+  std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been told
   bool open_ = false;
 
   std::mutex mutex_; ///< guards missing_

@@ -82,35 +82,45 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
     ErrorRecord closed;
     closed.code = ErrorCode::ShutDown;
     closed.summary = "The process group is closed.";
-    ErrorRecord record = errorOf(*operation, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
-    record.bytes_done = 0;
-    record.bytes_total = 0;
-    if (const PreparedSchedule* schedule = operation->request().schedule.get()) { // null: from any rank
-      for (const Edge& edge : schedule->incoming) {
-        record.bytes_total += edge.nbytes;
+    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) {
+      ErrorRecord record = errorOf(ended, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
+      record.bytes_done = 0;
+      record.bytes_total = 0;
+      if (const PreparedSchedule* schedule = ended.request().schedule.get()) { // null: from any rank
+        for (const Edge& edge : schedule->incoming) {
+          record.bytes_total += edge.nbytes;
+        }
       }
-    }
-    record.phase = record.phase.empty() ? "not_started" : record.phase;
-    operation->finish(std::move(record));
+      record.phase = record.phase.empty() ? "not_started" : record.phase;
+      return record;
+    });
     return;
   }
-  guarded(-1, [&] {
-    try {
-      PYCOMM_FAULT_POINT("operation.post");
-      next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
-      if (operation->request().descriptor.kind == Collective::Send) {
-        postPointToPoint(operation);
-      } else {
-        begin(operation);
-      }
-    } catch (...) {
-      // Not among transfers_ yet, so the group's failure would not find it, and its waiter would wait for ever.
-      if (transfers_.count(operation->request().id.id) == 0) {
-        operation->finish(errorOf(*operation, ownTrouble(std::current_exception(), identity_), identity_));
-      }
-      throw;
+  takeUp(*operation, [&] {
+    PYCOMM_FAULT_POINT("operation.post");
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+    if (operation->request().descriptor.kind == Collective::Send) {
+      postPointToPoint(operation);
+    } else {
+      begin(operation);
     }
   });
+}
+
+bool DataPlane::has(const Operation& operation) const noexcept {
+  const auto is = [&](const auto& entry) { return entry.second.get() == &operation; };
+  return std::any_of(
+             transfers_.begin(),
+             transfers_.end(),
+             [&](const auto& entry) { return &entry.second->operation() == &operation; }) ||
+      std::any_of(unmatched_.begin(), unmatched_.end(), is) || std::any_of(followed_.begin(), followed_.end(), is) ||
+      std::any_of(without_input_.begin(), without_input_.end(), [&](const auto& entry) {
+           return entry.get() == &operation;
+         });
+}
+
+ErrorRecord DataPlane::unfit(const Operation& operation, const std::exception_ptr& exception) const {
+  return errorOf(operation, ownTrouble(exception, identity_), identity_);
 }
 
 void DataPlane::begin(std::shared_ptr<Operation> operation) {
@@ -160,7 +170,7 @@ void DataPlane::replayHeld(Transfer& transfer) {
 
 Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
-  if (failure_ || header.type == FrameType::Goodbye) {
+  if (failure_ || closing_ || header.type == FrameType::Goodbye) {
     return sink;
   }
   const TimePoint now = Clock::now();
@@ -273,12 +283,25 @@ void DataPlane::settle(uint64_t op_id) {
   const std::unique_ptr<Transfer> finished = std::move(found->second);
   transfers_.erase(found);
   lane_.addBusy(-1);
-  protocol_.ended(op_id);
+  endInProtocol(op_id);
   messageEnded(finished->operation());
   finished->operation().finish(std::nullopt);
 }
 
-void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
+// What the protocol keeps of an operation must not keep the operation from ending.
+void DataPlane::endInProtocol(uint64_t op_id) noexcept {
+  try {
+    protocol_.ended(op_id);
+  } catch (...) {
+    report(-1, std::current_exception());
+  }
+}
+
+void DataPlane::end(Operation& operation, const Transfer* transfer, const Why& why) const noexcept {
+  operation.finish(recordInAnyCase(identity_, [&] { return why(operation, transfer); }));
+}
+
+void DataPlane::endAll(const Why& why) noexcept {
   const auto transfers = std::exchange(transfers_, {});
   const auto unmatched = std::exchange(unmatched_, {});
   const auto sends = std::exchange(sends_, {});
@@ -288,22 +311,22 @@ void DataPlane::endAll(const std::function<ErrorRecord(const Operation&, const T
   endFollowed(why);
   lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
   for (const auto& entry : transfers) {
-    protocol_.ended(entry.first);
-    entry.second->operation().finish(why(entry.second->operation(), entry.second.get()));
+    endInProtocol(entry.first);
+    end(entry.second->operation(), entry.second.get(), why);
   }
   for (const auto& entry : unmatched) {
-    entry.second->finish(why(*entry.second, nullptr));
+    end(*entry.second, nullptr, why);
   }
   for (const auto& entry : sends) {
     for (const std::shared_ptr<Operation>& message : entry.second.waiting) {
       if (message != nullptr) {
         lane_.addBusy(-1);
-        message->finish(why(*message, nullptr));
+        end(*message, nullptr, why);
       }
     }
   }
   for (const auto& operation : without_input) {
-    operation->finish(why(*operation, nullptr));
+    end(*operation, nullptr, why);
   }
   held_.clear();
 }
@@ -322,25 +345,28 @@ ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* trans
   return record;
 }
 
-void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) {
+void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
   if (failure_) {
     return;
   }
-  failure_ = cause;
+  failure_ = recordInAnyCase(identity_, [&] { return cause; });
   failed_at_ = Clock::now();
-  // First no more bytes in or out of anybody's memory, then the operations end and their memory is free.
+  stopTouchingMemory();
   stopPorts();
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
   const Operation* const message = oldestMessage();
   const bool begun = oldest != transfers_.end();
-  if (told == nullptr) {
-    // nobody asks
-  } else if (begun && (message == nullptr || oldest->second->operation().issuedAt() <= message->issuedAt())) {
-    told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
-  } else if (message != nullptr) {
-    told(errorIn(*message, nullptr, cause));
+  try {
+    if (told == nullptr) {
+      // nobody asks
+    } else if (begun && (message == nullptr || oldest->second->operation().issuedAt() <= message->issuedAt())) {
+      told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
+    } else if (message != nullptr) {
+      told(errorIn(*message, nullptr, cause));
+    }
+  } catch (...) { // no memory to say it: the group's cause itself is known
   }
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }
@@ -348,6 +374,9 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
 // A broken link to a peer matters only where something has still to go out on it. What is due from the peer comes on its own link, and
 // the end of that tells more; if the peer died, those who have a control link to it say so.
 void DataPlane::suspect(int peer, Suspicion suspicion) {
+  if (failure_ || closing_) {
+    return;
+  }
   const auto any = [&](bool (Transfer::*question)(int) const noexcept) {
     return std::any_of(
         transfers_.begin(), transfers_.end(), [&](const auto& entry) { return (entry.second.get()->*question)(peer); });

@@ -115,12 +115,12 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void useRings(bool all_have_them);
   /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
   /// operation under way will end with; nothing if there is none.
-  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr);
+  void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
   /// end with `reason`; if there were some, the other ranks are told.
-  void close(const ErrorRecord& reason, std::function<void()> closed);
+  void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
 
   /// Of a group that also has a HostPlane, which outlives this. The rest is about operations there.
   void accompany(const HostPlane* host) noexcept {
@@ -136,16 +136,22 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] Usage usage() const;
 
   // PortOwner, InChannel::Receiver, Loop::Ticker
-  void onPortReady(int peer, bool outgoing, uint32_t events) noexcept override;
+  void onPortReady(int peer, bool outgoing, uint32_t events) override;
+  void onPortThrown(int peer, const std::exception_ptr& exception) noexcept override {
+    report(peer, exception);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    report(-1, exception);
+  }
   [[nodiscard]] Sink onHeader(int peer, const FrameHeader& header) override;
   void onFrame(int peer, const FrameHeader& header, Sink sink) override;
   [[nodiscard]] TimePoint nextTick() const noexcept override;
-  void tick(TimePoint now) noexcept override;
-  [[nodiscard]] Look look() noexcept override;
+  void tick(TimePoint now) override;
+  [[nodiscard]] Look look() override;
   [[nodiscard]] bool sharesMemory() const noexcept override {
     return !shared_in_.empty() || !shared_out_.empty();
   }
-  [[nodiscard]] bool pollShared() noexcept override;
+  [[nodiscard]] bool pollShared() override;
   [[nodiscard]] bool restShared() noexcept override;
 
  private:
@@ -217,7 +223,11 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
       const;
   /// `why` gets a null transfer for a receive without a sender.
-  void endAll(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
+  using Why = std::function<ErrorRecord(const Operation&, const Transfer*)>;
+  void endAll(const Why& why) noexcept;
+  void end(Operation& operation, const Transfer* transfer, const Why& why) const noexcept;
+  void endInProtocol(uint64_t op_id) noexcept;
+  void stopTouchingMemory() noexcept;
   void stopPorts() noexcept;
   void sayGoodbye(OutPort& port);
   void endIfSaid(OutPort& port);
@@ -232,7 +242,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void checkDeadlines(TimePoint now);
   void checkHostDeadlines(TimePoint now);
   void checkFollowedDeadlines(TimePoint now);
-  void endFollowed(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why);
+  void endFollowed(const Why& why) noexcept;
   void checkHeldDeadlines(TimePoint now);
   void recallHost(uint64_t op_id);
   void notice(ErrorRecord record);
@@ -248,6 +258,24 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     }
   }
   void report(int peer, const std::exception_ptr& exception) noexcept;
+  /// The same for a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure
+  /// would not find it, and its waiter would wait for ever.
+  template <typename Body>
+  void takeUp(Operation& operation, const Body& body) noexcept {
+    guarded(-1, [&] {
+      try {
+        body();
+      } catch (...) {
+        if (!has(operation)) {
+          const std::exception_ptr exception = std::current_exception();
+          end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+        }
+        throw;
+      }
+    });
+  }
+  [[nodiscard]] bool has(const Operation& operation) const noexcept;
+  [[nodiscard]] ErrorRecord unfit(const Operation& operation, const std::exception_ptr& exception) const;
 
   const GroupIdentity identity_;
   const Options options_;

@@ -41,7 +41,7 @@ void DataPlane::hostStuck(std::shared_ptr<Operation> operation) {
 
 void DataPlane::hostUnstuck(uint64_t op_id) {
   if (host_stuck_.erase(op_id) != 0) {
-    protocol_.ended(op_id);
+    endInProtocol(op_id);
   }
 }
 
@@ -104,7 +104,7 @@ void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
     post(operation); // which says so
     return;
   }
-  guarded(-1, [&] {
+  takeUp(*operation, [&] {
     const Operation::Request& request = operation->request();
     next_deadline_ = std::min(next_deadline_, request.deadline.instant());
     followed_.emplace(request.id.id, operation);
@@ -120,14 +120,20 @@ void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) 
   }
   const std::shared_ptr<Operation> operation = std::move(found->second);
   followed_.erase(found);
-  protocol_.ended(op_id);
-  operation->finish(error ? std::optional<ErrorRecord>(errorOf(*operation, *error, identity_)) : std::nullopt);
+  endInProtocol(op_id);
+  if (error) {
+    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) {
+      return errorOf(ended, *error, identity_);
+    });
+  } else {
+    operation->finish(std::nullopt);
+  }
 }
 
-void DataPlane::endFollowed(const std::function<ErrorRecord(const Operation&, const Transfer*)>& why) {
+void DataPlane::endFollowed(const Why& why) noexcept {
   for (const auto& entry : std::exchange(followed_, {})) {
-    protocol_.ended(entry.first);
-    entry.second->finish(why(*entry.second, nullptr));
+    endInProtocol(entry.first);
+    end(*entry.second, nullptr, why);
   }
 }
 

@@ -157,7 +157,7 @@ bool DataPlane::readPort(InPort& port) {
 }
 
 // Only small operations: a large one's bytes are better read when many have come.
-Loop::Ticker::Look DataPlane::look() noexcept {
+Loop::Ticker::Look DataPlane::look() {
   looked_.clear(); // reading may change transfers_
   bool polled = false;
   if (transfers_.size() > kLookOperations) {
@@ -227,7 +227,7 @@ void DataPlane::linkBroke(int peer, const Error& error, bool may_be_orderly) {
   }
 }
 
-void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) noexcept {
+void DataPlane::onPortReady(int peer, bool outgoing, uint32_t events) {
   guarded(peer, [&] {
     if (!outgoing) {
       readPort(*in_[static_cast<size_t>(peer)]);
@@ -283,13 +283,28 @@ void DataPlane::endReading(InPort& port) noexcept {
   unwatch(port.watched);
 }
 
+// Everything that holds a view of an operation's memory lets go of it: frames on their way out, to other ranks and to this one, and the
+// places that arriving payloads go to. Links stay open, so that goodbyes are still sent and read. Operations may end only after this.
+void DataPlane::stopTouchingMemory() noexcept {
+  to_self_.clear();
+  early_.clear();
+  for (const auto& port : out_) {
+    if (port != nullptr) {
+      port->channel.stopTouchingMemory();
+    }
+  }
+  for (const auto& port : in_) {
+    if (port != nullptr) {
+      port->channel.stopTouchingMemory();
+    }
+  }
+}
+
 void DataPlane::stopPorts() noexcept {
   dirty_.clear();
-  to_self_.clear();
   for (const auto& port : out_) {
     if (port != nullptr) {
       unwatch(port->watched);
-      port->channel.clear();
       port->broken = true;
     }
   }
@@ -301,15 +316,19 @@ void DataPlane::stopPorts() noexcept {
   }
 }
 
-void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
-  if (!failure_ && !transfers_.empty()) {
-    notice(leftInTheMiddle(transfers_.begin()->second->operation(), identity_));
-  } else if (
-      const Operation* const message = oldestMessage();
-      !failure_ && message != nullptr && message->request().peer != PointToPoint::kAnyRank) {
-    notice(leftInTheMiddle(*message, identity_));
+void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) noexcept {
+  if (!failure_) {
+    const Operation* const message = oldestMessage();
+    try {
+      if (!transfers_.empty()) {
+        notice(leftInTheMiddle(transfers_.begin()->second->operation(), identity_));
+      } else if (message != nullptr && message->request().peer != PointToPoint::kAnyRank) {
+        notice(leftInTheMiddle(*message, identity_));
+      }
+    } catch (...) { // no memory to say so: the others find that this rank has left
+    }
   }
-  closing_ = reason;
+  closing_ = recordInAnyCase(identity_, [&] { return reason; });
   closed_ = std::move(closed);
   close_at_ = Clock::now();
   if (failure_) {
@@ -317,25 +336,27 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) {
     close_at_ = std::max(close_at_, failed_at_ + std::chrono::milliseconds(kNewsMs));
     return;
   }
+  stopTouchingMemory();
   endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   for (const auto& port : out_) {
     if (port == nullptr || port->broken) {
       continue;
     }
     if (port->connected) {
-      sayGoodbye(*port);
-      continue;
+      try {
+        sayGoodbye(*port);
+        continue;
+      } catch (...) { // no memory for it: the goodbye on the control link is enough
+        port->says_goodbye = false;
+      }
     }
-    // What waits for the connection borrows memory of operations that ended just now: it must never leave.
-    unwatch(port->watched);
-    port->channel.clear();
+    unwatch(port->watched); // nothing was said to this peer, so no goodbye need follow
     port->broken = true;
   }
 }
 
 void DataPlane::sayGoodbye(OutPort& port) {
-  // The memory of operations that ended just now may be gone.
-  if (port.channel.clearToLastWords()) {
+  if (!port.channel.cutShort()) {
     OutFrame frame;
     frame.header.type = FrameType::Goodbye;
     frame.header.group = identity_.hash;

@@ -315,16 +315,16 @@ void DataPlane::beginMatched() {
     if (found == unmatched_.end()) {
       continue; // it has ended, with the group
     }
-    std::shared_ptr<Operation> operation = std::move(found->second);
-    unmatched_.erase(found);
-    lane_.addBusy(-1);
+    const std::shared_ptr<Operation> operation = found->second;
     const Operation::Request& request = operation->request();
     std::shared_ptr<const PreparedSchedule> schedule = request.schedule;
     if (schedule == nullptr) { // from any rank: only now is there an edge
       schedule = receiveFrom(match.from, identity_.rank, identity_.size, request.descriptor);
     }
     operation->settle(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
-    begin(std::move(operation));
+    begin(operation);
+    unmatched_.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
+    lane_.addBusy(-1);
   }
 }
 

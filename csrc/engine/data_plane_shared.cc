@@ -67,7 +67,7 @@ uint32_t DataPlane::writeEvents(const OutPort& port, bool waits) const noexcept 
   return port.reader_gone ? 0U : static_cast<uint32_t>(port.shared->roomEvent());
 }
 
-bool DataPlane::pollShared() noexcept {
+bool DataPlane::pollShared() {
   bool moved = false;
   for (size_t i = 0; i < shared_in_.size(); ++i) { // reading may open another one
     InPort& port = *shared_in_[i];

@@ -24,7 +24,7 @@ void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
     post(operation); // which says so
     return;
   }
-  guarded(-1, [&] {
+  takeUp(*operation, [&] {
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
     without_input_.insert(operation);
   });
@@ -115,10 +115,12 @@ void DataPlane::checkDeadlines(TimePoint now) {
   checkHeldDeadlines(now);
 }
 
-void DataPlane::tick(TimePoint now) noexcept {
+void DataPlane::tick(TimePoint now) {
   if (close_at_ <= now) {
     close_at_ = TimePoint::max();
-    failure_ = failure_ ? failure_ : closing_;
+    if (!failure_) {
+      failure_ = std::move(*closing_);
+    }
     stopPorts();
     std::exchange(closed_, nullptr)();
     return; // the owner may be gone

@@ -36,6 +36,12 @@ bool Engine::belongsToThisProcess() const noexcept {
 
 void Engine::add(const std::weak_ptr<Group>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (shut_down_) {
+    throw Error(
+        ErrorCode::ShutDown,
+        "pycomm was shut down while a process group was being joined",
+        "join groups before the process begins to exit");
+  }
   groups_.erase(
       std::remove_if(groups_.begin(), groups_.end(), [](const auto& entry) { return entry.expired(); }), groups_.end());
   groups_.push_back(group);
@@ -77,6 +83,7 @@ bool Engine::shutdown(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(groups_);
+    shut_down_ = true;
   }
   for (const auto& entry : groups) {
     if (const std::shared_ptr<Group> group = entry.lock()) {

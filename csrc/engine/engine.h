@@ -66,6 +66,7 @@ class Engine {
 
  private:
   friend class Group;
+  /// For shutdown(). Throws Error(ShutDown) if that was called meanwhile.
   void add(const std::weak_ptr<Group>& group);
 
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
@@ -78,6 +79,7 @@ class Engine {
   std::shared_ptr<SharedHeap> heap_;
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
   std::vector<std::weak_ptr<Group>> groups_;
+  bool shut_down_ = false;
 };
 
 } // namespace pycomm

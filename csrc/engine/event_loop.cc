@@ -170,7 +170,10 @@ void EventLoop::giveBaton(bool patient) noexcept {
 Loop::Ticker::Look EventLoop::lookOnce() noexcept {
   Ticker::Look all = Ticker::Look::Nothing;
   for (size_t i = 0; i < tickers_.size(); ++i) {
-    const Ticker::Look one = tickers_[i] == nullptr ? Ticker::Look::Nothing : tickers_[i]->look();
+    Ticker::Look one = Ticker::Look::Nothing;
+    if (tickers_[i] != nullptr) {
+      guarded(*tickers_[i], [&] { one = tickers_[i]->look(); });
+    }
     if (one == Ticker::Look::Moved) {
       return one;
     }
@@ -182,7 +185,9 @@ Loop::Ticker::Look EventLoop::lookOnce() noexcept {
 bool EventLoop::pollAll() noexcept {
   bool moved = false;
   for (size_t i = 0; i < tickers_.size(); ++i) {
-    moved = (tickers_[i] != nullptr && tickers_[i]->pollShared()) || moved;
+    if (tickers_[i] != nullptr) {
+      guarded(*tickers_[i], [&] { moved = tickers_[i]->pollShared() || moved; });
+    }
   }
   return moved;
 }
@@ -243,10 +248,12 @@ void EventLoop::watch(int fd, uint32_t events, Handler& handler) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = (uint64_t{serial} << 32) | static_cast<uint32_t>(fd);
+  watches_[fd] = Watch{&handler, serial}; // first: the kernel must not report a descriptor that nobody can be told of
   if (::epoll_ctl(epoll_.get(), op, fd, &event) != 0) {
-    throwErrno("epoll_ctl", errno);
+    const int error_number = errno;
+    watches_.erase(fd);
+    throwErrno("epoll_ctl", error_number);
   }
-  watches_[fd] = Watch{&handler, serial};
 }
 
 void EventLoop::unwatch(int fd) noexcept {
@@ -291,7 +298,8 @@ bool EventLoop::dispatch(int timeout_ms) noexcept {
     // An earlier handler of this round may have unwatched this one, and another may have got its descriptor.
     const auto found = watches_.find(static_cast<int>(event.data.u64 & 0xffffffffU));
     if (found != watches_.end() && found->second.serial == static_cast<uint32_t>(event.data.u64 >> 32)) {
-      found->second.handler->onReady(event.events);
+      Handler& handler = *found->second.handler;
+      guarded(handler, [&] { handler.onReady(event.events); });
     }
   }
   const bool polled = pollAll();
@@ -304,7 +312,8 @@ void EventLoop::runDue() noexcept {
   const TimePoint now = Clock::now();
   for (size_t i = 0; i < tickers_.size(); ++i) {
     if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
-      tickers_[i]->tick(now);
+      Ticker& ticker = *tickers_[i];
+      guarded(ticker, [&] { ticker.tick(now); });
     }
   }
   tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());

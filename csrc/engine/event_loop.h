@@ -29,8 +29,8 @@ namespace pycomm {
 /// operation. It is woken at once if there is work that nobody drives. If one drive lasts for milliseconds, the thread sleeps until
 /// that driver leaves.
 ///
-/// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. Tasks and handlers
-/// must not throw.
+/// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. An exception from a
+/// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
 class EventLoop final : public Loop {
  public:
   /// Throws Error(TooManyFiles | SystemError).
@@ -45,6 +45,10 @@ class EventLoop final : public Loop {
   /// Runs what was posted, then joins the thread. What is posted later runs at once on the thread that posts it. Idempotent; not on
   /// the loop's thread.
   void stop() noexcept;
+  /// Nothing ticks any more.
+  [[nodiscard]] bool ended() const noexcept {
+    return ended_.load(std::memory_order_seq_cst);
+  }
 
   /// Posts `task` and waits until it has run. Not on the loop's thread. Exceptions travel to the caller.
   void run(const std::function<void()>& task);

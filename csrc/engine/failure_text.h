@@ -47,6 +47,21 @@ namespace pycomm {
 /// rank.
 [[nodiscard]] ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity);
 
+/// The record that `make` returns, or if memory is lacking to make it, one without any sentence. For operations, which must end in any
+/// case.
+template <typename Make>
+[[nodiscard]] ErrorRecord recordInAnyCase(const GroupIdentity& identity, const Make& make) noexcept {
+  try {
+    return make();
+  } catch (...) {
+    ErrorRecord record;
+    record.code = ErrorCode::OutOfMemory;
+    record.rank = record.peer = identity.rank;
+    record.summary = "No memory left."; // as long as a string can be without memory of its own
+    return record;
+  }
+}
+
 /// A link to `peer` ended without a goodbye, or broke.
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 

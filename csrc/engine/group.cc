@@ -1,6 +1,7 @@
 #include "engine/group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <future>
 #include <utility>
 
@@ -18,6 +19,8 @@ namespace {
 
 // A training step has a few tens of distinct calls; a schedule of a large ring takes some hundred kilobytes.
 constexpr size_t kCachedSchedules = 64;
+// How often close() looks whether the lane has been stopped, so that nothing would ever say that the links are down.
+constexpr std::chrono::milliseconds kLook{50};
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
@@ -237,17 +240,19 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
 }
 
 void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, Pace pace) {
-  auto begin = [self = shared_from_this(), step, operation] {
+  auto begin = Loop::owned(*this, [self = shared_from_this(), step, operation] {
     if (self->data_ != nullptr) {
       ((*self->data_).*step)(operation);
       return;
     }
-    ErrorRecord record;
-    record.code = ErrorCode::ShutDown;
-    record.summary = "The process group is closed.";
-    record.hint = "destroy_process_group() was called before this operation";
-    operation->finish(errorOf(*operation, record, self->identity_));
-  };
+    operation->finish(recordInAnyCase(self->identity_, [&] {
+      ErrorRecord record;
+      record.code = ErrorCode::ShutDown;
+      record.summary = "The process group is closed.";
+      record.hint = "destroy_process_group() was called before this operation";
+      return errorOf(*operation, record, self->identity_);
+    }));
+  });
   switch (pace) {
     case Pace::Soon:
       engine_.lane().post(std::move(begin));
@@ -283,23 +288,37 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
 void Group::onFailed(const ErrorRecord& cause) {
   log_->reached(GroupPhase::Failed); // before anybody can know: what is issued by one who does is later than this
   abort_.abort(cause);
-  engine_.lane().post([this, cause] {
-    const auto told = [this](const ErrorRecord& record) {
-      const std::lock_guard<std::mutex> lock(failure_mutex_);
-      if (!told_ || told_->elapsed_ms < record.elapsed_ms) { // of the two planes, the older operation
-        told_ = record;
+  soon(engine_.lane(), [this, cause] { failOnLane(cause); });
+}
+
+void Group::failOnLane(const ErrorRecord& cause) {
+  const auto told = [this](const ErrorRecord& record) {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (!told_ || told_->elapsed_ms < record.elapsed_ms) { // of the two planes, the older operation
+      told_ = record;
+    }
+  };
+  if (data_ != nullptr) {
+    data_->fail(cause, told);
+  }
+  const auto ended = [this, cause] { engine_.recorder().failed(log_, failure().value_or(cause)); };
+  if (host_ != nullptr) {
+    host_->fail(cause, told, ended);
+  } else {
+    ended();
+  }
+}
+
+// On either loop. The task is small, and the queue keeps its memory: so this needs none as a rule.
+void Group::onThrown(const std::exception_ptr& exception) noexcept {
+  try {
+    engine_.control().post([this, exception] {
+      if (control_ != nullptr) {
+        control_->onThrown(exception);
       }
-    };
-    if (data_ != nullptr) {
-      data_->fail(cause, told);
-    }
-    const auto ended = [this, cause] { engine_.recorder().failed(log_, failure().value_or(cause)); };
-    if (host_ != nullptr) {
-      host_->fail(cause, told, ended);
-    } else {
-      ended();
-    }
-  });
+    });
+  } catch (...) { // operations end at their deadline
+  }
 }
 
 void Group::abort(const ErrorRecord& reason) {
@@ -314,11 +333,11 @@ void Group::abort(const ErrorRecord& reason) {
   record.rank = identity_.rank;
   record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
   record.group = identity_.name;
-  engine_.control().run([&] {
+  engine_.control().run(Loop::owned(*this, [&] {
     if (control_ != nullptr) {
       control_->notice(record);
     }
-  });
+  }));
 }
 
 std::optional<ErrorRecord> Group::failure() const {
@@ -360,13 +379,14 @@ void Group::close() {
   }
   if (data_ != nullptr) {
     std::promise<void> down;
+    const std::future<void> is_down = down.get_future();
     engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });
-    down.get_future().get();
+    while (is_down.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
+    }
   }
   static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
   if (control_ != nullptr) {
     std::vector<std::unique_ptr<Link>> links;
-    std::vector<Link*> open;
     engine_.control().run([&] {
       for (const uint64_t watch : watches_) {
         engine_.hostMates().unwatch(watch);
@@ -374,16 +394,15 @@ void Group::close() {
       links = control_->close();
       control_.reset();
     });
-    for (const auto& link : links) {
-      open.push_back(link.get());
-    }
-    closeAllGently(open);
+    closeAllGently(links);
+    static_cast<void>(PYCOMM_FAULT("group.links_closed"));
   }
   // After the goodbyes on control links: on a bulk link none can be said to a rank that does not read, and if it met the end of that
   // link first it would take it for a death.
   engine_.lane().run([&] { data_.reset(); });
-  // The lane may still hold tasks of ours that look at data_: after this run they have been.
+  // The loops may still hold tasks of ours: after this they have run.
   engine_.lane().run([] {});
+  engine_.control().run([] {});
   leave(store_, claim_);
 }
 

@@ -39,7 +39,7 @@ enum class Transport { Auto, SharedMemory, Tcp };
 ///
 /// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
 /// or new, ends with the same cause (`failure`).
-class Group : public std::enable_shared_from_this<Group> {
+class Group final : public std::enable_shared_from_this<Group>, private Loop::Owner {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
@@ -84,7 +84,7 @@ class Group : public std::enable_shared_from_this<Group> {
   /// Throws Error: whatever meet() throws, ConnectFailed naming the ranks that could not be reached, TooManyFiles.
   /// `engine` and `store` outlive the group.
   [[nodiscard]] static std::shared_ptr<Group> join(Engine& engine, Store& store, const Config& config);
-  ~Group();
+  ~Group() override;
 
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
@@ -174,6 +174,13 @@ class Group : public std::enable_shared_from_this<Group> {
   void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   void onFailed(const ErrorRecord& cause);
+  void failOnLane(const ErrorRecord& cause);
+  /// Has a loop run `body`, soon. Whatever that throws becomes the group's failure.
+  template <typename Body>
+  void soon(EventLoop& loop, Body body) {
+    loop.post(Loop::owned(*this, std::move(body)));
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override;
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
   using LaneStep = void (DataPlane::*)(const std::shared_ptr<Operation>&);

@@ -25,7 +25,7 @@ std::shared_ptr<Operation> Group::follow(const Call& call) {
 }
 
 void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {
-  engine_.lane().post([self = shared_from_this(), operation, error] {
+  soon(engine_.lane(), [self = shared_from_this(), operation, error] {
     if (self->data_ != nullptr) {
       self->data_->followedEnded(operation->request().id.id, error);
     }

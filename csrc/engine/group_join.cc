@@ -64,6 +64,8 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
     group->connect(config);
     group->shareMemory(config);
+    PYCOMM_FAULT_POINT("group.joined");
+    engine.add(group);
   } catch (const Error& error) {
     ErrorRecord record = error.record();
     if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
@@ -105,7 +107,6 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     throw Error(record);
   }
   log->reached(GroupPhase::Ready);
-  engine.add(group);
   return group;
 }
 
@@ -214,21 +215,21 @@ void Group::connect(const Config& config) {
   // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
   DataPlane::Events data_events;
   data_events.noticed = [this](ErrorRecord record) {
-    engine_.control().post([this, record = std::move(record)] {
+    soon(engine_.control(), [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->notice(record);
       }
     });
   };
   data_events.doubted = [this](ErrorRecord record) {
-    engine_.control().post([this, record = std::move(record)] {
+    soon(engine_.control(), [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->doubt(record);
       }
     });
   };
   data_events.left = [this](int peer) {
-    engine_.control().post([this, peer] {
+    soon(engine_.control(), [this, peer] {
       if (control_ != nullptr) {
         control_->peerLeft(peer);
       }
@@ -239,7 +240,7 @@ void Group::connect(const Config& config) {
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
   events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
     auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
-    engine_.lane().post([this, hello, shared] {
+    soon(engine_.lane(), [this, hello, shared] {
       if (data_ != nullptr && hello.shared) {
         data_->adoptShared(hello.rank, std::move(*shared));
       } else if (data_ != nullptr) {
@@ -248,7 +249,7 @@ void Group::connect(const Config& config) {
     });
   };
   events.left = [this](int peer) {
-    engine_.lane().post([this, peer] {
+    soon(engine_.lane(), [this, peer] {
       if (data_ != nullptr) {
         data_->peerLeft(peer);
       }
@@ -261,8 +262,8 @@ void Group::connect(const Config& config) {
     for (const int mate : membership.neighbours) {
       if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
         // Looked away from in close(), on this loop, before control_ goes.
-        watches_.push_back(
-            engine_.hostMates().watch(watch_names_[static_cast<size_t>(mate)], [this, mate] { control_->died(mate); }));
+        watches_.push_back(engine_.hostMates().watch(
+            watch_names_[static_cast<size_t>(mate)], Loop::owned(*this, [this, mate] { control_->died(mate); })));
       }
     }
   });

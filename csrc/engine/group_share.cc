@@ -218,21 +218,21 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
   // The plane is closed by close() before the loops let go of this object: `this` is alive in every call.
   HostPlane::Events events;
   events.notice = [this](ErrorRecord record) {
-    engine_.control().post([this, record = std::move(record)] {
+    soon(engine_.control(), [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->notice(record);
       }
     });
   };
   events.stuck = [this](std::shared_ptr<Operation> operation) {
-    engine_.lane().post([this, operation = std::move(operation)] {
+    soon(engine_.lane(), [this, operation = std::move(operation)] {
       if (data_ != nullptr) {
         data_->hostStuck(operation);
       }
     });
   };
   events.unstuck = [this](uint64_t op_id) {
-    engine_.lane().post([this, op_id] {
+    soon(engine_.lane(), [this, op_id] {
       if (data_ != nullptr) {
         data_->hostUnstuck(op_id);
       }

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -40,8 +41,11 @@ UniqueFd readGreeting(int socket, Greeting& greeting) {
 /// Where others come to.
 struct HostMates::Desk final : EventLoop::Handler {
   explicit Desk(HostMates& owner) : mates(owner) {}
-  void onReady(uint32_t) noexcept override {
+  void onReady(uint32_t) override {
     mates.admit();
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
   }
   HostMates& mates; ///< holds this
   UniqueFd socket;
@@ -50,8 +54,11 @@ struct HostMates::Desk final : EventLoop::Handler {
 /// A process that watches us. It may ask for the memory of groups; when it hangs up, its word is free.
 struct HostMates::Guest final : EventLoop::Handler {
   explicit Guest(HostMates& owner) : mates(owner) {}
-  void onReady(uint32_t) noexcept override {
+  void onReady(uint32_t) override {
     mates.hearGuest(*this);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
   }
   std::optional<uint64_t> asks; ///< for what is not offered yet
   HostMates& mates; ///< holds this
@@ -62,8 +69,11 @@ struct HostMates::Guest final : EventLoop::Handler {
 /// A process that we watch.
 struct HostMates::Mate final : EventLoop::Handler {
   explicit Mate(HostMates& owner) : mates(owner) {}
-  void onReady(uint32_t) noexcept override {
+  void onReady(uint32_t) override {
     mates.heard(*this);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
   }
   HostMates& mates; ///< holds this
   std::string name;
@@ -119,13 +129,26 @@ void HostMates::open() {
 
 DeathWatch& HostMates::deathWatch() {
   if (death_watch_ == nullptr) {
-    death_watch_ =
-        std::make_unique<DeathWatch>([this](uint64_t watch) { loop_.post([this, watch] { onDeath(watch); }); });
+    death_watch_ = std::make_unique<DeathWatch>([this](uint64_t watch) {
+      Loop::guarded(*this, [&] { loop_.post(Loop::owned(*this, [this, watch] { onDeath(watch); })); });
+    });
   }
   return *death_watch_;
 }
 
-void HostMates::admit() noexcept {
+void HostMates::onThrown(const std::exception_ptr& exception) noexcept {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::bad_alloc&) { // nor is there memory for a line
+  } catch (const std::exception& error) {
+    try {
+      tell(error.what());
+    } catch (const std::bad_alloc&) {
+    }
+  }
+}
+
+void HostMates::admit() {
   for (int i = 0; i < kBacklog; ++i) {
     UniqueFd socket =
         UniqueFd::from([&] { return ::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
@@ -180,7 +203,7 @@ void HostMates::tick(TimePoint now) noexcept {
   }
 }
 
-void HostMates::hearGuest(Guest& guest) noexcept {
+void HostMates::hearGuest(Guest& guest) {
   Ask ask;
   UniqueFd none;
   const ssize_t got = takeMessage(guest.socket.get(), &ask, sizeof ask, none);
@@ -286,7 +309,7 @@ void HostMates::forget(const std::string& name) noexcept {
   mates_.erase(mate);
 }
 
-void HostMates::heard(Mate& mate) noexcept {
+void HostMates::heard(Mate& mate) {
   if (mate.watch == 0) {
     Greeting greeting;
     errno = 0;
@@ -308,7 +331,7 @@ void HostMates::heard(Mate& mate) noexcept {
   mate.socket.reset();
 }
 
-void HostMates::onDeath(uint64_t watch) noexcept {
+void HostMates::onDeath(uint64_t watch) {
   for (const auto& entry : mates_) {
     Mate& mate = *entry.second;
     if (mate.watch != watch) {

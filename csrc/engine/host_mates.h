@@ -63,13 +63,15 @@ class HostMates final : Loop::Ticker {
   void tick(TimePoint now) noexcept override;
 
   void open();
-  void admit() noexcept;
-  void hearGuest(Guest& guest) noexcept;
+  void admit();
+  void hearGuest(Guest& guest);
   void answer(Guest& guest) noexcept;
   void dismiss(int fd) noexcept;
-  void heard(Mate& mate) noexcept;
+  void heard(Mate& mate);
   void forget(const std::string& name) noexcept;
-  void onDeath(uint64_t watch) noexcept;
+  void onDeath(uint64_t watch);
+  /// Then a death is noticed by its connections.
+  void onThrown(const std::exception_ptr& exception) noexcept override;
   [[nodiscard]] DeathWatch& deathWatch();
 
   EventLoop& loop_;

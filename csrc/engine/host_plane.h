@@ -94,7 +94,10 @@ class HostPlane {
   /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
   /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
   /// Not with the baton.
-  void fail(const ErrorRecord& cause, std::function<void(const ErrorRecord&)> told, std::function<void()> ended);
+  void fail(
+      const ErrorRecord& cause,
+      const std::function<void(const ErrorRecord&)>& told,
+      const std::function<void()>& ended) noexcept;
   /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
@@ -129,7 +132,7 @@ class HostPlane {
   void report() noexcept;
   void endAll(
       const std::function<ErrorRecord(const Operation&)>& why,
-      const std::function<void(const ErrorRecord&)>& told);
+      const std::function<void(const ErrorRecord&)>& told) noexcept;
   void takeAway(const HostTransfer::Published& published);
   void wakeWorker();
   [[nodiscard]] bool startWorker();

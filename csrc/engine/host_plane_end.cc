@@ -1,4 +1,5 @@
 // How the host plane ends: with the group's failure, or in good order.
+#include <new>
 #include <utility>
 
 #include "base/log.h"
@@ -17,47 +18,58 @@ void HostPlane::takeAway(const HostTransfer::Published& published) {
     taken = heaps_.own->detach(published.input.ptr, published.input.nbytes) && taken;
   }
   if (!taken) {
-    log(LogLevel::Warn,
-        "no memory to take a tensor away from the other ranks of " + identity_.name +
-            ": if one of them is stopped and goes on later, it may still write into that tensor");
+    try {
+      log(LogLevel::Warn,
+          "no memory to take a tensor away from the other ranks of " + identity_.name +
+              ": if one of them is stopped and goes on later, it may still write into that tensor");
+    } catch (const std::bad_alloc&) { // nor for that line
+    }
   }
 }
 
+// Without taking memory, until all have ended.
 void HostPlane::endAll(
     const std::function<ErrorRecord(const Operation&)>& why,
-    const std::function<void(const ErrorRecord&)>& told) {
+    const std::function<void(const ErrorRecord&)>& told) noexcept {
   for (size_t i = head_; i < entered_; ++i) { // copies, so not with the lock that all threads take to issue operations
     takeAway(queue_[i].published());
   }
-  std::vector<std::shared_ptr<Operation>> rest;
+  std::vector<HostTransfer> queued;
+  std::vector<std::shared_ptr<Operation>> posted[2];
+  size_t first = 0;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     over_ = true;
-    for (size_t i = head_; i < queue_.size(); ++i) {
-      rest.push_back(queue_[i].operation());
+    queued.swap(queue_);
+    posted[0].swap(taken_);
+    posted[1].swap(inbox_);
+    first = std::exchange(head_, 0);
+    entered_ = 0;
+  }
+  bool oldest = true;
+  const auto end = [&](Operation& operation) {
+    ErrorRecord record = recordInAnyCase(identity_, [&] { return why(operation); });
+    record.bytes_done = operation.shared().bytes_done.load(std::memory_order_relaxed);
+    record.bytes_total = operation.shared().bytes_total;
+    record.phase = record.phase.empty() ? "transfer" : record.phase;
+    try {
+      if (std::exchange(oldest, false) && told) {
+        told(record);
+      }
+    } catch (...) { // no memory to keep it: the group's cause itself is known
     }
-    for (const auto* posted : {&taken_, &inbox_}) {
-      for (const std::shared_ptr<Operation>& operation : *posted) {
-        if (operation != nullptr) { // null: in queue_ already
-          rest.push_back(operation);
-        }
+    pending_.fetch_sub(1, std::memory_order_seq_cst);
+    operation.finish(std::move(record));
+  };
+  for (size_t i = first; i < queued.size(); ++i) {
+    end(*queued[i].operation());
+  }
+  for (const auto& some : posted) {
+    for (const std::shared_ptr<Operation>& operation : some) {
+      if (operation != nullptr) { // null: among the queued ones already
+        end(*operation);
       }
     }
-    queue_.clear();
-    taken_.clear();
-    inbox_.clear();
-    head_ = entered_ = 0;
-  }
-  pending_.fetch_sub(rest.size(), std::memory_order_seq_cst);
-  for (size_t i = 0; i < rest.size(); ++i) {
-    ErrorRecord record = why(*rest[i]);
-    record.bytes_done = rest[i]->shared().bytes_done.load(std::memory_order_relaxed);
-    record.bytes_total = rest[i]->shared().bytes_total;
-    record.phase = record.phase.empty() ? "transfer" : record.phase;
-    if (i == 0 && told) {
-      told(record);
-    }
-    rest[i]->finish(std::move(record));
   }
 }
 
@@ -71,25 +83,32 @@ void HostPlane::finishWhatCanBe() noexcept {
 
 void HostPlane::fail(
     const ErrorRecord& cause,
-    std::function<void(const ErrorRecord&)> told,
-    std::function<void()> ended) {
+    const std::function<void(const ErrorRecord&)>& told,
+    const std::function<void()>& ended) noexcept {
   ending_.store(true, std::memory_order_seq_cst);
   ringSelf(); // whoever has the baton leaves it: after a step at the most
-  const auto end = [this, cause, told = std::move(told), ended = std::move(ended)] {
+  const auto end = [this](const ErrorRecord& why, const auto& oldest, const auto& then) {
     {
       const std::lock_guard<std::mutex> baton(baton_);
       finishWhatCanBe();
       broken_ = true;
       view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
-      endAll([&](const Operation& operation) { return errorOf(operation, cause, identity_); }, told);
+      endAll([&](const Operation& operation) { return errorOf(operation, why, identity_); }, oldest);
     }
-    if (ended) {
-      ended();
+    try {
+      if (then) {
+        then();
+      }
+    } catch (const std::bad_alloc&) { // of what is said about it
     }
   };
-  if (!onWorker(end)) {
-    end();
+  try {
+    if (onWorker([=] { end(cause, told, ended); })) {
+      return;
+    }
+  } catch (const std::bad_alloc&) { // then here
   }
+  end(cause, told, ended);
 }
 
 void HostPlane::close(const ErrorRecord& reason) {
@@ -101,7 +120,10 @@ void HostPlane::close(const ErrorRecord& reason) {
       finishWhatCanBe();
       const Operation* under_way = head_ < queue_.size() ? queue_[head_].operation().get() : nullptr;
       if (under_way != nullptr && !broken_) {
-        events_.notice(leftInTheMiddle(*under_way, identity_));
+        try {
+          events_.notice(leftInTheMiddle(*under_way, identity_));
+        } catch (const std::bad_alloc&) { // the others find that this rank has left
+        }
       }
       view_.card(view_.rank).left.store(kLeftInOrder, std::memory_order_seq_cst);
       ring();

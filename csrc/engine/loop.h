@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <utility>
 
 #include "base/deadline.h"
 #include "engine/staging_pool.h"
@@ -12,20 +14,26 @@ namespace pycomm {
 /// one with epoll; the simulator has another, so that it runs the very planes that the engine runs.
 class Loop {
  public:
-  /// Told when its descriptor is ready.
-  class Handler {
+  /// Answers for what the loop runs. A loop catches every exception, so that none ends the process, and gives it to the owner.
+  class Owner {
    public:
-    virtual ~Handler() = default;
-    virtual void onReady(uint32_t events) noexcept = 0;
+    virtual ~Owner() = default;
+    /// Ends what the exception has left unfinished with a typed error. On the loop.
+    virtual void onThrown(const std::exception_ptr& exception) noexcept = 0;
+  };
+
+  /// Told when its descriptor is ready. Alive until onReady() has returned, or else that throws nothing.
+  class Handler : public Owner {
+   public:
+    virtual void onReady(uint32_t events) = 0;
   };
 
   /// Told when time has passed.
-  class Ticker {
+  class Ticker : public Owner {
    public:
-    virtual ~Ticker() = default;
     /// When `tick` wants to be called next; TimePoint::max() for never.
     [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
-    virtual void tick(TimePoint now) noexcept = 0;
+    virtual void tick(TimePoint now) = 0;
 
     enum class Look {
       Nothing, ///< there is nothing that only this could find: ask the kernel about all descriptors
@@ -34,7 +42,7 @@ class Loop {
     };
     /// A driver that spins asks this before it asks the kernel about all descriptors: to try to read from the one connection
     /// from which something is due costs one system call, where being told that it is readable and then reading costs two.
-    [[nodiscard]] virtual Look look() noexcept {
+    [[nodiscard]] virtual Look look() {
       return Look::Nothing;
     }
 
@@ -43,7 +51,7 @@ class Loop {
       return false;
     }
     /// Does what has become possible there; whether there was something. A few loads where there is nothing.
-    [[nodiscard]] virtual bool pollShared() noexcept {
+    [[nodiscard]] virtual bool pollShared() {
       return false;
     }
     /// The loop is about to sleep: from now on a descriptor becomes readable when pollShared() would find something. False if it would now.
@@ -53,6 +61,21 @@ class Loop {
   };
 
   virtual ~Loop() = default;
+
+  /// Runs `body`, which may throw, on behalf of `owner`.
+  template <typename Body>
+  static void guarded(Owner& owner, const Body& body) noexcept {
+    try {
+      body();
+    } catch (...) {
+      owner.onThrown(std::current_exception());
+    }
+  }
+  /// A task of `owner`, which is alive when the task runs.
+  template <typename Body>
+  [[nodiscard]] static auto owned(Owner& owner, Body body) {
+    return [&owner, body = std::move(body)]() mutable noexcept { guarded(owner, body); };
+  }
 
   /// The handler outlives its watch. A second call for the same descriptor changes the events.
   virtual void watch(int fd, uint32_t events, Handler& handler) = 0;

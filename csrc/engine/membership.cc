@@ -101,6 +101,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   flood.kind = Action::Kind::Flood;
   flood.except = from;
   flood.record = record;
+  candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
   actions_.push_back(std::move(flood));
   if (decide_at_ == TimePoint::max()) {
     const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
@@ -168,7 +169,6 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
 
 void Membership::tick(TimePoint now) {
   if (!failure_ && decide_at_ <= now) {
-    decide_at_ = TimePoint::max();
     // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
     const auto was_silent = [&](int rank) {
       return std::any_of(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
@@ -201,11 +201,13 @@ void Membership::tick(TimePoint now) {
         best = &record;
       }
     }
-    failure_ = *best;
     Action fail;
     fail.kind = Action::Kind::Fail;
-    fail.record = *failure_;
-    actions_.push_back(std::move(fail));
+    fail.record = *best;
+    ErrorRecord chosen = *best;
+    actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
+    failure_ = std::move(chosen);
+    decide_at_ = TimePoint::max();
   }
   if (heartbeat_at_ <= now) {
     // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and

@@ -68,6 +68,12 @@ bool Operation::wait(Deadline deadline) const {
 
 std::optional<ErrorRecord> Operation::error() const {
   const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
+  if (failed_without_record_) {
+    ErrorRecord record;
+    record.code = ErrorCode::OutOfMemory;
+    record.summary = "No memory left."; // as long as a string can be without memory of its own
+    return record;
+  }
   return error_ ? std::optional<ErrorRecord>(*error_) : std::nullopt;
 }
 
@@ -83,7 +89,7 @@ void Operation::onDone(std::function<void()> listener) {
   listener();
 }
 
-void Operation::finish(std::optional<ErrorRecord> error) {
+void Operation::finish(std::optional<ErrorRecord> error) noexcept {
   std::unique_ptr<std::vector<std::function<void()>>> listeners;
   WaitingRoom& room = roomOf(this);
   {
@@ -92,14 +98,21 @@ void Operation::finish(std::optional<ErrorRecord> error) {
       return;
     }
     mark_.ended(error);
-    error_ = error ? std::make_unique<const ErrorRecord>(*std::move(error)) : nullptr;
+    try {
+      error_ = error ? std::make_unique<const ErrorRecord>(*std::move(error)) : nullptr;
+    } catch (...) { // no memory
+      failed_without_record_ = true;
+    }
     done_.store(true, std::memory_order_release);
     listeners = std::move(listeners_);
   }
   room.ended.notify_all(); // a waiter that has returned may have destroyed the operation
   if (listeners != nullptr) {
     for (const auto& listener : *listeners) {
-      listener();
+      try {
+        listener();
+      } catch (...) { // see onDone()
+      }
     }
   }
 }

@@ -108,11 +108,11 @@ class Operation {
   [[nodiscard]] std::optional<ErrorRecord> error() const;
 
   /// Runs `listener` once when the operation ends: on the lane, or here and now if it has ended. It must be short and must not
-  /// throw: it hands on to the callback pool.
+  /// throw: it hands on to the callback pool. If it throws nevertheless, the others are run all the same.
   void onDone(std::function<void()> listener);
 
   /// Lane only. Nothing touches the buffers after this.
-  void finish(std::optional<ErrorRecord> error);
+  void finish(std::optional<ErrorRecord> error) noexcept;
 
  private:
   Request request_; ///< changed by settle() only
@@ -123,6 +123,7 @@ class Operation {
   // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes.
   std::atomic<bool> done_{false}; ///< written with the mutex held, read without
   std::unique_ptr<const ErrorRecord> error_;
+  bool failed_without_record_ = false; ///< there was no memory for `error_`
   std::unique_ptr<std::vector<std::function<void()>>> listeners_;
 };
 

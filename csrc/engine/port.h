@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 
 #include "engine/channel.h"
@@ -14,15 +15,19 @@ namespace pycomm {
 class PortOwner {
  public:
   virtual ~PortOwner() = default;
-  virtual void onPortReady(int peer, bool outgoing, uint32_t events) noexcept = 0;
+  virtual void onPortReady(int peer, bool outgoing, uint32_t events) = 0;
+  virtual void onPortThrown(int peer, const std::exception_ptr& exception) noexcept = 0;
 };
 
 /// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
 struct OutPort final : Loop::Handler {
   OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> connecting)
       : owner(port_owner), peer(peer_rank), link(std::move(connecting)), channel(*link) {}
-  void onReady(uint32_t events) noexcept override {
+  void onReady(uint32_t events) override {
     owner.onPortReady(peer, true, events);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    owner.onPortThrown(peer, exception);
   }
 
   PortOwner& owner; ///< holds this port
@@ -53,8 +58,11 @@ struct InPort final : Loop::Handler {
         peer(peer_rank),
         link(std::move(accepted)),
         channel(peer_rank, *link, receiver, buffer_nbytes) {}
-  void onReady(uint32_t events) noexcept override {
+  void onReady(uint32_t events) override {
     owner.onPortReady(peer, false, events);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    owner.onPortThrown(peer, exception);
   }
 
   PortOwner& owner; ///< holds this port

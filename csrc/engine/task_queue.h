@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <exception>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -26,7 +27,8 @@ class TaskQueue {
     return !any_.load(std::memory_order_seq_cst);
   }
 
-  /// Runs everything that was in the queue when called; true if there was something. A task may call it again.
+  /// Runs everything that was in the queue when called; true if there was something. A task may call it again. A task that throws is
+  /// logged, and the next one runs.
   bool runAll() {
     if (empty()) {
       return false;
@@ -40,7 +42,11 @@ class TaskQueue {
     const bool any = !batch.empty();
     for (Task& task : batch) {
       Task now(std::move(task)); // what it holds is let go as soon as it has run
-      now();
+      try {
+        now();
+      } catch (...) {
+        logThrown(std::current_exception());
+      }
     }
     batch.clear();
     if (batch.capacity() <= kKept) {
@@ -50,6 +56,8 @@ class TaskQueue {
   }
 
  private:
+  static void logThrown(const std::exception_ptr& exception) noexcept;
+
   static constexpr size_t kKept = 1024; // tasks; a burst of more gives its memory back
 
   std::mutex mutex_; ///< guards waiting_

@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 
 namespace pycomm {
 namespace {
@@ -109,9 +110,18 @@ void Link::closeGently() noexcept {
   }
 }
 
-void closeAllGently(const std::vector<Link*>& links) noexcept {
+void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept {
   std::vector<pollfd> open;
-  for (Link* link : links) {
+  try {
+    PYCOMM_FAULT_POINT("links.close");
+    open.reserve(links.size());
+  } catch (const std::exception&) { // without memory: one after the other
+    for (const auto& link : links) {
+      link->closeGently();
+    }
+    return;
+  }
+  for (const auto& link : links) {
     link->shutdownWrite();
     open.push_back(pollfd{link->fd(), POLLIN, 0});
   }
@@ -128,7 +138,7 @@ void closeAllGently(const std::vector<Link*>& links) noexcept {
       bool closed = true;
       try {
         closed = links[i]->tryRead({dropped.data(), dropped.size()}).closed;
-      } catch (const Error&) { // the peer was faster
+      } catch (const std::exception&) { // the peer was faster
       }
       if (closed) {
         open[i].fd = -1; // poll() passes over it

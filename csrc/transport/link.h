@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -93,6 +94,6 @@ void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortT
 void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
 
 /// closeGently() of several links at once: 20 ms for all of them together.
-void closeAllGently(const std::vector<Link*>& links) noexcept;
+void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept;
 
 } // namespace pycomm

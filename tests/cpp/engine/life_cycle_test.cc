@@ -8,9 +8,11 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <optional>
 #include <random>
 
+#include "base/fault_point.h"
 #include "ranks.h"
 #include "sanitized.h"
 #include "transport/directory_store.h"
@@ -237,6 +239,55 @@ TEST(LifeCycle, WhoLeavesInTheMiddleHasItsMemoryBack) {
     ASSERT_EQ(wrong, 0) << "round " << round;
     ASSERT_EQ(touched, 0) << "round " << round;
   }
+}
+
+TEST(LifeCycle, AGroupThatIsJoinedWhileTheEngineShutsDownIsClosed) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  SharedStore store;
+  Engine engine;
+  armFaultPoints("group.joined:1:delay=500");
+  auto joining = std::async(std::launch::async, [&] {
+    const TimePoint begin = Clock::now();
+    EXPECT_THAT(
+        [&] { Group::join(engine, store, configOf(0, 1))->close(); },
+        ::testing::Throws<Error>(::testing::Property(
+            &Error::what, ::testing::HasSubstr("shut down while a process group was being joined"))));
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200)); // it takes some milliseconds to come to the delay
+  engine.shutdown(Deadline::after(10000));
+  const auto outcome = joining.wait_for(std::chrono::seconds(20));
+  armFaultPoints("");
+  if (outcome != std::future_status::ready) {
+    std::fprintf(stderr, "close() never returned\n");
+    std::abort(); // nothing would ever end that thread
+  }
+}
+
+TEST(LifeCycle, CloseWaitsForWhatTheControlLoopHasStillToDoForTheGroup) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  // The loop stands still from the time when the control links are closed.
+  SharedStore store;
+  Engine engine;
+  std::shared_ptr<Group> group = Group::join(engine, store, configOf(0, 1));
+  armFaultPoints("group.links_closed:1:delay=400");
+  std::atomic<bool> went_on{false};
+  std::thread closing([&] {
+    group->close();
+    EXPECT_TRUE(went_on) << "a task that was posted before would find the group gone";
+    group.reset();
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  engine.control().post([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+    went_on = true;
+  });
+  closing.join();
+  armFaultPoints("");
 }
 
 TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {

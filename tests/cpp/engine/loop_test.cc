@@ -12,9 +12,11 @@
 #include <fstream>
 #include <functional>
 #include <future>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/unique_fd.h"
@@ -45,6 +47,63 @@ TEST(EventLoop, RunsTasksOfEachThreadInOrder) {
     ASSERT_EQ(order.size(), 2000U);
     EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
   }
+}
+
+TEST(EventLoop, GivesWhatItsTasksTickersAndHandlersThrowToTheirOwners) {
+  struct Thrower final : Loop::Handler, Loop::Ticker {
+    void onThrown(const std::exception_ptr& exception) noexcept override {
+      try {
+        std::rethrow_exception(exception);
+      } catch (const std::bad_alloc&) {
+        ++thrown;
+      } catch (...) {
+        thrown += 1000;
+      }
+    }
+    void onReady(uint32_t) override {
+      loop->unwatch(fd);
+      throw std::bad_alloc();
+    }
+    [[nodiscard]] TimePoint nextTick() const noexcept override {
+      return next;
+    }
+    void tick(TimePoint) override {
+      next = TimePoint::max();
+      throw std::bad_alloc();
+    }
+    [[nodiscard]] bool pollShared() override {
+      if (std::exchange(polls, false)) {
+        throw std::bad_alloc();
+      }
+      return false;
+    }
+
+    EventLoop* loop = nullptr;
+    int fd = -1;
+    TimePoint next = TimePoint::min();
+    bool polls = true;
+    std::atomic<int> thrown{0};
+  };
+  const UniqueFd readable(::eventfd(1, EFD_CLOEXEC | EFD_NONBLOCK));
+  EventLoop loop("test");
+  Thrower thrower;
+  thrower.loop = &loop;
+  thrower.fd = readable.get();
+  Loop::Handler& owner = thrower;
+  loop.post(Loop::owned(owner, [] { throw std::bad_alloc(); }));
+  loop.post([] { throw std::bad_alloc(); }); // nobody's: logged
+  int ran = 0;
+  loop.post([&] { ++ran; }); // in the same batch
+  loop.run([&] {
+    loop.addTicker(thrower);
+    loop.watch(readable.get(), EPOLLIN, thrower);
+  });
+  for (const Deadline most = Deadline::after(10000); thrower.thrown < 4 && !most.expired();) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  loop.run([&] { loop.removeTicker(thrower); });
+  EXPECT_EQ(thrower.thrown, 4);
+  EXPECT_EQ(ran, 1);
 }
 
 TEST(EventLoop, DriversAndTheThreadShareTheWork) {
@@ -85,6 +144,7 @@ TEST(EventLoop, DriversAndTheThreadShareTheWork) {
 // A driver asks its tickers first, but what none of them looks for is seen, too, and not only when it has stopped polling.
 TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
   struct Looker final : Loop::Ticker {
+    void onThrown(const std::exception_ptr&) noexcept override {}
     [[nodiscard]] TimePoint nextTick() const noexcept override {
       return TimePoint::max();
     }
@@ -96,6 +156,7 @@ TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
     int looks = 0;
   };
   struct Seen final : Loop::Handler {
+    void onThrown(const std::exception_ptr&) noexcept override {}
     void onReady(uint32_t) noexcept override {
       seen = true;
     }
@@ -145,6 +206,7 @@ TEST(EventLoop, RunsATaskWhereItIsPosted) {
 // A thread that sleeps until later than that would sit out the second that a loop sleeps at most.
 TEST(EventLoop, KeepsADeadlineThatIsNewAndThatNobodyDrives) {
   struct Alarm final : Loop::Ticker {
+    void onThrown(const std::exception_ptr&) noexcept override {}
     [[nodiscard]] TimePoint nextTick() const noexcept override {
       return due;
     }

@@ -1,9 +1,10 @@
 """Break the engine on purpose, one line at a time; count the simulator's seeds that notice.
 
 Each mutation is built in a copy of csrc and run over seeds of one group, seeds with messages and
-codecs, of ranks that leave, and of several groups. A mutation that no seed notices is a hole in the simulator, or
-a line that does nothing: its entry says which, or the program fails. It also fails, before it
-builds anything, if the text of a mutation no longer stands exactly once in its file.
+codecs, of ranks that leave, and of several groups. A mutation that no seed notices is a hole in
+the simulator, or a line that does nothing: its entry says which, or the program fails. It also
+fails, before it builds anything, if the text of a mutation no longer stands exactly once in its
+file.
 
     python tests/cpp/simulate/mutations.py --check
     python tests/cpp/simulate/mutations.py --work /tmp/mutations [--seeds 10000] [--only NAME …]

@@ -1,0 +1,225 @@
+// A native thread that gets no memory ends what it does with a typed error, and never the process.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "base/fault_point.h"
+#include "ranks.h"
+#include "transport/directory_store.h"
+#include "transport/process.h"
+
+namespace {
+
+thread_local int64_t allocations_left = -1; // of the calling thread, before one fails; -1: none fails
+
+[[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
+  if (allocations_left > 0 && --allocations_left == 0) {
+    throw std::bad_alloc();
+  }
+  if (void* const memory = std::malloc(std::max<size_t>(nbytes, 1))) {
+    return memory;
+  }
+  throw std::bad_alloc();
+}
+
+[[gnu::noinline]] void release(void* memory) noexcept {
+  std::free(memory);
+}
+
+} // namespace
+
+// Of the whole test program.
+void* operator new(size_t nbytes) {
+  return allocate(nbytes);
+}
+void* operator new[](size_t nbytes) {
+  return allocate(nbytes);
+}
+void operator delete(void* memory) noexcept {
+  release(memory);
+}
+void operator delete[](void* memory) noexcept {
+  release(memory);
+}
+void operator delete(void* memory, size_t) noexcept {
+  release(memory);
+}
+void operator delete[](void* memory, size_t) noexcept {
+  release(memory);
+}
+
+namespace pycomm::testing {
+namespace {
+
+enum class Event { Close, Abort, PeerLeaves };
+
+/// What rank 0 has under way, and rank 1 never enters.
+std::vector<std::shared_ptr<Operation>> startAlone(Rank& self, std::vector<std::vector<float>>& memory) {
+  std::vector<std::shared_ptr<Operation>> started;
+  for (const Collective kind :
+       {Collective::AllReduce, Collective::Recv, Collective::Broadcast, Collective::AllReduce}) {
+    Group::Call call = allReduceCall(memory.emplace_back(30000));
+    call.schedule.kind = kind;
+    call.schedule.reduce_op = kind == Collective::AllReduce ? ReduceOp::Sum : ReduceOp::None;
+    call.schedule.root = call.peer = 1;
+    if (memory.size() < 4) {
+      call.schedule.algorithm = kind == Collective::Recv ? Algorithm::Auto : Algorithm::Ring; // over links
+    }
+    started.push_back(self.group.start(call));
+  }
+  return started;
+}
+
+/// Whether the `nth` allocation that the loop makes once that event has begun was one that failed.
+bool endsTyped(Event event, bool on_lane, int64_t nth) {
+  bool struck = false;
+  std::promise<void> ended;
+  std::shared_future<void> has_ended = ended.get_future().share();
+  std::promise<void> under_way;
+  std::shared_future<void> is_under_way = under_way.get_future().share();
+  runRanks(2, [&](Rank& self) {
+    if (self.rank == 1) {
+      is_under_way.wait();
+      if (event == Event::PeerLeaves) {
+        self.group.close();
+      }
+      has_ended.wait();
+      return;
+    }
+    std::vector<std::vector<float>> memory;
+    memory.reserve(4);
+    const auto operations = startAlone(self, memory);
+    EventLoop& loop = on_lane ? self.engine.lane() : self.engine.control();
+    loop.run([&] { allocations_left = nth; });
+    under_way.set_value();
+    if (event == Event::Close) {
+      self.group.close();
+    } else if (event == Event::Abort) {
+      ErrorRecord reason;
+      reason.code = ErrorCode::Aborted;
+      reason.summary = "a test gave up, for a reason that takes more than a few letters to tell";
+      self.group.abort(reason);
+    }
+    for (const auto& operation : operations) {
+      EXPECT_TRUE(operation->wait(Deadline::after(10000))) << operation->label() << ", allocation " << nth;
+      const auto error = operation->error();
+      ASSERT_TRUE(error);
+      const ErrorCode expected[] = {
+          ErrorCode::PeerLeft, ErrorCode::Aborted, ErrorCode::PeerLeft}; // also if it is this rank
+      EXPECT_TRUE(
+          error->code == expected[static_cast<int>(event)] || error->code == ErrorCode::OutOfMemory ||
+          (event == Event::Close && error->code == ErrorCode::ShutDown))
+          << error->text();
+      EXPECT_FALSE(error->summary.empty());
+    }
+    loop.run([&] { struck = std::exchange(allocations_left, -1) == 0; });
+    ended.set_value();
+  });
+  return struck;
+}
+
+// The first, the second, … allocation fails, until the event needs none of that number.
+void failEachAllocation(Event event, bool on_lane) {
+  int64_t nth = 1;
+  for (int without = 0; without < 3 && nth < 200; nth += 1 + nth / 12) { // the heartbeat's may be among them
+    without = endsTyped(event, on_lane, nth) ? 0 : without + 1;
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "allocation " << nth;
+    }
+  }
+  EXPECT_GT(nth, 5) << "nothing allocates there";
+}
+
+TEST(NoMemory, WhileTheGroupIsClosed) {
+  failEachAllocation(Event::Close, true);
+  failEachAllocation(Event::Close, false);
+}
+
+TEST(NoMemory, WhileTheGroupFails) {
+  failEachAllocation(Event::Abort, true);
+  failEachAllocation(Event::Abort, false);
+}
+
+TEST(NoMemory, WhileAPeerLeaves) {
+  failEachAllocation(Event::PeerLeaves, true);
+  failEachAllocation(Event::PeerLeaves, false);
+}
+
+// An operation in shared memory that was told to the lane, because it waited for long, ends.
+TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
+  for (int64_t nth = 1; nth <= 6; ++nth) {
+    runRanks(2, [&](Rank& self) {
+      std::vector<float> values(100, 1.0F);
+      if (self.rank == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+      }
+      const auto operation = self.group.start(allReduceCall(values));
+      if (self.rank == 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(120));
+        self.engine.lane().run([&] { allocations_left = nth; });
+      }
+      ASSERT_TRUE(operation->wait(Deadline::after(10000)));
+      const auto error = operation->error();
+      EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
+      self.engine.lane().run([] { allocations_left = -1; });
+    });
+  }
+}
+
+TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  for (const char* site : {"control.died", "control.failed"}) {
+    DirectoryStore store;
+    SharedFlag joined;
+    const auto config = [](int rank) {
+      Group::Config config;
+      config.rendezvous.rank = rank;
+      config.rendezvous.size = 2;
+      config.rendezvous.group_name = "test";
+      config.rendezvous.deadline = Deadline::after(20000);
+      return config;
+    };
+    Process victim([&] {
+      Engine engine;
+      const auto group = Group::join(engine, store, config(1));
+      joined.raise();
+      return SharedFlag().wait(60000);
+    });
+    Engine engine;
+    const auto group = Group::join(engine, store, config(0));
+    ASSERT_TRUE(joined.wait());
+    std::vector<float> values(100);
+    const auto operation = group->start(allReduceCall(values));
+    armFaultPoints(std::string(site) + ":1:nomem");
+    const TimePoint begin = Clock::now();
+    victim.kill();
+    EXPECT_TRUE(operation->wait(Deadline::after(10000))) << site;
+    armFaultPoints("");
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5)) << site;
+    const auto error = operation->error();
+    ASSERT_TRUE(error) << site;
+    EXPECT_TRUE(error->code == ErrorCode::OutOfMemory || error->code == ErrorCode::PeerDead) << error->text();
+  }
+}
+
+TEST(NoMemory, WhileControlLinksAreClosed) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  armFaultPoints("links.close:1+:nomem");
+  runRanks(3, [](Rank& self) {
+    const auto barrier = self.group.start(barrierCall());
+    ASSERT_TRUE(self.group.wait(*barrier, Deadline::after(20000)));
+    self.group.close();
+    const auto failure = self.group.failure();
+    EXPECT_FALSE(failure) << failure->text();
+  });
+  armFaultPoints("");
+}
+
+} // namespace
+} // namespace pycomm::testing
