@@ -291,6 +291,7 @@ void Group::onFailed(const ErrorRecord& cause) {
   soon(engine_.lane(), [this, cause] { failOnLane(cause); });
 }
 
+// The closures are so small that a std::function needs no memory for them: nothing may fail before both planes have been told.
 void Group::failOnLane(const ErrorRecord& cause) {
   const auto told = [this](const ErrorRecord& record) {
     const std::lock_guard<std::mutex> lock(failure_mutex_);
@@ -301,7 +302,7 @@ void Group::failOnLane(const ErrorRecord& cause) {
   if (data_ != nullptr) {
     data_->fail(cause, told);
   }
-  const auto ended = [this, cause] { engine_.recorder().failed(log_, failure().value_or(cause)); };
+  const auto ended = [this] { engine_.recorder().failed(log_, *failure()); };
   if (host_ != nullptr) {
     host_->fail(cause, told, ended);
   } else {

@@ -288,18 +288,17 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
 }
 
 void HostMates::unwatch(uint64_t interest) noexcept {
-  for (auto& entry : mates_) {
-    if (entry.second->interests.erase(interest) != 0) {
-      if (entry.second->interests.empty()) {
-        forget(std::string(entry.first));
+  for (auto mate = mates_.begin(); mate != mates_.end(); ++mate) {
+    if (mate->second->interests.erase(interest) != 0) {
+      if (mate->second->interests.empty()) {
+        forget(mate);
       }
       return;
     }
   }
 }
 
-void HostMates::forget(const std::string& name) noexcept {
-  const auto mate = mates_.find(name);
+void HostMates::forget(Mates::iterator mate) noexcept {
   if (mate->second->socket) {
     loop_.unwatch(mate->second->socket.get());
   }

@@ -68,7 +68,8 @@ class HostMates final : Loop::Ticker {
   void answer(Guest& guest) noexcept;
   void dismiss(int fd) noexcept;
   void heard(Mate& mate);
-  void forget(const std::string& name) noexcept;
+  using Mates = std::unordered_map<std::string, std::unique_ptr<Mate>>;
+  void forget(Mates::iterator mate) noexcept;
   void onDeath(uint64_t watch);
   /// Then a death is noticed by its connections.
   void onThrown(const std::exception_ptr& exception) noexcept override;
@@ -82,7 +83,7 @@ class HostMates final : Loop::Ticker {
   std::unique_ptr<Desk> desk_;
   TimePoint admit_again_ = TimePoint::max(); ///< when a pause in accepting ends
   std::unordered_map<int, std::unique_ptr<Guest>> guests_; ///< who watches us, by descriptor
-  std::unordered_map<std::string, std::unique_ptr<Mate>> mates_; ///< whom we watch, by name
+  Mates mates_; ///< whom we watch, by name
   std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first
   uint64_t next_interest_ = 1;
   std::unique_ptr<DeathWatch> death_watch_; ///< made when first needed

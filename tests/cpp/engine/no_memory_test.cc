@@ -105,7 +105,10 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
     for (const auto& operation : operations) {
       EXPECT_TRUE(operation->wait(Deadline::after(10000))) << operation->label() << ", allocation " << nth;
       const auto error = operation->error();
-      ASSERT_TRUE(error);
+      EXPECT_TRUE(error);
+      if (!error) {
+        continue;
+      }
       const ErrorCode expected[] = {
           ErrorCode::PeerLeft, ErrorCode::Aborted, ErrorCode::PeerLeft}; // also if it is this rank
       EXPECT_TRUE(
