@@ -13,8 +13,13 @@ import sys
 import cpp
 import machine
 
-KINDS = {"one group": 0, "messages, codecs": 1_000_000_000_000, "several groups": 2_000_000_000_000}
-"""The seed before the first of each: kRichSeeds and kGroupSeeds of csrc/sim/plan.h."""
+KINDS = {
+    "one group": 0,
+    "messages, codecs": 1_000_000_000_000,
+    "a rank leaves at any moment": 1_500_000_000_000,
+    "several groups": 2_000_000_000_000,
+}
+"""The seed before the first of each: kRichSeeds, kLeavingSeeds, kGroupSeeds of csrc/sim/plan.h."""
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ class WireScale {
   /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) when they are not what slotValue() of N
   /// ranks adds up to: the backend did not sum.
   [[nodiscard]] Outcome judge(const std::vector<float>& slots);
-  /// The outcome was used up: the next pack takes the exponent that aims at the middle of the window.
+  /// The outcome was used up: the next pack takes the exponent that aims at top = 9.
   void finishStep() noexcept;
 
  private:

@@ -34,7 +34,7 @@ class HardCoded(NamedTuple):
 
     why: str
     says: str
-    """What the failure must end with."""
+    """What the failure must contain."""
 
 
 _REFUSED = HardCoded(
