@@ -383,8 +383,7 @@ class DistributedDataParallel(_TorchDDP):
 
     def _bucket_caps(self) -> dict[str, Any]:
         """Bytes in the first, second … bucket, the last number for all that follow; and the end."""
-        listed = list(getattr(self, "bucket_bytes_cap_list", []))
-        if listed:
+        if listed := list(getattr(self, "bucket_bytes_cap_list", [])):
             return {"bucket_caps": listed, "last_bucket_cap": 0}
         cap = _BUCKET_CAP_NBYTES if self._uses_default_cap else self.bucket_bytes_cap
         edge = min(_EDGE_BUCKET_CAP_NBYTES, cap)

@@ -1,11 +1,11 @@
 #include "base/fork_guard.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
-#include <cerrno>
 #include <cstddef>
 #include <mutex>
 
@@ -20,22 +20,30 @@ std::array<std::atomic<uint64_t>, kMaxFds / 64> g_guarded{};
 std::atomic<size_t> g_used_words{0};
 std::atomic<uint32_t> g_forks{0};
 
-// Shared by threads that make or close descriptors, exclusive around a fork(). Readers come first (glibc's default), so a thread may
-// hold it twice.
-pthread_rwlock_t g_fork_lock = PTHREAD_RWLOCK_INITIALIZER;
+// Atomics and no lock here too: a lock's owner is a thread, and the child's thread is another one. Both waits last a few system calls.
+std::atomic<uint32_t> g_holders{0}; // threads inside of a ForksHeldOff
+std::atomic<uint32_t> g_forking{0}; // threads between beforeFork() and inParent()
+thread_local uint32_t t_held = 0; // a thread may hold forks off twice, also while another one waits to fork
+
+void waitUntilZero(const std::atomic<uint32_t>& count) noexcept {
+  while (count.load() != 0) {
+    sched_yield();
+  }
+}
 
 void beforeFork() noexcept {
-  pthread_rwlock_wrlock(&g_fork_lock);
+  g_forking.fetch_add(1);
+  waitUntilZero(g_holders);
 }
 
 void inParent() noexcept {
-  pthread_rwlock_unlock(&g_fork_lock);
+  g_forking.fetch_sub(1);
 }
 
 // Only what a handler of fork() may call in a process with threads: close() (man 7 signal-safety).
 void inChild() noexcept {
-  // Not unlocked: glibc knows the writer by its kernel thread number, which is another one here. No other thread has it, or waits for it.
-  g_fork_lock = PTHREAD_RWLOCK_INITIALIZER;
+  g_forking.store(0); // no other thread is here
+  g_holders.store(0);
   g_forks.fetch_add(1, std::memory_order_relaxed);
   const size_t used = g_used_words.load(std::memory_order_relaxed);
   for (size_t word = 0; word < used; ++word) {
@@ -61,15 +69,21 @@ void installForkGuard() noexcept {
 }
 
 ForksHeldOff::ForksHeldOff() noexcept {
-  const int error_number = errno;
-  pthread_rwlock_rdlock(&g_fork_lock);
-  errno = error_number;
+  if (++t_held > 1) {
+    return;
+  }
+  g_holders.fetch_add(1);
+  while (g_forking.load() != 0) { // the fork goes first
+    g_holders.fetch_sub(1);
+    waitUntilZero(g_forking);
+    g_holders.fetch_add(1);
+  }
 }
 
 ForksHeldOff::~ForksHeldOff() {
-  const int error_number = errno;
-  pthread_rwlock_unlock(&g_fork_lock);
-  errno = error_number;
+  if (--t_held == 0) {
+    g_holders.fetch_sub(1);
+  }
 }
 
 void guardFd(int fd) noexcept {
