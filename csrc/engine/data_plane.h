@@ -199,7 +199,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] bool isOfPastMessage(int peer, const FrameHeader& header) const;
   void deliverToSelf();
   void missSenders(int left);
-  [[nodiscard]] bool nobodyCanSend() const noexcept;
+  [[nodiscard]] const Operation* withoutSenders() const noexcept;
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
@@ -258,21 +258,23 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     }
   }
   void report(int peer, const std::exception_ptr& exception) noexcept;
-  /// The same for a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure
-  /// would not find it, and its waiter would wait for ever.
   template <typename Body>
   void takeUp(Operation& operation, const Body& body) noexcept {
-    guarded(-1, [&] {
-      try {
-        body();
-      } catch (...) {
-        if (!has(operation)) {
-          const std::exception_ptr exception = std::current_exception();
-          end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
-        }
-        throw;
+    guarded(-1, [&] { orEnd(operation, body); });
+  }
+  /// For a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure would
+  /// not find it, and its waiter would wait for ever.
+  template <typename Body>
+  void orEnd(Operation& operation, const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      if (!has(operation)) {
+        const std::exception_ptr exception = std::current_exception();
+        end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
       }
-    });
+      throw;
+    }
   }
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   [[nodiscard]] ErrorRecord unfit(const Operation& operation, const std::exception_ptr& exception) const;

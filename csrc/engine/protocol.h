@@ -219,7 +219,7 @@ class Protocol {
   [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;
 
   const Config config_;
-  std::unordered_map<uint64_t, Op> ops_;
+  std::map<uint64_t, Op> ops_; ///< oldest first: room that comes back is for those that other ranks enter next
   std::unordered_map<uint64_t, Heard> heard_;
   std::unordered_map<uint64_t, Descriptor> recent_; ///< operations that ended here, the last kRecent
   std::deque<uint64_t> recent_order_;
