@@ -286,7 +286,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
   PointToPoint point_to_point_;
-  std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a message yet, by ticket
   std::map<int, SendQueue> sends_; ///< by receiver
   /// A receive that has no message asks for it, since that may wait for room which others of its sender take.
