@@ -111,7 +111,8 @@ bool DataPlane::has(const Operation& operation) const noexcept {
   const auto is = [&](const auto& entry) { return entry.second.get() == &operation; };
   const auto queues = [&](const auto& entry) {
     const auto& waiting = entry.second.waiting;
-    return std::any_of(waiting.begin(), waiting.end(), [&](const auto& message) { return message.get() == &operation; });
+    return std::any_of(
+        waiting.begin(), waiting.end(), [&](const auto& message) { return message.get() == &operation; });
   };
   return std::any_of(
              transfers_.begin(),

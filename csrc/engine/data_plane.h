@@ -311,6 +311,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<std::unique_ptr<InPort>> in_;
   std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
   std::optional<HostRings> rings_;
+  std::set<int>
+      ring_links_; ///< ranks to which a link through a ring was begun: a second writer would begin to count anew
   enum class WithinHost { Tcp, Undecided, Rings };
   WithinHost within_host_ =
       WithinHost::Tcp; ///< which way to the ranks that `rings_` holds; see shareRings() and useRings()

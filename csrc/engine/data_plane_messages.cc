@@ -276,7 +276,8 @@ void DataPlane::missMessagesOf(int left) {
 ErrorRecord DataPlane::noMessage(const Operation& operation, uint64_t ticket) const {
   const Operation::Request& request = operation.request();
   const auto waiting = point_to_point_.waitingUnder(request.descriptor.tag);
-  const bool after_any = !waiting.empty() && waiting.front().first == PointToPoint::kAnyRank && waiting.front().second < ticket;
+  const bool after_any =
+      !waiting.empty() && waiting.front().first == PointToPoint::kAnyRank && waiting.front().second < ticket;
   if (request.peer == PointToPoint::kAnyRank || after_any) {
     return unmatched(operation, identity_);
   }
