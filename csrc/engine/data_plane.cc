@@ -109,11 +109,17 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
 
 bool DataPlane::has(const Operation& operation) const noexcept {
   const auto is = [&](const auto& entry) { return entry.second.get() == &operation; };
+  const auto queues = [&](const auto& entry) {
+    const auto& waiting = entry.second.waiting;
+    return std::any_of(
+        waiting.begin(), waiting.end(), [&](const auto& message) { return message.get() == &operation; });
+  };
   return std::any_of(
              transfers_.begin(),
              transfers_.end(),
              [&](const auto& entry) { return &entry.second->operation() == &operation; }) ||
-      std::any_of(unmatched_.begin(), unmatched_.end(), is) || std::any_of(followed_.begin(), followed_.end(), is) ||
+      std::any_of(unmatched_.begin(), unmatched_.end(), is) || std::any_of(sends_.begin(), sends_.end(), queues) ||
+      std::any_of(followed_.begin(), followed_.end(), is) ||
       std::any_of(without_input_.begin(), without_input_.end(), [&](const auto& entry) {
            return entry.get() == &operation;
          });
@@ -284,8 +290,8 @@ void DataPlane::settle(uint64_t op_id) {
   transfers_.erase(found);
   lane_.addBusy(-1);
   endInProtocol(op_id);
-  messageEnded(finished->operation());
   finished->operation().finish(std::nullopt);
+  messageEnded(finished->operation()); // begins others, which may throw
 }
 
 // What the protocol keeps of an operation must not keep the operation from ending.
@@ -391,8 +397,9 @@ void DataPlane::suspect(int peer, Suspicion suspicion) {
   if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {
     return; // it came after all, and says itself when it ends
   }
-  if (suspicion.record.code == ErrorCode::PeerLeft && nobodyCanSend()) {
-    notice(peerLeftUs(peer, *unmatched_.begin()->second, identity_));
+  const Operation* const receive = withoutSenders();
+  if (suspicion.record.code == ErrorCode::PeerLeft && receive != nullptr) {
+    notice(peerLeftUs(peer, *receive, identity_));
     return;
   }
   if (!any(&Transfer::owes) && !hasQueued(peer)) {

@@ -199,7 +199,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   [[nodiscard]] bool isOfPastMessage(int peer, const FrameHeader& header) const;
   void deliverToSelf();
   void missSenders(int left);
-  [[nodiscard]] bool nobodyCanSend() const noexcept;
+  [[nodiscard]] const Operation* withoutSenders() const noexcept;
   OutPort& portTo(int peer);
   void push(int peer, OutFrame frame);
   void writeHello(OutPort& port);
@@ -258,21 +258,23 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
     }
   }
   void report(int peer, const std::exception_ptr& exception) noexcept;
-  /// The same for a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure
-  /// would not find it, and its waiter would wait for ever.
   template <typename Body>
   void takeUp(Operation& operation, const Body& body) noexcept {
-    guarded(-1, [&] {
-      try {
-        body();
-      } catch (...) {
-        if (!has(operation)) {
-          const std::exception_ptr exception = std::current_exception();
-          end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
-        }
-        throw;
+    guarded(-1, [&] { orEnd(operation, body); });
+  }
+  /// For a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure would
+  /// not find it, and its waiter would wait for ever.
+  template <typename Body>
+  void orEnd(Operation& operation, const Body& body) {
+    try {
+      body();
+    } catch (...) {
+      if (!has(operation)) {
+        const std::exception_ptr exception = std::current_exception();
+        end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
       }
-    });
+      throw;
+    }
   }
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   [[nodiscard]] ErrorRecord unfit(const Operation& operation, const std::exception_ptr& exception) const;
@@ -284,7 +286,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
   PointToPoint point_to_point_;
-  std::unordered_map<uint64_t, std::unique_ptr<Transfer>> transfers_;
+  std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a message yet, by ticket
   std::map<int, SendQueue> sends_; ///< by receiver
   /// A receive that has no message asks for it, since that may wait for room which others of its sender take.
@@ -309,6 +311,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::vector<std::unique_ptr<InPort>> in_;
   std::map<int, std::vector<std::unique_ptr<Link>>> arriving_; ///< by rank: some of the connections of a link
   std::optional<HostRings> rings_;
+  std::set<int>
+      ring_links_; ///< ranks to which a link through a ring was begun: a second writer would begin to count anew
   enum class WithinHost { Tcp, Undecided, Rings };
   WithinHost within_host_ =
       WithinHost::Tcp; ///< which way to the ranks that `rings_` holds; see shareRings() and useRings()

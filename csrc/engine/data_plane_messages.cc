@@ -139,7 +139,7 @@ void DataPlane::beginQueued(int peer) {
     if (next != nullptr) {
       lane_.addBusy(-1);
       const bool announced = !goesEagerly(*next);
-      beginMessage(std::move(next), announced);
+      orEnd(*next, [&] { beginMessage(next, announced); });
     }
   }
 }
@@ -157,6 +157,7 @@ void DataPlane::asked(int peer, const FrameHeader& header) {
     const size_t announced = queue->second.announced.size();
     const size_t room = options_.limits.max_ahead / 2;
     const size_t most = announced < room ? std::min(kMaxWanted, room - announced) : 1; // one it has a receive for
+    wanted.reserve(most); // what is taken out of the queue must not be lost to an exception
     for (std::shared_ptr<Operation>& message : queue->second.waiting) {
       if (message != nullptr && message->request().descriptor.tag == header.tag) {
         wanted.push_back(std::move(message));
@@ -167,8 +168,16 @@ void DataPlane::asked(int peer, const FrameHeader& header) {
     }
   }
   lane_.addBusy(-static_cast<int>(wanted.size()));
-  for (std::shared_ptr<Operation>& message : wanted) {
-    beginMessage(std::move(message), true);
+  std::exception_ptr thrown;
+  for (const std::shared_ptr<Operation>& message : wanted) {
+    try {
+      orEnd(*message, [&] { beginMessage(message, true); });
+    } catch (...) {
+      thrown = std::current_exception();
+    }
+  }
+  if (thrown != nullptr) {
+    std::rethrow_exception(thrown);
   }
   if (wanted.empty()) {
     protocol_.answerNotEntered(peer, PointToPoint::kAskId);
@@ -246,7 +255,8 @@ void DataPlane::missMessagesOf(int left) {
   const auto queue = sends_.find(left);
   const Operation* const queued = queue == sends_.end() ? nullptr : firstOf(queue->second);
   if (queued != nullptr) {
-    notice(peerLeftUs(left, *queued, identity_));
+    const auto lost = lost_.find(left); // it is still there: what broke is the link
+    notice(lost != lost_.end() ? lost->second : peerLeftUs(left, *queued, identity_));
     return;
   }
   const auto receive = std::find_if(
@@ -266,7 +276,8 @@ void DataPlane::missMessagesOf(int left) {
 ErrorRecord DataPlane::noMessage(const Operation& operation, uint64_t ticket) const {
   const Operation::Request& request = operation.request();
   const auto waiting = point_to_point_.waitingUnder(request.descriptor.tag);
-  const bool after_any = waiting.front().first == PointToPoint::kAnyRank && waiting.front().second < ticket;
+  const bool after_any =
+      !waiting.empty() && waiting.front().first == PointToPoint::kAnyRank && waiting.front().second < ticket;
   if (request.peer == PointToPoint::kAnyRank || after_any) {
     return unmatched(operation, identity_);
   }
@@ -281,7 +292,8 @@ ErrorRecord DataPlane::noMessage(const Operation& operation, uint64_t ticket) co
 // A receive from any rank can still be served as long as anyone is there, or a link may bring what was sent before its sender left: a
 // goodbye on the control link overtakes it, and may even be read before the Hello of the link that it came on.
 void DataPlane::missSenders(int left) {
-  if (!nobodyCanSend()) {
+  const Operation* const receive = withoutSenders();
+  if (receive == nullptr) {
     return;
   }
   const auto missing = [&](size_t peer) { return in_[peer] == nullptr && static_cast<int>(peer) != identity_.rank; };
@@ -289,7 +301,7 @@ void DataPlane::missSenders(int left) {
   for (size_t peer = 0; peer < in_.size(); ++peer) {
     on_its_way = on_its_way || missing(peer);
   }
-  ErrorRecord record = peerLeftUs(left, *unmatched_.begin()->second, identity_);
+  ErrorRecord record = peerLeftUs(left, *receive, identity_);
   if (on_its_way) {
     const auto found = suspicions_.find(left);
     if (found == suspicions_.end() || found->second.doubt) {
@@ -301,12 +313,15 @@ void DataPlane::missSenders(int left) {
   }
 }
 
-// Whether a receive from any rank waits although all others have left and no link of theirs is open.
-bool DataPlane::nobodyCanSend() const noexcept {
+// A receive from any rank that waits although all others have left and no link of theirs is open; null if there is none.
+const Operation* DataPlane::withoutSenders() const noexcept {
   const bool alone = std::count(left_.begin(), left_.end(), true) == identity_.size - 1;
   const bool open =
       std::any_of(in_.begin(), in_.end(), [](const auto& port) { return port != nullptr && !port->ended; });
-  return alone && !open && !unmatched_.empty();
+  const auto receive = std::find_if(unmatched_.begin(), unmatched_.end(), [](const auto& entry) {
+    return entry.second->request().peer == PointToPoint::kAnyRank;
+  });
+  return alone && !open && receive != unmatched_.end() ? receive->second.get() : nullptr;
 }
 
 void DataPlane::beginMatched() {

@@ -24,7 +24,7 @@ void DataPlane::useRings(bool all_have_them) {
   });
 }
 
-// Null where there is no memory for it: then bytes to this peer go by TCP.
+// Null where there is no memory for it, or an earlier link has used it: then bytes to this peer go by TCP.
 std::unique_ptr<SharedLink> DataPlane::startShared(int peer) {
   if (within_host_ != WithinHost::Rings || !rings_->holds(peer)) {
     return nullptr;
@@ -39,6 +39,9 @@ std::unique_ptr<SharedLink> DataPlane::startShared(int peer) {
             " sends within its host goes by TCP from now on, but for what collectives share: " +
             error.record().summary);
     return nullptr;
+  }
+  if (!ring_links_.insert(peer).second) {
+    return nullptr; // see portTo(): the first one broke
   }
   Hello hello = identity_.hello(LinkPurpose::Bulk);
   hello.shared = true;

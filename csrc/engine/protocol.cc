@@ -10,7 +10,8 @@ namespace {
 
 constexpr size_t kRecent = 256;
 // A rank that is stuck this long asks everyone, so that the error names who has not entered and not only a neighbour that waits
-// as well. One frame to each rank, once an operation, only when stuck.
+// as well. One frame to each rank, once an operation, only when stuck. Where many operations are under way the oldest ask, and the
+// others when they are among the oldest: questions about hundreds would keep data waiting on a slow link.
 constexpr int kAskEveryoneAfterMs = 200;
 constexpr int kAskEveryoneMaxSize = 256;
 
@@ -118,6 +119,7 @@ void Protocol::ended(uint64_t op_id) {
     forget(edge);
   }
   ops_.erase(found);
+  next_tick_ = std::min(next_tick_, next_asks_);
 }
 
 std::map<int, Protocol::HeardFrom> Protocol::takeHeard(uint64_t op_id) {
@@ -360,11 +362,20 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
 
 void Protocol::tick(TimePoint now) {
   next_tick_ = TimePoint::max();
+  next_asks_ = TimePoint::max();
   if (failed_) {
     return;
   }
-  for (auto& entry : ops_) {
-    Op& op = entry.second;
+  size_t asking = 0;
+  for (auto at = ops_.begin(); at != ops_.end(); ++at) {
+    if ((at->first & kDerivedIdBit) == 0 && asking++ == config_.max_asking) {
+      next_asks_ = at->second.since + std::chrono::milliseconds(config_.waiting_after_ms);
+      at = ops_.lower_bound(kDerivedIdBit); // these do not wait for each other in order
+      if (at == ops_.end()) {
+        break;
+      }
+    }
+    Op& op = at->second;
     tellWaiting(op, now);
     if (!op.told_waiting) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));

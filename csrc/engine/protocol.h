@@ -48,6 +48,7 @@ class Protocol {
     int64_t eager_nbytes = 64 << 10;
     int64_t eager_pool_nbytes = 16 * ((64 << 10) + sizeof(FrameHeader)); ///< 16 of the largest eager frames
     int64_t frame_nbytes = sizeof(FrameHeader); ///< what an eager frame costs in the pool beside its payload
+    size_t max_asking = 64; ///< counted operations, the oldest, in which a rank asks others whether they have entered
     size_t max_ahead = 4096; ///< operations that a peer has not posted, as far as is known, and may have credit for
     int waiting_after_ms = 2;
     int standoff_after_ms = 10000; ///< see Protocol::standOff
@@ -219,7 +220,7 @@ class Protocol {
   [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;
 
   const Config config_;
-  std::unordered_map<uint64_t, Op> ops_;
+  std::map<uint64_t, Op> ops_; ///< oldest first: room that comes back is for those that other ranks enter next
   std::unordered_map<uint64_t, Heard> heard_;
   std::unordered_map<uint64_t, Descriptor> recent_; ///< operations that ended here, the last kRecent
   std::deque<uint64_t> recent_order_;
@@ -228,6 +229,7 @@ class Protocol {
   int64_t highest_sequence_ = 0; ///< of the counted operations posted here
   std::optional<Descriptor> last_descriptor_;
   TimePoint next_tick_ = TimePoint::max();
+  TimePoint next_asks_ = TimePoint::max(); ///< when the oldest operation that may not ask yet wants to
   std::vector<Action> actions_;
   bool failed_ = false;
 };

@@ -31,6 +31,7 @@ Protocol::Config drawLimits(Random& random) {
   limits.eager_nbytes = limits.eager_pool_nbytes >> random.within(1, 4);
   limits.frame_nbytes = limits.eager_pool_nbytes / 16; // a lead of 16 frames fills the pool
   limits.max_ahead = 4;
+  limits.max_asking = 4;
   return limits;
 }
 

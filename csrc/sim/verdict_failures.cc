@@ -82,6 +82,12 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.codes = {ErrorCode::Aborted};
       break;
   }
+  if (run.ranks()[static_cast<size_t>(plan.rank)].user->closingSince() < fault.at) {
+    expected.due.reset(); // it was leaving in order, and who has its goodbye need not miss it
+    if (plan.kind == FaultKind::Kill) {
+      expected.codes.insert(ErrorCode::PeerLeft);
+    }
+  }
   return expected;
 }
 

@@ -171,6 +171,56 @@ TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
   EXPECT_EQ(root.maySend(static_cast<uint64_t>(i), 1, 64 << 10), Protocol::Permission::Eager);
 }
 
+TEST(Protocol, RoomThatComesBackIsForTheOldest) {
+  Protocol root(configOf(0, 2));
+  std::vector<uint64_t> oldest_first;
+  for (int64_t i = 1; i <= 40; ++i) {
+    post(root, broadcastOf(i, 0, 2, 0, 16));
+    oldest_first.push_back(static_cast<uint64_t>(i));
+  }
+  static_cast<void>(root.takeActions());
+  FrameHeader room;
+  room.type = FrameType::Credit;
+  room.group = 7;
+  room.aux = 1000;
+  static_cast<void>(root.arrived(1, room, Clock::now()));
+  std::vector<uint64_t> pumped;
+  for (const Protocol::Action& action : of(Kind::Pump, root.takeActions())) {
+    pumped.push_back(action.op_id);
+  }
+  EXPECT_EQ(pumped, oldest_first);
+}
+
+TEST(Protocol, OfManyOperationsTheOldestAsk) {
+  Protocol::Config config = configOf(0, 2);
+  config.max_asking = 3;
+  Protocol root(config);
+  const TimePoint start = Clock::now();
+  for (int64_t i = 1; i <= 10; ++i) {
+    post(root, broadcastOf(i, 0, 2, 0, 16), start);
+  }
+  Posted derived = broadcastOf(11, 0, 2, 0, 16); // of a callback: it is in no order with the others
+  derived.id = {kDerivedIdBit | 11U, -1};
+  post(root, derived, start);
+  static_cast<void>(root.takeActions());
+  const auto asked = [&](TimePoint now) {
+    root.tick(now);
+    std::vector<uint64_t> ids;
+    for (const Protocol::Action& action : of(Kind::Send, root.takeActions())) {
+      EXPECT_EQ(action.header.type, FrameType::Waiting);
+      ids.push_back(action.op_id != 0 ? action.op_id : action.header.op_id);
+    }
+    return ids;
+  };
+  const TimePoint waited = start + std::chrono::milliseconds(50);
+  EXPECT_EQ(asked(waited), (std::vector<uint64_t>{1, 2, 3, kDerivedIdBit | 11U}));
+  EXPECT_EQ(asked(waited), std::vector<uint64_t>());
+  EXPECT_GT(root.nextTick(), waited);
+  root.ended(2);
+  EXPECT_LE(root.nextTick(), waited) << "the next one asks at once";
+  EXPECT_EQ(asked(waited), std::vector<uint64_t>{4});
+}
+
 TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
   const auto changes = std::vector<void (*)(Descriptor&)>{
       [](Descriptor& d) { d.kind = Collective::Reduce; },

@@ -154,7 +154,11 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{2000000029245, "the same, over a slower network"},
         Regression{2000000022171, "a message was lost with a connection that was reset before its Hello was read"},
         Regression{1500000003601, "bytes came into memory whose operation had ended, as the group was closed"},
-        Regression{1500000003647, "the same, of a message"}),
+        Regression{1500000003647, "the same, of a message"},
+        Regression{1500000004153, "the simulator wanted the death of a rank noticed that had said goodbye before"},
+        Regression{1500000004628, "a receive from a rank that had left blamed the last rank that left"},
+        Regression{2000000000363, "room that came back went to the newest of many broadcasts, and the oldest waited"},
+        Regression{2000000013246, "the same, in two groups at once"}),
     [](const ::testing::TestParamInfo<Regression>& each) { return "seed" + std::to_string(each.param.seed); });
 
 } // namespace
