@@ -14,7 +14,8 @@ namespace pycomm::testing {
 namespace {
 
 constexpr std::byte kMine{0xa5};
-constexpr size_t kNumel = kSanitized ? 1 << 20 : 4 << 20; // of each operation: several times what a link and the sockets under it hold
+constexpr size_t kNumel =
+    kSanitized ? 1 << 20 : 4 << 20; // of each operation: several times what a link and the sockets under it hold
 constexpr auto kLongEnough = std::chrono::milliseconds(300);
 
 enum class Links { Tcp, Striped, SharedMemory };
