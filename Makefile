@@ -88,7 +88,7 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
-nightly: ## what takes hours, in steps; STEPS="fuzz latency" chooses, ARGS=--list names them
+nightly: ## what takes hours, in steps; STEPS="fuzz tests" chooses, ARGS=--list names them
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/nightly.py $(STEPS) $(ARGS)
 

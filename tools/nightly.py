@@ -1,7 +1,7 @@
 """Run what takes too long for every change, step by step. `make nightly` does.
 
     make nightly                        # every step that has not passed at this commit yet
-    make nightly STEPS="fuzz latency"   # these, whether or not they have passed
+    make nightly STEPS="fuzz tests"     # these, whether or not they have passed
     make nightly ARGS=--list            # names, minutes and commands
 
 Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and

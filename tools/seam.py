@@ -121,6 +121,15 @@ def build() -> bool:
     PACKAGE.mkdir(parents=True, exist_ok=True)
     (BUILD / "build.ninja").write_text(ninja_file(core))
     fault_build.mirror_python_files(PACKAGE)
+    import torch
+
+    # The ordinary build may not exist yet, or be for another torch.
+    minor = ".".join(torch.__version__.split(".")[:2])
+    info = PACKAGE / "_build_info.py"
+    info.unlink(missing_ok=True)
+    info.write_text(
+        f'"""Written by tools/seam.py."""\n\nTORCH_VERSION = "{minor}"\nGIT_COMMIT = ""\n'
+    )
     jobs = os.environ.get("MAX_JOBS") or str(machine.jobs(GIB_PER_COMPILER))
     ninja = ["ninja", "-C", str(BUILD), "--quiet", "-j", jobs]
     return subprocess.run(ninja, check=False).returncode == 0

@@ -40,6 +40,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _wrong.add(report.nodeid)
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.shouldfail or session.shouldstop:  # as -x does: what did not run is not known
+        _wrong.add("stopped early")
     record = {"slow": sorted(_slow - _wrong), "wrong": sorted(_wrong)}
     Path(os.environ["TIME_BOUNDS_FILE"]).write_text(json.dumps(record))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -496,7 +497,7 @@ def _manager_left_open(rank: int, size: int, library: str) -> tuple[str, float]:
 
 def test_a_manager_that_was_never_left_ends_at_the_timeout(fake_cuda: Path) -> None:
     for text, value in run_ranks(2, _manager_left_open, args=(str(fake_cuda),)).values():
-        assert "coalescing manager" in text and "3 s ago" in text
+        assert "coalescing manager" in text and re.search(r"\d s ago", text)
         assert value == 4.0
 
 
