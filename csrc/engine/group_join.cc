@@ -37,6 +37,30 @@ std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
 }
 
+/// The record of this rank about what keeps a group from forming, whoever noticed it.
+ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, const std::string& phase, TimePoint began) {
+  if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
+    GroupIdentity self;
+    self.rank = meeting.rank;
+    self.size = meeting.size;
+    self.name = meeting.group_name;
+    record = withNeed(std::move(record), self);
+    record.summary = cannotJoin(record);
+  } else if (
+      record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
+    record.peer = record.rank;
+    record.peer_host = record.host;
+    record.summary = cannotJoin(record);
+  }
+  record.rank = meeting.rank;
+  record.host = localHostName();
+  record.group = meeting.group_name;
+  record.epoch = 0;
+  record.phase = !record.phase.empty() ? record.phase : phase;
+  record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+  return record;
+}
+
 } // namespace
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
@@ -67,31 +91,13 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
   } catch (const Error& error) {
-    ErrorRecord record = error.record();
-    if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
-      GroupIdentity self;
-      self.rank = meeting.rank;
-      self.size = meeting.size;
-      self.name = meeting.group_name;
-      record = withNeed(std::move(record), self);
-      record.summary = cannotJoin(record);
-    } else if (
-        record.rank >= 0 && record.rank != meeting.rank && record.peer < 0) { // told by the rank that has the trouble
-      record.peer = record.rank;
-      record.peer_host = record.host;
-      record.summary = cannotJoin(record);
-    }
-    record.rank = meeting.rank;
-    record.host = localHostName();
-    record.group = meeting.group_name;
-    record.epoch = 0;
-    record.phase = !record.phase.empty() ? record.phase : (group == nullptr ? "rendezvous" : "connect");
-    record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
+    ErrorRecord record = asSeenHere(error.record(), meeting, group == nullptr ? "rendezvous" : "connect", began);
     if (group != nullptr) {
       // Ranks without a link to this one would otherwise wait for it until their deadline. Where that is what has passed, it has for
       // all, and each can say best what it missed.
       if (record.code != ErrorCode::ConnectFailed) {
-        record = tellFailure(store, group->claim_, record);
+        // The first of all ranks counts, as its rank wrote it.
+        record = asSeenHere(tellFailure(store, group->claim_, record), meeting, record.phase, began);
         if (record.peer >= meeting.size) { // another program writes into the store
           record.peer = -1;
           record.peer_host.clear();
