@@ -135,7 +135,7 @@ Found endInTheMiddle(const Case& tried) {
       self.group.abort(reason);
     }
     for (Received& one : all) {
-      EXPECT_EQ(one.filled.get_future().wait_for(std::chrono::seconds(20)), std::future_status::ready)
+      EXPECT_EQ(one.filled.get_future().wait_for(std::chrono::seconds(50)), std::future_status::ready)
           << one.operation->label();
     }
     std::this_thread::sleep_for(kLongEnough);
@@ -157,7 +157,9 @@ class GivenBack : public ::testing::TestWithParam<Case> {};
 TEST_P(GivenBack, NoByteComesIntoMemoryOfAnOperationThatHasEnded) {
   // If bytes trickle in one by one, a payload is always incomplete when the group ends, and the next byte comes soon.
   for (const bool slow : {false, true}) {
-    if (slow && !faultPointsBuiltIn()) {
+    // Until the peer's end is noticed this rank writes its own megabytes byte by byte: minutes under a sanitizer.
+    const bool too_slow = kSanitized && GetParam().end == End::PeerLeaves;
+    if (slow && (!faultPointsBuiltIn() || too_slow)) {
       continue;
     }
     Found found;
