@@ -368,7 +368,7 @@ void DataPlane::deliverToSelf() {
   const OutFrame frame = std::move(to_self_.front());
   to_self_.pop_front();
   FrameHeader header = frame.header;
-  if (header.op_id != 0) { // pool room concerns no operation
+  if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) { // pool room and questions concern no operation
     header.op_id ^= PointToPoint::kSelfBit;
   }
   Sink sink = onHeader(identity_.rank, header);

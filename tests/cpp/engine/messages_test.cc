@@ -1,8 +1,11 @@
 // Point-to-point between ranks that are threads.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "engine/point_to_point.h"
 #include "ranks.h"
+#include "within.h"
 
 namespace pycomm::testing {
 namespace {
@@ -170,6 +173,25 @@ TEST(Messages, ToOneself) {
           expectDone(receive(self, from, 9, back));
           expectDone(again);
           EXPECT_EQ(back, std::vector<float>(numel, -1.0F));
+        }
+      }
+    });
+  }
+}
+
+// A receive that has waited for 2 ms asks for its message, here this rank itself.
+TEST(Messages, ToOneselfLongAfterTheReceive) {
+  for (const int size : {1, 2}) {
+    runRanks(size, [](Rank& self) {
+      for (const size_t numel : {size_t{0}, size_t{3}, size_t{400000}}) {
+        for (const int from : {self.rank, kAny}) {
+          std::vector<float> out = filled(numel, 3);
+          std::vector<float> in(numel, -1.0F);
+          const auto received = receive(self, from, 9, in);
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          expectDone(send(self, self.rank, 9, out));
+          expectDone(received);
+          EXPECT_EQ(in, out);
         }
       }
     });
