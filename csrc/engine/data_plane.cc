@@ -46,7 +46,7 @@ DataPlane::Usage DataPlane::usage() const {
     usage.held_frames += entry.second.size();
   }
   for (const auto& entry : sends_) {
-    usage.queued_sends += entry.second.waiting.size();
+    usage.queued_sends += entry.second.size();
   }
   usage.shared_links = shared_in_.size() + shared_out_.size();
   usage.staging_nbytes = staging_.takenNbytes();
@@ -110,9 +110,9 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
 bool DataPlane::has(const Operation& operation) const noexcept {
   const auto is = [&](const auto& entry) { return entry.second.get() == &operation; };
   const auto queues = [&](const auto& entry) {
-    const auto& waiting = entry.second.waiting;
-    return std::any_of(
-        waiting.begin(), waiting.end(), [&](const auto& message) { return message.get() == &operation; });
+    bool queued = false;
+    entry.second.forEach([&](const Operation& message) { queued = queued || &message == &operation; });
+    return queued;
   };
   return std::any_of(
              transfers_.begin(),
@@ -292,89 +292,6 @@ void DataPlane::settle(uint64_t op_id) {
   endInProtocol(op_id);
   finished->operation().finish(std::nullopt);
   messageEnded(finished->operation()); // begins others, which may throw
-}
-
-// What the protocol keeps of an operation must not keep the operation from ending.
-void DataPlane::endInProtocol(uint64_t op_id) noexcept {
-  try {
-    protocol_.ended(op_id);
-  } catch (...) {
-    report(-1, std::current_exception());
-  }
-}
-
-void DataPlane::end(Operation& operation, const Transfer* transfer, const Why& why) const noexcept {
-  operation.finish(recordInAnyCase(identity_, [&] { return why(operation, transfer); }));
-}
-
-void DataPlane::endAll(const Why& why) noexcept {
-  const auto transfers = std::exchange(transfers_, {});
-  const auto unmatched = std::exchange(unmatched_, {});
-  const auto sends = std::exchange(sends_, {});
-  const auto without_input = std::exchange(without_input_, {});
-  asks_.clear();
-  host_stuck_.clear();
-  endFollowed(why);
-  lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
-  for (const auto& entry : transfers) {
-    endInProtocol(entry.first);
-    end(entry.second->operation(), entry.second.get(), why);
-  }
-  for (const auto& entry : unmatched) {
-    end(*entry.second, nullptr, why);
-  }
-  for (const auto& entry : sends) {
-    for (const std::shared_ptr<Operation>& message : entry.second.waiting) {
-      if (message != nullptr) {
-        lane_.addBusy(-1);
-        end(*message, nullptr, why);
-      }
-    }
-  }
-  for (const auto& operation : without_input) {
-    end(*operation, nullptr, why);
-  }
-  held_.clear();
-}
-
-ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause) const {
-  ErrorRecord record = errorOf(operation, cause, identity_);
-  if (transfer != nullptr) {
-    record.bytes_done = transfer->bytesArrived();
-    record.bytes_total = transfer->bytesExpected();
-  } else if (operation.request().receives && operation.request().schedule != nullptr) {
-    record.bytes_total = static_cast<int64_t>(operation.request().output.nbytes);
-  }
-  if (record.phase.empty()) {
-    record.phase = transfer != nullptr ? "transfer" : "matching";
-  }
-  return record;
-}
-
-void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
-  if (failure_) {
-    return;
-  }
-  failure_ = recordInAnyCase(identity_, [&] { return cause; });
-  failed_at_ = Clock::now();
-  stopTouchingMemory();
-  stopPorts();
-  const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
-    return a.second->operation().issuedAt() < b.second->operation().issuedAt();
-  });
-  const Operation* const message = oldestMessage();
-  const bool begun = oldest != transfers_.end();
-  try {
-    if (told == nullptr) {
-      // nobody asks
-    } else if (begun && (message == nullptr || oldest->second->operation().issuedAt() <= message->issuedAt())) {
-      told(errorIn(oldest->second->operation(), oldest->second.get(), cause));
-    } else if (message != nullptr) {
-      told(errorIn(*message, nullptr, cause));
-    }
-  } catch (...) { // no memory to say it: the group's cause itself is known
-  }
-  endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
 }
 
 // A broken link to a peer matters only where something has still to go out on it. What is due from the peer comes on its own link, and

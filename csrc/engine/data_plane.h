@@ -21,6 +21,7 @@
 #include "engine/point_to_point.h"
 #include "engine/port.h"
 #include "engine/protocol.h"
+#include "engine/send_queue.h"
 #include "engine/staging_pool.h"
 #include "engine/transfer.h"
 #include "transport/address.h"
@@ -170,14 +171,6 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// How long such a link may take.
   static constexpr int kLastLinkMs = 3000;
 
-  /// Messages to one rank that wait for room there, in the order in which they were issued. They are no operations of the protocol
-  /// yet: one that waits costs its Operation and a pointer.
-  struct SendQueue {
-    std::deque<std::shared_ptr<Operation>> waiting; ///< null: the receiver asked for it, and it has begun
-    /// Under way, and perhaps announced before their data: too large to go eagerly, or asked for. Their receiver keeps a note of each.
-    std::unordered_set<uint64_t> announced;
-  };
-
   void begin(std::shared_ptr<Operation> operation);
   void beginMessage(std::shared_ptr<Operation> operation, bool announced);
   void postPointToPoint(std::shared_ptr<Operation> operation);
@@ -187,13 +180,15 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void messageEnded(const Operation& message);
   void asked(int peer, const FrameHeader& header);
   void askForMessages(TimePoint now);
+  void askSoon(int from, uint32_t tag);
+  /// How many messages a question may bring now.
+  [[nodiscard]] size_t mostAnnounced(const SendQueue& queue) const noexcept;
   void ask(int peer, uint32_t tag);
   void askFailed(int peer, const Error& error);
   void missMessagesOf(int left);
   [[nodiscard]] bool hasQueued(int peer) const noexcept;
   [[nodiscard]] const Operation* oldestMessage() const noexcept;
   [[nodiscard]] ErrorRecord noMessage(const Operation& operation, uint64_t ticket) const;
-  [[nodiscard]] static const Operation* firstOf(const SendQueue& queue) noexcept;
   void beginMatched();
   void hear(int peer, const FrameHeader& header);
   [[nodiscard]] bool isOfPastMessage(int peer, const FrameHeader& header) const;
@@ -289,14 +284,18 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
   std::map<uint64_t, std::shared_ptr<Operation>> unmatched_; ///< receives without a message yet, by ticket
   std::map<int, SendQueue> sends_; ///< by receiver
-  /// A receive that has no message asks for it, since that may wait for room which others of its sender take.
+  /// A receive that has no message asks for it, since that may wait for room which others of its sender take. There is one entry for
+  /// all receives from one rank, or from any, under one tag: the oldest of them asks.
   struct Ask {
+    int from;
     uint32_t tag;
-    uint64_t ticket; ///< of the oldest receive under it
+    uint64_t ticket; ///< of the oldest
     std::chrono::milliseconds pause;
   };
-  std::multimap<TimePoint, Ask> asks_; ///< one for each tag, by when it is due
-  std::set<uint32_t> asked_tags_; ///< those in asks_
+  using Asks = std::multimap<TimePoint, Ask>;
+  Asks asks_; ///< by when each is due
+  std::map<std::pair<int, uint32_t>, Asks::iterator> asks_of_; ///< all of them, by rank and tag
+  TimePoint asks_from_{}; ///< none asks before
   std::set<int> cannot_ask_; ///< ranks of which that has been logged
   std::map<int, std::string> not_entered_; ///< by rank that was asked and had nothing: what it did last
   std::set<std::shared_ptr<Operation>> without_input_; ///< see hold()

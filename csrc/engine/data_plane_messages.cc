@@ -23,13 +23,6 @@ std::shared_ptr<const PreparedSchedule> receiveFrom(int from, int rank, int size
   return prepare(makeSchedule(request));
 }
 
-// When a receive asks for its message: first, and then each time eight times later, to the last.
-constexpr std::chrono::milliseconds kFirstAsk(2);
-constexpr std::chrono::milliseconds kLastAsk(1000);
-// How many tags are asked for in a turn, and how many messages one question brings.
-constexpr size_t kMaxAsks = 256;
-constexpr size_t kMaxWanted = 64;
-
 } // namespace
 
 bool DataPlane::goesEagerly(const Operation& message) const noexcept {
@@ -47,20 +40,14 @@ bool DataPlane::hasPlace(int peer, const Operation& message) const {
 
 bool DataPlane::hasQueued(int peer) const noexcept {
   const auto queue = sends_.find(peer);
-  return queue != sends_.end() && firstOf(queue->second) != nullptr;
-}
-
-const Operation* DataPlane::firstOf(const SendQueue& queue) noexcept {
-  const auto first =
-      std::find_if(queue.waiting.begin(), queue.waiting.end(), [](const auto& message) { return message != nullptr; });
-  return first == queue.waiting.end() ? nullptr : first->get();
+  return queue != sends_.end() && !queue->second.empty();
 }
 
 // Of those that have not begun.
 const Operation* DataPlane::oldestMessage() const noexcept {
   const Operation* oldest = unmatched_.empty() ? nullptr : unmatched_.begin()->second.get();
   for (const auto& entry : sends_) {
-    const Operation* const first = firstOf(entry.second);
+    const Operation* const first = entry.second.first();
     if (first != nullptr && (oldest == nullptr || first->issuedAt() < oldest->issuedAt())) {
       oldest = first;
     }
@@ -75,12 +62,13 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
     const PointToPoint::Name name = point_to_point_.nameSend(peer);
     operation->settle(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
     SendQueue& queue = sends_[peer];
-    if (queue.waiting.empty() && hasPlace(peer, *operation)) {
-      const bool announced = !goesEagerly(*operation);
+    const bool wanted = queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
+    if (wanted || (queue.empty() && hasPlace(peer, *operation))) {
+      const bool announced = wanted || !goesEagerly(*operation);
       beginMessage(std::move(operation), announced);
       return;
     }
-    queue.waiting.push_back(std::move(operation));
+    queue.push(operation);
     lane_.addBusy(1);
     if (left_[static_cast<size_t>(peer)]) {
       missMessagesOf(peer);
@@ -96,9 +84,7 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
   if (unmatched_.count(ticket) == 0) {
     return;
   }
-  if (asked_tags_.insert(tag).second) {
-    asks_.emplace(Clock::now() + kFirstAsk, Ask{tag, ticket, kFirstAsk});
-  }
+  askSoon(peer, tag);
   if (peer != PointToPoint::kAnyRank && left_[static_cast<size_t>(peer)]) {
     missMessagesOf(peer);
   }
@@ -132,128 +118,19 @@ void DataPlane::beginQueued(int peer) {
   if (queue == sends_.end()) {
     return;
   }
-  std::deque<std::shared_ptr<Operation>>& waiting = queue->second.waiting;
-  while (!waiting.empty() && (waiting.front() == nullptr || hasPlace(peer, *waiting.front())) && !protocol_.failed()) {
-    std::shared_ptr<Operation> next = std::move(waiting.front());
-    waiting.pop_front();
-    if (next != nullptr) {
-      lane_.addBusy(-1);
-      const bool announced = !goesEagerly(*next);
-      orEnd(*next, [&] { beginMessage(next, announced); });
-    }
+  SendQueue& waiting = queue->second;
+  while (!waiting.empty() && hasPlace(peer, *waiting.first()) && !protocol_.failed()) {
+    const std::shared_ptr<Operation> next = waiting.takeFirst();
+    lane_.addBusy(-1);
+    const bool announced = !goesEagerly(*next);
+    orEnd(*next, [&] { beginMessage(next, announced); });
   }
-}
-
-// A receiver waits for messages under a tag. If some are queued here they go before what fills its pool: they are announced, and it
-// gives them credit. It is answered in any case, and nothing of the question is kept.
-void DataPlane::asked(int peer, const FrameHeader& header) {
-  if (header.type == FrameType::NotEntered) {
-    not_entered_[peer] = Protocol::lastText(header);
-    return;
-  }
-  std::vector<std::shared_ptr<Operation>> wanted;
-  const auto queue = sends_.find(peer);
-  if (queue != sends_.end()) {
-    const size_t announced = queue->second.announced.size();
-    const size_t room = options_.limits.max_ahead / 2;
-    const size_t most = announced < room ? std::min(kMaxWanted, room - announced) : 1; // one it has a receive for
-    wanted.reserve(most); // what is taken out of the queue must not be lost to an exception
-    for (std::shared_ptr<Operation>& message : queue->second.waiting) {
-      if (message != nullptr && message->request().descriptor.tag == header.tag) {
-        wanted.push_back(std::move(message));
-        if (wanted.size() == most) {
-          break;
-        }
-      }
-    }
-  }
-  lane_.addBusy(-static_cast<int>(wanted.size()));
-  std::exception_ptr thrown;
-  for (const std::shared_ptr<Operation>& message : wanted) {
-    try {
-      orEnd(*message, [&] { beginMessage(message, true); });
-    } catch (...) {
-      thrown = std::current_exception();
-    }
-  }
-  if (thrown != nullptr) {
-    std::rethrow_exception(thrown);
-  }
-  if (wanted.empty()) {
-    protocol_.answerNotEntered(peer, PointToPoint::kAskId);
-    act();
-  }
-}
-
-void DataPlane::ask(int peer, uint32_t tag) {
-  OutFrame frame;
-  frame.header.type = FrameType::Waiting;
-  frame.header.group = identity_.hash;
-  frame.header.epoch = identity_.epoch;
-  frame.header.op_id = PointToPoint::kAskId;
-  frame.header.kind = static_cast<uint8_t>(Collective::Send);
-  frame.header.root = peer;
-  frame.header.tag = tag;
-  try {
-    push(peer, std::move(frame));
-  } catch (const Error& error) {
-    askFailed(peer, error);
-  }
-}
-
-void DataPlane::askForMessages(TimePoint now) {
-  for (size_t asked = 0; !asks_.empty() && asks_.begin()->first <= now; ++asked) {
-    Ask due = asks_.begin()->second;
-    if (asked == kMaxAsks) {
-      auto late = asks_.extract(asks_.begin());
-      late.key() = now + kFirstAsk;
-      asks_.insert(std::move(late));
-      return;
-    }
-    asks_.erase(asks_.begin());
-    const auto waiting = point_to_point_.waitingUnder(due.tag);
-    if (waiting.empty()) {
-      asked_tags_.erase(due.tag);
-      continue;
-    }
-    const uint64_t oldest = std::min_element(waiting.begin(), waiting.end(), [](const auto& a, const auto& b) {
-                              return a.second < b.second;
-                            })->second;
-    const bool waits_long = oldest == due.ticket;
-    due.pause = waits_long ? std::min(due.pause * 8, kLastAsk) : kFirstAsk;
-    due.ticket = oldest;
-    asks_.emplace(now + due.pause, due);
-    for (const auto& receive : waiting) {
-      for (int peer = 0; waits_long && peer < identity_.size; ++peer) {
-        // A receive from any rank asks only those that have sent something: no link is opened for it.
-        const bool may_have = receive.first == peer ||
-            (receive.first == PointToPoint::kAnyRank && in_[static_cast<size_t>(peer)] != nullptr);
-        if (may_have && !left_[static_cast<size_t>(peer)]) {
-          ask(peer, due.tag);
-        }
-      }
-    }
-  }
-}
-
-bool DataPlane::isQuestion(const FrameHeader& header) const noexcept {
-  const bool announces = header.kind == static_cast<uint8_t>(Collective::Send) && header.root == identity_.rank;
-  return header.type == FrameType::NotEntered || (header.type == FrameType::Waiting && !announces);
-}
-
-void DataPlane::askFailed(int peer, const Error& error) {
-  if (!cannot_ask_.insert(peer).second) {
-    return;
-  }
-  log(LogLevel::Info,
-      "group " + identity_.name + ": rank " + std::to_string(peer) +
-          " cannot be asked what it waits in: " + error.record().summary);
 }
 
 // The peer has left. What is queued for it will not leave here; what is due from it may still be on a link.
 void DataPlane::missMessagesOf(int left) {
   const auto queue = sends_.find(left);
-  const Operation* const queued = queue == sends_.end() ? nullptr : firstOf(queue->second);
+  const Operation* const queued = queue == sends_.end() ? nullptr : queue->second.first();
   if (queued != nullptr) {
     const auto lost = lost_.find(left); // it is still there: what broke is the link
     notice(lost != lost_.end() ? lost->second : peerLeftUs(left, *queued, identity_));
@@ -340,6 +217,7 @@ void DataPlane::beginMatched() {
     begin(operation);
     unmatched_.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
     lane_.addBusy(-1);
+    askSoon(request.peer, request.descriptor.tag); // for the next one
   }
 }
 

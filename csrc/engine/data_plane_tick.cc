@@ -63,7 +63,7 @@ TimePoint DataPlane::nextTick() const noexcept {
     next = std::min(next, entry.second.due);
   }
   if (!asks_.empty()) {
-    next = std::min(next, asks_.begin()->first);
+    next = std::min(next, std::max(asks_.begin()->first, asks_from_));
   }
   return next;
 }
@@ -93,14 +93,14 @@ void DataPlane::checkDeadlines(TimePoint now) {
     }
   }
   for (const auto& entry : sends_) {
-    for (const std::shared_ptr<Operation>& message : entry.second.waiting) {
-      const Deadline deadline = message == nullptr ? Deadline::never() : message->request().deadline;
+    entry.second.forEach([&](const Operation& message) {
+      const Deadline deadline = message.request().deadline;
       if (deadline.expired(now)) {
-        notice(timedOut(*message, 0, 0, entry.first, std::nullopt, identity_));
+        notice(timedOut(message, 0, 0, entry.first, std::nullopt, identity_));
       } else {
         next_deadline_ = std::min(next_deadline_, deadline.instant());
       }
-    }
+    });
   }
   for (const auto& entry : unmatched_) {
     const Deadline deadline = entry.second->request().deadline;

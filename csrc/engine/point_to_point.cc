@@ -69,6 +69,15 @@ void PointToPoint::heard(int from, uint32_t tag, Name name) {
   }
 }
 
+uint64_t PointToPoint::oldestUnder(uint32_t tag, int from) const noexcept {
+  const auto under = tags_.find(tag);
+  if (under == tags_.end()) {
+    return 0;
+  }
+  const auto receives = under->second.receives.find(from);
+  return receives == under->second.receives.end() ? 0 : receives->second.front();
+}
+
 std::vector<std::pair<int, uint64_t>> PointToPoint::waitingUnder(uint32_t tag) const {
   std::vector<std::pair<int, uint64_t>> ranks;
   const auto under = tags_.find(tag);

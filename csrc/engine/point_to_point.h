@@ -62,6 +62,9 @@ class PointToPoint {
   /// The first receives under a tag that have no message yet: (from, ticket), kAnyRank first.
   [[nodiscard]] std::vector<std::pair<int, uint64_t>> waitingUnder(uint32_t tag) const;
 
+  /// The first receive from `from`, or from kAnyRank itself, under a tag that has no message yet; 0 if there is none.
+  [[nodiscard]] uint64_t oldestUnder(uint32_t tag, int from) const noexcept;
+
   /// A send to oneself and its receive are two operations of one rank, so they cannot share an id: the receive's differs in this bit,
   /// which a frame flips on its way from one to the other.
   static constexpr uint64_t kSelfBit = 1;

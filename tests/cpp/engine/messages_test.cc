@@ -408,6 +408,110 @@ TEST_P(FarAhead, WhatIsWantedFirstIsBehindAPoolOfOthers) {
   EXPECT_LT(Clock::now() - began, std::chrono::seconds(20));
 }
 
+// The pool is full, and both sides are ready for each further message: none of them waits for a pause of an earlier receive. Each third
+// receive is long before its send, each third send is long before its receive.
+TEST_P(FarAhead, EachOfManyMessagesPassesAFullPoolSoon) {
+  constexpr size_t kCount = 20000;
+  constexpr size_t kWanted = 24;
+  std::atomic<size_t> sending{0};
+  std::atomic<size_t> receiving{0};
+  runRanks(
+      2,
+      [&](Rank& self) {
+        Numbers others(kCount);
+        Numbers wanted(kWanted);
+        std::vector<float> never(1);
+        std::vector<std::shared_ptr<Operation>> operations;
+        std::vector<int64_t> took_ms;
+        if (self.rank == 0) {
+          others.count();
+          wanted.count();
+          for (auto& values : others.values) {
+            operations.push_back(send(self, 1, 0, values));
+          }
+        }
+        const std::shared_ptr<Operation> last = self.rank == 1 ? receive(self, kAny, 3, never) : nullptr;
+        for (size_t i = 0; i < kWanted; ++i) {
+          std::atomic<size_t>& mine = self.rank == 0 ? sending : receiving;
+          const std::atomic<size_t>& other = self.rank == 0 ? receiving : sending;
+          if (i % 3 == (self.rank == 0 ? 1U : 2U)) { // the other one is early
+            while (other <= i) {
+              std::this_thread::yield();
+            }
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+          }
+          const auto operation =
+              self.rank == 0 ? send(self, 1, 1, wanted.values[i]) : receive(self, 0, 1, wanted.values[i]);
+          mine = i + 1;
+          while (other <= i) {
+            std::this_thread::yield();
+          }
+          const TimePoint both = Clock::now();
+          expectDone(operation);
+          took_ms.push_back(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - both).count());
+        }
+        if (self.rank == 0) {
+          operations.push_back(send(self, 1, 3, never));
+        } else {
+          expectDone(last);
+          wanted.expectCounted();
+          for (auto& values : others.values) {
+            operations.push_back(receive(self, 0, 0, values));
+          }
+        }
+        for (const auto& operation : operations) {
+          expectDone(operation);
+        }
+        std::sort(took_ms.begin(), took_ms.end());
+        EXPECT_WITHIN_MS(took_ms[kWanted / 2], 60);
+        EXPECT_WITHIN_MS(took_ms[kWanted * 3 / 4], 120);
+      },
+      over(GetParam()));
+}
+
+// What a question costs does not depend on how many messages under other tags are queued.
+TEST_P(FarAhead, QuestionsDoNotHoldTheSenderUp) {
+  constexpr size_t kCount = 300000;
+  constexpr size_t kTags = 500;
+  std::atomic<bool> queued{false};
+  std::atomic<bool> asked{false};
+  runRanks(
+      2,
+      [&](Rank& self) {
+        std::vector<float> value(1);
+        std::vector<std::shared_ptr<Operation>> operations;
+        if (self.rank == 1) {
+          while (!queued) {
+            std::this_thread::yield();
+          }
+          Numbers in(kTags);
+          for (size_t i = 0; i < kTags; ++i) {
+            operations.push_back(receive(self, 0, static_cast<uint32_t>(1000 + i), in.values[i]));
+          }
+          std::this_thread::sleep_for(std::chrono::milliseconds(10)); // by now the first questions have left
+          asked = true;
+          for (const auto& operation : operations) {
+            expectError(operation); // its sender closes the group
+          }
+          return;
+        }
+        operations.reserve(kCount);
+        for (size_t i = 0; i < kCount; ++i) {
+          operations.push_back(send(self, 1, 0, value, 60000));
+        }
+        queued = true;
+        while (!asked) {
+          std::this_thread::yield();
+        }
+        const TimePoint began = Clock::now();
+        std::vector<float> back(1);
+        expectDone(send(self, 0, 9, value));
+        expectDone(receive(self, 0, 9, back));
+        EXPECT_WITHIN_MS(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count(), 500);
+      },
+      over(GetParam()));
+}
+
 // What a sender that closes its group has queued is missed by its receiver, which names it.
 TEST_P(FarAhead, ASenderThatLeavesWithAQueueIsNamed) {
   runRanks(

@@ -285,12 +285,12 @@ MUTATIONS = [
     Mutation(
         "messages wait for nothing",
         "data_plane_messages.cc",
-        "if (queue.waiting.empty() && hasPlace(peer, *operation)) {",
-        "if (queue.waiting.empty()) {",
+        "if (wanted || (queue.empty() && hasPlace(peer, *operation))) {",
+        "if (wanted || queue.empty()) {",
     ),
     Mutation(
         "a receive does not ask for its message",
-        "data_plane_messages.cc",
+        "data_plane_ask.cc",
         "if (may_have && !left_[static_cast<size_t>(peer)]) {",
         "if (false) {",
     ),
