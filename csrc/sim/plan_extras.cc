@@ -129,6 +129,28 @@ void drawLead(Random& random, Plan& plan) {
   }
 }
 
+/// A message to oneself whose receive is posted first, and often so long before the send that it asks for it.
+void drawMessageToOneself(Random& random, Plan& plan, int key) {
+  const auto rank = static_cast<int>(random.below(plan.size));
+  const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
+  CallPlan call;
+  call.key = key;
+  call.tag = static_cast<uint32_t>(key);
+  call.peer = rank;
+  call.waits = false;
+  call.request.rank = call.request.root = rank;
+  call.request.size = plan.size;
+  call.request.dtype = call.request.wire_dtype = DType::UInt8;
+  call.request.segment_nbytes = plan.limits.window_nbytes / 4;
+  call.request.numel = random.scaled(0, plan.limits.window_nbytes);
+  CallPlan receive = call;
+  receive.request.kind = Collective::Recv;
+  insertBefore(plan.ranks[static_cast<size_t>(rank)], before, std::move(receive));
+  call.request.kind = Collective::Send;
+  call.think = microseconds(random.scaled(100, 20000));
+  insertBefore(plan.ranks[static_cast<size_t>(rank)], before, std::move(call));
+}
+
 void encode(Random& random, Plan& plan, int key) {
   // Sums of integers up to 30: exact in fp16, and in bf16 up to 256.
   const Codec codec = plan.size <= 8 && random.chance(50) ? Codec::BFloat16 : Codec::Float16;
@@ -181,6 +203,9 @@ void drawExtras(Random& random, Plan& plan) {
   }
   if (random.chance(25)) {
     drawLead(random, plan);
+  }
+  if (random.chance(20)) {
+    drawMessageToOneself(random, plan, 700);
   }
 }
 

@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation("held frames are not replayed", "data_plane.cc", "  replayHeld(running);\n", ""),
     Mutation(
         "operations end before the links stop",
-        "data_plane.cc",
+        "data_plane_end.cc",
         "  stopTouchingMemory();\n  stopPorts();\n  const auto oldest",
         "  const auto oldest",
     ),
@@ -293,6 +293,12 @@ MUTATIONS = [
         "data_plane_ask.cc",
         "if (may_have && !left_[static_cast<size_t>(peer)]) {",
         "if (false) {",
+    ),
+    Mutation(
+        "a question to oneself is taken for a message",
+        "data_plane_messages.cc",
+        "if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) {",
+        "if (header.op_id != 0) {",
     ),
     Mutation(
         "operations that have ended are forgotten",
