@@ -63,8 +63,9 @@ void DataPlane::postPointToPoint(std::shared_ptr<Operation> operation) {
     operation->settle(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
     SendQueue& queue = sends_[peer];
     const bool wanted = queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
-    if (wanted || (queue.empty() && hasPlace(peer, *operation))) {
-      const bool announced = wanted || !goesEagerly(*operation);
+    const bool has_place = queue.empty() && hasPlace(peer, *operation);
+    if (wanted || has_place) {
+      const bool announced = !has_place || !goesEagerly(*operation);
       beginMessage(std::move(operation), announced);
       return;
     }

@@ -285,8 +285,8 @@ MUTATIONS = [
     Mutation(
         "messages wait for nothing",
         "data_plane_messages.cc",
-        "if (wanted || (queue.empty() && hasPlace(peer, *operation))) {",
-        "if (wanted || queue.empty()) {",
+        "const bool has_place = queue.empty() && hasPlace(peer, *operation);",
+        "const bool has_place = queue.empty();",
     ),
     Mutation(
         "a receive does not ask for its message",
