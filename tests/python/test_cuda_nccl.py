@@ -550,6 +550,10 @@ def _exits(
     if cuda_mode == "nccl" or rank == 0:
         work = dist.all_reduce(tensor, group=group, async_op=True)
     dist.barrier()
+    name = "pycomm-nccl" if cuda_mode == "nccl" else "pycomm-stager"
+    deadline = time.monotonic() + 20  # a thread names itself when it first runs
+    while name not in threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
     running = threads()
     began = time.monotonic()
     _extension.load().shutdown_all(2000)  # what atexit calls
