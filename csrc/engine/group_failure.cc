@@ -1,6 +1,7 @@
+#include "engine/group.h"
+
 #include "engine/engine.h"
 #include "engine/failure_text.h"
-#include "engine/group.h"
 #include "engine/host_plane.h"
 
 namespace pycomm {
