@@ -29,10 +29,13 @@ def make_table(record: dict[str, Any]) -> str:
         outcome: sum(row["outcome"] == outcome for row in rows)
         for outcome in ("passed", "failed", "skipped", "fails in the library")
     }
-    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    said = ", ".join(
+        f"{count} {outcome.replace('fails', 'fail')}" for outcome, count in counts.items() if count
+    )
     lines = [
-        f"{len(rows)} tests: {said}. Python {record['python']}, {record['machine']}, "
-        f"{record['cpu_s']} CPU seconds, {record['wall_s']} s.",
+        f"Run on {record['date']} at commit {record['commit']}. {len(rows)} tests: {said}. "
+        f"Python {record['python']}, {record['machine']}, {record['cpu_s']} CPU seconds, "
+        f"{record['wall_s']} s.",
         "",
         "| library | version | what was run | result |",
         "|---|---|---|---|",

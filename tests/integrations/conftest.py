@@ -12,9 +12,11 @@ import json
 import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +144,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     known = before.get("rows", {})
     whole = known.keys() <= rows.keys()
     record = {
+        "date": date.today().isoformat() if whole else before["date"],
+        "commit": _commit() if whole else before["commit"],
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "wall_s": round(time.monotonic() - began_s) if whole else before["wall_s"],
@@ -151,6 +155,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "rows": rows if whole else known | rows,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _commit() -> str:
+    """What was tested: a short hash, with a note if tracked files differ from it."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty= with changes"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +126,12 @@ def problems(face: str, ours: Outcomes, gloo: dict[str, str]) -> list[str]:
     return found
 
 
+def commit() -> str:
+    """What was tested: a short hash, with a note if tracked files differ from it."""
+    git = ["git", "-C", str(FOLDER), "describe", "--always", "--exclude=*", "--dirty= with changes"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def page(results: dict[str, dict[str, Outcomes]]) -> str:
     """The document: counts, what is hard-coded, what only one of the two passes."""
     import torch
@@ -133,21 +140,23 @@ def page(results: dict[str, dict[str, Outcomes]]) -> str:
     lines = [
         "# torch's own test suite",
         "",
-        "Written by `make torch_suite ARGS=--write`, not by hand. PyTorch tests its backends with",
-        f"`DistributedTest`, which ships in the wheel (here torch {torch.__version__}). No test is",
-        "copied or edited by hand; this is what [the loader](../tests/torch_suite/suite_module.py)",
-        "changes, for both backends alike:",
+        f"Written by `make torch_suite ARGS=--write` on {date.today()} at commit {commit()}, with",
+        f"torch {torch.__version__}, over the default transport (shared memory on one host).",
+        "",
+        "PyTorch tests its backends with `DistributedTest`, which ships in the wheel. No test is",
+        "copied or edited by hand. For both backends alike,",
+        "[the loader](../tests/torch_suite/suite_module.py) changes this:",
         "",
         "- Where a test compares the backend's name with gloo's, pycomm counts as well.",
         "- Ranks are forked, not spawned, and where the suite polls it sleeps 5 ms, not 100.",
         "- Tests of groups of ranks 1 and 2 run with 3 ranks; torch skips them below 8.",
         "",
         "**gloo's tests** are those that torch runs for gloo on CPU tensors, all of them.",
-        f"**NCCL's tests** are {chosen} of the suite's {everything}, as torch has them for NCCL or",
+        f"**NCCL's tests** are {chosen} of the suite's {everything}, as torch runs them for NCCL or",
         "several GPUs: those of collectives, messages, groups and SyncBatchNorm, chosen by name",
         "(`TESTS` in [run.py](../tests/torch_suite/run.py)). They run on CPU tensors, which takes",
         "more: every request for a CUDA device gets the CPU, decorators that skip tests without",
-        "GPUs are removed, DDP's `device_ids` are dropped, `torch.nn.SyncBatchNorm`, which takes",
+        "GPUs are removed, DDP's `device_ids` are dropped, and `torch.nn.SyncBatchNorm`, which takes",
         "CUDA tensors only, is `pycomm.SyncBatchNorm`, for gloo as well.",
         "",
         "| tests | ranks | backend | pass | fail | skip | only this one passes |",
