@@ -52,6 +52,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     elements, as they would share a tensor after ``share_memory_()``. Any thread may call this. It
     costs about as much as writing zeros; make such tensors once, not every step.
     """
+    sizes = _sizes(size)
     native = _extension.load()
-    tensor: torch.Tensor = native.empty_shared(_sizes(size), dtype or torch.get_default_dtype())
+    tensor: torch.Tensor = native.empty_shared(sizes, dtype or torch.get_default_dtype())
     return tensor

@@ -278,6 +278,8 @@ def _set_up_logging(extension: _extension.Extension, resolved: ResolvedOptions, 
         handler = logging.StreamHandler()
         prefix = f"[rank{_world_rank(rank)}@{socket.gethostname()}]"
         handler.setFormatter(logging.Formatter(f"{prefix} pycomm %(levelname)s: %(message)s"))
+        # Once the program sets logging up, its own handlers write these lines.
+        handler.addFilter(lambda _: logger.handlers == [handler] and not logging.root.handlers)
         logger.addHandler(handler)
     # A level that the program has set itself is its own; ours may be set again, for a later group.
     if not chosen and not resolved.is_default("debug"):

@@ -123,14 +123,16 @@ class PycommError(DistError):
 
     Args:
         text: The whole message.
-        record: What is known, by the names of ``ErrorRecord``'s fields.
+        record: What is known, by the names of ``ErrorRecord``'s fields. ``code`` is that of the
+            class if it is left out.
     """
 
     record: ErrorRecord
 
     def __init__(self, text: str, record: Mapping[str, Any] | None = None) -> None:
         super().__init__(text)
-        self.record = ErrorRecord(**(record or {}))
+        own = next((code for code, each in BY_CODE.items() if isinstance(self, each)), None)
+        self.record = ErrorRecord(**{"code": own, **(record or {})})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), dict(self.record))

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from documents import read
+from processes import run_python
 from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
 
 import pycomm
@@ -239,3 +240,32 @@ def test_the_programs_own_log_level_stays(own: int, monkeypatch: pytest.MonkeyPa
             assert extension.level == level
     finally:
         backend.logger.setLevel(before)
+
+
+LOGS_BEFORE_AND_AFTER = """
+import logging
+from typing import Any
+
+from pycomm import backend
+from pycomm.options import Options
+
+class Extension:
+    def set_log_callback(self, callback: object, level: str) -> None:
+        pass
+
+extension: Any = Extension()
+backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+backend.logger.info("first")
+logging.basicConfig(format="the program's: %(message)s")
+backend.logger.info("second")
+backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+backend.logger.info("third")
+"""
+
+
+def test_each_line_is_logged_once_if_the_program_sets_logging_up_later() -> None:
+    done = run_python(["-c", LOGS_BEFORE_AND_AFTER])
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stderr.splitlines()
+    assert re.fullmatch(r"\[rank0@.*\] pycomm INFO: first", first)
+    assert (second, third) == ("the program's: second", "the program's: third")

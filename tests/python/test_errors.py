@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import pycomm
 from pycomm import errors
 
 RECORD = {
@@ -38,8 +39,23 @@ def test_a_record_is_readable_as_attributes() -> None:
 
 def test_what_is_not_known_is_none() -> None:
     error = errors.InternalError("text")
-    assert error.record == {}
-    assert (error.code, error.rank, error.peer_host) == (None, None, None)
+    assert error.record == {"code": "INTERNAL"}
+    assert (error.code, error.rank, error.peer_host) == ("INTERNAL", None, None)
+
+
+@pytest.mark.parametrize(("code", "error_type"), errors.BY_CODE.items())
+def test_every_class_has_its_code_also_without_a_record(
+    code: str, error_type: type[errors.PycommError]
+) -> None:
+    error = error_type("text")
+    assert error.code == error.record["code"] == code
+    assert pickle.loads(pickle.dumps(error)).code == code
+
+
+def test_what_python_refuses_has_a_code() -> None:
+    with pytest.raises(errors.InvalidArgumentError) as refused:
+        pycomm.empty(-1)
+    assert refused.value.code == "INVALID_ARGUMENT"
 
 
 @pytest.mark.parametrize("error_type", errors.BY_CODE.values())

@@ -89,7 +89,7 @@ touched_kib = sum(
 operations = pycomm.flight_record().operations
 algorithms = [one.algorithm for one in operations if one.op == "all_reduce"]
 told = {"rank": rank, "wrong": wrong, "algorithms": algorithms, "kib": touched_kib}
-# A host's ranks share one pipe: the line and its end in one write, also where Python does not buffer.
+# A host's ranks share one pipe: the line and its end in one write, also without a buffer.
 sys.stdout.write(json.dumps(told) + "\\n")
 sys.stdout.flush()
 dist.destroy_process_group()
