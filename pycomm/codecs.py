@@ -69,9 +69,15 @@ def all_reduce(
             lost for good. For float32 and ``ReduceOp.SUM`` only. Zeros where nothing is encoded.
         async_op: Whether to return at once, with the operation.
 
+    Returns:
+        None when the sum is in ``tensor``; with ``async_op`` the operation. As for
+        ``dist.all_reduce``, a CPU tensor blocks the calling thread and a CUDA tensor orders the
+        current stream.
+
     Raises:
         ValueError: The group is not pycomm's.
-        InvalidArgumentError: An argument does not fit.
+        InvalidArgumentError: A dtype, shape or operation does not fit, before anything is sent.
+        PycommError: The operation failed; with ``async_op`` from ``wait()``.
     """
     native = _extension.load()
     work: dist.Work = native.all_reduce_as(

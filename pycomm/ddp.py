@@ -58,36 +58,41 @@ class DistributedDataParallel(_TorchDDP):
     none is ignored.
 
     Args:
-        module: The model, the same on all ranks: checked, names, shapes and strides. Parameters
-            may be frozen and thawed between passes, on all ranks alike.
+        module: The model. Names, shapes, dtypes and strides of its parameters must be the same on
+            all ranks, and are compared. Parameters may be frozen and unfrozen between passes, on
+            all ranks alike.
         wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16", "bf16",
             "int8" or "fp8", or a mapping from patterns over parameter names to one of these; the
             first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``.
             How fp16 and bf16 sums are rounded is the backend's (pycomm: added in fp32, rounded
             once); the division by the number of ranks comes after, in fp32. fp16 is scaled by a
-            power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; a bucket
-            that its scale did not fit is reduced again, and counted in ``stats()``.
-            int8 and fp8 need a group of pycomm, and carry a scale for each 256 elements.
-        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients: one
-            more float32 for each gradient element that travels so. Part of
+            power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; if the
+            scale of a bucket was wrong, it is reduced again and counted in ``stats()``.
+            int8 and fp8 need a group of pycomm, and send a scale for each 256 elements.
+        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients. It
+            costs one more float32 for each gradient element that is sent so. Part of
             ``communication_state_dict()``.
-        accumulate: Backward passes to one reduction: gradients add up in ``.grad``, and the last
-            pass reduces the sum, as ``no_sync()`` around the others would have it.
+        accumulate: Backward passes per reduction: gradients add up in ``.grad``, and the last
+            pass reduces the sum, as with ``no_sync()`` around the others.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
-            the next forward first averages the parameters between all ranks. Optimizer state stays
-            local.
+            the next forward first averages the parameters over all ranks. Optimizer state is never
+            sent.
         gradient_as_bucket_view: True by default here.
         bucket_cap_mb: Buckets hold 4 MiB by default here; the first and the last one 1 MiB.
 
     Raises:
         ConfigMismatchError: The model or an option differs between ranks. Names the first
-            difference and the ranks. Not looked for with init_sync=False.
+            difference and the ranks. Not compared with init_sync=False.
         UnsupportedError: An option, device or parameter that the reducer cannot serve.
         TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
-    Cost: one all-reduce a bucket, launched from backward. The end of backward waits for those that
-    are still under way. At construction an all-gather of 24 bytes a rank, and what torch's class
-    does; before the second forward a broadcast of 8 bytes a parameter, rank 0's order of buckets.
+    Threads and streams: use one wrapper from one thread at a time; backward runs on autograd's
+    threads. The end of backward blocks until all averages are there (CPU), or until the current
+    stream is ordered behind them (CUDA); neither holds the interpreter's lock.
+
+    Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
+    bytes per rank, and what torch's class does; before the second forward a broadcast of 8 bytes
+    per parameter, rank 0's order of buckets.
     """
 
     reducer: Any
@@ -173,10 +178,10 @@ class DistributedDataParallel(_TorchDDP):
         return codec_stats(self.process_group).overflows
 
     def sync(self) -> None:
-        """With ``sync_every``: averages parameters between all ranks now. Collective.
+        """With ``sync_every``: averages parameters over all ranks now. Collective, blocks.
 
-        Call it after the last step, before the model is saved or judged. Buffers become those of
-        rank 0.
+        Call it after the last step, before you save or evaluate the model. Buffers become those of
+        rank 0. Without ``sync_every`` it does nothing.
         """
         if self._sync_every == 1:
             return
@@ -194,11 +199,12 @@ class DistributedDataParallel(_TorchDDP):
         self._steps_at_sync = self.reducer.stats().steps
 
     def communication_state_dict(self) -> dict[str, Any]:
-        """Where this wrapper stands between reductions and syncs: part of a full checkpoint.
+        """How far this wrapper is between reductions and syncs: part of a full checkpoint.
 
-        ``state_dict()`` is torch's and holds none of it. Gradients that have been accumulated are
-        the caller's to keep. With error feedback "lost" has, by parameter name, what this rank has
-        not sent yet: then every rank saves and loads its own.
+        ``state_dict()`` is torch's and has none of it. Accumulated gradients are not in it either:
+        save them yourself, or save between steps. With error feedback "lost" has, by parameter
+        name, float32 tensors of the parameters' shapes: what this rank has not sent yet. Save and
+        load it on every rank, since each has its own.
         """
         raw = self.reducer.stats()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
@@ -218,12 +224,12 @@ class DistributedDataParallel(_TorchDDP):
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
     ) -> None:
-        """Lets ``hook(state, bucket)`` reduce the buckets, as torch's method of this name has it.
+        """Lets ``hook(state, bucket)`` reduce the buckets, as torch's method of this name does.
 
-        The hook runs through ``pycomm.comm_hooks.ordered``, so collectives that it issues from
-        callbacks come in one order on all ranks. It gets gradients in the parameters' dtype; with
-        ``wire_dtype`` over a group of pycomm, the sums of float32 that it issues travel as that,
-        without error feedback.
+        The hook runs through ``pycomm.comm_hooks.ordered``, on a thread of its own (with NCCL on
+        the thread of backward), so all ranks issue its collectives in one order. It gets gradients
+        in the parameters' dtype. With ``wire_dtype`` over a group of pycomm, sums of float32 that
+        it issues are encoded, without error feedback.
 
         Raises:
             RuntimeError: There is a hook already, or training has begun.

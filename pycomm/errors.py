@@ -71,7 +71,7 @@ class ErrorRecord(Mapping[str, Any]):
     cause: str | None = None
     """The kernel's reason, or the error underneath."""
     rank: int | None = None
-    """The rank that tells, in the group's numbers, as ``peer``."""
+    """The rank that raises the error, in the group's numbers, as ``peer``."""
     host: str | None = None
     """The host of ``rank``."""
     peer: int | None = None
@@ -276,7 +276,7 @@ class ForkedError(PycommBackendError):
 
 
 class OutOfMemoryError(PycommBackendError):
-    """Memory could not be had."""
+    """Memory could not be allocated."""
 
 
 class TooManyFilesError(PycommBackendError):

@@ -56,9 +56,13 @@ class LocalSGD:
         model: Its trainable parameters are averaged. At construction, parameters and buffers become
             those of rank 0, unless ``init_sync`` is false.
         sync_every: Steps from one sync to the next, 1 or more.
-        process_group: The workers; the default group if None.
+        process_group: The workers, a group of any backend; the default group if None.
+        init_sync: Whether to broadcast rank 0's parameters and buffers at construction.
 
-    Not thread-safe.
+    Raises:
+        ValueError: ``sync_every`` is no whole number from 1, or no parameter is trainable.
+
+    Construction and each sync are collective and block. Not thread-safe.
     """
 
     def __init__(
@@ -92,9 +96,9 @@ class LocalSGD:
                     dist.broadcast(tensor.detach(), root, group=self._group)
 
     def step(self) -> bool:
-        """Counts one step; call it after the optimizer's, on every rank, as often on each.
+        """Counts one step; call it after the optimizer's, equally often on every rank.
 
-        Where a ``GradScaler`` skips the optimizer's step on one rank, call it all the same.
+        If a ``GradScaler`` skips the optimizer's step on one rank, still call it there.
 
         Returns:
             Whether it synced. Collective when it does.
@@ -107,7 +111,7 @@ class LocalSGD:
         return True
 
     def sync(self) -> None:
-        """Averages now, whatever the count: before saving or judging the model. Collective."""
+        """Averages now, whatever the count: before you save or evaluate the model. Collective."""
         begin = time.perf_counter()
         with torch.no_grad():
             self._average()

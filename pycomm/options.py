@@ -1,9 +1,8 @@
 """What a user may set, and the one reader of ``PYCOMM_*`` variables.
 
-A setting is looked for in ``pycomm.Options`` (passed as ``pg_options``), then in its own variable,
-then in the variables that gloo and NCCL users have set already, and then it has its default.
-Whatever is misspelled or out of range is an error that names where the value stands, the value, and
-what is allowed: nothing is ignored.
+The first of these that sets a setting wins: ``pycomm.Options`` (passed as ``pg_options``), its own
+variable, the variables that gloo and NCCL users have set already, the default. A misspelled name or
+a value out of range is an error that names the field or variable, the value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 class Options:
     """Settings of one process group, passed as ``init_process_group("pycomm", pg_options=...)``.
 
-    A field left at None is looked for in the environment. Groups made later by ``new_group``
-    without options of their own take those of the default group. All ranks of a group must be given
-    the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``, ``cuda_mode``,
-    ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may differ.
+    A field left at None is read from the environment when a group is made. Groups made later by
+    ``new_group`` without options of their own take those of the default group. All ranks of a group
+    must have the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
+    ``cuda_mode``, ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may
+    differ. Immutable, so any thread may use one for any number of groups.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -41,8 +41,8 @@ class Options:
             that routes to the store's host. ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
             ``NCCL_SOCKET_IFNAME``.
         socket_family: "auto", "ipv4" or "ipv6". ``PYCOMM_SOCKET_FAMILY``.
-        port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": a port a
-            rank of a host. Default: the kernel chooses. ``PYCOMM_PORT_RANGE``.
+        port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": one port
+            per rank of the host and group. Default: the kernel chooses. ``PYCOMM_PORT_RANGE``.
         timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
             ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
             goes before the variable.
@@ -62,13 +62,15 @@ class Options:
             the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
             error that says why not; "auto": NCCL where every rank has a GPU of its own and NCCL
             loads, else "tcp" (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
-        segment_nbytes: Bytes of one pipelined piece, from 4 KiB to 4 MiB; also "256K", "1M".
-            ``PYCOMM_SEGMENT_NBYTES``.
-        streams: Connections of each link over each interface, 1 to 16. ``PYCOMM_STREAMS``.
-        check_call_sites: Compare the lines of Python that issue an operation, too, so that two
-            equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines.
-            Where ranks rightly issue one operation from different lines, that is an error then:
-            for finding mistakes, not for good. ``PYCOMM_CHECK_CALL_SITES``; default: off.
+        segment_nbytes: Bytes of one pipelined piece of a collective over links, from 4 KiB to
+            4 MiB; also "256K", "1M". No effect on collectives that run in the shared memory of one
+            host. ``PYCOMM_SEGMENT_NBYTES``.
+        streams: Connections of each TCP link over each interface, 1 to 16. No effect within a host,
+            if its ranks share memory. ``PYCOMM_STREAMS``.
+        check_call_sites: Also compare the lines of Python that issue an operation, so that two
+            equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines. A
+            correct program whose ranks issue one operation from different lines fails with it, so
+            use it only to find mistakes. ``PYCOMM_CHECK_CALL_SITES``; default: off.
         flight_recorder_size: How many of its last operations a group remembers; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes what it remembers when a group

@@ -33,7 +33,7 @@ class Bucket:
 
     gradient_nbytes: int
     wire_nbytes: int
-    """As it travelled."""
+    """Bytes that were sent, encoded if there is a codec."""
     first_gradient_s: float
     launched_s: float
     """All its gradients were there, and all buckets before it had left."""
