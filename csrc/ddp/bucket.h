@@ -32,7 +32,7 @@ struct BucketLayout {
 ///
 /// Two flat buffers, either of which may be missing. `home` has the parameters' dtype: it is what .grad points into
 /// when gradients are views, and what comm hooks see. `wire` is what the all-reduce gets: home itself, or the cast
-/// gradients, with one element a rank behind them when the wire is fp16 (see WireScale).
+/// gradients, followed by one element per rank if the wire is fp16 (see WireScale).
 /// Both hold each gradient in the memory order of its parameter, which all ranks share. A sparse gradient has no flat
 /// memory: there home is the scaled gradient itself, and only while it is reduced.
 ///
@@ -44,7 +44,9 @@ struct BucketLayout {
 ///     any, comm hook        home = g                      hook       .grad = what the hook returned
 ///
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join().
-/// A wire of another kind goes in here and nowhere else: packWire(), seal(), judge(), and the factor in unpackWire().
+/// Another kind of wire needs changes in the constructor, packWire(), seal(), settled(), judge(), scaleSlots() and unpackWire(), in
+/// packOnDevice(), writeScaleSlot() and unpackOnDevice() for CUDA, and outside in Reducer::awaitAllReduce() and its counters, wireOf() of
+/// the bindings and WIRE_DTYPES of the wrapper.
 ///
 /// On a CUDA device the same happens behind the streams that gradients come on, for all slots at once: pack() takes note of
 /// the stream, seal() launches one kernel, unpack() another one. What there are no kernels for (float64, complex) is left to
