@@ -49,6 +49,7 @@ STEPS = [
     Step("integrations", "{make} integrations", 15),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     Step("tests", "{python} tools/python_tests.py -m nightly", 10),
+    Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
     Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),

@@ -21,9 +21,6 @@ import ranks  # noqa: E402
 import shares  # noqa: E402
 import zygote  # noqa: E402
 
-DEFAULT_TIMEOUT_S = 400
-"""Of a test that hangs. The rig ends ranks that hang long before, and shows their stacks."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -74,9 +71,6 @@ def native_is_built() -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(DEFAULT_TIMEOUT_S))
     if "nightly" not in config.getoption("-m"):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if item not in nightly]

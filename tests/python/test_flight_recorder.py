@@ -208,6 +208,7 @@ def test_a_late_rank(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"pycomm_rank_{rank}.json" for rank in range(3)
     ]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     found = findings_in(tmp_path)
     assert found["failed"].ranks == (1,)
     late = found["not_entered"]
