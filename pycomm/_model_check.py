@@ -30,7 +30,7 @@ def check_same_on_all_ranks(
     Raises:
         ConfigMismatchError: Naming the first thing that differs, and the ranks.
 
-    Cost: an all-gather of 24 bytes a rank; another, of the descriptions, only where they differ.
+    Cost: an all-gather of 24 bytes per rank; another, of the descriptions, only if they differ.
     """
     lines = [f"option\t{name}\t{value!r}" for name, value in options.items()]
     lines += [_describe("parameter", name, tensor) for name, tensor in parameters]

@@ -58,9 +58,8 @@ class DistributedDataParallel(_TorchDDP):
     none is ignored.
 
     Args:
-        module: The model. Names, shapes, dtypes and strides of its parameters must be the same on
-            all ranks, and are compared. Parameters may be frozen and unfrozen between passes, on
-            all ranks alike.
+        module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
+            ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
         wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16", "bf16",
             "int8" or "fp8", or a mapping from patterns over parameter names to one of these; the
             first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``.
@@ -69,14 +68,12 @@ class DistributedDataParallel(_TorchDDP):
             power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; if the
             scale of a bucket was wrong, it is reduced again and counted in ``stats()``.
             int8 and fp8 need a group of pycomm, and send a scale for each 256 elements.
-        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients. It
-            costs one more float32 for each gradient element that is sent so. Part of
-            ``communication_state_dict()``.
+        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients, for
+            one more float32 per such element. Part of ``communication_state_dict()``.
         accumulate: Backward passes per reduction: gradients add up in ``.grad``, and the last
             pass reduces the sum, as with ``no_sync()`` around the others.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
-            the next forward first averages the parameters over all ranks. Optimizer state is never
-            sent.
+            the next forward averages the parameters over all ranks. Optimizer state is not sent.
         gradient_as_bucket_view: True by default here.
         bucket_cap_mb: Buckets hold 4 MiB by default here; the first and the last one 1 MiB.
 
@@ -86,9 +83,8 @@ class DistributedDataParallel(_TorchDDP):
         UnsupportedError: An option, device or parameter that the reducer cannot serve.
         TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
-    Threads and streams: use one wrapper from one thread at a time; backward runs on autograd's
-    threads. The end of backward blocks until all averages are there (CPU), or until the current
-    stream is ordered behind them (CUDA); neither holds the interpreter's lock.
+    Threads and streams: use a wrapper from one thread at a time. The end of backward blocks, without
+    the interpreter's lock, until averages are there (CPU) or streams are ordered behind them.
 
     Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
     bytes per rank, and what torch's class does; before the second forward a broadcast of 8 bytes
@@ -180,8 +176,7 @@ class DistributedDataParallel(_TorchDDP):
     def sync(self) -> None:
         """With ``sync_every``: averages parameters over all ranks now. Collective, blocks.
 
-        Call it after the last step, before you save or evaluate the model. Buffers become those of
-        rank 0. Without ``sync_every`` it does nothing.
+        Call it after the last step, before you save or evaluate. Buffers become those of rank 0.
         """
         if self._sync_every == 1:
             return
@@ -201,10 +196,9 @@ class DistributedDataParallel(_TorchDDP):
     def communication_state_dict(self) -> dict[str, Any]:
         """How far this wrapper is between reductions and syncs: part of a full checkpoint.
 
-        ``state_dict()`` is torch's and has none of it. Accumulated gradients are not in it either:
-        save them yourself, or save between steps. With error feedback "lost" has, by parameter
-        name, float32 tensors of the parameters' shapes: what this rank has not sent yet. Save and
-        load it on every rank, since each has its own.
+        ``state_dict()`` is torch's and has none of it. Accumulated gradients are in neither: save
+        between steps. With error feedback "lost" has, by parameter name, float32 tensors: what this
+        rank has not sent yet. Save and load it on every rank, since each has its own.
         """
         raw = self.reducer.stats()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}

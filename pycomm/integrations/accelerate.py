@@ -1,6 +1,6 @@
 """Hugging Face Accelerate over pycomm, on CPU, too, and sure to train on all ranks together.
 
-With a GPU a rank, Accelerate takes the backend's name itself:
+With one GPU per rank, Accelerate takes the backend's name itself:
 
     Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="pycomm")])
 

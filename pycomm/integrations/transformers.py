@@ -1,8 +1,8 @@
 """Hugging Face's Trainer over pycomm.
 
-With a GPU a rank, ``TrainingArguments(ddp_backend="pycomm")`` is enough in Python; its command line
-refuses the name, and ``make_parser`` is one that does not. On CPU the arguments refuse it, too, and
-without it the ranks meet over gloo, or, worse, train apart:
+With one GPU per rank, ``TrainingArguments(ddp_backend="pycomm")`` is enough in Python; its command
+line refuses the name, and ``make_parser`` is one that does not. On CPU the arguments refuse it too,
+and without it the ranks use gloo, or, worse, train apart:
 
     args = pycomm.integrations.transformers.make_training_arguments(output_dir="out")
     Trainer(model=model, args=args, train_dataset=dataset).train()

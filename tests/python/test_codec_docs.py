@@ -18,7 +18,7 @@ from pycomm._settings import SETTINGS
 
 DOCUMENT = "docs/codecs.md"
 HEADER = (
-    *("codec", "bytes a value"),
+    *("codec", "bytes per value"),
     *("one rounding of v, in a block whose largest value is m", "when"),
 )
 
