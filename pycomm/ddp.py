@@ -83,8 +83,8 @@ class DistributedDataParallel(_TorchDDP):
         UnsupportedError: An option, device or parameter that the reducer cannot serve.
         TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
-    Threads and streams: use a wrapper from one thread at a time. The end of backward blocks, without
-    the interpreter's lock, until averages are there (CPU) or streams are ordered behind them.
+    Threads and streams: use a wrapper from one thread at a time. The end of backward blocks,
+    without the interpreter's lock, until averages are there (CPU) or streams are ordered behind.
 
     Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
     bytes per rank, and what torch's class does; before the second forward a broadcast of 8 bytes
