@@ -8,7 +8,9 @@ the core comes from the C++ tests' build, which has fault points. What is left t
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,10 +25,22 @@ PACKAGE = ROOT / "build" / "faults" / "pycomm"
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
 
-def torch_objects(folder: Path) -> list[Path]:
-    """The objects of today's sources: a folder may hold those of removed ones."""
-    paths = [path.relative_to(ROOT) for path in units.torch_units(ROOT)]
-    return [folder / path.with_suffix(".o") for path in paths]
+def torch_objects(folder: Path, root: Path = ROOT) -> list[Path]:
+    """Objects that include torch, of the last build of the extension; empty if there was none.
+
+    Not all that the folder holds: a build with the other value of PYCOMM_UNITY, or of sources that
+    are gone, leaves objects that nothing brings up to date.
+    """
+    if not (folder / "build.ninja").is_file():
+        return []
+    core = units.folders(root, "core")
+    lines = re.sub(r"\$(.)", r"\1", (folder / "build.ninja").read_text())
+    built = re.findall(r"^build (.+\.o): compile (.+)$", lines, re.MULTILINE)
+    return [
+        Path(made)
+        for made, source in built
+        if not any(Path(source).is_relative_to(folder) for folder in core)
+    ]
 
 
 def mirror_python_files(package: Path = PACKAGE) -> None:
@@ -45,10 +59,15 @@ def mirror_python_files(package: Path = PACKAGE) -> None:
 def main() -> int:
     import torch
 
-    objects = torch_objects(machine.extension_objects(ROOT, torch.__version__))
-    if missing := [path for path in objects if not path.is_file()]:
+    folder = machine.extension_objects(ROOT, torch.__version__)
+    objects = torch_objects(folder)
+    missing = [path for path in objects or [folder / "build.ninja"] if not path.is_file()]
+    if missing:
         print(f"not built: {missing[0]}. Try: make fault_build", file=sys.stderr)
         return 1
+    PACKAGE.mkdir(parents=True, exist_ok=True)
+    lock = os.open(PACKAGE, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several processes builds; until this one ends
     core = cpp.build("plain", target="pycomm_core")
     if core is None:
         return 1

@@ -278,6 +278,34 @@ def test_stamp_is_stale_when_a_file_changes(
     assert not bootstrap.Stamp("x", bootstrap.digest([source], "other torch")).fresh()
 
 
+# --- the build with fault points -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unity", ["0", "1"])
+def test_the_fault_build_links_the_objects_of_the_last_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unity: str
+) -> None:
+    """Whatever PYCOMM_UNITY is now: the objects of the other way of compiling may be older."""
+    root = tmp_path / "a root: with $ signs"
+    write_tree(root, {"csrc/c10d/work.cc": "", "csrc/c10d/store.cc": "", "csrc/engine/lane.cc": ""})
+    monkeypatch.setenv("PYCOMM_UNITY", unity)
+    objects = tool("units").torch_units(root)
+    folder = root / "build" / "extension-x"
+    names = [path.relative_to(root) for path in [*objects, root / "csrc" / "engine" / "lane.cc"]]
+    lines = ["rule compile", "  command = c++ $in -o $out"]
+    for name in names:
+        made, source = folder / name.with_suffix(".o"), root / name
+        escaped = [re.sub(r"([$: ])", r"$\1", str(path)) for path in (made, source)]
+        lines.append(f"build {escaped[0]}: compile {escaped[1]}")
+    folder.mkdir(parents=True)
+    assert tool("fault_build").torch_objects(folder, root) == []
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("PYCOMM_UNITY", "1" if unity == "0" else "0")
+    found = tool("fault_build").torch_objects(folder, root)
+    assert found == [folder / name.with_suffix(".o") for name in names[:-1]]
+    assert len(found) == (3 if unity == "1" else 2)
+
+
 # --- summaries, documents, stubs, metadata --------------------------------------------------------
 
 
