@@ -29,7 +29,7 @@ test: ## C++ and Python tests
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/run_tests.py
 
-cpp: ## C++ tests only, as C++17
+cpp: ## C++ tests only
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py plain
 
@@ -41,9 +41,9 @@ cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") tools/gpu_checks.py $(ARGS)
 
-cxx20: ## the same as C++20
+strict: ## the same without precompiled headers, which hide a missing include; warnings are errors
 	$(BOOTSTRAP) --no-torch
-	@$(BIN)/python tools/cpp.py cxx20
+	@$(BIN)/python tools/cpp.py strict
 
 asan: ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BOOTSTRAP) --no-torch
@@ -139,5 +139,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu cxx20 asan tsan seam seam_all fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

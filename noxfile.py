@@ -10,7 +10,7 @@ nox.options.sessions = ["lint", "typecheck", "cpp", "py"]
 SESSIONS = {
     "lint": ["lint", "layers", "stubs_check"],
     "typecheck": ["typecheck"],
-    "cpp": ["cpp", "cxx20"],
+    "cpp": ["cpp", "strict"],
     "cuda": ["cuda"],
     "gpu": ["gpu"],
     "asan": ["asan"],

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 # Each flavour has a build folder of its own. Warnings are errors where developers and CI look, not
-# where users build.
+# where users build. Precompiled headers hide a missing include, so not every flavour has them.
 FLAVOURS = {
     "plain": [],
-    "cxx20": ["-DPYCOMM_CXX_STANDARD=20", "-DPYCOMM_PRECOMPILE=OFF", "-DPYCOMM_WERROR=ON"],
+    "strict": ["-DPYCOMM_PRECOMPILE=OFF", "-DPYCOMM_WERROR=ON"],
     "asan": ["-DPYCOMM_SANITIZE=address,undefined", "-DPYCOMM_WERROR=ON"],
     "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
 }
