@@ -6,7 +6,8 @@
 
 Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and
 all results to build/nightly/summary.txt. A step that passed at this commit is not repeated, so a
-run that was interrupted goes on where it was.
+run that was interrupted goes on where it was. A step that skipped everything, because the machine
+lacks something, has not passed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PYTHON = sys.executable
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One command; the last line of its output is its summary."""
+    """One command; the last line of its output, less what make adds, is its summary."""
 
     name: str
     command: str
@@ -50,6 +51,8 @@ STEPS = [
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     Step("tests", "{python} tools/python_tests.py -m nightly", 10),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
+    Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 10),
+    Step("strict", "{make} strict", 15),
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
     Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),
@@ -59,6 +62,7 @@ STEPS = [
     Step("powersgd", "{python} tests/soak/powersgd.py 50", 10),
 ]
 
+_MAKES_OWN = re.compile(r"make(\[\d+\])?: ")
 _COUNT = re.compile(r"(\d[\d,]*) (passed|failed|skipped|xfailed|errors?|mutations|seeds|violated)")
 
 
@@ -73,8 +77,18 @@ class Result:
     reruns: Sequence[str]
 
     @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    @property
+    def skipped(self) -> bool:
+        """It ended well and checked nothing: its tool says so, or pytest skipped every test."""
+        only_skips = "skipped" in self.counts and "passed" not in self.counts
+        return not self.failed and ("SKIPPED" in self.summary or only_skips)
+
+    @property
     def passed(self) -> bool:
-        return self.code == 0
+        return not self.failed and not self.skipped
 
     @property
     def counts(self) -> dict[str, int]:
@@ -83,7 +97,7 @@ class Result:
 
     def line(self, name: str) -> str:
         """One line of the table."""
-        how = "passed" if self.passed else f"FAILED ({self.code})"
+        how = "skipped" if self.skipped else "passed" if self.passed else f"FAILED ({self.code})"
         again = f"; run again: {', '.join(self.reruns)}" if self.reruns else ""
         return f"{name:<13} {self.seconds:>6} s  {how}: {self.summary}{again}"
 
@@ -129,7 +143,8 @@ def run(step: Step, folder: Path, at: str) -> Result:
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
     lines = [line.strip(" =") for line in log.read_text(errors="replace").splitlines()]
-    last = next((line for line in reversed(lines) if line), "no output")
+    told = (line for line in reversed(lines) if line and not _MAKES_OWN.match(line))
+    last = next(told, "no output")
     seconds = round(time.monotonic() - began_s)
     return Result(at, code, seconds, last, reruns.read_text().splitlines())
 
@@ -147,12 +162,15 @@ def load(folder: Path) -> dict[str, Result]:
 def table(results: Mapping[str, Result], steps: Sequence[Step]) -> str:
     """One line per step in the steps' order, and the totals."""
     lines = [results[step.name].line(step.name) for step in steps if step.name in results]
-    failed = [step.name for step in steps if step.name in results and not results[step.name].passed]
+    failed = [step.name for step in steps if step.name in results and results[step.name].failed]
+    skipped = [step.name for step in steps if step.name in results and results[step.name].skipped]
     missing = [step.name for step in steps if step.name not in results]
     reruns = sum(len(result.reruns) for result in results.values())
     lines.append(
-        f"{len(results) - len(failed)} of {len(steps)} steps passed, {reruns} tests run again"
+        f"{len(results) - len(failed) - len(skipped)} of {len(steps)} steps passed, "
+        f"{reruns} tests run again"
         + (f"; FAILED: {', '.join(failed)}" if failed else "")
+        + (f"; skipped: {', '.join(skipped)}" if skipped else "")
         + (f"; not run: {', '.join(missing)}" if missing else "")
     )
     return "\n".join(lines) + "\n"
@@ -181,7 +199,7 @@ def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str)
         print(results[step.name].line(step.name), flush=True)
         save(folder, results, steps)
     print("\n" + table(results, steps), end="", flush=True)
-    return 1 if any(not result.passed for result in results.values()) else 0
+    return 1 if any(result.failed for result in results.values()) else 0
 
 
 def main() -> int:

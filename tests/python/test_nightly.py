@@ -68,6 +68,37 @@ def test_summaries_have_results_counts_and_reruns(
     assert (tmp_path / "out" / "c.log").read_text() == "1 failed, 4 passed\n"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "fuzz: SKIPPED, no clang++ that links libFuzzer",
+        "===== 2 skipped, 41 deselected in 1.03s =====",
+    ],
+)
+def test_a_step_that_checked_nothing_has_not_passed(
+    nightly: ModuleType, tmp_path: Path, said: str
+) -> None:
+    steps = steps_of(nightly, tmp_path, f"echo '{said}'", "echo fine")
+    out = tmp_path / "out"
+    for times in (1, 2):
+        assert nightly.nightly(steps, [], out, "one") == 0
+        lines = (out / "summary.txt").read_text().splitlines()
+        assert " ".join(lines[0].split()) == f"a 0 s skipped: {said.strip(' =')}"
+        assert lines[-1] == "1 of 2 steps passed, 0 tests run again; skipped: a"
+        assert runs(tmp_path) == "a" * times + "b", "what was skipped is tried again"
+
+
+def test_a_summary_is_the_tools_own_and_not_makes(nightly: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text("all:\n\t@echo '1 failed, 4 passed in 2 s'; exit 3\n")
+    steps = steps_of(nightly, tmp_path, f"make -C {tmp_path}", f"make -C {tmp_path} no-such-target")
+    assert nightly.nightly(steps, [], tmp_path / "out", "one") == 1
+    log = (tmp_path / "out" / "a.log").read_text()
+    assert log.splitlines()[-1].startswith("make: "), log
+    results = nightly.load(tmp_path / "out")
+    assert results["a"].summary == "1 failed, 4 passed in 2 s"
+    assert results["b"].summary == "no output"
+
+
 def test_a_step_that_passed_at_this_commit_is_not_repeated(
     nightly: ModuleType, tmp_path: Path
 ) -> None:
