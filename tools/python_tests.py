@@ -2,8 +2,10 @@
 
 python tools/python_tests.py [pytest's arguments]
 
-The suite starts thousands of processes and bounds many of them in seconds. tools/reruns.py says
-what may be run again and why; tools/time_bounds.py finds out how each test failed.
+Several processes run the tests: tests/python/turns.py says which tests may run beside others.
+`-n 0` is one process. The suite starts thousands of processes and bounds many of them in seconds.
+tools/reruns.py says what may be run again and why; tools/time_bounds.py finds out how each test
+failed.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import machine
 import reruns
 
 TOOLS = Path(__file__).resolve().parent
 _TESTS_FAILED = 1  # pytest's exit status; others are for what is no test's failure
+GIB_PER_PROCESS = 1.5  # it, the process that its ranks are forked from, and up to eight ranks
+
+
+def processes() -> int:
+    """How many run tests: two more than cores, since tests wait. Each takes seconds to begin."""
+    cores, by_memory = len(os.sched_getaffinity(0)), int(machine.memory_gib() / GIB_PER_PROCESS)
+    return max(1, min(cores + 2, by_memory))
 
 
 def _run(arguments: Sequence[str], failures: Path) -> tuple[int, str]:
@@ -48,13 +58,13 @@ def run(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs the tests; returns the exit status, and the counts in words."""
     with tempfile.TemporaryDirectory(prefix="pycomm-pytest-") as folder:
         failures = Path(folder) / "failures.json"
-        plugin = ["-p", "time_bounds", "-o", f"cache_dir={folder}"]
+        plugin = ["-p", "time_bounds", "-o", f"cache_dir={folder}", "-n", str(processes())]
         code, counts = _run([*plugin, *arguments], failures)
         names = _too_slow(failures)
         if code != _TESTS_FAILED or not names:
             return code, counts
         print(f"=== too slow, run again alone: {', '.join(names)}", flush=True)
-        again = ["--last-failed", "--last-failed-no-failures=none"]
+        again = ["--last-failed", "--last-failed-no-failures=none", "-n", "0"]
         code, _ = _run([*plugin, *arguments, *again], failures)
     return code, counts + reruns.report(names, code == 0)
 

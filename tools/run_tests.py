@@ -1,9 +1,11 @@
-"""Run the C++ tests and then the Python tests; print one summary of both. What `make test` runs."""
+"""Run the C++ tests and then the Python tests; print a table of both. What `make test` runs."""
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,14 +25,24 @@ def run_and_keep_last_line(command: list[str]) -> tuple[int, str]:
     return child.wait(), last
 
 
+def core_seconds() -> float:
+    """What the processes that have ended have used of the cores."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> int:
-    summary, failed = [], False
+    table, summary, failed = [], [], False
     for name, command in SUITES.items():
         print(f"=== {name} tests: {' '.join(command[1:])}", flush=True)
+        began_s, used_s = time.monotonic(), core_seconds()
         code, last = run_and_keep_last_line(command)
+        took_s, used_s = time.monotonic() - began_s, core_seconds() - used_s
         failed = failed or code != 0
         counted = last.removeprefix("C++ plain: ").removeprefix("Python: ")
         summary.append(f"{name}: {counted}" + (f" (exit {code})" if code else ""))
+        table.append(f"{name:<7} {took_s:>5.0f} s {used_s:>5.0f} s of cores  {last}")
+    print("\n".join(["", *table]))
     print(f"make test: {'FAILED' if failed else 'passed'}. {'. '.join(summary)}")
     return 1 if failed else 0
 

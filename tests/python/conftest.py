@@ -19,6 +19,7 @@ if importlib.util.find_spec("pycomm") is None:
 import fault_report  # noqa: E402
 import ranks  # noqa: E402
 import shares  # noqa: E402
+import turns  # noqa: E402
 import zygote  # noqa: E402
 
 
@@ -33,7 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--support-json", help="write what test_support.py has seen to this file")
     parser.addoption("--repeats", type=int, default=2, help="how often repeated tests repeat")
     parser.addoption(
-        "--all-faults", action="store_true", help="the whole fault matrix, not today's share of it"
+        "--all-faults",
+        "--all-cases",
+        action="store_true",
+        help="all cases of tests that come in shares, not today's share of them",
     )
     parser.addoption(
         "--exact-bounds",
@@ -43,20 +47,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--remember-failures",
         action="store_true",
-        help=f"add fault cases that fail to {shares.ALWAYS.name}: they run on every day then",
+        help=f"add cases that fail to {shares.ALWAYS.name}: they run on every day then",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension pycomm._C")
+    config.pluginmanager.register(turns, "turns")
     if config.getoption("--exact-bounds"):
         os.environ["TEST_EXACT_BOUNDS"] = "1"  # ranks read it, too
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     if config.getoption("--all-faults"):
-        return "faults: all cases"
-    return f"faults: share {shares.share()} of {shares.SHARES} (SHARE={shares.share()} repeats it)"
+        return "cases: all"
+    return f"cases: share {shares.share()} of {shares.SHARES} (SHARE={shares.share()} repeats it)"
 
 
 def pytest_terminal_summary(
@@ -75,6 +80,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if item not in nightly]
         config.hook.pytest_deselected(items=nightly)
+    if not config.getoption("--all-faults"):
+        in_shares = [item for item in items if item.get_closest_marker("in_shares")]
+        later = set(in_shares) - set(shares.part_of(in_shares, lambda item: item.name))
+        items[:] = [item for item in items if item not in later]
+        config.hook.pytest_deselected(items=list(later))
+    for item in items:
+        if item.get_closest_marker("in_shares"):
+            item.user_properties.append((shares.CASE, item.name))
     if config.getoption("--require-native"):
         if not native_is_built():
             raise pytest.UsageError("--require-native, and pycomm._C is not built")

@@ -68,8 +68,12 @@ def write(terminal: Any, *, remember: bool) -> None:
     ]
     rows = [row for report in reports for row in report.user_properties]
     summary = lines(row for row in rows if row[0].startswith("fault-"))
-    failed = [report.nodeid for report in reports if report.failed and "[" in report.nodeid]
-    failed = [name.partition("[")[2].removesuffix("]") for name in failed if "test_fault_" in name]
+    failed = [
+        str(value)
+        for report in reports
+        for name, value in report.user_properties
+        if report.failed and name == shares.CASE
+    ]
     if not summary and not failed:
         return
     terminal.section("faults")

@@ -66,7 +66,9 @@ def make(host: Host, others: Sequence[Host]) -> None:
     """Makes the namespace. Its names: itself 127.0.1.1, as Debian's installer writes it."""
     run("ip", "netns", "add", host.namespace)
     folder = Path("/etc/netns") / host.namespace
-    folder.mkdir(parents=True)
+    while not folder.exists():  # the end of another session's test may remove the empty parent
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
     names = {"localhost": "127.0.0.1", host.name: "127.0.1.1"}
     names |= {other.name: other.address for other in others if other != host}
     # `ip netns exec` puts this file in the place of /etc/hosts.

@@ -1,7 +1,8 @@
 """A fifth of the cases on each day: all of them run within any five days in a row.
 
-A test suite with many cases runs those of today's share and those in `always.txt`. A case's share
-depends on its name alone, so a new case moves no other one to another day.
+A test suite with many cases runs those of today's share and those in `always.txt`: the fault cases,
+and the parametrised tests with the mark `in_shares`. A case's share depends on its name alone, so a
+new case moves no other one to another day.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TypeVar
 
 SHARES = 5
 ALWAYS = Path(__file__).resolve().parent / "always.txt"
+CASE = "case"
+"""The property of a test's report that has the name of its case, for tests that come in shares."""
 
 T = TypeVar("T")
 

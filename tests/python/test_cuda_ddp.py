@@ -124,6 +124,7 @@ def _wrappers(rank: int, size: int, library: str, nccl: bool, names: list[str]) 
     return results
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
 def test_training_gives_what_one_process_gives(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
@@ -159,6 +160,7 @@ def _large_wrappers(rank: int, size: int, library: str, nccl: bool) -> dict[str,
 LARGE = ("plain", "no views", "bf16", "fp16", "int8")
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
 def test_buckets_above_every_threshold_are_on_the_device(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone(_large)

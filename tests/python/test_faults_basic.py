@@ -51,6 +51,7 @@ def second_look(error: Exception) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.alone
 @pytest.mark.time_bound
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_by_all_others_at_once(victim: int) -> None:
@@ -185,6 +186,7 @@ def interrupted(rank: int, world_size: int) -> float | None:
     return None
 
 
+@pytest.mark.alone
 @pytest.mark.time_bound
 def test_ctrl_c_ends_a_wait() -> None:
     with start_ranks(2, interrupted, init_timeout_s=60) as running:

@@ -24,7 +24,12 @@ from rank_child import describe_exception, mark
 from ranks import RankResults, start_ranks
 from time_bound import assert_within
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.nightly, pytest.mark.time_bound]
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.nightly,
+    pytest.mark.alone,
+    pytest.mark.time_bound,
+]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 KILLS = 30

@@ -105,6 +105,7 @@ def has_a_child_and_dies(rank: int, world_size: int) -> Any:
         return describe_exception(error)
 
 
+@pytest.mark.alone
 @pytest.mark.time_bound
 def test_a_forked_child_does_not_keep_its_dead_parent_alive(tmp_path: Path) -> None:
     child_file = tmp_path / "child"

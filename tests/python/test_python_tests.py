@@ -48,14 +48,14 @@ def test_slow():
 """
 
 
-def outcome(folder: Path, *tests: str) -> tuple[int, str, list[str]]:
+def outcome(folder: Path, *tests: str, processes: str = "2") -> tuple[int, str, list[str]]:
     """Runs a suite of these tests: exit status, last line, and what the file of reruns names."""
     (folder / "test_suite.py").write_text(SUITE + "\n".join(tests))
     (folder / "conftest.py").write_text(CONFTEST)
     named = folder / "reruns"
     named.touch()
     done = subprocess.run(
-        [sys.executable, str(TOOL), "-q", str(folder)],
+        [sys.executable, str(TOOL), "-q", "-n", processes, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -65,8 +65,9 @@ def outcome(folder: Path, *tests: str) -> tuple[int, str, list[str]]:
     return done.returncode, done.stdout.splitlines()[-1], named.read_text().splitlines()
 
 
-def test_one_that_is_too_slow_once_is_named_and_passes(tmp_path: Path) -> None:
-    code, said, named = outcome(tmp_path, FINE, SLOW_ONCE)
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_one_that_is_too_slow_once_is_named_and_passes(tmp_path: Path, processes: str) -> None:
+    code, said, named = outcome(tmp_path, FINE, SLOW_ONCE, processes=processes)
     assert code == 0
     assert said.startswith("Python: 1 failed, 1 passed in ")
     test = "test_suite.py::test_slow"

@@ -74,11 +74,13 @@ def like_one_process(rank: int, size: int, options: dict[str, Any], sizes: list[
                 torch.testing.assert_close(ours(parts[rank]), reference(whole)[own], **close)
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [1, 6, 3], [5, 0, 2]], ids=str)
 def test_equals_one_process(sizes: list[int]) -> None:
     run_ranks(3, like_one_process, args=({}, sizes))
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize(
     "options",
     [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"eps": 0.1}],

@@ -75,6 +75,7 @@ def trajectory(rank: int, world_size: int, options: dict[str, Any]) -> list[list
     return seen
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "options",

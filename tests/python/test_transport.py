@@ -65,6 +65,7 @@ def every_collective(rank: int, world_size: int) -> dict[str, Any]:
     return {one.op: one.algorithm for one in flight_record().operations if one.sequence is not None}
 
 
+@pytest.mark.in_shares
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
 def test_every_collective_gives_what_it_says(transport: str, world_size: int) -> None:
     options = {"transport": transport}
