@@ -41,6 +41,7 @@ TESTS = ROOT / "tests" / "python"
 PLANTED = TESTS / "seam_planted.py"
 
 GIB_PER_COMPILER = 4.0
+GIB_PER_PROCESS = 4.0  # of those that run tests, with the ranks of each
 AT_LEAST = 200  # tests that CI's list must have
 REPORT_NCHARS = 20_000
 COMPILE_ARGS = (
@@ -211,9 +212,10 @@ def main() -> int:
         left_out += quick
         arguments = [str(TESTS), *arguments]
     elif all(each.startswith("-") for each in arguments):
-        arguments = [*quick, *arguments]
+        arguments = [*quick, "--all-cases", *arguments]
         at_least = AT_LEAST
     arguments += [f"--deselect={name}" for name in left_out]
+    arguments = ["-n", str(machine.jobs(GIB_PER_PROCESS)), *arguments]
     began_s = time.monotonic()
     code, last, reports = run_pytest(arguments)
     for path in reports:
