@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import fault_programs
 import fault_report
@@ -60,3 +61,26 @@ def test_the_summary_counts_who_differed() -> None:
     ]
     assert lines[2].startswith("1 faults with a bound in seconds: in 1 an error came later")
     assert "1.50 times the bound (a)" in lines[2]
+
+
+def test_only_cases_that_come_in_shares_are_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A parameter of another test, such as a number of ranks, would choose nothing."""
+    monkeypatch.setattr(shares, "ALWAYS", tmp_path / "always.txt")
+    shares.ALWAYS.write_text("# why\n")
+    file = "tests/python/test_fault_matrix.py"
+    reports = [
+        SimpleNamespace(nodeid=f"{file}::{test}", when="call", failed=failed, user_properties=kept)
+        for test, failed, kept in (
+            ("test_ranks_that_call_different_things[3]", True, []),
+            ("test_every_rank_gets_the_right_error[killed-3ranks]", True, [("case", "killed")]),
+            ("test_every_rank_gets_the_right_error[stopped-3ranks]", False, [("case", "stopped")]),
+        )
+    ]
+    said: list[str] = []
+    stats = {"passed": reports[2:], "failed": reports[:2]}
+    terminal = SimpleNamespace(stats=stats, section=said.append, write_line=said.append)
+    fault_report.write(terminal, remember=True)
+    assert shares.ALWAYS.read_text() == "# why\nkilled\n"
+    assert said[-1] == "  killed"
