@@ -145,5 +145,30 @@ def test_a_test_whose_process_dies_fails_once_and_costs_no_other(tmp_path: Path)
     assert ran.count("crash") == 1 and ran.count("after") == 1
 
 
+# The second process dies while the one that replaces the first still collects.
+CRASHES_FIRST = """
+if (HERE / "crashed").exists():
+    (HERE / "collecting").touch()
+    sees("crashed again", 60)
+    time.sleep(0.5)
+
+def test_crash():
+    (HERE / "crashed").touch()
+    os._exit(3)
+"""
+CRASHES_NEXT = """
+def test_crash_again():
+    assert sees("collecting", 60)
+    (HERE / "crashed again").touch()
+    os._exit(3)
+"""
+
+
+def test_two_processes_may_die_at_once(tmp_path: Path) -> None:
+    files = {"a": CRASHES_FIRST + SEVERAL, "b": CRASHES_NEXT + SEVERAL, "c": SEVERAL}
+    said, _ = outcome(tmp_path, files, "-n", "2")
+    assert said.startswith("2 failed, 18 passed"), said
+
+
 def test_the_files_named_exist() -> None:
     assert all((HERE / name).is_file() for name in (*turns.BY_TEST, *turns.LONG))

@@ -107,6 +107,11 @@ class Scheduler(LoadScopeScheduling):  # type: ignore[misc,valid-type]
         file = nodeid.partition("::")[0]
         return nodeid if Path(file).name in BY_TEST else file
 
+    def _reschedule(self, node: Any) -> None:
+        """A process that takes the place of a dead one gets work when it has collected the tests."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
     def remove_node(self, node: Any) -> str | None:
         """A test whose process died has failed: it is not dealt out again with the rest."""
         work = self.assigned_work[node].values()
