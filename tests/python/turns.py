@@ -108,7 +108,7 @@ class Scheduler(LoadScopeScheduling):  # type: ignore[misc,valid-type]
         return nodeid if Path(file).name in BY_TEST else file
 
     def _reschedule(self, node: Any) -> None:
-        """A process that takes the place of a dead one gets work when it has collected the tests."""
+        """A process that replaces a dead one gets work when it has collected the tests."""
         if node in self.registered_collections:
             super()._reschedule(node)
 
