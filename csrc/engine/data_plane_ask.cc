@@ -71,6 +71,7 @@ void DataPlane::ask(int peer, uint32_t tag) {
   frame.header.kind = static_cast<uint8_t>(Collective::Send);
   frame.header.root = peer;
   frame.header.tag = tag;
+  protocol_.asked(peer);
   try {
     push(peer, std::move(frame));
   } catch (const Error& error) {

@@ -23,7 +23,8 @@ namespace pycomm {
 /// Matching. Every frame carries its operation's descriptor. Whatever arrives is compared with the local operation of that id,
 /// or remembered until there is one. Schedules may differ between the two sides of a mistake, so edges alone do not meet every
 /// mistake: a rank that has waited 2 ms tells the ranks it waits for what it is waiting in, and they compare, or answer that they
-/// have not entered it.
+/// have not entered it. Of each peer, so many collectives are remembered as there are places for, and as many messages: any number of
+/// the former may be ahead, and the sender of the latter keeps to the bound.
 ///
 /// Flow control. The reader never stops reading a link, so everything sent must have a place to go:
 ///   - the first 64 KiB of an edge may go eagerly, into a pool of 1 MiB that each receiver keeps for each peer. A frame costs its
@@ -85,6 +86,10 @@ class Protocol {
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
   /// The bytes of one data frame have been used and their memory is free again. A frame of 0 bytes is told of, too.
   void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager);
+  /// This rank asks that peer for messages under a tag.
+  void asked(int peer) {
+    ++peers_[static_cast<size_t>(peer)].asked;
+  }
   void tick(TimePoint now);
 
   // ---- questions
@@ -178,8 +183,13 @@ class Protocol {
     /// it has read that operation's frames before, and credit that it granted until then has come.
     std::deque<Past> past;
     size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has posted their operations
-    size_t heard = 0; ///< entries of heard_ that it is in
-    size_t limits = 0; ///< those with credit
+    size_t collectives = 0; ///< entries of heard_ that it is in
+    size_t messages = 0; ///< the same of messages, which have places of their own
+    size_t asked = 0; ///< questions for messages, each of which may bring one more than fits
+    size_t limits = 0; ///< entries of collectives with credit
+    [[nodiscard]] size_t& heard(bool message) noexcept {
+      return message ? messages : collectives;
+    }
   };
 
   [[nodiscard]] static EdgeState stateOf(const Edge& edge) {

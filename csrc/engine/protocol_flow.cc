@@ -60,7 +60,7 @@ void Protocol::grant(Op& op, EdgeState& edge) {
   if (edge.limit == kNoLimit && !edge.shown) {
     Peer& peer = peers_[static_cast<size_t>(edge.peer)];
     if (peer.ahead >= config_.max_ahead) {
-      return; // the peer asks when it waits for this, and shown() grants it then
+      return; // the peer says when it waits for this, or answers when this rank does, and shown() grants it then
     }
     edge.ahead = true;
     ++peer.ahead;

@@ -486,5 +486,140 @@ TEST(Protocol, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
   EXPECT_NE(failures[0].record.summary.find("Rank 1 sent what the protocol does not allow"), std::string::npos);
 }
 
+/// What a peer says of an operation that was issued in a callback.
+FrameHeader waitingIn(uint64_t number, Collective kind) {
+  Posted posted = broadcastOf(1, 0, 2, 0, kLarge);
+  posted.id = {kDerivedIdBit | (number << 2U), -1};
+  posted.descriptor.kind = kind;
+  return frameOf(posted, FrameType::Waiting);
+}
+
+size_t placesOf(const Protocol::Config& config) {
+  return static_cast<size_t>(config.eager_pool_nbytes / config.frame_nbytes) + 2 * config.max_ahead;
+}
+
+// A rank may call any number of collectives ahead of a slow one, which keeps notes of as many as it has places for. Messages have places
+// of their own.
+TEST(Protocol, ManyCollectivesAheadTakeNoPlacesOfMessages) {
+  Protocol slow(configOf(1, 2));
+  const size_t places = placesOf(configOf(1, 2));
+  for (size_t i = 0; i < 2 * places; ++i) {
+    static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Broadcast), Clock::now()));
+  }
+  EXPECT_EQ(of(Kind::Send, slow.takeActions()).size(), 2 * places) << "each is answered";
+  EXPECT_EQ(slow.usage().heard, places) << "and so many are kept";
+  for (size_t i = 0; i < places; ++i) {
+    static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
+    ASSERT_FALSE(slow.failed()) << i << ": " << of(Kind::Fail, slow.takeActions()).front().record.summary;
+  }
+  EXPECT_EQ(slow.usage().heard, 2 * places);
+}
+
+TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
+  Protocol slow(configOf(1, 2));
+  const size_t places = placesOf(configOf(1, 2));
+  for (size_t i = 0; i < places; ++i) {
+    static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Send), Clock::now()));
+  }
+  static_cast<void>(slow.arrived(0, waitingIn(places, Collective::Broadcast), Clock::now()));
+  EXPECT_EQ(slow.usage().heard, places + 1);
+  EXPECT_FALSE(slow.failed());
+}
+
+// The sender of messages announces one for each question, however many it has announced already. So each question makes a place.
+TEST(Protocol, WhatIsAskedForHasAPlace) {
+  Protocol receiver(configOf(1, 2));
+  const size_t places = placesOf(configOf(1, 2));
+  for (size_t i = 0; i < places + 3; ++i) {
+    if (i >= places) {
+      receiver.asked(0);
+    }
+    static_cast<void>(receiver.arrived(0, waitingIn(i, Collective::Send), Clock::now()));
+    ASSERT_FALSE(receiver.failed()) << i;
+  }
+  static_cast<void>(receiver.arrived(0, waitingIn(places + 3, Collective::Send), Clock::now()));
+  const auto failures = of(Kind::Fail, receiver.takeActions());
+  ASSERT_EQ(failures.size(), 1U) << "nobody has asked for this one";
+  EXPECT_EQ(failures.front().record.code, ErrorCode::ProtocolViolation);
+  EXPECT_NE(failures.front().record.summary.find("announces too many messages"), std::string::npos);
+}
+
+// The receiver has given credit for as many operations as it may, and it has no place for the note that the sender waits in one more.
+// It posts that one when the sender has long asked everyone.
+TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
+  Protocol::Config config = configOf(0, 2);
+  config.max_ahead = 4;
+  Protocol sender(config);
+  config.rank = 1;
+  Protocol receiver(config);
+  TimePoint now = Clock::now();
+  int frames = 0;
+  const auto runFor = [&](std::chrono::milliseconds time) {
+    for (const TimePoint end = now + time; now < end; now += std::chrono::milliseconds(1)) {
+      sender.tick(now);
+      receiver.tick(now);
+      for (bool more = true; more;) {
+        const auto from_sender = of(Kind::Send, sender.takeActions());
+        const auto from_receiver = of(Kind::Send, receiver.takeActions());
+        for (const auto& action : from_sender) {
+          static_cast<void>(receiver.arrived(0, action.header, now));
+        }
+        for (const auto& action : from_receiver) {
+          static_cast<void>(sender.arrived(1, action.header, now));
+        }
+        more = !from_sender.empty() || !from_receiver.empty();
+        frames += static_cast<int>(from_sender.size() + from_receiver.size());
+        ASSERT_LT(frames, 100);
+      }
+    }
+  };
+  const auto derived = [](uint64_t number, int rank) {
+    Posted posted = broadcastOf(1, rank, 2, 0, kLarge);
+    posted.id = {kDerivedIdBit | number, -1};
+    return posted;
+  };
+  for (uint64_t i = 0; i < config.max_ahead; ++i) {
+    post(receiver, derived(1000 + 4 * i, 1), now);
+  }
+  runFor(std::chrono::milliseconds(20));
+  for (size_t i = 0; i < placesOf(config); ++i) {
+    static_cast<void>(receiver.arrived(0, waitingIn(10000 + i, Collective::Broadcast), now));
+  }
+  static_cast<void>(receiver.takeActions());
+
+  const Posted wanted = derived(4, 0);
+  post(sender, wanted, now);
+  runFor(std::chrono::milliseconds(1000));
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), Protocol::Permission::No);
+  post(receiver, derived(4, 1), now);
+  runFor(std::chrono::milliseconds(20));
+  EXPECT_EQ(sender.maySend(wanted.id.id, 1, 1 << 20), Protocol::Permission::Credit);
+  EXPECT_FALSE(sender.failed());
+  EXPECT_FALSE(receiver.failed());
+}
+
+// Both ranks wait for each other's data, which a third one holds up: each says so a few times, and no answer is answered.
+TEST(Protocol, TwoRanksThatWaitForEachOtherSayItOnce) {
+  Protocol first(configOf(0, 2));
+  Protocol second(configOf(1, 2));
+  TimePoint now = Clock::now();
+  post(first, barrierOf(1, 0, 2), now);
+  post(second, barrierOf(1, 1, 2), now);
+  int frames = 0;
+  for (int i = 0; i < 12000; ++i, now += std::chrono::milliseconds(1)) {
+    first.tick(now);
+    second.tick(now);
+    for (const auto& action : of(Kind::Send, first.takeActions())) {
+      static_cast<void>(second.arrived(0, action.header, now));
+      ++frames;
+    }
+    for (const auto& action : of(Kind::Send, second.takeActions())) {
+      static_cast<void>(first.arrived(1, action.header, now));
+      ++frames;
+    }
+  }
+  EXPECT_LE(frames, 16);
+}
+
 } // namespace
 } // namespace pycomm

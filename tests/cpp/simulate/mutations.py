@@ -109,7 +109,7 @@ MUTATIONS = [
     Mutation("compare no tag", "descriptor.cc", "d.numel, d.tag, d.digest", "d.numel, d.digest"),
     Mutation(
         "never say who waits",
-        "protocol.cc",
+        "protocol_ask.cc",
         "      if (edge.moved < edge.total || edge.total == 0) {",
         "      if (false) {",
         survives="a rank that waits asks every rank after 200 ms anyway",
@@ -308,7 +308,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a stuck rank does not ask everybody",
-        "protocol.cc",
+        "protocol_ask.cc",
         "if (peer != config_.rank) {\n        send(peer, header);",
         "if (false) {\n        send(peer, header);",
         survives="no seed of 3,000 of each kind; not understood yet",
