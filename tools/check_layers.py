@@ -72,6 +72,11 @@ FORBIDDEN_CALLS = [
         "prints: use log() of base/log.h",
     ),
     (r"\b(secure_)?getenv\s*\(|\benviron\b", "reads the environment: only pycomm/options.py does"),
+    (
+        r"\w\s*[({]\s*::(open|openat|socket|accept4|epoll_create1|eventfd|timerfd_create|"
+        r"memfd_create|pidfd_open|inotify_init1|dup)\s*\(",
+        "a fork() may copy the descriptor before it is guarded: use UniqueFd::from()",
+    ),
 ]
 
 # --- Python ---------------------------------------------------------------------------------------

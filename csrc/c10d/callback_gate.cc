@@ -40,7 +40,8 @@ std::chrono::nanoseconds cpuTime(clockid_t clock) {
 
 /// Whether the kernel has the thread asleep: the letter after the name in /proc/self/task/TID/stat.
 bool sleeps(long tid) {
-  const UniqueFd file(::open(("/proc/self/task/" + std::to_string(tid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  const std::string path = "/proc/self/task/" + std::to_string(tid) + "/stat";
+  const UniqueFd file = UniqueFd::from([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC); });
   std::array<char, 256> text{};
   if (!file || ::read(file.get(), text.data(), text.size() - 1) <= 0) {
     return true;

@@ -20,7 +20,7 @@ bool lacksFiles(const std::string& text) {
   if (text.find("Too many open files") != std::string::npos) {
     return true;
   }
-  const UniqueFd probe(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const UniqueFd probe = UniqueFd::from([] { return ::open("/dev/null", O_RDONLY | O_CLOEXEC); });
   return !probe && errno == EMFILE;
 }
 

@@ -29,7 +29,9 @@ static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is
 } // namespace
 
 Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
-    : listener_(std::move(listener)), config_(config), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+    : listener_(std::move(listener)),
+      config_(config),
+      epoll_(UniqueFd::from([] { return ::epoll_create1(EPOLL_CLOEXEC); })) {
   if (!epoll_) {
     throw Error(systemError(ErrorCode::SystemError, "no epoll descriptor could be made", errno));
   }

@@ -117,6 +117,11 @@ BAD_FILES = {
         "import pycomm.errors\n",
         "imports pycomm when loaded",
     ),
+    "descriptor for a fork": (
+        "csrc/engine/a.cc",
+        "Loop::Loop() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {}\n",
+        "a fork() may copy the descriptor",
+    ),
     "autoload in try": (
         "_pycomm_autoload.py",
         "try:\n    import torch\nexcept ImportError:\n    pass\n",
