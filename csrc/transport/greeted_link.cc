@@ -37,15 +37,15 @@ short GreetedLink::roomEvent() const noexcept {
 }
 
 bool GreetedLink::finishConnect() {
-  if (pausing_) {
+  const bool was_pausing = pausing_;
+  if (was_pausing) {
     uint64_t expired = 0;
     if (::read(pause_.get(), &expired, sizeof expired) != static_cast<ssize_t>(sizeof expired)) {
       return false;
     }
     pausing_ = false;
     connected_ = false;
-    link_.reset(); // its descriptor's number may be given out again, and nobody watches it any more
-    link_ = startConnect(local_, remote_);
+    link_ = startConnect(local_, remote_); // nobody watches the one before any more
     introduction_ = Introduction(hello_);
   }
   if (accepted_) {
@@ -60,7 +60,8 @@ bool GreetedLink::finishConnect() {
     }
     pause();
   }
-  if (accepted_) {
+  if (accepted_ &&
+      !was_pausing) { // else it is watched until this has returned, and stays open as long as the link does
     pause_.reset();
   }
   return accepted_;

@@ -23,7 +23,8 @@ class GreetedLink final : public Link {
       const SocketAddress& remote,
       const Hello& hello);
 
-  /// Changes with each connection. What is watched is open until finishConnect() has returned with another one.
+  /// Changes with each connection. What is watched is open until finishConnect() has returned with another one: a number that is
+  /// closed earlier may be given out again at once, to another connection of the same StripedLink, whose loop would take it for watched.
   [[nodiscard]] int fd() const noexcept override {
     return pausing_ ? pause_.get() : link_->fd();
   }

@@ -62,7 +62,8 @@ HelloReading decodeHello(ConstBufferView bytes) {
   if (header.version != FrameHeader::kVersion) {
     return refuse(
         State::VersionMismatch,
-        "wire version " + std::to_string(header.version) + " meets version " + std::to_string(FrameHeader::kVersion));
+        "the connecting rank speaks pycomm wire version " + std::to_string(header.version) +
+            " and the listening rank version " + std::to_string(FrameHeader::kVersion));
   }
   if (header.type != FrameType::Hello) {
     return refuse(

@@ -51,12 +51,20 @@ bool Introduction::advance(Link& link) {
   FrameHeader header;
   std::memcpy(static_cast<void*>(&header), header_.data(), sizeof header);
   if (!refused_) {
+    if (header.magic == FrameHeader::kMagic &&
+        header.version != FrameHeader::kVersion) { // the rest may mean something else
+      throw Error(
+          ErrorCode::VersionMismatch,
+          "on " + link.describe() + " the peer speaks pycomm wire version " + std::to_string(header.version) +
+              " and this rank version " + std::to_string(FrameHeader::kVersion),
+          "install the same pycomm on all hosts");
+    }
     const bool reply = header.magic == FrameHeader::kMagic && header.type == FrameType::HelloReply;
     if (!reply || header.payload_nbytes > ErrorRecord::kMaxSerializedNbytes) {
       throwNoReply(link);
     }
     if (header.payload_nbytes == 0) {
-      if (header.version != FrameHeader::kVersion || header.group != group_) {
+      if (header.group != group_) {
         throwNoReply(link);
       }
       return true;

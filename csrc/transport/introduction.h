@@ -17,8 +17,8 @@ class Introduction {
   explicit Introduction(const Hello& hello) : size_(hello.size), group_(hello.group), bytes_(encodeHello(hello)) {}
 
   /// Goes on as far as `link` allows; true once the peer has accepted. Nothing beyond the reply is read.
-  /// Throws Error(ConnectionReset) if the peer dropped the connection before it replied, the reason if it refused, and
-  /// Error(ProtocolViolation) if the reply is none.
+  /// Throws Error(ConnectionReset) if the peer dropped the connection before it replied, the reason if it refused,
+  /// Error(VersionMismatch) if another version of pycomm replied, and Error(ProtocolViolation) if the reply is none.
   [[nodiscard]] bool advance(Link& link);
   /// What link.fd() is polled for before the next advance().
   [[nodiscard]] short event() const noexcept {

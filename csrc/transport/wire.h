@@ -41,7 +41,7 @@ struct FrameHeader {
   uint64_t aux = 0; ///< by type: bytes granted, last operation's id
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
-  static constexpr uint8_t kVersion = 1;
+  static constexpr uint8_t kVersion = 2; ///< 2: the side that connects waits for the HelloReply
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 

@@ -162,8 +162,32 @@ TEST(Acceptor, TellsAnotherVersionWhy) {
   EXPECT_EQ(header.type, FrameType::HelloReply);
   ASSERT_TRUE(reason);
   EXPECT_EQ(reason->code, ErrorCode::VersionMismatch);
-  EXPECT_THAT(reason->summary, HasSubstr("wire version 9 meets version 1"));
+  EXPECT_THAT(
+      reason->summary, HasSubstr("the connecting rank speaks pycomm wire version 9 and the listening rank version 2"));
   EXPECT_TRUE(desk.serve([&] { return isClosed(*link); }));
+}
+
+// The Hello of rank 1 of 2 as the first wire version wrote it, byte by byte; the reply in the layout that version could read.
+TEST(Acceptor, TellsAPeerOfTheFirstVersionWhy) {
+  Desk desk;
+  std::string hello(96, '\0');
+  hello.replace(0, 8, std::string("cy\x01\x01\x20\0\0\0", 8)); // magic, version, type, 32 bytes of payload
+  hello[24] = 5; // group
+  hello[64] = 77; // nonce
+  hello[72] = 1; // rank
+  hello[76] = 2; // size
+  const auto link = desk.dial(hello);
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  std::string header(64, '\0');
+  readAll(*link, {reinterpret_cast<std::byte*>(header.data()), header.size()}, Deadline::after(5000), kNoAbort);
+  EXPECT_EQ(header.substr(0, 4), "cy\x02\x02") << "version 2, a reply";
+  const auto nbytes = static_cast<size_t>(static_cast<uint8_t>(header[4])) + 256U * static_cast<uint8_t>(header[5]);
+  EXPECT_EQ(header.substr(6, 2), std::string(2, '\0'));
+  std::string reason(nbytes, '\0');
+  readAll(*link, {reinterpret_cast<std::byte*>(reason.data()), reason.size()}, Deadline::after(5000), kNoAbort);
+  EXPECT_THAT(reason, HasSubstr("the connecting rank speaks pycomm wire version 1 and the listening rank version 2"));
+  EXPECT_EQ(decodeHelloReply(view(reason), 4)->code, ErrorCode::VersionMismatch);
+  EXPECT_TRUE(desk.accepted.empty());
 }
 
 TEST(Acceptor, TellsAnotherJobWhy) {

@@ -3,15 +3,21 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/epoll.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "base/fault_point.h"
 #include "transport/acceptor.h"
 #include "transport/error_matchers.h"
+#include "transport/striped_link.h"
 
 namespace pycomm::testing {
 namespace {
@@ -172,7 +178,6 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
   const std::vector<std::string> replies = {
       "HTTP/1.1 400 Bad Request\r\n" + std::string(100, ' '),
       reply([](FrameHeader& header) { header.type = FrameType::Data; }),
-      reply([](FrameHeader& header) { header.version = 9; }),
       reply([](FrameHeader& header) { header.group = 6; }),
       reply([](FrameHeader& header) { header.payload_nbytes = UINT32_MAX; }),
       reply([](FrameHeader& header) { header.payload_nbytes = ErrorRecord::kMaxSerializedNbytes + 1; }),
@@ -182,6 +187,145 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
     GreetedLink link({}, peer.address(), hello());
     EXPECT_EQ(errorOf([&] { (void)peer.bringUp(link); }).code, ErrorCode::ProtocolViolation) << bytes;
     EXPECT_EQ(peer.connections(), 1U);
+  }
+}
+
+/// Watches a link as the lane does: the kernel is told of a descriptor when the link names another one, and not otherwise.
+class Watcher {
+ public:
+  bool bringUp(Link& link, int timeout_ms) {
+    for (const Deadline deadline = Deadline::after(timeout_ms); !deadline.expired();) {
+      watch(link);
+      epoll_event ready{};
+      if (::epoll_wait(epoll_.get(), &ready, 1, deadline.remainingMs(100)) == 1 && link.finishConnect()) {
+        watch(link);
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  void watch(const Link& link) {
+    epoll_event event{};
+    event.events = static_cast<uint32_t>(link.roomEvent());
+    const bool same = link.writeFd() == watched_;
+    if (same && event.events == events_) {
+      return;
+    }
+    if (watched_ >= 0 && !same) {
+      EXPECT_EQ(::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, watched_, nullptr), 0) << "it was closed while it was watched";
+    }
+    watched_ = link.writeFd();
+    events_ = event.events;
+    EXPECT_EQ(::epoll_ctl(epoll_.get(), same ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, watched_, &event), 0);
+  }
+
+  UniqueFd epoll_ = UniqueFd::from([] { return ::epoll_create1(EPOLL_CLOEXEC); });
+  int watched_ = -1;
+  uint32_t events_ = 0;
+};
+
+enum class Answer { Accept, AcceptLate, Drop, DropAfterHello, DropInReply };
+constexpr int kAnswers = 5;
+
+/// Links that connect to `listener` at the same time, `streams` of them, each dropped and accepted as the seed says. True once they are up.
+bool bringUpInAnyOrder(uint32_t seed, int streams) {
+  Listener listener = Listener::bind(kLoopback, {});
+  std::atomic<bool> up{false};
+  std::thread peer([&] {
+    std::mt19937 random(seed);
+    std::vector<std::unique_ptr<TcpLink>> accepted;
+    for (const Deadline deadline = Deadline::after(20000); !up && !deadline.expired();) {
+      pollfd ready{listener.fd(), POLLIN, 0};
+      (void)::poll(&ready, 1, 5);
+      auto incoming = listener.accept();
+      if (!incoming) {
+        continue;
+      }
+      auto link = std::make_unique<TcpLink>(std::move(incoming->fd));
+      const auto answer = static_cast<Answer>(random() % kAnswers);
+      try {
+        if (answer == Answer::AcceptLate || answer == Answer::DropAfterHello) {
+          (void)readHello(*link);
+        }
+        if (answer == Answer::DropInReply) {
+          writeText(*link, encodeHelloAccepted(5).substr(0, 63));
+        } else if (answer == Answer::Accept || answer == Answer::AcceptLate) {
+          writeText(*link, encodeHelloAccepted(5));
+          accepted.push_back(std::move(link));
+        }
+      } catch (const Error&) { // this end has gone
+      }
+    }
+  });
+  // In between, the answer of a peer that does not wait for the Hello arrives: connected, greeted and accepted, or dropped, in one call.
+  armFaultPoints("hello.sent:1+:delay=2");
+  std::vector<StripedLink::Part> parts;
+  for (int stream = 0; stream < streams; ++stream) {
+    parts.push_back({std::make_unique<GreetedLink>(SocketAddress(), listener.address(), hello()), ""});
+  }
+  std::unique_ptr<Link> link = std::move(parts.front().link);
+  if (streams > 1) {
+    parts.front().link = std::move(link);
+    link = std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connecting);
+  }
+  up = Watcher().bringUp(*link, 10000);
+  armFaultPoints("");
+  const bool came_up = up;
+  up = true;
+  peer.join();
+  return came_up;
+}
+
+TEST(GreetedLink, IsWatchedUntilItIsUpWhateverThePeerDoes) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  for (const int streams : {1, 2, 4}) {
+    for (uint32_t seed = 0; seed < 20; ++seed) {
+      ASSERT_TRUE(bringUpInAnyOrder(seed, streams)) << streams << " streams, seed " << seed;
+    }
+  }
+}
+
+TEST(GreetedLink, IsALinkAlsoIfItCannotConnectAgain) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  Peer* self = nullptr;
+  Peer peer([&](TcpLink&, int) { self->dropThis(); });
+  self = &peer;
+  armFaultPoints("tcp.connect:2:errno=ENETUNREACH");
+  GreetedLink link({}, peer.address(), hello());
+  const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
+  armFaultPoints("");
+  EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+  EXPECT_THAT(link.describe(), HasSubstr(peer.address().text()));
+  EXPECT_GE(link.fd(), 0);
+}
+
+// A peer of the first wire version. The first bytes of what it writes mean the same in all versions, and no other does.
+TEST(GreetedLink, NamesBothVersionsToAnOlderOrNewerPeer) {
+  for (const uint8_t version : {1, 9}) {
+    ErrorRecord reason;
+    reason.code = ErrorCode::VersionMismatch;
+    reason.summary = "10.0.0.2:29600 refused a connection: wire version 2 meets version 1";
+    for (std::string bytes :
+         {encodeHelloRefused(reason), encodeHelloAccepted(5), std::string("cy\x01\x02 something else")}) {
+      bytes[2] = static_cast<char>(version);
+      bytes.resize(std::max<size_t>(bytes.size(), sizeof(FrameHeader)), '\xff');
+      Peer peer([&](TcpLink& link, int) { writeText(link, bytes); });
+      GreetedLink link({}, peer.address(), hello());
+      const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
+      EXPECT_EQ(record.code, ErrorCode::VersionMismatch) << record.text();
+      EXPECT_THAT(
+          record.summary,
+          HasSubstr("the peer speaks pycomm wire version " + std::to_string(version) + " and this rank version 2"));
+      EXPECT_THAT(record.summary, HasSubstr(peer.address().text()));
+      EXPECT_EQ(record.hint, "install the same pycomm on all hosts");
+      EXPECT_EQ(peer.connections(), 1U) << "it is final";
+    }
   }
 }
 

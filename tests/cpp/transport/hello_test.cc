@@ -57,8 +57,7 @@ TEST(Hello, JudgesAsEarlyAsItCan) {
   bytes[2] = 9;
   const HelloReading reading = decodeHello(view(bytes.substr(0, 3)));
   EXPECT_EQ(reading.state, State::VersionMismatch);
-  EXPECT_THAT(reading.why, HasSubstr("version 9"));
-  EXPECT_THAT(reading.why, HasSubstr("version 1"));
+  EXPECT_EQ(reading.why, "the connecting rank speaks pycomm wire version 9 and the listening rank version 2");
 }
 
 std::string withByte(size_t offset, char value) {

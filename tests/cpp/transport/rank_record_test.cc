@@ -58,7 +58,7 @@ TEST(RankRecord, RefusesWhatNoPycommWrote) {
        {std::string(),
         std::string("hello"),
         std::string("pycomm x\n"),
-        std::string("pycomm 1\n"),
+        std::string("pycomm 2\n"),
         std::string(100000, 'p'),
         without("rank"),
         without("size"),
@@ -114,11 +114,14 @@ TEST(CheckCompatible, PrintsBothValues) {
   EXPECT_THAT(errorOf([&] { checkCompatible(mine, other); }).summary, HasSubstr("digest 100"));
 
   // Another version may have other fields; only its header and host are understood.
-  const RankRecord newer = RankRecord::fromWireText("pycomm 2\nhost=beta\nranks=0-7\n", 1);
-  record = errorOf([&] { checkCompatible(mine, newer); });
-  EXPECT_EQ(record.code, ErrorCode::VersionMismatch);
-  EXPECT_THAT(record.summary, HasSubstr("version 1"));
-  EXPECT_THAT(record.summary, HasSubstr("rank 1 (host beta) version 2"));
+  for (const char* version : {"1", "3"}) {
+    const std::string text = std::string("pycomm ") + version + "\nhost=beta\nranks=0-7\n";
+    const RankRecord another = RankRecord::fromWireText(text, 1);
+    record = errorOf([&] { checkCompatible(mine, another); });
+    EXPECT_EQ(record.code, ErrorCode::VersionMismatch);
+    EXPECT_THAT(record.summary, HasSubstr(" speaks pycomm wire version 2 and "));
+    EXPECT_THAT(record.summary, HasSubstr(std::string("rank 1 (host beta) version ") + version));
+  }
 }
 
 TEST(JoinTexts, IsReversible) {

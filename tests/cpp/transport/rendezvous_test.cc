@@ -220,11 +220,11 @@ TEST(Meet, FailsAtOnceOnDifferentOptions) {
 
 TEST(Meet, FailsAtOnceOnAnotherVersion) {
   MemoryStore store;
-  store.set("pycomm/world/1/member/1", "pycomm 2\nhost=beta\nsomething=new\n");
+  store.set("pycomm/world/1/member/1", "pycomm 1\nhost=beta\nsomething=old\n");
   const std::vector<Outcome> outcomes = meetAll(store, {configOf(0, 4), configOf(2, 4)});
   for (const Outcome& outcome : outcomes) {
     EXPECT_EQ(outcome.error.code, ErrorCode::VersionMismatch) << outcome.error.text();
-    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 (host beta) version 2"));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 (host beta) version 1"));
     EXPECT_WITHIN_MS(outcome.elapsed_ms, 10000);
   }
 }
