@@ -170,6 +170,8 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
     ErrorRecord trouble;
     trouble.code = ErrorCode::ConnectFailed;
     bool final = deadline.expired();
+    bool gone =
+        false; // it listened and does not now: its process has ended, or it has closed the group and may have said why
     try {
       if (link == nullptr) {
         link = std::make_unique<GreetedLink>(
@@ -188,17 +190,22 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
       if (trouble.code != ErrorCode::ConnectFailed) {
         throw Error(refusedBy(peer, trouble, identity_));
       }
+      gone = link != nullptr && trouble.cause.rfind("ECONNREFUSED", 0) == 0;
       // No time would help; or the peer listened, and has not for some seconds.
-      final = final || (link == nullptr && (!look.expired() || dropped));
+      final = final || gone || (link == nullptr && (!look.expired() || dropped));
       dropped = dropped || link != nullptr;
       link.reset();
     }
     throwIfFailed(store_, claim_); // there may be nobody to connect to any more
     if (final) {
       // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
-      for (const Deadline end = Deadline::after(kLastLookMs); link != nullptr && !end.expired();) {
+      for (const Deadline end = Deadline::after(kLastLookMs); (gone || link != nullptr) && !end.expired();) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        abort_.throwIfAborted();
         throwIfFailed(store_, claim_);
+      }
+      if (gone) {
+        trouble.code = ErrorCode::ConnectionReset;
       }
       throw Error(peerGone(peer, trouble, identity_)); // adds who and where
     }
