@@ -103,6 +103,8 @@ struct Found {
 
 Found endInTheMiddle(const Case& tried) {
   Found found;
+  std::promise<void> begun;
+  std::future<void> bytes_arrive = begun.get_future();
   std::promise<void> enough;
   std::shared_future<void> looked = enough.get_future().share();
   const auto body = [&](Rank& self) {
@@ -110,7 +112,7 @@ Found endInTheMiddle(const Case& tried) {
     if (self.rank == 1) {
       EXPECT_EQ(self.group.sharedLinks() > 0, tried.links == Links::SharedMemory);
       if (tried.end == End::PeerLeaves) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        EXPECT_EQ(bytes_arrive.wait_for(std::chrono::seconds(50)), std::future_status::ready);
         self.group.close();
       }
       looked.wait();
@@ -125,6 +127,7 @@ Found endInTheMiddle(const Case& tried) {
       }
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
+    begun.set_value();
     if (tried.end == End::Close) {
       self.group.close();
     } else if (tried.end == End::Shutdown) {
