@@ -7,6 +7,11 @@ its number in every element, and rank 1 compares all of them. The rate is from t
 the last value received; turns of the backends are interleaved. `work` is what rank 0 holds more
 for each Work of the caller's, in bytes, when all are issued, and `ahead` what rank 1 holds more by
 then, in MiB: both from the resident memory, the messages' own memory not counted.
+
+    python benchmarks/messages_ahead.py --messages 100000 --sizes 4 --slower-us 100
+
+Here rank 1 receives one message after the other from the beginning, and computes for 0.1 ms after
+each: rank 0, which never waits, is further and further ahead. `ahead` is then from the end.
 """
 
 from __future__ import annotations
@@ -34,7 +39,13 @@ def resident() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(backend: str, nbytes: int, messages: int) -> dict[str, float]:
+def compute(microseconds: float) -> None:
+    end = time.perf_counter() + microseconds * 1e-6
+    while time.perf_counter() < end:
+        pass
+
+
+def measure(backend: str, nbytes: int, messages: int, slower_us: float) -> dict[str, float]:
     """Of rank 0; rank 1 raises if a value is wrong."""
     name, _, transport = backend.partition(":")
     rank = int(os.environ["RANK"])
@@ -66,6 +77,13 @@ def measure(backend: str, nbytes: int, messages: int) -> dict[str, float]:
         issued = time.perf_counter() - began
         held = resident() - before
         store.set("issued", "1")
+    elif slower_us:
+        for tensor in tensors:
+            dist.recv(tensor, 0)
+            compute(slower_us)
+        works.clear()
+        held = resident() - before
+        issued = 0.0
     else:
         store.wait(["issued"])
         held = resident() - before
@@ -98,6 +116,7 @@ def main() -> int:
     add("--sizes", default="0,4,256", help="in bytes; default: %(default)s")
     add("--backends", default="pycomm:shm,pycomm:tcp,gloo", help="default: %(default)s")
     add("--turns", type=int, default=1, help="default: %(default)s")
+    add("--slower-us", type=float, default=0.0, help="rank 1 computes this long for each message")
     add("--one", help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
     add("--results-fd", type=int, help=argparse.SUPPRESS)
@@ -105,7 +124,7 @@ def main() -> int:
     if options.parent_pid is not None:
         die_with_parent(options.parent_pid)
         backend, nbytes = options.one.split(",")
-        figures = measure(backend, int(nbytes), options.messages)
+        figures = measure(backend, int(nbytes), options.messages, options.slower_us)
         if options.results_fd is not None:
             os.write(options.results_fd, json.dumps(figures).encode() + b"\n")
         return 0
@@ -121,6 +140,7 @@ def main() -> int:
             for backend in options.backends.split(","):
                 rows: list[bytes] = []
                 argv = ["--messages", str(options.messages), "--one", f"{backend},{nbytes}"]
+                argv += ["--slower-us", str(options.slower_us)]
                 try:
                     run_ranks(2, argv, TIMEOUT_S, rows.append)
                 except RankFailedError as error:

@@ -150,6 +150,16 @@ def test_a_rank_that_cannot_ask_who_is_late_goes_on() -> None:
     assert run_ranks(6, cannot_ask, pg_options=options).values() == [36.0] * 6
 
 
+def test_the_benchmark_with_a_slower_receiver() -> None:
+    script = ROOT / "benchmarks" / "messages_ahead.py"
+    arguments = ["--messages", "3000", "--sizes", "0,4", "--slower-us", "100"]
+    output = run_python([str(script), *arguments], timeout_s=300)
+    rows = [line.split() for line in output.stdout.splitlines() if line[:6] in ("pycomm", "gloo  ")]
+    assert len(rows) == 6, output.stdout
+    for row in rows:
+        assert float(row[3]) < 10_000, "at most 10,000 messages a second can be taken"
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
