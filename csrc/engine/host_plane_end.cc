@@ -93,6 +93,9 @@ void HostPlane::fail(
       finishWhatCanBe();
       broken_ = true;
       view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
+      for (size_t i = head_; i < entered_; ++i) {
+        queue_[i].withdraw();
+      }
       endAll([&](const Operation& operation) { return errorOf(operation, why, identity_); }, oldest);
     }
     try {

@@ -95,7 +95,7 @@ HostPlane::Standing HostPlane::standing(const Operation& operation) const noexce
       continue;
     }
     const HostSlot& slot = view_.slot(rank, ticket);
-    const bool entered = slot.ticket.load(std::memory_order_seq_cst) == ticket;
+    const bool entered = (slot.ticket.load(std::memory_order_seq_cst) & ~kHostWithdrawn) == ticket;
     int& first = entered ? standing.behind : standing.not_entered;
     first = first < 0 ? rank : first;
   }

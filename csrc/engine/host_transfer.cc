@@ -96,6 +96,10 @@ void HostTransfer::enter() {
   slot.ticket.store(ticket_, std::memory_order_seq_cst); // after all that belongs to it
 }
 
+void HostTransfer::withdraw() const noexcept {
+  view_.slot(view_.rank, ticket_).ticket.store(ticket_ | kHostWithdrawn, std::memory_order_seq_cst);
+}
+
 HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
   for (; matched_ < view_.size; ++matched_) {
     const HostSlot& slot = view_.slot(matched_, ticket_);

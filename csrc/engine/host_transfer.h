@@ -48,6 +48,9 @@ class HostTransfer {
   /// the bit of a rank that is not.
   [[nodiscard]] bool mayEnter(uint64_t& blocked) const noexcept;
   void enter();
+  /// After enter(), and before this rank gives the operation up: a rank that has not compared the descriptors yet finds that this rank
+  /// has not entered, and so cannot end well what has failed here.
+  void withdraw() const noexcept;
 
   enum class Progress { Blocked, Moved, Done, Differs };
   /// Goes on by one step where it can. `rounds` counts those of all operations of the group, and is raised when this one has all

@@ -504,6 +504,43 @@ TEST(HostPlane, WhatAllHaveDoneTheirPartOfEndsWellAlsoInAFailure) {
   EXPECT_TRUE(never->error());
 }
 
+// Rank 0 gives up while rank 1 has not entered. Rank 1 enters before it is notified of the failure: all inputs lie in the slots, and it
+// must not report success of an operation that has failed on rank 0.
+TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
+  for (const Wish& wish :
+       {Wish{Collective::AllReduce, 10, ReduceOp::Sum},
+        Wish{Collective::AllGather, 10},
+        Wish{Collective::Broadcast, 10, ReduceOp::None, DType::Float32, 0},
+        Wish{Collective::Barrier, 0}}) {
+    Host host(2);
+    std::atomic<int64_t> counter0{0};
+    std::atomic<int64_t> counter1{0};
+    std::vector<float> mine = valuesOf(0, 10);
+    std::vector<float> theirs = valuesOf(1, 10);
+    std::vector<float> all0(20);
+    std::vector<float> all1(20);
+    const bool gathers = wish.kind == Collective::AllGather;
+    const auto first = post(host.plane(0), counter0, wish, viewOf(mine), gathers ? viewOf(all0) : viewOf(mine), true);
+    (void)host.plane(0).drive(*first, Deadline::after(0));
+    ErrorRecord cause;
+    cause.code = ErrorCode::Timeout;
+    cause.peer = 1;
+    failNow(host.plane(0), cause);
+    ASSERT_TRUE(first->error());
+    const auto late =
+        post(host.plane(1), counter1, wish, viewOf(theirs), gathers ? viewOf(all1) : viewOf(theirs), true);
+    (void)host.plane(1).drive(*late, Deadline::after(100));
+    EXPECT_FALSE(late->done()) << static_cast<int>(wish.kind);
+    EXPECT_EQ(host.plane(1).standing(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
+    failNow(host.plane(1), cause);
+    ASSERT_TRUE(late->done());
+    ASSERT_TRUE(late->error()) << static_cast<int>(wish.kind);
+    EXPECT_EQ(late->error()->code, ErrorCode::Timeout);
+    EXPECT_EQ(theirs, valuesOf(1, 10));
+    EXPECT_EQ(all1, std::vector<float>(20));
+  }
+}
+
 TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   constexpr size_t kNumel = 100000;
   Host host(2, {}, true);
