@@ -161,6 +161,14 @@ class CompressedHook:
         self._method.residuals.load_state_dict(state)
 
 
+def group_of(state: Any) -> dist.ProcessGroup | None:
+    """The group in a hook's state, where torch's hooks have it: the state, or a part of it."""
+    for each in (state, getattr(state, "process_group", None)):
+        if isinstance(each, dist.ProcessGroup):
+            return each
+    return None
+
+
 class _Job:
     """One bucket: what to run, in which surroundings, and where the result goes."""
 
@@ -265,10 +273,11 @@ class _Worker:
     def _goes_by_nccl(self, state: Any, device: torch.device) -> bool:
         if device.type != "cuda":
             return False
-        candidates = (self._group, state, getattr(state, "process_group", None))
-        groups = [each for each in candidates if isinstance(each, dist.ProcessGroup)]
-        group = groups[0] if groups else dist.group.WORLD
-        backend = None if group is None else group._get_backend(device)
+        group = self._group or group_of(state) or dist.group.WORLD
+        try:
+            backend = None if group is None else group._get_backend(device)
+        except RuntimeError:  # it serves no such device: the hook moves the buckets elsewhere
+            return False
         extension = _extension.loaded()
         if backend is not None and extension is not None:
             with contextlib.suppress(TypeError):  # another library's

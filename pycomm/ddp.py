@@ -230,7 +230,7 @@ class DistributedDataParallel(_TorchDDP):
             UnsupportedError: ``wire_dtype`` is set, and the group is not pycomm's.
         """
         self._check_comm_hook(hook)
-        from pycomm.comm_hooks import ordered
+        from pycomm.comm_hooks import group_of, ordered
 
         if self._wire_dtype is not None:
             what = f"wire_dtype={self._wire_dtype!r} together with a comm hook"
@@ -239,7 +239,7 @@ class DistributedDataParallel(_TorchDDP):
             state,
             ordered(
                 hook,
-                group=self._reducing_group(),
+                group=group_of(state) or self._reducing_group(),
                 describe=self._describe_bucket,
                 codec_of=self._codec_of,
             ),

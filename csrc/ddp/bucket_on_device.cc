@@ -34,15 +34,18 @@ void Bucket::sealOnDevice() {
 void Bucket::packOnDevice() {
   const at::ScalarType type = kernelType();
   std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> originals; // the copy reads them on this stream, whatever stream they were made on
   std::vector<size_t> numels;
   for (const Slot& slot : slots_) {
     at::Tensor grad = shadow_ ? at::Tensor() : slot.param.grad();
     if (grad.defined() && (grad.scalar_type() != type || !isPlain(grad, slot))) {
+      originals.push_back(grad);
       grad = at::empty_strided(slot.param.sizes(), slot.strides, grad.options().dtype(type)).copy_(grad);
     }
     gradients.push_back(std::move(grad));
     numels.push_back(slot.numel);
   }
+  device_->keep(originals);
   if (cast()) {
     const at::Tensor stats = scale_.has_value() ? device_->newStats() : at::Tensor();
     device_->pack(gradients, numels, type, wire_, scale_.has_value() ? scale_->packFactor() : 1.0F, stats);
