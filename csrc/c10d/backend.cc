@@ -132,7 +132,7 @@ PycommBackend::Prepared PycommBackend::prepare(Codec codec) const {
 }
 
 c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prepared) {
-  static_cast<void>(window()); // which may refuse: nothing has begun yet
+  Window* const open = window(); // once, as it may refuse: nothing has begun yet
   const uint32_t tag = tagFor();
   for (Group::Call& call : prepared.calls) { // all of them, before the first one starts
     if (call.schedule.kind != Collective::Send && call.schedule.kind != Collective::Recv) { // start() checks messages
@@ -148,7 +148,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
   content.cuda = prepared.staging.takeCopies();
   const auto nccl = prepared.staging.takeNccl();
   if (nccl != nullptr) {
-    startNccl(nccl, prepared.calls, content);
+    startNccl(nccl, prepared.calls, content, open);
   } else if (content.cuda != nullptr) {
     if (prepared.calls.size() == 1) {
       encodeOnDevice(prepared.calls.front(), content);
@@ -160,7 +160,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
       content.operations.push_back(start(call));
     }
   }
-  return work(titled, std::move(content));
+  return work(titled, std::move(content), open);
 }
 
 void PycommBackend::encodeOnDevice(Group::Call& call, PycommWork::Content& content) const {
@@ -212,24 +212,26 @@ void PycommBackend::startBehindCopies(std::vector<Group::Call>& calls, PycommWor
   };
   try {
     content.cuda->toHost(flow, begin);
-  } catch (const Error& error) {
+  } catch (const std::exception&) {
     // The other ranks have, or will have, operations of these numbers: they are not left waiting for them.
+    const Error error(caughtOnDevice());
     begin(0, error.record());
-    throw;
+    throw error;
   }
 }
 
 void PycommBackend::startNccl(
     const std::shared_ptr<NcclGroup>& nccl,
     const std::vector<Group::Call>& calls,
-    PycommWork::Content& content) {
+    PycommWork::Content& content,
+    Window* open) {
   for (const Group::Call& call : calls) {
     content.operations.push_back(group_->follow(call));
   }
   if (group_->failure()) {
     return; // the operations end with it, and wait() raises it, as for every other operation
   }
-  if (Window* const open = window()) {
+  if (open != nullptr) {
     if (open->launch == nullptr) {
       open->nccl = nccl;
       open->launch = nccl->prepare();
@@ -301,10 +303,10 @@ void PycommBackend::abandon(Window window) {
   window.nccl->abandon(*window.launch, window.operations, why);
 }
 
-c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content) {
+c10::intrusive_ptr<c10d::Work> PycommBackend::work(Titled titled, PycommWork::Content content, Window* open) {
   content.call_sites = call_sites_;
   auto made = c10::make_intrusive<PycommWork>(group_, getRank(), titled.type, titled.title, std::move(content));
-  if (Window* const open = window()) {
+  if (open != nullptr) {
     open->works.push_back(made);
   }
   return made;
@@ -360,7 +362,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
         part->isCompleted(); // all have ended: this copies their outputs
       }
     };
-    return work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content));
+    return work({c10d::OpType::COALESCED, "pycomm:coalesced"}, std::move(content), nullptr);
   });
 }
 

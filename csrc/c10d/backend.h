@@ -144,6 +144,18 @@ class PycommBackend final : public c10d::Backend {
     const char* title; ///< of the profiler's event
   };
 
+  /// What a thread has begun since startCoalescing().
+  struct Window {
+    std::vector<c10::intrusive_ptr<PycommWork>> works;
+    // What NCCL is to run as one of its groups; null: nothing.
+    std::shared_ptr<NcclGroup> nccl;
+    std::shared_ptr<NcclLaunch> launch;
+    std::vector<Group::Call> calls;
+    std::vector<std::shared_ptr<Operation>> operations;
+    std::vector<std::function<void()>> unpacks;
+    TimePoint opened = Clock::now();
+  };
+
   /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
   struct Prepared {
     /// `deadline`: how long to wait for the other ranks where CUDA tensors have yet to find their way.
@@ -226,11 +238,12 @@ class PycommBackend final : public c10d::Backend {
   void startNccl(
       const std::shared_ptr<NcclGroup>& nccl,
       const std::vector<Group::Call>& calls,
-      PycommWork::Content& content);
+      PycommWork::Content& content,
+      Window* open);
   /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
   [[nodiscard]] uint32_t tagFor() const;
-  /// Every Work is made here, so that a coalescing window sees it.
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content);
+  /// Every Work is made here, so that a coalescing window sees it: `open`, what window() gave before anything began, or null.
+  [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content, Window* open);
   /// A message of a tensor that nothing but the engine has to do with.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> plainMessage(
       Titled titled,
@@ -255,19 +268,9 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<CudaDevices> devices_;
   std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
 
-  /// What a thread has begun since startCoalescing().
-  struct Window {
-    std::vector<c10::intrusive_ptr<PycommWork>> works;
-    // What NCCL is to run as one of its groups; null: nothing.
-    std::shared_ptr<NcclGroup> nccl;
-    std::shared_ptr<NcclLaunch> launch;
-    std::vector<Group::Call> calls;
-    std::vector<std::shared_ptr<Operation>> operations;
-    std::vector<std::function<void()>> unpacks;
-    TimePoint opened = Clock::now();
-  };
   /// The calling thread's; null: none. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
   /// operation may take: torch's coalescing manager does not end it if its body raises, and what comes after it would never begin.
+  /// So it is asked for once per call, before anything begins.
   [[nodiscard]] Window* window();
   /// Ends a window whose manager's body has raised: what NCCL was to run fails, the rest goes on.
   void abandon(Window window);

@@ -2,10 +2,23 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 
 #include "base/log.h"
+#include "c10d/interruptible.h"
+#include "c10d/python_errors.h"
 
 namespace pycomm {
+namespace {
+
+[[noreturn]] void refuseInHandler() {
+  throw Error(
+      ErrorCode::InvalidArgument,
+      "A signal handler called a collective of CUDA tensors while its thread was beginning another one of the same group.",
+      "set a flag in the handler, and act on it between two collectives");
+}
+
+} // namespace
 
 std::shared_ptr<CudaDevice> CudaDevices::at(c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -22,19 +35,8 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   }
   const auto on = at(device);
   on->refuseCapture();
+  settle(on, deadline);
   const std::lock_guard<std::mutex> lock(nccl_mutex_);
-  if (!settled_) {
-    why_not_ = NcclGroup::whyNot(*group_, *on, config_.nccl_libraries, config_.nccl_host_id, deadline);
-    if (why_not_.empty()) {
-      nccl_ = NcclGroup::create(group_, on, config_.nccl_libraries, deadline);
-    }
-    settled_ = true;
-    if (group_->identity().rank == 0) {
-      log(LogLevel::Info,
-          "group " + group_->identity().name + ": CUDA tensors go " +
-              (nccl_ != nullptr ? "by NCCL, " + nccl_->origin() : "through the host: " + why_not_));
-    }
-  }
   if (nccl_ == nullptr && config_.must_use_nccl) {
     throw Error(
         ErrorCode::Unsupported,
@@ -47,6 +49,61 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
         "This group's NCCL works on " + nccl_->device().device().str() + ", and a tensor is on " + device.str() + ".",
         "use one device a rank and group, or cuda_mode='tcp'");
   }
+  if (nccl_ != nullptr && Interruptible::within(nccl_.get())) {
+    refuseInHandler();
+  }
+  return nccl_;
+}
+
+void CudaDevices::settle(const std::shared_ptr<CudaDevice>& on, Deadline deadline) {
+  {
+    std::unique_lock<std::mutex> lock(nccl_mutex_);
+    while (settling_) {
+      if (Interruptible::within(this)) {
+        refuseInHandler();
+      }
+      nccl_changed_.wait_for(lock, Interruptible::kEvery);
+      lock.unlock();
+      checkSignals();
+      lock.lock();
+    }
+    if (settled_) {
+      return;
+    }
+    settling_ = true;
+  }
+  std::shared_ptr<NcclGroup> made;
+  std::string why_not;
+  std::exception_ptr failure;
+  try {
+    const Interruptible interruptible(this);
+    why_not = NcclGroup::whyNot(*group_, *on, config_.nccl_libraries, config_.nccl_host_id, deadline);
+    if (why_not.empty()) {
+      made = NcclGroup::create(group_, on, config_.nccl_libraries, deadline, stopped_);
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(nccl_mutex_);
+    settling_ = false;
+    settled_ = failure == nullptr;
+    why_not_ = why_not;
+    nccl_ = made;
+  }
+  nccl_changed_.notify_all();
+  if (failure != nullptr) {
+    std::rethrow_exception(failure);
+  }
+  if (group_->identity().rank == 0) {
+    log(LogLevel::Info,
+        "group " + group_->identity().name + ": CUDA tensors go " +
+            (made != nullptr ? "by NCCL, " + made->origin() : "through the host: " + why_not));
+  }
+}
+
+std::shared_ptr<NcclGroup> CudaDevices::nccl() {
+  const std::lock_guard<std::mutex> lock(nccl_mutex_);
   return nccl_;
 }
 
@@ -55,17 +112,16 @@ bool CudaDevices::goesByNccl(c10::Device device, Deadline deadline) {
 }
 
 void CudaDevices::stop() {
-  const std::lock_guard<std::mutex> lock(nccl_mutex_);
-  if (nccl_ != nullptr) {
-    nccl_->stop(NcclGroup::kDrainFor);
+  stopped_.store(true, std::memory_order_release);
+  if (const auto nccl = this->nccl()) {
+    nccl->stop(NcclGroup::kDrainFor);
   }
 }
 
 void CudaDevices::stopThreads(Deadline deadline) {
   constexpr int kMostMs = 5000;
-  // A first collective that still waits for other ranks has the lock; it has no thread yet.
-  if (const std::unique_lock<std::mutex> lock(nccl_mutex_, std::try_to_lock); lock.owns_lock() && nccl_ != nullptr) {
-    nccl_->stop(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
+  if (const auto nccl = this->nccl()) {
+    nccl->stop(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
   }
   std::vector<std::shared_ptr<CudaDevice>> devices;
   {

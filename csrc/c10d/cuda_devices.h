@@ -2,6 +2,8 @@
 
 #include <c10/core/Device.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -33,6 +35,7 @@ class CudaDevices {
 
   /// NCCL, if this group's collectives of CUDA tensors go that way; null: through the host. The first call settles it with the other
   /// ranks, and blocks for them. Throws Error(Unsupported) if it must be NCCL and cannot, and what makes the group fail.
+  /// A signal handler that runs meanwhile may destroy the group; one that begins such a collective gets Error(InvalidArgument).
   [[nodiscard]] std::shared_ptr<NcclGroup> ncclAt(c10::Device device, Deadline deadline);
 
   /// Whether this device's tensors go that way; as ncclAt(), also in what it throws.
@@ -47,12 +50,18 @@ class CudaDevices {
  private:
   CudaDevices(std::shared_ptr<Group> group, Config config) : group_(std::move(group)), config_(std::move(config)) {}
   void stopThreads(Deadline deadline);
+  /// Finds out with all ranks which way CUDA tensors go, once.
+  void settle(const std::shared_ptr<CudaDevice>& on, Deadline deadline);
+  [[nodiscard]] std::shared_ptr<NcclGroup> nccl();
 
   const std::shared_ptr<Group> group_;
   const Config config_;
   std::mutex mutex_; ///< guards devices_
   std::map<c10::DeviceIndex, std::shared_ptr<CudaDevice>> devices_;
-  std::mutex nccl_mutex_; ///< guards the rest
+  std::atomic<bool> stopped_{false}; ///< stop() was called: a first collective that waits for other ranks gives up
+  std::mutex nccl_mutex_; ///< guards the rest; not held while waiting
+  std::condition_variable nccl_changed_;
+  bool settling_ = false; ///< a thread is in settle()
   bool settled_ = false;
   std::string why_not_;
   std::shared_ptr<NcclGroup> nccl_;

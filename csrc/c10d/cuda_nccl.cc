@@ -2,8 +2,6 @@
 
 #include <ATen/core/TensorBody.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <array>
@@ -35,6 +33,13 @@ ErrorRecord interrupted(const Group& group) {
   record.summary =
       "Rank " + std::to_string(record.peer) + " was interrupted while it began a collective of CUDA tensors.";
   return record;
+}
+
+ErrorRecord closedInTheMiddle() {
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.summary = "The process group was closed while NCCL still waited for other ranks.";
+  return reason;
 }
 
 /// A small collective of the group's own, on the CPU. Within an Interruptible.
@@ -72,49 +77,12 @@ std::string cardOf(const CudaDevice& device, const std::string& host, const std:
     const auto paths = pointersTo(library_paths);
     callCuda(device.library().nccl_probe, paths.data(), paths.size());
     return std::string(uuid.data()) + " " + host;
-  } catch (const Error& error) {
-    return kRefusal + error.record().summary;
+  } catch (const std::exception&) {
+    return kRefusal + caughtOnDevice().summary;
   }
 }
 
 } // namespace
-
-NcclLaunch::NcclLaunch(std::shared_ptr<NcclGroup> group)
-    : group_(std::move(group)), end_(group_->device().device().type()) {}
-
-void NcclLaunch::requireLaunched() const {
-  if (!launched_.load(std::memory_order_acquire)) {
-    throw Error(
-        ErrorCode::InvalidArgument,
-        "The future of an operation was asked for within its coalescing manager, whose end begins it.",
-        "leave the manager first, and take what it gives");
-  }
-}
-
-void NcclLaunch::finish(const std::function<void()>& unpack) {
-  if (unpack) {
-    const c10::StreamGuard on_side_stream(stream());
-    unpack();
-  }
-  end_.record(stream());
-}
-
-// Within a coalescing manager there is nothing yet that a stream could wait for; but torch waits there for calls that are not
-// asynchronous, and means no more by it than that they are collected.
-void NcclLaunch::orderCaller() const {
-  if (!launched_.load(std::memory_order_acquire)) {
-    return;
-  }
-  end_.block(c10::impl::VirtualGuardImpl(stream().device_type()).getStream(stream().device()));
-}
-
-c10::Stream NcclLaunch::stream() const {
-  return group_->device().in();
-}
-
-void NcclLaunch::keepFor(const std::vector<at::Tensor>& tensors) const {
-  keepForStream(tensors, stream());
-}
 
 std::string NcclGroup::whyNot(
     Group& group,
@@ -134,12 +102,16 @@ std::string NcclGroup::whyNot(
   call.schedule.numel = static_cast<int64_t>(kCardNbytes);
   call.input = {reinterpret_cast<const std::byte*>(card.data()), kCardNbytes};
   call.output = {cards.data(), cards.size()};
-  const Interruptible interruptible;
+  const Interruptible interruptible(&group);
+  std::exception_ptr failure;
   try {
     runOnCpu(group, call, deadline);
   } catch (const Error&) {
-    interruptible.rethrow();
-    throw;
+    failure = std::current_exception();
+  }
+  interruptible.rethrow(); // also if the operation was over before the abort
+  if (failure) {
+    std::rethrow_exception(failure);
   }
   std::map<std::string, size_t> owners;
   for (size_t peer = 0; peer < size; ++peer) {
@@ -155,15 +127,16 @@ std::string NcclGroup::whyNot(
   return "";
 }
 
-NcclGroup::NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device)
-    : group_(std::move(group)), device_(std::move(device)) {}
+NcclGroup::NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device, const std::atomic<bool>& stopped)
+    : group_(std::move(group)), device_(std::move(device)), stopped_(stopped) {}
 
 std::shared_ptr<NcclGroup> NcclGroup::create(
     std::shared_ptr<Group> group,
     std::shared_ptr<CudaDevice> device,
     const std::vector<std::string>& library_paths,
-    Deadline deadline) {
-  std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(group), std::move(device)));
+    Deadline deadline,
+    const std::atomic<bool>& stopped) {
+  std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(group), std::move(device), stopped));
   const auto paths = pointersTo(library_paths);
   PycommCudaNcclConfig config = {};
   config.rank = made->group_->identity().rank;
@@ -176,16 +149,17 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
   config.context = made.get();
   config.exchange = &NcclGroup::exchange;
   config.group_failure = &NcclGroup::groupFailure;
-  const Interruptible interruptible;
+  const Interruptible interruptible(made.get());
   try {
     const c10::DeviceGuard guard(made->device_->device());
     callCuda(made->device_->library().nccl_create, static_cast<const PycommCudaNcclConfig*>(&config), &made->comm_);
-  } catch (const Error& error) {
-    ErrorRecord reason = error.record();
+  } catch (const std::exception&) {
+    ErrorRecord reason = caughtOnDevice();
+    const Error error(reason);
     reason.peer = config.rank;
     made->group_->abort(reason); // the others wait in the same place
     interruptible.rethrow();
-    throw;
+    throw error;
   }
   made->thread_ = startNativeThread("pycomm-nccl", [self = made.get()] { self->threadMain(); });
   return made;
@@ -194,8 +168,7 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
 NcclGroup::~NcclGroup() {
   stop(kDrainFor);
   if (comm_ != nullptr) {
-    const c10::DeviceGuard guard(device_->device());
-    device_->library().nccl_destroy(comm_);
+    onDeviceInAnyCase(device_->device(), [this] { device_->library().nccl_destroy(comm_); });
   }
 }
 
@@ -230,10 +203,15 @@ uint16_t NcclGroup::exchange(void* self, char* id, int publish, int64_t timeout_
 }
 
 int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
-  const Group& group = *static_cast<NcclGroup*>(self)->group_;
+  const NcclGroup& nccl = *static_cast<NcclGroup*>(self);
+  const Group& group = *nccl.group_;
   auto failure = group.failure();
   if (!failure && Interruptible::look()) {
     failure = interrupted(group);
+  }
+  if (!failure && nccl.comm_ == nullptr &&
+      nccl.stopped_.load(std::memory_order_acquire)) { // nobody else can end create()
+    failure = closedInTheMiddle();
   }
   if (!failure) {
     return 0;
@@ -242,14 +220,33 @@ int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
   return 1;
 }
 
+/// Has stop() know that a launch is under way.
+class NcclGroup::Launching {
+ public:
+  explicit Launching(NcclGroup& group) : group_(group) {
+    const std::lock_guard<std::mutex> lock(group_.mutex_);
+    ++group_.launching_;
+  }
+  ~Launching() {
+    const std::lock_guard<std::mutex> lock(group_.mutex_);
+    --group_.launching_;
+  }
+  Launching(const Launching&) = delete;
+  Launching& operator=(const Launching&) = delete;
+
+ private:
+  NcclGroup& group_;
+};
+
 void NcclGroup::launch(
     NcclLaunch& launch,
     const std::vector<Group::Call>& calls,
     const std::vector<std::shared_ptr<Operation>>& operations) {
   const PycommCudaTable& library = device_->library();
-  const Interruptible interruptible;
-  const c10::DeviceGuard guard(device_->device());
+  const Interruptible interruptible(this);
+  const Launching launching(*this);
   try {
+    const c10::DeviceGuard guard(device_->device());
     NcclCalls translated(group_->identity().rank, group_->identity().size);
     for (size_t i = 0; i < calls.size(); ++i) {
       translated.add(calls[i], *operations[i]);
@@ -268,8 +265,8 @@ void NcclGroup::launch(
     const std::lock_guard<std::mutex> lock(mutex_);
     pending_.push_back({std::move(work), operations});
     changed_.notify_all();
-  } catch (const Error& error) {
-    ErrorRecord record = error.record();
+  } catch (const std::exception&) {
+    ErrorRecord record = caughtOnDevice();
     PycommCudaError broken = {};
     if (!group_->failure() && library.nccl_poll(comm_, &broken) != 0) {
       record.peer = group_->identity().rank;
@@ -350,7 +347,7 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   bool idle = false;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    idle = changed_.wait_for(lock, drain_for, [&] { return pending_.empty() || stopping_; });
+    idle = changed_.wait_for(lock, drain_for, [&] { return pending_.empty() || stopping_; }) && launching_ == 0;
     stopping_ = true;
     thread = std::move(thread_);
   }
@@ -360,9 +357,7 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   changed_.notify_all();
   thread.join();
   if (!idle) { // its kernels would wait for other ranks while the process ends
-    ErrorRecord reason;
-    reason.code = ErrorCode::ShutDown;
-    reason.summary = "The process group was closed while NCCL still waited for other ranks.";
+    const ErrorRecord reason = closedInTheMiddle();
     PycommCudaError error = {};
     static_cast<void>(fillError(reason, &error));
     device_->library().nccl_abort(comm_, &error);

@@ -66,12 +66,13 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
       const std::vector<std::string>& library_paths,
       const std::string& host_id,
       Deadline deadline);
-  /// All ranks together, after whyNot() was empty.
+  /// All ranks together, after whyNot() was empty. Ends with Error(ShutDown) if `stopped` becomes true meanwhile.
   [[nodiscard]] static std::shared_ptr<NcclGroup> create(
       std::shared_ptr<Group> group,
       std::shared_ptr<CudaDevice> device,
       const std::vector<std::string>& library_paths,
-      Deadline deadline);
+      Deadline deadline,
+      const std::atomic<bool>& stopped);
   ~NcclGroup();
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
@@ -80,7 +81,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
     return std::make_shared<NcclLaunch>(shared_from_this());
   }
   /// Puts calls, whose operations the group follows already, onto the side stream as one NCCL group, behind the caller's stream. Once
-  /// a launch. Throws Error: the operations have ended with it then, and if the communicator is broken the group has failed.
+  /// a launch, and not within another launch: a signal handler that runs in one may only stop(). Throws Error: the operations have ended with it then, and if the communicator is broken the group has failed.
   void launch(
       NcclLaunch& launch,
       const std::vector<Group::Call>& calls,
@@ -90,7 +91,8 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   void abandon(NcclLaunch& launch, const std::vector<std::shared_ptr<Operation>>& operations, const ErrorRecord& why);
 
   static constexpr std::chrono::seconds kDrainFor{5};
-  /// Waits up to `drain_for` for what is on the device, and ends the thread; aborts the communicator if it is still not idle.
+  /// Waits up to `drain_for` for what is on the device, and ends the thread; aborts the communicator if it is still not idle, or if a
+  /// launch waits for other ranks, whose thread may be this one.
   /// Idempotent; before the group is closed.
   void stop(std::chrono::milliseconds drain_for);
 
@@ -100,13 +102,15 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] std::string origin() const;
 
  private:
-  NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device);
+  NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device, const std::atomic<bool>& stopped);
   void threadMain() noexcept;
   void look();
   void endAll(const ErrorRecord& why);
 
   static uint16_t exchange(void* self, char* id, int publish, int64_t timeout_ms, PycommCudaError* error);
   static int groupFailure(void* self, PycommCudaError* error);
+
+  class Launching;
 
   struct Pending {
     std::shared_ptr<PycommCudaNcclWork> work;
@@ -115,11 +119,13 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
 
   const std::shared_ptr<Group> group_;
   const std::shared_ptr<CudaDevice> device_;
+  const std::atomic<bool>& stopped_;
   PycommCudaNccl* comm_ = nullptr;
 
   std::mutex mutex_; ///< guards all below
   std::condition_variable changed_;
   std::deque<Pending> pending_; ///< in stream order
+  int launching_ = 0; ///< threads in launch()
   bool stopping_ = false;
   std::thread thread_;
 };

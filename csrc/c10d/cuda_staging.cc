@@ -1,8 +1,8 @@
 #include "c10d/cuda_staging.h"
 
 #include <ATen/core/TensorBody.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
@@ -59,8 +59,7 @@ CudaDevice::CudaDevice(const PycommCudaTable& library, c10::Device device)
 }
 
 CudaDevice::~CudaDevice() {
-  const c10::DeviceGuard guard(device_);
-  library_.stager_destroy(stager_);
+  onDeviceInAnyCase(device_, [this] { library_.stager_destroy(stager_); });
 }
 
 void CudaDevice::stop(std::chrono::milliseconds drain_for) {
@@ -96,12 +95,30 @@ void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& st
   }
 }
 
-CudaCopies::~CudaCopies() {
-  const c10::DeviceGuard guard(device_->device());
-  for (void* block : blocks_) {
-    PycommCudaError error; // a broken device needs no block back
-    static_cast<void>(device_->library().stager_give(device_->stager(), block, copied_ ? 1 : 0, &error));
+ErrorRecord caughtOnDevice() {
+  ErrorRecord record;
+  record.code = ErrorCode::SystemError;
+  record.summary = "torch failed on a device of this rank.";
+  record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error.record();
+  } catch (const c10::Error& error) {
+    record.cause = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    record.cause = error.what();
   }
+  return record;
+}
+
+CudaCopies::~CudaCopies() {
+  onDeviceInAnyCase(device_->device(), [this] {
+    for (void* block : blocks_) {
+      PycommCudaError error; // a broken device needs no block back
+      static_cast<void>(device_->library().stager_give(device_->stager(), block, copied_ ? 1 : 0, &error));
+    }
+  });
 }
 
 BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
@@ -249,10 +266,10 @@ void CudaCopies::leave(size_t piece) {
   }
   const PycommCudaCopy copy = partOf(to_device_.front(), pieces_[piece]);
   copied_ = true;
-  const c10::DeviceGuard guard(device_->device());
-  PycommCudaError error = {};
-  left_[piece] =
-      device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0; // else toDevice() says why
+  onDeviceInAnyCase(device_->device(), [&] { // where it fails toDevice() says why
+    PycommCudaError error = {};
+    left_[piece] = device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0;
+  });
 }
 
 void CudaCopies::toDevice() {

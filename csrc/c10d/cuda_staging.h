@@ -2,9 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -71,6 +73,21 @@ class CudaOrder {
 };
 
 void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& stream);
+
+/// In a catch block: what was caught, as an error of pycomm's. Torch throws errors of its own where a device is broken.
+[[nodiscard]] ErrorRecord caughtOnDevice();
+
+/// For destructors: runs `body`, which does not throw, with the device as the current one; if the device is so broken that it cannot
+/// be made that, without.
+template <typename Body>
+void onDeviceInAnyCase(c10::Device device, const Body& body) noexcept {
+  std::optional<c10::DeviceGuard> guard;
+  try {
+    guard.emplace(device);
+  } catch (const std::exception&) { // torch's; what is given back there is lost with the device
+  }
+  body();
+}
 
 /// What one call to the backend moves between a device and pinned memory.
 class CudaCopies final : public CudaOrder {

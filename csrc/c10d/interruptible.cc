@@ -1,18 +1,15 @@
 #include "c10d/interruptible.h"
 
-#include <chrono>
-
 #include "c10d/python_errors.h"
 
 namespace pycomm {
 namespace {
 
-constexpr std::chrono::milliseconds kSignalsEvery{100};
 thread_local Interruptible* t_interruptible = nullptr;
 
 } // namespace
 
-Interruptible::Interruptible() : outer_(t_interruptible), next_(Clock::now() + kSignalsEvery) {
+Interruptible::Interruptible(const void* about) : outer_(t_interruptible), about_(about), next_(Clock::now() + kEvery) {
   t_interruptible = this;
 }
 
@@ -26,7 +23,7 @@ bool Interruptible::look() {
     return here != nullptr;
   }
   if (const TimePoint now = Clock::now(); now >= here->next_) {
-    here->next_ = now + kSignalsEvery;
+    here->next_ = now + kEvery;
     try {
       checkSignals();
     } catch (...) {
@@ -34,6 +31,15 @@ bool Interruptible::look() {
     }
   }
   return here->raised_ != nullptr;
+}
+
+bool Interruptible::within(const void* about) noexcept {
+  for (const Interruptible* each = t_interruptible; each != nullptr; each = each->outer_) {
+    if (each->about_ == about) {
+      return true;
+    }
+  }
+  return false;
 }
 
 void Interruptible::rethrow() const {

@@ -194,6 +194,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
             " dimensions; this one has " + std::to_string(tensor.dim()) + " on " + tensor.device().str() + ".",
         "tensor.cpu(), or tensor.to_dense()");
   }
+  Window* const open = window();
   auto task = std::make_shared<SparseSum>();
   {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -229,7 +230,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
   first_operation->onDone([task = std::move(task), &pool = group_->engine().callbacks()]() mutable {
     pool.submit([task = std::move(task)] { task->run(); });
   });
-  return work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content));
+  return work({c10d::OpType::ALLREDUCE, "pycomm:sparse_all_reduce"}, std::move(content), open);
 }
 
 } // namespace pycomm

@@ -109,8 +109,8 @@ struct PycommWork::State {
       if (content.unpack) {
         content.unpack();
       }
-    } catch (const Error& error) {
-      copy_error = errorOf(error.record(), group->identity());
+    } catch (const std::exception&) {
+      copy_error = errorOf(caughtOnDevice(), group->identity());
     }
   }
 
@@ -162,14 +162,17 @@ PycommWork::~PycommWork() {
   const Content& content = state_->content;
   if (content.cuda != nullptr || content.nccl != nullptr) {
     const CudaOrder& order = content.cuda != nullptr ? static_cast<const CudaOrder&>(*content.cuda) : *content.nccl;
-    // Nobody else knows of these: wait() has ordered the stream that called it, and they are of the stream that issued.
-    order.keepFor(content.keep_alive);
-    if (!state_->waited) {
-      order.keepFor(content.inputs);
-      order.keepFor(content.outputs);
-      for (const auto& list : content.output_lists) {
-        order.keepFor(list);
+    try {
+      // Nobody else knows of these: wait() has ordered the stream that called it, and they are of the stream that issued.
+      order.keepFor(content.keep_alive);
+      if (!state_->waited) {
+        order.keepFor(content.inputs);
+        order.keepFor(content.outputs);
+        for (const auto& list : content.output_lists) {
+          order.keepFor(list);
+        }
       }
+    } catch (const std::exception&) { // torch's: the device is broken, and nothing on it reads them
     }
   }
   if (!state_->done()) {
@@ -267,12 +270,18 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   const auto record = state_->error();
   if (!record) {
     for (const auto& each : state_->content.behind) {
-      raising([&] { each->orderCaller(); });
+      raising([&] {
+        try {
+          each->orderCaller();
+        } catch (const std::exception&) {
+          throw Error(errorOf(caughtOnDevice(), state_->group->identity()));
+        }
+      });
     }
   } else if (state_->copied_in_vain) { // what now uses the tensors' memory for something else runs behind those
     try {
       state_->content.cuda->orderCaller();
-    } catch (const Error&) { // a broken device: nothing is on its way any more
+    } catch (const std::exception&) { // a broken device: nothing is on its way any more
     }
   }
   {
@@ -283,6 +292,11 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
     throwToPython(*record);
   }
   return true;
+}
+
+void PycommWork::noteWaited() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->waited = true;
 }
 
 void PycommWork::blockCurrentStream() {

@@ -49,6 +49,8 @@ class PycommWork final : public c10d::Work {
   /// blocks until the copies to the device are on their way; the caller's current stream then waits for those. Where NCCL runs them it
   /// blocks for nothing.
   bool wait(std::chrono::milliseconds timeout) override;
+  /// As if wait() had returned or raised: somebody has waited for the operations otherwise.
+  void noteWaited();
   void blockCurrentStream() override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

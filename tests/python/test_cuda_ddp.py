@@ -8,8 +8,10 @@ needs a torch with CUDA.
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 import time
+import types
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -172,17 +174,67 @@ def test_buckets_above_every_threshold_are_on_the_device(fake_cuda: Path, nccl: 
                 assert abs(mine - expected).max() < WRAPPED[name][1], name
 
 
-def _cuda_only(rank: int, size: int, library: str, options: dict[str, Any]) -> list[Any]:
-    Device(Path(library))
-    group = dist.new_group(list(range(size)), backend="cuda:pycomm")
-    ddp = pycomm.DistributedDataParallel(_model().to("cuda:0"), process_group=group, **options)
-    return _train(rank, ddp)
+def _two_streams(rank: int, size: int, library: str, options: dict[str, Any]) -> list[bool]:
+    device = Device(Path(library))
+    group = dist.new_group(
+        list(range(size)),
+        pg_options=pycomm.Options(cuda_mode="tcp"),  # type: ignore[arg-type]
+    )
+    model = nn.Linear(20, 5).to("cuda:0", torch.float16)  # which bf16 is packed from by way of fp32
+    # Autograd hands gradients over on the stream that was current when a parameter was first used.
+    streams = [torch.Stream(device="cuda:0") for _ in range(2)]  # type: ignore[arg-type]
+    nodes = []
+    for parameter, stream in zip(model.parameters(), streams, strict=True):
+        with stream:
+            nodes.append(parameter.expand_as(parameter).grad_fn)
+    ddp = pycomm.DistributedDataParallel(model, process_group=group, **options)
+    places = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda given: places.append(ctypes.c_void_p(given.grad.data_ptr()))
+        )
+    ddp(torch.ones(3, 20, dtype=torch.float16).to("cuda:0")).sum().backward()
+    assert len(nodes) == len(places) == 2
+    kept = device.library.fake_was_kept
+    return [
+        all(kept(place, ctypes.c_int64(stream.stream_id)) for place in places) for stream in streams
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
-def test_a_group_of_cuda_alone_trains(fake_cuda: Path, options: dict[str, Any]) -> None:
+def test_gradients_stay_until_the_copy_that_converts_them_is_through(fake_cuda: Path) -> None:
+    for kept in _run(_two_streams, fake_cuda, {"wire_dtype": "bf16"}):
+        assert sorted(kept) == [False, True], "all gradients are copied on one of the two streams"
+
+
+def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
+    """The hook's state names a group that goes the other way than the wrapper's."""
+    Device(Path(library), nccl=True)
+    own, other = (
+        dist.new_group(
+            list(range(size)),
+            timeout=timedelta(seconds=20),
+            pg_options=pycomm.Options(cuda_mode="nccl" if each else "tcp"),  # type: ignore[arg-type]
+        )
+        for each in (not nccl, nccl)
+    )
+    threads = []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        work = dist.all_reduce(bucket.buffer(), group=state.process_group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0].div_(size))
+
+    hook.__annotations__.clear()
+    ddp = pycomm.DistributedDataParallel(_model().to("cuda:0"), process_group=own)
+    ddp.register_comm_hook(types.SimpleNamespace(process_group=other), hook)
+    return [_train(rank, ddp), set(threads)]
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+def test_the_group_in_a_hooks_state_decides_where_it_runs(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
-    for weights in _run(_cuda_only, fake_cuda, options):
+    for weights, threads in _run(_hook_of_another_group, fake_cuda, nccl):
+        assert (threads == {"pycomm-ordered-hook"}) == (not nccl), threads
         for mine, expected in zip(weights, alone, strict=True):
             assert abs(mine - expected).max() < 1e-5
 

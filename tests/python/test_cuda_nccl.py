@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -534,6 +535,122 @@ def test_the_first_collective_can_be_interrupted(fake_cuda: Path) -> None:
         text = running.collect(60).check().values()[1]
         assert "ABORTED" in text and "Rank 0 was interrupted" in text
     assert_within(took_s, 5)
+
+
+def _interrupted_when_over(rank: int, size: int, library: str) -> bool:
+    # They share a GPU, so what the ranks settle is that tensors go through the host.
+    device = Device(Path(library), nccl=True)
+    device.library.fake_set_uuid(b"the same")
+    group = _group(size)
+    tensor = device.tensor(np.ones(4, "float32"))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 is in the handler"], timedelta(seconds=30))
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        store.set("rank 1 has settled it", "")
+        store.wait(["rank 0 has ended"], timedelta(seconds=30))
+        with pytest.raises(errors.PycommError, match="Rank 0 was interrupted"):
+            work.wait()
+        return True
+
+    def interrupt(number: int, frame: object) -> None:
+        store.set("rank 0 is in the handler", "")
+        store.wait(["rank 1 has settled it"], timedelta(seconds=30))
+        time.sleep(0.2)  # for this rank's own part, which another thread ends
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(tensor, group=group)
+    finally:
+        store.set("rank 0 has ended", "")
+    return True
+
+
+def test_an_interrupt_is_not_lost_if_the_operation_ends_meanwhile(fake_cuda: Path) -> None:
+    assert run_ranks(2, _interrupted_when_over, args=(str(fake_cuda),)).values() == [True, True]
+
+
+WHERE = ["first", "launch"]
+"""Where a signal handler runs: while the ranks settle their way, and while NCCL connects them."""
+
+
+def _in_handler(device: Device, where: str, rank: int, act: Callable[[], None]) -> None:
+    """Makes rank 0 wait for rank 1 in its next collective; a handler that calls `act` runs then."""
+    if rank == 0:
+        device.library.fake_nccl_hold_launches(int(where == "launch"))
+        signal.signal(signal.SIGALRM, lambda number, frame: act())
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def _destroys_in_handler(rank: int, size: int, library: str, where: str) -> tuple[str, float]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(4, "float32"))
+    store = dist.distributed_c10d._get_default_store()
+    if where == "launch":
+        dist.all_reduce(tensor, group=group)
+        device.synchronize()
+    dist.barrier()
+    _in_handler(device, where, rank, lambda: dist.destroy_process_group(group))
+    if rank == 1:
+        store.wait(["rank 0 has ended"], timedelta(seconds=30))
+        dist.destroy_process_group(group)
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(errors.PycommError) as closed:  # torch's function would ask for the group
+        group.allreduce([tensor], dist.AllreduceOptions())
+    store.set("rank 0 has ended", "")
+    return str(closed.value), time.monotonic() - began
+
+
+@pytest.mark.time_bound
+@pytest.mark.parametrize("where", WHERE)
+def test_a_signal_handler_destroys_the_group_in_a_collective(fake_cuda: Path, where: str) -> None:
+    args = (str(fake_cuda), where)
+    ranks = run_ranks(2, _destroys_in_handler, args=args, timeout_s=40)
+    text, took = ranks.values()[0]
+    assert "code=SHUT_DOWN" in text and "closed while" in text
+    assert_within(took, 10)
+
+
+def _reduces_in_handler(rank: int, size: int, library: str, where: str) -> tuple[str, float]:
+    device = Device(Path(library), nccl=True)
+    group = _group(size, "nccl")
+    array = np.ones(4, "float32")
+    tensor = device.tensor(array)
+    store = dist.distributed_c10d._get_default_store()
+    if where == "launch":
+        dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group)
+        device.synchronize()
+    dist.barrier()
+    told: list[str] = []
+
+    def act() -> None:
+        try:
+            dist.all_reduce(tensor, group=group)
+        except errors.InvalidArgumentError as error:
+            told.append(str(error))
+        device.library.fake_nccl_hold_launches(0)
+        store.set("rank 0 was in its handler", "")
+
+    _in_handler(device, where, rank, act)
+    if rank == 1:
+        store.wait(["rank 0 was in its handler"], timedelta(seconds=30))
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    dist.destroy_process_group(group)
+    return "".join(told), float(array[0])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_signal_handler_cannot_begin_a_collective_in_another(fake_cuda: Path, where: str) -> None:
+    args = (str(fake_cuda), where)
+    ranks = run_ranks(2, _reduces_in_handler, args=args, timeout_s=40).values()
+    assert "signal handler" in ranks[0][0] and "set a flag" in ranks[0][0]
+    assert [value for _, value in ranks] == [2.0, 2.0], "the other collective goes on"
 
 
 def _exits(

@@ -5,6 +5,7 @@ Nothing but events orders its streams, and which of them runs next is drawn from
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import signal
@@ -424,6 +425,48 @@ def test_a_device_that_breaks_fails_the_group_at_once(fake_cuda: Path) -> None:
         assert "cudaErrorLaunchFailure" in text
         assert "peer=1" in text
     assert_within(max(took_s for _, took_s in ended), 10)
+
+
+def _breaks_elsewhere(rank: int, size: int, library: str, when: str) -> list[str]:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    array = np.ones(1000, "float32")
+    dist.all_reduce(device.tensor(array, 1), group=group)
+    store = dist.distributed_c10d._get_default_store()
+    if when == "before the end" and rank == 1:
+        store.wait(["rank 0's device is broken"], timedelta(seconds=30))
+    work = dist.all_reduce(device.tensor(array, 1), group=group, async_op=True)
+    assert device.library.fake_current_device() == 0
+    if when != "before the end":
+        work.get_future().wait()
+    elif rank == 0:
+        time.sleep(0.3)  # until the input has left the device: if it has not, that is what fails
+    told = []
+    if when != "before the end" or rank == 0:
+        device.library.fake_break_down()  # torch cannot make it the current device any more
+        store.set("rank 0's device is broken", "")
+        for _ in range(0 if when == "dropped" else 2):
+            with pytest.raises(errors.PycommError) as broken:
+                work.wait()
+            told.append(str(broken.value))
+    else:
+        with contextlib.suppress(errors.PycommError):
+            work.wait()
+    del work
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return told
+
+
+@pytest.mark.parametrize("when", ["before the end", "after the end", "dropped"])
+def test_a_device_that_torch_cannot_switch_to_ends_no_process(fake_cuda: Path, when: str) -> None:
+    results = run_ranks(2, _breaks_elsewhere, args=(str(fake_cuda), when))
+    assert len(results[0].value) == (0 if when == "dropped" else 2)
+    for told in results.values():
+        for text in told:
+            assert "SYSTEM_ERROR" in text
+            assert "the device is broken" in text or "cudaErrorLaunchFailure" in text
 
 
 def _old_device(rank: int, size: int, library: str) -> str:

@@ -5,6 +5,7 @@ The device is a fake.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
 
 
 class Branches(nn.Module):
-    """Which half has gradients depends on the rank and the step."""
+    """Which half has gradients depends on the rank and the step; both have without a choice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +33,10 @@ class Branches(nn.Module):
         self.halves = nn.ModuleList([nn.Linear(20, 20), nn.Linear(20, 20)])
         self.out = nn.Linear(20, 5)
 
-    def forward(self, samples: torch.Tensor, which: int) -> torch.Tensor:
-        return self.out(self.halves[which](samples))
+    def forward(self, samples: torch.Tensor, which: int | None) -> torch.Tensor:
+        # Without a choice in the opposite order: gradients come in another than buckets have.
+        halves = reversed(self.halves) if which is None else [self.halves[which]]
+        return self.out(sum(half(samples) for half in halves))
 
 
 def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
@@ -44,19 +47,19 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
     with pytest.raises(RuntimeError, match="device type cpu"):
         dist.all_reduce(torch.ones(1), group=group)
 
-    def train(options: dict[str, Any], one_branch: bool) -> None:
+    def train(options: dict[str, Any], choose: Callable[[int, int], int | None]) -> None:
         model = pycomm.DistributedDataParallel(
             Branches().to("cuda:0"), process_group=group, bucket_cap_mb=0.001, **options
         )
         before = model.reducer.bucket_names()
         for step in range(3):
-            which = 0 if one_branch else (rank + step) % 2 if step < 2 else 1
             model.zero_grad()
-            model(batch(rank, step).to("cuda:0"), which).square().mean().backward()
+            loss = model(batch(rank, step).to("cuda:0"), choose(rank, step)).square().mean()
+            loss.backward()
             reference = Branches()
             for each in range(world_size):
-                its = 0 if one_branch else (each + step) % 2 if step < 2 else 1
-                (reference(batch(each, step), its).square().mean() / world_size).backward()
+                its = reference(batch(each, step), choose(each, step)).square().mean()
+                (its / world_size).backward()
             for (name, mine), wanted in zip(
                 model.module.named_parameters(), reference.parameters(), strict=True
             ):
@@ -67,10 +70,11 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
         if not options:
             assert model.reducer.bucket_names() != before, "the buckets were not cut anew"
         model._update_process_group(group)
-        model(batch(rank, 0).to("cuda:0"), 0).sum().backward()
+        model(batch(rank, 0).to("cuda:0"), choose(0, 0)).sum().backward()
 
-    train({"find_unused_parameters": True}, one_branch=False)
-    train({"static_graph": True}, one_branch=True)
+    train({}, lambda rank, step: None)
+    train({"find_unused_parameters": True}, lambda rank, step: (rank + step) % 2 if step < 2 else 1)
+    train({"static_graph": True}, lambda rank, step: 0)
 
 
 def test_a_group_that_serves_cuda_only(fake_cuda: Path) -> None:

@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import fault_ranks
 import pytest
+import torch
+import torch.distributed as dist
 from fault_cases import WORLDS, cases, mismatch_cases
 from fault_ranks import Case, patience
 from fault_report import agreement, took
@@ -267,3 +270,30 @@ def bad_specs(rank: int, world_size: int) -> None:
 
 def test_specs_that_cannot_be_read() -> None:
     run_ranks(1, bad_specs, init="none")
+
+
+def window_that_ends_in_a_call(rank: int, world_size: int, store: str) -> list[Any]:
+    fault_ranks.use_fault_build()
+    dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
+    dist.barrier()  # the limit is also that of making the group: here both begin together
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    backend = pycomm.backend.native_backend(group)
+    dist.barrier(group=group)
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=60)
+    options.asyncOp = True
+    tensor = torch.ones(4)
+    # Nobody waits for the operation, so a thread is started for it, which takes its time.
+    _extension.load().arm_fault_points("thread.start:1:delay=4500")
+    backend._start_coalescing()
+    backend.allreduce([tensor], options)
+    backend._end_coalescing().wait()
+    struck = _extension.load().fault_points()[0][2]
+    dist.destroy_process_group()
+    return [tensor.tolist(), struck]
+
+
+def test_a_call_that_began_within_its_coalescing_window_ends_in_it(tmp_path: Path) -> None:
+    args = (f"file://{tmp_path}/store",)
+    results = run_ranks(2, window_that_ends_in_a_call, init="none", args=args)
+    assert results.values() == [[[2.0] * 4, 1]] * 2

@@ -47,11 +47,12 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device to) const override {
     remembered = -1;
-    cudaSetDevice(to.index());
+    TORCH_CHECK(cudaSetDevice(to.index()) == cudaSuccess, "CUDA error: the device is broken");
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
     if (fake_cuda::hasContext(to.index())) {
-      setDevice(to);
+      remembered = -1;
+      cudaSetDevice(to.index());
     } else {
       remembered = to.index();
     }
@@ -206,6 +207,10 @@ FAKE_EXPORT int fake_has_context(int index) {
 /// The calling thread's device, as torch and as CUDA have it.
 FAKE_EXPORT int fake_current_device(void) {
   return fakeCurrentDevice().index();
+}
+/// Whether the memory that begins here, which may have been freed since, was ever marked as used by this stream of torch's.
+FAKE_EXPORT int fake_was_kept(const void* ptr, int64_t stream) {
+  return fake_cuda::wasUsedOn(ptr, fake_cuda::streamOf(0, stream)) ? 1 : 0;
 }
 /// How often memory was marked as used by a side stream.
 FAKE_EXPORT int fake_kept(void) {

@@ -32,6 +32,7 @@ constexpr int kInProgress = 7;
 constexpr size_t kElement[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 std::atomic<int> reported{kSuccess};
+std::atomic<bool> launches_held{false};
 std::string groups; // what was issued, a group after the other: "3 1 "
 
 struct UniqueId {
@@ -354,13 +355,17 @@ FAKE_EXPORT int ncclCommGetAsyncError(Comm* comm, int* state) {
   }
   const std::lock_guard<std::mutex> lock(comm->mutex);
   if (comm->begun && *state == kSuccess) {
-    if (comm->looks_left-- > 0) {
+    if (launches_held || comm->looks_left-- > 0) {
       *state = kInProgress;
     } else {
       std::exchange(comm->begun, nullptr)();
     }
   }
   return kSuccess;
+}
+/// 1: no group gets onto its stream from here on, as if NCCL still connected to other ranks for it.
+FAKE_EXPORT void fake_nccl_hold_launches(int hold) {
+  launches_held = hold != 0;
 }
 FAKE_EXPORT int ncclCommAbort(Comm* comm) {
   if (comm->aborted.exchange(true)) { // not freed: what is on the stream still looks at it

@@ -79,6 +79,7 @@ struct State {
     std::map<uint64_t, std::shared_ptr<std::atomic<bool>>> uses; ///< streams that must be through first
   };
   std::map<void*, Allocation> torchs; ///< of allocate()
+  std::set<std::pair<const void*, uint64_t>> used_on; ///< what recordUse() was given
   std::vector<Grave> graves;
   bool buries = false;
 };
@@ -276,7 +277,14 @@ void recordUse(const void* ptr, cudaStream_t stream) {
   const auto found = state().torchs.find(begin);
   if (found != state().torchs.end() && key != found->second.stream) {
     found->second.uses[key] = nullptr;
+    state().used_on.emplace(begin, key);
   }
+}
+
+bool wasUsedOn(const void* ptr, cudaStream_t stream) {
+  const uint64_t key = keyOf(stream);
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return state().used_on.count({ptr, key}) != 0;
 }
 
 void giveBack(void* ptr) {
@@ -425,8 +433,12 @@ cudaError_t cudaSetDevice(int device) {
   if (t_in_callback) {
     return enter(Call::Safe, false);
   }
-  t_device = device;
-  return enter(Call::Safe); // which makes its context, since CUDA 12
+  const int before = std::exchange(t_device, device);
+  const cudaError_t entered = enter(Call::Safe); // which makes its context, since CUDA 12
+  if (entered != cudaSuccess) {
+    t_device = before;
+  }
+  return entered;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   const std::lock_guard<std::mutex> lock(state().mutex);

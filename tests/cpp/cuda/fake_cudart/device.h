@@ -32,6 +32,8 @@ void put(cudaStream_t stream, Task task);
 [[nodiscard]] void* allocate(size_t nbytes, cudaStream_t stream);
 void giveBack(void* ptr);
 void recordUse(const void* ptr, cudaStream_t stream);
+/// Whether recordUse() ever named this stream for the memory that begins here. No address is given out twice.
+[[nodiscard]] bool wasUsedOn(const void* ptr, cudaStream_t stream);
 
 // What tests do to the device, and ask it.
 void hold(cudaStream_t stream); ///< nothing more happens on it, as behind a kernel that does not end, until letGo()
