@@ -32,6 +32,9 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     completed_ = true;
+    if (whole_ != nullptr) {
+      whole_->noteWaited();
+    }
   }
   if (const auto record = operation_->error()) {
     throwToPython(*record);
@@ -47,8 +50,8 @@ PycommWork* MessageWork::whole() const {
     content.inputs = {tensor_};
     content.outputs = {tensor_};
     whole_ = c10::make_intrusive<PycommWork>(owner_->group, rank_, opType_, nullptr, std::move(content));
-    if (completed_ && !operation_->error()) {
-      whole_->wait(kNoTimeout);
+    if (completed_) {
+      whole_->noteWaited();
     }
   }
   return whole_.get();

@@ -177,3 +177,37 @@ def test_a_killed_sender_is_named() -> None:
     error = results[0].error
     assert error is not None and error.code == "PEER_DEAD", results.describe()
     assert error.record["peer"] == 1 and error.record["op"] == "recv"
+
+
+def futures_after_waiting(rank: int, world_size: int) -> list[str]:
+    from pycomm.errors import PycommError
+
+    told = []
+    if rank == 1:
+        dist.barrier()
+        dist.send(torch.ones(3), 0)
+        dist.barrier()
+        return told
+    good, lost = dist.irecv(torch.empty(3), 1), dist.irecv(torch.empty(3), 1)
+    assert good is not None and lost is not None
+    with pytest.raises(PycommError):
+        good._source_rank()  # which needs what a future needs, before the wait
+    dist.barrier()  # nothing was sent before
+    good.wait()
+    assert good.get_future().done(), "who has waited takes the value at once"
+    assert good.get_future().value()[0].tolist() == [1.0] * 3
+    dist.barrier()
+    with pytest.raises(PycommError) as left:
+        lost.wait()
+    future = lost.get_future()
+    assert future.done(), "an error that was raised is there at once, too"
+    with pytest.raises(PycommError) as again:
+        future.wait()
+    assert str(again.value) == str(left.value)
+    return [str(left.value)]
+
+
+def test_a_messages_future_is_complete_after_its_wait() -> None:
+    for _ in range(3):  # a pool completes a future that was not waited for, soon
+        told = run_ranks(2, futures_after_waiting).values()[0]
+        assert "PEER_LEFT" in told[0]
