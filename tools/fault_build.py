@@ -78,7 +78,7 @@ def main() -> int:
         mirror_python_files()
         torch_library = Path(torch.__file__).parent / "lib"
         partial = extension.with_suffix(f".{os.getpid()}")
-        command = [os.environ.get("CXX", "c++"), "-shared", "-pthread", *map(str, inputs)]
+        command = [*os.environ.get("CXX", "c++").split(), "-shared", "-pthread", *map(str, inputs)]
         command += [f"-L{torch_library}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
         if subprocess.run([*command, "-o", str(partial)], check=False).returncode != 0:
             partial.unlink(missing_ok=True)

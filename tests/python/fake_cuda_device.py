@@ -27,6 +27,11 @@ _DLPACK_CUDA = 2
 _DLPACK_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
 
+def compiler() -> list[str]:
+    """The C++ compiler's words: a launcher as ccache may come first, and options last."""
+    return shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
+
+
 def build(folder: Path) -> Path:
     """Compiles the library. Raises CalledProcessError with the compiler's words in its output."""
     torch_folder = Path(torch.__file__).parent
@@ -39,7 +44,6 @@ def build(folder: Path) -> Path:
     ]
     includes = ["csrc", "tests/cpp/cuda", "tests/cpp/cuda/fake_cudart"]
     includes.append(str(torch_folder / "include"))
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[:1]
     flags = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE", "-w"]
     flags += [f"-I{ROOT / include}" for include in includes]
     objects = []
@@ -47,13 +51,13 @@ def build(folder: Path) -> Path:
     for source in sources:
         target = folder / f"{source.parent.name}_{source.stem}.o"
         objects.append(str(target))
-        command = [*compiler, *flags, "-c", str(source), "-o", str(target)]
+        command = [*compiler(), *flags, "-c", str(source), "-o", str(target)]
         running.append(subprocess.Popen(command))
         if len(running) == 2:
             _finish(running.pop(0))
     for each in running:
         _finish(each)
-    link = [*compiler, "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
+    link = [*compiler(), "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
     subprocess.run([*link, "-lc10", "-ltorch_cpu", "-ldl", "-lpthread"], check=True)
     return library
 
@@ -74,9 +78,9 @@ def build_or_skip(folder: Path) -> Path:
     return build(folder)
 
 
-def _finish(compiler: subprocess.Popen[bytes]) -> None:
-    if compiler.wait() != 0:
-        raise subprocess.CalledProcessError(compiler.returncode, compiler.args)
+def _finish(running: subprocess.Popen[bytes]) -> None:
+    if running.wait() != 0:
+        raise subprocess.CalledProcessError(running.returncode, running.args)
 
 
 class _Tensor(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Which code the CUDA library is built with, by the version of nvcc."""
+"""Which code the CUDA library is built with, by the version of nvcc; and how tests build theirs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import fake_cuda_device
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,3 +45,20 @@ def test_an_old_nvcc_is_named(tmp_path: Path) -> None:
     refused = _chosen("12.0.140", tmp_path)
     assert refused.returncode != 0
     assert "needs nvcc 12.1 or later" in refused.stderr and "12.0.140" in refused.stderr
+
+
+def test_a_compiler_may_have_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "csrc" / "base" / "answer.cc"
+    source.parent.mkdir(parents=True)
+    source.write_text("int answer() { return 42; }\n")
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/launched\nexec "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{launcher} {compiler}")
+    monkeypatch.setattr(fake_cuda_device, "ROOT", tmp_path)
+    assert fake_cuda_device.build(tmp_path).is_file()
+    launched = (tmp_path / "launched").read_text().splitlines()
+    assert [line.split()[0] for line in launched] == [compiler] * 2, "one object, and the library"
