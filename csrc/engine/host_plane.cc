@@ -25,6 +25,17 @@ inline void pauseCore() noexcept {
 #endif
 }
 
+/// False if there is no memory to say it: then the next sleep, a second later at the most, is for saying it again.
+template <typename Say>
+bool said(const Say& say) noexcept {
+  try {
+    say();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 int64_t bytesOf(const Descriptor& descriptor) {
   return descriptor.kind == Collective::Barrier
       ? 0
@@ -329,8 +340,7 @@ TimePoint HostPlane::tellStuck(TimePoint now) {
       continue;
     }
     if (transfer.tell_at <= now || transfer.astray()) {
-      transfer.told = true;
-      events_.stuck(transfer.operation());
+      transfer.told = said([&] { events_.stuck(transfer.operation()); });
     } else {
       next = std::min(next, transfer.tell_at);
     }
@@ -342,10 +352,9 @@ void HostPlane::missLeft(uint64_t blocked) {
   if (broken_ || head_ == queue_.size()) {
     return;
   }
-  broken_ = true;
   for (int peer = 0; peer < view_.size; ++peer) {
     if ((blocked >> peer & 1) != 0) {
-      events_.notice(peerLeftUs(peer, *queue_[head_].operation(), identity_));
+      broken_ = said([&] { events_.notice(peerLeftUs(peer, *queue_[head_].operation(), identity_)); });
       return;
     }
   }

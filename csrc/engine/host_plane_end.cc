@@ -115,25 +115,8 @@ void HostPlane::fail(
 }
 
 void HostPlane::close(const ErrorRecord& reason) {
-  const bool failed = ending_.exchange(true, std::memory_order_seq_cst);
+  ending_.store(true, std::memory_order_seq_cst);
   ringSelf();
-  {
-    const std::lock_guard<std::mutex> baton(baton_);
-    if (!failed) {
-      finishWhatCanBe();
-      const Operation* under_way = head_ < queue_.size() ? queue_[head_].operation().get() : nullptr;
-      if (under_way != nullptr && !broken_) {
-        try {
-          events_.notice(leftInTheMiddle(*under_way, identity_));
-        } catch (const std::bad_alloc&) { // the others find that this rank has left
-        }
-      }
-      view_.card(view_.rank).left.store(kLeftInOrder, std::memory_order_seq_cst);
-      ring();
-    }
-    broken_ = true;
-    endAll([&](const Operation& operation) { return errorOf(operation, reason, identity_); }, nullptr);
-  }
   std::thread worker;
   {
     const std::lock_guard<std::mutex> lock(worker_mutex_);
@@ -141,9 +124,25 @@ void HostPlane::close(const ErrorRecord& reason) {
     worker.swap(worker_);
   }
   worker_wakes_.notify_all();
-  if (worker.joinable()) {
+  if (worker.joinable()) { // first: a failure that came before ends all with its cause there
     worker.join();
   }
+  const std::lock_guard<std::mutex> baton(baton_);
+  std::atomic<uint32_t>& left = view_.card(view_.rank).left;
+  if (left.load(std::memory_order_seq_cst) != kGaveUp) {
+    finishWhatCanBe();
+    const Operation* under_way = head_ < queue_.size() ? queue_[head_].operation().get() : nullptr;
+    if (under_way != nullptr && !broken_) {
+      try {
+        events_.notice(leftInTheMiddle(*under_way, identity_));
+      } catch (const std::bad_alloc&) { // the others find that this rank has left
+      }
+    }
+    left.store(kLeftInOrder, std::memory_order_seq_cst);
+    ring();
+  }
+  broken_ = true;
+  endAll([&](const Operation& operation) { return errorOf(operation, reason, identity_); }, nullptr);
 }
 
 } // namespace pycomm

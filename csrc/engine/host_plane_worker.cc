@@ -58,6 +58,7 @@ void HostPlane::workerMain() noexcept {
       }
       wanted_ = false;
     }
+    static_cast<void>(PYCOMM_FAULT("host.errand"));
     for (const std::function<void()>& errand : errands) {
       errand();
     }

@@ -53,6 +53,7 @@ class Host {
       }
       HostPlane::Events events;
       events.notice = [this](ErrorRecord record) {
+        takeMemory();
         const std::lock_guard<std::mutex> lock(mutex_);
         if (!noticed_) {
           noticed_ = std::move(record);
@@ -60,6 +61,7 @@ class Host {
         changed_.notify_all();
       };
       events.stuck = [this, rank](const std::shared_ptr<Operation>&) {
+        takeMemory();
         const std::lock_guard<std::mutex> lock(mutex_);
         ++stuck_[rank];
         changed_.notify_all();
@@ -101,6 +103,13 @@ class Host {
       failNow(*plane, cause);
     }
   }
+  /// So many events find no memory.
+  void failAllocations(int count) {
+    without_memory_ = count;
+  }
+  [[nodiscard]] int allocationsToFail() const {
+    return without_memory_;
+  }
   SharedHeap& heap(int rank) {
     return *heaps_[static_cast<size_t>(rank)];
   }
@@ -112,7 +121,15 @@ class Host {
   }
 
  private:
+  void takeMemory() {
+    if (without_memory_ > 0) {
+      --without_memory_;
+      throw std::bad_alloc();
+    }
+  }
+
   int size_;
+  std::atomic<int> without_memory_{0};
   std::shared_ptr<SharedArena> arena_;
   std::vector<std::shared_ptr<SharedHeap>> heaps_;
   std::vector<BufferView> ranges_;
@@ -751,6 +768,91 @@ TEST(HostPlane, WhileAFailureTakesTensorsAwayNobodyElseWaits) {
   waiter.join();
   ASSERT_TRUE(operation->error());
   EXPECT_EQ(operation->error()->code, ErrorCode::PeerUnresponsive);
+}
+
+// The group has failed, and the user closes it before the plane's thread has run.
+TEST(HostPlane, CloseRightAfterAFailureKeepsTheCause) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  constexpr size_t kNumel = 100000;
+  Host host(2, {}, true);
+  HeapTensor values(host.heap(0), std::vector<float>(kNumel, 1.0F));
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
+  (void)host.plane(0).drive(*operation, Deadline::after(0)); // peers may read and write the tensor from now on
+  uint32_t left = 0;
+  operation->onDone([&] { left = host.view(0).card(0).left.load(); });
+  const ArmedFaults armed("host.errand:1:delay=500");
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerDead;
+  cause.summary = "Rank 1 is gone.";
+  cause.peer = 1;
+  std::atomic<bool> ended{false};
+  host.plane(0).fail(cause, nullptr, [&] { ended = true; });
+  ASSERT_TRUE(waitUntilDelayed("pycomm-host"));
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  const TimePoint began = Clock::now();
+  host.plane(0).close(reason);
+  EXPECT_TRUE(ended);
+  ASSERT_TRUE(operation->done());
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);
+  EXPECT_EQ(operation->error()->summary, "Rank 1 is gone.");
+  EXPECT_EQ(left, kGaveUp) << "a peer could take for a result what it reads in memory that is the user's again";
+  EXPECT_EQ(host.view(0).card(0).left.load(), kGaveUp);
+  EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+}
+
+TEST(HostPlane, AnOperationThatWaitsIsReportedOnceThereIsMemory) {
+  for (const bool driven : {true, false}) {
+    Host host(2);
+    std::atomic<int64_t> counter{0};
+    std::vector<float> values(1, 1.0F);
+    host.failAllocations(1);
+    const TimePoint began = Clock::now();
+    const auto operation = post(
+        host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
+    std::thread waiter([&] { finish(host.plane(0), *operation); });
+    host.waitUntilStuck(0);
+    EXPECT_EQ(host.allocationsToFail(), 0);
+    ErrorRecord cause;
+    cause.code = ErrorCode::Timeout;
+    failNow(host.plane(0), cause);
+    waiter.join();
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::Timeout);
+    EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  }
+}
+
+TEST(HostPlane, WhoLeavesIsNamedOnceThereIsMemory) {
+  for (const bool driven : {true, false}) {
+    Host host(2);
+    std::atomic<int64_t> counter{0};
+    std::vector<float> values(1, 1.0F);
+    const auto operation = post(
+        host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
+    std::thread waiter([&] { finish(host.plane(0), *operation); });
+    host.waitUntilStuck(0);
+    host.failAllocations(2);
+    const TimePoint began = Clock::now();
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    host.plane(1).close(reason);
+    const ErrorRecord record = host.waitForNotice();
+    EXPECT_EQ(record.code, ErrorCode::PeerLeft) << record.text();
+    EXPECT_EQ(record.peer, 1);
+    EXPECT_NE(record.summary.find("Rank 1 on here closed its process group"), std::string::npos) << record.summary;
+    EXPECT_EQ(host.allocationsToFail(), 0);
+    host.failAll(record);
+    waiter.join();
+    ASSERT_TRUE(operation->error());
+    EXPECT_EQ(operation->error()->code, ErrorCode::PeerLeft);
+    EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
+  }
 }
 
 TEST(HostPlane, ServesOnlyWhatAllRanksNumberAlike) {
