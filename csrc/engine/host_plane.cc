@@ -180,6 +180,7 @@ bool HostPlane::step(uint64_t& blocked) noexcept {
     }
     runQueue(blocked, moved);
   } catch (...) {
+    broken_ = true;
     report();
     return false;
   }
@@ -361,10 +362,9 @@ void HostPlane::missLeft(uint64_t blocked) {
 }
 
 void HostPlane::report() noexcept {
-  broken_ = true;
   try {
     events_.notice(ownTrouble(std::current_exception(), identity_));
-  } catch (...) { // no memory even to say so: the operation's deadline ends it
+  } catch (...) { // no memory even to say so: the deadline ends what waits
   }
 }
 

@@ -129,7 +129,7 @@ class HostPlane {
   void sleep(Deadline deadline) noexcept;
   [[nodiscard]] TimePoint tellStuck(TimePoint now);
   void missLeft(uint64_t blocked);
-  void report() noexcept;
+  void report() noexcept; ///< the exception that is being handled, to `notice`
   void endAll(
       const std::function<ErrorRecord(const Operation&)>& why,
       const std::function<void(const ErrorRecord&)>& told) noexcept;

@@ -3,7 +3,6 @@
 
 #include "base/fault_point.h"
 #include "base/native_thread.h"
-#include "engine/failure_text.h"
 #include "engine/host_plane.h"
 
 namespace pycomm {
@@ -26,10 +25,8 @@ void HostPlane::wakeWorker() {
   wanted_ = true;
   try {
     (void)startWorker();
-  } catch (const Error& error) {
-    ErrorRecord record = error.record();
-    record.peer = identity_.rank;
-    events_.notice(errorOf(record, identity_));
+  } catch (...) { // not the caller's: the operation is posted
+    report();
   }
 }
 

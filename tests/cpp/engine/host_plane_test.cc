@@ -828,6 +828,27 @@ TEST(HostPlane, AnOperationThatWaitsIsReportedOnceThereIsMemory) {
   }
 }
 
+// The operation is under way: an exception would tell its caller that it is not.
+TEST(HostPlane, APostThatFindsNoMemoryForTheThreadFailsTheGroup) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  Host host(2);
+  std::atomic<int64_t> counter{0};
+  std::vector<float> values(1, 1.0F);
+  const ArmedFaults armed("thread.start:1:nomem");
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), false);
+  EXPECT_EQ(faultPointTallies().front().strikes, 1);
+  const ErrorRecord record = host.waitForNotice();
+  EXPECT_EQ(record.code, ErrorCode::OutOfMemory);
+  EXPECT_EQ(record.peer, 0);
+  EXPECT_EQ(record.summary, "Rank 0 on here has no memory left.");
+  failNow(host.plane(0), record);
+  ASSERT_TRUE(operation->error());
+  EXPECT_EQ(operation->error()->code, ErrorCode::OutOfMemory);
+}
+
 TEST(HostPlane, WhoLeavesIsNamedOnceThereIsMemory) {
   for (const bool driven : {true, false}) {
     Host host(2);
