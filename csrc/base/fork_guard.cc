@@ -23,6 +23,7 @@ std::atomic<uint32_t> g_forks{0};
 // Atomics and no lock here too: a lock's owner is a thread, and the child's thread is another one. Both waits last a few system calls.
 std::atomic<uint32_t> g_holders{0}; // threads inside of a ForksHeldOff
 std::atomic<uint32_t> g_forking{0}; // threads between beforeFork() and inParent()
+std::atomic<uint32_t> g_both{0}; // threads that are both
 thread_local uint32_t t_held = 0; // a thread may hold forks off twice, also while another one waits to fork
 
 void waitUntilZero(const std::atomic<uint32_t>& count) noexcept {
@@ -31,19 +32,26 @@ void waitUntilZero(const std::atomic<uint32_t>& count) noexcept {
   }
 }
 
+// A thread that holds forks off itself waits for the other holders, but for those that fork as well: they wait for it.
 void beforeFork() noexcept {
+  const bool holds = t_held > 0;
+  g_both.fetch_add(holds ? 1 : 0);
   g_forking.fetch_add(1);
-  waitUntilZero(g_holders);
+  while (g_holders.load() > (holds ? g_both.load() : 0)) {
+    sched_yield();
+  }
 }
 
 void inParent() noexcept {
+  g_both.fetch_sub(t_held > 0 ? 1 : 0);
   g_forking.fetch_sub(1);
 }
 
 // Only what a handler of fork() may call in a process with threads: close() (man 7 signal-safety).
 void inChild() noexcept {
   g_forking.store(0); // no other thread is here
-  g_holders.store(0);
+  g_both.store(0);
+  g_holders.store(t_held > 0 ? 1 : 0);
   g_forks.fetch_add(1, std::memory_order_relaxed);
   const size_t used = g_used_words.load(std::memory_order_relaxed);
   for (size_t word = 0; word < used; ++word) {

@@ -14,8 +14,9 @@ namespace pycomm {
 /// Not installed by itself: a test may fork in order to part the two ends of a link.
 void installForkGuard() noexcept;
 
-/// While one exists on any thread, fork() waits on the others. For the few instructions between a system call that makes or closes a
-/// descriptor and the note that is taken of it. Keeps errno. Nothing is held off before installForkGuard().
+/// While one exists on any thread, fork() waits on the others; on that thread itself it does not. For the few instructions between a
+/// system call that makes or closes a descriptor and the note that is taken of it. Keeps errno. Nothing is held off before
+/// installForkGuard().
 class ForksHeldOff {
  public:
   ForksHeldOff() noexcept;

@@ -57,6 +57,9 @@ std::string Operation::label() const {
 }
 
 bool Operation::wait(Deadline deadline) const {
+  if (done()) {
+    return true;
+  }
   WaitingRoom& room = roomOf(this);
   std::unique_lock<std::mutex> lock(room.mutex);
   if (deadline.isNever()) {
@@ -67,7 +70,9 @@ bool Operation::wait(Deadline deadline) const {
 }
 
 std::optional<ErrorRecord> Operation::error() const {
-  const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
+  if (!done()) {
+    return std::nullopt;
+  }
   if (failed_without_record_) {
     ErrorRecord record;
     record.code = ErrorCode::OutOfMemory;
@@ -78,7 +83,7 @@ std::optional<ErrorRecord> Operation::error() const {
 }
 
 void Operation::onDone(std::function<void()> listener) {
-  {
+  if (!done()) {
     const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
     if (!done()) {
       listeners_ = listeners_ ? std::move(listeners_) : std::make_unique<std::vector<std::function<void()>>>();
@@ -103,10 +108,10 @@ void Operation::finish(std::optional<ErrorRecord> error) noexcept {
     } catch (...) { // no memory
       failed_without_record_ = true;
     }
-    done_.store(true, std::memory_order_release);
     listeners = std::move(listeners_);
+    done_.store(true, std::memory_order_release); // last: who sees it may destroy the operation
   }
-  room.ended.notify_all(); // a waiter that has returned may have destroyed the operation
+  room.ended.notify_all();
   if (listeners != nullptr) {
     for (const auto& listener : *listeners) {
       try {

@@ -120,8 +120,9 @@ class Operation {
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
   std::unique_ptr<Shared> shared_;
-  // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes.
-  std::atomic<bool> done_{false}; ///< written with the mutex held, read without
+  // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes. Of an
+  // operation that is done all is read without it: in a child of fork() nobody would release it.
+  std::atomic<bool> done_{false}; ///< written last, with the mutex held; read without
   std::unique_ptr<const ErrorRecord> error_;
   bool failed_without_record_ = false; ///< there was no memory for `error_`
   std::unique_ptr<std::vector<std::function<void()>>> listeners_;

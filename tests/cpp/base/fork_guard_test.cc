@@ -11,8 +11,11 @@
 #include <functional>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "base/deadline.h"
 #include "base/unique_fd.h"
+#include "transport/process.h"
 
 namespace pycomm {
 namespace {
@@ -119,6 +122,46 @@ TEST(ForkGuard, AForkWaitsUntilANewDescriptorIsGuarded) {
   ::waitpid(pid, &status, 0);
   other.join();
   EXPECT_EQ(status, 0) << "the child holds a descriptor of its parent's";
+}
+
+// Its own hold is no reason to wait, in the parent or in the child.
+TEST(ForkGuard, AThreadThatHoldsForksOffMayForkItself) {
+  const TimePoint begin = Clock::now();
+  EXPECT_TRUE(testing::Process([] { // which is killed if it waits for ever
+                installForkGuard();
+                const auto forks = [] {
+                  const ForksHeldOff held_off;
+                  const ForksHeldOff twice;
+                  return inChild([] { return true; });
+                };
+                return forks() && inChild([&] { return forks() && inChild([] { return true; }); }) && forks();
+              }).join(5000));
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+}
+
+// Neither may wait for the other for ever.
+TEST(ForkGuard, ThreadsThatHoldForksOffMayForkAtTheSameTime) {
+  const TimePoint begin = Clock::now();
+  EXPECT_TRUE(testing::Process([] {
+                installForkGuard();
+                std::atomic<int> holding{0};
+                std::atomic<int> good{0};
+                std::vector<std::thread> threads;
+                for (int i = 0; i < 2; ++i) {
+                  threads.emplace_back([&] {
+                    const ForksHeldOff held_off;
+                    for (++holding; holding < 2;) {
+                      std::this_thread::yield();
+                    }
+                    good += inChild([] { return true; }) ? 1 : 0;
+                  });
+                }
+                for (std::thread& thread : threads) {
+                  thread.join();
+                }
+                return good == 2;
+              }).join(5000));
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
 }
 
 } // namespace

@@ -1,54 +1,11 @@
 // A native thread that gets no memory ends what it does with a typed error, and never the process.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <new>
-
+#include "allocations.h"
 #include "base/fault_point.h"
 #include "ranks.h"
 #include "transport/directory_store.h"
 #include "transport/process.h"
-
-namespace {
-
-thread_local int64_t allocations_left = -1; // of the calling thread, before one fails; -1: none fails
-
-[[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
-  if (allocations_left > 0 && --allocations_left == 0) {
-    throw std::bad_alloc();
-  }
-  if (void* const memory = std::malloc(std::max<size_t>(nbytes, 1))) {
-    return memory;
-  }
-  throw std::bad_alloc();
-}
-
-[[gnu::noinline]] void release(void* memory) noexcept {
-  std::free(memory);
-}
-
-} // namespace
-
-// Of the whole test program.
-void* operator new(size_t nbytes) {
-  return allocate(nbytes);
-}
-void* operator new[](size_t nbytes) {
-  return allocate(nbytes);
-}
-void operator delete(void* memory) noexcept {
-  release(memory);
-}
-void operator delete[](void* memory) noexcept {
-  release(memory);
-}
-void operator delete(void* memory, size_t) noexcept {
-  release(memory);
-}
-void operator delete[](void* memory, size_t) noexcept {
-  release(memory);
-}
 
 namespace pycomm::testing {
 namespace {
@@ -92,7 +49,7 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
     memory.reserve(4);
     const auto operations = startAlone(self, memory);
     EventLoop& loop = on_lane ? self.engine.lane() : self.engine.control();
-    loop.run([&] { allocations_left = nth; });
+    loop.run([&] { failAllocation(nth); });
     under_way.set_value();
     if (event == Event::Close) {
       self.group.close();
@@ -117,7 +74,7 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
           << error->text();
       EXPECT_FALSE(error->summary.empty());
     }
-    loop.run([&] { struck = std::exchange(allocations_left, -1) == 0; });
+    loop.run([&] { struck = failAllocation(-1); });
     ended.set_value();
   });
   return struck;
@@ -161,12 +118,12 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
       const auto operation = self.group.start(allReduceCall(values));
       if (self.rank == 0) {
         std::this_thread::sleep_for(std::chrono::milliseconds(120));
-        self.engine.lane().run([&] { allocations_left = nth; });
+        self.engine.lane().run([&] { failAllocation(nth); });
       }
       ASSERT_TRUE(operation->wait(Deadline::after(10000)));
       const auto error = operation->error();
       EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
-      self.engine.lane().run([] { allocations_left = -1; });
+      self.engine.lane().run([] { failAllocation(-1); });
     });
   }
 }

@@ -1,0 +1,66 @@
+#include "allocations.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+namespace pycomm::testing {
+namespace {
+
+thread_local int64_t allocations_left = -1; // before one fails; 0: it has
+thread_local std::atomic<bool>* hold_begun = nullptr;
+thread_local const std::atomic<bool>* hold_until = nullptr;
+
+[[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
+  if (allocations_left > 0 && --allocations_left == 0) {
+    throw std::bad_alloc();
+  }
+  if (std::atomic<bool>* const begun = std::exchange(hold_begun, nullptr)) {
+    for (begun->store(true); !hold_until->load();) {
+      ::sched_yield();
+    }
+  }
+  if (void* const memory = std::malloc(std::max<size_t>(nbytes, 1))) {
+    return memory;
+  }
+  throw std::bad_alloc();
+}
+
+[[gnu::noinline]] void release(void* memory) noexcept {
+  std::free(memory);
+}
+
+} // namespace
+
+bool failAllocation(int64_t nth) noexcept {
+  return std::exchange(allocations_left, nth) == 0;
+}
+
+void holdNextAllocation(std::atomic<bool>& begun, const std::atomic<bool>& go) noexcept {
+  hold_begun = &begun;
+  hold_until = &go;
+}
+
+} // namespace pycomm::testing
+
+void* operator new(size_t nbytes) {
+  return pycomm::testing::allocate(nbytes);
+}
+void* operator new[](size_t nbytes) {
+  return pycomm::testing::allocate(nbytes);
+}
+void operator delete(void* memory) noexcept {
+  pycomm::testing::release(memory);
+}
+void operator delete[](void* memory) noexcept {
+  pycomm::testing::release(memory);
+}
+void operator delete(void* memory, size_t) noexcept {
+  pycomm::testing::release(memory);
+}
+void operator delete[](void* memory, size_t) noexcept {
+  pycomm::testing::release(memory);
+}
