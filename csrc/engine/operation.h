@@ -56,7 +56,7 @@ class Operation {
   };
 
   explicit Operation(Request request)
-      : request_(std::move(request)), settled_(request_.id.id != 0), issued_at_(Clock::now()) {}
+      : request_(std::move(request)), issued_at_(Clock::now()), settled_(request_.id.id != 0) {}
 
   /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are settled on the lane, when the
   /// sender is known: other threads look at them only once it is settled.
@@ -116,15 +116,15 @@ class Operation {
 
  private:
   Request request_; ///< changed by settle() only
-  std::atomic<bool> settled_;
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
   std::unique_ptr<Shared> shared_;
+  std::atomic<bool> settled_; // beside the other flags, so that an operation with shared_ptr's counts takes 224 bytes of malloc's
   // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes. Of an
   // operation that is done all is read without it: in a child of fork() nobody would release it.
   std::atomic<bool> done_{false}; ///< written last, with the mutex held; read without
-  std::unique_ptr<const ErrorRecord> error_;
   bool failed_without_record_ = false; ///< there was no memory for `error_`
+  std::unique_ptr<const ErrorRecord> error_;
   std::unique_ptr<std::vector<std::function<void()>>> listeners_;
 };
 
