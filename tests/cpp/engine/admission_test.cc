@@ -170,6 +170,9 @@ TEST_P(Dropped, BeforeItIsAcceptedAConnectionIsTriedAgain) {
         config.transport = GetParam().transport;
         config.streams = GetParam().streams;
       });
+  for (const FaultPointTally& tally : faultPointTallies()) {
+    EXPECT_EQ(tally.strikes, 1) << tally.point << " of " << tally.visits;
+  }
   EXPECT_LT(elapsedMs(begin), 10000);
 }
 
@@ -205,6 +208,7 @@ TEST_F(WithFaults, DroppingForEverEndsAtTheDeadlineAndIsNoDeath) {
   for (std::thread& rank : ranks) {
     rank.join();
   }
+  EXPECT_GE(faultPointTallies().front().strikes, 2) << "a dropped connection was not tried again";
   EXPECT_GE(elapsedMs(begin), 1400);
   EXPECT_LT(elapsedMs(begin), 6000);
 }

@@ -10,12 +10,14 @@
 namespace pycomm::testing {
 namespace {
 
-thread_local int64_t allocations_left = -1; // before one fails; 0: it has
+thread_local int64_t allocations_left = 0; // before one fails
+thread_local bool failed = false;
 thread_local std::atomic<bool>* hold_begun = nullptr;
 thread_local const std::atomic<bool>* hold_until = nullptr;
 
 [[gnu::noinline]] void* allocate(size_t nbytes) { // inlined, it would be taken for a mistake beside free()
   if (allocations_left > 0 && --allocations_left == 0) {
+    failed = true;
     throw std::bad_alloc();
   }
   if (std::atomic<bool>* const begun = std::exchange(hold_begun, nullptr)) {
@@ -35,8 +37,13 @@ thread_local const std::atomic<bool>* hold_until = nullptr;
 
 } // namespace
 
-bool failAllocation(int64_t nth) noexcept {
-  return std::exchange(allocations_left, nth) == 0;
+void failAllocation(int64_t nth) noexcept {
+  allocations_left = nth;
+  failed = false;
+}
+
+bool allocationFailed() noexcept {
+  return failed;
 }
 
 void holdNextAllocation(std::atomic<bool>& begun, const std::atomic<bool>& go) noexcept {

@@ -74,7 +74,7 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
           << error->text();
       EXPECT_FALSE(error->summary.empty());
     }
-    loop.run([&] { struck = failAllocation(-1); });
+    loop.run([&] { struck = allocationFailed(); failAllocation(0); });
     ended.set_value();
   });
   return struck;
@@ -82,14 +82,17 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
 
 // The first, the second, … allocation fails, until the event needs none of that number.
 void failEachAllocation(Event event, bool on_lane) {
+  int strikes = 0;
   int64_t nth = 1;
   for (int without = 0; without < 3 && nth < 200; nth += 1 + nth / 12) { // the heartbeat's may be among them
-    without = endsTyped(event, on_lane, nth) ? 0 : without + 1;
+    const bool struck = endsTyped(event, on_lane, nth);
+    strikes += struck ? 1 : 0;
+    without = struck ? 0 : without + 1;
     if (::testing::Test::HasFailure()) {
       FAIL() << "allocation " << nth;
     }
   }
-  EXPECT_GT(nth, 5) << "nothing allocates there";
+  EXPECT_GE(strikes, 10) << "nearly nothing allocates there";
 }
 
 TEST(NoMemory, WhileTheGroupIsClosed) {
@@ -110,20 +113,32 @@ TEST(NoMemory, WhileAPeerLeaves) {
 // An operation in shared memory that was told to the lane, because it waited for long, ends.
 TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
   for (int64_t nth = 1; nth <= 6; ++nth) {
+    std::promise<void> waited_long;
+    std::shared_future<void> has_waited_long = waited_long.get_future().share();
     runRanks(2, [&](Rank& self) {
       std::vector<float> values(100, 1.0F);
-      if (self.rank == 1) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(150));
+      EventLoop& lane = self.engine.lane();
+      if (self.rank == 0) {
+        lane.run([&] { failAllocation(nth); });
+      } else {
+        has_waited_long.wait();
       }
       const auto operation = self.group.start(allReduceCall(values));
+      bool struck = false;
       if (self.rank == 0) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(120));
-        self.engine.lane().run([&] { failAllocation(nth); });
+        // The lane is told after 50 ms, and asks everybody after 200 ms.
+        for (const Deadline most = Deadline::after(10000); !struck && !most.expired();) {
+          lane.run([&] { struck = allocationFailed(); });
+        }
+        waited_long.set_value();
       }
       ASSERT_TRUE(operation->wait(Deadline::after(10000)));
       const auto error = operation->error();
       EXPECT_TRUE(!error || error->code == ErrorCode::OutOfMemory) << error->text();
-      self.engine.lane().run([] { failAllocation(-1); });
+      if (self.rank == 0) {
+        lane.run([&] { failAllocation(0); });
+        EXPECT_TRUE(struck) << "the lane makes no allocation " << nth;
+      }
     });
   }
 }
@@ -158,6 +173,7 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
     const TimePoint begin = Clock::now();
     victim.kill();
     EXPECT_TRUE(operation->wait(Deadline::after(10000))) << site;
+    EXPECT_EQ(faultPointTallies().front().strikes, 1) << site;
     armFaultPoints("");
     EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5)) << site;
     const auto error = operation->error();
@@ -178,6 +194,7 @@ TEST(NoMemory, WhileControlLinksAreClosed) {
     const auto failure = self.group.failure();
     EXPECT_FALSE(failure) << failure->text();
   });
+  EXPECT_GE(faultPointTallies().front().strikes, 3) << "once per rank";
   armFaultPoints("");
 }
 
