@@ -14,7 +14,11 @@ namespace {
 constexpr int kRanks = 3;
 
 /// Operations of every kind over links, each of whose memory nobody but the operation keeps.
-std::vector<std::shared_ptr<Operation>> startDropped(Group& group, CallbackPool& callbacks, int rank) {
+std::vector<std::shared_ptr<Operation>> startDropped(
+    Group& group,
+    CallbackPool& callbacks,
+    int rank,
+    std::atomic<size_t>& freed) {
   std::vector<std::shared_ptr<Operation>> started;
   const auto start = [&](Collective kind, size_t numel, size_t outputs) {
     auto input = std::make_unique<std::vector<float>>(numel, static_cast<float>(rank + 1));
@@ -33,7 +37,12 @@ std::vector<std::shared_ptr<Operation>> startDropped(Group& group, CallbackPool&
     std::shared_ptr<Operation> operation = group.start(call);
     started.push_back(operation);
     auto* const memory = new std::pair(std::move(input), std::move(output));
-    operation->onDone([&callbacks, memory] { callbacks.submit([memory] { delete memory; }); });
+    operation->onDone([&callbacks, &freed, memory] {
+      callbacks.submit([&freed, memory] {
+        delete memory;
+        ++freed;
+      });
+    });
   };
   for (size_t k = 0; k < 6; ++k) {
     start(Collective::AllReduce, 1 + 50000 * k, 1);
@@ -70,12 +79,14 @@ TEST(Exits, InTheMiddleOfDroppedOperations) {
         for (++joined; joined < kRanks;) { // a rank that joins late is told that others have left
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
-        const auto started = startDropped(*group, engine.callbacks(), rank);
+        std::atomic<size_t> freed{0};
+        const auto started = startDropped(*group, engine.callbacks(), rank, freed);
         std::this_thread::sleep_for(std::chrono::microseconds(dice() % 4000));
         if (dice() % 2 == 0) {
           group->close();
         }
         EXPECT_TRUE(engine.shutdown(Deadline::after(20000)));
+        EXPECT_EQ(freed, started.size());
         for (const auto& operation : started) {
           EXPECT_TRUE(operation->done());
           cut += operation->error() ? 1 : 0;
