@@ -252,6 +252,29 @@ TEST(Group, AbortReachesEveryRankAndSticks) {
   });
 }
 
+// News travels over control links; a bulk link that ends before the news has arrived looks like a death.
+TEST(Group, BulkLinksOutliveAFailureUntilTheNewsIsEverywhere) {
+  runRanks(2, [](Rank& self) {
+    std::vector<float> values(1000);
+    Group::Call call = allReduceCall(values);
+    call.schedule.algorithm = Algorithm::Ring; // over links
+    expectDone(self.group.start(call));
+    const TimePoint begin = Clock::now();
+    ErrorRecord reason;
+    reason.code = ErrorCode::Aborted;
+    reason.summary = "stop";
+    self.group.abort(reason);
+    for (const Deadline most = Deadline::after(5000); !self.group.failure() && !most.expired();) {
+      std::this_thread::yield();
+    }
+    ASSERT_TRUE(self.group.failure());
+    EXPECT_EQ(self.group.failure()->code, ErrorCode::Aborted) << self.group.failure()->text();
+    self.group.close();
+    EXPECT_GE(Clock::now() - begin, std::chrono::milliseconds(50));
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
+  });
+}
+
 TEST(Group, LeavingEarlyIsNamed) {
   runRanks(3, [](Rank& self) {
     std::vector<float> values(100);

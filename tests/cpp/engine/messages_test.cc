@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <future>
 
 #include "engine/point_to_point.h"
 #include "ranks.h"
@@ -267,6 +268,47 @@ TEST(Messages, ALateSenderIsNamed) {
     std::vector<float> sum(4);
     expectError(self.group.start(allReduceCall(sum)));
   });
+}
+
+// The goodbye comes on the control link; the message is on its way on the bulk link, and is read later.
+TEST(Messages, AGoodbyeThatOvertakesAMessageDoesNotEndItsReceiveFromAnyRank) {
+  std::promise<void> blocked;
+  std::shared_future<void> is_blocked = blocked.get_future().share();
+  std::promise<void> left;
+  std::shared_future<void> has_left = left.get_future().share();
+  const auto body = [&](Rank& self) {
+    std::vector<float> values(10, 3.0F);
+    if (self.rank == 1) {
+      expectDone(send(self, 0, 0, values)); // opens the link
+      is_blocked.wait();
+      expectDone(send(self, 0, 0, values));
+      self.group.close();
+      left.set_value();
+      return;
+    }
+    expectDone(receive(self, kAny, 0, values));
+    std::vector<float> into(10);
+    const auto last = receive(self, kAny, 0, into);
+    self.engine.lane().post([&] {
+      blocked.set_value();
+      has_left.wait();
+      for (int k = 0; k < 2; ++k) { // it reads the goodbye, and has the lane told of it
+        self.engine.control().run([] {});
+      }
+      self.engine.lane().post([&] { // behind that: a rank that blames its sender now fails before it reads
+        for (const Deadline most = Deadline::after(200); !self.group.failure() && !most.expired();) {
+          std::this_thread::yield();
+        }
+      });
+    });
+    ASSERT_TRUE(self.group.wait(*last, Deadline::after(20000))); // this thread runs the lane: tasks come before descriptors
+    const auto error = last->error();
+    ASSERT_FALSE(error) << error->text();
+    EXPECT_EQ(into, values);
+    const auto failure = self.group.failure();
+    EXPECT_FALSE(failure) << failure->text();
+  };
+  runRanks(2, body, [](Group::Config& config) { config.transport = Transport::Tcp; });
 }
 
 TEST(Messages, ASenderThatLeavesEndsAReceiveFromAny) {
