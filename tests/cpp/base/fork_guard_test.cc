@@ -127,15 +127,17 @@ TEST(ForkGuard, AForkWaitsUntilANewDescriptorIsGuarded) {
 // Its own hold is no reason to wait, in the parent or in the child.
 TEST(ForkGuard, AThreadThatHoldsForksOffMayForkItself) {
   const TimePoint begin = Clock::now();
-  EXPECT_TRUE(testing::Process([] { // which is killed if it waits for ever
-                installForkGuard();
-                const auto forks = [] {
-                  const ForksHeldOff held_off;
-                  const ForksHeldOff twice;
-                  return inChild([] { return true; });
-                };
-                return forks() && inChild([&] { return forks() && inChild([] { return true; }); }) && forks();
-              }).join(5000));
+  EXPECT_TRUE(
+      testing::Process([] { // which is killed if it waits for ever
+        installForkGuard();
+        const auto forks = [] {
+          const ForksHeldOff held_off;
+          const ForksHeldOff twice;
+          return inChild([] { return true; });
+        };
+        return forks() && inChild([&] { return forks() && inChild([] { return true; }); }) && forks();
+      })
+          .join(5000));
   EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
 }
 

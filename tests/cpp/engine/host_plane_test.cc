@@ -813,8 +813,8 @@ TEST(HostPlane, AnOperationThatWaitsIsReportedOnceThereIsMemory) {
     std::vector<float> values(1, 1.0F);
     host.failAllocations(1);
     const TimePoint began = Clock::now();
-    const auto operation = post(
-        host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
+    const auto operation =
+        post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
     std::thread waiter([&] { finish(host.plane(0), *operation); });
     host.waitUntilStuck(0);
     EXPECT_EQ(host.allocationsToFail(), 0);
@@ -854,8 +854,8 @@ TEST(HostPlane, WhoLeavesIsNamedOnceThereIsMemory) {
     Host host(2);
     std::atomic<int64_t> counter{0};
     std::vector<float> values(1, 1.0F);
-    const auto operation = post(
-        host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
+    const auto operation =
+        post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), driven);
     std::thread waiter([&] { finish(host.plane(0), *operation); });
     host.waitUntilStuck(0);
     host.failAllocations(2);

@@ -301,7 +301,8 @@ TEST(Messages, AGoodbyeThatOvertakesAMessageDoesNotEndItsReceiveFromAnyRank) {
         }
       });
     });
-    ASSERT_TRUE(self.group.wait(*last, Deadline::after(20000))); // this thread runs the lane: tasks come before descriptors
+    ASSERT_TRUE(
+        self.group.wait(*last, Deadline::after(20000))); // this thread runs the lane: tasks come before descriptors
     const auto error = last->error();
     ASSERT_FALSE(error) << error->text();
     EXPECT_EQ(into, values);

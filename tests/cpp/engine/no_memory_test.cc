@@ -74,7 +74,10 @@ bool endsTyped(Event event, bool on_lane, int64_t nth) {
           << error->text();
       EXPECT_FALSE(error->summary.empty());
     }
-    loop.run([&] { struck = allocationFailed(); failAllocation(0); });
+    loop.run([&] {
+      struck = allocationFailed();
+      failAllocation(0);
+    });
     ended.set_value();
   });
   return struck;

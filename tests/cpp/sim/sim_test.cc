@@ -140,9 +140,6 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{2917, "memory of an operation that had ended was sent once its connection was made"},
         Regression{4438, "a broken link carried credit, which nobody missed until the deadline"},
         Regression{5109, "memory of an operation that had ended was sent, and added up"},
-        Regression{
-            6858,
-            "a rank whose thread came late to the choice of the cause chose from more news than the others"},
         Regression{8774, "a goodbye on the control link was lost to a reset, the one on the bulk link was not asked"},
         Regression{65653, "credit was raised too late for a ring of large segments: nobody could go on"},
         Regression{99825, "the same in a reduce_scatter"},
