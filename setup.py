@@ -1,45 +1,28 @@
-"""Builds pycomm._C with torch's BuildExtension. Everything static stands in pyproject.toml."""
+"""Builds pycomm._C against the installed torch. Static metadata is in pyproject.toml; sources,
+flags and units are in tools/native.py."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import setuptools
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cuda_library  # noqa: E402
-import units  # noqa: E402
-from machine import extension_objects, jobs  # noqa: E402
+import native  # noqa: E402
 
 TORCH_MISSING = """\
-torch is needed to build: pip install torch==2.13.0 --index-url \
+torch is needed to build: pip install torch==2.15.0 --index-url \
 https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
 SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
-
-# A folder of files that include torch's headers keeps its compiler at up to this much memory.
-GIB_PER_COMPILER = 1.7
-
-COMPILE_ARGS = [
-    "-O3",
-    "-fvisibility=hidden",
-    "-D_GNU_SOURCE",
-    # The same bits on every CPU: see cmake/Flags.cmake.
-    "-ffp-contract=off",
-    "-Wall",
-    # A method of c10d::Backend that a torch release renames must not silently stop being an
-    # override.
-    "-Werror=suggest-override",
-]
-
-
-def relative(paths: Iterable[Path]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in paths]
+UNTESTED_TORCH = "PYCOMM_UNTESTED_TORCH"
 
 
 def git_commit() -> str:
@@ -83,45 +66,47 @@ def build_cuda_library(package: Path, torch_has_cuda: bool) -> None:
         print("served. PYCOMM_BUILD_CUDA=1 makes this an error, PYCOMM_BUILD_CUDA=0 skips it")
 
 
+def check_torch(version: str) -> None:
+    """Ends the program where this torch is not supported, unless it is to be tried all the same."""
+    why = native.torch_range(ROOT).why_unsupported(version)
+    if why and os.environ.get(UNTESTED_TORCH, "").strip() != "1":
+        raise SystemExit(f"{why}; {UNTESTED_TORCH}=1 builds against it all the same")
+
+
 def extension_keywords() -> dict[str, object]:
     """What setup() needs to build the extension; imports torch."""
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
 
-    os.environ.setdefault("MAX_JOBS", str(jobs(GIB_PER_COMPILER)))
-    torch_minor = ".".join(torch.__version__.split(".")[:2])
+    check_torch(torch.__version__)
+    minor = native.torch_range(ROOT).torch_minor(torch.__version__)
 
-    class BuildCExtension(BuildExtension):
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            # One object folder per Python and torch, also for pip's temporary builds: ninja then
-            # finds what is still good. It compares files better than setuptools does, so setuptools
-            # always asks it.
-            self.build_temp = str(extension_objects(ROOT, torch.__version__))
-            self.force = True
+    class BuildCExtension(build_ext):
+        def build_extension(self, ext: setuptools.Extension) -> None:
+            target = Path(self.get_ext_fullpath(ext.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                built = native.build_extension(native.Torch.installed())
+            except subprocess.CalledProcessError as error:
+                raise SystemExit(f"pycomm: the extension did not compile ({error})") from None
+            shutil.copy2(built, target)
 
         def run(self) -> None:
             super().run()
-            lines = f'TORCH_VERSION = "{torch_minor}"\nGIT_COMMIT = "{git_commit()}"\n'
+            lines = f'TORCH_VERSION = "{minor}"\nGIT_COMMIT = "{git_commit()}"\n'
             package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
             package.mkdir(parents=True, exist_ok=True)
             build_cuda_library(package, torch.version.cuda is not None)
             (package / "_build_info.py").write_text(f'"""Written by setup.py."""\n\n{lines}')
 
-    debug = [] if "-g" in os.environ.get("CFLAGS", "").split() else ["-g0"]
-    extension = CppExtension(
-        "pycomm._C",
-        # The largest first: with few cores, the last one decides when all are done.
-        sources=relative([*reversed(units.torch_units(ROOT)), *units.sources(ROOT, "core")]),
-        depends=relative(
-            path for folder in units.folders(ROOT, "core", "torch") for path in folder.rglob("*.h")
-        ),
-        include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": [*COMPILE_ARGS, *debug]},
-    )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildCExtension}}
+    return {
+        "ext_modules": [setuptools.Extension("pycomm._C", sources=[])],
+        "cmdclass": {"build_ext": BuildCExtension},
+        # What is built here runs with this minor only. A range would let pip replace torch by one
+        # for which it was not built.
+        "install_requires": [f"torch=={minor}.*", "numpy"],
+    }
 
 
 def main() -> None:
@@ -129,7 +114,7 @@ def main() -> None:
         raise SystemExit(SETUPTOOLS_OLD)
     # An sdist is only files; egg_info is what pip asks for before it knows what it will do.
     if set(sys.argv[1:]) & {"sdist", "egg_info", "clean"}:
-        setuptools.setup()
+        setuptools.setup(install_requires=[native.torch_range(ROOT).requirement(), "numpy"])
         return
     try:
         keywords = extension_keywords()

@@ -1,22 +1,36 @@
-# pycomm_flags: what every file of floors 0 to 3 and every C++ test is compiled with.
+# pycomm_flags: what every file of floors 0 to 3 and every C++ test is compiled with. The flags themselves are in
+# csrc/flags.txt, which tools/native.py reads for the extension.
+set(PYCOMM_FLAGS_FILE ${PROJECT_SOURCE_DIR}/csrc/flags.txt)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PYCOMM_FLAGS_FILE})
+
+# pycomm_use_flags(<target> <name>...): the lines of csrc/flags.txt with these names. Definitions hold for CUDA as well.
+function(pycomm_use_flags target)
+  foreach(name IN LISTS ARGN)
+    file(STRINGS ${PYCOMM_FLAGS_FILE} lines REGEX "^${name} ")
+    foreach(line IN LISTS lines)
+      separate_arguments(flags UNIX_COMMAND "${line}")
+      list(REMOVE_AT flags 0)
+      foreach(flag IN LISTS flags)
+        if(flag MATCHES "^-D")
+          target_compile_options(${target} INTERFACE ${flag})
+        else()
+          target_compile_options(${target} INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${flag}>)
+        endif()
+      endforeach()
+    endforeach()
+  endforeach()
+endfunction()
+
 add_library(pycomm_flags INTERFACE)
-
-target_compile_definitions(pycomm_flags INTERFACE _GNU_SOURCE)
+pycomm_use_flags(pycomm_flags all core)
 if(PYCOMM_FAULT_POINTS)
-  target_compile_definitions(pycomm_flags INTERFACE PYCOMM_FAULT_POINTS=1)
+  pycomm_use_flags(pycomm_flags faults)
 endif()
-
-# A fused multiply-add rounds once where the scalar reference rounds twice, so ranks with different CPUs would
-# disagree in the last bit. No -march here either: SIMD files choose their instructions by function, at run time.
-target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off;-Wall;-Wextra>)
 if(PYCOMM_WERROR)
   target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
-
 if(PYCOMM_SANITIZE)
-  # Without -fno-sanitize-recover UBSan only prints, and the test passes.
-  set(sanitize -fsanitize=${PYCOMM_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
-  # -O1: what -O2 saves while the tests run, it costs several times while they are compiled.
-  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${sanitize};-O1>)
-  target_link_options(pycomm_flags INTERFACE ${sanitize})
+  pycomm_use_flags(pycomm_flags sanitize)
+  target_compile_options(pycomm_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${PYCOMM_SANITIZE}>)
+  target_link_options(pycomm_flags INTERFACE -fsanitize=${PYCOMM_SANITIZE})
 endif()

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pycomm import errors
+from pycomm._torch_range import torch_minor, why_unsupported
 
 _NAME = "pycomm._C"
 CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
@@ -145,11 +146,6 @@ class Extension(Protocol):
         """Compiler, its version and the language standard."""
 
 
-def torch_minor(version: str) -> str:
-    """ "2.13.0+cpu" → "2.13"."""
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
 def built_for() -> str | None:
     """The minor version of torch that the extension was built for; None if it is not built."""
     try:
@@ -166,9 +162,11 @@ def check_torch(built: str | None, installed: str) -> None:
     if built is None:
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
     if torch_minor(built) != torch_minor(installed):
+        # Building again would be refused for a torch that pycomm does not know.
+        way = "take a newer pycomm" if why_unsupported(installed) else _REBUILD
         raise errors.TorchVersionError(
             f"pycomm was built for torch {torch_minor(built)} and torch {installed} is installed. "
-            f"Try: {_REBUILD} Or: pip install 'torch=={torch_minor(built)}.*'"
+            f"Try: {way} Or: pip install 'torch=={torch_minor(built)}.*'"
         )
 
 

@@ -20,7 +20,8 @@ _PREFIX = "PYCOMM_"
 _DEFAULT_ORIGIN = "default"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
-_BUILD_VARIABLES = {"PYCOMM_BUILD_CUDA"}  # setup.py reads them; left in a shell they do no harm
+# setup.py and tools/ read them; left in a shell they do no harm.
+_BUILD_VARIABLES = {"PYCOMM_BUILD_CUDA", "PYCOMM_UNITY", "PYCOMM_UNTESTED_TORCH"}
 _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 

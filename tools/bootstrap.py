@@ -5,7 +5,8 @@
 
 Needs the standard library only. Whatever the machine lacks is named in one line. CUDA builds of
 torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels already
-provide the plain one.
+provide the plain one. While pip installs torch, the part of the extension that includes no torch
+compiles.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import machine
-import units
+import native
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -32,7 +33,7 @@ STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
 GROUPS = ["demo", "test", "lint", "integrations"]
-TORCH = "2.13.0"
+TORCH = "2.15.0"  # the newest release that pycomm supports
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
 MINIMUM_PIP = (23, 2)  # the first whose --dry-run reports what it would take without fetching it
@@ -111,10 +112,20 @@ def would_take(requirement: str) -> dict[str, object] | None:
     return chosen
 
 
+def torch_versions() -> list[str]:
+    """The versions of torch that pip, as this machine has it configured, finds; newest first."""
+    command = [*PIP, "index", "versions", "torch"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
+    return found[1].split(", ") if found else []
+
+
 def torch_arguments() -> list[str]:
     """pip's arguments for the CPU build of torch: the machine's own wheel, else torch's index."""
-    if would_take(f"torch=={TORCH}+cpu"):
-        return [f"torch=={TORCH}+cpu"]
+    versions = native.torch_range(ROOT)
+    for version in torch_versions():
+        if version.endswith("+cpu") and not versions.why_unsupported(version):
+            return [f"torch=={version}"]
     plain = would_take(f"torch=={TORCH}")
     source = plain["download_info"] if plain else None
     if isinstance(source, dict) and str(source.get("url", "")).startswith("file:"):
@@ -122,21 +133,43 @@ def torch_arguments() -> list[str]:
     return [f"torch=={TORCH}+cpu", "--extra-index-url", TORCH_INDEX]
 
 
-def install(groups: list[str]) -> None:
+def with_tools() -> dict[str, str]:
+    """The environment, and .venv/bin before everything in PATH: ninja is there."""
+    return os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+
+
+def compile_core() -> subprocess.Popen[bytes]:
+    """Begins to compile what needs no torch, while torch is downloaded."""
+    say("compiling the core meanwhile")
+    quiet = subprocess.DEVNULL
+    command = [str(PYTHON), str(ROOT / "tools" / "native.py"), "core"]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=with_tools(), stdin=quiet, stdout=quiet, stderr=quiet
+    )
+
+
+def install(groups: list[str], build: bool) -> None:
     # Each group's file may include others, so the content of all of them decides.
     files = list(REQUIREMENTS.glob("*.txt"))
-    for group in ["build", *groups]:
-        stamp = Stamp(group, digest(files, group, TORCH))
-        if stamp.fresh():
-            continue
-        say(
-            f"installing tools/requirements/{group}.txt"
-            + (f" and torch {TORCH}, CPU (200 MB)" if group == "build" else "")
-        )
-        if group == "build":
-            pip(*torch_arguments())
-        pip("-r", REQUIREMENTS / f"{group}.txt")
-        stamp.write()
+    core = None
+    try:
+        for group in ["build", *groups]:
+            stamp = Stamp(group, digest(files, group, TORCH))
+            if stamp.fresh():
+                continue
+            say(f"installing tools/requirements/{group}.txt")
+            pip("-r", REQUIREMENTS / f"{group}.txt")
+            if group == "build":
+                core = compile_core() if build else None
+                chosen = torch_arguments()
+                say(f"installing {chosen[0]} (200 MB)")
+                pip(*chosen)
+            stamp.write()
+        if core:
+            core.wait()  # an error comes again, with its text, when the extension is built
+    finally:
+        if core:
+            core.terminate()
 
 
 def install_cmake() -> None:
@@ -148,8 +181,7 @@ def install_cmake() -> None:
 
 def compile_in_place() -> None:
     """Run setup.py; show each file as it is compiled, and everything else only where it failed."""
-    env = dict(os.environ)
-    env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"  # ninja is there
+    env = with_tools()
     headers = machine.find_headers(HEADERS)
     if headers:
         env["CPATH"] = os.pathsep.join([*map(str, headers), *filter(None, [env.get("CPATH")])])
@@ -166,7 +198,7 @@ def compile_in_place() -> None:
     lines = []
     for line in child.stdout or []:
         lines.append(line)
-        step = re.match(r"\[(\d+/\d+)\].*?/(?:csrc|build/units)/(\S+)\.o(?:\s|$)", line)
+        step = re.match(r"\[(\d+/\d+)\] (?:csrc|build/units)/(\S+)\.cc$", line)
         if step:
             say(f"compiled {step[1]}: {step[2]}")
     if child.wait() != 0:
@@ -181,7 +213,7 @@ def build_extension() -> None:
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cc", ".h", ".txt")]
     metadata = digest([ROOT / "setup.py", ROOT / "pyproject.toml"])
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
-    built = Stamp("extension", digest(sources, metadata, TORCH, str(units.wanted())))
+    built = Stamp("extension", digest(sources, metadata, TORCH, str(native.wanted())))
     if not (built.fresh() and any((ROOT / "pycomm").glob("_C.*.so"))):
         say("building the extension (minutes, the first time)")
         compile_in_place()
@@ -221,7 +253,7 @@ def main() -> None:
     install_cmake()
     if options.no_torch:
         return
-    install(options.group)
+    install(options.group, build=not options.no_build)
     if not options.no_build:
         build_extension()
 

@@ -83,7 +83,7 @@ FORBIDDEN_CALLS = [
 
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
-    {"_build_info", "_C", "_settings", "_version"},
+    {"_build_info", "_C", "_settings", "_torch_range", "_version"},
     {"errors", "flight_record"},
     {"_extension", "_model_check", "_wire_patterns", "_ddp_options", "_ddp_stats"},
     {"options", "_averaging"},

@@ -10,37 +10,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import cpp
-import machine
-import units
+import native
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "build" / "faults" / "pycomm"
-TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
-
-
-def torch_objects(folder: Path, root: Path = ROOT) -> list[Path]:
-    """Objects that include torch, of the last build of the extension; empty if there was none.
-
-    Not all that the folder holds: a build with the other value of PYCOMM_UNITY, or of sources that
-    are gone, leaves objects that nothing brings up to date.
-    """
-    if not (folder / "build.ninja").is_file():
-        return []
-    core = units.folders(root, "core")
-    lines = re.sub(r"\$(.)", r"\1", (folder / "build.ninja").read_text())
-    built = re.findall(r"^build (.+\.o): compile (.+)$", lines, re.MULTILINE)
-    return [
-        Path(made)
-        for made, source in built
-        if not any(Path(source).is_relative_to(folder) for folder in core)
-    ]
 
 
 def mirror_python_files(package: Path = PACKAGE) -> None:
@@ -57,11 +35,9 @@ def mirror_python_files(package: Path = PACKAGE) -> None:
 
 
 def main() -> int:
-    import torch
-
-    folder = machine.extension_objects(ROOT, torch.__version__)
-    objects = torch_objects(folder)
-    missing = [path for path in objects or [folder / "build.ninja"] if not path.is_file()]
+    torch = native.Torch.installed()
+    objects = native.built_torch_objects(torch)
+    missing = [path for path in objects or [native.build_file(torch)] if not path.is_file()]
     if missing:
         print(f"not built: {missing[0]}. Try: make fault_build", file=sys.stderr)
         return 1
@@ -71,16 +47,15 @@ def main() -> int:
     core = cpp.build("plain", target="pycomm_core")
     if core is None:
         return 1
-    extension = PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    extension = PACKAGE / native.extension_name()
     inputs = [*objects, core / "libpycomm_core.a"]
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if not extension.is_file() or extension.stat().st_mtime_ns <= newest:
         mirror_python_files()
-        torch_library = Path(torch.__file__).parent / "lib"
         partial = extension.with_suffix(f".{os.getpid()}")
-        command = [*os.environ.get("CXX", "c++").split(), "-shared", "-pthread", *map(str, inputs)]
-        command += [f"-L{torch_library}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
-        if subprocess.run([*command, "-o", str(partial)], check=False).returncode != 0:
+        if subprocess.run(
+            native.link_command(partial, inputs, torch), cwd=ROOT, check=False
+        ).returncode:
             partial.unlink(missing_ok=True)
             return 1
         partial.rename(extension)  # at once: a test that runs now has the old one open

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -50,13 +49,6 @@ def succeeds(*command: str | Path, source: str | None = None, timeout: float = 6
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
-
-
-def extension_objects(root: Path, torch_version: str) -> Path:
-    """Where setup.py keeps the extension's object files: a folder a Python, torch and machine."""
-    minor = ".".join(torch_version.split(".")[:2])
-    tag = f"{sys.implementation.cache_tag}-torch{minor}-{platform.machine()}"
-    return root / "build" / f"extension-{tag}"
 
 
 def memory_gib() -> float:

@@ -22,16 +22,13 @@ import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import bootstrap
 import cpp
 import fault_build
-import machine
-import units
+import native
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "seam"
@@ -44,24 +41,7 @@ GIB_PER_COMPILER = 4.0
 GIB_PER_PROCESS = 4.0  # of those that run tests, with the ranks of each
 AT_LEAST = 200  # tests that CI's list must have
 REPORT_NCHARS = 20_000
-COMPILE_ARGS = (
-    "-std=c++20",
-    "-fPIC",
-    "-pthread",
-    "-fvisibility=hidden",
-    "-D_GNU_SOURCE",
-    "-DTORCH_API_INCLUDE_EXTENSION_H",
-    "-DTORCH_EXTENSION_NAME=_C",
-    "-DPYCOMM_FAULT_POINTS=1",
-    "-ffp-contract=off",
-    "-O1",
-    "-g1",
-)
-SANITIZE = (
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
-)
+SANITIZE = ("-fsanitize=address,undefined", "-g1")
 # Leaks: Python and torch keep much memory to the end. Segmentation faults stay the tests' own: some
 # send them. Several allocators of torch's libraries are not told apart. A small quarantine, since
 # each rank has one.
@@ -81,59 +61,26 @@ def listed(path: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-def ninja_file(core: Path) -> str:
-    """How to build the extension from the core, which has been built."""
-    import torch.utils.cpp_extension as torch_build
-
-    compiler = os.environ.get("CXX", "c++")
-    includes = [f"-I{ROOT / 'csrc'}", *(f"-isystem {path}" for path in torch_build.include_paths())]
-    python = [
-        Path(sysconfig.get_paths()["include"]),
-        *(machine.find_headers(bootstrap.HEADERS) or []),
-    ]
-    includes += [f"-isystem {path}" for path in python]
-    flags = " ".join((*COMPILE_ARGS, *SANITIZE, *includes))
-    libraries = " ".join(f"-l{name}" for name in fault_build.TORCH_LIBRARIES)
-    extension = PACKAGE / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    archive = core / "libpycomm_core.a"
-    sources = {
-        BUILD / source.relative_to(ROOT).with_suffix(".o"): source
-        for source in reversed(units.torch_units(ROOT))  # the largest first
-    }
-    lines = [
-        "rule compile",
-        f"  command = {compiler} {flags} -MMD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        f"  command = {compiler} -shared -pthread {' '.join(SANITIZE)} $in {archive} "
-        f"-L{torch_build.TORCH_LIB_PATH} {libraries} -o $out",
-        *(f"build {target}: compile {source}" for target, source in sources.items()),
-        f"build {extension}: link {' '.join(map(str, sources))} | {archive}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def build() -> bool:
     """Builds the extension; False if that failed."""
     core = cpp.build("asan", target="pycomm_core")
     if core is None:
         return False
     PACKAGE.mkdir(parents=True, exist_ok=True)
-    (BUILD / "build.ninja").write_text(ninja_file(core))
     fault_build.mirror_python_files(PACKAGE)
-    import torch
-
+    torch = native.Torch.installed()
     # The ordinary build may not exist yet, or be for another torch.
-    minor = ".".join(torch.__version__.split(".")[:2])
+    minor = native.torch_range(ROOT).torch_minor(torch.version)
     info = PACKAGE / "_build_info.py"
     info.unlink(missing_ok=True)
     info.write_text(
         f'"""Written by tools/seam.py."""\n\nTORCH_VERSION = "{minor}"\nGIT_COMMIT = ""\n'
     )
-    jobs = os.environ.get("MAX_JOBS") or str(machine.jobs(GIB_PER_COMPILER))
-    ninja = ["ninja", "-C", str(BUILD), "--quiet", "-j", jobs]
-    return subprocess.run(ninja, check=False).returncode == 0
+    file = native.NinjaFile(BUILD, SANITIZE)
+    objects = native.torch_objects(file, torch, BUILD, ["faults", "sanitize"])
+    file.link(PACKAGE / native.extension_name(), [*objects, core / "libpycomm_core.a"], torch)
+    command = file.command("seam", native.jobs(GIB_PER_COMPILER))
+    return subprocess.run([*command, "--quiet"], cwd=ROOT, check=False).returncode == 0
 
 
 def runtime_library(name: str) -> str:

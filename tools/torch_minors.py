@@ -3,7 +3,7 @@
     python tools/torch_minors.py                # those that are not installed
     python tools/torch_minors.py 2.11.0 --jobs 4
 
-Only the syntax and the types are checked (no code is made), some 4 minutes a minor. The headers
+Only the syntax and the types are checked (no code is made), under a minute per minor. The headers
 come from torch's wheel for macOS, by a tenth the smallest and of the same sources: it is downloaded
 (80 MB), and its headers are kept under build/torch-headers. What each minor does when it runs is
 not seen here.
@@ -20,9 +20,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+import native
+
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "torch-headers"
-MINORS = ["2.11.0", "2.12.0", "2.13.0"]  # as `dependencies` in pyproject.toml allows
 _PLATFORMS = ["macosx_11_0_arm64", "macosx_14_0_arm64"]
 
 
@@ -42,33 +43,23 @@ def headers(version: str) -> Path:
     return folder / "torch" / "include"
 
 
-def sources() -> list[Path]:
-    """The files of the floors that see torch."""
-    lines = (ROOT / "csrc" / "floors.txt").read_text(encoding="utf-8").splitlines()
-    rows = [line.split() for line in lines if line and not line.startswith("#")]
-    folders = [ROOT / "csrc" / folder for _, folder, kind in rows if kind == "torch"]
-    return [path for folder in folders for path in sorted(folder.rglob("*.cc"))]
-
-
-def complaint(source: Path, include: Path) -> str:
-    """What the compiler says of one file; empty if it is content."""
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-D_GNU_SOURCE", "-DTORCH_EXTENSION_NAME=_C"]
-    command += ["-Wno-attributes", "-Werror=suggest-override", f"-I{ROOT / 'csrc'}"]
-    for folder in (
-        include,
-        include / "torch/csrc/api/include",
-        Path(sysconfig.get_path("include")),
-    ):
-        command += ["-isystem", str(folder)]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+def complaint(unit: Path, include: Path) -> str:
+    """What the compiler says of one unit; empty if it is content."""
+    folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_path("include")))
+    command = [*native.compiler(), native.STANDARD, "-fsyntax-only", "-Wno-attributes"]
+    command += [*native.flags(ROOT, "all", "torch"), f"-I{ROOT / 'csrc'}"]
+    command += [word for folder in folders for word in ("-isystem", str(folder))]
+    done = subprocess.run([*command, str(unit)], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr or f"exit code {done.returncode}"
 
 
-def installed() -> str:
-    """The minor that the extension is built with anyway."""
+def others() -> list[str]:
+    """The first release of every minor but the one that the extension is built with anyway."""
     import torch
 
-    return ".".join(torch.__version__.split(".")[:2])
+    versions = native.torch_range(ROOT)
+    mine = versions.torch_minor(torch.__version__)
+    return [f"{minor}.0" for minor in versions.SUPPORTED if minor != mine]
 
 
 def main() -> int:
@@ -78,19 +69,16 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", metavar="version")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    versions = options.versions or [
-        each for each in MINORS if not each.startswith(f"{installed()}.")
-    ]
     failed = 0
-    for version in versions:
+    for version in options.versions or others():
         include = headers(version)
-        files = sources()
+        files = [path for path, _ in native.units(ROOT, "torch")]
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             said = list(pool.map(lambda source, of=include: complaint(source, of), files))
         wrong = [(file, text) for file, text in zip(files, said, strict=True) if text]
         for file, text in wrong:
             print(f"torch {version}: {file.relative_to(ROOT)}\n{text[:2000]}")
-        print(f"torch {version}: {len(files) - len(wrong)} of {len(files)} files compile")
+        print(f"torch {version}: {len(files) - len(wrong)} of {len(files)} units compile")
         failed += len(wrong)
     return 1 if failed else 0
 

@@ -1,16 +1,23 @@
 #pragma once
 
-// Every difference between the torch minors that pycomm builds against (2.11 to 2.13) is settled here and nowhere else.
+// Every difference between the torch minors that pycomm builds against is settled here and nowhere else, by torch's own
+// macros. pycomm/_torch_range.py lists those minors; setup.py refuses the others before it starts a compiler.
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/version.h>
 
-#if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR < 11
-#error "pycomm needs torch 2.11 or later"
-#endif
+#include <utility>
 
 namespace pycomm {
 
-/// What a PREMUL_SUM carries. 2.13 calls it PreMulSumSupplement, and keeps the name that 2.11 and 2.12 have.
+/// What a PREMUL_SUM carries.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+using PreMulSumSupplement = c10d::PreMulSumSupplement;
+#else
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
+#endif
+
+/// Holds a node of the autograd graph: a shared_ptr up to torch 2.12, an intrusive_ptr since.
+using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 } // namespace pycomm

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/torch_compat.h"
+
 namespace pycomm {
 
 /// Calls back when autograd has accumulated a parameter's gradient, and finds parameters that a graph does not reach.
@@ -33,9 +35,6 @@ class GradHooks {
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
 
  private:
-  // A shared_ptr up to torch 2.12, an intrusive_ptr since: taken as torch has it.
-  using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-
   struct Hooked {
     NodePtr accumulator;
     uintptr_t key; ///< what del_post_hook() takes

@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t kWakeup = ~uint64_t{0};
 // A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
-constexpr int kLongestSleepMs = 1000;
+constexpr int kLongestPollMs = 1000;
 constexpr std::chrono::milliseconds kGrace{1};
 constexpr int kLooksBeforeAll = 8;
 // After so many sleeps in a row that outlasted a spin, what a driver waits for comes at the pace of a link. To poll for that
@@ -281,7 +281,7 @@ int EventLoop::sleepMs() const noexcept {
       next = std::min(next, ticker->nextTick());
     }
   }
-  return Deadline::at(next).remainingMs(kLongestSleepMs);
+  return Deadline::at(next).remainingMs(kLongestPollMs);
 }
 
 bool EventLoop::dispatch(int timeout_ms) noexcept {
@@ -334,7 +334,7 @@ void EventLoop::park() noexcept {
     if (!long_drive || !driven_.load(std::memory_order_seq_cst)) {
       park_.wait_for(lock, kGrace);
     } else {
-      park_.wait_for(lock, std::chrono::milliseconds(kLongestSleepMs));
+      park_.wait_for(lock, std::chrono::milliseconds(kLongestPollMs));
     }
   }
   tell_.store(false, std::memory_order_relaxed);

@@ -15,7 +15,7 @@ namespace pycomm {
 namespace {
 
 // How often a rank that waits for connections looks into the store for why they do not come.
-constexpr int kLookMs = 500;
+constexpr int kJoinSliceMs = 500;
 constexpr int kLastLookMs = 300; // and one whose time is over
 constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
 
@@ -292,7 +292,7 @@ void Group::connect(const Config& config) {
   }
   std::vector<int> missing;
   for (;;) {
-    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kLookMs).instant()));
+    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinSliceMs).instant()));
     missing = control_->waitForNeighbours(look, abort_);
     abort_.throwIfAborted();
     if (missing.empty() || deadline.expired()) {

@@ -13,7 +13,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int kLookMs = 50; // how often who asks looks at the abort token
+constexpr int kAnswerSliceMs = 50; // how often who asks looks at the abort token
 
 } // namespace
 
@@ -46,7 +46,7 @@ UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline
   while (!deadline.expired()) {
     abort.throwIfAborted();
     pollfd ready{socket.get(), POLLIN, 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kLookMs));
+    (void)::poll(&ready, 1, deadline.remainingMs(kAnswerSliceMs));
     Ask reply; // the greeting comes first, and is shorter
     const ssize_t got = takeMessage(socket.get(), &reply, sizeof reply, memory);
     if (got == static_cast<ssize_t>(sizeof(Greeting)) && !std::exchange(asked, true)) {

@@ -13,7 +13,7 @@ namespace pycomm {
 namespace {
 
 // A bound on one sleep, so that a lost wake-up (a bug) shows as a delay and not as a hang.
-constexpr int kLongestSleepMs = 1000;
+constexpr int kLongestParkMs = 1000;
 constexpr int kLooksBeforeYield = 32;
 constexpr size_t kCompactAt = 256;
 
@@ -323,7 +323,7 @@ void HostPlane::sleep(Deadline deadline) noexcept {
   }
   if (!moved && still == blocked && !ending_.load(std::memory_order_seq_cst)) {
     const TimePoint now = Clock::now();
-    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestSleepMs), deadline.instant());
+    TimePoint until = std::min(now + std::chrono::milliseconds(kLongestParkMs), deadline.instant());
     until = std::min(until, tellStuck(now));
     const auto pause = std::chrono::duration_cast<std::chrono::microseconds>(until - now).count();
     if (pause > 0) {

@@ -19,7 +19,7 @@
 namespace pycomm {
 namespace {
 
-bool hasParts(Collective kind) {
+bool partPerRank(Collective kind) {
   return kind == Collective::AllGather || kind == Collective::ReduceScatter;
 }
 
@@ -93,7 +93,7 @@ Schedule makeByHost(const ScheduleRequest& request, Schedule (*make)(const Sched
     step.recv_peer = step.recv_peer < 0 ? -1 : order[static_cast<size_t>(step.recv_peer)];
     step.send_peer = step.send_peer < 0 ? -1 : order[static_cast<size_t>(step.send_peer)];
   }
-  if (hasParts(request.kind)) {
+  if (partPerRank(request.kind)) {
     const Parts parts(request, placed, order);
     for (Step& step : schedule.steps) {
       parts.move(step.src);

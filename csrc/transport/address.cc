@@ -16,7 +16,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxWireTextNbytes = 64; // "[" + 39 digits and colons + "]:65535" fits
+constexpr size_t kMaxAddressTextNbytes = 64; // "[" + 39 digits and colons + "]:65535" fits
 
 const sockaddr_in& asIPv4(const sockaddr_storage& storage) {
   return reinterpret_cast<const sockaddr_in&>(storage);
@@ -200,7 +200,7 @@ std::string SocketAddress::wireText() const {
 
 std::optional<SocketAddress> SocketAddress::fromWireText(const std::string& text) {
   const size_t colon = text.rfind(':');
-  if (text.size() > kMaxWireTextNbytes || colon == std::string::npos || text.find('\0') != std::string::npos) {
+  if (text.size() > kMaxAddressTextNbytes || colon == std::string::npos || text.find('\0') != std::string::npos) {
     return std::nullopt;
   }
   const int64_t port = parseDecimal(text.substr(colon + 1), 65535);

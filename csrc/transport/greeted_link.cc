@@ -13,8 +13,8 @@
 namespace pycomm {
 namespace {
 
-constexpr int kFirstPauseMs = 5; // doubled up to kLastPauseMs
-constexpr int kLastPauseMs = 250;
+constexpr int kFirstGreetingPauseMs = 5; // doubled up to kLastGreetingPauseMs
+constexpr int kLastGreetingPauseMs = 250;
 constexpr int kDoublings = 6; // from the first to beyond the last
 
 } // namespace
@@ -74,7 +74,7 @@ void GreetedLink::pause() {
       throw Error(systemError(ErrorCode::SystemError, "no timer (timerfd_create)", errno));
     }
   }
-  const int64_t pause_ms = std::min(kFirstPauseMs << std::min(drops_++, kDoublings), kLastPauseMs);
+  const int64_t pause_ms = std::min(kFirstGreetingPauseMs << std::min(drops_++, kDoublings), kLastGreetingPauseMs);
   itimerspec until{};
   until.it_value.tv_nsec = pause_ms * 1000000;
   // Cannot fail: the descriptor is a timer of ours and the time is in range (man 2 timerfd_settime).

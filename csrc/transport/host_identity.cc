@@ -14,7 +14,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxWireTextNbytes = 512;
+constexpr size_t kMaxIdentityTextNbytes = 512;
 
 std::string firstLine(const char* path) {
   std::ifstream file(path);
@@ -90,7 +90,7 @@ std::string HostIdentity::wireText() const {
 
 std::optional<HostIdentity> HostIdentity::fromWireText(const std::string& text) {
   const std::vector<std::string> parts = split(text, '/');
-  if (text.size() > kMaxWireTextNbytes || parts.size() != 3 || parts[2].empty()) {
+  if (text.size() > kMaxIdentityTextNbytes || parts.size() != 3 || parts[2].empty()) {
     return std::nullopt;
   }
   const auto inode = parseNumber(parts[1]);
@@ -129,7 +129,7 @@ std::string ProcessIdentity::wireText() const {
 
 std::optional<ProcessIdentity> ProcessIdentity::fromWireText(const std::string& text) {
   const std::vector<std::string> parts = split(text, '/');
-  if (text.size() > kMaxWireTextNbytes || parts.size() != 3) {
+  if (text.size() > kMaxIdentityTextNbytes || parts.size() != 3) {
     return std::nullopt;
   }
   const auto pid = parseNumber(parts[0]);

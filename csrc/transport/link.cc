@@ -11,7 +11,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int kSliceMs = 50; // how long a wait goes without looking at the abort token
+constexpr int kWaitSliceMs = 50; // how long a wait goes without looking at the abort token
 constexpr int kGentleCloseMs = 20;
 
 struct Transfer {
@@ -43,7 +43,7 @@ void wait(
   }
   if (!moved) {
     pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? short{POLLIN} : link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: the caller tries and comes back
+    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries and comes back
   }
 }
 
@@ -56,7 +56,7 @@ bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
       return false;
     }
     pollfd ready{link.writeFd(), link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kSliceMs)); // EINTR: it is asked again
+    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: it is asked again
   }
   return true;
 }

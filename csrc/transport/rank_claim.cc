@@ -24,7 +24,7 @@ namespace pycomm {
 namespace {
 
 constexpr int kOwnerTimeoutMs = 5000; // between counting and telling who one is lie two calls
-constexpr int kSliceMs = 20;
+constexpr int kClaimSliceMs = 20;
 constexpr int64_t kMaxLookBack = 10000;
 constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond what anybody counts to
 constexpr const char* kLeft = "left";
@@ -84,7 +84,7 @@ Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadlin
     if (found.refused || found.owner || end.expired()) {
       return found;
     }
-    (void)::poll(nullptr, 0, end.remainingMs(kSliceMs));
+    (void)::poll(nullptr, 0, end.remainingMs(kClaimSliceMs));
   }
 }
 

@@ -13,7 +13,7 @@ namespace pycomm {
 namespace {
 
 // A long write is shown to the reader in parts of this size, so that both ends copy at the same time.
-constexpr size_t kPartNbytes = 128 << 10;
+constexpr size_t kPublishNbytes = 128 << 10;
 
 } // namespace
 
@@ -73,13 +73,13 @@ Progress SharedLink::tryWrite(const ConstBufferView* views, size_t count) {
     bool full = false;
     for (size_t i = 0; i < count && !full; ++i) {
       for (size_t done = 0; done < views[i].nbytes && !full;) {
-        size_t part = std::min(views[i].nbytes - done, kPartNbytes);
+        size_t part = std::min(views[i].nbytes - done, kPublishNbytes);
         part = fault.shorten ? 1 : part;
         const size_t put = writer_->put(views[i].slice(done, part));
         done += put;
         progress.nbytes += put;
         full = put < part || fault.shorten;
-        if (writer_->unpublished() >= kPartNbytes) {
+        if (writer_->unpublished() >= kPublishNbytes) {
           ringBell(writer_->publish());
         }
       }

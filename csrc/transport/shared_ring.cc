@@ -13,7 +13,7 @@ namespace {
 // A writer that waits goes on when so much of the ring is free: one part of this many.
 constexpr size_t kResumeShare = 4;
 // A reader gives room back at the latest after so many bytes, so that both ends copy at the same time.
-constexpr size_t kPartNbytes = 128 << 10;
+constexpr size_t kTakeNbytes = 128 << 10;
 
 // Whose ring it is, and so the sentence, is for those to say who know of ranks.
 [[noreturn]] void throwImpossible(const char* which) {
@@ -97,7 +97,7 @@ size_t RingReader::take(BufferView into) {
     }
     written_ = written;
   }
-  const size_t nbytes = std::min({static_cast<size_t>(written_ - taken_), into.nbytes, kPartNbytes});
+  const size_t nbytes = std::min({static_cast<size_t>(written_ - taken_), into.nbytes, kTakeNbytes});
   const size_t place = static_cast<size_t>(taken_) & (memory_.nbytes - 1);
   const size_t first = std::min(nbytes, memory_.nbytes - place);
   if (first > 0) {

@@ -11,9 +11,9 @@
 namespace pycomm {
 namespace {
 
-constexpr int kFirstPauseMs = 1; // between looks into the store, doubled up to kLastPauseMs
-constexpr int kLastPauseMs = 100;
-constexpr int kSliceMs = 50; // how long a pause goes without looking at the abort token
+constexpr int kFirstRoundPauseMs = 1; // between looks into the store, doubled up to kLastRoundPauseMs
+constexpr int kLastRoundPauseMs = 100;
+constexpr int kRoundSliceMs = 50; // how long a pause goes without looking at the abort token
 constexpr int kReadTimeoutMs = 10000; // for a key that is known to exist
 constexpr int kLooksOfRankZero = 256; // single texts looked for between two pauses
 constexpr int kLooksOfOthers = 32;
@@ -44,7 +44,7 @@ std::vector<std::string> StoreRound::gather(
   store.set(keyOf(prefix, key, static_cast<size_t>(rank)), mine);
   PYCOMM_FAULT_POINT("rendezvous.published");
   size_t next = 0;
-  for (int pause_ms = kFirstPauseMs;; pause_ms = std::min(pause_ms * 2, kLastPauseMs)) {
+  for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
     throwIfFailed();
     PYCOMM_FAULT_POINT("rendezvous.wait");
     if (rank != 0 && takeAll(key, texts, judge)) {
@@ -62,7 +62,7 @@ std::vector<std::string> StoreRound::gather(
     const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
     while (!end.expired()) {
       abort.throwIfAborted();
-      (void)::poll(nullptr, 0, end.remainingMs(kSliceMs));
+      (void)::poll(nullptr, 0, end.remainingMs(kRoundSliceMs));
     }
   }
 }

@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxViews = 64; // more views simply take another call
+constexpr size_t kMaxStripeViews = 64; // more views simply take another call
 
 } // namespace
 
@@ -41,10 +41,10 @@ auto StripedLink::naming(size_t part, const Body& body) {
 }
 
 Progress StripedLink::tryWrite(const ConstBufferView* views, size_t count) {
-  std::array<ConstBufferView, kMaxViews> chunk{};
+  std::array<ConstBufferView, kMaxStripeViews> chunk{};
   size_t used = 0;
   size_t room = writing_.left;
-  for (size_t i = 0; i < count && used < kMaxViews && room > 0; ++i) {
+  for (size_t i = 0; i < count && used < kMaxStripeViews && room > 0; ++i) {
     const size_t nbytes = std::min(views[i].nbytes, room);
     chunk[used++] = views[i].slice(0, nbytes);
     room -= nbytes;

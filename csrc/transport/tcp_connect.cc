@@ -59,9 +59,9 @@ class TcpConnector {
 
 namespace {
 
-constexpr int kSliceMs = 50; // how long a wait goes without looking at the abort token
-constexpr int kFirstPauseMs = 5; // between attempts, doubled up to kLastPauseMs
-constexpr int kLastPauseMs = 250;
+constexpr int kConnectSliceMs = 50; // how long a wait goes without looking at the abort token
+constexpr int kFirstConnectPauseMs = 5; // between attempts, doubled up to kLastConnectPauseMs
+constexpr int kLastConnectPauseMs = 250;
 
 ErrorRecord connectFailed(const SocketAddress& local, const SocketAddress& remote, int error_number) {
   const std::string from = local.empty() ? "" : " from " + local.ip();
@@ -115,7 +115,7 @@ int attempt(TcpConnector& connector, Deadline deadline, const AbortToken& abort)
       return ETIMEDOUT;
     }
     pollfd wait{connector.link->fd(), POLLOUT, 0};
-    (void)::poll(&wait, 1, deadline.remainingMs(kSliceMs));
+    (void)::poll(&wait, 1, deadline.remainingMs(kConnectSliceMs));
   }
 }
 
@@ -123,7 +123,7 @@ void pauseFor(int pause_ms, Deadline deadline, const AbortToken& abort) {
   const Deadline end = Deadline::after(pause_ms);
   while (!end.expired() && !deadline.expired()) {
     abort.throwIfAborted();
-    (void)::poll(nullptr, 0, std::min(end.remainingMs(kSliceMs), deadline.remainingMs(kSliceMs)));
+    (void)::poll(nullptr, 0, std::min(end.remainingMs(kConnectSliceMs), deadline.remainingMs(kConnectSliceMs)));
   }
 }
 
@@ -155,7 +155,7 @@ std::unique_ptr<TcpLink> connectTcp(
     const AbortToken& abort,
     const TcpOptions& options) {
   const TimePoint begin = Clock::now();
-  int pause_ms = kFirstPauseMs;
+  int pause_ms = kFirstConnectPauseMs;
   for (int attempts = 1;; ++attempts) {
     abort.throwIfAborted();
     TcpConnector connector(local, remote, options);
@@ -178,7 +178,7 @@ std::unique_ptr<TcpLink> connectTcp(
     }
     connector.link.reset();
     pauseFor(pause_ms, deadline, abort);
-    pause_ms = std::min(pause_ms * 2, kLastPauseMs);
+    pause_ms = std::min(pause_ms * 2, kLastConnectPauseMs);
   }
 }
 

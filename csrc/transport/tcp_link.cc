@@ -18,7 +18,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxViews = 64; // far below IOV_MAX; more views simply take another call
+constexpr size_t kMaxSendViews = 64; // far below IOV_MAX; more views simply take another call
 
 SocketAddress addressOf(int fd, int (*query)(int, sockaddr*, socklen_t*)) {
   sockaddr_storage address{};
@@ -66,10 +66,10 @@ TcpLink::TcpLink(UniqueFd fd, const TcpOptions& options) : fd_(std::move(fd)) {
 }
 
 Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
-  std::array<iovec, kMaxViews> parts; // NOLINT: filled below as far as it is used
+  std::array<iovec, kMaxSendViews> parts; // NOLINT: filled below as far as it is used
   msghdr gather{};
   gather.msg_iov = parts.data();
-  for (size_t i = 0; i < count && gather.msg_iovlen < kMaxViews; ++i) {
+  for (size_t i = 0; i < count && gather.msg_iovlen < kMaxSendViews; ++i) {
     if (views[i].nbytes > 0) {
       // sendmsg only reads; iovec has no const form.
       parts[gather.msg_iovlen++] = {const_cast<std::byte*>(views[i].ptr), views[i].nbytes};

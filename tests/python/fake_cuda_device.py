@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shlex
 import shutil
 import subprocess
-import sysconfig
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,13 +22,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(ROOT / "tools"))
+
+import native  # noqa: E402
+
 _DLPACK_CUDA = 2
 _DLPACK_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-
-
-def compiler() -> list[str]:
-    """The C++ compiler's words: a launcher as ccache may come first, and options last."""
-    return shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
 
 
 def build(folder: Path) -> Path:
@@ -39,25 +37,26 @@ def build(folder: Path) -> Path:
     sources = [
         *sorted((ROOT / "tests/python/fake_cuda").glob("*.cc")),
         *sorted((ROOT / "tests/cpp/cuda/fake_cudart").glob("*.cc")),
-        *sorted((ROOT / "csrc/cuda").glob("*.cc")),
+        *native.sources(ROOT, "cuda"),
         *sorted((ROOT / "csrc/base").glob("*.cc")),
     ]
     includes = ["csrc", "tests/cpp/cuda", "tests/cpp/cuda/fake_cudart"]
     includes.append(str(torch_folder / "include"))
-    flags = ["-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-D_GNU_SOURCE", "-w"]
+    compiler = native.compiler()
+    flags = [native.STANDARD, "-fPIC", "-pthread", *native.flags(ROOT, "all", "fake")]
     flags += [f"-I{ROOT / include}" for include in includes]
     objects = []
     running = []
     for source in sources:
         target = folder / f"{source.parent.name}_{source.stem}.o"
         objects.append(str(target))
-        command = [*compiler(), *flags, "-c", str(source), "-o", str(target)]
+        command = [*compiler, *flags, "-c", str(source), "-o", str(target)]
         running.append(subprocess.Popen(command))
         if len(running) == 2:
             _finish(running.pop(0))
     for each in running:
         _finish(each)
-    link = [*compiler(), "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
+    link = [*compiler, "-shared", "-o", str(library), *objects, f"-L{torch_folder / 'lib'}"]
     subprocess.run([*link, "-lc10", "-ltorch_cpu", "-ldl", "-lpthread"], check=True)
     return library
 

@@ -54,6 +54,8 @@ def test_a_compiler_may_have_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_pat
     source = tmp_path / "csrc" / "base" / "answer.cc"
     source.parent.mkdir(parents=True)
     source.write_text("int answer() { return 42; }\n")
+    (tmp_path / "csrc" / "floors.txt").write_text("1 base core\n")
+    (tmp_path / "csrc" / "flags.txt").write_text("fake -O0\n")
     launcher = tmp_path / "launcher"
     launcher.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/launched\nexec "$@"\n')
     launcher.chmod(0o755)
@@ -61,4 +63,6 @@ def test_a_compiler_may_have_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(fake_cuda_device, "ROOT", tmp_path)
     assert fake_cuda_device.build(tmp_path).is_file()
     launched = (tmp_path / "launched").read_text().splitlines()
-    assert [line.split()[0] for line in launched] == [compiler] * 2, "one object, and the library"
+    assert [line.split()[0] for line in launched] == [compiler] * 3, (
+        "a look, an object, the library"
+    )

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -242,27 +243,93 @@ def test_compilers_at_once_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("offers", "expected"),
+    ("versions", "url", "expected"),
     [
-        # A wheel of the CPU build that pip already knows of wins.
-        ({"torch==2.13.0+cpu": "https://mirror/x.whl"}, ["torch==2.13.0+cpu"]),
+        # A wheel of the CPU build that pip already knows of wins, the newest supported one.
+        (["2.15.0", "2.14.0+cpu", "2.13.0+cpu"], "", ["torch==2.14.0+cpu"]),
+        (["2.16.0+cpu", "2.15.0", "2.13.0+cpu", "2.10.0+cpu"], "", ["torch==2.13.0+cpu"]),
         # A plain version is taken from a local file only: PyPI's is the CUDA build.
-        ({"torch==2.13.0": "file:///wheels/x.whl"}, ["torch==2.13.0"]),
-        ({"torch==2.13.0": "https://files.pythonhosted.org/x.whl"}, None),
-        ({}, None),
+        (["2.15.0"], "file:///wheels/x.whl", ["torch==2.15.0"]),
+        (["2.15.0"], "https://files.pythonhosted.org/x.whl", None),
+        (["2.16.0+cpu", "2.10.0+cpu"], "", None),
+        ([], "", None),
     ],
 )
 def test_torch_never_comes_with_cuda(
-    monkeypatch: pytest.MonkeyPatch, offers: dict[str, str], expected: list[str] | None
+    monkeypatch: pytest.MonkeyPatch, versions: list[str], url: str, expected: list[str] | None
 ) -> None:
     bootstrap = tool("bootstrap")
 
     def would_take(requirement: str) -> dict[str, object] | None:
-        return {"download_info": {"url": offers[requirement]}} if requirement in offers else None
+        assert requirement == "torch==2.15.0"
+        return {"download_info": {"url": url}} if url else None
 
+    monkeypatch.setattr(bootstrap, "torch_versions", lambda: versions)
     monkeypatch.setattr(bootstrap, "would_take", would_take)
-    index = ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    index = ["torch==2.15.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     assert bootstrap.torch_arguments() == (expected or index)
+
+
+def test_pip_lists_the_versions_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip's own words, from an index of this test."""
+    for name in ("torch-2.13.0+cpu-py3-none-any.whl", "torch-2.15.0-py3-none-any.whl"):
+        (tmp_path / name).touch()
+    bootstrap = tool("bootstrap")
+    monkeypatch.setattr(bootstrap, "PIP", [sys.executable, "-m", "pip"])
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert bootstrap.torch_versions() == []
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert bootstrap.torch_versions() == ["2.15.0", "2.13.0+cpu"]
+
+
+# --- what the extension is built from -------------------------------------------------------------
+
+FAKE_TORCH = """\
+__version__ = "2.16.0+cu140"
+"""
+
+
+@pytest.mark.parametrize("command", [["build_ext", "--inplace"], ["bdist_wheel"]])
+def test_an_unknown_torch_is_refused_before_the_compiler_starts(
+    tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(FAKE_TORCH)
+    started = tmp_path / "started"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f"#!/bin/sh\ntouch '{started}'\nexit 1\n")
+    compiler.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "CXX": str(compiler)}
+    environment.pop("PYCOMM_UNTESTED_TORCH", None)
+
+    def build(**more: str) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "setup.py", *command, "--build-base", str(tmp_path / "build")]
+        if command == ["build_ext", "--inplace"]:
+            program[-2:] = ["--build-lib", str(tmp_path / "lib")]
+            program.remove("--inplace")
+        return subprocess.run(
+            program,
+            cwd=ROOT,
+            env=environment | more,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    refused = build()
+    assert refused.returncode == 1
+    assert refused.stderr.strip() == (
+        "this pycomm supports torch 2.11 to 2.15, and torch 2.16.0+cu140 is installed. Try: a newer "
+        "pycomm, or pip install 'torch==2.15.*'; PYCOMM_UNTESTED_TORCH=1 builds against it all the "
+        "same"
+    )
+    assert not started.exists()
+    # Only then does it look further: this torch has no torch.utils, and no compiler works.
+    assert "supports torch" not in build(PYCOMM_UNTESTED_TORCH="1").stderr
 
 
 def test_stamp_is_stale_when_a_file_changes(
@@ -291,24 +358,23 @@ def test_the_fault_build_links_the_objects_of_the_last_build(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unity: str
 ) -> None:
     """Whatever PYCOMM_UNITY is now: the objects of the other way of compiling may be older."""
-    root = tmp_path / "a root: with $ signs"
-    write_tree(root, {"csrc/c10d/work.cc": "", "csrc/c10d/store.cc": "", "csrc/engine/lane.cc": ""})
+    native = tool("native")
+    monkeypatch.setattr(native, "ROOT", tmp_path)
+    floors = "1 engine core\n2 c10d torch\n"
+    write_tree(tmp_path, {"csrc/floors.txt": floors, "csrc/flags.txt": "all -Wall\n"})
+    files = ("c10d/work.cc", "c10d/store.cc", "engine/lane.cc")
+    write_tree(tmp_path, {f"csrc/{name}": "int number;\n" for name in files})
+    torch = native.Torch("2.13.0", ("include",), "lib")
+    assert native.built_torch_objects(torch) == []
     monkeypatch.setenv("PYCOMM_UNITY", unity)
-    objects = tool("units").torch_units(root)
-    folder = root / "build" / "extension-x"
-    names = [path.relative_to(root) for path in [*objects, root / "csrc" / "engine" / "lane.cc"]]
-    lines = ["rule compile", "  command = c++ $in -o $out"]
-    for name in names:
-        made, source = folder / name.with_suffix(".o"), root / name
-        escaped = [re.sub(r"([$: ])", r"$\1", str(path)) for path in (made, source)]
-        lines.append(f"build {escaped[0]}: compile {escaped[1]}")
-    folder.mkdir(parents=True)
-    assert tool("fault_build").torch_objects(folder, root) == []
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    file = native.NinjaFile(native.BUILD)
+    where = native.BUILD / torch.tag
+    file.link(where / "_C.so", native.torch_objects(file, torch, where, []), torch)
+    file.compile("core", native.BUILD / "core", [])
+    file.command(torch.tag, 1)
     monkeypatch.setenv("PYCOMM_UNITY", "1" if unity == "0" else "0")
-    found = tool("fault_build").torch_objects(folder, root)
-    assert found == [folder / name.with_suffix(".o") for name in names[:-1]]
-    assert len(found) == (3 if unity == "1" else 2)
+    found = [path.name for path in native.built_torch_objects(torch)]
+    assert found == (["c10d.o"] if unity == "1" else ["store.o", "work.o"])
 
 
 # --- summaries, documents, stubs, metadata --------------------------------------------------------

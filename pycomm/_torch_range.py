@@ -1,0 +1,30 @@
+"""The versions of torch that pycomm supports, for the package, setup.py and tools/.
+
+Imports nothing: setup.py reads it without the package.
+"""
+
+from __future__ import annotations
+
+SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""Minor versions, in order. torch's C++ interfaces change with each, so others are not tried."""
+
+
+def torch_minor(version: str) -> str:
+    """ "2.13.0+cpu" → "2.13"."""
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def requirement() -> str:
+    """All of them, as pip writes it: "torch>=2.11,<2.16"."""
+    major, minor = SUPPORTED[-1].split(".")
+    return f"torch>={SUPPORTED[0]},<{major}.{int(minor) + 1}"
+
+
+def why_unsupported(installed: str) -> str:
+    """What is wrong with the torch of this version, and what to do; empty if it is supported."""
+    if torch_minor(installed) in SUPPORTED:
+        return ""
+    return (
+        f"this pycomm supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, and torch {installed} is "
+        f"installed. Try: a newer pycomm, or pip install 'torch=={SUPPORTED[-1]}.*'"
+    )
