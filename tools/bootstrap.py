@@ -209,11 +209,19 @@ def compile_in_place() -> None:
         raise SystemExit(f"[bootstrap] the extension did not compile: {' '.join(command)}")
 
 
+def installed_torch() -> str:
+    """The name of torch's metadata in .venv, which has its version; empty if there is none."""
+    return next(
+        (path.name for path in VENV.glob("lib/python*/site-packages/torch-*.dist-info")), ""
+    )
+
+
 def build_extension() -> None:
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cc", ".h", ".txt")]
     metadata = digest([ROOT / "setup.py", ROOT / "pyproject.toml"])
+    sources += [ROOT / "tools" / "native.py", ROOT / "pycomm" / "_torch_range.py"]
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
-    built = Stamp("extension", digest(sources, metadata, TORCH, str(native.wanted())))
+    built = Stamp("extension", digest(sources, metadata, installed_torch(), str(native.wanted())))
     if not (built.fresh() and any((ROOT / "pycomm").glob("_C.*.so"))):
         say("building the extension (minutes, the first time)")
         compile_in_place()

@@ -287,17 +287,13 @@ def test_pip_lists_the_versions_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 # --- what the extension is built from -------------------------------------------------------------
 
-FAKE_TORCH = """\
-__version__ = "2.16.0+cu140"
-"""
 
-
-@pytest.mark.parametrize("command", [["build_ext", "--inplace"], ["bdist_wheel"]])
+@pytest.mark.parametrize("installed", ["2.16.0+cu140", "2.10.0", "3.0.0a0+git1234"])
 def test_an_unknown_torch_is_refused_before_the_compiler_starts(
-    tmp_path: Path, command: list[str]
+    tmp_path: Path, installed: str
 ) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(FAKE_TORCH)
+    (tmp_path / "torch" / "__init__.py").write_text(f'__version__ = "{installed}"\n')
     started = tmp_path / "started"
     compiler = tmp_path / "c++"
     compiler.write_text(f"#!/bin/sh\ntouch '{started}'\nexit 1\n")
@@ -306,12 +302,9 @@ def test_an_unknown_torch_is_refused_before_the_compiler_starts(
     environment.pop("PYCOMM_UNTESTED_TORCH", None)
 
     def build(**more: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "setup.py", *command, "--build-base", str(tmp_path / "build")]
-        if command == ["build_ext", "--inplace"]:
-            program[-2:] = ["--build-lib", str(tmp_path / "lib")]
-            program.remove("--inplace")
+        folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
         return subprocess.run(
-            program,
+            [sys.executable, "setup.py", "build_ext", *folders],
             cwd=ROOT,
             env=environment | more,
             capture_output=True,
@@ -323,13 +316,100 @@ def test_an_unknown_torch_is_refused_before_the_compiler_starts(
     refused = build()
     assert refused.returncode == 1
     assert refused.stderr.strip() == (
-        "this pycomm supports torch 2.11 to 2.15, and torch 2.16.0+cu140 is installed. Try: a newer "
-        "pycomm, or pip install 'torch==2.15.*'; PYCOMM_UNTESTED_TORCH=1 builds against it all the "
-        "same"
+        f"this pycomm supports torch 2.11 to 2.15, and torch {installed} is installed. "
+        "Try: a newer pycomm, or pip install 'torch==2.15.*'; "
+        "PYCOMM_UNTESTED_TORCH=1 builds against it all the same"
     )
     assert not started.exists()
-    # Only then does it look further: this torch has no torch.utils, and no compiler works.
-    assert "supports torch" not in build(PYCOMM_UNTESTED_TORCH="1").stderr
+    # Told to, it looks for more of this torch than there is.
+    assert "No module named 'torch.utils'" in build(PYCOMM_UNTESTED_TORCH="1").stderr
+
+
+def write_sources(root: Path, *names: str) -> None:
+    """A csrc/ with the project's own floors and flags, and these sources."""
+    for table in ("floors.txt", "flags.txt"):
+        (root / "csrc").mkdir(exist_ok=True)
+        (root / "csrc" / table).write_text((ROOT / "csrc" / table).read_text())
+    for name in names:
+        (root / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "csrc" / name).write_text("int x;\n" * 1000)
+
+
+def included(root: Path, unit: Path) -> list[str]:
+    """The sources that the compiler is given in this unit."""
+    if unit.is_relative_to(root / "csrc"):
+        return [str(unit.relative_to(root / "csrc"))]
+    return re.findall(r'#include "(.*)"', unit.read_text())
+
+
+@pytest.mark.parametrize("unity", ["0", "1"])
+def test_units_have_every_source_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unity: str
+) -> None:
+    native = tool("native")
+    monkeypatch.setenv("PYCOMM_UNITY", unity)
+    (tmp_path / "csrc").symlink_to(ROOT / "csrc")
+    for kind in ("core", "torch"):
+        found = [
+            name for unit, _ in native.units(tmp_path, kind) for name in included(tmp_path, unit)
+        ]
+        folders = [row[1] for row in native.rows(ROOT / "csrc" / "floors.txt") if row[2] == kind]
+        there = [path for folder in folders for path in (ROOT / "csrc" / folder).rglob("*.cc")]
+        assert sorted(found) == sorted(str(path.relative_to(ROOT / "csrc")) for path in there)
+
+
+def test_a_moved_file_is_in_its_new_unit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    native = tool("native")
+    monkeypatch.setenv("PYCOMM_UNITY", "1")
+    names = [f"engine/{letter}.cc" for letter in "abcdef"]
+    write_sources(tmp_path, *names, "c10d/work.cc", "numeric/kernels_x.cc", "numeric/reduce.cc")
+
+    def seen(kind: str) -> dict[str, list[str]]:
+        return {
+            str(unit.relative_to(tmp_path)): included(tmp_path, unit)
+            for unit, _ in native.units(tmp_path, kind)
+        }
+
+    assert (
+        seen("core")
+        == {
+            "csrc/numeric/kernels_x.cc": ["numeric/kernels_x.cc"],  # one per instruction set: alone
+            "build/units/numeric.cc": ["numeric/reduce.cc"],
+            "build/units/engine.cc": names[:3],
+            "build/units/engine1.cc": names[3:],
+        }
+    )
+    engine = tmp_path / "csrc" / "engine"
+    (engine / "links").mkdir()
+    (engine / "a.cc").rename(engine / "links" / "a.cc")
+    (engine / "b.cc").rename(tmp_path / "csrc" / "c10d" / "b.cc")
+    core = seen("core")
+    assert core["build/units/engine.cc"] == ["engine/c.cc", "engine/d.cc"]
+    assert core["build/units/engine1.cc"] == ["engine/e.cc", "engine/f.cc", "engine/links/a.cc"]
+    assert seen("torch") == {"build/units/c10d.cc": ["c10d/b.cc", "c10d/work.cc"]}
+
+
+def test_a_unit_is_written_only_if_it_changes(tmp_path: Path) -> None:
+    native = tool("native")
+    write_sources(tmp_path, "base/a.cc")
+    ((unit, _),) = native.units(tmp_path, "core")
+    os.utime(unit, (1, 1))
+    native.units(tmp_path, "core")
+    assert unit.stat().st_mtime == 1
+    (tmp_path / "csrc" / "base" / "b.cc").touch()
+    native.units(tmp_path, "core")
+    assert unit.stat().st_mtime > 1
+
+
+def test_every_line_of_flags_is_used() -> None:
+    native = tool("native")
+    names = {row[0] for row in native.rows(ROOT / "csrc" / "flags.txt")}
+    folders = {row[1] for row in native.rows(ROOT / "csrc" / "floors.txt")}
+    assert names - folders == {"all", "core", "torch", "faults", "sanitize", "extension", "fake"}
+    assert native.flags(ROOT, "bindings") == ["-O1"]
+    # One place: no other file of the build names what decides about the bits of a sum.
+    for path in [ROOT / "setup.py", *TOOLS.glob("*.py"), *(ROOT / "cmake").glob("*.cmake")]:
+        assert "-ffp-contract" not in path.read_text(), path
 
 
 def test_stamp_is_stale_when_a_file_changes(

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "proof/interpreter.h"
 #include "sanitized.h"
-#include "schedule/interpreter.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm::testing {

@@ -1,4 +1,4 @@
-#include "schedule/scalar_math.h"
+#include "proof/scalar_math.h"
 
 #include <cmath>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "schedule/scalar_codec.h"
+#include "proof/scalar_codec.h"
 
 #include <algorithm>
 #include <cmath>

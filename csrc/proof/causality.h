@@ -2,8 +2,8 @@
 
 #include <vector>
 
+#include "proof/rank_image.h"
 #include "schedule/global_graph.h"
-#include "schedule/rank_image.h"
 
 namespace pycomm {
 

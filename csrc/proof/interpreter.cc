@@ -2,7 +2,7 @@
 // Which steps can end therefore does not depend on the order in which they are tried, so one run decides whether a
 // schedule can wait for ever. The values, however, could depend on the order where steps race for memory;
 // checkCausality() excludes that.
-#include "schedule/interpreter.h"
+#include "proof/interpreter.h"
 
 #include <cstring>
 #include <deque>
@@ -10,12 +10,12 @@
 #include <utility>
 
 #include "base/error.h"
-#include "schedule/causality.h"
+#include "proof/causality.h"
+#include "proof/rank_image.h"
+#include "proof/scalar_codec.h"
+#include "proof/scalar_math.h"
 #include "schedule/global_graph.h"
-#include "schedule/rank_image.h"
 #include "schedule/request_checks.h"
-#include "schedule/scalar_codec.h"
-#include "schedule/scalar_math.h"
 
 namespace pycomm {
 namespace {

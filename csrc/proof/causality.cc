@@ -1,4 +1,4 @@
-#include "schedule/causality.h"
+#include "proof/causality.h"
 
 #include <algorithm>
 #include <string>

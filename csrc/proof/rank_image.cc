@@ -1,4 +1,4 @@
-#include "schedule/rank_image.h"
+#include "proof/rank_image.h"
 
 #include <algorithm>
 #include <string>

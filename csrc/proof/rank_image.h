@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "proof/interpreter.h"
 #include "schedule/global_graph.h"
-#include "schedule/interpreter.h"
 
 namespace pycomm {
 
