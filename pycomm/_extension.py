@@ -163,7 +163,7 @@ def check_torch(built: str | None, installed: str) -> None:
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
     if torch_minor(built) != torch_minor(installed):
         # Building again would be refused for a torch that pycomm does not know.
-        way = "take a newer pycomm" if why_unsupported(installed) else _REBUILD
+        way = "take a newer pycomm." if why_unsupported(installed) else _REBUILD
         raise errors.TorchVersionError(
             f"pycomm was built for torch {torch_minor(built)} and torch {installed} is installed. "
             f"Try: {way} Or: pip install 'torch=={torch_minor(built)}.*'"

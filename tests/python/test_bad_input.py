@@ -140,6 +140,28 @@ def test_which_builds_fit() -> None:
         _extension.check_torch(None, "2.13.0")
 
 
+@pytest.mark.parametrize(
+    ("installed", "way"),
+    [
+        (
+            "2.14.1+cu130",
+            "build pycomm in this environment, from its sources: pip install "
+            "--no-build-isolation .",
+        ),
+        # Building is refused for a torch that this pycomm does not know.
+        ("2.16.0", "take a newer pycomm."),
+    ],
+)
+def test_the_way_out_of_a_wrong_torch_is_one_that_works(installed: str, way: str) -> None:
+    with pytest.raises(errors.TorchVersionError) as caught:
+        _extension.check_torch("2.13", installed)
+    assert str(caught.value) == (
+        f"pycomm was built for torch 2.13 and torch {installed} is installed. "
+        f"Try: {way} Or: pip install 'torch==2.13.*'"
+    )
+    _extension.check_torch("2.16", "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
+
+
 # Ranks that do not fit together
 
 
