@@ -181,10 +181,8 @@ def install_cmake() -> None:
 
 def compile_in_place() -> None:
     """Run setup.py; show each file as it is compiled, and everything else only where it failed."""
+    machine.find_headers(HEADERS)  # again, if build/ was removed since the first time
     env = with_tools()
-    headers = machine.find_headers(HEADERS)
-    if headers:
-        env["CPATH"] = os.pathsep.join([*map(str, headers), *filter(None, [env.get("CPATH")])])
     command = [str(PYTHON), "setup.py", "build_ext", "--inplace"]
     child = subprocess.Popen(
         command,

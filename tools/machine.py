@@ -116,6 +116,13 @@ def install_packages(debian: str, fedora: str) -> bool:
     return False
 
 
+def unpacked_headers(folder: Path) -> list[Path]:
+    """The folders to search where Debian's package of Python.h was unpacked; empty if not there."""
+    include = folder / "usr" / "include"
+    found = include / f"python{VERSION}"
+    return [found, include] if (found / "Python.h").is_file() else []
+
+
 def find_headers(unpacked: Path) -> list[Path] | None:
     """Have Python.h: the interpreter's own, its distribution's package, or that one unpacked.
 
@@ -123,13 +130,11 @@ def find_headers(unpacked: Path) -> list[Path] | None:
     is no Python.h.
     """
     own = Path(sysconfig.get_paths()["include"])
-    include = unpacked / "usr" / "include"
-    folders = [include / f"python{VERSION}", include]
     if (own / "Python.h").is_file():
         return []
     if not str(own).startswith("/usr/include/"):
         return None  # an interpreter that no distribution's package belongs to
-    if not (folders[0] / "Python.h").is_file():
+    if not unpacked_headers(unpacked):
         if (
             install_packages(f"python{VERSION}-dev", "python3-devel")
             and (own / "Python.h").is_file()
@@ -140,7 +145,7 @@ def find_headers(unpacked: Path) -> list[Path] | None:
         package = f"libpython{VERSION}-dev"
         fetch = f"apt-get -q download {package} && dpkg-deb -x {package}_*.deb ."
         succeeds("sh", "-c", f"cd '{unpacked}' && {fetch}", timeout=120)
-    return folders if (folders[0] / "Python.h").is_file() else None
+    return unpacked_headers(unpacked) or None
 
 
 def lacks(headers: Path) -> list[Lack]:

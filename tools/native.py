@@ -274,8 +274,10 @@ def core_command() -> list[str]:
 
 
 def python_includes() -> list[str]:
-    """Where Python.h is. In a virtual environment, that of the interpreter it was made with."""
-    return ["-isystem", sysconfig.get_paths()["include"]]
+    """Where Python.h is: with the interpreter, or where bootstrap.py has unpacked it."""
+    unpacked = machine.unpacked_headers(ROOT / "build" / "python-headers")
+    folders = [Path(sysconfig.get_paths()["include"]), *unpacked]
+    return [word for folder in folders for word in ("-isystem", near(folder))]
 
 
 def torch_objects(file: NinjaFile, torch: Torch, where: Path, names: Sequence[str]) -> list[str]:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import cpp
 import fault_build
+import machine
 import native
 
 ROOT = Path(__file__).resolve().parent.parent
