@@ -55,7 +55,9 @@ void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
 // Where tensors of the reducer's own are reduced and broadcast: on the CPU, so that reading them waits for no device, unless
 // the group serves only the parameters' device.
 c10::Device Reducer::ownDevice(c10d::ProcessGroup& group) const {
-  const bool on_cpu = params_.empty() || group.hasBackendForDeviceType(c10::DeviceType::CPU);
+  const std::vector<c10::Device> served = group.getDeviceTypes();
+  const bool on_cpu = params_.empty() ||
+      std::any_of(served.begin(), served.end(), [](const c10::Device& device) { return device.is_cpu(); });
   return on_cpu ? c10::Device(c10::DeviceType::CPU) : params_[0].tensor.device();
 }
 
