@@ -117,3 +117,23 @@ def expect_sparse(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
     }
     return [id(parameter) in sparse for parameter in parameters]
+
+
+class EndsByItself:
+    """Refuses what torch 2.15 added: a backward pass that ends when ``finalize_backward()`` is
+    called. pycomm's reducer ends each pass when its last bucket is there."""
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        return False
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        if required:
+            self.finalize_backward()
+
+    def finalize_backward(self) -> None:
+        raise NotImplementedError(
+            "pycomm.DistributedDataParallel has no require_manual_backward_finalization: its "
+            "backward pass ends by itself. Try: torch's own DistributedDataParallel over pycomm"
+        )

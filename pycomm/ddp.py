@@ -21,6 +21,7 @@ from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
 from pycomm._ddp_group import need_pycomm, pycomm_backend, wrapper_store
 from pycomm._ddp_options import (
+    EndsByItself,
     check_options,
     check_parameters,
     check_python_reducer,
@@ -39,8 +40,7 @@ __all__ = ["DDPStats", "DistributedDataParallel"]
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 _MIB = 1024 * 1024
-# The first all-reduce should start early, while most of backward is still to come; and what leaves
-# last is what backward's end waits for.
+# Small, so that the first all-reduce starts early and backward waits little for the last one.
 _EDGE_BUCKET_CAP_NBYTES = _MIB
 # Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
 # short against a backward pass.
@@ -50,7 +50,7 @@ _NAMES_SHOWN = 10
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
-class DistributedDataParallel(_TorchDDP):
+class DistributedDataParallel(EndsByItself, _TorchDDP):
     """Averages gradients over the ranks of a group while backward runs.
 
     Takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and some more. Gradients may be

@@ -142,6 +142,10 @@ def quantized(rank: int, world_size: int) -> None:
 def refused_by_every_cpu_backend(rank: int, world_size: int) -> None:
     ours = wrap(nn.Linear(600, 2))
     ours.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_perchannel_hook)
+    if torch.__version__.split(".")[:2] >= ["2", "15"]:  # which mended it
+        ours(torch.ones(1, 600)).sum().backward()
+        assert float((ours.module.weight.grad - 1).abs().max()) <= 2 / 255
+        return
     with pytest.raises(RuntimeError, match="list indices must be integers"):
         ours(torch.ones(1, 600)).sum().backward()
 
