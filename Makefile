@@ -41,7 +41,7 @@ cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") tools/gpu_checks.py $(ARGS)
 
-strict: ## the same without precompiled headers, which hide a missing include; warnings are errors
+strict: ## C++ tests without precompiled headers, which hide a missing include; warnings are errors
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py strict
 
@@ -118,7 +118,7 @@ format: ## mend what lint complains about, where that can be done by machine
 	$(BOOTSTRAP) --group lint --no-build
 	@$(BIN)/python tools/lint.py --fix
 
-layers: ## the floors: who may include and import whom
+layers: ## which floor includes or imports which
 	@"$(PYTHON)" tools/check_layers.py
 
 typecheck: ## mypy --strict

@@ -160,6 +160,12 @@ def check_torch(built: str | None, installed: str) -> None:
     Loading it anyway would fail with an undefined symbol, or worse, would not fail.
     """
     if built is None:
+        sources = Path(__file__).resolve().parent.parent
+        if (sources / "setup.py").is_file():
+            raise errors.TorchVersionError(
+                f"this is pycomm's source folder, and the extension is not built here ({sources}). "
+                f"Try: another folder if pycomm is installed, else make venv, or {_REBUILD}"
+            )
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
     if torch_minor(built) != torch_minor(installed):
         # Building again would be refused for a torch that pycomm does not know.

@@ -3,7 +3,7 @@
 
     python3 tools/bootstrap.py [--group demo|test|lint|integrations ...] [--no-build | --no-torch]
 
-Needs the standard library only. Whatever the machine lacks is named in one line. CUDA builds of
+Needs the standard library only. If something is missing, one line says what to install. CUDA builds of
 torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels already
 provide the plain one. While pip installs torch, the part of the extension that includes no torch
 compiles.

@@ -53,6 +53,7 @@ STEPS = [
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
     Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 10),
     Step("strict", "{make} strict", 15),
+    Step("torch_minors", "{make} torch_minors", 15),
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
     Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),

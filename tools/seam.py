@@ -160,7 +160,7 @@ def main() -> int:
     at_least = 0
     if options.all:
         files = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("test_*.py"))]
-        arguments = [*(file for file in files if file not in quick), *later, *arguments]
+        arguments = [*(file for file in files if file not in quick), *later, "--all-cases", *arguments]
     elif all(each.startswith("-") for each in arguments):
         arguments = [*quick, "--all-cases", *arguments]
         left_out += later

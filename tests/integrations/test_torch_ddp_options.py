@@ -262,6 +262,7 @@ def test_hook_that_fails_in_torch(name: str, values: list[Any], note: Any) -> No
 
 def assert_fails_in_torch(name: str, values: list[str]) -> None:
     for value in values:
+        assert isinstance(value, str), "it fails on some ranks only"
         assert "ddp_comm_hooks" in value and "code=" not in value, value
         for text in BROKEN[name][3]:
             assert text in value, value
@@ -277,7 +278,10 @@ def test_that_hook_fails_on_gloo_as_well(name: str) -> None:
         only_pycomm=False,
         preload=PRELOAD,
     )
-    assert_fails_in_torch(name, results.values())
+    values = results.values()
+    if not any(isinstance(value, str) for value in values):
+        pytest.skip(f"torch {torch.__version__} has mended it")
+    assert_fails_in_torch(name, values)
 
 
 def train_with_noop(rank: int, world_size: int) -> Any:

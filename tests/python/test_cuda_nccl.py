@@ -569,6 +569,7 @@ def _interrupted_when_over(rank: int, size: int, library: str) -> bool:
     return True
 
 
+@pytest.mark.alone  # see test_a_signal_handler_destroys_the_group_in_a_collective
 def test_an_interrupt_is_not_lost_if_the_operation_ends_meanwhile(fake_cuda: Path) -> None:
     assert run_ranks(2, _interrupted_when_over, args=(str(fake_cuda),)).values() == [True, True]
 
@@ -606,6 +607,7 @@ def _destroys_in_handler(rank: int, size: int, library: str, where: str) -> tupl
     return str(closed.value), time.monotonic() - began
 
 
+@pytest.mark.alone  # the handler runs 0.2 s after it was armed: the call must have begun
 @pytest.mark.time_bound
 @pytest.mark.parametrize("where", WHERE)
 def test_a_signal_handler_destroys_the_group_in_a_collective(fake_cuda: Path, where: str) -> None:
@@ -645,6 +647,7 @@ def _reduces_in_handler(rank: int, size: int, library: str, where: str) -> tuple
     return "".join(told), float(array[0])
 
 
+@pytest.mark.alone  # as the test above
 @pytest.mark.parametrize("where", WHERE)
 def test_a_signal_handler_cannot_begin_a_collective_in_another(fake_cuda: Path, where: str) -> None:
     args = (str(fake_cuda), where)

@@ -126,7 +126,6 @@ TEST(ForkGuard, AForkWaitsUntilANewDescriptorIsGuarded) {
 
 // Its own hold is no reason to wait, in the parent or in the child.
 TEST(ForkGuard, AThreadThatHoldsForksOffMayForkItself) {
-  const TimePoint begin = Clock::now();
   EXPECT_TRUE(
       testing::Process([] { // which is killed if it waits for ever
         installForkGuard();
@@ -138,12 +137,10 @@ TEST(ForkGuard, AThreadThatHoldsForksOffMayForkItself) {
         return forks() && inChild([&] { return forks() && inChild([] { return true; }); }) && forks();
       })
           .join(5000));
-  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
 }
 
 // Neither may wait for the other for ever.
 TEST(ForkGuard, ThreadsThatHoldForksOffMayForkAtTheSameTime) {
-  const TimePoint begin = Clock::now();
   EXPECT_TRUE(testing::Process([] {
                 installForkGuard();
                 std::atomic<int> holding{0};
@@ -163,7 +160,6 @@ TEST(ForkGuard, ThreadsThatHoldForksOffMayForkAtTheSameTime) {
                 }
                 return good == 2;
               }).join(5000));
-  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
 }
 
 } // namespace
