@@ -83,6 +83,10 @@ def extension_keywords() -> dict[str, object]:
     minor = native.torch_range(ROOT).torch_minor(torch.__version__)
 
     class BuildCExtension(build_ext):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.force = True  # else a newer file stays in place, which may be for another torch
+
         def build_extension(self, ext: setuptools.Extension) -> None:
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)

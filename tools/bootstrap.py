@@ -3,10 +3,10 @@
 
     python3 tools/bootstrap.py [--group demo|test|lint|integrations ...] [--no-build | --no-torch]
 
-Needs the standard library only. If something is missing, one line says what to install. CUDA builds of
-torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels already
-provide the plain one. While pip installs torch, the part of the extension that includes no torch
-compiles.
+Needs the standard library only. If something is missing, one line says what to install. CUDA builds
+of torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels
+already provide the plain one. While pip installs torch, the part of the extension that includes no
+torch compiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import native
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-HEADERS = ROOT / "build" / "python-headers"
 STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
@@ -181,7 +180,7 @@ def install_cmake() -> None:
 
 def compile_in_place() -> None:
     """Run setup.py; show each file as it is compiled, and everything else only where it failed."""
-    machine.find_headers(HEADERS)  # again, if build/ was removed since the first time
+    machine.find_headers(native.HEADERS)  # again, if build/ was removed since the first time
     env = with_tools()
     command = [str(PYTHON), "setup.py", "build_ext", "--inplace"]
     child = subprocess.Popen(
@@ -224,7 +223,7 @@ def build_extension() -> None:
         say("building the extension (minutes, the first time)")
         compile_in_place()
         built.write()
-    installed = Stamp("editable", metadata)
+    installed = Stamp("editable", digest([], metadata, installed_torch()))
     if not installed.fresh():
         say("installing pycomm in place")
         # Everything is compiled by now; this adds the entry points and, through "compat", one .pth
@@ -250,7 +249,7 @@ def main() -> None:
     options = parser.parse_args()
 
     if not (STAMPS / "build").exists():
-        machine.require(HEADERS)
+        machine.require(native.HEADERS)
     lock = os.open(ROOT, os.O_RDONLY)
     fcntl.flock(
         lock, fcntl.LOCK_EX

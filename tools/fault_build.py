@@ -50,7 +50,10 @@ def main() -> int:
     extension = PACKAGE / native.extension_name()
     inputs = [*objects, core / "libpycomm_core.a"]
     newest = max(path.stat().st_mtime_ns for path in inputs)
-    if not extension.is_file() or extension.stat().st_mtime_ns <= newest:
+    # What it was linked from: objects of another torch may be older than it.
+    noted, names = PACKAGE / "inputs.txt", "\n".join(map(str, inputs))
+    same = noted.is_file() and noted.read_text() == names
+    if not same or not extension.is_file() or extension.stat().st_mtime_ns <= newest:
         mirror_python_files()
         partial = extension.with_suffix(f".{os.getpid()}")
         if subprocess.run(
@@ -59,6 +62,7 @@ def main() -> int:
             partial.unlink(missing_ok=True)
             return 1
         partial.rename(extension)  # at once: a test that runs now has the old one open
+        noted.write_text(names)
     print(extension)
     return 0
 

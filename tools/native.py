@@ -29,6 +29,7 @@ import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = Path("build") / "native"
+HEADERS = ROOT / "build" / "python-headers"  # where Python.h is unpacked if the system has none
 STANDARD = "-std=c++20"
 TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
 
@@ -275,7 +276,7 @@ def core_command() -> list[str]:
 
 def python_includes() -> list[str]:
     """Where Python.h is: with the interpreter, or where bootstrap.py has unpacked it."""
-    unpacked = machine.unpacked_headers(ROOT / "build" / "python-headers")
+    unpacked = machine.unpacked_headers(HEADERS)
     folders = [Path(sysconfig.get_paths()["include"]), *unpacked]
     return [word for folder in folders for word in ("-isystem", near(folder))]
 

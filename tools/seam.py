@@ -51,9 +51,9 @@ ASAN_OPTIONS = (
     "handle_segv=0",
     "alloc_dealloc_mismatch=0",
     "quarantine_size_mb=16",
-    f"log_path={REPORTS}/asan",
+    f"log_path='{REPORTS}/asan'",
 )
-UBSAN_OPTIONS = ("print_stacktrace=1", "halt_on_error=1", f"log_path={REPORTS}/ubsan")
+UBSAN_OPTIONS = ("print_stacktrace=1", "halt_on_error=1", f"log_path='{REPORTS}/ubsan'")
 
 
 def listed(path: Path) -> list[str]:
@@ -64,6 +64,7 @@ def listed(path: Path) -> list[str]:
 
 def build() -> bool:
     """Builds the extension; False if that failed."""
+    machine.find_headers(native.HEADERS)
     core = cpp.build("asan", target="pycomm_core")
     if core is None:
         return False
@@ -78,7 +79,7 @@ def build() -> bool:
         f'"""Written by tools/seam.py."""\n\nTORCH_VERSION = "{minor}"\nGIT_COMMIT = ""\n'
     )
     file = native.NinjaFile(BUILD, SANITIZE)
-    objects = native.torch_objects(file, torch, BUILD, ["faults", "sanitize"])
+    objects = native.torch_objects(file, torch, BUILD / torch.tag, ["faults", "sanitize"])
     file.link(PACKAGE / native.extension_name(), [*objects, core / "libpycomm_core.a"], torch)
     command = file.command("seam", native.jobs(GIB_PER_COMPILER))
     return subprocess.run([*command, "--quiet"], cwd=ROOT, check=False).returncode == 0
@@ -160,7 +161,8 @@ def main() -> int:
     at_least = 0
     if options.all:
         files = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("test_*.py"))]
-        arguments = [*(file for file in files if file not in quick), *later, "--all-cases", *arguments]
+        others = [file for file in files if file not in quick]
+        arguments = [*others, *later, "--all-cases", *arguments]
     elif all(each.startswith("-") for each in arguments):
         arguments = [*quick, "--all-cases", *arguments]
         left_out += later

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -39,16 +39,20 @@ def headers(version: str) -> Path:
             wheel = next(Path(scratch).glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive:
                 wanted = [name for name in archive.namelist() if name.startswith("torch/include/")]
-                archive.extractall(folder, wanted)
+                archive.extractall(Path(scratch) / "headers", wanted)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.move(Path(scratch) / "headers", folder)  # whole, or not at all
     return folder / "torch" / "include"
 
 
 def complaint(unit: Path, include: Path) -> str:
     """What the compiler says of one unit; empty if it is content."""
-    folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_path("include")))
+    folders = (include, include / "torch/csrc/api/include")
     command = [*native.compiler(), native.STANDARD, "-fsyntax-only", "-Wno-attributes"]
     command += [*native.flags(ROOT, "all", "torch"), f"-I{ROOT / 'csrc'}"]
     command += [word for folder in folders for word in ("-isystem", str(folder))]
+    command += native.python_includes()
     done = subprocess.run([*command, str(unit)], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr or f"exit code {done.returncode}"
 

@@ -14,7 +14,8 @@ namespace pycomm {
 /// Not installed by itself: a test may fork in order to part the two ends of a link.
 void installForkGuard() noexcept;
 
-/// While one exists on any thread, fork() waits on the others; on that thread itself it does not. For the few instructions between a
+/// While one exists on any thread, fork() waits on the others; on that thread itself it does not. Two threads that
+/// each hold one may fork at the same time with glibc 2.36 or newer; an older one runs the handlers of one fork at a time. For the few instructions between a
 /// system call that makes or closes a descriptor and the note that is taken of it. Keeps errno. Nothing is held off before
 /// installForkGuard().
 class ForksHeldOff {

@@ -307,6 +307,10 @@ void Group::close() {
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
   if (host_ != nullptr) {
+    if (abort_.aborted()) { // the plane is told of the failure first, so that operations end with its cause
+      engine_.control().run([] {});
+      engine_.lane().run([] {});
+    }
     host_->close(reason);
   }
   if (data_ != nullptr) {

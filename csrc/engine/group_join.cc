@@ -190,9 +190,10 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
       if (trouble.code != ErrorCode::ConnectFailed) {
         throw Error(refusedBy(peer, trouble, identity_));
       }
-      gone = link != nullptr && trouble.cause.rfind("ECONNREFUSED", 0) == 0;
-      // No time would help; or the peer listened, and has not for some seconds.
-      final = final || gone || (link == nullptr && (!look.expired() || dropped));
+      const bool refused = trouble.cause.rfind("ECONNREFUSED", 0) == 0; // a rank listens before it publishes its address
+      gone = link != nullptr && refused;
+      // No time would help; or the peer has not listened for some seconds.
+      final = final || gone || (link == nullptr && (!look.expired() || dropped || refused));
       dropped = dropped || link != nullptr;
       link.reset();
     }
@@ -207,7 +208,13 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
       if (gone) {
         trouble.code = ErrorCode::ConnectionReset;
       }
-      throw Error(peerGone(peer, trouble, identity_)); // adds who and where
+      ErrorRecord record = peerGone(peer, trouble, identity_); // adds who and where
+      if (gone) {
+        record.hint =
+            "look for the first error in that rank's log: it has ended, or closed its group while others still joined; if it still "
+            "runs, see whether a firewall resets connections to its port";
+      }
+      throw Error(record);
     }
   }
 }

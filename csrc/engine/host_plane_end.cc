@@ -138,6 +138,9 @@ void HostPlane::close(const ErrorRecord& reason) {
       } catch (const std::bad_alloc&) { // the others find that this rank has left
       }
     }
+    for (size_t i = head_; i < entered_; ++i) {
+      queue_[i].withdraw();
+    }
     left.store(kLeftInOrder, std::memory_order_seq_cst);
     ring();
   }

@@ -116,6 +116,13 @@ HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
       return Progress::Differs;
     }
   }
+  for (int rank = 0; rank < view_.size; ++rank) { // one that was compared early may have withdrawn since
+    if (view_.slot(rank, ticket_).ticket.load(std::memory_order_seq_cst) != ticket_) {
+      matched_ = rank;
+      blocked |= bit(rank);
+      return Progress::Blocked;
+    }
+  }
   return Progress::Moved;
 }
 

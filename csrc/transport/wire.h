@@ -38,10 +38,10 @@ struct FrameHeader {
   uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
   uint32_t digest = 0; ///< selection table and split sizes
   uint32_t reserved = 0;
-  uint64_t aux = 0; ///< by type: bytes granted, last operation's id
+  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that answers one
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
-  static constexpr uint8_t kVersion = 2; ///< 2: the side that connects waits for the HelloReply
+  static constexpr uint8_t kVersion = 2; ///< 2: who connects waits for the HelloReply; Waiting may answer Waiting
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 

@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension pycomm._C")
     config.pluginmanager.register(turns, "turns")
+    shares.choose()
     if config.getoption("--exact-bounds"):
         os.environ["TEST_EXACT_BOUNDS"] = "1"  # ranks read it, too
 

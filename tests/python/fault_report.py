@@ -64,7 +64,7 @@ def write(terminal: Any, *, remember: bool) -> None:
         report
         for each in terminal.stats.values()
         for report in each
-        if getattr(report, "when", "") == "call"
+        if getattr(report, "when", "") in ("call", "???")  # ???: its process died
     ]
     rows = [row for report in reports for row in report.user_properties]
     summary = lines(row for row in rows if row[0].startswith("fault-"))

@@ -32,6 +32,11 @@ def share() -> int:
     return int(given)
 
 
+def choose() -> None:
+    """Chooses once for this process and its children, before midnight comes."""
+    os.environ["SHARE"] = str(share())
+
+
 def share_of(name: str) -> int:
     """The share of the case with this name."""
     return zlib.crc32(name.encode()) % SHARES

@@ -278,6 +278,7 @@ def test_an_exhausted_port_range() -> None:
 
 
 @pytest.mark.needs_native
+@pytest.mark.alone  # another test's port may be in the range
 def test_a_port_range_that_is_large_enough() -> None:
     from ranks import free_port_range
 

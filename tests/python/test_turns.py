@@ -43,13 +43,16 @@ def note(name, **what):
 """
 
 
+NO_CACHE = ("-p", "no:cacheprovider")
+
+
 def outcome(folder: Path, files: dict[str, str], *options: str) -> tuple[str, list[dict[str, str]]]:
     """Runs a suite of these files: the counts, and what its tests have noted, in order."""
     (folder / "conftest.py").write_text(CONFTEST)
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(HEAD + text)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "--color=no", *NO_CACHE, *options, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -168,6 +171,24 @@ def test_two_processes_may_die_at_once(tmp_path: Path) -> None:
     files = {"a": CRASHES_FIRST + SEVERAL, "b": CRASHES_NEXT + SEVERAL, "c": SEVERAL}
     said, _ = outcome(tmp_path, files, "-n", "2")
     assert said.startswith("2 failed, 18 passed"), said
+
+
+DIES_ALONE = """
+@pytest.mark.alone
+def test_die():
+    os._exit(3)
+
+@pytest.mark.alone
+def test_after():
+    note("after")
+"""
+
+
+def test_a_process_may_die_when_the_others_have_no_work_left(tmp_path: Path) -> None:
+    files = {"a": SEVERAL, "b": SEVERAL, "c": DIES_ALONE}
+    said, noted = outcome(tmp_path, files, "-n", "2")
+    assert said.startswith("1 failed, 13 passed"), said
+    assert [note["test"] for note in noted].count("after") == 1
 
 
 def test_the_files_named_exist() -> None:

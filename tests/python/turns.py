@@ -109,8 +109,19 @@ class Scheduler(LoadScopeScheduling):  # type: ignore[misc,valid-type]
 
     def _reschedule(self, node: Any) -> None:
         """A process that replaces a dead one gets work when it has collected the tests."""
-        if node in self.registered_collections:
-            super()._reschedule(node)
+        if node not in self.registered_collections:
+            return
+        super()._reschedule(node)
+        # The files of a dead process may have no test left, and a process begins its last test only
+        # when it knows the next, or that there is none.
+        while (
+            self.workqueue
+            and not node.shutting_down
+            and self._pending_of(self.assigned_work[node]) < 2
+        ):
+            self._assign_work_unit(node)
+        if not self.workqueue:
+            super()._reschedule(node)  # which tells it that no more will come
 
     def remove_node(self, node: Any) -> str | None:
         """A test whose process died has failed: it is not dealt out again with the rest."""

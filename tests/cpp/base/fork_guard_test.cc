@@ -141,6 +141,9 @@ TEST(ForkGuard, AThreadThatHoldsForksOffMayForkItself) {
 
 // Neither may wait for the other for ever.
 TEST(ForkGuard, ThreadsThatHoldForksOffMayForkAtTheSameTime) {
+#if __GLIBC__ < 2 || (__GLIBC__ == 2 && __GLIBC_MINOR__ < 36)
+  GTEST_SKIP() << "an older glibc holds its own lock while handlers of fork() run";
+#endif
   EXPECT_TRUE(testing::Process([] {
                 installForkGuard();
                 std::atomic<int> holding{0};

@@ -558,6 +558,35 @@ TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
   }
 }
 
+// Rank 2 has compared rank 0's entry before rank 0 gave up, and waited for rank 1 since.
+TEST(HostPlane, ARankThatComparedEarlyDoesNotEndWhatAnotherHasGivenUp) {
+  Host host(3);
+  std::array<std::atomic<int64_t>, 3> counters{};
+  std::array<std::vector<float>, 3> values{valuesOf(0, 10), valuesOf(1, 10), valuesOf(2, 10)};
+  const Wish wish{Collective::AllReduce, 10, ReduceOp::Sum};
+  std::array<std::shared_ptr<Operation>, 3> posted;
+  const auto enter = [&](size_t rank) {
+    HostPlane& plane = host.plane(static_cast<int>(rank));
+    posted[rank] = post(plane, counters[rank], wish, viewOf(values[rank]), viewOf(values[rank]), true);
+    (void)plane.drive(*posted[rank], Deadline::after(20));
+  };
+  enter(0);
+  enter(2);
+  ErrorRecord cause;
+  cause.code = ErrorCode::Timeout;
+  cause.peer = 1;
+  failNow(host.plane(0), cause);
+  ASSERT_TRUE(posted[0]->error());
+  enter(1);
+  (void)host.plane(2).drive(*posted[2], Deadline::after(100));
+  EXPECT_FALSE(posted[1]->done());
+  EXPECT_FALSE(posted[2]->done());
+  failNow(host.plane(2), cause);
+  ASSERT_TRUE(posted[2]->done());
+  EXPECT_TRUE(posted[2]->error());
+  failNow(host.plane(1), cause);
+}
+
 TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   constexpr size_t kNumel = 100000;
   Host host(2, {}, true);
