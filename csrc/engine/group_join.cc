@@ -190,7 +190,8 @@ std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
       if (trouble.code != ErrorCode::ConnectFailed) {
         throw Error(refusedBy(peer, trouble, identity_));
       }
-      const bool refused = trouble.cause.rfind("ECONNREFUSED", 0) == 0; // a rank listens before it publishes its address
+      // A rank listens before it publishes its address.
+      const bool refused = trouble.cause.rfind("ECONNREFUSED", 0) == 0;
       gone = link != nullptr && refused;
       // No time would help; or the peer has not listened for some seconds.
       final = final || gone || (link == nullptr && (!look.expired() || dropped || refused));
