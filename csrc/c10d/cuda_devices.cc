@@ -92,6 +92,9 @@ void CudaDevices::settle(const std::shared_ptr<CudaDevice>& on, Deadline deadlin
     nccl_ = made;
   }
   nccl_changed_.notify_all();
+  if (made != nullptr && stopped_.load(std::memory_order_acquire)) { // stop() may have come before nccl_ was there
+    made->stop(std::chrono::milliseconds(0));
+  }
   if (failure != nullptr) {
     std::rethrow_exception(failure);
   }
@@ -112,17 +115,19 @@ bool CudaDevices::goesByNccl(c10::Device device, Deadline deadline) {
 }
 
 void CudaDevices::stop() {
+  stopNccl(NcclGroup::kDrainFor);
+}
+
+void CudaDevices::stopNccl(std::chrono::milliseconds drain_for) {
   stopped_.store(true, std::memory_order_release);
   if (const auto nccl = this->nccl()) {
-    nccl->stop(NcclGroup::kDrainFor);
+    nccl->stop(drain_for);
   }
 }
 
 void CudaDevices::stopThreads(Deadline deadline) {
   constexpr int kMostMs = 5000;
-  if (const auto nccl = this->nccl()) {
-    nccl->stop(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
-  }
+  stopNccl(std::chrono::milliseconds(deadline.remainingMs(kMostMs) / 2));
   std::vector<std::shared_ptr<CudaDevice>> devices;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -3,6 +3,7 @@
 #include <c10/core/Device.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -50,6 +51,7 @@ class CudaDevices {
  private:
   CudaDevices(std::shared_ptr<Group> group, Config config) : group_(std::move(group)), config_(std::move(config)) {}
   void stopThreads(Deadline deadline);
+  void stopNccl(std::chrono::milliseconds drain_for);
   /// Finds out with all ranks which way CUDA tensors go, once.
   void settle(const std::shared_ptr<CudaDevice>& on, Deadline deadline);
   [[nodiscard]] std::shared_ptr<NcclGroup> nccl();
@@ -58,7 +60,7 @@ class CudaDevices {
   const Config config_;
   std::mutex mutex_; ///< guards devices_
   std::map<c10::DeviceIndex, std::shared_ptr<CudaDevice>> devices_;
-  std::atomic<bool> stopped_{false}; ///< stop() was called: a first collective that waits for other ranks gives up
+  std::atomic<bool> stopped_{false}; ///< stopNccl() was called: a first collective that waits for other ranks gives up
   std::mutex nccl_mutex_; ///< guards the rest; not held while waiting
   std::condition_variable nccl_changed_;
   bool settling_ = false; ///< a thread is in settle()

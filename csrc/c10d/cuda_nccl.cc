@@ -231,6 +231,16 @@ class NcclGroup::Launching {
     const std::lock_guard<std::mutex> lock(group_.mutex_);
     --group_.launching_;
   }
+  /// A launch that stop() has not seen would never end: the other ranks do not come, and nobody watches over it.
+  void refuseIfStopped() const {
+    const std::lock_guard<std::mutex> lock(group_.mutex_);
+    if (group_.stopping_) {
+      throw Error(
+          ErrorCode::ShutDown,
+          "The process group is closed.",
+          "destroy_process_group() was called before this operation was begun");
+    }
+  }
   Launching(const Launching&) = delete;
   Launching& operator=(const Launching&) = delete;
 
@@ -246,6 +256,7 @@ void NcclGroup::launch(
   const Interruptible interruptible(this);
   const Launching launching(*this);
   try {
+    launching.refuseIfStopped();
     const c10::DeviceGuard guard(device_->device());
     NcclCalls translated(group_->identity().rank, group_->identity().size);
     for (size_t i = 0; i < calls.size(); ++i) {

@@ -93,7 +93,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   static constexpr std::chrono::seconds kDrainFor{5};
   /// Waits up to `drain_for` for what is on the device, and ends the thread; aborts the communicator if it is still not idle, or if a
   /// launch waits for other ranks, whose thread may be this one.
-  /// Idempotent; before the group is closed.
+  /// No launch begins from then on. Idempotent; before the group is closed.
   void stop(std::chrono::milliseconds drain_for);
 
   [[nodiscard]] const CudaDevice& device() const noexcept {

@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -656,14 +657,71 @@ def test_a_signal_handler_cannot_begin_a_collective_in_another(fake_cuda: Path, 
     assert [value for _, value in ranks] == [2.0, 2.0], "the other collective goes on"
 
 
+def _after_close(rank: int, size: int, library: str) -> tuple[str, str]:
+    device = Device(Path(library), nccl=True)
+    device.library.fake_nccl_groups.restype = ctypes.c_char_p
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(4, "float32"))
+    dist.all_reduce(tensor, group=group)
+    device.synchronize()
+    before = device.library.fake_nccl_groups()
+    dist.destroy_process_group(group)
+    if rank == 1:
+        return "", ""
+    with pytest.raises(errors.PycommError) as closed:  # as a reducer does, which keeps the group
+        group.allreduce([tensor], dist.AllreduceOptions()).wait()
+    return str(closed.value), device.library.fake_nccl_groups()[len(before) :].decode()
+
+
+def test_nothing_is_launched_after_the_group_was_closed(fake_cuda: Path) -> None:
+    text, launched = run_ranks(2, _after_close, args=(str(fake_cuda),)).values()[0]
+    assert launched == "", "a kernel that waits for ranks which do not come"
+    assert "code=SHUT_DOWN" in text and "The process group is closed" in text
+
+
+def _closed_while_made(rank: int, size: int, library: str) -> tuple[list[str], list[str], str]:
+    device = Device(Path(library), nccl=True)
+    device.library.fake_nccl_groups.restype = ctypes.c_char_p
+    group = _group(size, "nccl")
+    tensor = device.tensor(np.ones(4, "float32"))
+    told: list[str] = []
+
+    def reduce() -> None:
+        try:
+            group.allreduce([tensor], dist.AllreduceOptions()).wait()
+        except errors.PycommError as error:
+            told.append(str(error))
+
+    device.library.fake_nccl_hold_looks(1)
+    first = threading.Thread(target=reduce)
+    first.start()
+    deadline = time.monotonic() + 20
+    while not device.library.fake_nccl_look_waits() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.destroy_process_group(group)  # nobody has the communicator yet, which is made
+    device.library.fake_nccl_hold_looks(0)
+    first.join(20)
+    assert not first.is_alive()
+    return told, _threads(), device.library.fake_nccl_groups().decode()
+
+
+def test_a_group_that_is_closed_while_nccl_connects_launches_nothing(fake_cuda: Path) -> None:
+    ((told, threads, launched),) = run_ranks(1, _closed_while_made, args=(str(fake_cuda),)).values()
+    assert launched == "", "a kernel that waits for ranks which do not come"
+    assert "pycomm-nccl" not in threads, "it calls CUDA until the process ends"
+    assert len(told) == 1
+    assert "code=SHUT_DOWN" in told[0] and "The process group is closed" in told[0]
+
+
+def _threads() -> list[str]:
+    tasks = Path("/proc/self/task").iterdir()
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    return sorted(name for name in names if name.startswith("pycomm"))
+
+
 def _exits(
     rank: int, size: int, library: str, cuda_mode: str
 ) -> tuple[list[str], list[str], float]:
-    def threads() -> list[str]:
-        tasks = Path("/proc/self/task").iterdir()
-        names = [(task / "comm").read_text().strip() for task in tasks]
-        return sorted(name for name in names if name.startswith("pycomm"))
-
     device = Device(Path(library), nccl=cuda_mode == "nccl")
     group = _group(size, cuda_mode)
     tensor = device.tensor(np.ones(4, "float32"))
@@ -677,14 +735,14 @@ def _exits(
     dist.barrier()
     name = "pycomm-nccl" if cuda_mode == "nccl" else "pycomm-stager"
     deadline = time.monotonic() + 20  # a thread names itself when it first runs
-    while name not in threads() and time.monotonic() < deadline:
+    while name not in _threads() and time.monotonic() < deadline:
         time.sleep(0.01)
-    running = threads()
+    running = _threads()
     began = time.monotonic()
     _extension.load().shutdown_all(2000)  # what atexit calls
     took = time.monotonic() - began
     del work
-    return running, threads(), took
+    return running, _threads(), took
 
 
 @pytest.mark.alone

@@ -33,6 +33,8 @@ constexpr size_t kElement[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 std::atomic<int> reported{kSuccess};
 std::atomic<bool> launches_held{false};
+std::atomic<bool> looks_held{false};
+std::atomic<bool> look_waits{false};
 std::string groups; // what was issued, a group after the other: "3 1 "
 
 struct UniqueId {
@@ -353,6 +355,10 @@ FAKE_EXPORT int ncclCommGetAsyncError(Comm* comm, int* state) {
       *state = kInProgress;
     }
   }
+  while (*state == kSuccess && looks_held) {
+    look_waits = true;
+    usleep(1000);
+  }
   const std::lock_guard<std::mutex> lock(comm->mutex);
   if (comm->begun && *state == kSuccess) {
     if (launches_held || comm->looks_left-- > 0) {
@@ -366,6 +372,14 @@ FAKE_EXPORT int ncclCommGetAsyncError(Comm* comm, int* state) {
 /// 1: no group gets onto its stream from here on, as if NCCL still connected to other ranks for it.
 FAKE_EXPORT void fake_nccl_hold_launches(int hold) {
   launches_held = hold != 0;
+}
+/// 1: ncclCommGetAsyncError does not return where it would say that all is well, until 0.
+FAKE_EXPORT void fake_nccl_hold_looks(int hold) {
+  looks_held = hold != 0;
+}
+/// Whether it was ever held up so.
+FAKE_EXPORT int fake_nccl_look_waits(void) {
+  return look_waits ? 1 : 0;
 }
 FAKE_EXPORT int ncclCommAbort(Comm* comm) {
   if (comm->aborted.exchange(true)) { // not freed: what is on the stream still looks at it
