@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
+#include "c10d/raising.h"
 #include "cuda/c_error_record.h"
 
 namespace pycomm {
@@ -104,6 +106,8 @@ ErrorRecord caughtOnDevice() {
     throw;
   } catch (const Error& error) {
     return error.record();
+  } catch (const std::bad_alloc&) {
+    return outOfMemory();
   } catch (const c10::Error& error) {
     record.cause = error.what_without_backtrace();
   } catch (const std::exception& error) {

@@ -8,6 +8,15 @@
 
 namespace pycomm {
 
+/// What a std::bad_alloc is to the caller.
+[[nodiscard]] inline ErrorRecord outOfMemory() {
+  ErrorRecord record;
+  record.code = ErrorCode::OutOfMemory;
+  record.summary = "This process has no memory left.";
+  record.hint = "use a smaller batch, or fewer operations at once";
+  return record;
+}
+
 /// Runs the body of an entry point of torch's; pycomm's errors leave it as Python's exceptions. The caller does not hold the
 /// interpreter's lock while the body blocks.
 template <typename Body>
@@ -17,11 +26,7 @@ auto raising(const Body& body) -> decltype(body()) {
   } catch (const Error& error) {
     throwToPython(error.record());
   } catch (const std::bad_alloc&) {
-    ErrorRecord record;
-    record.code = ErrorCode::OutOfMemory;
-    record.summary = "This process has no memory left.";
-    record.hint = "use a smaller batch, or fewer operations at once";
-    throwToPython(record);
+    throwToPython(outOfMemory());
   } catch (const std::system_error& error) { // a thread that could not be started, a lock that could not be had
     ErrorRecord record;
     record.code = ErrorCode::SystemError;

@@ -485,3 +485,21 @@ def test_a_device_without_kernels_is_refused_before_anything_moves(fake_cuda: Pa
     for text in run_ranks(2, _old_device, args=(str(fake_cuda),)).values():
         assert "cuda:0 has compute capability 7.5" in text
         assert "tensor.cpu()" in text
+
+
+def _without_memory(rank: int, size: int, library: str) -> list[str]:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    work = dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group, async_op=True)
+    device.library.fake_run_out_of_memory(1)
+    with pytest.raises(errors.PycommError) as failed:
+        work.wait()
+    device.library.fake_run_out_of_memory(0)
+    return [str(failed.value), failed.value.record["code"]]
+
+
+def test_a_host_without_memory_is_no_broken_device(fake_cuda: Path) -> None:
+    ((text, code),) = run_ranks(1, _without_memory, args=(str(fake_cuda),)).values()
+    assert code == "OUT_OF_MEMORY"
+    assert "This process has no memory left" in text
+    assert "nvidia-smi" not in text

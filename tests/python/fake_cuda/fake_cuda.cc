@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <new>
 
 #include "cuda/c_api.h"
 #include "cuda/c_table.h"
@@ -68,6 +69,9 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return getStreamFromGlobalPool(of, false);
   }
   c10::Stream exchangeStream(c10::Stream to) const override {
+    if (out_of_memory) {
+      throw std::bad_alloc();
+    }
     const c10::Stream from = getStream(to.device());
     current_stream[to.device_index()] = to.id();
     return from;
@@ -106,6 +110,7 @@ struct FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     fake_cuda::recordUse(data.get(), native(stream));
   }
   static inline std::atomic<int> kept{0};
+  static inline std::atomic<bool> out_of_memory{false};
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, FakeGuard)
@@ -179,6 +184,10 @@ FAKE_EXPORT int fake_end_capture(void) {
 /// Every call of CUDA's fails from here on.
 FAKE_EXPORT void fake_break_down(void) {
   fake_cuda::breakDown();
+}
+/// 1: the host has no memory left when another stream is made the current one, until 0.
+FAKE_EXPORT void fake_run_out_of_memory(int out) {
+  FakeGuard::out_of_memory = out != 0;
 }
 /// The devices' compute capability is this, point 5.
 FAKE_EXPORT void fake_set_capability(int major) {
