@@ -169,6 +169,30 @@ def group_of(state: Any) -> dist.ProcessGroup | None:
     return None
 
 
+def group_of_hook(hook: object, state: object, wrappers: Any) -> Any:
+    """What the hook's collectives go through, as far as one can tell: its state's group.
+
+    Without one there, torch's hooks and ours take the default group. A hook of the user's may have
+    its group from anywhere: ``wrappers`` then, the group of the wrapper.
+    """
+    if found := group_of(state):
+        return found
+    means_default = getattr(state, "process_group", state) is None
+    known = means_default and (_known(hook) or _known(type(state)))
+    return dist.group.WORLD if known else wrappers
+
+
+def _known(hook: object) -> bool:
+    """Whether it is torch's or ours, and so is the hook in it, as in fp16_compress_wrapper's."""
+    while hasattr(hook, "__wrapped__"):
+        hook = hook.__wrapped__
+    if not str(getattr(hook, "__module__", "")).startswith(("torch.", "pycomm.")):
+        return False
+    names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(hook, "__closure__", None) or (), strict=True))
+    return "hook" not in cells or _known(cells["hook"].cell_contents)
+
+
 class _Job:
     """One bucket: what to run, in which surroundings, and where the result goes."""
 

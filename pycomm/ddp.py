@@ -227,19 +227,19 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
 
         Raises:
             RuntimeError: There is a hook already, or training has begun.
-            UnsupportedError: ``wire_dtype`` is set, and the group is not pycomm's.
+            UnsupportedError: ``wire_dtype`` is set, and the hook's group is not pycomm's.
         """
         self._check_comm_hook(hook)
-        from pycomm.comm_hooks import group_of, ordered
+        from pycomm.comm_hooks import group_of_hook, ordered
 
+        group = group_of_hook(hook, state, self._reducing_group())
         if self._wire_dtype is not None:
-            what = f"wire_dtype={self._wire_dtype!r} together with a comm hook"
-            need_pycomm(self._reducing_group(), what)
+            need_pycomm(group, f"wire_dtype={self._wire_dtype!r} together with a comm hook")
         self.reducer._register_comm_hook(
             state,
             ordered(
                 hook,
-                group=group_of(state) or self._reducing_group(),
+                group=group,
                 describe=self._describe_bucket,
                 codec_of=self._codec_of,
             ),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fake_cuda_device import Device, preloading
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import pycomm
 
@@ -206,17 +207,22 @@ def test_gradients_stay_until_the_copy_that_converts_them_is_through(fake_cuda: 
         assert sorted(kept) == [False, True], "all gradients are copied on one of the two streams"
 
 
-def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
-    """The hook's state names a group that goes the other way than the wrapper's."""
-    Device(Path(library), nccl=True)
-    own, other = (
+def _both_ways(size: int, nccl: bool) -> list[Any]:
+    """The wrapper's group, and one that goes the other way: by NCCL or through the host."""
+    return [
         dist.new_group(
             list(range(size)),
             timeout=timedelta(seconds=20),
             pg_options=pycomm.Options(cuda_mode="nccl" if each else "tcp"),  # type: ignore[arg-type]
         )
         for each in (not nccl, nccl)
-    )
+    ]
+
+
+def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
+    """The hook's state names a group that goes the other way than the wrapper's."""
+    Device(Path(library), nccl=True)
+    own, other = _both_ways(size, nccl)
     threads = []
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -234,6 +240,36 @@ def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> li
 def test_the_group_in_a_hooks_state_decides_where_it_runs(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
     for weights, threads in _run(_hook_of_another_group, fake_cuda, nccl):
+        assert (threads == {"pycomm-ordered-hook"}) == (not nccl), threads
+        for mine, expected in zip(weights, alone, strict=True):
+            assert abs(mine - expected).max() < 1e-5
+
+
+def _hook_without_a_group(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
+    """torch's hooks take the default group then, which goes the other way than the wrapper's."""
+    Device(Path(library), nccl=True)
+    own, other = _both_ways(size, nccl)
+    dist.distributed_c10d._update_default_pg(other)
+    threads = []
+    issue = default_hooks._allreduce_fut
+
+    def issued(process_group: Any, tensor: torch.Tensor) -> Any:
+        assert process_group is None
+        threads.append(threading.current_thread().name)
+        return issue(process_group, tensor)
+
+    default_hooks._allreduce_fut = issued  # type: ignore[assignment]
+    ddp = pycomm.DistributedDataParallel(_model().to("cuda:0"), process_group=own)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return [_train(rank, ddp), set(threads)]
+
+
+@pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+def test_the_default_group_decides_where_torchs_hooks_run_if_the_state_has_none(
+    fake_cuda: Path, nccl: bool
+) -> None:
+    alone = _alone()
+    for weights, threads in _run(_hook_without_a_group, fake_cuda, nccl):
         assert (threads == {"pycomm-ordered-hook"}) == (not nccl), threads
         for mine, expected in zip(weights, alone, strict=True):
             assert abs(mine - expected).max() < 1e-5

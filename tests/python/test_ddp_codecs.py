@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -376,6 +377,46 @@ def refused(rank: int, world_size: int) -> list[str]:
     with pytest.raises(UnsupportedError) as caught:
         model.register_comm_hook(None, lambda state, bucket: None)
     return [*said, str(caught.value)]
+
+
+def refused_for_a_hook(rank: int, world_size: int) -> list[str]:
+    """What decides is the group of the hook's sums, and not the wrapper's."""
+    from pycomm.errors import UnsupportedError
+
+    ours = dist.new_group([0], backend="pycomm")
+    powers = powerSGD_hook.PowerSGDState(None)  # this, too, means the default group
+    said = []
+    for state, hook in (
+        (dist.group.WORLD, default_hooks.allreduce_hook),
+        (None, default_hooks.allreduce_hook),
+        (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        (powers, powerSGD_hook.powerSGD_hook),
+        (powers, lambda state, bucket: powerSGD_hook.powerSGD_hook(state, bucket)),
+    ):
+        model = wrap(Slopes(), process_group=ours, wire_dtype="int8")
+        with pytest.raises(UnsupportedError) as caught:
+            model.register_comm_hook(state, hook)
+        said.append(str(caught.value))
+    wrap(Slopes(), wire_dtype="bf16").register_comm_hook(ours, default_hooks.allreduce_hook)
+    # A hook of the user's, without a group in its state, goes by the wrapper's.
+    for users in (lambda state, bucket: None, default_hooks.fp16_compress_wrapper(users_hook)):
+        model = wrap(Slopes(), process_group=ours, wire_dtype="int8")
+        model.register_comm_hook(None, users)
+    return said
+
+
+def users_hook(state, bucket):  # torch wants real classes as annotations, or none
+    raise AssertionError("nothing is reduced here")
+
+
+def test_a_hook_with_sums_of_another_backend_is_refused() -> None:
+    (said,) = ranks.run_ranks(
+        1, refused_for_a_hook, backend="gloo", preload=ranks.TORCH_DDP
+    ).values()
+    for text in said:
+        assert "together with a comm hook needs a process group of pycomm" in text
+        assert "backend is 'gloo'" in text
+    assert len(said) == 5
 
 
 def test_another_backend_is_refused_in_words() -> None:
