@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import sys
@@ -140,11 +141,22 @@ def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of tests/python/fake_cuda, compiled once."""
+def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of tests/python/fake_cuda, compiled once, by the first process that needs it."""
     import fake_cuda_device
 
-    return fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda"))
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # one of several processes: each has its own folder
+        shared = shared.parent
+    folder = shared / "fake_cuda"  # where ranks leave files, too
+    folder.mkdir(exist_ok=True)
+    library = folder / "libpycomm_cuda.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = fake_cuda_device.build_or_skip(tmp_path_factory.mktemp("fake_cuda_build"))
+            made.rename(library)  # whole, or not there
+    return library
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import fake_cuda_device
@@ -66,3 +67,41 @@ def test_a_compiler_may_have_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [line.split()[0] for line in launched] == [compiler] * 3, (
         "a look, an object, the library"
     )
+
+
+CONFTEST = f"""
+import importlib.util
+import sys
+
+sys.path.insert(0, {str(ROOT / "tests/python")!r})
+import fake_cuda_device
+
+spec = importlib.util.spec_from_file_location("real", {str(ROOT / "tests/python/conftest.py")!r})
+real = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+fake_cuda = real.fake_cuda
+
+def build_or_skip(folder):
+    with open("built", "a") as built:
+        print(folder, file=built)
+    (folder / "libpycomm_cuda.so").write_text("it")
+    return folder / "libpycomm_cuda.so"
+
+fake_cuda_device.build_or_skip = build_or_skip
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_of_one_run_build_the_library_once(tmp_path: Path, processes: int) -> None:
+    pytest.importorskip("xdist")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(fake_cuda):\n    assert fake_cuda.read_text() == 'it'\n"
+    )
+    workers = ["--dist=each", f"--tx={processes}*popen"] if processes > 1 else []
+    command = [sys.executable, "-m", "pytest", "-q", *workers, f"--basetemp={tmp_path / 'temp'}"]
+    done = subprocess.run(
+        [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert f"{processes} passed" in done.stdout, done.stdout + done.stderr
+    assert len((tmp_path / "built").read_text().splitlines()) == 1
