@@ -141,7 +141,7 @@ FlightLog::Mark FlightLog::issued(
   slot->bytes_done.store(0, kRelease);
   slot->bytes_total.store(0, kRelease);
   slot->ticket.store(ticket, kRelease);
-  return {log, slot, ticket};
+  return {std::shared_ptr<Slot>(log, slot), ticket};
 }
 
 void FlightLog::Mark::from(int sender) const noexcept {

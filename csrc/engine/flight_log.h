@@ -97,18 +97,16 @@ class FlightLog {
     void ended(const std::optional<ErrorRecord>& error) const noexcept;
     /// Where it is written; null for an empty one.
     [[nodiscard]] const void* address() const noexcept {
-      return slot_;
+      return slot_.get();
     }
 
    private:
     friend class FlightLog;
-    Mark(std::shared_ptr<const FlightLog> log, Slot* slot, uint64_t ticket)
-        : log_(std::move(log)), slot_(slot), ticket_(ticket) {}
+    Mark(std::shared_ptr<Slot> slot, uint64_t ticket) : slot_(std::move(slot)), ticket_(ticket) {}
     [[nodiscard]] bool owns() const noexcept {
       return slot_ != nullptr && slot_->ticket.load(std::memory_order_relaxed) == ticket_;
     }
-    std::shared_ptr<const FlightLog> log_; ///< keeps the slot
-    Slot* slot_ = nullptr;
+    std::shared_ptr<Slot> slot_; ///< keeps the whole log, whose it is
     uint64_t ticket_ = 0;
   };
 

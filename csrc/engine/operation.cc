@@ -28,7 +28,7 @@ const Operation::Request::Extras& Operation::Request::extras() const noexcept {
 
 Operation::Shared& Operation::shared() const noexcept {
   static Shared none; // ticket 0; nobody writes to it
-  return shared_ ? *shared_ : none;
+  return request_.extras_ ? request_.extras_->shared : none;
 }
 
 void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index) {
@@ -79,15 +79,14 @@ std::optional<ErrorRecord> Operation::error() const {
     record.summary = "No memory left."; // as long as a string can be without memory of its own
     return record;
   }
-  return error_ ? std::optional<ErrorRecord>(*error_) : std::nullopt;
+  return ending_ && ending_->error ? std::optional<ErrorRecord>(*ending_->error) : std::nullopt;
 }
 
 void Operation::onDone(std::function<void()> listener) {
   if (!done()) {
     const std::lock_guard<std::mutex> lock(roomOf(this).mutex);
     if (!done()) {
-      listeners_ = listeners_ ? std::move(listeners_) : std::make_unique<std::vector<std::function<void()>>>();
-      listeners_->push_back(std::move(listener));
+      ending().listeners.push_back(std::move(listener));
       return;
     }
   }
@@ -95,7 +94,7 @@ void Operation::onDone(std::function<void()> listener) {
 }
 
 void Operation::finish(std::optional<ErrorRecord> error) noexcept {
-  std::unique_ptr<std::vector<std::function<void()>>> listeners;
+  std::vector<std::function<void()>> listeners;
   WaitingRoom& room = roomOf(this);
   {
     const std::lock_guard<std::mutex> lock(room.mutex);
@@ -103,21 +102,23 @@ void Operation::finish(std::optional<ErrorRecord> error) noexcept {
       return;
     }
     mark_.ended(error);
+    if (ending_ != nullptr) {
+      listeners.swap(ending_->listeners);
+    }
     try {
-      error_ = error ? std::make_unique<const ErrorRecord>(*std::move(error)) : nullptr;
+      if (error) {
+        ending().error = std::make_unique<const ErrorRecord>(*std::move(error));
+      }
     } catch (...) { // no memory
       failed_without_record_ = true;
     }
-    listeners = std::move(listeners_);
     done_.store(true, std::memory_order_release); // last: who sees it may destroy the operation
   }
   room.ended.notify_all();
-  if (listeners != nullptr) {
-    for (const auto& listener : *listeners) {
-      try {
-        listener();
-      } catch (...) { // see onDone()
-      }
+  for (const auto& listener : listeners) {
+    try {
+      listener();
+    } catch (...) { // see onDone()
     }
   }
 }

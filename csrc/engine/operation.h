@@ -23,6 +23,14 @@ namespace pycomm {
 /// the lane that runs it; the lane alone calls `finish`, once.
 class Operation {
  public:
+  /// Of an operation in shared memory: see HostPlane.
+  struct Shared {
+    uint64_t ticket = 0; ///< 0: it is not one. Set once, before others have it
+    int64_t bytes_total = 0;
+    std::atomic<int64_t> bytes_done{0};
+    std::atomic<bool> held{false}; ///< its input is not there yet (Group::Call::held)
+  };
+
   struct Request {
     OperationId id;
     Descriptor descriptor;
@@ -40,6 +48,7 @@ class Operation {
       bool output_encoded = false;
       std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins
       std::shared_ptr<CodecCounters> codec_counters; ///< where descriptor.codec is not None
+      Shared shared; ///< see Operation::makeShared
     };
     /// To read: the defaults if there are none. To write: they are made.
     [[nodiscard]] const Extras& extras() const noexcept;
@@ -52,6 +61,7 @@ class Operation {
     int peer = -1; ///< as asked; PointToPoint::kAnyRank for a receive from any rank
 
    private:
+    friend class Operation;
     std::unique_ptr<Extras> extras_;
   };
 
@@ -72,17 +82,9 @@ class Operation {
     return issued_at_;
   }
 
-  /// Of an operation in shared memory: see HostPlane.
-  struct Shared {
-    uint64_t ticket = 0; ///< 0: it is not one. Set once, before others have it
-    int64_t bytes_total = 0;
-    std::atomic<int64_t> bytes_done{0};
-    std::atomic<bool> held{false}; ///< its input is not there yet (Group::Call::held)
-  };
   /// To write: is made if there is none, before others have the operation. To read: of another way, as if it had ticket 0.
   [[nodiscard]] Shared& makeShared() {
-    shared_ = shared_ ? std::move(shared_) : std::make_unique<Shared>();
-    return *shared_;
+    return request_.extras().shared;
   }
   [[nodiscard]] Shared& shared() const noexcept;
 
@@ -115,17 +117,26 @@ class Operation {
   void finish(std::optional<ErrorRecord> error) noexcept;
 
  private:
-  Request request_; ///< changed by settle() only
+  /// What few pending operations have.
+  struct Ending {
+    std::vector<std::function<void()>> listeners;
+    std::unique_ptr<const ErrorRecord> error;
+  };
+  /// Made when asked for.
+  [[nodiscard]] Ending& ending() {
+    ending_ = ending_ ? std::move(ending_) : std::make_unique<Ending>();
+    return *ending_;
+  }
+
+  Request request_; ///< changed by settle() and makeShared() only
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
-  std::unique_ptr<Shared> shared_;
   std::atomic<bool> settled_; ///< beside the other flags: that saves 16 bytes
   // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes. Of an
   // operation that is done all is read without it: in a child of fork() nobody would release it.
   std::atomic<bool> done_{false}; ///< written last, with the mutex held; read without
-  bool failed_without_record_ = false; ///< there was no memory for `error_`
-  std::unique_ptr<const ErrorRecord> error_;
-  std::unique_ptr<std::vector<std::function<void()>>> listeners_;
+  bool failed_without_record_ = false; ///< there was no memory for it
+  std::unique_ptr<Ending> ending_;
 };
 
 } // namespace pycomm
