@@ -490,8 +490,15 @@ def test_a_device_without_kernels_is_refused_before_anything_moves(fake_cuda: Pa
 def _without_memory(rank: int, size: int, library: str) -> list[str]:
     device = Device(Path(library))
     group = dist.new_group(list(range(size)))
-    work = dist.all_reduce(device.tensor(np.ones(4, "float32")), group=group, async_op=True)
+    store = dist.distributed_c10d._get_default_store()
+    tensor = device.tensor(np.ones(4, "float32"))
+    if rank == 1:  # rank 0's cannot end before
+        store.wait(["rank 0 has no memory"], timedelta(seconds=30))
+        dist.all_reduce(tensor, group=group)
+        return []
+    work = dist.all_reduce(tensor, group=group, async_op=True)
     device.library.fake_run_out_of_memory(1)
+    store.set("rank 0 has no memory", "")
     with pytest.raises(errors.PycommError) as failed:
         work.wait()
     device.library.fake_run_out_of_memory(0)
@@ -499,7 +506,7 @@ def _without_memory(rank: int, size: int, library: str) -> list[str]:
 
 
 def test_a_host_without_memory_is_no_broken_device(fake_cuda: Path) -> None:
-    ((text, code),) = run_ranks(1, _without_memory, args=(str(fake_cuda),)).values()
+    text, code = run_ranks(2, _without_memory, args=(str(fake_cuda),))[0].value
     assert code == "OUT_OF_MEMORY"
     assert "This process has no memory left" in text
     assert "nvidia-smi" not in text
