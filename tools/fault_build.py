@@ -45,7 +45,7 @@ def main() -> int:
     lock = os.open(PACKAGE, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several processes builds; until this one ends
     core = cpp.build("plain", target="pycomm_core")
-    if core is None:
+    if core is None or not native.update(torch, objects):
         return 1
     extension = PACKAGE / native.extension_name()
     inputs = [*objects, core / "libpycomm_core.a"]

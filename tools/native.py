@@ -320,6 +320,17 @@ def built_torch_objects(torch: Torch) -> list[Path]:
     return [ROOT / name for name in made if name.is_relative_to(BUILD / torch.tag)]
 
 
+def update(torch: Torch, objects: Sequence[Path]) -> bool:
+    """Compiles those of `built_torch_objects` again that are older than what they are made of.
+
+    Linked with a core of other headers they would crash. False if the compiler refuses one.
+    """
+    build = [*ninja(), "-f", near(build_file(torch)), "-j", str(jobs(GIB_PER_COMPILER))]
+    # Standard output is for what the caller prints.
+    command = [*build, *map(near, objects)]
+    return subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode == 0
+
+
 def main() -> None:
     """`native.py core` compiles what needs no torch: bootstrap.py runs it during a download."""
     if sys.argv[1:] != ["core"]:
