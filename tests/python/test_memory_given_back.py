@@ -24,7 +24,6 @@ from processes import LOOPBACK, free_port
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(170)]
 
 STORE_PORT = 29500
-ATTEMPTS = 5
 LIMIT_S = 60.0
 
 SCRIPT = r"""
@@ -149,9 +148,9 @@ def wired() -> Iterator[tuple[Host, Host]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 def test_over_tcp_between_hosts(
-    wired: tuple[Host, Host], env: Mapping[str, str], tmp_path: Path, how: str
+    wired: tuple[Host, Host], env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:
-    for attempt in range(ATTEMPTS):
+    for attempt in range(repeats):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         commands = [
@@ -169,9 +168,9 @@ def test_over_tcp_between_hosts(
 
 @pytest.mark.parametrize("how", WAYS)
 def test_through_shared_memory_within_a_host(
-    env: Mapping[str, str], tmp_path: Path, how: str
+    env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:
-    for attempt in range(ATTEMPTS):
+    for attempt in range(repeats):
         folder = tmp_path / str(attempt)
         folder.mkdir()
         port = free_port()
