@@ -219,7 +219,8 @@ def build_extension() -> None:
     sources += [ROOT / "tools" / "native.py", ROOT / "pycomm" / "_torch_range.py"]
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
     built = Stamp("extension", digest(sources, metadata, installed_torch(), str(native.wanted())))
-    if not (built.fresh() and any((ROOT / "pycomm").glob("_C.*.so"))):
+    kept = any((ROOT / "pycomm").glob("_C.*.so")) and any((ROOT / native.BUILD).glob("*.ninja"))
+    if not (built.fresh() and kept):
         say("building the extension (minutes, the first time)")
         compile_in_place()
         built.write()

@@ -23,15 +23,14 @@ PACKAGE = ROOT / "build" / "faults" / "pycomm"
 
 def mirror_python_files(package: Path = PACKAGE) -> None:
     """Links the package's Python files into a folder, so that it can be imported from."""
-    for source in (ROOT / "pycomm").rglob("*.py*"):
-        if source.suffix in (".py", ".pyi"):
-            link = package / source.relative_to(ROOT / "pycomm")
+    sources = [path for path in (ROOT / "pycomm").rglob("*.py*") if path.suffix in (".py", ".pyi")]
+    for source in [*sources, ROOT / "_pycomm_autoload.py"]:
+        link = package.parent / source.relative_to(ROOT)
+        target = os.path.relpath(source, link.parent)
+        if not link.is_symlink() or os.readlink(link) != target:  # else somebody may be reading it
             link.parent.mkdir(parents=True, exist_ok=True)
             link.unlink(missing_ok=True)
-            link.symlink_to(os.path.relpath(source, link.parent))
-    link = package.parent / "_pycomm_autoload.py"
-    link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(ROOT / link.name, link.parent))
+            link.symlink_to(target)
 
 
 def main() -> int:
@@ -42,19 +41,19 @@ def main() -> int:
         print(f"not built: {missing[0]}. Try: make fault_build", file=sys.stderr)
         return 1
     PACKAGE.mkdir(parents=True, exist_ok=True)
-    lock = os.open(PACKAGE, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several processes builds; until this one ends
+    # The lock of tools/bootstrap.py, which compiles the same objects: until this process ends.
+    fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     core = cpp.build("plain", target="pycomm_core")
     if core is None or not native.update(torch, objects):
         return 1
     extension = PACKAGE / native.extension_name()
     inputs = [*objects, core / "libpycomm_core.a"]
+    mirror_python_files()
     newest = max(path.stat().st_mtime_ns for path in inputs)
     # What it was linked from: objects of another torch may be older than it.
     noted, names = PACKAGE / "inputs.txt", "\n".join(map(str, inputs))
     same = noted.is_file() and noted.read_text() == names
     if not same or not extension.is_file() or extension.stat().st_mtime_ns <= newest:
-        mirror_python_files()
         partial = extension.with_suffix(f".{os.getpid()}")
         if subprocess.run(
             native.link_command(partial, inputs, torch), cwd=ROOT, check=False

@@ -31,7 +31,8 @@ def headers(version: str) -> Path:
     """The folder of this torch's headers, downloaded if need be."""
     folder = KEPT / version
     if not (folder / "torch" / "include").is_dir():
-        with tempfile.TemporaryDirectory() as scratch:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=KEPT) as scratch:
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch]
             command += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.11"]
             command += [f"--platform={name}" for name in _PLATFORMS]
@@ -40,9 +41,8 @@ def headers(version: str) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 wanted = [name for name in archive.namelist() if name.startswith("torch/include/")]
                 archive.extractall(Path(scratch) / "headers", wanted)
-            folder.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.move(Path(scratch) / "headers", folder)  # whole, or not at all
+            (Path(scratch) / "headers").rename(folder)  # whole, or not at all
     return folder / "torch" / "include"
 
 

@@ -220,32 +220,28 @@ int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
   return 1;
 }
 
-/// Has stop() know that a launch is under way.
+/// Has stop() know that a launch is under way, or knows that stop() came first. A launch that stop() has not seen would never end:
+/// the other ranks do not come, and nobody watches over it.
 class NcclGroup::Launching {
  public:
   explicit Launching(NcclGroup& group) : group_(group) {
     const std::lock_guard<std::mutex> lock(group_.mutex_);
-    ++group_.launching_;
+    refused_ = group_.stopping_;
+    group_.launching_ += refused_ ? 0 : 1;
   }
   ~Launching() {
     const std::lock_guard<std::mutex> lock(group_.mutex_);
-    --group_.launching_;
+    group_.launching_ -= refused_ ? 0 : 1;
   }
-  /// A launch that stop() has not seen would never end: the other ranks do not come, and nobody watches over it.
-  void refuseIfStopped() const {
-    const std::lock_guard<std::mutex> lock(group_.mutex_);
-    if (group_.stopping_) {
-      throw Error(
-          ErrorCode::ShutDown,
-          "The process group is closed.",
-          "destroy_process_group() was called before this operation was begun");
-    }
+  [[nodiscard]] bool refused() const {
+    return refused_;
   }
   Launching(const Launching&) = delete;
   Launching& operator=(const Launching&) = delete;
 
  private:
   NcclGroup& group_;
+  bool refused_ = false;
 };
 
 void NcclGroup::launch(
@@ -255,8 +251,18 @@ void NcclGroup::launch(
   const PycommCudaTable& library = device_->library();
   const Interruptible interruptible(this);
   const Launching launching(*this);
+  if (launching.refused()) {
+    const Error closed(
+        ErrorCode::ShutDown,
+        "The process group is closed.",
+        "destroy_process_group() was called before this operation was begun");
+    for (const auto& operation : operations) {
+      group_->followedEnded(operation, closed.record());
+    }
+    interruptible.rethrow();
+    throw closed;
+  }
   try {
-    launching.refuseIfStopped();
     const c10::DeviceGuard guard(device_->device());
     NcclCalls translated(group_->identity().rank, group_->identity().size);
     for (size_t i = 0; i < calls.size(); ++i) {

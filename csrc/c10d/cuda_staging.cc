@@ -100,8 +100,6 @@ void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& st
 ErrorRecord caughtOnDevice() {
   ErrorRecord record;
   record.code = ErrorCode::SystemError;
-  record.summary = "torch failed on a device of this rank.";
-  record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
   try {
     throw;
   } catch (const Error& error) {
@@ -113,6 +111,8 @@ ErrorRecord caughtOnDevice() {
   } catch (const std::exception& error) {
     record.cause = error.what();
   }
+  record.summary = "torch failed on a device of this rank.";
+  record.hint = "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
   return record;
 }
 

@@ -9,11 +9,14 @@
 namespace pycomm {
 
 /// What a std::bad_alloc is to the caller.
-[[nodiscard]] inline ErrorRecord outOfMemory() {
+[[nodiscard]] inline ErrorRecord outOfMemory() noexcept {
   ErrorRecord record;
   record.code = ErrorCode::OutOfMemory;
-  record.summary = "This process has no memory left.";
-  record.hint = "use a smaller batch, or fewer operations at once";
+  record.summary = "No memory left."; // as long as a string can be without memory of its own
+  try {
+    record.hint = "use a smaller batch, or fewer operations at once";
+  } catch (const std::bad_alloc&) {
+  }
   return record;
 }
 

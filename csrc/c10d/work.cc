@@ -110,7 +110,7 @@ struct PycommWork::State {
         content.unpack();
       }
     } catch (const std::exception&) {
-      copy_error = errorOf(caughtOnDevice(), group->identity());
+      copy_error = recordInAnyCase(group->identity(), [&] { return errorOf(caughtOnDevice(), group->identity()); });
     }
   }
 

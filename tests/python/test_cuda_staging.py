@@ -508,5 +508,5 @@ def _without_memory(rank: int, size: int, library: str) -> list[str]:
 def test_a_host_without_memory_is_no_broken_device(fake_cuda: Path) -> None:
     text, code = run_ranks(2, _without_memory, args=(str(fake_cuda),))[0].value
     assert code == "OUT_OF_MEMORY"
-    assert "This process has no memory left" in text
+    assert "No memory left" in text
     assert "nvidia-smi" not in text

@@ -560,9 +560,9 @@ TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
 
 // Rank 2 has compared rank 0's entry before rank 0 gave up, and waited for rank 1 since.
 TEST(HostPlane, ARankThatComparedEarlyDoesNotEndWhatAnotherHasGivenUp) {
+  std::array<std::vector<float>, 3> values{valuesOf(0, 10), valuesOf(1, 10), valuesOf(2, 10)};
   Host host(3);
   std::array<std::atomic<int64_t>, 3> counters{};
-  std::array<std::vector<float>, 3> values{valuesOf(0, 10), valuesOf(1, 10), valuesOf(2, 10)};
   const Wish wish{Collective::AllReduce, 10, ReduceOp::Sum};
   std::array<std::shared_ptr<Operation>, 3> posted;
   const auto enter = [&](size_t rank) {
