@@ -33,7 +33,7 @@ constexpr int kAvg = 4;
       "cuda_mode=\"tcp\", which reduces on the CPU and has all of them");
 }
 
-int opOf(DType dtype, ReduceOp op) {
+int ncclOpOf(DType dtype, ReduceOp op) {
   // Of bytes that are 0 or 1, the sum as torch means it is their maximum and the product their minimum.
   const bool boolean = dtype == DType::Bool;
   switch (op) {
@@ -85,7 +85,7 @@ NcclReduction ncclReduction(DType dtype, ReduceOp op) {
   if (const std::string why = whyUnsupported(op, dtype); !why.empty()) {
     throw Error(ErrorCode::InvalidArgument, why);
   }
-  const int nccl_op = opOf(dtype, op);
+  const int nccl_op = ncclOpOf(dtype, op);
   const bool adds = op == ReduceOp::Sum || op == ReduceOp::Avg;
   switch (dtype) {
     case DType::Bool:

@@ -16,9 +16,9 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::kCaller;
 
 Stream const kSide = reinterpret_cast<Stream>(0x51);
-Stream const kCaller = reinterpret_cast<Stream>(0xca);
 Stream const kWatched = reinterpret_cast<Stream>(0x3a);
 
 using Journal = std::vector<std::string>;

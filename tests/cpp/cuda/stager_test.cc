@@ -22,10 +22,10 @@ namespace pycomm::cuda {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::kCaller;
 
 Stream const kOut = reinterpret_cast<Stream>(0x1);
 Stream const kIn = reinterpret_cast<Stream>(0x2);
-Stream const kCaller = reinterpret_cast<Stream>(0x3);
 
 class ManualDevice final : public testing::HostDevice {
  public:

@@ -55,12 +55,8 @@ class GatedStore final : public Store {
   std::atomic<bool> reached_{false};
 };
 
-Group::Config configOf(int rank, int size) {
-  Group::Config config;
-  config.rendezvous.rank = rank;
-  config.rendezvous.size = size;
-  config.rendezvous.group_name = "test";
-  config.rendezvous.deadline = Deadline::after(20000);
+Group::Config tcpConfig(int rank, int size) {
+  Group::Config config = groupConfig(rank, size);
   config.transport = Transport::Tcp;
   return config;
 }
@@ -79,7 +75,7 @@ int64_t formed(int strangers) {
       try {
         Engine engine;
         Store& store = rank == 0 ? static_cast<Store&>(gated) : shared;
-        const auto group = Group::join(engine, store, configOf(rank, 2));
+        const auto group = Group::join(engine, store, tcpConfig(rank, 2));
         std::vector<float> values(1000, 1.0F);
         const auto operation = group->start(allReduceCall(values));
         good += group->wait(*operation, Deadline::after(20000)) && !operation->error() && values[7] == 2.0F ? 1 : 0;
@@ -194,7 +190,7 @@ TEST_F(WithFaults, DroppingForEverEndsAtTheDeadlineAndIsNoDeath) {
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
       Engine engine;
-      Group::Config config = configOf(rank, 2);
+      Group::Config config = tcpConfig(rank, 2);
       config.rendezvous.deadline = Deadline::after(1500);
       const ErrorRecord record = errorOf([&] { (void)Group::join(engine, store, config); });
       EXPECT_EQ(record.code, ErrorCode::ConnectFailed) << record.text();

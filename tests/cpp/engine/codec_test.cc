@@ -11,11 +11,11 @@
 namespace pycomm::testing {
 namespace {
 
-constexpr size_t kNumel = 100'003;
+constexpr size_t kEncodedNumel = 100'003;
 
 std::vector<float> valuesOf(int rank) {
-  std::vector<float> values(kNumel);
-  for (size_t i = 0; i < kNumel; ++i) {
+  std::vector<float> values(kEncodedNumel);
+  for (size_t i = 0; i < kEncodedNumel; ++i) {
     values[i] = static_cast<float>(std::sin(static_cast<double>(i) * (1.0 + rank)) * 1e-6);
   }
   return values;
@@ -33,7 +33,7 @@ std::vector<float> expectedSum(Codec codec, int size) {
   std::vector<float> sum = throughCodec(codec, valuesOf(0));
   for (int rank = 1; rank < size; ++rank) {
     const std::vector<float> row = throughCodec(codec, valuesOf(rank));
-    for (size_t i = 0; i < kNumel; ++i) {
+    for (size_t i = 0; i < kEncodedNumel; ++i) {
       sum[i] += row[i];
     }
   }
@@ -68,8 +68,8 @@ TEST_P(Encoded, AllReduceGivesTheSameBitsOnAllRanksAndCountsWhatItSends) {
       EXPECT_EQ(counters.overflows, 0);
     });
     const int64_t times = 2 * (size - 1); // every value goes to its owner, and every sum to the others
-    EXPECT_EQ(numel, times * static_cast<int64_t>(kNumel));
-    EXPECT_EQ(nbytes, times * encodedNbytes(codec, kNumel));
+    EXPECT_EQ(numel, times * static_cast<int64_t>(kEncodedNumel));
+    EXPECT_EQ(nbytes, times * encodedNbytes(codec, kEncodedNumel));
     EXPECT_EQ(saved, 4 * numel - nbytes);
   }
 }

@@ -17,7 +17,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-constexpr uint32_t kGroup = 7;
+constexpr uint32_t kPlaneGroup = 7;
 constexpr int kSize = 4;
 
 GroupIdentity identity() {
@@ -25,7 +25,7 @@ GroupIdentity identity() {
   identity.rank = 1;
   identity.size = kSize;
   identity.name = "test";
-  identity.hash = kGroup;
+  identity.hash = kPlaneGroup;
   for (int rank = 0; rank < kSize; ++rank) {
     identity.hosts.push_back("host" + std::to_string(rank));
   }
@@ -102,7 +102,7 @@ class Plane {
 FrameHeader header(FrameType type) {
   FrameHeader header;
   header.type = type;
-  header.group = kGroup;
+  header.group = kPlaneGroup;
   return header;
 }
 
@@ -153,7 +153,7 @@ TEST(ControlPlane, TheSenderOfAnImpossibleReportIsTheCulprit) {
 
 TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
   FrameHeader other_group = header(FrameType::Heartbeat);
-  other_group.group = kGroup + 1;
+  other_group.group = kPlaneGroup + 1;
   FrameHeader other_epoch = header(FrameType::Heartbeat);
   other_epoch.epoch = 1;
   FrameHeader large = header(FrameType::Failure);

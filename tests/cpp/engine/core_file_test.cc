@@ -16,14 +16,10 @@
 namespace pycomm::testing {
 namespace {
 
-constexpr size_t kNumel = size_t{1} << 18;
+constexpr size_t kCrashNumel = size_t{1} << 18;
 
-Group::Config configOf(int rank) {
-  Group::Config config;
-  config.rendezvous.rank = rank;
-  config.rendezvous.size = 2;
-  config.rendezvous.group_name = "crash";
-  config.rendezvous.deadline = Deadline::after(20000);
+Group::Config sharedConfig(int rank) {
+  Group::Config config = groupConfig(rank, 2, "crash");
   config.transport = Transport::SharedMemory;
   return config;
 }
@@ -34,8 +30,8 @@ bool allReduce(Group& group, void* values) {
   call.schedule.kind = Collective::AllReduce;
   call.schedule.dtype = call.schedule.wire_dtype = DType::Int32;
   call.schedule.reduce_op = ReduceOp::Sum;
-  call.schedule.numel = static_cast<int64_t>(kNumel);
-  call.input = call.output = BufferView{static_cast<std::byte*>(values), kNumel * sizeof(int32_t)};
+  call.schedule.numel = static_cast<int64_t>(kCrashNumel);
+  call.input = call.output = BufferView{static_cast<std::byte*>(values), kCrashNumel * sizeof(int32_t)};
   call.deadline = Deadline::after(20000);
   const auto operation = group.start(call);
   return operation->wait(call.deadline) && !operation->error();
@@ -60,7 +56,7 @@ std::pair<int, int> sharedMappings() {
 }
 
 void fill(void* tensor, const std::string& pattern) {
-  for (size_t at = 0; at + pattern.size() <= kNumel * sizeof(int32_t); at += pattern.size()) {
+  for (size_t at = 0; at + pattern.size() <= kCrashNumel * sizeof(int32_t); at += pattern.size()) {
     std::memcpy(static_cast<std::byte*>(tensor) + at, pattern.data(), pattern.size());
   }
 }
@@ -68,10 +64,10 @@ void fill(void* tensor, const std::string& pattern) {
 /// Rank 1, until it is killed: its pattern is in its heap and went through the memory of the group, and rank 0 has both mapped.
 bool beThePeer(Store& store) {
   Engine engine;
-  const auto group = Group::join(engine, store, configOf(1));
-  void* tensor = engine.heap()->allocate(kNumel * sizeof(int32_t));
+  const auto group = Group::join(engine, store, sharedConfig(1));
+  void* tensor = engine.heap()->allocate(kCrashNumel * sizeof(int32_t));
   fill(tensor, patternOf(::getpid()));
-  std::vector<int32_t> staged(kNumel);
+  std::vector<int32_t> staged(kCrashNumel);
   fill(staged.data(), patternOf(::getpid()));
   return allReduce(*group, staged.data()) && SharedFlag().wait(60000);
 }
@@ -80,8 +76,8 @@ TEST(CoreFile, MappingsThatARankSharesWithOthersAreMarkedToBeLeftOut) {
   DirectoryStore store;
   const Process peer([&] { return beThePeer(store); });
   Engine engine;
-  const auto group = Group::join(engine, store, configOf(0));
-  std::vector<int32_t> values(kNumel, 12345);
+  const auto group = Group::join(engine, store, sharedConfig(0));
+  std::vector<int32_t> values(kCrashNumel, 12345);
   ASSERT_TRUE(allReduce(*group, values.data()));
   const auto [all, in_core] = sharedMappings();
   EXPECT_GE(all, 3) << "the memory of the group, and both heaps";
@@ -94,8 +90,8 @@ TEST(CoreFile, OfARankHoldsNothingThatOnlyItsPeerWrote) {
   SharedFlag summed;
   const CoreFile core([&] {
     Engine engine;
-    const auto group = Group::join(engine, store, configOf(0));
-    std::vector<int32_t> values(kNumel, 12345);
+    const auto group = Group::join(engine, store, sharedConfig(0));
+    std::vector<int32_t> values(kCrashNumel, 12345);
     if (allReduce(*group, values.data())) {
       summed.raise();
       CoreFile::recordResident();

@@ -68,10 +68,7 @@ TEST(Exits, InTheMiddleOfDroppedOperations) {
       ranks.emplace_back([&, rank] {
         std::mt19937_64 dice(static_cast<uint64_t>(1000 * round + rank));
         Engine engine;
-        Group::Config config;
-        config.rendezvous.rank = rank;
-        config.rendezvous.size = kRanks;
-        config.rendezvous.group_name = "test";
+        Group::Config config = groupConfig(rank, kRanks);
         config.rendezvous.deadline = Deadline::after(60000);
         config.transport = round % 3 == 0 ? Transport::Auto : Transport::Tcp; // rings, sockets, several sockets
         config.streams = round % 3 == 2 ? 2 : 1;

@@ -6,7 +6,7 @@
 namespace pycomm::testing {
 namespace {
 
-std::optional<ErrorRecord> errorOf(Group& group, const Operation& operation) {
+std::optional<ErrorRecord> errorAtEnd(Group& group, const Operation& operation) {
   EXPECT_TRUE(group.wait(operation, Deadline::after(20000)));
   return operation.error();
 }
@@ -17,10 +17,10 @@ TEST(Follow, TheyAreNumberedWithTheOthersAndEndWhenTheyAreSaidTo) {
     const auto first = self.group.follow(allReduceCall(values));
     const auto second = self.group.start(allReduceCall(values));
     EXPECT_EQ(first->request().id.sequence + 1, second->request().id.sequence);
-    EXPECT_FALSE(errorOf(self.group, *second));
+    EXPECT_FALSE(errorAtEnd(self.group, *second));
     EXPECT_FALSE(first->done());
     self.group.followedEnded(first, std::nullopt);
-    EXPECT_FALSE(errorOf(self.group, *first));
+    EXPECT_FALSE(errorAtEnd(self.group, *first));
     EXPECT_EQ(values, std::vector<float>(10, 2));
   });
 }
@@ -34,7 +34,7 @@ TEST(Follow, ItsErrorIsTheOperations) {
     record.summary = "No.";
     self.group.followedEnded(operation, record);
     self.group.followedEnded(operation, std::nullopt); // too late
-    const auto error = errorOf(self.group, *operation);
+    const auto error = errorAtEnd(self.group, *operation);
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::Unsupported);
     EXPECT_FALSE(self.group.failure());
@@ -49,7 +49,7 @@ TEST(Follow, OneThatAnotherRankRunsItselfIsAMismatch) {
           std::vector<float> values(10, 1);
           const auto operation =
               self.rank == 0 ? self.group.follow(allReduceCall(values)) : self.group.start(allReduceCall(values));
-          const auto error = errorOf(self.group, *operation);
+          const auto error = errorAtEnd(self.group, *operation);
           ASSERT_TRUE(error);
           EXPECT_EQ(error->code, ErrorCode::CollectiveMismatch) << error->text();
           EXPECT_NE(error->summary.find("nccl"), std::string::npos) << error->text();
@@ -67,7 +67,7 @@ TEST(Follow, WhoHasNotEnteredItIsNamedAtTheDeadline) {
       return;
     }
     const auto operation = self.group.follow(allReduceCall(values, Deadline::after(600)));
-    const auto error = errorOf(self.group, *operation);
+    const auto error = errorAtEnd(self.group, *operation);
     marks.set("told", "");
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::Timeout);
@@ -81,7 +81,7 @@ TEST(Follow, ClosingEndsIt) {
     std::vector<float> values(10, 1);
     const auto operation = self.group.follow(allReduceCall(values));
     self.group.close();
-    const auto error = errorOf(self.group, *operation);
+    const auto error = errorAtEnd(self.group, *operation);
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::ShutDown);
   });

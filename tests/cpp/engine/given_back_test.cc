@@ -14,7 +14,7 @@ namespace pycomm::testing {
 namespace {
 
 constexpr std::byte kMine{0xa5};
-constexpr size_t kNumel = kSanitized
+constexpr size_t kLargeNumel = kSanitized
     ? 1 << 20
     : 4 << 20; // of each operation, at least: several times what a link and the sockets under it hold
 constexpr auto kLongEnough = std::chrono::milliseconds(300);
@@ -172,7 +172,7 @@ TEST_P(GivenBack, NoByteComesIntoMemoryOfAnOperationThatHasEnded) {
       if (slow) {
         armFaultPoints("tcp.write:1+:short,shared.write:1+:short");
       }
-      found = endInTheMiddle(GetParam(), kNumel << (attempt / 4));
+      found = endInTheMiddle(GetParam(), kLargeNumel << (attempt / 4));
       if (slow) {
         armFaultPoints("");
       }

@@ -7,16 +7,11 @@
 #include <array>
 #include <optional>
 
+#include "expect_done.h"
 #include "ranks.h"
 
 namespace pycomm::testing {
 namespace {
-
-void expectDone(const std::shared_ptr<Operation>& operation) {
-  ASSERT_TRUE(operation->wait(Deadline::after(20000)));
-  const auto error = operation->error();
-  ASSERT_FALSE(error) << error->text();
-}
 
 std::vector<float> startValues(int rank, size_t numel) {
   std::vector<float> values(numel);
@@ -361,12 +356,7 @@ TEST(Group, APoolOfCoresIsCrowdedWhileAnyGroupHasMoreRanks) {
     EventLoop& lane = self.engine.lane();
     EXPECT_TRUE(lane.crowded()) << "three ranks on two cores";
     if (self.rank < 2) {
-      Group::Config config;
-      config.rendezvous.rank = self.rank;
-      config.rendezvous.size = 2;
-      config.rendezvous.group_name = "pair";
-      config.rendezvous.deadline = Deadline::after(20000);
-      const std::shared_ptr<Group> pair = Group::join(self.engine, pairs, config);
+      const std::shared_ptr<Group> pair = Group::join(self.engine, pairs, groupConfig(self.rank, 2, "pair"));
       EXPECT_TRUE(lane.crowded()) << "a smaller group does not make room";
       self.group.close();
       EXPECT_FALSE(lane.crowded()) << "two ranks on two cores";
@@ -383,11 +373,7 @@ TEST(Group, AllGroupsOfALaneKeepPayloadMemoryTogether) {
   runRanks(2, [&](Rank& self) {
     std::vector<std::shared_ptr<Group>> groups;
     for (SharedStore& store : stores) {
-      Group::Config config;
-      config.rendezvous.rank = self.rank;
-      config.rendezvous.size = 2;
-      config.rendezvous.group_name = "one of many";
-      config.rendezvous.deadline = Deadline::after(20000);
+      Group::Config config = groupConfig(self.rank, 2, "one of many");
       config.transport = Transport::Tcp;
       groups.push_back(Group::join(self.engine, store, config));
       std::vector<float> values(kNumel, 1.0F);

@@ -16,7 +16,7 @@ class Held : public ::testing::TestWithParam<Transport> {
   }
 };
 
-void finish(Group& group, const Operation& operation) {
+void awaitEnd(Group& group, const Operation& operation) {
   ASSERT_TRUE(group.wait(operation, Deadline::after(20000)));
 }
 
@@ -39,8 +39,8 @@ TEST_P(Held, KeepsItsPlaceAndReadsWhatIsThereWhenItIsReleased) {
         self.group.release(first);
       });
     }
-    finish(self.group, *second);
-    finish(self.group, *first);
+    awaitEnd(self.group, *second);
+    awaitEnd(self.group, *first);
     if (device.joinable()) {
       device.join();
     }
@@ -64,7 +64,7 @@ TEST_P(Held, SeveralAreReleasedInAnyOrder) {
       self.group.release(operations[self.rank == 0 ? k : operations.size() - 1 - k]);
     }
     for (const auto& operation : operations) {
-      finish(self.group, *operation);
+      awaitEnd(self.group, *operation);
       ASSERT_FALSE(operation->error()) << operation->error()->text();
     }
     for (const std::vector<float>& tensor : tensors) {
@@ -78,7 +78,7 @@ TEST_P(Held, EndsWithTheGroupsFailureAndIsReleasedInVain) {
     std::vector<float> late(10, 1);
     std::vector<float> other(10, 1);
     std::vector<float> joined(1);
-    finish(self.group, *self.group.start(allReduceCall(joined))); // an abort before that may end the other's join
+    awaitEnd(self.group, *self.group.start(allReduceCall(joined))); // an abort before that may end the other's join
     if (self.rank == 0) {
       ErrorRecord reason;
       reason.code = ErrorCode::Aborted;
@@ -86,7 +86,7 @@ TEST_P(Held, EndsWithTheGroupsFailureAndIsReleasedInVain) {
       reason.summary = "Rank 0 has had enough.";
       self.group.abort(reason);
       const auto operation = self.group.start(allReduceCall(other));
-      finish(self.group, *operation);
+      awaitEnd(self.group, *operation);
       EXPECT_TRUE(operation->error());
       return;
     }
@@ -94,9 +94,9 @@ TEST_P(Held, EndsWithTheGroupsFailureAndIsReleasedInVain) {
     call.held = true;
     const auto held = self.group.start(call);
     const auto second = self.group.start(allReduceCall(other));
-    finish(self.group, *second);
+    awaitEnd(self.group, *second);
     ASSERT_TRUE(second->error());
-    finish(self.group, *held);
+    awaitEnd(self.group, *held);
     ASSERT_TRUE(held->error());
     EXPECT_EQ(held->error()->code, ErrorCode::Aborted);
     self.group.release(held);
@@ -109,7 +109,7 @@ TEST_P(Held, OneWhoseInputNeverComesEndsAtItsDeadlineOnAllRanks) {
     Group::Call call = allReduceCall(values, Deadline::after(self.rank == 1 ? 1500 : 20000));
     call.held = self.rank == 1;
     const auto operation = self.group.start(call);
-    finish(self.group, *operation);
+    awaitEnd(self.group, *operation);
     const auto error = operation->error();
     ASSERT_TRUE(error);
     EXPECT_EQ(error->code, ErrorCode::Timeout) << error->text();
@@ -125,7 +125,7 @@ TEST_P(Held, ClosingEndsIt) {
     call.held = true;
     const auto operation = self.group.start(call);
     self.group.close();
-    finish(self.group, *operation);
+    awaitEnd(self.group, *operation);
     ASSERT_TRUE(operation->error());
     EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
     self.group.release(operation);

@@ -19,6 +19,7 @@
 
 #include "base/fault_point.h"
 #include "numeric/convert.h"
+#include "views.h"
 
 namespace pycomm::testing {
 namespace {
@@ -190,11 +191,6 @@ void finish(HostPlane& plane, const Operation& operation) {
     }
   }
   ASSERT_TRUE(operation.done());
-}
-
-template <typename T>
-BufferView viewOf(std::vector<T>& values) {
-  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
 /// Small whole numbers, so that sums are exact.

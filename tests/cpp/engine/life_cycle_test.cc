@@ -24,15 +24,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-Group::Config configOf(int rank, int size, const std::string& name = "test") {
-  Group::Config config;
-  config.rendezvous.rank = rank;
-  config.rendezvous.size = size;
-  config.rendezvous.group_name = name;
-  config.rendezvous.deadline = Deadline::after(20000);
-  return config;
-}
-
 int openFiles() {
   const auto folder = std::filesystem::directory_iterator("/proc/self/fd");
   return static_cast<int>(std::distance(begin(folder), end(folder)));
@@ -52,14 +43,14 @@ TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
     void* memory = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     std::memset(memory, 1, kNbytes);
     Engine engine;
-    const auto group = Group::join(engine, store, configOf(1, 2));
+    const auto group = Group::join(engine, store, groupConfig(1, 2));
     std::vector<float> values(8);
     (void)group->start(allReduceCall(values))->wait(Deadline::after(20000));
     resident.raise();
     return SharedFlag().wait(60000);
   });
   Engine engine;
-  const auto group = Group::join(engine, store, configOf(0, 2));
+  const auto group = Group::join(engine, store, groupConfig(0, 2));
   std::vector<float> values(8);
   EXPECT_TRUE(group->start(allReduceCall(values))->wait(Deadline::after(20000)));
   EXPECT_TRUE(resident.wait());
@@ -85,7 +76,7 @@ TEST(LifeCycle, ARankThatLeavesInOrderAndIsKilledLaterIsNotDead) {
   SharedFlag left;
   Process leaver([&] {
     Engine engine;
-    const auto group = Group::join(engine, store, configOf(1, 2));
+    const auto group = Group::join(engine, store, groupConfig(1, 2));
     std::vector<float> values(8);
     (void)group->start(allReduceCall(values))->wait(Deadline::after(20000));
     group->close();
@@ -93,7 +84,7 @@ TEST(LifeCycle, ARankThatLeavesInOrderAndIsKilledLaterIsNotDead) {
     return SharedFlag().wait(60000); // its engine lives on
   });
   Engine engine;
-  const auto group = Group::join(engine, store, configOf(0, 2));
+  const auto group = Group::join(engine, store, groupConfig(0, 2));
   std::vector<float> values(8);
   ASSERT_TRUE(group->start(allReduceCall(values))->wait(Deadline::after(20000)));
   ASSERT_TRUE(left.wait());
@@ -113,7 +104,7 @@ TEST(LifeCycle, ManyGroupsLeaveNothingBehind) {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < 2; ++rank) {
       threads.emplace_back([&, rank] {
-        const auto group = Group::join(*engines[static_cast<size_t>(rank)], store, configOf(rank, 2, name));
+        const auto group = Group::join(*engines[static_cast<size_t>(rank)], store, groupConfig(rank, 2, name));
         std::vector<float> values(100, 1.0F);
         const auto operation = group->start(allReduceCall(values));
         EXPECT_TRUE(group->wait(*operation, Deadline::after(20000)));
@@ -148,7 +139,7 @@ TEST(LifeCycle, FourThreadsOnEachOfFourGroups) {
       Engine engine;
       std::vector<std::shared_ptr<Group>> groups;
       for (int g = 0; g < 4; ++g) {
-        groups.push_back(Group::join(engine, store, configOf(rank, 2, "group " + std::to_string(g))));
+        groups.push_back(Group::join(engine, store, groupConfig(rank, 2, "group " + std::to_string(g))));
       }
       std::vector<std::thread> users;
       for (int user = 0; user < 16; ++user) {
@@ -195,7 +186,7 @@ TEST(LifeCycle, WhoLeavesInTheMiddleHasItsMemoryBack) {
       ranks.emplace_back([&, rank] {
         std::mt19937_64 dice(static_cast<uint64_t>(1000 * round + rank));
         Engine engine;
-        const auto group = Group::join(engine, store, configOf(rank, 3));
+        const auto group = Group::join(engine, store, groupConfig(rank, 3));
         for (++joined; joined < 3;) { // who joins late is told that others have left: another test's subject
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
@@ -251,7 +242,7 @@ TEST(LifeCycle, AGroupThatIsJoinedWhileTheEngineShutsDownIsClosed) {
   auto joining = std::async(std::launch::async, [&] {
     const TimePoint begin = Clock::now();
     EXPECT_THAT(
-        [&] { Group::join(engine, store, configOf(0, 1))->close(); },
+        [&] { Group::join(engine, store, groupConfig(0, 1))->close(); },
         ::testing::Throws<Error>(::testing::Property(
             &Error::what, ::testing::HasSubstr("shut down while a process group was being joined"))));
     EXPECT_LT(Clock::now() - begin, std::chrono::seconds(5));
@@ -273,7 +264,7 @@ TEST(LifeCycle, CloseWaitsForWhatTheControlLoopHasStillToDoForTheGroup) {
   // The loop stands still from the time when the control links are closed.
   SharedStore store;
   Engine engine;
-  std::shared_ptr<Group> group = Group::join(engine, store, configOf(0, 1));
+  std::shared_ptr<Group> group = Group::join(engine, store, groupConfig(0, 1));
   armFaultPoints("group.links_closed:1:delay=400");
   std::atomic<bool> went_on{false};
   std::thread closing([&] {
@@ -298,7 +289,7 @@ TEST(LifeCycle, ClosingOneGroupHoldsUpNoOther) {
   for (int rank = 0; rank < 4; ++rank) {
     ranks.emplace_back([&, rank] {
       Engine engine;
-      const auto group = Group::join(engine, store, configOf(rank, 4));
+      const auto group = Group::join(engine, store, groupConfig(rank, 4));
       if (rank == 0) {
         std::atomic<bool> stop{false};
         std::atomic<bool> watches{false};
@@ -357,7 +348,7 @@ TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
                     ranks.emplace_back([&, rank] {
                       try {
                         Engine engine;
-                        Group::Config config = configOf(rank, 2, "room");
+                        Group::Config config = groupConfig(rank, 2, "room");
                         config.rendezvous.deadline =
                             Deadline::after(1500); // the other may have had no room for an engine
                         const auto group = Group::join(engine, store, config);

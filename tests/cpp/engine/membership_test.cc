@@ -8,10 +8,9 @@
 namespace pycomm {
 namespace {
 
-using Kind = Membership::Action::Kind;
 using std::chrono::milliseconds;
 
-Membership::Config configOf(int rank, int size) {
+Membership::Config membershipConfig(int rank, int size) {
   Membership::Config config;
   config.rank = rank;
   config.neighbours = controlNeighbours(rank, size);
@@ -52,11 +51,11 @@ TEST(ControlNeighbours, AreMutualAndReachEveryoneInAFewHops) {
 
 TEST(Membership, FloodsAtOnceAndDecidesAfterTheMergeWindow) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 4), start);
+  Membership membership(membershipConfig(0, 4), start);
   membership.noticed(record(ErrorCode::PeerDead, 0, 2), start);
   auto actions = membership.takeActions();
   ASSERT_EQ(actions.size(), 1U);
-  EXPECT_EQ(actions[0].kind, Kind::Flood);
+  EXPECT_EQ(actions[0].kind, Membership::Action::Kind::Flood);
   membership.tick(start + milliseconds(4));
   EXPECT_FALSE(membership.failure());
   membership.tick(start + milliseconds(5));
@@ -68,7 +67,7 @@ TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
   // A rank whose thread comes late to its choice must not choose from more news than the others had.
   const TimePoint start = Clock::now();
   for (const int late_ms : {4, 5}) {
-    Membership membership(configOf(0, 4), start);
+    Membership membership(membershipConfig(0, 4), start);
     membership.noticed(record(ErrorCode::PeerDead, 0, 2), start);
     membership.reported(3, record(ErrorCode::PeerDead, 3, 1), start + milliseconds(late_ms));
     membership.tick(start + milliseconds(5));
@@ -79,7 +78,7 @@ TEST(Membership, NewsThatComesWhenTheChoiceIsDueDoesNotCount) {
 
 TEST(Membership, ARankThatSpokeIsNotBlamedForHangingUp) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 4), start);
+  Membership membership(membershipConfig(0, 4), start);
   membership.noticed(record(ErrorCode::PeerDead, 0, 1), start); // 1 hung up on us …
   membership.reported(1, record(ErrorCode::PeerDead, 1, 3), start + milliseconds(2)); // … because 3 died
   membership.tick(start + milliseconds(5));
@@ -97,7 +96,7 @@ TEST(Membership, AllOrdersOfTheSameNewsGiveTheSameCulprit) {
   std::vector<size_t> order{0, 1, 2, 3};
   do {
     const TimePoint start = Clock::now();
-    Membership membership(configOf(0, 4), start);
+    Membership membership(membershipConfig(0, 4), start);
     for (const size_t i : order) {
       if (news[i].rank == 0) {
         membership.noticed(news[i], start);
@@ -115,7 +114,7 @@ TEST(Membership, AllOrdersOfTheSameNewsGiveTheSameCulprit) {
 // Three ranks differ from the fourth, which differs from any of them: by the order alone it would be rank 0 who is odd.
 TEST(Membership, WhoDiffersFromMostIsTheOddOne) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 4), start);
+  Membership membership(membershipConfig(0, 4), start);
   membership.reported(3, record(ErrorCode::CollectiveMismatch, 3, 0), start);
   membership.noticed(record(ErrorCode::CollectiveMismatch, 0, 3), start);
   membership.reported(1, record(ErrorCode::CollectiveMismatch, 1, 3), start);
@@ -126,7 +125,7 @@ TEST(Membership, WhoDiffersFromMostIsTheOddOne) {
 
 TEST(Membership, NewsIsPassedOnOnceAndNotBack) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 4), start);
+  Membership membership(membershipConfig(0, 4), start);
   membership.reported(1, record(ErrorCode::PeerDead, 1, 3), start);
   membership.reported(2, record(ErrorCode::PeerDead, 1, 3), start);
   const auto actions = membership.takeActions();
@@ -136,7 +135,7 @@ TEST(Membership, NewsIsPassedOnOnceAndNotBack) {
 
 TEST(Membership, TheFirstErrorSticks) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 4), start);
+  Membership membership(membershipConfig(0, 4), start);
   membership.noticed(record(ErrorCode::Timeout, 0, 2), start);
   membership.tick(start + milliseconds(5));
   membership.noticed(record(ErrorCode::CollectiveMismatch, 0, 1), start + milliseconds(6));
@@ -146,7 +145,7 @@ TEST(Membership, TheFirstErrorSticks) {
 
 TEST(Membership, AGoodbyeIsNoDeath) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 2), start);
+  Membership membership(membershipConfig(0, 2), start);
   membership.saidGoodbye(1);
   membership.controlClosed(1, "closed", start);
   membership.tick(start + milliseconds(10000));
@@ -155,7 +154,7 @@ TEST(Membership, AGoodbyeIsNoDeath) {
 
 TEST(Membership, WhoSaidGoodbyeIsNotBlamedForALinkThatEnded) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 3), start);
+  Membership membership(membershipConfig(0, 3), start);
   membership.saidGoodbye(1);
   membership.noticed(record(ErrorCode::PeerDead, 0, 1), start);
   membership.tick(start + milliseconds(5));
@@ -168,7 +167,7 @@ TEST(Membership, WhoSaidGoodbyeIsNotBlamedForALinkThatEnded) {
 
 TEST(Membership, ALostLinkIsTroubleOnlyWhereThePeerIsStillThere) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 3), start);
+  Membership membership(membershipConfig(0, 3), start);
   membership.doubted(record(ErrorCode::ConnectionReset, 0, 1), start); // not connected yet
   membership.alive(2, start);
   membership.saidGoodbye(2);
@@ -184,7 +183,7 @@ TEST(Membership, ALostLinkIsTroubleOnlyWhereThePeerIsStillThere) {
 
 TEST(Membership, SilenceIsNoticedAndAHeartbeatBreaksIt) {
   const TimePoint start = Clock::now();
-  Membership membership(configOf(0, 2), start);
+  Membership membership(membershipConfig(0, 2), start);
   for (int ms = 500; ms <= 5000; ms += 500) {
     membership.alive(1, start + milliseconds(ms));
     membership.tick(start + milliseconds(ms));

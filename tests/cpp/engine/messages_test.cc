@@ -5,6 +5,7 @@
 #include <future>
 
 #include "engine/point_to_point.h"
+#include "expect_done.h"
 #include "ranks.h"
 #include "sanitized.h"
 #include "within.h"
@@ -55,12 +56,6 @@ std::vector<float> filled(size_t numel, float start) {
     values[i] = start + static_cast<float>(i % 1009);
   }
   return values;
-}
-
-void expectDone(const std::shared_ptr<Operation>& operation) {
-  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << operation->label();
-  const auto error = operation->error();
-  ASSERT_FALSE(error) << error->text();
 }
 
 ErrorRecord expectError(const std::shared_ptr<Operation>& operation) {

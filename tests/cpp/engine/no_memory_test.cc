@@ -1,6 +1,8 @@
 // A native thread that gets no memory ends what it does with a typed error, and never the process.
 #include <gtest/gtest.h>
 
+#include <future>
+
 #include "allocations.h"
 #include "base/fault_point.h"
 #include "ranks.h"
@@ -153,22 +155,14 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
   for (const char* site : {"control.died", "control.failed"}) {
     DirectoryStore store;
     SharedFlag joined;
-    const auto config = [](int rank) {
-      Group::Config config;
-      config.rendezvous.rank = rank;
-      config.rendezvous.size = 2;
-      config.rendezvous.group_name = "test";
-      config.rendezvous.deadline = Deadline::after(20000);
-      return config;
-    };
     Process victim([&] {
       Engine engine;
-      const auto group = Group::join(engine, store, config(1));
+      const auto group = Group::join(engine, store, groupConfig(1, 2));
       joined.raise();
       return SharedFlag().wait(60000);
     });
     Engine engine;
-    const auto group = Group::join(engine, store, config(0));
+    const auto group = Group::join(engine, store, groupConfig(0, 2));
     ASSERT_TRUE(joined.wait());
     std::vector<float> values(100);
     const auto operation = group->start(allReduceCall(values));

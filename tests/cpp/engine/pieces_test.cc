@@ -28,7 +28,7 @@ std::ostream& operator<<(std::ostream& out, const Kind& kind) {
   return out << kind.name;
 }
 
-constexpr size_t kNumel = 2'300'000; // 8.8 MiB, no multiple of anything
+constexpr size_t kWholeNumel = 2'300'000; // 8.8 MiB, no multiple of anything
 constexpr float kNotThere = -1e6F; // in memory that nothing has come to
 
 void runOver(Transport transport, int size, const std::function<void(Rank&)>& body) {
@@ -40,13 +40,13 @@ class Tensors {
  public:
   Tensors(const Kind& kind, const Rank& self, bool in_place) : in_place_(in_place) {
     const auto ranks = static_cast<size_t>(self.size);
-    const size_t part = kNumel / ranks;
+    const size_t part = kWholeNumel / ranks;
     const size_t inputs = kind.collective == Collective::AllGather ? part
         : kind.collective == Collective::ReduceScatter             ? part * ranks
-                                                                   : kNumel;
+                                                                   : kWholeNumel;
     const size_t outputs = kind.collective == Collective::ReduceScatter ? part
         : kind.collective == Collective::AllGather                      ? part * ranks
-                                                                        : kNumel;
+                                                                        : kWholeNumel;
     from.resize(inputs);
     for (size_t i = 0; i < inputs; ++i) { // of very different sizes, so that sums depend on their order
       from[i] = static_cast<float>(i % 1013 + 1) * (i % 7 == 0 ? 1e-4F : 1.0F) + static_cast<float>(self.rank) * 0.37F;
@@ -60,7 +60,7 @@ class Tensors {
     call.schedule.dtype = DType::Float32;
     call.schedule.wire_dtype = DType::Float32;
     call.schedule.numel = static_cast<int64_t>(
-        kind.collective == Collective::AllGather || kind.collective == Collective::ReduceScatter ? part : kNumel);
+        kind.collective == Collective::AllGather || kind.collective == Collective::ReduceScatter ? part : kWholeNumel);
     if (kind.collective == Collective::Broadcast) {
       call.schedule.root = 1;
     } else if (kind.collective == Collective::Reduce) {

@@ -6,7 +6,6 @@ namespace pycomm::testing {
 namespace {
 
 constexpr uint32_t kGroup = 99;
-constexpr int kAny = PointToPoint::kAnyRank;
 
 PointToPoint::Name named(uint64_t id) {
   return {id << 1, static_cast<uint32_t>(id)};
@@ -52,9 +51,9 @@ TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
   receiver.heard(3, 7, named(30));
   receiver.heard(1, 7, named(10));
   receiver.heard(0, 8, named(1)); // another tag
-  receiver.postReceive(10, kAny, 7);
-  receiver.postReceive(11, kAny, 7);
-  receiver.postReceive(12, kAny, 7);
+  receiver.postReceive(10, PointToPoint::kAnyRank, 7);
+  receiver.postReceive(11, PointToPoint::kAnyRank, 7);
+  receiver.postReceive(12, PointToPoint::kAnyRank, 7);
   auto matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 2U);
   EXPECT_EQ(matches[0].from, 3);
@@ -74,7 +73,7 @@ TEST(PointToPoint, MessagesOfOneSenderAndTagKeepTheirOrder) {
     receiver.heard(0, 8, named(2 * k + 1));
   }
   for (uint64_t k = 0; k < 4; ++k) {
-    receiver.postReceive(k, k % 2 == 0 ? 0 : kAny, 8);
+    receiver.postReceive(k, k % 2 == 0 ? 0 : PointToPoint::kAnyRank, 8);
     const auto matches = receiver.takeMatches();
     ASSERT_EQ(matches.size(), 1U);
     EXPECT_EQ(matches[0].name.id, named(2 * k + 1).id);
@@ -83,7 +82,7 @@ TEST(PointToPoint, MessagesOfOneSenderAndTagKeepTheirOrder) {
 
 TEST(PointToPoint, AReceiveFromOneRankDoesNotOvertakeOneFromAny) {
   PointToPoint receiver(2, 3, kGroup);
-  receiver.postReceive(10, kAny, 7);
+  receiver.postReceive(10, PointToPoint::kAnyRank, 7);
   receiver.postReceive(11, 0, 7);
   receiver.heard(0, 7, named(1));
   auto matches = receiver.takeMatches();
@@ -126,7 +125,7 @@ TEST(PointToPoint, ATagThatNobodyWaitsUnderCostsNothing) {
     receiver.postReceive(2 * tag, 0, tag);
     receiver.heard(0, tag, named(2 * tag));
     receiver.heard(0, tag, named(2 * tag + 1));
-    receiver.postReceive(2 * tag + 1, kAny, tag);
+    receiver.postReceive(2 * tag + 1, PointToPoint::kAnyRank, tag);
     ASSERT_EQ(receiver.takeMatches().size(), 2U);
     ASSERT_EQ(receiver.tags(), 0U);
   }

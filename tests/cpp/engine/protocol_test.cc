@@ -7,11 +7,11 @@
 namespace pycomm {
 namespace {
 
-using Kind = Protocol::Action::Kind;
+using ActionKind = Protocol::Action::Kind;
 
 constexpr int64_t kLarge = 4 << 20; // elements: 16 MiB of float32
 
-Protocol::Config configOf(int rank, int size) {
+Protocol::Config protocolConfig(int rank, int size) {
   Protocol::Config config;
   config.rank = rank;
   config.size = size;
@@ -59,7 +59,7 @@ FrameHeader frameOf(const Posted& posted, FrameType type, uint32_t payload_nbyte
   return header;
 }
 
-std::vector<Protocol::Action> of(Kind kind, std::vector<Protocol::Action> actions) {
+std::vector<Protocol::Action> of(ActionKind kind, std::vector<Protocol::Action> actions) {
   std::vector<Protocol::Action> chosen;
   for (Protocol::Action& action : actions) {
     if (action.kind == kind) {
@@ -71,20 +71,20 @@ std::vector<Protocol::Action> of(Kind kind, std::vector<Protocol::Action> action
 
 TEST(Protocol, CreditOfLessThanNothingIsAViolation) {
   for (const uint64_t op_id : {0, 1}) { // of the pool, and of an operation
-    Protocol root(configOf(0, 2));
+    Protocol root(protocolConfig(0, 2));
     const Posted posted = broadcastOf(1, 0, 2, 0, kLarge);
     post(root, posted);
     FrameHeader credit = frameOf(posted, FrameType::Credit, 0, uint64_t{1} << 63);
     credit.op_id = op_id;
     EXPECT_EQ(root.arrived(1, credit, Clock::now()), Protocol::Verdict::Ignore);
-    const auto failures = of(Kind::Fail, root.takeActions());
+    const auto failures = of(ActionKind::Fail, root.takeActions());
     ASSERT_EQ(failures.size(), 1U);
     EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   }
 }
 
 TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
-  Protocol root(configOf(0, 2));
+  Protocol root(protocolConfig(0, 2));
   const Posted small = broadcastOf(1, 0, 2, 0, 100);
   const Posted large = broadcastOf(2, 0, 2, 0, kLarge);
   post(root, small);
@@ -93,7 +93,7 @@ TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::No);
 
   EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), Protocol::Verdict::Ignore);
-  const auto pumps = of(Kind::Pump, root.takeActions());
+  const auto pumps = of(ActionKind::Pump, root.takeActions());
   ASSERT_EQ(pumps.size(), 1U);
   EXPECT_EQ(pumps.front().op_id, 2U);
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::Credit);
@@ -102,7 +102,7 @@ TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
 }
 
 TEST(Protocol, CreditThatComesBeforeTheOperationIsKept) {
-  Protocol root(configOf(0, 2));
+  Protocol root(protocolConfig(0, 2));
   const Posted large = broadcastOf(1, 0, 2, 0, kLarge);
   static_cast<void>(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()));
   post(root, large);
@@ -110,10 +110,10 @@ TEST(Protocol, CreditThatComesBeforeTheOperationIsKept) {
 }
 
 TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
-  Protocol leaf(configOf(1, 2));
+  Protocol leaf(protocolConfig(1, 2));
   const Posted large = broadcastOf(1, 1, 2, 0, kLarge);
   post(leaf, large);
-  auto credits = of(Kind::Send, leaf.takeActions());
+  auto credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_EQ(credits.size(), 1U);
   EXPECT_EQ(credits.front().header.type, FrameType::Credit);
   EXPECT_EQ(credits.front().header.aux, uint64_t{4} << 20);
@@ -121,13 +121,13 @@ TEST(Protocol, ReceiverGrantsItsWindowAndRaisesItAsBytesAreUsed) {
   leaf.consumed(1, 0, 512 << 10, false);
   EXPECT_TRUE(leaf.takeActions().empty()); // not worth a frame
   leaf.consumed(1, 0, 512 << 10, false);
-  credits = of(Kind::Send, leaf.takeActions());
+  credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_EQ(credits.size(), 1U);
   EXPECT_EQ(credits.front().header.aux, uint64_t{5} << 20);
 }
 
 TEST(Protocol, EagerDataIsHeldUntilItsOperationIsPosted) {
-  Protocol leaf(configOf(1, 2));
+  Protocol leaf(protocolConfig(1, 2));
   const Posted small = broadcastOf(1, 1, 2, 0, 100);
   EXPECT_EQ(leaf.arrived(0, frameOf(small, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
   post(leaf, small);
@@ -135,7 +135,7 @@ TEST(Protocol, EagerDataIsHeldUntilItsOperationIsPosted) {
 }
 
 TEST(Protocol, ACrowdedPoolGivesPostedOperationsCredit) {
-  Protocol leaf(configOf(1, 2));
+  Protocol leaf(protocolConfig(1, 2));
   const Posted wanted = broadcastOf(1000, 1, 2, 0, 16 << 10);
   post(leaf, wanted);
   EXPECT_TRUE(leaf.takeActions().empty());
@@ -144,13 +144,13 @@ TEST(Protocol, ACrowdedPoolGivesPostedOperationsCredit) {
     EXPECT_EQ(
         leaf.arrived(0, frameOf(other, FrameType::Data, 64 << 10, kEagerFlag), Clock::now()), Protocol::Verdict::Hold);
   }
-  const auto credits = of(Kind::Send, leaf.takeActions());
+  const auto credits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_FALSE(credits.empty());
   EXPECT_EQ(credits.front().header.op_id, 1000U);
 }
 
 TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
-  Protocol root(configOf(0, 2));
+  Protocol root(protocolConfig(0, 2));
   int64_t sent = 0;
   int64_t i = 1;
   for (; i <= 100; ++i) {
@@ -172,7 +172,7 @@ TEST(Protocol, TheSenderStopsWhenThePoolIsFullAndGoesOnWhenRoomComesBack) {
 }
 
 TEST(Protocol, RoomThatComesBackIsForTheOldest) {
-  Protocol root(configOf(0, 2));
+  Protocol root(protocolConfig(0, 2));
   std::vector<uint64_t> oldest_first;
   for (int64_t i = 1; i <= 40; ++i) {
     post(root, broadcastOf(i, 0, 2, 0, 16));
@@ -185,14 +185,14 @@ TEST(Protocol, RoomThatComesBackIsForTheOldest) {
   room.aux = 1000;
   static_cast<void>(root.arrived(1, room, Clock::now()));
   std::vector<uint64_t> pumped;
-  for (const Protocol::Action& action : of(Kind::Pump, root.takeActions())) {
+  for (const Protocol::Action& action : of(ActionKind::Pump, root.takeActions())) {
     pumped.push_back(action.op_id);
   }
   EXPECT_EQ(pumped, oldest_first);
 }
 
 TEST(Protocol, OfManyOperationsTheOldestAsk) {
-  Protocol::Config config = configOf(0, 2);
+  Protocol::Config config = protocolConfig(0, 2);
   config.max_asking = 3;
   Protocol root(config);
   const TimePoint start = Clock::now();
@@ -206,7 +206,7 @@ TEST(Protocol, OfManyOperationsTheOldestAsk) {
   const auto asked = [&](TimePoint now) {
     root.tick(now);
     std::vector<uint64_t> ids;
-    for (const Protocol::Action& action : of(Kind::Send, root.takeActions())) {
+    for (const Protocol::Action& action : of(ActionKind::Send, root.takeActions())) {
       EXPECT_EQ(action.header.type, FrameType::Waiting);
       ids.push_back(action.op_id != 0 ? action.op_id : action.header.op_id);
     }
@@ -235,14 +235,14 @@ TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
       [](Descriptor& d) { d.digest = 5; },
   };
   for (size_t i = 0; i < changes.size(); ++i) {
-    Protocol leaf(configOf(1, 2));
+    Protocol leaf(protocolConfig(1, 2));
     const Posted mine = broadcastOf(1, 1, 2, 0, 100);
     Posted theirs = mine;
     changes[i](theirs.descriptor);
     post(leaf, mine);
     EXPECT_EQ(
         leaf.arrived(0, frameOf(theirs, FrameType::Data, 400, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
-    const auto fails = of(Kind::Fail, leaf.takeActions());
+    const auto fails = of(ActionKind::Fail, leaf.takeActions());
     ASSERT_EQ(fails.size(), 1U) << i;
     EXPECT_EQ(fails.front().record.code, ErrorCode::CollectiveMismatch);
     EXPECT_EQ(fails.front().record.peer, 0);
@@ -253,12 +253,12 @@ TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
 TEST(Protocol, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const Posted theirs = broadcastOf(1, 1, 2, 0, 101);
-  Protocol before(configOf(1, 2));
+  Protocol before(protocolConfig(1, 2));
   static_cast<void>(before.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
   post(before, mine);
   EXPECT_TRUE(before.failed());
 
-  Protocol after(configOf(1, 2));
+  Protocol after(protocolConfig(1, 2));
   post(after, mine);
   after.ended(1);
   static_cast<void>(after.arrived(0, frameOf(theirs, FrameType::Waiting), Clock::now()));
@@ -267,20 +267,20 @@ TEST(Protocol, AMismatchIsSeenOnPostingAfterwardsAndAfterTheEnd) {
 
 TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
   const TimePoint start = Clock::now();
-  Protocol leaf(configOf(1, 3));
-  Protocol root(configOf(0, 3));
+  Protocol leaf(protocolConfig(1, 3));
+  Protocol root(protocolConfig(0, 3));
   const Posted mine = broadcastOf(1, 1, 3, 0, 100);
   post(leaf, mine, start);
   leaf.tick(start + std::chrono::milliseconds(1));
   EXPECT_TRUE(leaf.takeActions().empty());
   leaf.tick(start + std::chrono::milliseconds(3));
-  const auto waits = of(Kind::Send, leaf.takeActions());
+  const auto waits = of(ActionKind::Send, leaf.takeActions());
   ASSERT_EQ(waits.size(), 1U);
   EXPECT_EQ(waits.front().peer, 0);
   EXPECT_EQ(waits.front().header.type, FrameType::Waiting);
 
   static_cast<void>(root.arrived(1, waits.front().header, start));
-  const auto replies = of(Kind::Send, root.takeActions());
+  const auto replies = of(ActionKind::Send, root.takeActions());
   ASSERT_EQ(replies.size(), 1U);
   EXPECT_EQ(replies.front().header.type, FrameType::NotEntered);
   static_cast<void>(leaf.arrived(0, replies.front().header, start));
@@ -293,13 +293,13 @@ TEST(Protocol, WaitsTellThePeerAndLearnWhoHasNotEntered) {
 TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
   const TimePoint start = Clock::now();
   const auto exchange = [](Protocol& from, int from_rank, Protocol& to, TimePoint now) {
-    for (const auto& action : of(Kind::Send, from.takeActions())) {
+    for (const auto& action : of(ActionKind::Send, from.takeActions())) {
       static_cast<void>(to.arrived(from_rank, action.header, now));
     }
   };
   for (const bool derived : {true, false}) {
-    Protocol inline_rank(configOf(0, 2));
-    Protocol late_rank(configOf(1, 2));
+    Protocol inline_rank(protocolConfig(0, 2));
+    Protocol late_rank(protocolConfig(1, 2));
     Posted counted = broadcastOf(2, 0, 2, 1, 100);
     Posted other = broadcastOf(3, 1, 2, 0, 100);
     if (derived) {
@@ -324,12 +324,12 @@ TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
 TEST(Protocol, WhatNoPeerSendsIsAViolation) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const auto failsWith = [&](FrameHeader header, bool posted_before) {
-    Protocol leaf(configOf(1, 2));
+    Protocol leaf(protocolConfig(1, 2));
     if (posted_before) {
       post(leaf, mine);
     }
     static_cast<void>(leaf.arrived(0, header, Clock::now()));
-    const auto fails = of(Kind::Fail, leaf.takeActions());
+    const auto fails = of(ActionKind::Fail, leaf.takeActions());
     return fails.size() == 1 && fails.front().record.code == ErrorCode::ProtocolViolation;
   };
   FrameHeader foreign = frameOf(mine, FrameType::Data, 400, kEagerFlag);
@@ -363,11 +363,11 @@ Posted barrierOf(int64_t sequence, int rank, int size) {
 
 // A frame of 0 bytes has a header, and its receiver keeps a note of it.
 TEST(Protocol, EmptyFramesFillThePool) {
-  const Protocol::Config config = configOf(0, 2);
+  const Protocol::Config config = protocolConfig(0, 2);
   const int64_t most = config.eager_pool_nbytes / config.frame_nbytes;
   EXPECT_LE(most, 20000);
   Protocol sender(config);
-  Protocol receiver(configOf(1, 2));
+  Protocol receiver(protocolConfig(1, 2));
   for (int64_t i = 1; i <= most; ++i) {
     const Posted posted = barrierOf(i, 0, 2);
     post(sender, posted);
@@ -385,8 +385,8 @@ TEST(Protocol, EmptyFramesFillThePool) {
 }
 
 TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
-  Protocol sender(configOf(0, 2));
-  Protocol receiver(configOf(1, 2));
+  Protocol sender(protocolConfig(0, 2));
+  Protocol receiver(protocolConfig(1, 2));
   const Posted wanted = barrierOf(1000000, 0, 2);
   post(receiver, barrierOf(1000000, 1, 2));
   for (int64_t i = 1;; ++i) {
@@ -403,7 +403,7 @@ TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
   while (sender.maySend(wanted.id.id, 1, 0) == Protocol::Permission::Eager) {
     sender.sent(wanted.id.id, 1, 0, Protocol::Permission::Eager);
   }
-  const auto credits = of(Kind::Send, receiver.takeActions());
+  const auto credits = of(ActionKind::Send, receiver.takeActions());
   ASSERT_FALSE(credits.empty());
   EXPECT_EQ(credits.front().header.op_id, wanted.id.id);
   EXPECT_EQ(credits.front().header.aux, 0U);
@@ -416,7 +416,7 @@ TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
 TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
   constexpr int64_t kNumel = 64;
   constexpr int64_t kBehind = 400;
-  Protocol root(configOf(0, 2));
+  Protocol root(protocolConfig(0, 2));
   for (int64_t i = 1; i <= 100000; ++i) {
     const Posted posted = broadcastOf(i, 0, 2, 0, kNumel);
     post(root, posted);
@@ -426,36 +426,36 @@ TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
     if (i > kBehind) {
       const Posted before = broadcastOf(i - kBehind, 0, 2, 0, kNumel);
       static_cast<void>(root.arrived(1, frameOf(before, FrameType::Credit, 0, 4 * kNumel), Clock::now()));
-      static_cast<void>(root.arrived(1, roomOf(4 * kNumel + configOf(0, 2).frame_nbytes), Clock::now()));
+      static_cast<void>(root.arrived(1, roomOf(4 * kNumel + protocolConfig(0, 2).frame_nbytes), Clock::now()));
     }
-    ASSERT_FALSE(root.failed()) << of(Kind::Fail, root.takeActions()).front().record.summary;
+    ASSERT_FALSE(root.failed()) << of(ActionKind::Fail, root.takeActions()).front().record.summary;
     static_cast<void>(root.takeActions());
   }
   EXPECT_EQ(root.usage().heard, 0U);
-  EXPECT_LE(root.usage().past, static_cast<size_t>(configOf(0, 2).eager_pool_nbytes / (4 * kNumel)) + 1);
+  EXPECT_LE(root.usage().past, static_cast<size_t>(protocolConfig(0, 2).eager_pool_nbytes / (4 * kNumel)) + 1);
 }
 
 TEST(Protocol, WhatHasArrivedGetsNoCredit) {
-  Protocol leaf(configOf(1, 2));
+  Protocol leaf(protocolConfig(1, 2));
   for (int64_t i = 1; i <= 12; ++i) { // more than half of the pool
     static_cast<void>(leaf.arrived(
         0, frameOf(broadcastOf(i, 1, 2, 0, 16 << 10), FrameType::Data, 64 << 10, kEagerFlag), Clock::now()));
   }
   post(leaf, broadcastOf(5, 1, 2, 0, 16 << 10)); // held here
-  EXPECT_TRUE(of(Kind::Send, leaf.takeActions()).empty());
+  EXPECT_TRUE(of(ActionKind::Send, leaf.takeActions()).empty());
   post(leaf, broadcastOf(13, 1, 2, 0, 16 << 10)); // yet to come
-  EXPECT_EQ(of(Kind::Send, leaf.takeActions()).size(), 1U);
+  EXPECT_EQ(of(ActionKind::Send, leaf.takeActions()).size(), 1U);
 }
 
 // Receives that are posted far ahead do not fill the sender's memory with credit: the rest gets it when the sender has come to them.
 TEST(Protocol, CreditAheadOfTheSenderIsBounded) {
-  Protocol leaf(configOf(1, 2));
-  Protocol root(configOf(0, 2));
-  const auto most = static_cast<int64_t>(configOf(0, 2).max_ahead);
+  Protocol leaf(protocolConfig(1, 2));
+  Protocol root(protocolConfig(0, 2));
+  const auto most = static_cast<int64_t>(protocolConfig(0, 2).max_ahead);
   for (int64_t i = 1; i <= 2 * most; ++i) {
     post(leaf, broadcastOf(i, 1, 2, 0, kLarge));
   }
-  const auto credits = of(Kind::Send, leaf.takeActions());
+  const auto credits = of(ActionKind::Send, leaf.takeActions());
   EXPECT_EQ(static_cast<int64_t>(credits.size()), most);
   for (const auto& credit : credits) {
     static_cast<void>(root.arrived(1, credit.header, Clock::now()));
@@ -463,14 +463,14 @@ TEST(Protocol, CreditAheadOfTheSenderIsBounded) {
   EXPECT_FALSE(root.failed());
   const Posted late = broadcastOf(most + 10, 0, 2, 0, kLarge);
   static_cast<void>(leaf.arrived(0, frameOf(late, FrameType::Waiting), Clock::now()));
-  const auto asked_for = of(Kind::Send, leaf.takeActions());
+  const auto asked_for = of(ActionKind::Send, leaf.takeActions());
   ASSERT_EQ(asked_for.size(), 1U);
   EXPECT_EQ(asked_for.front().header.type, FrameType::Credit);
   EXPECT_EQ(asked_for.front().header.op_id, late.id.id);
 }
 
 TEST(Protocol, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
-  Protocol protocol(configOf(0, 2));
+  Protocol protocol(protocolConfig(0, 2));
   const Posted watched = barrierOf(1, 0, 2);
   PreparedSchedule without_frames; // as of an operation in shared memory that is stuck
   Edge edge;
@@ -479,7 +479,7 @@ TEST(Protocol, DataOfWhatIsOnlyWatchedOverIsAViolationOfItsSender) {
   protocol.posted(watched.id, watched.descriptor, without_frames, Clock::now());
   EXPECT_EQ(
       protocol.arrived(1, frameOf(watched, FrameType::Data, 0, kEagerFlag), Clock::now()), Protocol::Verdict::Ignore);
-  const auto failures = of(Kind::Fail, protocol.takeActions());
+  const auto failures = of(ActionKind::Fail, protocol.takeActions());
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
   EXPECT_EQ(failures[0].record.peer, 1);
@@ -501,23 +501,23 @@ size_t placesOf(const Protocol::Config& config) {
 // A rank may call any number of collectives ahead of a slow one, which keeps notes of as many as it has places for. Messages have places
 // of their own.
 TEST(Protocol, ManyCollectivesAheadTakeNoPlacesOfMessages) {
-  Protocol slow(configOf(1, 2));
-  const size_t places = placesOf(configOf(1, 2));
+  Protocol slow(protocolConfig(1, 2));
+  const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < 2 * places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Broadcast), Clock::now()));
   }
-  EXPECT_EQ(of(Kind::Send, slow.takeActions()).size(), 2 * places) << "each is answered";
+  EXPECT_EQ(of(ActionKind::Send, slow.takeActions()).size(), 2 * places) << "each is answered";
   EXPECT_EQ(slow.usage().heard, places) << "and so many are kept";
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
-    ASSERT_FALSE(slow.failed()) << i << ": " << of(Kind::Fail, slow.takeActions()).front().record.summary;
+    ASSERT_FALSE(slow.failed()) << i << ": " << of(ActionKind::Fail, slow.takeActions()).front().record.summary;
   }
   EXPECT_EQ(slow.usage().heard, 2 * places);
 }
 
 TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
-  Protocol slow(configOf(1, 2));
-  const size_t places = placesOf(configOf(1, 2));
+  Protocol slow(protocolConfig(1, 2));
+  const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Send), Clock::now()));
   }
@@ -528,8 +528,8 @@ TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
 
 // The sender of messages announces one for each question, however many it has announced already. So each question makes a place.
 TEST(Protocol, WhatIsAskedForHasAPlace) {
-  Protocol receiver(configOf(1, 2));
-  const size_t places = placesOf(configOf(1, 2));
+  Protocol receiver(protocolConfig(1, 2));
+  const size_t places = placesOf(protocolConfig(1, 2));
   for (size_t i = 0; i < places + 3; ++i) {
     if (i >= places) {
       receiver.asked(0);
@@ -538,7 +538,7 @@ TEST(Protocol, WhatIsAskedForHasAPlace) {
     ASSERT_FALSE(receiver.failed()) << i;
   }
   static_cast<void>(receiver.arrived(0, waitingIn(places + 3, Collective::Send), Clock::now()));
-  const auto failures = of(Kind::Fail, receiver.takeActions());
+  const auto failures = of(ActionKind::Fail, receiver.takeActions());
   ASSERT_EQ(failures.size(), 1U) << "nobody has asked for this one";
   EXPECT_EQ(failures.front().record.code, ErrorCode::ProtocolViolation);
   EXPECT_NE(failures.front().record.summary.find("announces too many messages"), std::string::npos);
@@ -547,7 +547,7 @@ TEST(Protocol, WhatIsAskedForHasAPlace) {
 // The receiver has given credit for as many operations as it may, and it has no place for the note that the sender waits in one more.
 // It posts that one when the sender has long asked everyone.
 TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
-  Protocol::Config config = configOf(0, 2);
+  Protocol::Config config = protocolConfig(0, 2);
   config.max_ahead = 4;
   Protocol sender(config);
   config.rank = 1;
@@ -559,8 +559,8 @@ TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
       sender.tick(now);
       receiver.tick(now);
       for (bool more = true; more;) {
-        const auto from_sender = of(Kind::Send, sender.takeActions());
-        const auto from_receiver = of(Kind::Send, receiver.takeActions());
+        const auto from_sender = of(ActionKind::Send, sender.takeActions());
+        const auto from_receiver = of(ActionKind::Send, receiver.takeActions());
         for (const auto& action : from_sender) {
           static_cast<void>(receiver.arrived(0, action.header, now));
         }
@@ -600,8 +600,8 @@ TEST(Protocol, AWaitThatCouldNotBeKeptIsNotLost) {
 
 // Both ranks wait for each other's data, which a third one holds up: each says so a few times, and no answer is answered.
 TEST(Protocol, TwoRanksThatWaitForEachOtherSayItOnce) {
-  Protocol first(configOf(0, 2));
-  Protocol second(configOf(1, 2));
+  Protocol first(protocolConfig(0, 2));
+  Protocol second(protocolConfig(1, 2));
   TimePoint now = Clock::now();
   post(first, barrierOf(1, 0, 2), now);
   post(second, barrierOf(1, 1, 2), now);
@@ -609,11 +609,11 @@ TEST(Protocol, TwoRanksThatWaitForEachOtherSayItOnce) {
   for (int i = 0; i < 12000; ++i, now += std::chrono::milliseconds(1)) {
     first.tick(now);
     second.tick(now);
-    for (const auto& action : of(Kind::Send, first.takeActions())) {
+    for (const auto& action : of(ActionKind::Send, first.takeActions())) {
       static_cast<void>(second.arrived(0, action.header, now));
       ++frames;
     }
-    for (const auto& action : of(Kind::Send, second.takeActions())) {
+    for (const auto& action : of(ActionKind::Send, second.takeActions())) {
       static_cast<void>(first.arrived(1, action.header, now));
       ++frames;
     }

@@ -9,11 +9,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/group.h"
+#include "views.h"
 
 namespace pycomm::testing {
 
@@ -55,6 +57,16 @@ class SharedStore final : public Store {
   std::map<std::string, int64_t> counters_;
 };
 
+/// What a rank of a test's group has told before it joins.
+inline Group::Config groupConfig(int rank, int size, const std::string& name = "test") {
+  Group::Config config;
+  config.rendezvous.rank = rank;
+  config.rendezvous.size = size;
+  config.rendezvous.group_name = name;
+  config.rendezvous.deadline = Deadline::after(20000);
+  return config;
+}
+
 /// One rank that is a thread: its own engine and group, as a process would have.
 struct Rank {
   int rank = 0;
@@ -78,11 +90,7 @@ inline void runRanks(
       bool joined = false;
       try {
         Engine engine;
-        Group::Config config;
-        config.rendezvous.rank = rank;
-        config.rendezvous.size = size;
-        config.rendezvous.group_name = "test";
-        config.rendezvous.deadline = Deadline::after(20000);
+        Group::Config config = groupConfig(rank, size);
         if (adjust) {
           adjust(config);
         }
@@ -108,11 +116,6 @@ inline void runRanks(
       std::rethrow_exception(error);
     }
   }
-}
-
-template <typename T>
-BufferView viewOf(std::vector<T>& values) {
-  return {reinterpret_cast<std::byte*>(values.data()), values.size() * sizeof(T)};
 }
 
 /// A float32 all_reduce(SUM) in place.

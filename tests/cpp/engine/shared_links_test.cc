@@ -90,12 +90,7 @@ TEST(SharedLinks, AreWhatARankAnswersByThatLearnsLastThatItHasThem) {
     LateVotes late(store);
     Store& own = rank == 0 ? static_cast<Store&>(store) : late;
     Engine engine;
-    Group::Config config;
-    config.rendezvous.rank = rank;
-    config.rendezvous.size = 2;
-    config.rendezvous.group_name = "test";
-    config.rendezvous.deadline = Deadline::after(20000);
-    const auto group = Group::join(engine, own, config);
+    const auto group = Group::join(engine, own, groupConfig(rank, 2));
     Rank self{rank, 2, engine, *group};
     sumsOfManySizes(self);
     EXPECT_EQ(group->sharedLinks(), 2U) << "rank " << rank;

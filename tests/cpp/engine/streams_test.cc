@@ -67,10 +67,7 @@ TEST(Streams, SumsOfEverySizeManyAtOnce) {
 TEST(Streams, RefusesANumberWithoutMeaning) {
   Engine engine;
   SharedStore store;
-  Group::Config config;
-  config.rendezvous.rank = 0;
-  config.rendezvous.size = 1;
-  config.rendezvous.group_name = "test";
+  Group::Config config = groupConfig(0, 1);
   config.streams = 17;
   const ErrorRecord record = errorOf([&] { static_cast<void>(Group::join(engine, store, config)); });
   EXPECT_EQ(record.code, ErrorCode::InvalidArgument);
@@ -81,10 +78,7 @@ TEST(Streams, RefusesANumberWithoutMeaning) {
 TEST(Streams, ADeathIsAFailureOfThePeer) {
   DirectoryStore store;
   const auto join = [&](Engine& engine, int rank) {
-    Group::Config config;
-    config.rendezvous.rank = rank;
-    config.rendezvous.size = 2;
-    config.rendezvous.group_name = "test";
+    Group::Config config = groupConfig(rank, 2);
     config.rendezvous.deadline = Deadline::after(30000);
     overTcp(config, 3);
     return Group::join(engine, store, config);

@@ -15,10 +15,6 @@
 namespace pycomm::fuzz {
 namespace {
 
-std::vector<uint8_t> bytesOf(const std::string& text) {
-  return {text.begin(), text.end()};
-}
-
 std::string textOf(const uint8_t* bytes, size_t nbytes) {
   return {reinterpret_cast<const char*>(bytes), nbytes};
 }

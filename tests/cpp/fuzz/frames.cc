@@ -7,7 +7,7 @@
 namespace pycomm::fuzz {
 namespace {
 
-constexpr size_t kPoolNbytes = 1 << 20;
+constexpr size_t kStagingNbytes = 1 << 20;
 
 /// Counts, and gives every payload a place, or none.
 class Counter final : public InChannel::Receiver {
@@ -26,7 +26,7 @@ class Counter final : public InChannel::Receiver {
     ++frames;
   }
 
-  StagingMemory memory{kPoolNbytes};
+  StagingMemory memory{kStagingNbytes};
   StagingPool pool{memory};
   int64_t headers = 0;
   int64_t frames = 0;

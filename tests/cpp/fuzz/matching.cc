@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kSize = 3;
 constexpr uint32_t kGroup = 7;
-constexpr int64_t kPoolNbytes = 1 << 20;
+constexpr int64_t kEagerNbytes = 1 << 20;
 enum Event : uint8_t { Post, Arrive, Tick, Consume, End, Send, kEvents };
 
 struct Call {
@@ -46,7 +46,7 @@ const std::array<Call, 4>& calls() {
   return all;
 }
 
-struct Accepted {
+struct Taken {
   uint64_t op_id;
   int peer;
   int64_t nbytes;
@@ -75,7 +75,7 @@ class Run {
         break;
       case Consume:
         if (!accepted_.empty()) {
-          const Accepted used = accepted_.back();
+          const Taken used = accepted_.back();
           accepted_.pop_back();
           protocol_.consumed(used.op_id, used.peer, used.nbytes, used.eager);
         }
@@ -93,7 +93,7 @@ class Run {
       check(action);
     }
     const int64_t pooled = protocol_.usage().eager_in;
-    promise(protocol_.failed() || (pooled >= 0 && pooled <= (kSize - 1) * kPoolNbytes), "more than the pool holds");
+    promise(protocol_.failed() || (pooled >= 0 && pooled <= (kSize - 1) * kEagerNbytes), "more than the pool holds");
   }
 
   [[nodiscard]] bool understood() const noexcept {
@@ -162,7 +162,7 @@ class Run {
   Protocol protocol_;
   TimePoint now_{};
   size_t posted_ = 0;
-  std::vector<Accepted> accepted_;
+  std::vector<Taken> accepted_;
   bool understood_ = false;
   bool told_ = false;
 };

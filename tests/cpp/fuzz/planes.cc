@@ -22,10 +22,6 @@ namespace {
 
 constexpr int kFd = 1000;
 
-std::vector<uint8_t> bytesOf(const std::string& text) {
-  return {text.begin(), text.end()};
-}
-
 std::string frame(FrameHeader header, const std::string& payload = "") {
   header.group = identity().hash;
   header.payload_nbytes = static_cast<uint32_t>(payload.size());
@@ -104,7 +100,7 @@ Operation::Request receive(int from) {
   return request;
 }
 
-const std::array<Operation::Request, 6>& calls() {
+const std::array<Operation::Request, 6>& postedCalls() {
   static const std::array<Operation::Request, 6> all = [] {
     std::array<Operation::Request, 6> made = {
         call(Collective::Broadcast, 10, 0),
@@ -139,7 +135,7 @@ struct Data {
 
   // Operation k of those that all ranks would call; and messages.
   void post(int k) {
-    const Operation::Request& wish = calls()[static_cast<size_t>(k)];
+    const Operation::Request& wish = postedCalls()[static_cast<size_t>(k)];
     Operation::Request request;
     request.id = wish.id;
     request.descriptor = wish.descriptor;
@@ -208,7 +204,7 @@ bool readControl(const uint8_t* bytes, size_t nbytes) {
 std::vector<uint8_t> bulkSample() {
   std::string bytes("\x63\x3f", 2);
   FrameHeader data = headerOf(FrameType::Data);
-  calls()[0].descriptor.writeTo(data);
+  postedCalls()[0].descriptor.writeTo(data);
   data.op_id = 1;
   data.aux = kEagerFlag;
   bytes += frame(data, std::string(40, 'x'));
@@ -220,7 +216,7 @@ std::vector<uint8_t> bulkSample() {
   credit.aux = 4096;
   bytes += frame(credit);
   FrameHeader message = headerOf(FrameType::Data);
-  Descriptor descriptor = calls()[4].descriptor;
+  Descriptor descriptor = postedCalls()[4].descriptor;
   descriptor.root = 0;
   descriptor.writeTo(message);
   PointToPoint names(0, kRanks, identity().hash);

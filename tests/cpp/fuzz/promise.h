@@ -1,9 +1,11 @@
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace pycomm::fuzz {
 
@@ -11,6 +13,10 @@ inline void promise(bool kept, const char* what) {
   if (!kept) {
     throw std::logic_error(what);
   }
+}
+
+inline std::vector<uint8_t> bytesOf(const std::string& text) {
+  return {text.begin(), text.end()};
 }
 
 /// A copy that ends where the bytes end, so that AddressSanitizer sees a read past them.

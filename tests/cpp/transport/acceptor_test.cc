@@ -15,7 +15,9 @@
 
 #include "base/log.h"
 #include "transport/error_matchers.h"
+#include "transport/loopback.h"
 #include "transport/process.h"
+#include "views.h"
 
 namespace pycomm {
 namespace {
@@ -24,10 +26,11 @@ using std::chrono::milliseconds;
 using testing::elapsedMs;
 using testing::errorOf;
 using ::testing::HasSubstr;
+using testing::kLoopback;
+using testing::kNoAbort;
 using testing::Process;
+using testing::view;
 
-const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
-const AbortToken kNoAbort;
 constexpr uint64_t kNonce = 77;
 
 AcceptorConfig config() {
@@ -46,10 +49,6 @@ Hello helloOf(int rank) {
   hello.group = 5;
   hello.lane = 3;
   return hello;
-}
-
-ConstBufferView view(const std::string& bytes) {
-  return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
 }
 
 /// Runs an acceptor as its owner does: waits on its descriptor until the next deadline, then polls.

@@ -17,14 +17,13 @@
 #include "base/fault_point.h"
 #include "transport/acceptor.h"
 #include "transport/error_matchers.h"
+#include "transport/loopback.h"
 #include "transport/striped_link.h"
 
 namespace pycomm::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
 
 Hello hello() {
   Hello hello;
@@ -36,11 +35,11 @@ Hello hello() {
 }
 
 /// A peer that does with each connection what the test says.
-class Peer {
+class Server {
  public:
   using Serve = std::function<void(TcpLink& link, int nth)>;
 
-  explicit Peer(Serve serve) : serve_(std::move(serve)), listener_(Listener::bind(kLoopback, {})) {}
+  explicit Server(Serve serve) : serve_(std::move(serve)), listener_(Listener::bind(kLoopback, {})) {}
 
   // Both ends in turns, until the link is up: finishConnect() is called when the descriptor that it names is ready, and only then, as a
   // loop would. False if that is not in time.
@@ -98,7 +97,7 @@ std::string readHello(Link& link) {
 
 TEST(GreetedLink, IsUpOnceThePeerHasReplied) {
   TcpLink* reader = nullptr;
-  Peer peer([&](TcpLink& link, int) { reader = &link; });
+  Server peer([&](TcpLink& link, int) { reader = &link; });
   GreetedLink link({}, peer.address(), hello());
   EXPECT_FALSE(peer.bringUp(link, 300)) << "connected and greeted is not accepted";
   ASSERT_NE(reader, nullptr);
@@ -116,8 +115,8 @@ TEST(GreetedLink, IsUpOnceThePeerHasReplied) {
 
 // By an orderly end or by a reset (unread bytes), before and after the Hello: all of them are "try again".
 TEST(GreetedLink, ConnectsAgainWhenItIsDroppedBeforeTheReply) {
-  Peer* self = nullptr;
-  Peer peer([&](TcpLink& link, int nth) {
+  Server* self = nullptr;
+  Server peer([&](TcpLink& link, int nth) {
     if (nth <= 3) {
       if (nth == 2) {
         (void)readHello(link);
@@ -141,8 +140,8 @@ TEST(GreetedLink, ConnectsAgainWhenItIsDroppedBeforeTheReply) {
 }
 
 TEST(GreetedLink, EndsWhenThePeerHasGone) {
-  Peer* self = nullptr;
-  Peer peer([&](TcpLink&, int) {
+  Server* self = nullptr;
+  Server peer([&](TcpLink&, int) {
     self->dropThis();
     self->close();
   });
@@ -159,7 +158,7 @@ TEST(GreetedLink, GivesTheReasonOfARefusal) {
   ErrorRecord reason;
   reason.code = ErrorCode::ConfigMismatch;
   reason.summary = "the two sides have world sizes 4 and 9";
-  Peer peer([&](TcpLink& link, int) { writeText(link, encodeHelloRefused(reason)); });
+  Server peer([&](TcpLink& link, int) { writeText(link, encodeHelloRefused(reason)); });
   GreetedLink link({}, peer.address(), hello());
   const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
@@ -183,7 +182,7 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
       reply([](FrameHeader& header) { header.payload_nbytes = ErrorRecord::kMaxSerializedNbytes + 1; }),
       reply([](FrameHeader& header) { header.payload_nbytes = 7; }) + "garbage"};
   for (const std::string& bytes : replies) {
-    Peer peer([&](TcpLink& link, int) { writeText(link, bytes); });
+    Server peer([&](TcpLink& link, int) { writeText(link, bytes); });
     GreetedLink link({}, peer.address(), hello());
     EXPECT_EQ(errorOf([&] { (void)peer.bringUp(link); }).code, ErrorCode::ProtocolViolation) << bytes;
     EXPECT_EQ(peer.connections(), 1U);
@@ -293,8 +292,8 @@ TEST(GreetedLink, IsALinkAlsoIfItCannotConnectAgain) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs fault points";
   }
-  Peer* self = nullptr;
-  Peer peer([&](TcpLink&, int) { self->dropThis(); });
+  Server* self = nullptr;
+  Server peer([&](TcpLink&, int) { self->dropThis(); });
   self = &peer;
   armFaultPoints("tcp.connect:2:errno=ENETUNREACH");
   GreetedLink link({}, peer.address(), hello());
@@ -315,7 +314,7 @@ TEST(GreetedLink, NamesBothVersionsToAnOlderOrNewerPeer) {
          {encodeHelloRefused(reason), encodeHelloAccepted(5), std::string("cy\x01\x02 something else")}) {
       bytes[2] = static_cast<char>(version);
       bytes.resize(std::max<size_t>(bytes.size(), sizeof(FrameHeader)), '\xff');
-      Peer peer([&](TcpLink& link, int) { writeText(link, bytes); });
+      Server peer([&](TcpLink& link, int) { writeText(link, bytes); });
       GreetedLink link({}, peer.address(), hello());
       const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
       EXPECT_EQ(record.code, ErrorCode::VersionMismatch) << record.text();

@@ -8,15 +8,14 @@
 #include <random>
 #include <string>
 
+#include "views.h"
+
 namespace pycomm {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::view;
 using State = HelloReading::State;
-
-ConstBufferView view(const std::string& bytes) {
-  return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
-}
 
 Hello sample() {
   Hello hello;

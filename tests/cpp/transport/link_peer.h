@@ -13,10 +13,9 @@
 #include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
 #include "transport/process.h"
+#include "views.h"
 
 namespace pycomm::testing {
-
-using Bytes = std::vector<std::byte>;
 
 inline constexpr int64_t kSlackMs = 10000; // for a machine that is busy with other things; a third of soon()
 
@@ -33,10 +32,6 @@ inline Bytes pattern(size_t nbytes, uint32_t seed) {
     byte = static_cast<std::byte>(state >> 24);
   }
   return bytes;
-}
-
-inline ConstBufferView view(const Bytes& bytes) {
-  return {bytes.data(), bytes.size()};
 }
 
 inline Bytes readExactly(Link& link, size_t nbytes) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "transport/error_matchers.h"
+#include "transport/loopback.h"
 #include "transport/process.h"
 #include "transport/tcp_link.h"
 
@@ -20,10 +21,9 @@ namespace {
 using testing::elapsedMs;
 using testing::errorOf;
 using ::testing::HasSubstr;
+using testing::kLoopback;
 using testing::kNoAbort;
 using testing::Process;
-
-const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
 
 bool waitReadable(int fd, int timeout_ms = 5000) {
   pollfd wait{fd, POLLIN, 0};

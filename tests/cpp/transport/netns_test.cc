@@ -22,10 +22,9 @@ namespace {
 using testing::DirectoryStore;
 using testing::errorOf;
 using ::testing::HasSubstr;
+using testing::kNoAbort;
 using testing::Process;
 using testing::SharedFlag;
-
-const AbortToken kNoAbort;
 
 bool shell(const std::string& command) {
   return std::system((command + " >/dev/null 2>&1").c_str()) == 0; // NOLINT: fixed commands of this test

@@ -32,7 +32,7 @@ using testing::Process;
 using testing::readExactly;
 using testing::soon;
 
-struct Ends {
+struct LinkEnds {
   std::shared_ptr<const SharedArena> arena;
   std::unique_ptr<SharedLink> first;
   std::unique_ptr<SharedLink> second;
@@ -47,8 +47,8 @@ std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> bells() {
   return {std::make_unique<TcpLink>(UniqueFd(ends[0])), std::make_unique<TcpLink>(UniqueFd(ends[1]))};
 }
 
-Ends connected(size_t nbytes, bool both_ways = true) {
-  Ends ends;
+LinkEnds connected(size_t nbytes, bool both_ways = true) {
+  LinkEnds ends;
   const size_t total = RingMemory::totalNbytes(nbytes);
   ends.arena = std::make_shared<const SharedArena>(SharedArena::create(2 * total));
   ends.arena->commit(0, 2 * total);
@@ -68,7 +68,7 @@ Ends connected(size_t nbytes, bool both_ways = true) {
 }
 
 LinkPair pairOf(size_t nbytes) {
-  Ends ends = connected(nbytes);
+  LinkEnds ends = connected(nbytes);
   return {std::move(ends.first), std::move(ends.second)};
 }
 
@@ -96,7 +96,7 @@ Progress writeBytes(Link& link, const Bytes& bytes) {
 
 // Pieces of every length round a small ring, some of them as two views, read in pieces of other lengths.
 TEST(SharedLink, GoesRoundTheRing) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   const Bytes whole = pattern(300000, 3);
   Bytes got;
   for (size_t sent = 0, step = 1; got.size() < whole.size(); step = step % 5000 + 37) {
@@ -112,7 +112,7 @@ TEST(SharedLink, GoesRoundTheRing) {
 }
 
 TEST(SharedLink, TakesWhatFitsAndThenNothing) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   const Bytes bytes = pattern(5000, 1);
   EXPECT_EQ(writeBytes(*ends.first, bytes).nbytes, 4096U);
   EXPECT_FALSE(ends.first->canWrite());
@@ -123,7 +123,7 @@ TEST(SharedLink, TakesWhatFitsAndThenNothing) {
 
 // The kernel hears of an end only when that sleeps: not for each of a hundred writes.
 TEST(SharedLink, RingsOnlyForWhoSleeps) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   const Bytes one = pattern(1, 1);
   Bytes room(64);
   EXPECT_TRUE(ends.second->tryRead({room.data(), 64}).would_block);
@@ -144,7 +144,7 @@ TEST(SharedLink, RingsOnlyForWhoSleeps) {
 }
 
 TEST(SharedLink, TellsAWriterOfRoomOnceThereIsSome) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   const Bytes bytes = pattern(4096, 1);
   (void)writeBytes(*ends.first, bytes);
   EXPECT_TRUE(writeBytes(*ends.first, bytes).would_block);
@@ -157,7 +157,7 @@ TEST(SharedLink, TellsAWriterOfRoomOnceThereIsSome) {
 }
 
 TEST(SharedLink, ReadsWhatAKilledWriterLeft) {
-  Ends ends = connected(1 << 20, false);
+  LinkEnds ends = connected(1 << 20, false);
   Process writer([&] {
     ends.second.reset();
     (void)writeBytes(*ends.first, pattern(100000, 4));
@@ -183,7 +183,7 @@ TEST(SharedLink, ReadsWhatAKilledWriterLeft) {
 
 // The reader of a link of one direction is gone: the next write fails, though the ring has room.
 TEST(SharedLink, FailsToWriteOnceTheReaderIsKnownToBeGone) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   (void)writeBytes(*ends.first, pattern(10, 1));
   EXPECT_FALSE(ends.first->hearBell());
   ends.second.reset();
@@ -196,7 +196,7 @@ TEST(SharedLink, FailsToWriteOnceTheReaderIsKnownToBeGone) {
 
 TEST(SharedLink, BelievesNoCounterThatCannotBe) {
   for (const uint64_t lie : {uint64_t{4097}, uint64_t{1} << 40, ~uint64_t{0}}) {
-    Ends ends = connected(4096, false);
+    LinkEnds ends = connected(4096, false);
     Bytes room(8192);
     ends.out.words().written = lie;
     EXPECT_TRUE(ends.second->canRead());
@@ -204,7 +204,7 @@ TEST(SharedLink, BelievesNoCounterThatCannotBe) {
         errorOf([&] { (void)ends.second->tryRead({room.data(), room.size()}); }).code, ErrorCode::ProtocolViolation);
   }
   { // backwards
-    Ends ends = connected(4096, false);
+    LinkEnds ends = connected(4096, false);
     Bytes room(8192);
     (void)writeBytes(*ends.first, pattern(100, 1));
     (void)ends.second->tryRead({room.data(), 10});
@@ -214,7 +214,7 @@ TEST(SharedLink, BelievesNoCounterThatCannotBe) {
     EXPECT_EQ(errorOf([&] { (void)ends.second->tryRead({room.data(), 10}); }).code, ErrorCode::ProtocolViolation);
   }
   for (const uint64_t lie : {uint64_t{4097}, uint64_t{5000}, ~uint64_t{0}}) {
-    Ends ends = connected(4096, false);
+    LinkEnds ends = connected(4096, false);
     (void)writeBytes(*ends.first, pattern(4096, 1));
     ends.out.words().taken = lie;
     EXPECT_TRUE(ends.first->canWrite());
@@ -225,7 +225,7 @@ TEST(SharedLink, BelievesNoCounterThatCannotBe) {
 // Both sides sleep after each try that moved nothing and are woken by nothing but the connection: a wake-up that is lost ends this at
 // the deadline.
 TEST(SharedLink, LosesNoWakeUp) {
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   const Bytes whole = pattern(1 << 20, 9);
   const Deadline deadline = soon();
   std::atomic<bool> late{false};
@@ -281,7 +281,7 @@ TEST(SharedLink, IsUpWhenItsConnectionIs) {
    private:
     int asked_ = 0;
   };
-  Ends ends = connected(4096, false);
+  LinkEnds ends = connected(4096, false);
   SharedLink link(std::make_unique<Pending>(), {ends.arena, ends.out, std::nullopt}, SharedLink::State::Connecting);
   EXPECT_EQ(link.roomEvent(), POLLOUT);
   EXPECT_FALSE(link.finishConnect());

@@ -70,17 +70,17 @@ class FencedRing {
   std::byte* fence_ = nullptr;
 };
 
-struct Ends {
+struct RingEnds {
   std::unique_ptr<SharedLink> writer;
   std::unique_ptr<SharedLink> reader;
 };
 
-Ends endsOf(const FencedRing& ring) {
+RingEnds endsOf(const FencedRing& ring) {
   int bells[2] = {-1, -1};
   if (::socketpair(AF_UNIX, SOCK_STREAM, 0, bells) != 0) {
     throw std::runtime_error("no pair of sockets could be made");
   }
-  Ends ends;
+  RingEnds ends;
   ends.writer = std::make_unique<SharedLink>(
       std::make_unique<TcpLink>(UniqueFd(bells[0])), SharedLink::Rings{nullptr, ring.memory(), std::nullopt});
   ends.reader = std::make_unique<SharedLink>(
@@ -128,7 +128,7 @@ size_t someNbytes(Random& random) {
 }
 
 // One try of one end; false once that end has found a lie. Buffers are as long as they say: a sanitizer sees what goes beyond.
-bool tryOnce(Random& random, Ends& ends, size_t& wrong) {
+bool tryOnce(Random& random, RingEnds& ends, size_t& wrong) {
   try {
     if (random() % 2 == 0) {
       const std::vector<std::byte> bytes(someNbytes(random) + 1, static_cast<std::byte>(random() % 0xE0));
@@ -162,7 +162,7 @@ TEST(SharedRing, SurvivesWhateverItsWordsSay) {
   for (uint64_t seed = 0; seed < 3000; ++seed) {
     Random random(seed);
     ring.clear();
-    Ends ends = endsOf(ring);
+    RingEnds ends = endsOf(ring);
     size_t wrong = 0;
     bool honest = true;
     for (int step = 0; step < 60; ++step) {

@@ -12,6 +12,7 @@
 #include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
 #include "transport/listener.h"
+#include "transport/loopback.h"
 
 namespace pycomm {
 namespace {
@@ -19,12 +20,11 @@ namespace {
 using testing::elapsedMs;
 using testing::errorOf;
 using ::testing::HasSubstr;
+using testing::kLoopback;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
 using testing::PeerPlace;
-
-const SocketAddress kLoopback = SocketAddress::parse("127.0.0.1", 0);
 
 std::unique_ptr<TcpLink> acceptOne(Listener& listener) {
   pollfd wait{listener.fd(), POLLIN, 0};

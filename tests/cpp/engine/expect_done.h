@@ -1,0 +1,18 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "engine/operation.h"
+
+namespace pycomm::testing {
+
+/// Within 20 s, and without an error.
+inline void expectDone(const std::shared_ptr<Operation>& operation) {
+  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << operation->label();
+  const auto error = operation->error();
+  ASSERT_FALSE(error) << error->text();
+}
+
+} // namespace pycomm::testing

@@ -1,0 +1,9 @@
+#pragma once
+
+#include "transport/address.h"
+
+namespace pycomm::testing {
+
+inline const SocketAddress kLoopback = SocketAddress::loopback(AddressFamily::IPv4);
+
+} // namespace pycomm::testing
