@@ -41,7 +41,7 @@ cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") tools/gpu_checks.py $(ARGS)
 
-strict: ## C++ tests without precompiled headers, which hide a missing include; warnings are errors
+strict: ## C++ tests file by file, without precompiled headers, so that a missing include shows; warnings are errors
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py strict
 

@@ -13,13 +13,34 @@ function(pycomm_floor_folders kind variable)
   set(${variable} ${folders} PARENT_SCOPE)
 endfunction()
 
+# pycomm_unite(<name> <file>...): compiles these files in as few units of about equal size as have PYCOMM_UNIT_NBYTES each.
+# A unit reads a header once for all of its files. kernels_*.cc stay alone: there is one for each instruction set, and they
+# give the same names to different vectors.
+function(pycomm_unite name)
+  list(FILTER ARGN EXCLUDE REGEX "/kernels_[^/]*$")
+  set(total 0)
+  foreach(file IN LISTS ARGN)
+    file(SIZE ${file} nbytes)
+    math(EXPR total "${total} + ${nbytes}")
+  endforeach()
+  math(EXPR units "(${total} + ${PYCOMM_UNIT_NBYTES} - 1) / ${PYCOMM_UNIT_NBYTES}")
+  set(before 0)
+  foreach(file IN LISTS ARGN)
+    file(SIZE ${file} nbytes)
+    math(EXPR unit "(${before} + ${nbytes} / 2) * ${units} / ${total}")
+    set_source_files_properties(${file} PROPERTIES UNITY_GROUP ${name}${unit})
+    math(EXPR before "${before} + ${nbytes}")
+  endforeach()
+endfunction()
+
 # pycomm_floor_sources(<kind> <variable>): every .cc file under those folders. The list is looked at again by each
-# build, so that a new file needs no edit here.
+# build, so that a new file needs no edit here. Each file is told which unit of its folder it is compiled in.
 function(pycomm_floor_sources kind variable)
   pycomm_floor_folders(${kind} folders)
   set(sources)
   foreach(folder IN LISTS folders)
     file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/${folder}/*.cc)
+    pycomm_unite("${folder}" ${found})
     list(APPEND sources ${found})
   endforeach()
   set(${variable} ${sources} PARENT_SCOPE)

@@ -17,13 +17,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import machine
+import native
 import reruns
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 
 # Each flavour has a build folder of its own. Warnings are errors where developers and CI look, not
-# where users build. Precompiled headers hide a missing include, so not every flavour has them.
+# where users build. Precompiled headers hide a missing include, so not every flavour has them; nor
+# does it have units of many files (united() below).
 FLAVOURS = {
     "plain": [],
     "strict": ["-DPYCOMM_PRECOMPILE=OFF", "-DPYCOMM_WERROR=ON"],
@@ -108,6 +110,11 @@ def test_prefix(flavour: str) -> list[str]:
     return fixed if flavour.startswith("tsan") and machine.succeeds(*fixed, "true") else []
 
 
+def united(flavour: str) -> bool:
+    """Whether many files are compiled at once, which hides a missing include, too."""
+    return flavour != "strict" and native.wanted()
+
+
 def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all") -> Path | None:
     """Builds one flavour, with fault points, and returns its folder; None if that failed."""
     folder = BUILD / f"cpp-{flavour}"
@@ -123,6 +130,7 @@ def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all"
         "-B",
         str(folder),
         "-DPYCOMM_FAULT_POINTS=ON",
+        f"-DCMAKE_UNITY_BUILD={'ON' if united(flavour) else 'OFF'}",
         *FLAVOURS[flavour],
     ]
     if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists():

@@ -531,6 +531,16 @@ def test_cpp_runs_again_only_what_was_too_slow(
     assert tool("cpp").may_run_again(found, tmp_path) is wanted
 
 
+def test_cpp_compiles_file_by_file_in_strict_and_where_units_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpp = tool("cpp")
+    monkeypatch.delenv("PYCOMM_UNITY", raising=False)
+    assert {flavour for flavour in cpp.FLAVOURS if not cpp.united(flavour)} == {"strict"}
+    monkeypatch.setenv("PYCOMM_UNITY", "0")
+    assert not any(map(cpp.united, cpp.FLAVOURS))
+
+
 def test_broken_links_are_found(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("[up](../README.md#top) [web](https://x.org) [h](#h)\n")

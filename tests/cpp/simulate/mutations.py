@@ -444,7 +444,8 @@ def main() -> int:
         return 1 if wrong else 0
     with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
         work = options.work or Path(scratch)
-        # As deep as the C++ tests' build in the repository: ccache then finds what that has made.
+        # As deep as the C++ tests' build in the repository: ccache then finds what that has made
+        # with PYCOMM_UNITY=0. A mutation changes one file, so files are compiled one by one here.
         copy, folder = work, work / "build" / "cpp-plain"
         for part in ("csrc", "cmake", "tests/cpp"):
             # Not the files' times: a scratch folder that is used again holds objects of mutations.
