@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from processes import open_files
 from rank_child import describe_exception, mark
 from ranks import run_ranks, start_ranks
 
@@ -166,18 +167,12 @@ def oversubscribed(minutes: float) -> None:
 
 def listening_port() -> int:
     """Where this process's group listens."""
-    mine = {
-        os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)
-    }
+    mine = set(open_files().values())
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == LISTENING and f"socket:[{fields[9]}]" in mine:
             return int(fields[1].partition(":")[2], 16)
     raise RuntimeError("no listening socket")
-
-
-def _is_link(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 THROW = """

@@ -111,3 +111,24 @@ def _end_session(process: subprocess.Popen[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.communicate()
+
+
+def open_files() -> dict[int, str]:
+    """What this process's descriptors are open on, as /proc names it.
+
+    The descriptor by which the list is read, and those that close meanwhile, are not in it.
+    """
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def thread_names() -> list[str]:
+    """Of this process. A thread that was joined may be listed a moment longer."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            names.append(Path("/proc/self/task", task, "comm").read_text().strip())
+    return sorted(names)

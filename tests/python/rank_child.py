@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from processes import thread_names
+
 _PR_SET_PDEATHSIG = 1
 
 _mark_fd: int | None = None
@@ -86,8 +88,7 @@ def forbid_other_backends() -> None:
 
 def other_backends_threads() -> list[str]:
     """Names of this process's threads that belong to gloo or NCCL: none, if nobody got round."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    return [name for name in names if "gloo" in name.lower() or "nccl" in name.lower()]
+    return [name for name in thread_names() if "gloo" in name.lower() or "nccl" in name.lower()]
 
 
 def describe_exception(error: BaseException) -> RankError:

@@ -6,7 +6,6 @@ calls, the order of streams, and that NCCL and the group fail together.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -23,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda_device import Device
+from processes import thread_names
 from ranks import mark, run_ranks, start_ranks
 from time_bound import assert_within
 
@@ -715,11 +715,7 @@ def test_a_group_that_is_closed_while_nccl_connects_launches_nothing(fake_cuda: 
 
 
 def _threads() -> list[str]:
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            names.append((task / "comm").read_text().strip())
-    return sorted(name for name in names if name.startswith("pycomm"))
+    return [name for name in thread_names() if name.startswith("pycomm")]
 
 
 def _threads_left(name: str) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import open_files
 from ranks import describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 
@@ -30,7 +31,7 @@ MIB = 1 << 20
 def traces() -> dict[str, int]:
     """What a process holds that a group could have left behind."""
     gc.collect()
-    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()]
+    fds = open_files().values()
     return {
         "files": len(fds),
         "threads": len(os.listdir("/proc/self/task")),
@@ -52,15 +53,6 @@ def grown(before: dict[str, int]) -> dict[str, int]:
         if max(more.values()) <= 0 or time.monotonic() > settled_s:
             return more
         time.sleep(0.01)
-
-
-def _fds() -> list[str]:
-    names = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            os.readlink(f"/proc/self/fd/{name}")
-            names.append(name)
-    return names
 
 
 def fork_and_wait(body: Any) -> int:
@@ -91,7 +83,7 @@ def has_a_child_and_dies(rank: int, world_size: int) -> Any:
         if pid == 0:
             os.close(read_fd)
             os.setsid()
-            sockets = [fd for fd in _fds() if "socket" in os.readlink(f"/proc/self/fd/{fd}")]
+            sockets = [fd for fd, name in open_files().items() if "socket" in name]
             os.write(write_fd, f"{sockets}".encode())
             signal.pause()
         os.close(write_fd)
@@ -375,7 +367,7 @@ def room_for_files(count: int) -> Iterator[None]:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in _fds())
+    highest = max(open_files())
     hoard = []
     for fd in range(highest):  # fill the gaps below
         try:
