@@ -30,11 +30,15 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
+# With a busy disk a process can stand still for more than the 3 s after which a rank counts as gone.
+PATIENT = {"PYCOMM_HEARTBEAT_TIMEOUT": "30"}
+
+
 def run_example(
     name: str, *flags: str, launcher: list[str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     arguments = [*(launcher or TORCHRUN), str(EXAMPLES / name), *flags]
-    return run_python(arguments, timeout_s=300.0)
+    return run_python(arguments, timeout_s=300.0, env=PATIENT)
 
 
 def run_as_script(rank: int, world_size: int, path: str, flags: list[str]) -> object:
@@ -54,7 +58,7 @@ def run_example_without_torchrun(name: str, *flags: str) -> tuple[object, str]:
 
     def launched(rank: int) -> dict[str, str | None]:
         address: dict[str, str | None] = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
-        return {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        return {**PATIENT, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
 
     args = (str(EXAMPLES / name), list(flags))
     options: dict[str, Any] = {"init": "none", "env": launched, "preload": TORCH_DDP}
