@@ -30,7 +30,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
-# With a busy disk a process can stand still for more than the 3 s after which a rank counts as gone.
+# With a busy disk a process may stand still for more than the 3 s after which it counts as gone.
 PATIENT = {"PYCOMM_HEARTBEAT_TIMEOUT": "30"}
 
 
