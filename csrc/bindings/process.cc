@@ -43,16 +43,19 @@ const char* levelName(LogLevel level) {
 
 // Lines come from lanes, which never wait for the interpreter: a callback thread carries them there.
 void passOn(LogLevel level, const char* line) {
-  processEngine().callbacks().submit([level, text = std::string(line)] {
-    const py::gil_scoped_acquire lock;
-    try {
-      if (const py::object callback = logCallback(); callback && !callback.is_none()) {
-        callback(levelName(level), text);
+  try {
+    processEngine().callbacks().submit([level, text = std::string(line)] {
+      const py::gil_scoped_acquire lock;
+      try {
+        if (const py::object callback = logCallback(); callback && !callback.is_none()) {
+          callback(levelName(level), text);
+        }
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("pycomm's log callback");
       }
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("pycomm's log callback");
-    }
-  });
+    });
+  } catch (const std::exception&) { // no memory, or no engine any more: log() does not throw
+  }
 }
 
 void setLogCallback(const py::object& callback, const std::string& level) {
@@ -105,10 +108,10 @@ void bindProcess(py::module_& m) {
   m.def(
       "shutdown_all",
       [](int64_t timeout_ms) {
-        setLogSink(nullptr, LogLevel::Off);
         const Deadline deadline = Deadline::after(timeout_ms);
         CudaDevices::stopAllThreads(Deadline::after(timeout_ms / 2)); // while there is an engine that they can tell
         shutdownProcessEngine(deadline);
+        setLogSink(nullptr, LogLevel::Off); // now: where a failure's record was written is told at exit, too
       },
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());

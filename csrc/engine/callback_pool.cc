@@ -15,6 +15,8 @@ const std::string kThreadName = "pycomm-callback";
 constexpr std::chrono::milliseconds kPatience{5};
 constexpr size_t kMostPatient = 10; // times that
 
+thread_local const CallbackPool* t_pool = nullptr; ///< whose thread this is
+
 } // namespace
 
 CallbackPool::CallbackPool() {
@@ -27,7 +29,7 @@ CallbackPool::~CallbackPool() {
 
 void CallbackPool::submit(Task task) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (stopping_) {
+  if (stopping_ && (t_pool != this || given_up_)) {
     return;
   }
   tasks_.push_back(std::move(task));
@@ -46,6 +48,7 @@ bool CallbackPool::stop(Deadline deadline) {
       thread.detach();
     }
     threads_.clear();
+    given_up_ = true;
     return false;
   }
   for (std::thread& thread : threads_) {
@@ -95,6 +98,7 @@ void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
 }
 
 void CallbackPool::threadMain() noexcept {
+  t_pool = this;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;; ++idle_) { // it begins as an idle one
     waitForTask(lock);

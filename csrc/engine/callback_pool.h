@@ -37,8 +37,9 @@ class CallbackPool {
   /// Throws std::bad_alloc; then the task is not taken.
   void submit(Task task);
 
-  /// Runs what is queued, takes nothing new, joins all threads that end by the deadline. False if one did not; it is then left
-  /// to the process's end (a callback of the user's that never returns cannot be joined).
+  /// Runs what is queued, and what that submits, such as a line of the log; takes nothing from other threads. Joins all threads that end
+  /// by the deadline. False if one did not; it is then left to the process's end (a callback of the user's that never returns cannot be
+  /// joined), and nothing more is taken.
   bool stop(Deadline deadline);
 
  private:
@@ -60,6 +61,7 @@ class CallbackPool {
   size_t running_ = 1; ///< threads that have not left threadMain, the one that is being started among them
   TimePoint last_taken_{}; ///< when a thread last took a task
   bool stopping_ = false;
+  bool given_up_ = false; ///< stop() did not see all threads end
   std::atomic<bool> told_{false}; ///< the user, that a thread could not be started
 };
 

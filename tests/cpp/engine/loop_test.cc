@@ -327,6 +327,20 @@ TEST(CallbackPool, GrowsWhenAllThreadsAreBlocked) {
   EXPECT_TRUE(pool.stop(Deadline::after(5000)));
 }
 
+// A task that writes a file says afterwards where it is, by another task.
+TEST(CallbackPool, StopRunsWhatItsLastTasksSubmit) {
+  CallbackPool pool;
+  std::atomic<int> ran{0};
+  pool.submit([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100)); // stop() has begun meanwhile
+    pool.submit([&] { pool.submit([&] { ++ran; }); });
+  });
+  EXPECT_TRUE(pool.stop(Deadline::after(5000)));
+  EXPECT_EQ(ran, 1);
+  pool.submit([&] { ++ran; });
+  EXPECT_EQ(ran, 1) << "no thread is there to run it";
+}
+
 int threadsNamed(const std::string& thread_name) {
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task")) {
