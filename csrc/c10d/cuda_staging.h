@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
@@ -73,6 +74,12 @@ class CudaOrder {
 };
 
 void keepForStream(const std::vector<at::Tensor>& tensors, const c10::Stream& stream);
+
+/// Drops a reference, perhaps the last, to a future that is behind these. Torch's destructor makes the device of each of its events the
+/// current one, and ends the process if a device is so broken that it cannot be; then the future is left where it is.
+void letGo(
+    c10::intrusive_ptr<c10::ivalue::Future> future,
+    const std::vector<std::shared_ptr<const CudaOrder>>& behind) noexcept;
 
 /// In a catch block: what was caught, as an error of pycomm's. Torch throws errors of its own where a device is broken.
 [[nodiscard]] ErrorRecord caughtOnDevice();

@@ -57,6 +57,12 @@ struct PycommWork::State {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
 
+  ~State() {
+    if (!content.behind.empty()) {
+      letGo(std::move(future), content.behind);
+    }
+  }
+
   bool done() const {
     for (const auto& operation : content.operations) {
       if (!operation->done()) {

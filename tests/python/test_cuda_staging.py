@@ -459,6 +459,32 @@ def _breaks_elsewhere(rank: int, size: int, library: str, when: str) -> list[str
     return told
 
 
+def _breaks_before_the_last_drop(rank: int, size: int, library: str) -> None:
+    device = Device(Path(library))
+    group = dist.new_group(list(range(size)))
+    tensor = device.tensor(np.ones(1000, "float32"), 1)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    in_callback, may_go = threading.Event(), threading.Event()
+
+    def callback(future: torch.futures.Future) -> None:
+        in_callback.set()
+        assert may_go.wait(timeout=30)
+
+    chained = work.get_future().then(callback)
+    assert in_callback.wait(timeout=30)
+    del work
+    device.library.fake_break_down()
+    may_go.set()  # a thread of the pool, whose current device is another, drops the last reference
+    del chained
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+
+
+def test_a_future_whose_device_is_broken_ends_no_process(fake_cuda: Path) -> None:
+    run_ranks(2, _breaks_before_the_last_drop, args=(str(fake_cuda),))
+
+
 @pytest.mark.parametrize("when", ["before the end", "after the end", "dropped"])
 def test_a_device_that_torch_cannot_switch_to_ends_no_process(fake_cuda: Path, when: str) -> None:
     results = run_ranks(2, _breaks_elsewhere, args=(str(fake_cuda), when))
