@@ -66,7 +66,10 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
       }
     }
     notice(std::move(record));
-  } catch (...) { // no memory even to say so: the operation's deadline ends it
+  } catch (...) { // no memory even to say so: a deadline ends the others
+    for (const auto& operation : std::exchange(refused_, {})) {
+      end(*operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+    }
   }
 }
 
@@ -96,7 +99,7 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
     });
     return;
   }
-  takeUp(*operation, [&] {
+  takeUp(operation, [&] {
     PYCOMM_FAULT_POINT("operation.post");
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
     if (operation->request().descriptor.kind == Collective::Send) {
@@ -123,6 +126,14 @@ bool DataPlane::has(const Operation& operation) const noexcept {
       std::any_of(without_input_.begin(), without_input_.end(), [&](const auto& entry) {
            return entry.get() == &operation;
          });
+}
+
+void DataPlane::refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept {
+  try {
+    refused_.push_back(operation);
+  } catch (...) { // no memory to remember it
+    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+  }
 }
 
 ErrorRecord DataPlane::unfit(const Operation& operation, const std::exception_ptr& exception) const {

@@ -254,23 +254,24 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   }
   void report(int peer, const std::exception_ptr& exception) noexcept;
   template <typename Body>
-  void takeUp(Operation& operation, const Body& body) noexcept {
-    guarded(-1, [&] { orEnd(operation, body); });
+  void takeUp(const std::shared_ptr<Operation>& operation, const Body& body) noexcept {
+    guarded(-1, [&] { orRefuse(operation, body); });
   }
-  /// For a body that takes an operation up. If nothing has the operation after an exception, it ends here: the group's failure would
-  /// not find it, and its waiter would wait for ever.
+  /// For a body that takes an operation up. If nothing has the operation after an exception, refuse() has.
   template <typename Body>
-  void orEnd(Operation& operation, const Body& body) {
+  void orRefuse(const std::shared_ptr<Operation>& operation, const Body& body) {
     try {
       body();
     } catch (...) {
-      if (!has(operation)) {
-        const std::exception_ptr exception = std::current_exception();
-        end(operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+      if (!has(*operation)) {
+        refuse(operation, std::current_exception());
       }
       throw;
     }
   }
+  /// The operation ends with the group's failure, which the exception becomes. If it ended before, its waiter might begin what the
+  /// other ranks do not expect, and they would blame that.
+  void refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept;
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   [[nodiscard]] ErrorRecord unfit(const Operation& operation, const std::exception_ptr& exception) const;
 
@@ -299,6 +300,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   std::set<int> cannot_ask_; ///< ranks of which that has been logged
   std::map<int, std::string> not_entered_; ///< by rank that was asked and had nothing: what it did last
   std::set<std::shared_ptr<Operation>> without_input_; ///< see hold()
+  std::vector<std::shared_ptr<Operation>> refused_; ///< see refuse()
   uint64_t next_ticket_ = 1;
   const HostPlane* host_ = nullptr;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> host_stuck_; ///< in shared memory, and waiting for long

@@ -47,7 +47,7 @@ void DataPlane::asked(int peer, const FrameHeader& header) {
   std::exception_ptr thrown;
   for (const std::shared_ptr<Operation>& message : wanted) {
     try {
-      orEnd(*message, [&] { beginMessage(message, true); });
+      orRefuse(message, [&] { beginMessage(message, true); });
     } catch (...) {
       thrown = std::current_exception();
     }

@@ -25,6 +25,7 @@ void DataPlane::endAll(const Why& why) noexcept {
   const auto unmatched = std::exchange(unmatched_, {});
   auto sends = std::exchange(sends_, {});
   const auto without_input = std::exchange(without_input_, {});
+  const auto refused = std::exchange(refused_, {});
   asks_of_.clear();
   asks_.clear();
   host_stuck_.clear();
@@ -44,6 +45,9 @@ void DataPlane::endAll(const Why& why) noexcept {
     }
   }
   for (const auto& operation : without_input) {
+    end(*operation, nullptr, why);
+  }
+  for (const auto& operation : refused) {
     end(*operation, nullptr, why);
   }
   held_.clear();

@@ -104,7 +104,7 @@ void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
     post(operation); // which says so
     return;
   }
-  takeUp(*operation, [&] {
+  takeUp(operation, [&] {
     const Operation::Request& request = operation->request();
     next_deadline_ = std::min(next_deadline_, request.deadline.instant());
     followed_.emplace(request.id.id, operation);

@@ -124,7 +124,7 @@ void DataPlane::beginQueued(int peer) {
     const std::shared_ptr<Operation> next = waiting.takeFirst();
     lane_.addBusy(-1);
     const bool announced = !goesEagerly(*next);
-    orEnd(*next, [&] { beginMessage(next, announced); });
+    orRefuse(next, [&] { beginMessage(next, announced); });
   }
 }
 

@@ -24,7 +24,7 @@ void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
     post(operation); // which says so
     return;
   }
-  takeUp(*operation, [&] {
+  takeUp(operation, [&] {
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
     without_input_.insert(operation);
   });

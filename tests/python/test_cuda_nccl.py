@@ -507,6 +507,7 @@ def test_a_manager_that_was_never_left_ends_at_the_timeout(fake_cuda: Path) -> N
 
 
 def _first_collective(rank: int, size: int, library: str) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     device = Device(Path(library), nccl=True)
     group = _group(size, "nccl")
     tensor = device.tensor(np.ones(4, "float32"))

@@ -179,6 +179,33 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
   }
 }
 
+// Whoever is told of an error may begin the next operation at once. If the group had not failed by then, the others would blame that.
+TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs a build with fault points";
+  }
+  for (const Transport transport : {Transport::Tcp, Transport::Auto}) {
+    for (int repetition = 0; repetition < 20; ++repetition) {
+      armFaultPoints("operation.post:1:nomem");
+      runRanks(
+          3,
+          [&](Rank& self) {
+            std::vector<float> values(1000);
+            const auto operation = self.group.start(allReduceCall(values));
+            ASSERT_TRUE(self.group.wait(*operation, Deadline::after(10000)));
+            EXPECT_TRUE(self.group.failure());
+            for (const auto& error : {operation->error(), self.group.failure()}) {
+              ASSERT_TRUE(error);
+              EXPECT_EQ(error->code, ErrorCode::OutOfMemory) << error->text();
+            }
+          },
+          [&](Group::Config& config) { config.transport = transport; });
+      EXPECT_EQ(faultPointTallies().front().strikes, 1);
+      armFaultPoints("");
+    }
+  }
+}
+
 TEST(NoMemory, WhileControlLinksAreClosed) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";
