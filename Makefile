@@ -70,6 +70,10 @@ torch_minors: ## what sees torch, compiled against the headers of the other mino
 	$(BOOTSTRAP)
 	@$(BIN)/python tools/torch_minors.py $(ARGS)
 
+wheel: ## one wheel for every supported minor of torch, in dist/; ARGS="2.13.0 2.15.0" names releases
+	$(BOOTSTRAP) --group wheel --no-build
+	@$(BIN)/python tools/build_wheel.py $(ARGS)
+
 py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
@@ -137,7 +141,7 @@ docs: ## fail where a document links to a file that is not there
 	@"$(PYTHON)" tools/check_docs.py
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info pycomm/torch_* pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

@@ -1,5 +1,6 @@
-"""Builds pycomm._C against the installed torch. Static metadata is in pyproject.toml; sources,
-flags and units are in tools/native.py."""
+"""Builds the extension against the installed torch, or, for a wheel that fits several, against each
+torch that PYCOMM_TORCHES names (tools/build_wheel.py sets it). Static metadata is in pyproject.toml;
+sources, flags and units are in tools/native.py."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import setuptools
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -23,6 +25,7 @@ torch is needed to build: pip install torch==2.15.0 --index-url \
 https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
 SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
 UNTESTED_TORCH = "PYCOMM_UNTESTED_TORCH"
+TORCHES = "PYCOMM_TORCHES"  # folders with an unpacked wheel of torch each, as PATH lists folders
 
 
 def git_commit() -> str:
@@ -73,43 +76,77 @@ def check_torch(version: str) -> None:
         raise SystemExit(f"{why}; {UNTESTED_TORCH}=1 builds against it all the same")
 
 
-def extension_keywords() -> dict[str, object]:
-    """What setup() needs to build the extension; imports torch."""
+def torches() -> list[native.Torch]:
+    """Those to build against. Raises ImportError if that is the installed one, and there is none."""
+    folders = os.environ.get(TORCHES, "").split(os.pathsep)
+    named = [native.Torch.unpacked(Path(folder)) for folder in folders if folder]
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    import torch
+    return named or [native.Torch.installed()]
 
-    check_torch(torch.__version__)
-    minor = native.torch_range(ROOT).torch_minor(torch.__version__)
 
-    class BuildCExtension(build_ext):
+class BuildPython(build_py):
+    """Without what a build of other sources has left behind: it would get into the wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(Path(self.build_lib) / "pycomm", ignore_errors=True)
+        super().run()
+
+
+def build_command(found: list[native.Torch]) -> type[build_ext]:
+    """What builds a module for each torch."""
+
+    class BuildModules(build_ext):
         def finalize_options(self) -> None:
             super().finalize_options()
-            self.force = True  # else a newer file stays in place, which may be for another torch
+            self.force = True  # else a newer file stays in place, which may be of other sources
 
         def build_extension(self, ext: setuptools.Extension) -> None:
+            torch = found[self.extensions.index(ext)]
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                built = native.build_extension(native.Torch.installed())
+                built = native.build_extension(torch)
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"pycomm: the extension did not compile ({error})") from None
             shutil.copy2(built, target)
 
         def run(self) -> None:
-            super().run()
-            lines = f'TORCH_VERSION = "{minor}"\nGIT_COMMIT = "{git_commit()}"\n'
             package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
-            package.mkdir(parents=True, exist_ok=True)
-            build_cuda_library(package, torch.version.cuda is not None)
-            (package / "_build_info.py").write_text(f'"""Written by setup.py."""\n\n{lines}')
+            kept = [native.module_in(package, torch) for torch in found]
+            for module in kept:
+                module.parent.mkdir(parents=True, exist_ok=True)
+            super().run()
+            # A module for another torch would be one of other sources, soon.
+            for module in package.glob(f"torch_*/{native.extension_name()}"):
+                if module not in kept:
+                    module.unlink()
+            build_cuda_library(package, any(torch.has_cuda for torch in found))
+            (package / "_build_info.py").write_text(
+                f'"""Written by setup.py."""\n\nGIT_COMMIT = "{git_commit()}"\n'
+            )
 
+    return BuildModules
+
+
+def extension_keywords() -> dict[str, object]:
+    """What setup() needs to build the extension."""
+    versions = native.torch_range(ROOT)
+    found = torches()
+    for torch in found:
+        check_torch(torch.version)
+    names = [f"pycomm.{versions.module_folder(torch.version)}._C" for torch in found]
+    if os.environ.get(TORCHES):
+        # No upper bound: pip would replace a newer torch by an old one. pycomm itself says, when it
+        # is used, that it has no module for a torch that came later.
+        requirement = f"torch>={versions.SUPPORTED[0]}"
+    else:
+        # What is built here runs with this minor only.
+        requirement = f"torch=={versions.torch_minor(found[0].version)}.*"
     return {
-        "ext_modules": [setuptools.Extension("pycomm._C", sources=[])],
-        "cmdclass": {"build_ext": BuildCExtension},
-        # What is built here runs with this minor only. A range would let pip replace torch by one
-        # for which it was not built.
-        "install_requires": [f"torch=={minor}.*", "numpy"],
+        "ext_modules": [setuptools.Extension(name, sources=[]) for name in names],
+        "cmdclass": {"build_ext": build_command(found), "build_py": BuildPython},
+        "install_requires": [requirement, "numpy"],
     }
 
 

@@ -1,9 +1,14 @@
-"""Loads the native part, ``pycomm._C``, once, and only into the torch that it was built for."""
+"""Loads the native part once: the module that was built for this minor version of torch.
+
+There is one module per minor, ``pycomm/torch_2_13/_C…so``, since torch's C++ interfaces change with
+each. A build from source has one of them, a wheel one for each supported minor.
+"""
 
 from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.machinery
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +20,9 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pycomm import errors
-from pycomm._torch_range import torch_minor, why_unsupported
+from pycomm._torch_range import is_newer, module_folder, torch_minor, why_unsupported
+from pycomm._version import __version__
 
-_NAME = "pycomm._C"
 CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
 """What the extension loads when the first CUDA tensor comes; setup.py puts it there."""
 NCCL_LIBRARIES = [
@@ -34,7 +39,7 @@ _extension: Extension | None = None
 
 
 class Extension(Protocol):
-    """What Python calls in ``pycomm._C``."""
+    """What Python calls in the native module."""
 
     def create_backend(
         self,
@@ -146,20 +151,31 @@ class Extension(Protocol):
         """Compiler, its version and the language standard."""
 
 
-def built_for() -> str | None:
-    """The minor version of torch that the extension was built for; None if it is not built."""
-    try:
-        return str(importlib.import_module("pycomm._build_info").TORCH_VERSION)
-    except ImportError:
-        return None
+def module_name(version: str) -> str:
+    """The name that the module for this torch is imported by."""
+    return f"pycomm.{module_folder(version)}._C"
 
 
-def check_torch(built: str | None, installed: str) -> None:
-    """Raises TorchVersionError unless what was built for torch ``built`` fits ``installed``.
+def built_for() -> list[str]:
+    """The minor versions of torch that there is a module for, in order."""
+    package = importlib.import_module("pycomm")
+    minors = {
+        tuple(map(int, file.parent.name.removeprefix("torch_").split("_")))
+        for folder in package.__path__
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES
+        for file in Path(folder).glob(f"torch_*/_C{suffix}")
+    }
+    return [".".join(map(str, minor)) for minor in sorted(minors)]
 
-    Loading it anyway would fail with an undefined symbol, or worse, would not fail.
+
+def check_torch(built: Sequence[str], installed: str) -> None:
+    """Raises TorchVersionError unless one of these builds is for the torch ``installed``.
+
+    Loading another would fail with an undefined symbol, or worse, would not fail.
     """
-    if built is None:
+    if torch_minor(installed) in built:
+        return
+    if not built:
         sources = Path(__file__).resolve().parent.parent
         if (sources / "setup.py").is_file():
             raise errors.TorchVersionError(
@@ -167,13 +183,16 @@ def check_torch(built: str | None, installed: str) -> None:
                 f"Try: another folder if pycomm is installed, else make venv, or {_REBUILD}"
             )
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
-    if torch_minor(built) != torch_minor(installed):
-        # Building again would be refused for a torch that pycomm does not know.
-        way = "take a newer pycomm." if why_unsupported(installed) else _REBUILD
-        raise errors.TorchVersionError(
-            f"pycomm was built for torch {torch_minor(built)} and torch {installed} is installed. "
-            f"Try: {way} Or: pip install 'torch=={torch_minor(built)}.*'"
-        )
+    what = built[0] if len(built) == 1 else f"{built[0]} to {built[-1]}"
+    ways = [f"pip install 'torch=={built[-1]}.*'"]
+    if not why_unsupported(installed):
+        ways.insert(0, _REBUILD)
+    elif is_newer(installed):
+        ways.insert(0, "pip install --upgrade torch-pycomm")
+    raise errors.TorchVersionError(
+        f"this pycomm, {__version__}, was built for torch {what}, and torch {installed} is "
+        f"installed. Try: {'. Or: '.join(ways)}"
+    )
 
 
 def why_no_nccl() -> str:
@@ -196,7 +215,7 @@ def load() -> Extension:
         return _extension
     check_torch(built_for(), torch.__version__)
     try:
-        module = importlib.import_module(_NAME)
+        module = importlib.import_module(module_name(torch.__version__))
     except ImportError as error:
         raise errors.TorchVersionError(
             f"pycomm's extension could not be loaded: {error}. Try: {_REBUILD}"

@@ -20,11 +20,26 @@ def requirement() -> str:
     return f"torch>={SUPPORTED[0]},<{major}.{int(minor) + 1}"
 
 
+def is_newer(version: str) -> bool:
+    """Whether this torch came after all that are supported."""
+    return _numbers(version) > _numbers(SUPPORTED[-1])
+
+
 def why_unsupported(installed: str) -> str:
     """What is wrong with the torch of this version, and what to do; empty if it is supported."""
     if torch_minor(installed) in SUPPORTED:
         return ""
+    newer = "a newer pycomm, or " if is_newer(installed) else ""
     return (
         f"this pycomm supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, and torch {installed} is "
-        f"installed. Try: a newer pycomm, or pip install 'torch=={SUPPORTED[-1]}.*'"
+        f"installed. Try: {newer}pip install 'torch=={SUPPORTED[-1]}.*'"
     )
+
+
+def module_folder(version: str) -> str:
+    """Where in the package the module for this torch lies: "2.13.0+cpu" → "torch_2_13"."""
+    return f"torch_{torch_minor(version).replace('.', '_')}"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in torch_minor(version).split(".")]

@@ -31,7 +31,7 @@ PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
-GROUPS = ["demo", "test", "lint", "integrations"]
+GROUPS = ["demo", "test", "lint", "integrations", "wheel"]
 TORCH = "2.15.0"  # the newest release that pycomm supports
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
@@ -219,7 +219,8 @@ def build_extension() -> None:
     sources += [ROOT / "tools" / "native.py", ROOT / "pycomm" / "_torch_range.py"]
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
     built = Stamp("extension", digest(sources, metadata, installed_torch(), str(native.wanted())))
-    kept = any((ROOT / "pycomm").glob("_C.*.so")) and any((ROOT / native.BUILD).glob("*.ninja"))
+    kept = any((ROOT / "pycomm").glob("torch_*/_C.*.so"))
+    kept = kept and any((ROOT / native.BUILD).glob("*.ninja"))
     if not (built.fresh() and kept):
         say("building the extension (minutes, the first time)")
         compile_in_place()

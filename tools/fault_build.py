@@ -40,13 +40,13 @@ def main() -> int:
     if missing:
         print(f"not built: {missing[0]}. Try: make fault_build", file=sys.stderr)
         return 1
-    PACKAGE.mkdir(parents=True, exist_ok=True)
+    extension = native.module_in(PACKAGE, torch)
+    extension.parent.mkdir(parents=True, exist_ok=True)
     # The lock of tools/bootstrap.py, which compiles the same objects: until this process ends.
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     core = cpp.build("plain", target="pycomm_core")
     if core is None or not native.update(torch, objects):
         return 1
-    extension = PACKAGE / native.extension_name()
     inputs = [*objects, core / "libpycomm_core.a"]
     mirror_python_files()
     newest = max(path.stat().st_mtime_ns for path in inputs)

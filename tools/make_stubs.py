@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import native
+
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "pycomm" / "_C.pyi"
 HEADER = "# Written by `make stubs` from what csrc/bindings binds: do not edit.\n\n"
@@ -32,7 +34,7 @@ REWRITES = [
 ]
 
 
-def generate(module: str = "pycomm._C") -> str:
+def generate(module: str) -> str:
     """The stub of a built module, formatted. Raises SystemExit with what stubgen said."""
     tools = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +84,8 @@ def difference(old: str, new: str) -> str:
 
 
 def main() -> int:
-    new = generate()
+    folder = native.torch_range(ROOT).module_folder(native.Torch.installed().version)
+    new = generate(f"pycomm.{folder}._C")
     old = STUB.read_text() if STUB.is_file() else ""
     if "--check" not in sys.argv[1:]:
         STUB.write_text(new)

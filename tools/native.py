@@ -1,8 +1,8 @@
 """What C++ is built from and with: sources, units, flags, and the ninja files of the extension.
 
 csrc/floors.txt has the folders and csrc/flags.txt the flags, for this module and for CMake, which
-builds the C++ tests. This module builds pycomm._C for setup.py, and the same with sanitizers for
-tools/seam.py.
+builds the C++ tests. This module builds the extension for setup.py, one module for each minor of
+torch, and the same with sanitizers for tools/seam.py.
 
 Folders are compiled in few large units, each of which includes many files: parsing torch's headers
 takes 10 to 18 of the 15 to 28 seconds that a file with them takes. PYCOMM_UNITY=0 compiles every
@@ -126,11 +126,12 @@ def torch_range(root: Path) -> ModuleType:
 
 @dataclasses.dataclass(frozen=True)
 class Torch:
-    """The torch to build against."""
+    """A torch to build against."""
 
     version: str
     includes: tuple[str, ...]
     libraries: str
+    has_cuda: bool = False
 
     @classmethod
     def installed(cls) -> Torch:
@@ -142,6 +143,20 @@ class Torch:
             str(torch.__version__),
             tuple(cpp_extension.include_paths()),
             str(cpp_extension.TORCH_LIB_PATH),
+            torch.version.cuda is not None,
+        )
+
+    @classmethod
+    def unpacked(cls, folder: Path) -> Torch:
+        """That of a folder into which a wheel of torch for Linux was unpacked."""
+        stated: dict[str, object] = {}
+        exec((folder / "torch" / "version.py").read_text(encoding="utf-8"), stated)
+        include = folder / "torch" / "include"
+        return cls(
+            str(stated["__version__"]),
+            (str(include), str(include / "torch" / "csrc" / "api" / "include")),
+            str(folder / "torch" / "lib"),
+            stated["cuda"] is not None,
         )
 
     @property
@@ -288,12 +303,18 @@ def torch_objects(file: NinjaFile, torch: Torch, where: Path, names: Sequence[st
 
 
 def extension_name() -> str:
-    """The file name of pycomm._C for this interpreter."""
+    """The file name of the module for this interpreter."""
     return f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
+def module_in(package: Path, torch: Torch) -> Path:
+    """Where in a folder with the package the module for this torch and this interpreter lies."""
+    return package / torch_range(ROOT).module_folder(torch.version) / extension_name()
+
+
 def build_extension(torch: Torch) -> Path:
-    """Builds pycomm._C; returns the file. Raises CalledProcessError where the compiler refuses."""
+    """Builds the module for this torch; returns the file. Raises CalledProcessError where the
+    compiler refuses."""
     file = NinjaFile(BUILD)
     # Those that take longest first: with few cores, the last one decides when all are done.
     objects = torch_objects(file, torch, BUILD / torch.tag, ["extension"])

@@ -68,19 +68,16 @@ def build() -> bool:
     core = cpp.build("asan", target="pycomm_core")
     if core is None:
         return False
-    PACKAGE.mkdir(parents=True, exist_ok=True)
-    fault_build.mirror_python_files(PACKAGE)
     torch = native.Torch.installed()
-    # The ordinary build may not exist yet, or be for another torch.
-    minor = native.torch_range(ROOT).torch_minor(torch.version)
-    info = PACKAGE / "_build_info.py"
+    extension = native.module_in(PACKAGE, torch)
+    extension.parent.mkdir(parents=True, exist_ok=True)
+    fault_build.mirror_python_files(PACKAGE)
+    info = PACKAGE / "_build_info.py"  # the ordinary build may not exist yet
     info.unlink(missing_ok=True)
-    info.write_text(
-        f'"""Written by tools/seam.py."""\n\nTORCH_VERSION = "{minor}"\nGIT_COMMIT = ""\n'
-    )
+    info.write_text('"""Written by tools/seam.py."""\n\nGIT_COMMIT = ""\n')
     file = native.NinjaFile(BUILD, SANITIZE)
     objects = native.torch_objects(file, torch, BUILD / torch.tag, ["faults", "sanitize"])
-    file.link(PACKAGE / native.extension_name(), [*objects, core / "libpycomm_core.a"], torch)
+    file.link(extension, [*objects, core / "libpycomm_core.a"], torch)
     command = file.command("seam", native.jobs(GIB_PER_COMPILER))
     return subprocess.run([*command, "--quiet"], cwd=ROOT, check=False).returncode == 0
 

@@ -55,7 +55,7 @@ def collect(environ: Mapping[str, str]) -> Report:
         "pycomm": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "built for torch": _extension.built_for() or "not built",
+        "built for torch": ", ".join(_extension.built_for()) or "not built",
         "numpy": _version_of("numpy"),
         "platform": platform.platform(),
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS_DIR = Path(__file__).resolve().parent
 if str(TESTS_DIR) not in sys.path:
@@ -23,10 +24,15 @@ import shares  # noqa: E402
 import turns  # noqa: E402
 import zygote  # noqa: E402
 
+from pycomm import _extension  # noqa: E402
+from pycomm._torch_range import torch_minor  # noqa: E402
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--require-native", action="store_true", help="fail, not skip, where pycomm._C is not built"
+        "--require-native",
+        action="store_true",
+        help="fail, not skip, where the extension is not built",
     )
     parser.addoption("--large", action="store_true", help="run tests that need 8 GB of memory")
     parser.addoption(
@@ -53,7 +59,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs_native: needs the built extension pycomm._C")
+    config.addinivalue_line("markers", "needs_native: needs the built extension")
     config.pluginmanager.register(turns, "turns")
     shares.choose()
     if config.getoption("--exact-bounds"):
@@ -74,7 +80,7 @@ def pytest_terminal_summary(
 
 def native_is_built() -> bool:
     """Whether the extension can be found, without loading it."""
-    return importlib.util.find_spec("pycomm._C") is not None
+    return torch_minor(torch.__version__) in _extension.built_for()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -92,10 +98,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append((shares.CASE, item.name))
     if config.getoption("--require-native"):
         if not native_is_built():
-            raise pytest.UsageError("--require-native, and pycomm._C is not built")
+            raise pytest.UsageError("--require-native, and the extension is not built for this torch")
         return
     if not native_is_built():
-        skip = pytest.mark.skip(reason="pycomm._C is not built")
+        skip = pytest.mark.skip(reason="the extension is not built for this torch")
         for item in items:
             if item.get_closest_marker("needs_native") is not None:
                 item.add_marker(skip)

@@ -95,8 +95,8 @@ FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def use_fault_build() -> None:
-    """Makes ``pycomm._C`` the test build, in this process."""
-    assert "pycomm._C" not in sys.modules, "the ordinary build is loaded already"
+    """Makes the extension the test build, in this process."""
+    assert _extension.loaded() is None, "the ordinary build is loaded already"
     pycomm.__path__.insert(0, str(FAULT_PACKAGE))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
 import socket
 import time
@@ -107,37 +108,44 @@ def test_a_bad_value_of_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # A build for another torch
 
 OTHER_TORCH = """
-import sys, types
-build = types.ModuleType("pycomm._build_info")
-build.TORCH_VERSION = "2.1"
-sys.modules["pycomm._build_info"] = build
-import torch.distributed as dist
+import torch, torch.distributed as dist, sys
+torch.__version__ = {version!r}
 import pycomm
 try:
     dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
 except ImportError as error:
     print(type(error).__name__, error)
-print("pycomm._C" in sys.modules)
+print(any(name.endswith("._C") for name in sys.modules if name.startswith("pycomm.")))
 """
 
 
-def test_a_build_for_another_torch_is_told_before_it_is_loaded() -> None:
-    result = run_python(["-c", OTHER_TORCH])
+@pytest.mark.needs_native
+@pytest.mark.parametrize(
+    ("version", "way"),
+    [
+        ("2.16.0", "Try: pip install --upgrade torch-pycomm. Or: pip install 'torch==2."),
+        ("2.10.1", "Try: pip install 'torch==2."),
+    ],
+)
+def test_a_build_for_another_torch_is_told_before_it_is_loaded(version: str, way: str) -> None:
+    result = run_python(["-c", OTHER_TORCH.format(version=version)])
     assert result.returncode == 0, result.stderr
     text, loaded = result.stdout.strip().split("\n")
-    assert text.startswith("TorchVersionError pycomm was built for torch 2.1 and torch ")
-    assert torch.__version__ in text and "pip install --no-build-isolation ." in text
+    assert text.startswith(f"TorchVersionError this pycomm, {pycomm.__version__}, was built for ")
+    assert f" and torch {version} is installed. {way}" in text
     assert loaded == "False"
 
 
 def test_which_builds_fit() -> None:
-    _extension.check_torch("2.13", "2.13.0+cpu")
-    _extension.check_torch("2.13", "2.13.1")
+    _extension.check_torch(["2.13"], "2.13.0+cpu")
+    _extension.check_torch(["2.11", "2.13", "2.14"], "2.13.1")
     for built, installed in (("2.12", "2.13.0+cpu"), ("2.1", "2.13.0"), ("2.13", "2.1.3")):
-        with pytest.raises(errors.TorchVersionError, match=f"built for torch {built} "):
-            _extension.check_torch(built, installed)
+        with pytest.raises(errors.TorchVersionError, match=f"built for torch {built},"):
+            _extension.check_torch([built], installed)
+    with pytest.raises(errors.TorchVersionError, match=r"built for torch 2\.11 to 2\.14,"):
+        _extension.check_torch(["2.11", "2.13", "2.14"], "2.12.0")
     with pytest.raises(errors.TorchVersionError, match="not built"):
-        _extension.check_torch(None, "2.13.0")
+        _extension.check_torch([], "2.13.0")
 
 
 @pytest.mark.parametrize(
@@ -149,17 +157,34 @@ def test_which_builds_fit() -> None:
             "--no-build-isolation .",
         ),
         # Building is refused for a torch that this pycomm does not know.
-        ("2.16.0", "take a newer pycomm."),
+        ("2.16.0", "pip install --upgrade torch-pycomm"),
     ],
 )
 def test_the_way_out_of_a_wrong_torch_is_one_that_works(installed: str, way: str) -> None:
     with pytest.raises(errors.TorchVersionError) as caught:
-        _extension.check_torch("2.13", installed)
+        _extension.check_torch(["2.13"], installed)
     assert str(caught.value) == (
-        f"pycomm was built for torch 2.13 and torch {installed} is installed. "
-        f"Try: {way} Or: pip install 'torch==2.13.*'"
+        f"this pycomm, {pycomm.__version__}, was built for torch 2.13, and torch {installed} is "
+        f"installed. Try: {way}. Or: pip install 'torch==2.13.*'"
     )
-    _extension.check_torch("2.16", "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
+    _extension.check_torch(["2.16"], "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
+
+
+def test_modules_are_found_by_the_torch_that_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    for folder, name in (
+        ("torch_2_9", f"_C{suffix}"),
+        ("torch_2_11", f"_C{suffix}"),
+        ("torch_2_12", "_C.cpython-27-of-another-python.so"),
+        ("torch_2_13", "__pycache__"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    monkeypatch.setattr(pycomm, "__path__", [str(tmp_path)])
+    assert _extension.built_for() == ["2.9", "2.11"]
+    assert _extension.module_name("2.11.0+cpu") == "pycomm.torch_2_11._C"
 
 
 # Ranks that do not fit together

@@ -239,8 +239,8 @@ def check_mismatch(met: list[dict[str, Any]]) -> dict[int, str]:
 
 
 def test_an_ordinary_build_has_no_fault_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list((Path(str(pycomm.__file__)).parent).glob("_C*.so"))
-    test_build = list(fault_ranks.FAULT_PACKAGE.glob("_C*.so"))
+    found = list((Path(str(pycomm.__file__)).parent).glob("torch_*/_C*.so"))
+    test_build = list(fault_ranks.FAULT_PACKAGE.glob("torch_*/_C*.so"))
     assert b"frame.written" in test_build[0].read_bytes()
     assert found and all(b"frame.written" not in path.read_bytes() for path in found)
     with pytest.raises(pycomm.errors.UnsupportedError, match="not a test build"):
