@@ -1,6 +1,8 @@
 """Builds the extension against the installed torch, or, for a wheel that fits several, against each
-torch that PYCOMM_TORCHES names (tools/build_wheel.py sets it). Static metadata is in pyproject.toml;
-sources, flags and units are in tools/native.py."""
+torch that PYCOMM_TORCHES names (tools/build_wheel.py sets it).
+
+Static metadata is in pyproject.toml; sources, flags and units are in tools/native.py.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,18 @@ def check_torch(version: str) -> None:
 
 
 def torches() -> list[native.Torch]:
-    """Those to build against. Raises ImportError if that is the installed one, and there is none."""
+    """Those to build against. Raises ImportError if that is the installed one, and there is
+    none."""
     folders = os.environ.get(TORCHES, "").split(os.pathsep)
     named = [native.Torch.unpacked(Path(folder)) for folder in folders if folder]
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    return named or [native.Torch.installed()]
+    if not named:
+        import torch
+
+        check_torch(torch.__version__)
+        named = [native.Torch.installed()]
+    return named
 
 
 class BuildPython(build_py):
@@ -157,6 +165,8 @@ def main() -> None:
     if set(sys.argv[1:]) & {"sdist", "egg_info", "clean"}:
         setuptools.setup(install_requires=[native.torch_range(ROOT).requirement(), "numpy"])
         return
+    if sys.platform != "linux":
+        raise SystemExit(f"pycomm runs on Linux only, and this is {sys.platform}")
     try:
         keywords = extension_keywords()
     except ImportError as error:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import machine
 import native
@@ -99,13 +100,13 @@ def make_venv() -> None:
         pip("--upgrade", "pip>=23.2,<27")
 
 
-def would_take(requirement: str) -> dict[str, object] | None:
+def would_take(*requirement: str) -> dict[str, Any] | None:
     """What pip, as this machine has it configured, would install; None where it finds nothing."""
     command = [*PIP, "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
-    command += ["--only-binary", ":all:", "--report", "-", requirement]
+    command += ["--only-binary", ":all:", "--report", "-", *requirement]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     try:
-        chosen: dict[str, object] = json.loads(done.stdout)["install"][0]
+        chosen: dict[str, Any] = json.loads(done.stdout)["install"][0]
     except (ValueError, LookupError):
         return None
     return chosen

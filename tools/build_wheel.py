@@ -45,7 +45,16 @@ def download(version: str, folder: Path) -> Path:
     """Torch's wheel for this interpreter: the small CPU build if an index has it."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--only-binary=:all:", "--dest", str(folder)]
-    small = [*pip, "--retries", "1", "--timeout", "15", "--extra-index-url", CPU_INDEX, f"torch=={version}+cpu"]
+    small = [
+        *pip,
+        "--retries",
+        "1",
+        "--timeout",
+        "15",
+        "--extra-index-url",
+        CPU_INDEX,
+        f"torch=={version}+cpu",
+    ]
     if subprocess.run(small, stderr=subprocess.DEVNULL, check=False).returncode != 0:
         subprocess.run([*pip, f"torch=={version}"], check=True)
     return next(folder.glob("torch-*.whl"))
@@ -56,7 +65,10 @@ def unpacked(version: str) -> Path:
     folder = KEPT / f"{version}-{sys.implementation.cache_tag}"
     if not folder.is_dir():
         KEPT.mkdir(parents=True, exist_ok=True)
-        wanted = ["torch/version.py", *(f"torch/lib/lib{name}.so" for name in native.TORCH_LIBRARIES)]
+        wanted = [
+            "torch/version.py",
+            *(f"torch/lib/lib{name}.so" for name in native.TORCH_LIBRARIES),
+        ]
         with tempfile.TemporaryDirectory(dir=KEPT) as scratch:
             print(f"downloading torch {version}", flush=True)
             with zipfile.ZipFile(download(version, Path(scratch))) as archive:

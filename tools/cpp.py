@@ -122,7 +122,7 @@ def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all"
     given = [*cmake_arguments, *os.environ.get("CMAKE_ARGS", "").split()]
     sources = "FETCHCONTENT_SOURCE_DIR_GOOGLETEST"
     if sources not in os.environ and not any(sources in argument for argument in given):
-        machine.find_googletest()
+        given = [*machine.find_googletest(ROOT / "build" / "googletest"), *given]
     configure = [
         "cmake",
         "-S",

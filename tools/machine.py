@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +35,12 @@ COMPILER_LACK = Lack("a C++20 compiler (GCC 11 or newer, or clang 14 or newer)",
 HEADERS_LACK = Lack("Python's C headers", f"python{VERSION}-dev", "python3-devel")
 
 
-def succeeds(*command: str | Path, source: str | None = None, timeout: float = 60) -> bool:
+def succeeds(
+    *command: str | Path,
+    source: str | None = None,
+    timeout: float = 60,
+    cwd: str | Path | None = None,
+) -> bool:
     """True if the command ran, within `timeout` seconds, and returned 0. Its output is dropped."""
     try:
         done = subprocess.run(
@@ -44,6 +51,7 @@ def succeeds(*command: str | Path, source: str | None = None, timeout: float = 6
             stderr=subprocess.DEVNULL,
             text=True,
             timeout=timeout,
+            cwd=cwd,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -91,29 +99,28 @@ def includes(header: str, *folders: Path) -> bool:
     )
 
 
-def root_prefix() -> list[str] | None:
-    """What runs a command as root: nothing before it, a sudo that asks for no password, or None."""
-    if os.geteuid() == 0:
-        return []
-    return ["sudo", "-n"] if succeeds("sudo", "-n", "true", timeout=10) else None
+def unpack_debian(packages: Sequence[str], folder: Path) -> bool:
+    """Fetches packages of Debian or Ubuntu and unpacks them into a folder.
 
-
-def install_packages(debian: str, fedora: str) -> bool:
-    """Install distribution packages where this user may; quietly False where that does not work."""
-    prefix = root_prefix()
-    if prefix is None:
+    Unlike installing them, that needs no root and changes nothing else. False where this is another
+    system, or where the packages cannot be fetched.
+    """
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return False
-    if shutil.which("apt-get"):
-        apt = [*prefix, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-q", "-y"]
-        install = [*apt, "install", "--no-install-recommends", *debian.split()]
-        # A fresh image has no package lists; a machine that has them is not made to fetch them
-        # again.
-        return succeeds(*install, timeout=180) or (
-            succeeds(*apt, "update", timeout=120) and succeeds(*install, timeout=180)
+    print(f"fetching {' and '.join(packages)}, and unpacking under {folder}", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        # A fresh image has no lists of packages. These are fetched for this one use.
+        lists = Path(scratch) / "lists"
+        (lists / "partial").mkdir(parents=True)
+        own = ["-o", f"Dir::State::lists={lists}", "-o", f"Dir::Cache={scratch}"]
+        own += ["-o", "APT::Sandbox::User=root"]
+        fetched = succeeds("apt-get", "-q", "download", *packages, timeout=120, cwd=scratch) or (
+            succeeds("apt-get", "-q", *own, "update", timeout=120)
+            and succeeds("apt-get", "-q", *own, "download", *packages, timeout=120, cwd=scratch)
         )
-    if shutil.which("dnf"):
-        return succeeds(*prefix, "dnf", "-q", "-y", "install", *fedora.split(), timeout=300)
-    return False
+        files = sorted(Path(scratch).glob("*.deb"))
+        return fetched and all(succeeds("dpkg-deb", "-x", file, folder) for file in files)
 
 
 def unpacked_headers(folder: Path) -> list[Path]:
@@ -124,7 +131,7 @@ def unpacked_headers(folder: Path) -> list[Path]:
 
 
 def find_headers(unpacked: Path) -> list[Path] | None:
-    """Have Python.h: the interpreter's own, its distribution's package, or that one unpacked.
+    """Have Python.h: the interpreter's own, or its distribution's package, unpacked.
 
     Returns the folders to search besides the interpreter's own, most often none; None where there
     is no Python.h.
@@ -135,16 +142,7 @@ def find_headers(unpacked: Path) -> list[Path] | None:
     if not str(own).startswith("/usr/include/"):
         return None  # an interpreter that no distribution's package belongs to
     if not unpacked_headers(unpacked):
-        if (
-            install_packages(f"python{VERSION}-dev", "python3-devel")
-            and (own / "Python.h").is_file()
-        ):
-            return []
-        # Fetching and unpacking a Debian package, unlike installing it, needs no root.
-        unpacked.mkdir(parents=True, exist_ok=True)
-        package = f"libpython{VERSION}-dev"
-        fetch = f"apt-get -q download {package} && dpkg-deb -x {package}_*.deb ."
-        succeeds("sh", "-c", f"cd '{unpacked}' && {fetch}", timeout=120)
+        unpack_debian([f"libpython{VERSION}-dev"], unpacked)
     return unpacked_headers(unpacked) or None
 
 
@@ -174,6 +172,8 @@ def sentence(missing: list[Lack]) -> str:
 
 def require(headers: Path) -> None:
     """End the program with one line where something is missing."""
+    if sys.platform != "linux":
+        raise SystemExit(f"pycomm runs on Linux only, and this is {sys.platform}")
     missing = lacks(headers)
     if missing:
         raise SystemExit(sentence(missing))
@@ -193,9 +193,14 @@ def system_cmake() -> bool:
         return False
 
 
-def find_googletest() -> None:
-    """Have the distribution's GoogleTest where this user may install it; else CMake gets it."""
-    if not includes("gmock/gmock.h") and install_packages(
-        "libgtest-dev libgmock-dev", "gtest-devel gmock-devel"
-    ):
-        print("installed the distribution's GoogleTest", flush=True)
+def find_googletest(unpacked: Path) -> list[str]:
+    """Have GoogleTest: the system's, else Debian's packages, unpacked.
+
+    Returns the arguments for CMake, which downloads the sources where there is neither.
+    """
+    if includes("gmock/gmock.h"):
+        return []
+    prefix = unpacked / "usr"
+    if not (prefix / "include" / "gmock").is_dir():
+        unpack_debian(["libgtest-dev", "libgmock-dev"], unpacked)
+    return [f"-DCMAKE_PREFIX_PATH={prefix}"] if (prefix / "include" / "gmock").is_dir() else []

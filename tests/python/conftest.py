@@ -98,7 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append((shares.CASE, item.name))
     if config.getoption("--require-native"):
         if not native_is_built():
-            raise pytest.UsageError("--require-native, and the extension is not built for this torch")
+            raise pytest.UsageError(
+                "--require-native, and the extension is not built for this torch"
+            )
         return
     if not native_is_built():
         skip = pytest.mark.skip(reason="the extension is not built for this torch")

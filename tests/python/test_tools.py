@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import importlib.util
 import json
 import os
@@ -9,6 +11,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -224,6 +228,48 @@ def test_missing_venv_and_headers_are_found(
     assert machine.lacks(tmp_path) == [machine.VENV_LACK, machine.HEADERS_LACK]
 
 
+def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = tool("machine")
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    with pytest.raises(SystemExit, match="pycomm runs on Linux only, and this is darwin"):
+        machine.require(tmp_path)
+
+
+def recording(folder: Path, *names: str) -> Path:
+    """Programs that write down how they were called, and fail; returns the file."""
+    calls = folder / "calls"
+    calls.touch()
+    for name in names:
+        program = folder / name
+        program.write_text(f'#!/bin/sh\necho "{name} $*" >> "{calls}"\nexit 1\n')
+        program.chmod(0o755)
+    return calls
+
+
+def test_nothing_is_installed_unasked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = tool("machine")
+    calls = recording(tmp_path, "apt-get", "dpkg-deb", "sudo", "dnf")
+    monkeypatch.setattr(machine, "includes", lambda header, *folders: False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    headers = {"include": f"/usr/include/python{machine.VERSION}-of-a-test"}
+    monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: headers)
+    assert machine.find_headers(tmp_path / "headers") is None
+    assert machine.find_googletest(tmp_path / "googletest") == []
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(", and unpacking")[0] for line in said] == [
+        f"fetching libpython{machine.VERSION}-dev",
+        "fetching libgtest-dev and libgmock-dev",
+    ]
+    called = calls.read_text().splitlines()
+    assert {line.split()[0] for line in called} == {"apt-get"}
+    assert not any(re.search(r"\b(install|upgrade|remove)\b", line) for line in called)
+    # Lists of packages go where this user may write, and away again.
+    assert all(f"Dir::State::lists={tmp_path}" in line for line in called if " update" in line)
+    assert not any((tmp_path / "googletest").iterdir())
+
+
 def test_old_python_is_named_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine = tool("machine")
     monkeypatch.setattr(machine.sys, "version_info", (3, 9, 18))
@@ -285,12 +331,87 @@ def test_pip_lists_the_versions_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert bootstrap.torch_versions() == ["2.15.0", "2.13.0+cpu"]
 
 
+def write_wheel(folder: Path, name: str, version: str, tag: str) -> str:
+    """A wheel with nothing in it; returns its file name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = f"{name}-{version}-{tag}.whl"
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / file, "w") as archive:
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        archive.writestr(f"{info}/METADATA", text)
+        archive.writestr(
+            f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    return file
+
+
+def write_index(page: Path, links: dict[str, str]) -> None:
+    page.mkdir(parents=True)
+    lines = [f'<a href="{target}">{name}</a><br/>' for name, target in links.items()]
+    (page / "index.html").write_text(
+        "<!DOCTYPE html><html><body>" + "\n".join(lines) + "</body></html>"
+    )
+
+
+def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyPI's layout and that of torch's index, both from a server of this test; pip decides."""
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    tag = f"{python}-{python}-manylinux_2_28_x86_64"
+    cuda = write_wheel(tmp_path / "packages", "torch", "2.15.0", tag)
+    write_index(tmp_path / "simple" / "torch", {cuda: f"/packages/{cuda}"})
+    # The index has each build by its own name, with the "+" encoded, beside those of other systems.
+    names = [
+        write_wheel(tmp_path / "whl" / "cpu", "torch", version, each)
+        for version in ("2.14.1+cpu", "2.15.0+cpu")
+        for each in (tag, f"{python}-{python}-win_amd64")
+    ]
+    links = {name: f"/whl/cpu/{name.replace('+', '%2B')}" for name in names}
+    write_index(tmp_path / "whl" / "cpu" / "torch", links)
+    bootstrap = tool("bootstrap")
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setattr(bootstrap, "PIP", [sys.executable, "-m", "pip"])
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}"
+            monkeypatch.setenv("PIP_INDEX_URL", f"{address}/simple")
+            assert bootstrap.torch_versions() == ["2.15.0"]
+            monkeypatch.setattr(bootstrap, "TORCH_INDEX", f"{address}/whl/cpu")
+            arguments = bootstrap.torch_arguments()
+            chosen = bootstrap.would_take(*arguments)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert arguments[0] == "torch==2.15.0+cpu"
+    assert chosen is not None
+    assert chosen["download_info"]["url"] == f"{address}/whl/cpu/torch-2.15.0%2Bcpu-{tag}.whl"
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 # --- what the extension is built from -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("installed", ["2.16.0+cu140", "2.10.0", "3.0.0a0+git1234"])
+@pytest.mark.parametrize(
+    ("installed", "newer"),
+    [
+        ("2.16.0+cu140", "a newer pycomm, or "),
+        ("3.0.0a0+git1234", "a newer pycomm, or "),
+        ("2.10.0", ""),
+    ],
+)
 def test_an_unknown_torch_is_refused_before_the_compiler_starts(
-    tmp_path: Path, installed: str
+    tmp_path: Path, installed: str, newer: str
 ) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f'__version__ = "{installed}"\n')
@@ -317,7 +438,7 @@ def test_an_unknown_torch_is_refused_before_the_compiler_starts(
     assert refused.returncode == 1
     assert refused.stderr.strip() == (
         f"this pycomm supports torch 2.11 to 2.15, and torch {installed} is installed. "
-        "Try: a newer pycomm, or pip install 'torch==2.15.*'; "
+        f"Try: {newer}pip install 'torch==2.15.*'; "
         "PYCOMM_UNTESTED_TORCH=1 builds against it all the same"
     )
     assert not started.exists()
@@ -572,6 +693,11 @@ def test_versions_agree() -> None:
     module = (ROOT / "pycomm" / "_version.py").read_text()
     assert f'__version__ = "{version[1]}"' in module
     assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_extra_asks_for_a_torch_that_is_supported() -> None:
+    supported = tool("native").torch_range(ROOT).requirement()
+    assert f'\ntorch = ["{supported}"]' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_floor_is_built_or_private() -> None:
