@@ -309,7 +309,8 @@ def extension_name() -> str:
 
 def module_in(package: Path, torch: Torch) -> Path:
     """Where in a folder with the package the module for this torch and this interpreter lies."""
-    return package / torch_range(ROOT).module_folder(torch.version) / extension_name()
+    folder: str = torch_range(ROOT).module_folder(torch.version)
+    return package / folder / extension_name()
 
 
 def build_extension(torch: Torch) -> Path:

@@ -1,0 +1,134 @@
+"""Install the wheel of dist/ beside different releases of torch, and train with it.
+
+    python tools/try_wheel.py                  # 2.13.0, 2.14.1 and 2.15.0
+    python tools/try_wheel.py 2.11.0
+    python tools/try_wheel.py ===2.13.0        # this very build, which is the CUDA one
+
+Each release gets an environment of its own, without anything of this checkout. The wheel is
+installed from dist/ alone. Then: torch is the one that was there, two ranks train the example, the
+right module was loaded, libpycomm_cuda.so loads if the wheel has it, and beside a torch that
+pycomm does not know it says so in one sentence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import native
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+RELEASES = ("2.13.0", "2.14.1", "2.15.0")
+# What the example needs besides torch.
+EXAMPLE = ("numpy", "scikit-learn", "tqdm")
+
+LOADED = """
+import ctypes, sys, torch, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+name, = (name for name in sys.modules if name.startswith("pycomm.") and name.endswith("._C"))
+import pycomm
+library = Path(pycomm.__file__).parent / "libpycomm_cuda.so"
+found = library.exists()
+if found:
+    assert ctypes.CDLL(str(library)).pycomm_cuda_table
+print(torch.__version__, torch.version.cuda, name, "loads" if found else "none", pycomm.__file__)
+dist.destroy_process_group()
+"""
+
+UNKNOWN = """
+import torch, torch.distributed as dist
+torch.__version__ = "{version}"
+import pycomm
+try:
+    dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+except ImportError as error:
+    print(error)
+"""
+
+
+class Environment:
+    """A virtual environment that knows nothing of this checkout."""
+
+    def __init__(self, folder: Path) -> None:
+        self._bin = folder / "bin"
+        self._scratch = folder
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+
+    def pip(self, *arguments: str) -> None:
+        command = [str(self._bin / "python"), "-m", "pip", "install", "-q", "--no-compile"]
+        subprocess.run([*command, *arguments], check=True, cwd=self._scratch)
+
+    def run(self, *command: str) -> str:
+        """What a program of it prints."""
+        kept = ("HOME", "LANG", "TMPDIR")
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment |= {"PATH": f"{self._bin}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(self._bin / command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            cwd=self._scratch,
+            env=environment,
+            timeout=600,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"{command[:3]} failed\n{done.stdout}\n{done.stderr}")
+        return done.stdout.strip()
+
+
+def newer(versions: tuple[str, ...]) -> str:
+    """A torch that does not exist yet."""
+    major, minor = versions[-1].split(".")
+    return f"{major}.{int(minor) + 1}.0"
+
+
+def attempt(release: str) -> str:
+    """Tries the wheel beside this release of torch; returns a line about it."""
+    versions = native.torch_range(ROOT)
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Environment(Path(scratch) / "venv")
+        here.pip(f"torch{release}" if release.startswith("=") else f"torch=={release}", *EXAMPLE)
+        ask = ("python", "-c", "import torch; print(torch.__version__)")
+        before = here.run(*ask)
+        here.pip("--no-index", "--find-links", str(DIST), "torch-pycomm")
+        after = here.run(*ask)
+        if before != after:
+            raise SystemExit(f"torch {before} became {after}")
+        version, cuda, module, library, where = here.run("python", "-c", LOADED).split()
+        if f".{versions.module_folder(before)}." not in module or not where.startswith(scratch):
+            raise SystemExit(f"{where}: torch {before} loaded {module}")
+        shutil.copy2(ROOT / "examples" / "train_digits.py", scratch)
+        program = str(Path(scratch) / "train_digits.py")
+        trained = here.run("torchrun", "--standalone", "--nproc-per-node=2", program)
+        unknown = newer(versions.SUPPORTED)
+        said = here.run("python", "-c", UNKNOWN.format(version=unknown))
+        ways = f"{versions.SUPPORTED[0]} to {versions.SUPPORTED[-1]}, and torch {unknown} is"
+        if ways not in said or "pip install --upgrade torch-pycomm" not in said:
+            raise SystemExit(f"beside torch {unknown} it says: {said}")
+        return (
+            f"torch {version} (CUDA {cuda}): {module}, libpycomm_cuda.so {library}; "
+            f"{trained.splitlines()[-1]}\n  beside torch {unknown}: {said}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("releases", nargs="*", metavar="release", default=RELEASES)
+    for release in parser.parse_args().releases:
+        print(attempt(release), flush=True)
+    print(f"wheel: {next(DIST.glob('*.whl')).name} passed beside each")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
