@@ -92,9 +92,9 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
-nightly: ## what takes hours, in steps; STEPS="fuzz tests" chooses, ARGS=--list names them
+nightly: ## what takes hours; PART=2 runs an hour of it, STEPS="fuzz tests" these, ARGS=--list names them
 	$(BOOTSTRAP) --group test
-	@$(BIN)/python tools/nightly.py $(STEPS) $(ARGS)
+	@$(BIN)/python tools/nightly.py $(if $(PART),--part $(PART)) $(STEPS) $(ARGS)
 
 simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
 	$(BOOTSTRAP) --no-torch

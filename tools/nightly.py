@@ -1,13 +1,14 @@
 """Run what takes too long for every change, step by step. `make nightly` does.
 
     make nightly                        # every step that has not passed at this commit yet
+    make nightly PART=2                 # those of the second part, of about an hour each
     make nightly STEPS="fuzz tests"     # these, whether or not they have passed
     make nightly ARGS=--list            # names, minutes and commands
 
 Each step's output goes to build/nightly/<step>.log, its result to build/nightly/summary.json, and
-all results to build/nightly/summary.txt. A step that passed at this commit is not repeated, so a
-run that was interrupted goes on where it was. A step that skipped everything, because the machine
-lacks something, has not passed.
+all results to build/nightly/summary.txt, those of a part to part-<number>.txt. A step that passed
+at this commit is not repeated, so a run that was interrupted goes on where it was. A step that
+skipped everything, because the machine lacks something, has not passed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ class Step:
 
 
 STEPS = [
-    Step("mutations", "{python} tests/cpp/simulate/mutations.py", 120),
+    *(
+        Step(
+            f"mutations{share}", f"{{python}} tests/cpp/simulate/mutations.py --share {share}/3", 40
+        )
+        for share in (1, 2, 3)
+    ),
     Step("simulator", "{python} tools/simulate.py --seeds 100000", 15),
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
     Step("fuzz", "{make} fuzz", 10),
@@ -55,6 +61,8 @@ STEPS = [
     Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 10),
     Step("strict", "{make} strict", 15),
     Step("torch_minors", "{make} torch_minors", 15),
+    Step("wheel", "{make} wheel", 15),
+    Step("try_wheel", "{python} tools/try_wheel.py", 15),
     Step("programs", "{make} py ARGS='-k random_programs --programs 5000'", 30),
     Step("kills", "{python} tests/soak/kill.py --kills 100 --limit-ms 30", 3),
     Step("kills_large", "{python} tests/soak/kill.py --kills 20 --resident-gb 1 --limit-ms 30", 3),
@@ -167,9 +175,10 @@ def table(results: Mapping[str, Result], steps: Sequence[Step]) -> str:
     failed = [step.name for step in steps if step.name in results and results[step.name].failed]
     skipped = [step.name for step in steps if step.name in results and results[step.name].skipped]
     missing = [step.name for step in steps if step.name not in results]
-    reruns = sum(len(result.reruns) for result in results.values())
+    ran = [results[step.name] for step in steps if step.name in results]
+    reruns = sum(len(result.reruns) for result in ran)
     lines.append(
-        f"{len(results) - len(failed) - len(skipped)} of {len(steps)} steps passed, "
+        f"{len(ran) - len(failed) - len(skipped)} of {len(steps)} steps passed, "
         f"{reruns} tests run again"
         + (f"; FAILED: {', '.join(failed)}" if failed else "")
         + (f"; skipped: {', '.join(skipped)}" if skipped else "")
@@ -188,11 +197,32 @@ def save(folder: Path, results: Mapping[str, Result], steps: Sequence[Step]) -> 
     (folder / "summary.txt").write_text(table(results, steps))
 
 
-def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str) -> int:
-    """Runs the chosen steps, or else those that have not passed at this commit."""
+PART_MINUTES = 60
+
+
+def parts(steps: Sequence[Step]) -> list[list[Step]]:
+    """The steps in their order, in parts of at most PART_MINUTES."""
+    found: list[list[Step]] = [[]]
+    for step in steps:
+        if sum(each.minutes for each in found[-1]) + step.minutes > PART_MINUTES:
+            found.append([])
+        found[-1].append(step)
+    return [part for part in found if part]
+
+
+def nightly(
+    steps: Sequence[Step],
+    chosen: Sequence[str],
+    folder: Path,
+    at: str,
+    part: int | None = None,
+) -> int:
+    """Runs the chosen steps, or else those, all or of one part, that have not passed at this
+    commit."""
     folder.mkdir(parents=True, exist_ok=True)
     results = {name: result for name, result in load(folder).items() if result.commit == at}
-    for step in steps:
+    wanted = steps if part is None else parts(steps)[part - 1]
+    for step in wanted:
         kept = results.get(step.name)
         if step.name not in chosen if chosen else kept is not None and kept.passed:
             continue
@@ -200,22 +230,34 @@ def nightly(steps: Sequence[Step], chosen: Sequence[str], folder: Path, at: str)
         results[step.name] = run(step, folder, at)
         print(results[step.name].line(step.name), flush=True)
         save(folder, results, steps)
-    print("\n" + table(results, steps), end="", flush=True)
-    return 1 if any(result.failed for result in results.values()) else 0
+    text = table(results, wanted)
+    if part is not None:
+        (folder / f"part-{part}.txt").write_text(text)
+    print("\n" + text, end="", flush=True)
+    mine = {step.name for step in wanted}
+    return 1 if any(each.failed for name, each in results.items() if name in mine) else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", help="names of steps; without any: all")
+    parser.add_argument("--part", type=int, help="only this part of the steps, from 1")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
     options = parser.parse_args()
     if unknown := set(options.steps) - {step.name for step in STEPS}:
         parser.error(f"no step is named {', '.join(sorted(unknown))}; --list prints them")
+    in_parts = parts(STEPS)
+    if options.part is not None and not 1 <= options.part <= len(in_parts):
+        parser.error(f"there is no part {options.part}; there are {len(in_parts)}")
+    if options.part is not None and options.steps:
+        parser.error("a part, or steps by their names, not both")
     if options.list:
-        for step in STEPS:
-            print(f"{step.name:<13} {step.minutes:>4} min  {step.command}")
+        for number, part in enumerate(in_parts, 1):
+            for step in part:
+                print(f"part {number}  {step.name:<13} {step.minutes:>4} min  {step.command}")
         return 0
-    return nightly(STEPS, options.steps, ROOT / "build" / "nightly", commit())
+    folder = ROOT / "build" / "nightly"
+    return nightly(STEPS, options.steps, folder, commit(), options.part)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,51 @@ def test_a_step_that_passed_at_this_commit_is_not_repeated(
     assert runs(tmp_path) == "aaabbbcc", "another commit"
 
 
+def test_a_part_goes_on_where_it_was_and_has_a_summary_of_its_own(
+    nightly: ModuleType, tmp_path: Path
+) -> None:
+    steps = [
+        nightly.Step(name, f"echo x >> {tmp_path}/ran_{name}; {command}", minutes)
+        for name, command, minutes in (
+            ("a", "echo fine", 40),
+            ("b", "echo '1 failed'; exit 1", 20),
+            ("c", "echo fine", 60),
+        )
+    ]
+    assert [[step.name for step in part] for part in nightly.parts(steps)] == [["a", "b"], ["c"]]
+    out = tmp_path / "out"
+    assert nightly.nightly(steps, [], out, "one", part=2) == 0
+    assert runs(tmp_path) == "c"
+    lines = (out / "part-2.txt").read_text().splitlines()
+    assert lines[-1] == "1 of 1 steps passed, 0 tests run again"
+    for _ in range(2):
+        assert nightly.nightly(steps, [], out, "one", part=1) == 1
+    assert runs(tmp_path) == "abbc", "a has passed"
+    lines = (out / "part-1.txt").read_text().splitlines()
+    assert lines[-1] == "1 of 2 steps passed, 0 tests run again; FAILED: b"
+    assert "2 of 3 steps passed" in (out / "summary.txt").read_text()
+    assert nightly.nightly(steps, [], out, "one", part=2) == 0, "what failed is of another part"
+
+
+def test_every_part_takes_an_hour_at_most(nightly: ModuleType) -> None:
+    parts = nightly.parts(nightly.STEPS)
+    assert [step for part in parts for step in part] == list(nightly.STEPS)
+    assert all(sum(step.minutes for step in part) <= 60 for part in parts)
+    asked = [sys.executable, "tools/nightly.py", "--part", str(len(parts) + 1)]
+    wrong = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert f"there is no part {len(parts) + 1}; there are {len(parts)}" in wrong.stderr
+
+
+def test_mutations_in_three_shares_are_all_of_them() -> None:
+    sys.path.append(str(ROOT / "tests" / "cpp" / "simulate"))
+    mutations = importlib.import_module("mutations")
+    shares = [mutations.chosen([], f"{number}/3") for number in (1, 2, 3)]
+    names = [mutation.name for share in shares for mutation in share]
+    assert sorted(names) == sorted(mutation.name for mutation in mutations.MUTATIONS)
+    assert len(set(names)) == len(names)
+
+
 def test_the_commit_of_a_changed_tree_equals_no_other(
     nightly: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -396,12 +396,19 @@ def run_seeds(program: Path, first: int, last: int) -> Found:
     )
 
 
-def mutants(copy: Path, folder: Path, only: list[str]) -> Iterator[tuple[Mutation, Path | None]]:
+def chosen(only: Sequence[str], share: str) -> list[Mutation]:
+    """The mutations whose names have one of the parts; of these every so many: "2/3"."""
+    named = [each for each in MUTATIONS if not only or any(part in each.name for part in only)]
+    number, _, shares = share.partition("/")
+    return named[int(number) - 1 :: int(shares)]
+
+
+def mutants(
+    copy: Path, folder: Path, mutations: Sequence[Mutation]
+) -> Iterator[tuple[Mutation, Path | None]]:
     """The unchanged program, then each mutation's; None for one that does not compile."""
     yield Mutation("none", "", "", ""), build(copy, folder)
-    for mutation in MUTATIONS:
-        if only and not any(part in mutation.name for part in only):
-            continue
+    for mutation in mutations:
         file = copy / ENGINE / mutation.file
         source = file.read_text()
         file.write_text(source.replace(mutation.old, mutation.new))
@@ -436,6 +443,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="scratch folder; made and removed if not given")
     parser.add_argument("--seeds", type=int, default=10000, help="of each kind")
     parser.add_argument("--only", nargs="*", default=[], help="parts of mutations' names")
+    parser.add_argument("--share", default="1/1", help='"2/3": the second of three equal parts')
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
     options = parser.parse_args()
     wrong = misplaced(ROOT)
@@ -454,7 +462,7 @@ def main() -> int:
         heads = " | ".join(KINDS)
         print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
         tried = 0
-        for mutation, program in mutants(copy, folder, options.only):
+        for mutation, program in mutants(copy, folder, chosen(options.only, options.share)):
             row, complaint = verdict(mutation, program, options.seeds)
             print(row, flush=True)
             tried += bool(mutation.file)
