@@ -17,6 +17,7 @@ for: a module that another torch's headers went into may load and then crash.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import shutil
@@ -33,8 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "torch"
 DIST = ROOT / "dist"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# Python's own are in the interpreter, which is not a library.
-SYSTEM_LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libpthread.so.0")
+SYSTEM_LIBRARY = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|ld-linux-[^.]+)\.so\.")
 NEWEST = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0", "2.14": "2.14.1", "2.15": "2.15.0"}
 
 
@@ -89,10 +89,11 @@ def symbols(library: Path, *options: str) -> set[str]:
     return {line.split()[0].partition("@")[0] for line in listed.splitlines()}
 
 
-def loaded_path(name: str) -> Path:
-    """Where the compiler finds one of the system's libraries."""
-    command = [*native.compiler()[-1:], f"-print-file-name={name}"]
-    return Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+def system_libraries() -> list[Path]:
+    """Those of C, C++ and the loader that this process has, or that are beside them."""
+    ctypes.CDLL("libstdc++.so.6")  # maps the others, too
+    mapped = {Path(line.split()[-1]) for line in Path("/proc/self/maps").read_text().splitlines()}
+    return [path for path in mapped if SYSTEM_LIBRARY.match(path.name)]
 
 
 def undefined(module: Path, torch: native.Torch) -> set[str]:
@@ -102,8 +103,8 @@ def undefined(module: Path, torch: native.Torch) -> set[str]:
     found: set[str] = set()
     for name in native.TORCH_LIBRARIES:
         found |= symbols(Path(torch.libraries) / f"lib{name}.so", "--defined-only")
-    for name in SYSTEM_LIBRARIES:
-        found |= symbols(loaded_path(name), "--defined-only")
+    for path in system_libraries():
+        found |= symbols(path, "--defined-only")
     return needed - weak - found
 
 

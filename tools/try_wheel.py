@@ -105,7 +105,8 @@ def attempt(release: str) -> str:
         version, cuda, module, library, where = here.run("python", "-c", LOADED).split()
         if f".{versions.module_folder(before)}." not in module or not where.startswith(scratch):
             raise SystemExit(f"{where}: torch {before} loaded {module}")
-        shutil.copy2(ROOT / "examples" / "train_digits.py", scratch)
+        for name in ("train_digits.py", "_common.py"):
+            shutil.copy2(ROOT / "examples" / name, scratch)
         program = str(Path(scratch) / "train_digits.py")
         trained = here.run("torchrun", "--standalone", "--nproc-per-node=2", program)
         unknown = newer(versions.SUPPORTED)
