@@ -128,22 +128,27 @@ def descriptors_that_are_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def all_here(rank: int, world_size: int, what: str) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{what}{rank}", "1")
+    store.wait([f"{what}{other}" for other in range(world_size)], timedelta(seconds=60))
+
+
 def cannot_ask(rank: int, world_size: int) -> Any:
     """A ring of ranks, one of them late, and another without descriptors to ask who it is."""
     tensor = torch.ones(1 << 16)
     dist.all_reduce(tensor)  # its links are open
-    store = dist.distributed_c10d._get_default_store()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors_that_are_open() + 1, limits[1]))
-    store.set(f"ready{rank}", "1")
-    store.wait([f"ready{other}" for other in range(world_size)], timedelta(seconds=60))
+    all_here(rank, world_size, "ready")
     if rank == world_size - 1:
         threading.Event().wait(0.6)  # the others ask everybody after 0.2 s
     dist.all_reduce(tensor)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     dist.barrier()
-    assert pycomm.last_error() is None
+    assert pycomm.last_error() is None, pycomm.last_error()
+    all_here(rank, world_size, "done")  # this is not about ranks that leave
     return float(tensor[0])
 
 
