@@ -6,6 +6,7 @@ Static metadata is in pyproject.toml; sources, flags and units are in tools/nati
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ torch is needed to build: pip install torch==2.15.0 --index-url \
 https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
 SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
 UNTESTED_TORCH = "PYCOMM_UNTESTED_TORCH"
-TORCHES = "PYCOMM_TORCHES"  # folders with an unpacked wheel of torch each, as PATH lists folders
+# Folders with an unpacked wheel of torch each, as PATH lists folders; * and ? stand for names.
+TORCHES = "PYCOMM_TORCHES"
 
 
 def git_commit() -> str:
@@ -81,8 +83,11 @@ def check_torch(version: str) -> None:
 def torches() -> list[native.Torch]:
     """Those to build against. Raises ImportError if that is the installed one, and there is
     none."""
-    folders = os.environ.get(TORCHES, "").split(os.pathsep)
-    named = [native.Torch.unpacked(Path(folder)) for folder in folders if folder]
+    patterns = os.environ.get(TORCHES, "").split(os.pathsep)
+    folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern))]
+    named = [native.Torch.unpacked(folder) for folder in folders]
+    if any(patterns) and not named:
+        raise SystemExit(f"{TORCHES}={os.environ[TORCHES]} names no folder")
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if not named:

@@ -3,6 +3,7 @@
     python tools/build_wheel.py                     # the newest release of each minor
     python tools/build_wheel.py 2.13.0 2.15.0       # these
     python tools/build_wheel.py --check dist/torch_pycomm-….whl
+    python tools/build_wheel.py --unpack      # only the headers: another tool builds the wheel
 
 Torch's C++ interfaces change with each minor, so the wheel holds one module for each, and pycomm
 loads the one that fits. The parts that include no torch are compiled once and linked into each.
@@ -35,7 +36,7 @@ KEPT = ROOT / "build" / "torch"
 DIST = ROOT / "dist"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SYSTEM_LIBRARY = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|ld-linux-[^.]+)\.so\.")
-NEWEST = {"2.11": "2.11.0", "2.12": "2.12.1", "2.13": "2.13.0", "2.14": "2.14.1", "2.15": "2.15.0"}
+NEWEST = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
 # --- torch ----------------------------------------------------------------------------------------
@@ -162,12 +163,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("versions", nargs="*", metavar="version")
+    parser.add_argument("--unpack", action="store_true", help="only fetch what is built against")
     parser.add_argument("--check", metavar="WHEEL", type=Path, help="only look at this wheel")
     options = parser.parse_args()
-    versions = options.versions or [
-        NEWEST[minor] for minor in native.torch_range(ROOT).SUPPORTED if minor in NEWEST
-    ]
-    folders = [unpacked(version) for version in versions]
+    folders = []
+    for version in options.versions or NEWEST:
+        try:
+            folders.append(unpacked(version))
+        except subprocess.CalledProcessError:
+            if options.versions or options.check:
+                raise
+            print(f"there is no torch {version} for {sys.implementation.cache_tag}", flush=True)
+    if not folders:
+        raise SystemExit("there is no torch to build against")
+    if options.unpack:
+        return 0
     wheel = options.check or build(folders)
     wrong = look(wheel, [native.Torch.unpacked(folder) for folder in folders])
     for each in wrong:

@@ -1,4 +1,4 @@
-"""Check formatting and lint rules of C++ and Python; --fix mends what can be mended by machine."""
+"""Check the form of C++, Python and workflows; --fix mends what can be mended by machine."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def main() -> int:
             str(tools / "clang-format"),
             *(["-i"] if fix else ["--dry-run", "-Werror", "--ferror-limit=1"]),
             *sorted(cpp),
+        ],
+        [
+            str(tools / "check-jsonschema"),
+            "--quiet",
+            "--builtin-schema",
+            "vendor.github-workflows",
+            *map(str, sorted((ROOT / ".github" / "workflows").glob("*.yml"))),
         ],
     ]
     failed = [

@@ -3,6 +3,7 @@
     python tools/try_wheel.py                  # 2.13.0, 2.14.1 and 2.15.0
     python tools/try_wheel.py 2.11.0
     python tools/try_wheel.py ===2.13.0        # this very build, which is the CUDA one
+    python tools/try_wheel.py --sdist 2.13.0   # build from the sdist there, without git and CMake
 
 Each release gets an environment of its own, without anything of this checkout. The wheel is
 installed from dist/ alone. Then: torch is the one that was there, two ranks train the example, the
@@ -65,23 +66,43 @@ class Environment:
         command = [str(self._bin / "python"), "-m", "pip", "install", "-q", "--no-compile"]
         subprocess.run([*command, *arguments], check=True, cwd=self._scratch)
 
-    def run(self, *command: str) -> str:
-        """What a program of it prints."""
-        kept = ("HOME", "LANG", "TMPDIR")
+    def run(self, *command: str, tools: Path | None = None) -> str:
+        """What a program of it prints. `tools`: the folder of the system's programs."""
+        kept = ("HOME", "LANG", "TMPDIR", "PIP_CONFIG_FILE", "MAX_JOBS")
         environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment |= {"PATH": f"{self._bin}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        path = f"{self._bin}:{tools or '/usr/bin:/bin'}"
         done = subprocess.run(
             [str(self._bin / command[0]), *command[1:]],
             capture_output=True,
             text=True,
             cwd=self._scratch,
-            env=environment,
-            timeout=600,
+            env=environment | {"PATH": path, "OMP_NUM_THREADS": "1"},
+            timeout=1800,
             check=False,
         )
         if done.returncode != 0:
             raise SystemExit(f"{command[:3]} failed\n{done.stdout}\n{done.stderr}")
         return done.stdout.strip()
+
+
+def without(folder: Path, *names: str) -> Path:
+    """A folder of links to the system's programs, less those that begin with these names."""
+    folder.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if not program.name.startswith(names):
+            (folder / program.name).symlink_to(program)
+    return folder
+
+
+def install_sdist(here: Environment, scratch: Path) -> None:
+    """Builds from the sdist as a user would who has only that file, torch and a compiler."""
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(scratch)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    requirements = ROOT / "tools" / "requirements" / "build.txt"
+    here.pip("-r", str(requirements))
+    tools = without(scratch / "programs", "git", "cmake", "ccache")
+    install = ["python", "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+    here.run(*install, str(next(scratch.glob("torch_pycomm-*.tar.gz"))), tools=tools)
 
 
 def newer(versions: tuple[str, ...]) -> str:
@@ -90,15 +111,18 @@ def newer(versions: tuple[str, ...]) -> str:
     return f"{major}.{int(minor) + 1}.0"
 
 
-def attempt(release: str) -> str:
-    """Tries the wheel beside this release of torch; returns a line about it."""
+def attempt(release: str, from_sdist: bool) -> str:
+    """Tries pycomm beside this release of torch; returns a line about it."""
     versions = native.torch_range(ROOT)
     with tempfile.TemporaryDirectory() as scratch:
         here = Environment(Path(scratch) / "venv")
         here.pip(f"torch{release}" if release.startswith("=") else f"torch=={release}", *EXAMPLE)
         ask = ("python", "-c", "import torch; print(torch.__version__)")
         before = here.run(*ask)
-        here.pip("--no-index", "--find-links", str(DIST), "torch-pycomm")
+        if from_sdist:
+            install_sdist(here, Path(scratch))
+        else:
+            here.pip("--no-index", "--find-links", str(DIST), "torch-pycomm")
         after = here.run(*ask)
         if before != after:
             raise SystemExit(f"torch {before} became {after}")
@@ -111,8 +135,11 @@ def attempt(release: str) -> str:
         trained = here.run("torchrun", "--standalone", "--nproc-per-node=2", program)
         unknown = newer(versions.SUPPORTED)
         said = here.run("python", "-c", UNKNOWN.format(version=unknown))
-        ways = f"{versions.SUPPORTED[0]} to {versions.SUPPORTED[-1]}, and torch {unknown} is"
-        if ways not in said or "pip install --upgrade torch-pycomm" not in said:
+        built = f"{versions.SUPPORTED[0]} to {versions.SUPPORTED[-1]}"
+        built = versions.torch_minor(before) if from_sdist else built
+        if f"built for torch {built}, and torch {unknown} is" not in said or (
+            "pip install --upgrade torch-pycomm" not in said
+        ):
             raise SystemExit(f"beside torch {unknown} it says: {said}")
         return (
             f"torch {version} (CUDA {cuda}): {module}, libpycomm_cuda.so {library}; "
@@ -125,9 +152,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("releases", nargs="*", metavar="release", default=RELEASES)
-    for release in parser.parse_args().releases:
-        print(attempt(release), flush=True)
-    print(f"wheel: {next(DIST.glob('*.whl')).name} passed beside each")
+    parser.add_argument("--sdist", action="store_true", help="build from the sdist, not the wheel")
+    options = parser.parse_args()
+    for release in options.releases:
+        print(attempt(release, options.sdist), flush=True)
+    what = "sdist: it" if options.sdist else f"wheel: {next(DIST.glob('*.whl')).name}"
+    print(f"{what} passed beside each")
     return 0
 
 

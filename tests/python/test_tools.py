@@ -700,6 +700,12 @@ def test_the_extra_asks_for_a_torch_that_is_supported() -> None:
     assert f'\ntorch = ["{supported}"]' in (ROOT / "pyproject.toml").read_text()
 
 
+def test_the_wheel_is_built_for_every_supported_minor() -> None:
+    versions = tool("native").torch_range(ROOT)
+    built = [versions.torch_minor(version) for version in tool("build_wheel").NEWEST]
+    assert built == list(versions.SUPPORTED)
+
+
 def test_every_floor_is_built_or_private() -> None:
     floors = tool("check_layers").read_floors(ROOT)
     assert {floor.kind for floor in floors.values()} <= {"core", "sim", "cuda", "torch"}
