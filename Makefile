@@ -141,7 +141,7 @@ docs: ## fail where a document links to a file that is not there
 	@"$(PYTHON)" tools/check_docs.py
 
 clean: ## remove what was built; .venv stays
-	rm -rf build dist *.egg-info pycomm/torch_* pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info pycomm/torch_* pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

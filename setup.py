@@ -83,11 +83,12 @@ def check_torch(version: str) -> None:
 def torches() -> list[native.Torch]:
     """Those to build against. Raises ImportError if that is the installed one, and there is
     none."""
-    patterns = os.environ.get(TORCHES, "").split(os.pathsep)
-    folders = [Path(folder) for pattern in patterns for folder in sorted(glob.glob(pattern))]
-    named = [native.Torch.unpacked(folder) for folder in folders]
-    if any(patterns) and not named:
-        raise SystemExit(f"{TORCHES}={os.environ[TORCHES]} names no folder")
+    named = []
+    for pattern in filter(None, os.environ.get(TORCHES, "").split(os.pathsep)):
+        folders = sorted(glob.glob(pattern))
+        if not folders:
+            raise SystemExit(f"{TORCHES} names {pattern}, and there is no such folder")
+        named += [native.Torch.unpacked(Path(folder)) for folder in folders]
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if not named:
@@ -102,8 +103,10 @@ class BuildPython(build_py):
     """Without what a build of other sources has left behind: it would get into the wheel."""
 
     def run(self) -> None:
-        shutil.rmtree(Path(self.build_lib) / "pycomm", ignore_errors=True)
+        package = Path(self.build_lib) / "pycomm"
+        shutil.rmtree(package, ignore_errors=True)
         super().run()
+        (package / cuda_library.NAME).unlink(missing_ok=True)  # that of a build in place
 
 
 def build_command(found: list[native.Torch]) -> type[build_ext]:
@@ -134,7 +137,9 @@ def build_command(found: list[native.Torch]) -> type[build_ext]:
             for module in package.glob(f"torch_*/{native.extension_name()}"):
                 if module not in kept:
                     module.unlink()
-            build_cuda_library(package, any(torch.has_cuda for torch in found))
+            # A wheel for several torches may be installed beside a CUDA build of any.
+            several = bool(os.environ.get(TORCHES))
+            build_cuda_library(package, several or any(torch.has_cuda for torch in found))
             (package / "_build_info.py").write_text(
                 f'"""Written by setup.py."""\n\nGIT_COMMIT = "{git_commit()}"\n'
             )
@@ -149,6 +154,8 @@ def extension_keywords() -> dict[str, object]:
     for torch in found:
         check_torch(torch.version)
     names = [f"pycomm.{versions.module_folder(torch.version)}._C" for torch in found]
+    if len(set(names)) != len(names):
+        raise SystemExit(f"{TORCHES} names two releases of one minor of torch")
     if os.environ.get(TORCHES):
         # No upper bound: pip would replace a newer torch by an old one. pycomm itself says, when it
         # is used, that it has no module for a torch that came later.

@@ -220,7 +220,9 @@ def build_extension() -> None:
     sources += [ROOT / "tools" / "native.py", ROOT / "pycomm" / "_torch_range.py"]
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
     built = Stamp("extension", digest(sources, metadata, installed_torch(), str(native.wanted())))
-    kept = any((ROOT / "pycomm").glob("torch_*/_C.*.so"))
+    version = installed_torch().removeprefix("torch-").removesuffix(".dist-info")
+    module = ROOT / "pycomm" / native.torch_range(ROOT).module_folder(version)
+    kept = any(module.glob("_C.*.so"))
     kept = kept and any((ROOT / native.BUILD).glob("*.ninja"))
     if not (built.fresh() and kept):
         say("building the extension (minutes, the first time)")

@@ -39,6 +39,11 @@ SYSTEM_LIBRARY = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|ld-linux-[^.]+)\.s
 NEWEST = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
+def releases() -> list[str]:
+    """Those of NEWEST that there is a wheel of for this Python."""
+    return [each for each in NEWEST if each != "2.15.0" or sys.version_info >= (3, 11)]
+
+
 # --- torch ----------------------------------------------------------------------------------------
 
 
@@ -142,6 +147,8 @@ def look(wheel: Path, torches: Sequence[native.Torch]) -> list[str]:
 def build(folders: Sequence[Path]) -> Path:
     """Builds the wheel, named for the Linux that it runs on, into dist/."""
     DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("torch_pycomm-*.whl"):  # else somebody might install one of other sources
+        old.unlink()
     env = os.environ | {"PYCOMM_TORCHES": os.pathsep.join(map(str, folders))}
     tools = str(Path(sys.executable).parent)
     env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', os.defpath)}"
@@ -166,16 +173,7 @@ def main() -> int:
     parser.add_argument("--unpack", action="store_true", help="only fetch what is built against")
     parser.add_argument("--check", metavar="WHEEL", type=Path, help="only look at this wheel")
     options = parser.parse_args()
-    folders = []
-    for version in options.versions or NEWEST:
-        try:
-            folders.append(unpacked(version))
-        except subprocess.CalledProcessError:
-            if options.versions or options.check:
-                raise
-            print(f"there is no torch {version} for {sys.implementation.cache_tag}", flush=True)
-    if not folders:
-        raise SystemExit("there is no torch to build against")
+    folders = [unpacked(version) for version in options.versions or releases()]
     if options.unpack:
         return 0
     wheel = options.check or build(folders)

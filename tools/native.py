@@ -132,6 +132,8 @@ class Torch:
     includes: tuple[str, ...]
     libraries: str
     has_cuda: bool = False
+    kind: str = ""
+    """What tells its objects from those of another with the same version."""
 
     @classmethod
     def installed(cls) -> Torch:
@@ -157,12 +159,13 @@ class Torch:
             (str(include), str(include / "torch" / "csrc" / "api" / "include")),
             str(folder / "torch" / "lib"),
             stated["cuda"] is not None,
+            "-unpacked",
         )
 
     @property
     def tag(self) -> str:
         """What objects compiled against it, by this interpreter, are kept under."""
-        return f"{sys.implementation.cache_tag}-torch{self.version}-{platform.machine()}"
+        return f"{sys.implementation.cache_tag}-torch{self.version}{self.kind}-{platform.machine()}"
 
 
 # --- ninja ----------------------------------------------------------------------------------------

@@ -131,6 +131,7 @@ bool DataPlane::has(const Operation& operation) const noexcept {
 void DataPlane::refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept {
   try {
     refused_.push_back(operation);
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
   } catch (...) { // no memory to remember it
     end(*operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
   }

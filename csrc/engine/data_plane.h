@@ -239,6 +239,7 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   void checkFollowedDeadlines(TimePoint now);
   void endFollowed(const Why& why) noexcept;
   void checkHeldDeadlines(TimePoint now);
+  void checkRefusedDeadlines(TimePoint now);
   void recallHost(uint64_t op_id);
   void notice(ErrorRecord record);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),

@@ -113,6 +113,23 @@ void DataPlane::checkDeadlines(TimePoint now) {
   checkHostDeadlines(now);
   checkFollowedDeadlines(now);
   checkHeldDeadlines(now);
+  checkRefusedDeadlines(now);
+}
+
+// Only if what was to become the group's failure was lost, for want of memory on its way.
+void DataPlane::checkRefusedDeadlines(TimePoint now) {
+  const auto late = std::stable_partition(refused_.begin(), refused_.end(), [&](const auto& operation) {
+    return !operation->request().deadline.expired(now);
+  });
+  for (auto at = late; at != refused_.end(); ++at) {
+    end(**at, nullptr, [&](const Operation& ended, const Transfer*) {
+      return unfit(ended, std::make_exception_ptr(std::bad_alloc()));
+    });
+  }
+  refused_.erase(late, refused_.end());
+  for (const auto& operation : refused_) {
+    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+  }
 }
 
 void DataPlane::tick(TimePoint now) {

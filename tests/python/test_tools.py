@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -359,7 +360,7 @@ def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
 ) -> None:
     """PyPI's layout and that of torch's index, both from a server of this test; pip decides."""
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    tag = f"{python}-{python}-manylinux_2_28_x86_64"
+    tag = f"{python}-{python}-linux_{platform.machine()}"
     cuda = write_wheel(tmp_path / "packages", "torch", "2.15.0", tag)
     write_index(tmp_path / "simple" / "torch", {cuda: f"/packages/{cuda}"})
     # The index has each build by its own name, with the "+" encoded, beside those of other systems.
@@ -374,6 +375,8 @@ def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
     monkeypatch.setattr(bootstrap, "PIP", [sys.executable, "-m", "pip"])
     handler = functools.partial(QuietHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
