@@ -106,6 +106,10 @@ integrations: ## other libraries over pycomm; installs Lightning, Accelerate, tr
 	  --integration-results docs/integrations.json $(ARGS); code=$$?; \
 	  $(BIN)/python tools/integration_table.py && exit $$code
 
+torchrec: ## TorchRec over pycomm, in an environment of its own; ARGS="-k plan"
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/torchrec_tests.py $(ARGS)
+
 bench: ## pycomm beside gloo, all_reduce from 4 B to 100 MiB
 	$(BOOTSTRAP) --group demo
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/allreduce.py $(ARGS)
@@ -143,5 +147,5 @@ docs: ## fail where a document links to a file that is not there
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/torch_* pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations torchrec bench torch_suite lint \
   format layers typecheck stubs stubs_check docs clean

@@ -54,6 +54,7 @@ STEPS = [
     Step("tsan", "{python} tools/cpp.py tsan_full", 60),
     Step("seam_all", "{make} seam_all", 60),
     Step("integrations", "{make} integrations", 15),
+    Step("torchrec", "{make} torchrec", 15),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     Step("tests", "{python} tools/python_tests.py -m nightly", 10),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),

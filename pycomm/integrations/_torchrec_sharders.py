@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
 
 from pycomm._torch_range import torch_minor
-from pycomm.integrations import _optional
 
 RELEASES = {"2.13": "1.8.0"}
 """By minor of torch: the release of torchrec and fbgemm-gpu-cpu that pycomm's tests run with it."""
@@ -22,18 +22,40 @@ def import_torchrec() -> None:
     """
     installed = torch_minor(torch.__version__)
     minor = installed if installed in RELEASES else next(reversed(RELEASES))
-    package = (
-        f"'torch=={minor}.*' tensordict torchmetrics==1.0.3 pyre-extensions tqdm; "
-        f"pip install --no-deps torchrec=={RELEASES[minor]} fbgemm-gpu-cpu=={RELEASES[minor]}"
+    way = (
+        f"Try, in an environment of its own: pip install 'torch=={minor}.*' tensordict "
+        "torchmetrics==1.0.3 pyre-extensions tqdm; pip install --no-deps "
+        f"torchrec=={RELEASES[minor]} fbgemm-gpu-cpu=={RELEASES[minor]}"
     )
     try:
-        _optional.load("torchrec", package=package, needed_by="pycomm.integrations.torchrec")
+        importlib.import_module("torchrec")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"pycomm.integrations.torchrec needs {error.name}, which is not installed. {way}",
+            name=error.name,
+        ) from error
     except OSError as error:  # from the loader of fbgemm's libraries
         raise ImportError(
             f"TorchRec's CPU kernels (fbgemm-gpu-cpu) do not load with torch {torch.__version__}, "
-            "since each of their releases is built for one minor of torch. Try, in an environment "
-            f"of its own: pip install {package}"
+            f"since each of their releases is built for one minor of torch. {way}"
         ) from error
+    _register_device()
+
+
+@functools.cache
+def _register_device() -> None:
+    """Lets a rank without a part of a table ask for the table's device, as checkpoints do.
+
+    torch's own operator then asks CUDA, unless the backend is called gloo.
+    """
+    from torch.distributed._shard.sharded_tensor import custom_sharded_op_impl
+
+    def device(_types: Any, args: Any, _kwargs: Any, _group: Any) -> torch.device:
+        for part in args[0].local_shards():
+            return torch.device(part.tensor.device)
+        return torch.device(args[0].metadata().shards_metadata[0].placement.device())
+
+    custom_sharded_op_impl(torch.Tensor.device.__get__)(device)  # type: ignore[no-untyped-call]
 
 
 def sharders(*, wire_dtype: str | None = None) -> list[Any]:

@@ -90,9 +90,15 @@ def read_table(model: nn.Module, table: str, *, dst: int = 0) -> Table | None:
 def _collect(sharded: Any, dst: int) -> torch.Tensor | None:
     """A ``ShardedTensor`` as a whole on rank ``dst``; None on the others."""
     rank = dist.get_rank()
+    described = sharded.metadata()
+    size, dtype = described.size, described.tensor_properties.dtype
     mine = {tuple(part.metadata.shard_offsets): part.tensor for part in sharded.local_shards()}
-    whole = torch.empty(sharded.size(), dtype=sharded.dtype) if rank == dst else None
-    for part in sharded.metadata().shards_metadata:
+    whole = (
+        torch.empty(described.size, dtype=described.tensor_properties.dtype)
+        if rank == dst
+        else None
+    )
+    for part in described.shards_metadata:
         owner = part.placement.rank()
         if whole is not None:
             window = whole[

@@ -152,7 +152,7 @@ def _embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
             )
     if not found:
         raise ValueError("the model has no EmbeddingBagCollection and no EmbeddingCollection")
-    for path, module in found.items():
+    for module in found.values():
         id_maps = module.get_submodule(ID_MAPS) if isinstance(module, known[2:]) else nn.Module()
         for name, id_map in id_maps.named_children():
             if not isinstance(id_map, MCHManagedCollisionModule):
@@ -163,9 +163,7 @@ def _embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _cuts(
-    tables: list[_UncutTable], options: dict[str, Iterable[str]]
-) -> dict[_UncutTable, str]:
+def _cuts(tables: list[_UncutTable], options: dict[str, Iterable[str]]) -> dict[_UncutTable, str]:
     """How each table is cut: the name of an option, or "table_wise"."""
     cuts = {table: "row_wise" if table.has_id_map else "table_wise" for table in tables}
     for option, patterns in options.items():
@@ -211,6 +209,6 @@ def _warn_without_optimizer(tables: list[_UncutTable]) -> None:
         warnings.warn(
             f"no optimizer is applied in backward to: {', '.join(names)}. TorchRec updates such "
             "tables by SGD with lr=0.01, unless the fused_params of your sharder say otherwise. "
-            "Try: torchrec.optim.apply_optimizer_in_backward before cpu_plan",
+            "Try: torch.distributed.optim._apply_optimizer_in_backward before cpu_plan",
             stacklevel=3,
         )

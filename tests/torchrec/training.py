@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -20,7 +23,6 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -29,6 +31,7 @@ from pycomm.integrations.torchrec import cpu_plan, sharders
 CPU = torch.device("cpu")
 STEPS = 50
 BATCH = 12  # samples per rank and step
+IDS = 2  # per sample and table, if they are not pooled
 COLUMNS = 16
 ROWS = {"user": 203, "item": 96, "place": 31}
 LR = 0.1
@@ -59,7 +62,8 @@ SPECS = {
     "bags, by rows": Spec(row_wise=("*",)),
     "bags, by columns": Spec(row_wise=(), column_wise=("*",)),
     "bags, all three": Spec(row_wise=("user",), column_wise=("item",)),
-    "bags, row-wise Adagrad": Spec(column_wise=("item",), optimizer="RowWiseAdagrad"),
+    "bags, row-wise Adagrad": Spec(optimizer="RowWiseAdagrad"),
+    "bags, by columns, row-wise Adagrad": Spec(column_wise=("item",), optimizer="RowWiseAdagrad"),
     "bags, fp16 wire": Spec(column_wise=("item",), wire_dtype="fp16"),
     "bags, id map": Spec(id_map=True, row_wise=(), optimizer="RowWiseAdagrad"),
     "bags, id map, fp16 wire": Spec(id_map=True, row_wise=(), wire_dtype="fp16"),
@@ -70,7 +74,15 @@ SPECS = {
     "single, fp16 wire": Spec(bags=False, column_wise=("item",), wire_dtype="fp16"),
     "single, id map": Spec(bags=False, id_map=True, row_wise=(), optimizer="RowWiseAdagrad"),
 }
-WITHOUT_ID_MAP = [name for name, spec in SPECS.items() if not spec.id_map]
+# Not if the wire rounds, nor with an id map, whose slots depend on the number of ranks, nor with
+# row-wise Adagrad by columns, which has one state per row and part.
+AS_ONE_PROCESS = [
+    name
+    for name, spec in SPECS.items()
+    if not spec.id_map
+    and spec.wire_dtype is None
+    and not (spec.column_wise and spec.optimizer == "RowWiseAdagrad")
+]
 
 
 class Net(nn.Module):
@@ -87,10 +99,11 @@ class Net(nn.Module):
         if isinstance(found, tuple):  # with an id map, also the ids after it
             found = found[0]
         if self.bags:
-            return nn.functional.mse_loss(self.over(found.values()).squeeze(1), labels)
-        # The same number of ids on each rank, so that a mean of means is the mean.
-        values = torch.cat([found[name].values() for name in ROWS])
-        return torch.tanh(self.over(values)).square().mean() + labels.mean() * 0
+            predicted = self.over(found.values()).squeeze(1)
+        else:  # IDS ids per sample and table
+            values = torch.stack([found[name].values() for name in ROWS])
+            predicted = self.over(values).view(len(ROWS), -1, IDS).mean((0, 2))
+        return nn.functional.mse_loss(predicted, labels)
 
 
 def batch_of(spec: Spec, step: int, rank: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
@@ -101,7 +114,7 @@ def batch_of(spec: Spec, step: int, rank: int) -> tuple[KeyedJaggedTensor, torch
         if spec.bags:
             own = torch.randint(0, 4, (BATCH,), generator=generator)  # also empty bags
         else:
-            own = torch.full((BATCH,), 2)
+            own = torch.full((BATCH,), IDS)
         count = int(own.sum())
         lengths.append(own)
         if spec.largest_id:
@@ -176,7 +189,7 @@ def table_values(name: str) -> torch.Tensor:
 def sharded(spec: Spec) -> DistributedModelParallel:
     net = make_net(spec)
     optimizer = RowWiseAdagrad if spec.optimizer == "RowWiseAdagrad" else torch.optim.SGD
-    apply_optimizer_in_backward(optimizer, net.sparse.parameters(), {"lr": LR})
+    apply_optimizer_in_backward(optimizer, net.sparse.parameters(), table_options(spec))
     plan = cpu_plan(net, row_wise=spec.row_wise, column_wise=spec.column_wise)
     model = DistributedModelParallel(
         net, device=CPU, plan=plan, sharders=sharders(wire_dtype=spec.wire_dtype)
@@ -188,6 +201,11 @@ def sharded(spec: Spec) -> DistributedModelParallel:
                 (row, column), (rows, columns) = part.metadata.shard_offsets, part.tensor.shape
                 part.tensor.detach().copy_(whole[row : row + rows, column : column + columns])
     return model
+
+
+def table_options(spec: Spec) -> dict[str, float]:
+    """The arguments of the tables' optimizer."""
+    return {"lr": LR} if spec.optimizer == "SGD" else {"lr": LR, "eps": 1e-8}
 
 
 def train(rank: int, world_size: int, specs: dict[str, Spec]) -> dict[str, list[float]]:
@@ -220,7 +238,10 @@ def train_alone(spec: Spec, world_size: int) -> list[float]:
     for name, table in tables.items():
         table.weight.detach().copy_(table_values(name))
     kind = RowWiseAdagrad if spec.optimizer == "RowWiseAdagrad" else torch.optim.SGD
-    optimizers = [kind(net.sparse.parameters(), lr=LR), torch.optim.SGD(net.over.parameters(), LR)]
+    optimizers = [
+        kind(net.sparse.parameters(), **table_options(spec)),
+        torch.optim.SGD(net.over.parameters(), LR),
+    ]
     losses = []
     for step in range(spec.steps):
         net.zero_grad()
