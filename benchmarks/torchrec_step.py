@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ import torch.distributed as dist
 from launching import RankFailedError, die_with_parent, run_ranks
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import pycomm
 
 TIMEOUT_S = 300.0
 CPU = torch.device("cpu")
@@ -129,8 +132,6 @@ def run_rank(backend: str, batch: int, steps: int, names: list[str]) -> dict[str
     name, _, transport = backend.partition(":")
     options = None
     if name == "pycomm":
-        import pycomm
-
         options = pycomm.Options(transport=transport or "auto")
     timeout = timedelta(seconds=TIMEOUT_S)
     store = TCPStore(
@@ -144,7 +145,10 @@ def run_rank(backend: str, batch: int, steps: int, names: list[str]) -> dict[str
         timeout=timeout,
         pg_options=options,
     )
-    return {each: train(each, batch, steps) for each in names}
+    figures = {each: train(each, batch, steps) for each in names}
+    store.set(f"done {dist.get_rank()}", "")
+    store.wait([f"done {rank}" for rank in range(dist.get_world_size())])
+    return figures
 
 
 def main() -> int:
@@ -166,10 +170,12 @@ def main() -> int:
         figures = run_rank(options.one, options.batch, options.steps, names)
         if options.results_fd is not None:
             os.write(options.results_fd, json.dumps(figures).encode() + b"\n")
-        dist.barrier()
         sys.stdout.flush()
         os._exit(0)  # one of gloo's threads now and then aborts at exit
-    for key, value in header("torchrec_step", sys.argv[1:]).items():
+    facts = header("torchrec_step", sys.argv[1:])
+    facts["pycomm"] = pycomm.__version__  # it is not installed here, but on the path
+    facts["torchrec"] = metadata.version("torchrec")
+    for key, value in facts.items():
         print(f"# {key:14s} {value}")
     print(
         f"# {TABLES} tables of {COLUMNS} columns, {IDS} ids per sample and table, {options.batch} "

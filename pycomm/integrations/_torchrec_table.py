@@ -93,11 +93,7 @@ def _collect(sharded: Any, dst: int) -> torch.Tensor | None:
     described = sharded.metadata()
     size, dtype = described.size, described.tensor_properties.dtype
     mine = {tuple(part.metadata.shard_offsets): part.tensor for part in sharded.local_shards()}
-    whole = (
-        torch.empty(described.size, dtype=described.tensor_properties.dtype)
-        if rank == dst
-        else None
-    )
+    whole = torch.empty(size, dtype=dtype) if rank == dst else None
     for part in described.shards_metadata:
         owner = part.placement.rank()
         if whole is not None:
