@@ -4,6 +4,7 @@
 - ``lightning``: a strategy with pycomm's wrapper.
 - ``accelerate``: an Accelerator that is sure to wrap the model, on CPU, too.
 - ``transformers``: the same for the Trainer, and its command line.
+- ``torchrec``: a sharding plan for embedding tables on the CPU, and what TorchRec lacks there.
 
 Importing this package loads none of these libraries.
 """

@@ -69,9 +69,9 @@ def cpu_plan(
             "TorchRec's dense kernel corrupts the memory of an EmbeddingCollection, and no other "
             "kernel exists. Try: leave compute_kernel out"
         )
-    ranks = world_size or (dist.get_world_size() if dist.is_initialized() else 0)
-    if ranks < 1:
+    if world_size is None and not dist.is_initialized():
         raise ValueError("there is no default group. Try: init_process_group first, or world_size=")
+    ranks = dist.get_world_size() if world_size is None else world_size
     modules = _embedding_modules(model)
     default_sharders = sharding_plan.get_module_to_default_sharders()
     tables = [

@@ -58,7 +58,7 @@ def read_and_look_up(rank: int, world_size: int, spec: Spec) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])  # 2**64 % 3 = 1: signed and unsigned differ
 def test_a_table_read_whole_is_what_the_model_looks_up(world_size: int) -> None:
     spec = Spec(id_map=True, row_wise=(), optimizer="RowWiseAdagrad", steps=STEPS)
     found = run_ranks(

@@ -212,8 +212,9 @@ def test_a_table_without_optimizer_is_named() -> None:
     apply_optimizer_in_backward(
         torch.optim.SGD, model.embedding_bags["user"].parameters(), {"lr": 0.1}
     )
+    options: Any = {"row_wise": ["item"], "column_wise": ["place"], "world_size": 2}
     with pytest.warns(UserWarning) as caught:
-        cpu_plan(model, world_size=2)
+        assert len(parts(cpu_plan(model, **options))) == len(SIZES)  # TorchRec's default: dense
     (warning,) = caught
     assert str(warning.message).startswith(
         "no optimizer is applied in backward to: item, place, hour. TorchRec updates such tables "
