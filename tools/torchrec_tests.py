@@ -32,7 +32,9 @@ RELEASE = "1.8.0"
 
 def install() -> None:
     """Makes the environment, unless it is there for these very packages."""
-    requirements = [TESTS / "requirements.txt", *bootstrap.REQUIREMENTS.glob("*.txt")]
+    # The first names the others.
+    others = [bootstrap.REQUIREMENTS / f"{name}.txt" for name in ("build", "test", "demo")]
+    requirements = [TESTS / "requirements.txt", *others]
     wanted = bootstrap.digest(requirements, TORCH, RELEASE)
     stamp = BUILD / "installed"
     if stamp.is_file() and stamp.read_text() == wanted:
