@@ -89,12 +89,14 @@ def torches() -> list[native.Torch]:
         if not folders:
             raise SystemExit(f"{TORCHES} names {pattern}, and there is no such folder")
         named += [native.Torch.unpacked(Path(folder)) for folder in folders]
+    for torch in named:
+        check_torch(torch.version)
     # This checkout may be installed in place already: do not load it while it is being built.
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if not named:
-        import torch
+        from torch import __version__ as installed
 
-        check_torch(torch.__version__)
+        check_torch(installed)
         named = [native.Torch.installed()]
     return named
 
@@ -151,9 +153,7 @@ def extension_keywords() -> dict[str, object]:
     """What setup() needs to build the extension."""
     versions = native.torch_range(ROOT)
     found = torches()
-    for torch in found:
-        check_torch(torch.version)
-    names = [f"pycomm.{versions.module_folder(torch.version)}._C" for torch in found]
+    names = [versions.module_name(torch.version) for torch in found]
     if len(set(names)) != len(names):
         raise SystemExit(f"{TORCHES} names two releases of one minor of torch")
     if os.environ.get(TORCHES):

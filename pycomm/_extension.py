@@ -20,7 +20,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pycomm import errors
-from pycomm._torch_range import is_newer, module_folder, torch_minor, why_unsupported
+from pycomm._torch_range import is_newer, module_name, torch_minor, why_unsupported
 from pycomm._version import __version__
 
 CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
@@ -149,11 +149,6 @@ class Extension(Protocol):
 
     def build_info(self) -> Mapping[str, str]:
         """Compiler, its version and the language standard."""
-
-
-def module_name(version: str) -> str:
-    """The name that the module for this torch is imported by."""
-    return f"pycomm.{module_folder(version)}._C"
 
 
 def built_for() -> list[str]:

@@ -41,5 +41,10 @@ def module_folder(version: str) -> str:
     return f"torch_{torch_minor(version).replace('.', '_')}"
 
 
+def module_name(version: str) -> str:
+    """The name that the module for this torch is imported by."""
+    return f"pycomm.{module_folder(version)}._C"
+
+
 def _numbers(version: str) -> list[int]:
     return [int(number) for number in torch_minor(version).split(".")]

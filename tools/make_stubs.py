@@ -84,8 +84,7 @@ def difference(old: str, new: str) -> str:
 
 
 def main() -> int:
-    folder = native.torch_range(ROOT).module_folder(native.Torch.installed().version)
-    new = generate(f"pycomm.{folder}._C")
+    new = generate(native.torch_range(ROOT).module_name(native.Torch.installed().version))
     old = STUB.read_text() if STUB.is_file() else ""
     if "--check" not in sys.argv[1:]:
         STUB.write_text(new)

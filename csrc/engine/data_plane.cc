@@ -68,7 +68,7 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
     notice(std::move(record));
   } catch (...) { // no memory even to say so: a deadline ends the others
     for (const auto& operation : std::exchange(refused_, {})) {
-      end(*operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+      endUnfit(*operation, exception);
     }
   }
 }
@@ -133,12 +133,14 @@ void DataPlane::refuse(const std::shared_ptr<Operation>& operation, const std::e
     refused_.push_back(operation);
     next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
   } catch (...) { // no memory to remember it
-    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) { return unfit(ended, exception); });
+    endUnfit(*operation, exception);
   }
 }
 
-ErrorRecord DataPlane::unfit(const Operation& operation, const std::exception_ptr& exception) const {
-  return errorOf(operation, ownTrouble(exception, identity_), identity_);
+void DataPlane::endUnfit(Operation& operation, const std::exception_ptr& exception) const noexcept {
+  end(operation, nullptr, [&](const Operation& ended, const Transfer*) {
+    return errorOf(ended, ownTrouble(exception, identity_), identity_);
+  });
 }
 
 void DataPlane::begin(std::shared_ptr<Operation> operation) {

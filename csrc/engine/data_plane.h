@@ -274,7 +274,8 @@ class DataPlane final : public PortOwner, public InChannel::Receiver, public Loo
   /// other ranks do not expect, and they would blame that.
   void refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept;
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
-  [[nodiscard]] ErrorRecord unfit(const Operation& operation, const std::exception_ptr& exception) const;
+  /// Ends it with the exception as this rank's own trouble.
+  void endUnfit(Operation& operation, const std::exception_ptr& exception) const noexcept;
 
   const GroupIdentity identity_;
   const Options options_;

@@ -122,9 +122,7 @@ void DataPlane::checkRefusedDeadlines(TimePoint now) {
     return !operation->request().deadline.expired(now);
   });
   for (auto at = late; at != refused_.end(); ++at) {
-    end(**at, nullptr, [&](const Operation& ended, const Transfer*) {
-      return unfit(ended, std::make_exception_ptr(std::bad_alloc()));
-    });
+    endUnfit(**at, std::make_exception_ptr(std::bad_alloc()));
   }
   refused_.erase(late, refused_.end());
   for (const auto& operation : refused_) {

@@ -7,7 +7,6 @@ Each test says with ``@pytest.mark.integration(library, what)`` what it shows. W
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -18,39 +17,23 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PYTHON_TESTS = HERE.parent / "python"
-for folder in (PYTHON_TESTS, HERE):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-# Ranks import their targets by name.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+sys.path.insert(0, str(HERE.parent))
+
+from borrow import python_conftest  # noqa: E402
+
 # Nothing here may go and fetch.
 os.environ["HF_HUB_OFFLINE"] = "1"
-
+_shared = python_conftest(HERE)
 
 from cases import ALL_S, case_runs, values  # noqa: E402
 
 __all__ = ["case_runs", "values"]
 
-
-def _load_conftest() -> ModuleType:
-    """The options and promises of tests/python hold here, too."""
-    spec = importlib.util.spec_from_file_location("python_conftest", PYTHON_TESTS / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_shared = _load_conftest()
 no_process_left_behind = _shared.no_process_left_behind
 no_pycomm_variables = _shared.no_pycomm_variables
 pytest_unconfigure = _shared.pytest_unconfigure

@@ -19,7 +19,7 @@ from time_bound import assert_within
 from torch._C._distributed_c10d import FileStore
 
 import pycomm
-from pycomm import _extension, errors
+from pycomm import _extension, _torch_range, errors
 
 SECONDS = 10.0  # "in seconds", from when the last rank joins
 
@@ -184,7 +184,7 @@ def test_modules_are_found_by_the_torch_that_they_are_for(
         (tmp_path / folder / name).touch()
     monkeypatch.setattr(pycomm, "__path__", [str(tmp_path)])
     assert _extension.built_for() == ["2.9", "2.11"]
-    assert _extension.module_name("2.11.0+cpu") == "pycomm.torch_2_11._C"
+    assert _torch_range.module_name("2.11.0+cpu") == "pycomm.torch_2_11._C"
 
 
 # Ranks that do not fit together

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PYTHON_TESTS = HERE.parent / "python"
-for folder in (PYTHON_TESTS, HERE):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-# Ranks import their targets by name.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+sys.path.insert(0, str(HERE.parent))
 
-# The options and promises of tests/python hold here, too.
-_spec = importlib.util.spec_from_file_location("python_conftest", PYTHON_TESTS / "conftest.py")
-assert _spec is not None and _spec.loader is not None
-_shared = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_shared)
+from borrow import python_conftest  # noqa: E402
 
+_shared = python_conftest(HERE)
 no_process_left_behind = _shared.no_process_left_behind
 no_pycomm_variables = _shared.no_pycomm_variables
 pytest_addoption = _shared.pytest_addoption
