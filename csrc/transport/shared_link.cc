@@ -49,6 +49,10 @@ bool SharedLink::hearBell() noexcept {
   std::array<std::byte, 64> bells; // NOLINT: only written
   try {
     ended_ = bell_->tryRead({bells.data(), bells.size()}).closed;
+  } catch (const Error& error) {
+    // A peer that closed before it heard its last bell: nothing that was written is lost by that.
+    ended_ = error.record().code == ErrorCode::ConnectionReset;
+    broken_ = ended_ ? nullptr : std::current_exception();
   } catch (...) {
     broken_ = std::current_exception();
   }

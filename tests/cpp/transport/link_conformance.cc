@@ -1,9 +1,12 @@
 #include "transport/link_conformance.h"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -93,13 +96,18 @@ TEST_P(LinkConformance, MovesMuchInBothDirectionsAtOnce) {
 
 TEST_P(LinkConformance, WritesPartsWhenThePeerDoesNotRead) {
   LinkPair pair = connect(*this);
-  // The peer starts to read only when told how much to expect; until then the writer fills every buffer there is.
-  Peer peer(placeOf(*this), pair, [](Link& link) {
+  std::array<int, 2> gate{};
+  ASSERT_EQ(::pipe2(gate.data(), O_CLOEXEC), 0);
+  // The peer starts to read when the gate opens: by then the writer has filled every buffer there is.
+  Peer peer(placeOf(*this), pair, [gate](Link& link) {
     Bytes all;
     uint64_t expected = 0;
     std::byte part[10007];
+    pollfd open{gate[0], POLLIN, 0};
+    if (::poll(&open, 1, soon().remainingMs(30000)) != 1) {
+      return false;
+    }
     pollfd wait{link.fd(), POLLIN, 0};
-    (void)::poll(&wait, 1, 10000);
     for (;;) {
       const Progress progress = link.tryRead({part, sizeof part});
       if (progress.closed) {
@@ -131,9 +139,13 @@ TEST_P(LinkConformance, WritesPartsWhenThePeerDoesNotRead) {
     EXPECT_TRUE(!progress.would_block || progress.nbytes == 0);
   }
   EXPECT_TRUE(partial);
+  EXPECT_LT(sent, whole.size());
+  EXPECT_EQ(::write(gate[1], "", 1), 1);
   writeAll(*pair.first, {reinterpret_cast<const std::byte*>(&sent), sizeof sent}, soon(), kNoAbort);
   pair.first->shutdownWrite();
   EXPECT_TRUE(peer.join());
+  ::close(gate[0]);
+  ::close(gate[1]);
 }
 
 TEST_P(LinkConformance, WritesManyViewsInOrder) {

@@ -181,6 +181,25 @@ TEST(SharedLink, ReadsWhatAKilledWriterLeft) {
   EXPECT_EQ(errorOf([&] { (void)readExactly(*ends.second, 1); }).code, ErrorCode::ConnectionReset);
 }
 
+// A bell may come when the reader has its bytes already. The kernel then calls the end of the connection a reset.
+TEST(SharedLink, APeerThatClosedWithABellUnheardHasEnded) {
+  LinkEnds ends = connected(4096);
+  (void)writeBytes(*ends.second, pattern(100, 1));
+  ASSERT_EQ(::send(ends.first->fd(), "", 1, MSG_NOSIGNAL), 1);
+  ends.second.reset();
+  EXPECT_EQ(readExactly(*ends.first, 100), pattern(100, 1));
+  std::byte byte{};
+  EXPECT_TRUE(ends.first->tryRead({&byte, 1}).closed);
+  EXPECT_TRUE(ends.first->tryRead({&byte, 1}).closed);
+  // As after any end, a write fails as soon as it can know.
+  const ErrorRecord record = errorOf([&] {
+    for (int i = 0; i < 3; ++i) {
+      (void)writeBytes(*ends.first, pattern(4096, 2));
+    }
+  });
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+}
+
 // The reader of a link of one direction is gone: the next write fails, though the ring has room.
 TEST(SharedLink, FailsToWriteOnceTheReaderIsKnownToBeGone) {
   LinkEnds ends = connected(4096, false);
