@@ -9,35 +9,25 @@
 #include <string>
 #include <thread>
 
+#include "temp_folder.h"
+
 namespace pycomm {
 namespace {
 
 /// A folder in which control groups seem to be mounted.
 class ControlGroups {
  public:
-  ControlGroups() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "pycomm_cgroup_XXXXXX").string();
-    EXPECT_NE(::mkdtemp(pattern.data()), nullptr);
-    root_ = pattern;
-  }
-  ~ControlGroups() {
-    std::error_code ignored;
-    std::filesystem::remove_all(root_, ignored);
-  }
-  ControlGroups(const ControlGroups&) = delete;
-  ControlGroups& operator=(const ControlGroups&) = delete;
-
   void write(const std::string& path, const std::string& text) const {
-    const std::filesystem::path file = root_ / path;
+    const std::filesystem::path file = root_.path() / path;
     std::filesystem::create_directories(file.parent_path());
     std::ofstream(file) << text << "\n";
   }
   [[nodiscard]] unsigned cores(const std::string& memberships) const {
-    return quotaCores(memberships, root_.string());
+    return quotaCores(memberships, root_.path().string());
   }
 
  private:
-  std::filesystem::path root_;
+  testing::TempFolder root_;
 };
 
 TEST(UsableCores, AQuotaOfVersion2IsThatOfTheStrictestGroupAbove) {

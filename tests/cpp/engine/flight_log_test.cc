@@ -12,6 +12,7 @@
 
 #include "engine/flight_json.h"
 #include "ranks.h"
+#include "temp_folder.h"
 
 namespace pycomm {
 namespace {
@@ -196,8 +197,8 @@ std::string contentsOf(const std::filesystem::path& path) {
 }
 
 TEST(FlightRecorder, WritesWholeFilesOrNone) {
-  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "flight_recorder_test";
-  std::filesystem::remove_all(folder);
+  const testing::TempFolder temporary;
+  const std::filesystem::path& folder = temporary.path();
   CallbackPool pool;
   FlightRecorder recorder(pool);
   FlightLog::Subject subject;
@@ -229,13 +230,12 @@ TEST(FlightRecorder, WritesWholeFilesOrNone) {
   } catch (const Error& thrown) {
     EXPECT_EQ(thrown.record().code, ErrorCode::SystemError);
   }
-  std::filesystem::remove_all(folder);
 }
 
 // A program that sees its group fail may ask for the file that is being written for the failure.
 TEST(FlightRecorder, WritersOfOneFileTakeTurns) {
-  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "flight_writers_test";
-  std::filesystem::remove_all(folder);
+  const testing::TempFolder temporary;
+  const std::filesystem::path& folder = temporary.path();
   CallbackPool pool;
   FlightRecorder recorder(pool);
   FlightLog::Subject subject;
@@ -260,7 +260,6 @@ TEST(FlightRecorder, WritersOfOneFileTakeTurns) {
   for (std::thread& writer : writers) {
     writer.join();
   }
-  std::filesystem::remove_all(folder);
 }
 
 TEST(FlightRecorder, KeepsTheLastClosedGroups) {
