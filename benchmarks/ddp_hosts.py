@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import virtual_switch
-from launching import LOOPBACK, die_with_parent
+from launching import LOOPBACK, add_rank_options, die_with_parent
 from report import header, paired_ratio
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -342,8 +342,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     add("--limit", type=float, default=600.0, help="end after so many seconds")
     add("--json", type=Path)
     add("--picture", type=Path, help="one step of gloo and of pycomm under each other, as SVG")
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args(argv)
     if options.sync_every:
         ours = [way for way in options.ways if way.startswith("pycomm")]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from ddp import wrapped
-from launching import run_ranks
+from launching import add_rank_options, run_ranks
 from report import header
 from torch import nn
 from world import World
@@ -79,8 +79,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
-    for hidden in ("--parent-pid", "--results-fd"):
-        parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     parser.add_argument("--way", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.parent_pid is not None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from launching import RankFailedError, die_with_parent, run_ranks
+from launching import RankFailedError, add_rank_options, ran_as_rank, run_ranks
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -83,14 +83,9 @@ def main() -> int:
     add("--ranks", default="2,4,8,16", help="numbers of ranks; default: %(default)s")
     add("--backends", default="pycomm,pycomm:tcp,gloo", help="default: %(default)s")
     add("--one", help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args()
-    if options.parent_pid is not None:
-        die_with_parent(options.parent_pid)
-        figures = measure(options.one)
-        if options.results_fd is not None:
-            os.write(options.results_fd, json.dumps(figures).encode() + b"\n")
+    if ran_as_rank(options, lambda: measure(options.one)):
         return 0
     for key, value in header("footprint", sys.argv[1:]).items():
         print(f"# {key:14s} {value}")

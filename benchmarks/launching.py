@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import os
 import select
 import signal
@@ -27,6 +29,27 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)  # it ended before the kernel was asked
+
+
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Have a script take what run_ranks() adds to the command line of each rank."""
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--results-fd", type=int, help=argparse.SUPPRESS)
+
+
+def ran_as_rank(options: argparse.Namespace, measure: Callable[[], object]) -> bool:
+    """Measure if run_ranks() started this process, and report what that returns as a line of JSON.
+
+    Returns:
+        Whether run_ranks() did: then this process has nothing more to do.
+    """
+    if options.parent_pid is None:
+        return False
+    die_with_parent(options.parent_pid)
+    found = measure()
+    if options.results_fd is not None:
+        os.write(options.results_fd, json.dumps(found).encode() + b"\n")
+    return True
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -26,7 +26,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from launching import RankFailedError, die_with_parent, run_ranks
+from launching import RankFailedError, add_rank_options, ran_as_rank, run_ranks
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -118,15 +118,14 @@ def main() -> int:
     add("--turns", type=int, default=1, help="default: %(default)s")
     add("--slower-us", type=float, default=0.0, help="rank 1 computes this long for each message")
     add("--one", help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args()
-    if options.parent_pid is not None:
-        die_with_parent(options.parent_pid)
+
+    def one() -> dict[str, float]:
         backend, nbytes = options.one.split(",")
-        figures = measure(backend, int(nbytes), options.messages, options.slower_us)
-        if options.results_fd is not None:
-            os.write(options.results_fd, json.dumps(figures).encode() + b"\n")
+        return measure(backend, int(nbytes), options.messages, options.slower_us)
+
+    if ran_as_rank(options, one):
         return 0
     for key, value in header("messages_ahead", sys.argv[1:]).items():
         print(f"# {key:14s} {value}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from exact import REDOPS
+from launching import add_rank_options
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
 
@@ -61,6 +62,5 @@ def make_parser(
     add("--timeout", type=float, default=900.0, help="end a run of one --ranks after these seconds")
     add("--out", type=Path, help="also write the table to this file")
     add("--json", type=Path, help="also write the rows to this file as JSON")
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     return parser

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from launching import RankFailedError, die_with_parent, run_ranks
+from launching import RankFailedError, add_rank_options, die_with_parent, run_ranks
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -97,8 +97,7 @@ def summary(samples: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--path", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--results-fd", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args()
     if options.path is not None:
         die_with_parent(options.parent_pid)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from launching import LOOPBACK, run_ranks
+from launching import LOOPBACK, add_rank_options, run_ranks
 from report import header
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -253,8 +253,7 @@ def main(argv: Sequence[str]) -> int:
     add("--limit", type=float, default=1800.0, help="end after so many seconds")
     add("--svg", type=Path)
     add("--json", type=Path)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args(argv)
     if options.parent_pid is None:
         runs: list[dict[str, Any]] = []

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launching import RankFailedError, die_with_parent, run_ranks
+from launching import RankFailedError, add_rank_options, ran_as_rank, run_ranks
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -163,15 +163,10 @@ def main() -> int:
     add("--runs", type=int, default=5, help="default: %(default)s")
     add("--seed", type=int, default=0, help="of the order; default: %(default)s")
     add("--one", help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args()
     names = options.models.split(";")
-    if options.parent_pid is not None:
-        die_with_parent(options.parent_pid)
-        figures = run_rank(options.one, options.batch, options.steps, names)
-        if options.results_fd is not None:
-            os.write(options.results_fd, json.dumps(figures).encode() + b"\n")
+    if ran_as_rank(options, lambda: run_rank(options.one, options.batch, options.steps, names)):
         sys.stdout.flush()
         os._exit(0)  # one of gloo's threads now and then aborts at exit
     facts = header("torchrec_step", sys.argv[1:])

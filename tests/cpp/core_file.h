@@ -17,6 +17,7 @@
 
 #include "base/deadline.h"
 #include "sanitized.h"
+#include "temp_folder.h"
 
 namespace pycomm::testing {
 
@@ -47,12 +48,6 @@ class CoreFile {
     } else if (pattern.empty() || pattern[0] == '|' || pattern.find('/') != std::string::npos) {
       unavailable_ = "core files do not go to the working directory here, but to " + pattern;
     }
-    std::string directory = (std::filesystem::temp_directory_path() / "pycomm_core_XXXXXX").string();
-    if (::mkdtemp(directory.data()) == nullptr) {
-      unavailable_ = "no folder for it could be made";
-      return;
-    }
-    directory_ = directory;
     const pid_t pid = ::fork();
     if (pid == 0) {
       prepare();
@@ -67,7 +62,7 @@ class CoreFile {
       }
       ::usleep(1000);
     }
-    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
       if (entry.path().filename().string().rfind("core", 0) == 0) {
         path_ = entry.path().string();
       }
@@ -75,14 +70,8 @@ class CoreFile {
     if (path_.empty() && unavailable_.empty()) {
       unavailable_ = "the kernel wrote no core file; the process ended with status " + std::to_string(status);
     }
-    std::ifstream(directory_ + "/resident") >> resident_nbytes_;
+    std::ifstream(folder_.path() / "resident") >> resident_nbytes_;
   }
-  ~CoreFile() {
-    std::error_code ignored;
-    std::filesystem::remove_all(directory_, ignored);
-  }
-  CoreFile(const CoreFile&) = delete;
-  CoreFile& operator=(const CoreFile&) = delete;
 
   /// Why there is none; empty if there is one.
   [[nodiscard]] const std::string& unavailable() const {
@@ -127,13 +116,13 @@ class CoreFile {
   void prepare() const {
     static std::string mark;
     mark = kMark;
-    if (::chdir(directory_.c_str()) != 0) {
+    if (::chdir(folder_.path().c_str()) != 0) {
       ::_exit(2);
     }
     recordResident();
   }
 
-  std::string directory_;
+  TempFolder folder_;
   std::string path_;
   std::string unavailable_;
   int64_t resident_nbytes_ = 0;

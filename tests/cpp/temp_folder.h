@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -10,10 +11,11 @@
 
 namespace pycomm::testing {
 
-/// An empty folder that no other process uses; it goes, with all that is in it, when this object does.
+/// An empty folder that no other process makes; it goes, with all that is in it, when this object does. A forked child's copy of the
+/// object leaves it.
 class TempFolder {
  public:
-  TempFolder() {
+  TempFolder() : owner_(::getpid()) {
     std::string pattern = (std::filesystem::temp_directory_path() / "pycomm_test_XXXXXX").string();
     if (::mkdtemp(pattern.data()) == nullptr) {
       throw std::runtime_error("no folder could be made at " + pattern);
@@ -21,8 +23,10 @@ class TempFolder {
     path_ = pattern;
   }
   ~TempFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
+    if (owner_ == ::getpid()) {
+      std::error_code ignored;
+      std::filesystem::remove_all(path_, ignored);
+    }
   }
   TempFolder(const TempFolder&) = delete;
   TempFolder& operator=(const TempFolder&) = delete;
@@ -32,6 +36,7 @@ class TempFolder {
   }
 
  private:
+  pid_t owner_;
   std::filesystem::path path_;
 };
 

@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "base/unique_fd.h"
+#include "temp_folder.h"
 #include "transport/store.h"
 
 namespace pycomm::testing {
@@ -21,22 +22,6 @@ namespace pycomm::testing {
 /// A Store for ranks that are processes of one test: one file a key, in a directory that whoever made it removes.
 class DirectoryStore final : public Store {
  public:
-  DirectoryStore() : owner_(::getpid()) {
-    std::string pattern = (std::filesystem::temp_directory_path() / "pycomm_store_XXXXXX").string();
-    if (::mkdtemp(pattern.data()) == nullptr) {
-      throw Error(ErrorCode::SystemError, "no directory for a store could be made");
-    }
-    directory_ = pattern;
-  }
-  ~DirectoryStore() override {
-    if (owner_ == ::getpid()) {
-      std::error_code ignored;
-      std::filesystem::remove_all(directory_, ignored);
-    }
-  }
-  DirectoryStore(const DirectoryStore&) = delete;
-  DirectoryStore& operator=(const DirectoryStore&) = delete;
-
   void set(const std::string& key, const std::string& value) override {
     const std::string path = pathOf(key);
     const std::string fresh = path + "." + std::to_string(::getpid()) + ".new";
@@ -60,7 +45,7 @@ class DirectoryStore final : public Store {
   }
 
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override {
-    const UniqueFd lock(::open((directory_ + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    const UniqueFd lock(::open((folder_.path() / "lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
     if (!lock || ::flock(lock.get(), LOCK_EX) != 0) {
       throw Error(ErrorCode::StoreLost, "the store's lock cannot be taken");
     }
@@ -74,11 +59,10 @@ class DirectoryStore final : public Store {
     for (char& c : key) {
       c = c == '/' ? '_' : c;
     }
-    return directory_ + "/" + key;
+    return (folder_.path() / key).string();
   }
 
-  pid_t owner_;
-  std::string directory_;
+  TempFolder folder_;
 };
 
 } // namespace pycomm::testing
