@@ -21,11 +21,14 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cuda_library  # noqa: E402
+import machine  # noqa: E402
 import native  # noqa: E402
 
 TORCH_MISSING = """\
-torch is needed to build: pip install torch==2.15.0 --index-url \
-https://download.pytorch.org/whl/cpu first, then pip install --no-build-isolation ."""
+pycomm is built against torch, and there is none in this build environment. If torch {first} to \
+{last} is installed, pip's build isolation hides it. Try: pip install --no-build-isolation .   \
+If it is not installed, first: pip install torch=={newest} --index-url \
+https://download.pytorch.org/whl/cpu"""
 SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --upgrade setuptools"
 UNTESTED_TORCH = "PYCOMM_UNTESTED_TORCH"
 # Folders with an unpacked wheel of torch each, as PATH lists folders; * and ? stand for names.
@@ -74,7 +77,7 @@ def build_cuda_library(package: Path, torch_has_cuda: bool) -> None:
 
 
 def check_torch(version: str) -> None:
-    """Ends the program where this torch is not supported, unless it is to be tried all the same."""
+    """Ends the program if this torch is not supported, unless it is to be tried all the same."""
     why = native.torch_range(ROOT).why_unsupported(version)
     if why and os.environ.get(UNTESTED_TORCH, "").strip() != "1":
         raise SystemExit(f"{why}; {UNTESTED_TORCH}=1 builds against it all the same")
@@ -87,7 +90,10 @@ def torches() -> list[native.Torch]:
     for pattern in filter(None, os.environ.get(TORCHES, "").split(os.pathsep)):
         folders = sorted(glob.glob(pattern))
         if not folders:
-            raise SystemExit(f"{TORCHES} names {pattern}, and there is no such folder")
+            raise SystemExit(
+                f"{TORCHES} names {pattern}, and there is no such folder. Try: "
+                "python tools/build_wheel.py --unpack"
+            )
         named += [native.Torch.unpacked(Path(folder)) for folder in folders]
     for torch in named:
         check_torch(torch.version)
@@ -102,7 +108,7 @@ def torches() -> list[native.Torch]:
 
 
 class BuildPython(build_py):
-    """Without what a build of other sources has left behind: it would get into the wheel."""
+    """Deletes first what a build of other sources has left behind: it would get into the wheel."""
 
     def run(self) -> None:
         package = Path(self.build_lib) / "pycomm"
@@ -126,8 +132,14 @@ def build_command(found: list[native.Torch]) -> type[build_ext]:
             try:
                 built = native.build_extension(torch)
             except subprocess.CalledProcessError as error:
-                raise SystemExit(f"pycomm: the extension did not compile ({error})") from None
-            shutil.copy2(built, target)
+                raise SystemExit(
+                    f"pycomm's extension for torch {torch.version} did not compile; the compiler's "
+                    f"error is above ({error}). Try: MAX_JOBS=1, if a compiler was killed"
+                ) from None
+            # Replaced, not written over: a process may have the old one loaded.
+            partial = target.with_suffix(f".{os.getpid()}")
+            shutil.copy2(built, partial)
+            partial.replace(target)
 
         def run(self) -> None:
             package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
@@ -153,9 +165,12 @@ def extension_keywords() -> dict[str, object]:
     """What setup() needs to build the extension."""
     versions = native.torch_range(ROOT)
     found = torches()
+    if not machine.has_headers(native.HEADERS):
+        raise SystemExit(machine.sentence([machine.HEADERS_LACK]))
     names = [versions.module_name(torch.version) for torch in found]
     if len(set(names)) != len(names):
-        raise SystemExit(f"{TORCHES} names two releases of one minor of torch")
+        both = ", ".join(torch.version for torch in found)
+        raise SystemExit(f"{TORCHES} names two releases of one minor of torch: {both}")
     if os.environ.get(TORCHES):
         # No upper bound: pip would replace a newer torch by an old one. pycomm itself says, when it
         # is used, that it has no module for a torch that came later.
@@ -184,7 +199,10 @@ def main() -> None:
     except ImportError as error:
         if error.name != "torch":
             raise
-        raise SystemExit(TORCH_MISSING) from None
+        versions = native.torch_range(ROOT)
+        first, last = versions.SUPPORTED[0], versions.SUPPORTED[-1]
+        text = TORCH_MISSING.format(first=first, last=last, newest=versions.newest())
+        raise SystemExit(text) from None
     setuptools.setup(**keywords)
 
 

@@ -1,6 +1,6 @@
 """Learn who clicks from raw 64-bit ids; each rank holds a part of the rows: docs/torchrec.md.
 
-torchrun --nproc-per-node=2 examples/train_clicks.py table.npz"""
+torchrun --nproc-per-node=2 examples/train_clicks.py pages.npz"""
 
 import sys
 
@@ -16,6 +16,7 @@ from torchrec.optim import RowWiseAdagrad
 from pycomm.integrations.torchrec import cpu_plan, read_table, sharders
 
 CPU, PAGES, SLOTS, DIM = torch.device("cpu"), 3000, 4096, 8
+OUT = sys.argv[1] if len(sys.argv) > 1 else "pages.npz"
 
 
 def visits(seed: int, count: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
@@ -51,10 +52,9 @@ for step in range(400):
 features, labels = visits(0, 4096)
 with torch.no_grad():
     scores = dense(bags.eval()(features)[0].values()).squeeze(1)
-clicked, others = scores[labels == 1], scores[labels == 0]
-auc = (clicked[:, None] > others).float().mean()
+auc = (scores[labels == 1][:, None] > scores[labels == 0]).float().mean()
 table = read_table(bags, "pages")
-if table:  # on rank 0
-    np.savez(sys.argv[1], **table._asdict())
-    print(f"AUC {auc:.3f}; {len(table.ids)} ids, {len(table.rows[0])} columns in {sys.argv[1]}")
+if table is not None:  # on rank 0
+    np.savez(OUT, **table._asdict())
+    print(f"AUC {auc:.3f}; {len(table.ids)} ids, {len(table.rows[0])} columns in {OUT}")
 dist.destroy_process_group()

@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -159,6 +160,7 @@ def built_for() -> list[str]:
         for folder in package.__path__
         for suffix in importlib.machinery.EXTENSION_SUFFIXES
         for file in Path(folder).glob(f"torch_*/_C{suffix}")
+        if re.fullmatch(r"torch_\d+_\d+", file.parent.name)
     }
     return [".".join(map(str, minor)) for minor in sorted(minors)]
 
@@ -170,23 +172,26 @@ def check_torch(built: Sequence[str], installed: str) -> None:
     """
     if torch_minor(installed) in built:
         return
+    folder = Path(__file__).resolve().parent
+    in_sources = (folder.parent / "setup.py").is_file()
     if not built:
-        sources = Path(__file__).resolve().parent.parent
-        if (sources / "setup.py").is_file():
+        if in_sources:
             raise errors.TorchVersionError(
-                f"this is pycomm's source folder, and the extension is not built here ({sources}). "
+                "this is pycomm's source folder, and the extension is not built here "
+                f"({folder.parent}). "
                 f"Try: another folder if pycomm is installed, else make venv, or {_REBUILD}"
             )
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
-    what = built[0] if len(built) == 1 else f"{built[0]} to {built[-1]}"
     ways = [f"pip install 'torch=={built[-1]}.*'"]
     if not why_unsupported(installed):
         ways.insert(0, _REBUILD)
     elif is_newer(installed):
-        ways.insert(0, "pip install --upgrade torch-pycomm")
+        ways.insert(0, "a newer pycomm")
+    if in_sources:
+        ways.insert(0, "leave this source folder, if pycomm is installed elsewhere")
     raise errors.TorchVersionError(
-        f"this pycomm, {__version__}, was built for torch {what}, and torch {installed} is "
-        f"installed. Try: {'. Or: '.join(ways)}"
+        f"the pycomm in {folder}, {__version__}, was built for torch {', '.join(built)}, and torch "
+        f"{installed} is installed. Try: {'; or: '.join(ways)}"
     )
 
 

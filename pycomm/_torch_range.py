@@ -1,12 +1,23 @@
 """The versions of torch that pycomm supports, for the package, setup.py and tools/.
 
-Imports nothing: setup.py reads it without the package.
+Imports nothing of the package: setup.py reads it by itself.
 """
 
 from __future__ import annotations
 
+import sys
+
 SUPPORTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Minor versions, in order. torch's C++ interfaces change with each, so others are not tried."""
+
+
+RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+"""The newest release of each."""
+
+
+def newest() -> str:
+    """The newest supported release that torch has wheels of for this Python."""
+    return RELEASES[-1 if sys.version_info >= (3, 11) else -2]
 
 
 def torch_minor(version: str) -> str:
@@ -32,7 +43,7 @@ def why_unsupported(installed: str) -> str:
     newer = "a newer pycomm, or " if is_newer(installed) else ""
     return (
         f"this pycomm supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, and torch {installed} is "
-        f"installed. Try: {newer}pip install 'torch=={SUPPORTED[-1]}.*'"
+        f"installed. Try: {newer}pip install 'torch=={torch_minor(newest())}.*'"
     )
 
 

@@ -33,7 +33,7 @@ STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
 GROUPS = ["demo", "test", "lint", "integrations", "wheel"]
-TORCH = "2.15.0"  # the newest release that pycomm supports
+TORCH = native.torch_range(ROOT).newest()
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
 MINIMUM_PIP = (23, 2)  # the first whose --dry-run reports what it would take without fetching it

@@ -11,8 +11,8 @@ Headers and libraries come from torch's own wheels for Linux, which are download
 each), and of which build/torch keeps what is needed. Where nvcc is installed, the wheel also holds
 libpycomm_cuda.so, which needs no torch.
 
-Each symbol that a module leaves undefined is looked for in the libraries of the torch that it is
-for: a module that another torch's headers went into may load and then crash.
+Each symbol that a module leaves undefined, but for Python's own, is looked for in the libraries of
+the torch that it is for: a module that another torch's headers went into may load and then crash.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "torch"
 DIST = ROOT / "dist"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+TAG = f"cp{sys.version_info[0]}{sys.version_info[1]}"  # in the names of wheels for this Python
 SYSTEM_LIBRARY = re.compile(r"(libc|libm|libstdc\+\+|libgcc_s|ld-linux-[^.]+)\.so\.")
-NEWEST = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
-def releases() -> list[str]:
-    """Those of NEWEST that there is a wheel of for this Python."""
-    return [each for each in NEWEST if each != "2.15.0" or sys.version_info >= (3, 11)]
+def releases() -> Sequence[str]:
+    """The newest release of each supported minor that torch has a wheel of for this Python."""
+    versions = native.torch_range(ROOT)
+    found: Sequence[str] = versions.RELEASES
+    return found[: found.index(versions.newest()) + 1]
 
 
 # --- torch ----------------------------------------------------------------------------------------
@@ -61,8 +64,14 @@ def download(version: str, folder: Path) -> Path:
         CPU_INDEX,
         f"torch=={version}+cpu",
     ]
-    if subprocess.run(small, stderr=subprocess.DEVNULL, check=False).returncode != 0:
-        subprocess.run([*pip, f"torch=={version}"], check=True)
+    if (
+        subprocess.run(small, stderr=subprocess.DEVNULL, check=False).returncode != 0
+        and subprocess.run([*pip, f"torch=={version}"], check=False).returncode != 0
+    ):
+        raise SystemExit(
+            f"torch {version} could not be downloaded for Python {VERSION}; pip's error is above. "
+            "Try: name the releases that you need, as in make wheel ARGS='2.13.0 2.14.1'"
+        )
     return next(folder.glob("torch-*.whl"))
 
 
@@ -103,15 +112,18 @@ def system_libraries() -> list[Path]:
 
 
 def undefined(module: Path, torch: native.Torch) -> set[str]:
-    """What a module needs that neither its torch nor the system nor Python defines."""
+    """What a module needs that neither its torch nor the system defines.
+
+    Python's symbols, which the interpreter that loads it gives, are not looked for.
+    """
     needed = symbols(module, "--undefined-only")
-    weak = {line for line in needed if line.startswith(("_ITM_", "__gmon_start__", "Py", "_Py"))}
+    given = {name for name in needed if name.startswith(("_ITM_", "__gmon_start__", "Py", "_Py"))}
     found: set[str] = set()
     for name in native.TORCH_LIBRARIES:
         found |= symbols(Path(torch.libraries) / f"lib{name}.so", "--defined-only")
     for path in system_libraries():
         found |= symbols(path, "--defined-only")
-    return needed - weak - found
+    return needed - given - found
 
 
 def look(wheel: Path, torches: Sequence[native.Torch]) -> list[str]:
@@ -147,8 +159,6 @@ def look(wheel: Path, torches: Sequence[native.Torch]) -> list[str]:
 def build(folders: Sequence[Path]) -> Path:
     """Builds the wheel, named for the Linux that it runs on, into dist/."""
     DIST.mkdir(exist_ok=True)
-    for old in DIST.glob("torch_pycomm-*.whl"):  # else somebody might install one of other sources
-        old.unlink()
     env = os.environ | {"PYCOMM_TORCHES": os.pathsep.join(map(str, folders))}
     tools = str(Path(sys.executable).parent)
     env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', os.defpath)}"
@@ -173,6 +183,10 @@ def main() -> int:
     parser.add_argument("--unpack", action="store_true", help="only fetch what is built against")
     parser.add_argument("--check", metavar="WHEEL", type=Path, help="only look at this wheel")
     options = parser.parse_args()
+    if not (options.unpack or options.check):
+        # First of all, so that nobody takes one of other sources for this one, if this one fails.
+        for old in DIST.glob(f"torch_pycomm-*-{TAG}-*.whl"):
+            old.unlink()
     folders = [unpacked(version) for version in options.versions or releases()]
     if options.unpack:
         return 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 MINIMUM_PYTHON = (3, 10)
 MINIMUM_CMAKE = (3, 21)
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+GOOGLETEST_SOURCES = Path("/usr/src/googletest/CMakeLists.txt")  # of Debian's package googletest
 PYPI_CMAKE = "4.4.4"  # used where the system has none, or an older one
 
 
@@ -102,14 +104,15 @@ def includes(header: str, *folders: Path) -> bool:
 def unpack_debian(packages: Sequence[str], folder: Path) -> bool:
     """Fetches packages of Debian or Ubuntu and unpacks them into a folder.
 
-    Unlike installing them, that needs no root and changes nothing else. False where this is another
-    system, or where the packages cannot be fetched.
+    Unlike installing them, that needs no root and changes nothing else. False if this is another
+    system, or if the packages cannot be fetched.
     """
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         return False
     print(f"fetching {' and '.join(packages)}, and unpacking under {folder}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    # apt's own processes may still write there when they were told to end.
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
         # A fresh image has no lists of packages. These are fetched for this one use.
         lists = Path(scratch) / "lists"
         (lists / "partial").mkdir(parents=True)
@@ -119,8 +122,15 @@ def unpack_debian(packages: Sequence[str], folder: Path) -> bool:
             succeeds("apt-get", "-q", *own, "update", timeout=120)
             and succeeds("apt-get", "-q", *own, "download", *packages, timeout=120, cwd=scratch)
         )
+        if not fetched:
+            print("they could not be fetched: is the network there, and a proxy set if needed?")
         files = sorted(Path(scratch).glob("*.deb"))
-        return fetched and all(succeeds("dpkg-deb", "-x", file, folder) for file in files)
+        part = Path(scratch) / "part"
+        if not (fetched and all(succeeds("dpkg-deb", "-x", file, part) for file in files)):
+            return False
+        shutil.rmtree(folder / "usr", ignore_errors=True)
+        (part / "usr").rename(folder / "usr")  # whole, or not at all
+        return True
 
 
 def unpacked_headers(folder: Path) -> list[Path]:
@@ -130,11 +140,17 @@ def unpacked_headers(folder: Path) -> list[Path]:
     return [found, include] if (found / "Python.h").is_file() else []
 
 
+def has_headers(unpacked: Path) -> bool:
+    """Whether Python.h is there: the interpreter's own, or in its package, unpacked."""
+    own = Path(sysconfig.get_paths()["include"])
+    return (own / "Python.h").is_file() or bool(unpacked_headers(unpacked))
+
+
 def find_headers(unpacked: Path) -> list[Path] | None:
     """Have Python.h: the interpreter's own, or its distribution's package, unpacked.
 
-    Returns the folders to search besides the interpreter's own, most often none; None where there
-    is no Python.h.
+    Returns the folders to search besides the interpreter's own, most often none; None if there is
+    no Python.h.
     """
     own = Path(sysconfig.get_paths()["include"])
     if (own / "Python.h").is_file():
@@ -171,7 +187,7 @@ def sentence(missing: list[Lack]) -> str:
 
 
 def require(headers: Path) -> None:
-    """End the program with one line where something is missing."""
+    """End the program with one line if something is missing."""
     if sys.platform != "linux":
         raise SystemExit(f"pycomm runs on Linux only, and this is {sys.platform}")
     missing = lacks(headers)
@@ -198,9 +214,15 @@ def find_googletest(unpacked: Path) -> list[str]:
 
     Returns the arguments for CMake, which downloads the sources where there is neither.
     """
-    if includes("gmock/gmock.h"):
-        return []
+    if includes("gmock/gmock.h") or GOOGLETEST_SOURCES.is_file():
+        return []  # cmake/GoogleTest.cmake finds either
     prefix = unpacked / "usr"
-    if not (prefix / "include" / "gmock").is_dir():
-        unpack_debian(["libgtest-dev", "libgmock-dev"], unpacked)
-    return [f"-DCMAKE_PREFIX_PATH={prefix}"] if (prefix / "include" / "gmock").is_dir() else []
+    there = (prefix / "include" / "gmock").is_dir()
+    # Without a network each attempt takes minutes, so it is made once a day.
+    failed = unpacked / "failed"
+    if not there and not (failed.is_file() and time.time() - failed.stat().st_mtime < 86400):
+        there = unpack_debian(["libgtest-dev", "libgmock-dev"], unpacked)
+        if not there:
+            unpacked.mkdir(parents=True, exist_ok=True)
+            failed.touch()
+    return [f"-DCMAKE_PREFIX_PATH={prefix}"] if there else []

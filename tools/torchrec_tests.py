@@ -65,8 +65,9 @@ def package() -> Path:
 def main(arguments: Sequence[str]) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     lock = os.open(BUILD, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once take turns to install
+    fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once take turns to install and to build
     install()
+    paths = [str(package()), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.close(lock)
     command: list[str | Path]
     if arguments[:1] == ["--run"]:
@@ -74,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
     else:
         # As a script, not as `-m pytest`, which puts this folder and its pycomm first.
         command = [PYTHON, VENV / "bin" / "pytest", "--require-native", TESTS, *arguments]
-    paths = [str(package()), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 

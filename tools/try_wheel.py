@@ -7,8 +7,8 @@
 
 Each release gets an environment of its own, without anything of this checkout. The wheel is
 installed from dist/ alone. Then: torch is the one that was there, two ranks train the example, the
-right module was loaded, libpycomm_cuda.so loads if the wheel has it, and beside a torch that
-pycomm does not know it says so in one sentence.
+right module of this commit was loaded, libpycomm_cuda.so loads if the wheel has it, and beside a
+torch that pycomm does not know it says so in one sentence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ library = Path(pycomm.__file__).parent / "libpycomm_cuda.so"
 found = library.exists()
 if found:
     assert ctypes.CDLL(str(library)).pycomm_cuda_table
-print(torch.__version__, torch.version.cuda, name, "loads" if found else "none", pycomm.__file__)
+from pycomm._build_info import GIT_COMMIT
+place = pycomm.__file__
+print(torch.__version__, torch.version.cuda, name, "loads" if found else "none", GIT_COMMIT, place)
 dist.destroy_process_group()
 """
 
@@ -105,6 +107,12 @@ def install_sdist(here: Environment, scratch: Path) -> None:
     here.run(*install, str(next(scratch.glob("torch_pycomm-*.tar.gz"))), tools=tools)
 
 
+def head() -> str:
+    """The commit of this checkout."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def newer(versions: tuple[str, ...]) -> str:
     """A torch that does not exist yet."""
     major, minor = versions[-1].split(".")
@@ -126,19 +134,22 @@ def attempt(release: str, from_sdist: bool) -> str:
         after = here.run(*ask)
         if before != after:
             raise SystemExit(f"torch {before} became {after}")
-        version, cuda, module, library, where = here.run("python", "-c", LOADED).split()
+        facts = here.run("python", "-c", LOADED).split(" ")
+        version, cuda, module, library, commit, where = facts
         if f".{versions.module_folder(before)}." not in module or not where.startswith(scratch):
             raise SystemExit(f"{where}: torch {before} loaded {module}")
+        if not from_sdist and commit != head():
+            raise SystemExit(f"the wheel is of commit {commit}, not {head()}. Try: make wheel")
         for name in ("train_digits.py", "_common.py"):
             shutil.copy2(ROOT / "examples" / name, scratch)
         program = str(Path(scratch) / "train_digits.py")
         trained = here.run("torchrun", "--standalone", "--nproc-per-node=2", program)
         unknown = newer(versions.SUPPORTED)
         said = here.run("python", "-c", UNKNOWN.format(version=unknown))
-        built = f"{versions.SUPPORTED[0]} to {versions.SUPPORTED[-1]}"
+        built = ", ".join(versions.SUPPORTED)
         built = versions.torch_minor(before) if from_sdist else built
         if f"built for torch {built}, and torch {unknown} is" not in said or (
-            "pip install --upgrade torch-pycomm" not in said
+            "Try: a newer pycomm" not in said
         ):
             raise SystemExit(f"beside torch {unknown} it says: {said}")
         return (
@@ -154,6 +165,8 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", metavar="release", default=RELEASES)
     parser.add_argument("--sdist", action="store_true", help="build from the sdist, not the wheel")
     options = parser.parse_args()
+    if not options.sdist and not list(DIST.glob("torch_pycomm-*.whl")):
+        raise SystemExit(f"there is no wheel in {DIST}. Try: make wheel")
     for release in options.releases:
         print(attempt(release, options.sdist), flush=True)
     what = "sdist: it" if options.sdist else f"wheel: {next(DIST.glob('*.whl')).name}"

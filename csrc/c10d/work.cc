@@ -58,7 +58,7 @@ struct PycommWork::State {
   std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
 
   ~State() {
-    if (!content.behind.empty()) {
+    if (future && !content.behind.empty()) {
       letGo(std::move(future), content.behind);
     }
   }

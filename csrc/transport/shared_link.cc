@@ -51,7 +51,7 @@ bool SharedLink::hearBell() noexcept {
     ended_ = bell_->tryRead({bells.data(), bells.size()}).closed;
   } catch (const Error& error) {
     // A peer that closed before it heard its last bell: nothing that was written is lost by that.
-    ended_ = error.record().code == ErrorCode::ConnectionReset;
+    ended_ = error.record().cause.rfind("ECONNRESET", 0) == 0;
     broken_ = ended_ ? nullptr : std::current_exception();
   } catch (...) {
     broken_ = std::current_exception();

@@ -14,6 +14,9 @@ RELEASES = {"2.13": "1.8.0"}
 """By minor of torch: the release of torchrec and fbgemm-gpu-cpu that pycomm's tests run with it."""
 
 
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
 def import_torchrec() -> None:
     """Imports TorchRec.
 
@@ -23,9 +26,11 @@ def import_torchrec() -> None:
     installed = torch_minor(torch.__version__)
     minor = installed if installed in RELEASES else next(reversed(RELEASES))
     way = (
-        f"Try, in an environment of its own: pip install 'torch=={minor}.*' tensordict "
+        f"Try, in an environment of its own: pip install 'torch=={minor}.*' --index-url "
+        f"{CPU_INDEX}; pip install numpy 'setuptools>=77.0.3' ninja tensordict "
         "torchmetrics==1.0.3 pyre-extensions tqdm; pip install --no-deps "
-        f"torchrec=={RELEASES[minor]} fbgemm-gpu-cpu=={RELEASES[minor]}"
+        f"torchrec=={RELEASES[minor]} fbgemm-gpu-cpu=={RELEASES[minor]}; then pycomm, as "
+        "docs/torchrec.md says"
     )
     try:
         importlib.import_module("torchrec")
@@ -59,14 +64,14 @@ def _register_device() -> None:
 
 
 def sharders(*, wire_dtype: str | None = None) -> list[Any]:
-    """What to pass as ``DistributedModelParallel(sharders=…)`` on the CPU.
+    """Return the sharders for ``DistributedModelParallel(sharders=…)`` on the CPU.
 
     A table with an id map needs them: when an id gets a slot, they reset the state that the
     optimizer has for its row, for which fbgemm has no CPU kernel.
 
     Args:
-        wire_dtype: What rows and their gradients travel as: None or "fp32", or "fp16". Nothing
-            scales them: a gradient below 3e-8 becomes zero, one above 65504 infinite.
+        wire_dtype: The dtype of rows and their gradients on the wire: None or "fp32", or "fp16".
+            Nothing scales them: a gradient below 3e-8 becomes zero, one above 65504 infinite.
 
     Raises:
         ImportError: TorchRec is not installed, or its kernels do not load with this torch.

@@ -61,8 +61,18 @@ def read_table(model: nn.Module, table: str, *, dst: int = 0) -> Table | None:
     """
     state = model.state_dict()
     keys = [key for key in state if key.endswith(f".{table}.weight")]
-    if len(keys) != 1 or not hasattr(state[keys[0]], "local_shards"):
-        raise KeyError(f"the model has {len(keys)} sharded tables named {table!r}, not one")
+    found = keys
+    keys = [key for key in keys if hasattr(state[key], "local_shards")]
+    if found and not keys:
+        raise KeyError(
+            f"the model has 0 sharded tables named {table!r}: this one is not sharded. Try: pass "
+            "the DistributedModelParallel, not the model inside it"
+        )
+    if len(keys) != 1:
+        named = sorted({key.split(".")[-2] for key in state if hasattr(state[key], "local_shards")})
+        raise KeyError(
+            f"the model has {len(keys)} sharded tables named {table!r}, not one. All: {named}"
+        )
     id_keys = [key for key in state if key.endswith(f"{ID_MAPS}.{table}.{_IDS}")]
     if not id_keys:
         rows = _collect(state[keys[0]], dst)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "python"))
 
 from borrow import python_conftest  # noqa: E402
 

@@ -123,16 +123,21 @@ print(any(name.endswith("._C") for name in sys.modules if name.startswith("pycom
 @pytest.mark.parametrize(
     ("version", "way"),
     [
-        ("2.16.0", "Try: pip install --upgrade torch-pycomm. Or: pip install 'torch==2."),
-        ("2.10.1", "Try: pip install 'torch==2."),
+        ("2.16.0", "a newer pycomm; or: pip install 'torch==2."),
+        ("2.10.1", "pip install 'torch==2."),
     ],
 )
 def test_a_build_for_another_torch_is_told_before_it_is_loaded(version: str, way: str) -> None:
     result = run_python(["-c", OTHER_TORCH.format(version=version)])
     assert result.returncode == 0, result.stderr
     text, loaded = result.stdout.strip().split("\n")
-    assert text.startswith(f"TorchVersionError this pycomm, {pycomm.__version__}, was built for ")
-    assert f" and torch {version} is installed. {way}" in text
+    folder = Path(pycomm.__file__).resolve().parent
+    assert text.startswith(
+        f"TorchVersionError the pycomm in {folder}, {pycomm.__version__}, was built for "
+    )
+    source = "leave this source folder, if pycomm is installed elsewhere; or: "
+    leave = source if (folder.parent / "setup.py").is_file() else ""
+    assert f" and torch {version} is installed. Try: {leave}{way}" in text
     assert loaded == "False"
 
 
@@ -142,7 +147,7 @@ def test_which_builds_fit() -> None:
     for built, installed in (("2.12", "2.13.0+cpu"), ("2.1", "2.13.0"), ("2.13", "2.1.3")):
         with pytest.raises(errors.TorchVersionError, match=f"built for torch {built},"):
             _extension.check_torch([built], installed)
-    with pytest.raises(errors.TorchVersionError, match=r"built for torch 2\.11 to 2\.14,"):
+    with pytest.raises(errors.TorchVersionError, match=r"built for torch 2\.11, 2\.13, 2\.14,"):
         _extension.check_torch(["2.11", "2.13", "2.14"], "2.12.0")
     with pytest.raises(errors.TorchVersionError, match="not built"):
         _extension.check_torch([], "2.13.0")
@@ -157,15 +162,19 @@ def test_which_builds_fit() -> None:
             "--no-build-isolation .",
         ),
         # Building is refused for a torch that this pycomm does not know.
-        ("2.16.0", "pip install --upgrade torch-pycomm"),
+        ("2.16.0", "a newer pycomm"),
     ],
 )
-def test_the_way_out_of_a_wrong_torch_is_one_that_works(installed: str, way: str) -> None:
+def test_the_way_out_of_a_wrong_torch_is_one_that_works(
+    installed: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not in a source folder.
+    monkeypatch.setattr(_extension, "__file__", str(tmp_path / "pycomm" / "_extension.py"))
     with pytest.raises(errors.TorchVersionError) as caught:
         _extension.check_torch(["2.13"], installed)
     assert str(caught.value) == (
-        f"this pycomm, {pycomm.__version__}, was built for torch 2.13, and torch {installed} is "
-        f"installed. Try: {way}. Or: pip install 'torch==2.13.*'"
+        f"the pycomm in {tmp_path / 'pycomm'}, {pycomm.__version__}, was built for torch 2.13, and "
+        f"torch {installed} is installed. Try: {way}; or: pip install 'torch==2.13.*'"
     )
     _extension.check_torch(["2.16"], "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
 
@@ -179,6 +188,7 @@ def test_modules_are_found_by_the_torch_that_they_are_for(
         ("torch_2_11", f"_C{suffix}"),
         ("torch_2_12", "_C.cpython-27-of-another-python.so"),
         ("torch_2_13", "__pycache__"),
+        ("torch_2_14_saved", f"_C{suffix}"),
     ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).touch()

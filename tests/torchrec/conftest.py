@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "python"))
 
 from borrow import python_conftest  # noqa: E402
 
@@ -22,4 +23,7 @@ pytest_unconfigure = _shared.pytest_unconfigure
 
 def pytest_configure(config: pytest.Config) -> None:
     _shared.pytest_configure(config)
-    pytest.importorskip("torchrec", reason="make torchrec installs it", exc_type=ImportError)
+    try:
+        importlib.import_module("torchrec")
+    except ImportError as error:
+        raise pytest.UsageError(f"{error}. Try: make torchrec, which installs TorchRec") from error

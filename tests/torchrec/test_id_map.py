@@ -87,6 +87,7 @@ def read_without_id_map(rank: int, world_size: int) -> Any:
         with pytest.raises(KeyError, match="0 sharded tables named") as caught:
             read_table(model, name)
         errors.append(str(caught.value))
+        assert "All: ['item', 'place', 'user']" in errors[-1]
     return {name: tuple(table) if table else None for name, table in found.items()}
 
 

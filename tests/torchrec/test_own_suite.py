@@ -9,7 +9,7 @@ import pytest
 from processes import run_python
 
 PROGRAM = Path(__file__).resolve().with_name("own_suite.py")
-# The others need a GPU, or are skipped for gloo by name.
+# The others need a GPU. Four of these start two ranks; the rest join a group of one.
 PASS_OVER_GLOO = 17
 
 

@@ -23,7 +23,7 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from training import id_maps
 
 from pycomm.integrations import _torchrec_sharders
-from pycomm.integrations.torchrec import cpu_plan, sharders
+from pycomm.integrations.torchrec import cpu_plan, read_table, sharders
 
 META = torch.device("meta")
 Sizes = dict[str, tuple[int, int]]
@@ -248,6 +248,19 @@ def test_codecs_of_all_sharders(wire_dtype: str | None) -> None:
         assert bool(each.qcomm_codecs_registry) == (wire_dtype == "fp16")
 
 
+WAY = (
+    "Try, in an environment of its own: pip install 'torch==2.13.*' --index-url "
+    "https://download.pytorch.org/whl/cpu; pip install numpy 'setuptools>=77.0.3' ninja tensordict "
+    "torchmetrics==1.0.3 pyre-extensions tqdm; pip install --no-deps torchrec==1.8.0 "
+    "fbgemm-gpu-cpu==1.8.0; then pycomm, as docs/torchrec.md says"
+)
+
+
+def test_reading_a_table_that_is_not_sharded() -> None:
+    with pytest.raises(KeyError, match=r"this one is not sharded\. Try: pass the Distributed"):
+        read_table(bags(SIZES), "user")
+
+
 def raises(error: Exception) -> Any:
     def load(*_: Any, **__: Any) -> Iterable[None]:
         raise error
@@ -267,9 +280,7 @@ def test_kernels_for_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_plan(bags(SIZES), world_size=2)
     assert str(caught.value) == (
         "TorchRec's CPU kernels (fbgemm-gpu-cpu) do not load with torch 2.15.0+cpu, since each of "
-        "their releases is built for one minor of torch. Try, in an environment of its own: pip "
-        "install 'torch==2.13.*' tensordict torchmetrics==1.0.3 pyre-extensions tqdm; pip install "
-        "--no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
+        f"their releases is built for one minor of torch. {WAY}"
     )
 
 
@@ -280,9 +291,7 @@ def test_not_installed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError) as caught:
         sharders()
     assert str(caught.value) == (
-        f"pycomm.integrations.torchrec needs {missing}, which is not installed. Try, in an "
-        "environment of its own: pip install 'torch==2.13.*' tensordict torchmetrics==1.0.3 "
-        "pyre-extensions tqdm; pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
+        f"pycomm.integrations.torchrec needs {missing}, which is not installed. {WAY}"
     )
 
 

@@ -51,11 +51,6 @@ class Spec:
     wire_dtype: str | None = None
     steps: int = STEPS
 
-    @property
-    def largest_id(self) -> int:
-        """Ids are drawn from both sides of 0 if there is an id map."""
-        return 2**62 if self.id_map else 0
-
 
 SPECS = {
     "bags, by tables": Spec(row_wise=()),
@@ -117,7 +112,7 @@ def batch_of(spec: Spec, step: int, rank: int) -> tuple[KeyedJaggedTensor, torch
             own = torch.full((BATCH,), IDS)
         count = int(own.sum())
         lengths.append(own)
-        if spec.largest_id:
+        if spec.id_map:
             # About twice as many ids as there are slots, so some of them are evicted.
             chosen = torch.randint(0, 2 * rows, (count,), generator=generator)
             values.append(raw_ids(rows)[chosen])

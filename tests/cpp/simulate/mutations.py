@@ -446,6 +446,9 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", help='"2/3": the second of three equal parts')
     parser.add_argument("--check", action="store_true", help="only whether each still applies")
     options = parser.parse_args()
+    share = re.fullmatch(r"(\d+)/(\d+)", options.share)
+    if share is None or not 1 <= int(share[1]) <= int(share[2]):
+        parser.error(f"--share {options.share} is not such as 2/3")
     wrong = misplaced(ROOT)
     if wrong or options.check:
         print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-PYTHON_TESTS = Path(__file__).resolve().parent / "python"
+PYTHON_TESTS = Path(__file__).resolve().parent
 
 
 def python_conftest(here: Path) -> ModuleType:
