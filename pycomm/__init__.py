@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pycomm import report
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
+    from pycomm.streaming_diloco import StreamingDiLoCo
     from pycomm.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "DistributedDataParallel",
     "LocalSGD",
     "Options",
+    "StreamingDiLoCo",
     "SyncBatchNorm",
     "__version__",
     "backend_error",
@@ -64,6 +66,10 @@ def __getattr__(name: str) -> Any:
         from pycomm import local_sgd
 
         return getattr(local_sgd, name)
+    if name == "StreamingDiLoCo":
+        from pycomm.streaming_diloco import StreamingDiLoCo
+
+        return StreamingDiLoCo
     if name == "report":
         import importlib
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from pycomm import _extension
 
 _CHUNK_NBYTES = 32 << 20
-_SMALL_FLOATS = (torch.float16, torch.bfloat16)
+SMALL_FLOATS = (torch.float16, torch.bfloat16)
+"""Added up, and divided, in float32."""
 
 
 def ring_nbytes(nbytes: int, ranks: int) -> int:
@@ -29,7 +30,7 @@ def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
     """
     ranks = dist.get_world_size(group)
     nbytes = 0
-    for chunk in _chunks(tensors):
+    for chunk in chunks(tensors):
         flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         dist.all_reduce(wire, group=group)
@@ -44,10 +45,10 @@ def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
 
 def _travelling(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
-    return detached.float() if detached.dtype in _SMALL_FLOATS else detached
+    return detached.float() if detached.dtype in SMALL_FLOATS else detached
 
 
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Lists of one dtype, about 32 MiB each, in an order that follows from the tensors alone."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:

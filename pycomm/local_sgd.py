@@ -37,16 +37,17 @@ MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 
 @dataclasses.dataclass(frozen=True)
 class SyncStats:
-    """What one ``LocalSGD`` or ``DiLoCo`` has done on this rank since it was made."""
+    """What one ``LocalSGD``, or a class made of it, has done on this rank since it was made."""
 
     steps: int
     syncs: int
+    """Of ``StreamingDiLoCo``: fragments that have landed."""
     sent_nbytes: int
     """What a ring all-reduce sends from one rank for all syncs."""
     saved_nbytes: int
     """What an all-reduce of the gradients in every step would have sent more than that."""
     exposed_seconds: float
-    """Time in syncs: nothing computes meanwhile."""
+    """Time in ``step()`` and ``sync()``: training does not go on meanwhile."""
 
 
 class LocalSGD:
@@ -168,7 +169,7 @@ class DiLoCo(LocalSGD):
             model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
         )
         self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
-        make = _nesterov if outer_optimizer is None else outer_optimizer
+        make = nesterov if outer_optimizer is None else outer_optimizer
         self._outer = make(list(self._anchor.values()))
 
     def _average(self) -> None:
@@ -200,5 +201,6 @@ class DiLoCo(LocalSGD):
         self._outer.load_state_dict(state["outer"])
 
 
-def _nesterov(tensors: list[torch.Tensor]) -> Optimizer:
+def nesterov(tensors: list[torch.Tensor]) -> Optimizer:
+    """The outer optimizer of the DiLoCo paper."""
     return torch.optim.SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
