@@ -8,6 +8,7 @@ group is made.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pycomm import report
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
+    from pycomm.sparse_loco import SparseLoCo
     from pycomm.streaming_diloco import StreamingDiLoCo
     from pycomm.sync_batch_norm import SyncBatchNorm
 
@@ -37,6 +39,7 @@ __all__ = [
     "DistributedDataParallel",
     "LocalSGD",
     "Options",
+    "SparseLoCo",
     "StreamingDiLoCo",
     "SyncBatchNorm",
     "__version__",
@@ -56,28 +59,23 @@ __all__ = [
 register()
 
 
+# Loaded when first asked for: the wrapper needs the native part, and some need torch.nn, which a
+# program that wants the backend alone should not have to load. The module of each name.
+_LATER = {
+    "DiLoCo": "local_sgd",
+    "DistributedDataParallel": "ddp",
+    "LocalSGD": "local_sgd",
+    "SparseLoCo": "sparse_loco",
+    "StreamingDiLoCo": "streaming_diloco",
+    "SyncBatchNorm": "sync_batch_norm",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # The wrapper needs the native part; whoever wants the backend alone should not have to load it.
-    if name == "DistributedDataParallel":
-        from pycomm.ddp import DistributedDataParallel
-
-        return DistributedDataParallel
-    if name in ("DiLoCo", "LocalSGD"):
-        from pycomm import local_sgd
-
-        return getattr(local_sgd, name)
-    if name == "StreamingDiLoCo":
-        from pycomm.streaming_diloco import StreamingDiLoCo
-
-        return StreamingDiLoCo
     if name == "report":
-        import importlib
-
         return importlib.import_module("pycomm.report")
-    if name == "SyncBatchNorm":  # torch.nn is not loaded where nobody asks for it
-        from pycomm.sync_batch_norm import SyncBatchNorm
-
-        return SyncBatchNorm
+    if name in _LATER:
+        return getattr(importlib.import_module(f"pycomm.{_LATER[name]}"), name)
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
 
 

@@ -159,7 +159,7 @@ class Flight:
 
     def restore_start(self, start: Mapping[str, torch.Tensor]) -> None:
         """Makes this the flight of a checkpoint, whose outer step has been taken."""
-        for name, kept in self._take("start", self.fragment.parameters):
+        for name, kept in self._take("start", start):
             kept.copy_(start[name])
             self.start[name] = kept
 

@@ -43,7 +43,7 @@ class SyncStats:
     syncs: int
     """Of ``StreamingDiLoCo``: fragments that have landed."""
     sent_nbytes: int
-    """What a ring all-reduce sends from one rank for all syncs."""
+    """What a ring all-reduce sends from one rank for all syncs; ``SparseLoCo``: an all-gather."""
     saved_nbytes: int
     """What an all-reduce of the gradients in every step would have sent more than that."""
     exposed_seconds: float
@@ -127,7 +127,7 @@ class LocalSGD:
         """Counters since construction."""
         ranks = dist.get_world_size(self._group)
         each = ring_nbytes(sum(tensor.nbytes for tensor in self._parameters.values()), ranks)
-        sent = ring_nbytes(self._wire_nbytes, ranks)
+        sent = self._sent_nbytes()
         return SyncStats(
             steps=self._steps,
             syncs=self._syncs,
@@ -135,6 +135,9 @@ class LocalSGD:
             saved_nbytes=self._steps * each - sent,
             exposed_seconds=self._seconds,
         )
+
+    def _sent_nbytes(self) -> int:
+        return ring_nbytes(self._wire_nbytes, dist.get_world_size(self._group))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs besides the model's and the optimizer's state, of each rank."""

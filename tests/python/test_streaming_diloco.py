@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import signal
 import socket
 import time
@@ -22,8 +23,6 @@ from time_bound import assert_within
 from torch import nn
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
-
-EVERY = 9
 
 
 def loss_of(model: nn.Module, rank: int, step: int, name: str = "mlp") -> torch.Tensor:
@@ -109,9 +108,10 @@ def beside_other_momentum(rank: int, world_size: int) -> bool:
 
 
 def fragments_of(names: list[str], count: int) -> list[list[int]]:
-    """The mlp's: its Sequential has two layers with parameters, so blocks 0 and 1."""
-    assert names == ["layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.2.bias"]
-    return {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}[count]
+    """The mlp's: its Sequential has two layers with parameters; the rest goes to the lighter."""
+    layers = [f"layers.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
+    assert names == ["scale", "nothing", *layers]
+    return {1: [[0, 1, 2, 3, 4, 5]], 2: [[2, 3], [0, 1, 4, 5]]}[count]
 
 
 class Simulated:
@@ -135,9 +135,7 @@ class Simulated:
 
     def step(self, number: int) -> int | None:
         """The fragment that has landed."""
-        for rank, (worker, optimizer) in enumerate(
-            zip(self.workers, self.optimizers, strict=True)
-        ):
+        for rank, (worker, optimizer) in enumerate(zip(self.workers, self.optimizers, strict=True)):
             train_step(worker, optimizer, rank, number)
         self.count += 1
         stride = self.every // len(self.fragments)
@@ -219,9 +217,7 @@ def equations(
         (1, 5, None, [10]),
     ],
 )
-def test_the_equations(
-    fragments: int, delay: int, alpha: float | None, landed: list[int]
-) -> None:
+def test_the_equations(fragments: int, delay: int, alpha: float | None, landed: list[int]) -> None:
     arguments = (fragments, delay, alpha)
     found = run_ranks(2, equations, args=arguments, preload=ranks.TORCH_DDP).values()
     assert found == [landed, landed]
@@ -288,3 +284,447 @@ def int8_fragments(rank: int, world_size: int) -> None:
 
 def test_int8_is_within_the_codecs_bound_and_equal_on_all_ranks() -> None:
     run_ranks(3, int8_fragments, preload=ranks.TORCH_DDP)
+
+
+# Checkpoints
+
+
+def saved_and_loaded(state: Any) -> Any:
+    """Through a file, as a checkpoint that may come from anywhere is read."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume(rank: int, world_size: int, options: dict[str, Any], save_after: int) -> bool:
+    """Whether a fragment was in flight where the run was cut."""
+    import pycomm
+
+    def start(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = ddp_models.make("buckets", seed=seed)
+        return model, inner(model), pycomm.StreamingDiLoCo(model, sync_every=8, **options)
+
+    whole = start(0)
+    cut = start(0)
+    flying = False
+    for step in range(14):
+        for model, optimizer, local in (whole, cut):
+            train_step(model, optimizer, rank, step, "buckets")
+            local.step()
+        if step == save_after:
+            states = saved_and_loaded([each.state_dict() for each in cut])
+            flying = states[2]["flight"] is not None
+            again = [copy.deepcopy(state) for state in states]
+            cut = start(5)
+            for each, state in zip(cut, states, strict=True):
+                each.load_state_dict(state)
+            now = cut[2].state_dict()
+            assert_equal(now["anchor"].values(), again[2]["anchor"].values())
+            assert now["flight"] is None or now["flight"]["left"] == again[2]["flight"]["left"]
+        assert_equal(cut[0].parameters(), whole[0].parameters())
+    for _, _, local in (whole, cut):
+        local.sync()
+    assert_equal(cut[0].parameters(), whole[0].parameters())
+    assert_equal_on_all_ranks(cut[0], world_size)
+    first, second = whole[2].state_dict(), cut[2].state_dict()
+    assert_equal(first["anchor"].values(), second["anchor"].values())
+    assert first["versions"] == second["versions"]
+    for one, other in zip(first["outer"], second["outer"], strict=True):
+        momenta = [[each["momentum_buffer"] for each in o["state"].values()] for o in (one, other)]
+        assert_equal(*momenta)
+    return flying
+
+
+def resume_everywhere(rank: int, world_size: int, alpha: float | None) -> list[bool]:
+    options = {"fragments": 2, "fragment_sync_delay": 3, "wire_dtype": "int8"}
+    options["fragment_update_alpha"] = alpha
+    return [resume(rank, world_size, options, save_after) for save_after in (3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("alpha", [None, 0.0, 0.5], ids=str)
+def test_a_run_cut_with_a_fragment_in_flight_continues_bit_by_bit(alpha: float | None) -> None:
+    found = run_ranks(2, resume_everywhere, args=(alpha,), preload=ranks.TORCH_DDP).values()
+    assert found == [[True, True, False, True]] * 2
+
+
+def refused_states(rank: int, world_size: int) -> list[str]:
+    import pycomm
+
+    def make(**options: Any) -> Any:
+        given = {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 3} | options
+        return pycomm.StreamingDiLoCo(ddp_models.make("buckets"), **given)
+
+    local = make()
+    for _ in range(5):
+        local.step()
+    state = local.state_dict()
+    loaders = [
+        make(fragments=4, fragment_sync_delay=1),
+        make(fragments=1),
+        make(sync_every=4, fragment_sync_delay=1),
+        make(fragment_sync_delay=1),
+        make(fragment_update_alpha=0.5),
+        pycomm.StreamingDiLoCo(ddp_models.make("mlp"), sync_every=8, fragments=2),
+    ]
+    texts = []
+    for loader in loaders:
+        before = loader.state_dict()
+        with pytest.raises(ValueError) as caught:
+            loader.load_state_dict(state)
+        texts.append(str(caught.value))
+        after = loader.state_dict()
+        assert_equal(before["anchor"].values(), after["anchor"].values())
+        assert before["since_sync"] == after["since_sync"] == 0
+    return texts
+
+
+def test_the_state_of_another_run_is_refused() -> None:
+    found = run_ranks(1, refused_states, preload=ranks.TORCH_DDP).values()[0]
+    fragments, one, step, lands, alpha, model = found
+    assert "'layers.2.bias' is in one fragment 0 only" in fragments
+    assert "'layers.1.bias' is in one fragment 0 only" in one
+    assert "the state is at step 5 of a round, and sync_every is 4" in step
+    assert "lands in 1 steps, and fragment_sync_delay is 1" in lands
+    assert "fragment_update_alpha is 0.5, and the state's fragment in flight" in alpha
+    assert "the state is that of another model or other fragments" in model
+
+
+# What goes on meanwhile
+
+
+def launched_alone(rank: int, world_size: int) -> list[bool]:
+    """Rank 1 launches only when rank 0 has gone three steps beyond its launch."""
+    import pycomm
+
+    store = dist.distributed_c10d._get_default_store()
+    model = ddp_models.make("buckets")
+    optimizer = inner(model)
+    local = pycomm.StreamingDiLoCo(
+        model, sync_every=8, fragments=2, fragment_sync_delay=3, wire_dtype="int8"
+    )
+    landed = []
+    for step in range(8):
+        train_step(model, optimizer, rank, step, "buckets")
+        if rank == 1 and step == 3:
+            store.wait(["rank 0 is ahead"], timedelta(seconds=60))
+        landed.append(local.step())
+        if rank == 0 and step == 5:
+            store.set("rank 0 is ahead", "1")
+    local.sync()
+    assert_equal_on_all_ranks(model, world_size)
+    return landed
+
+
+def test_a_launch_does_not_wait_for_other_ranks() -> None:
+    found = run_ranks(2, launched_alone, preload=ranks.TORCH_DDP).values()
+    assert found == [[step == 6 for step in range(8)]] * 2
+
+
+def left_in_flight(rank: int, world_size: int) -> None:
+    """Rank 0 ends with a fragment in flight that rank 1 never launches."""
+    import pycomm
+
+    model = ddp_models.make("buckets")
+    local = pycomm.StreamingDiLoCo(model, sync_every=4, fragment_sync_delay=3)
+    if rank == 1:
+        mark("ready")
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=100))
+    for _ in range(4):
+        local.step()
+    mark("launched")
+    raise SystemExit(3)
+
+
+@pytest.mark.time_bound
+def test_a_program_that_ends_does_not_wait_for_its_fragment() -> None:
+    with start_ranks(2, left_in_flight, destroy=False, preload=ranks.TORCH_DDP) as running:
+        running.wait_for_mark(1, "ready")
+        running.wait_for_mark(0, "launched")
+        launched_s = time.monotonic()
+        running.processes[0].wait(60)
+        took_s = time.monotonic() - launched_s
+    assert running.processes[0].poll() == 3
+    assert_within(took_s, 20, "rank 1 would be waited for")
+
+
+# Failures
+
+
+def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Rank 2 dies with fragment 1 in flight; the others go on as two."""
+    import pycomm
+
+    def make(model: nn.Module, **options: Any) -> Any:
+        return pycomm.StreamingDiLoCo(
+            model, sync_every=8, fragments=2, fragment_sync_delay=3, **options
+        )
+
+    model = ddp_models.make("buckets")
+    optimizer = inner(model)
+    local = make(model)
+    for step in range(7):  # fragment 0 has landed
+        train_step(model, optimizer, rank, step, "buckets")
+        local.step()
+    before = local.state_dict()
+    assert before["versions"] == [1, 0] and before["flight"] is None
+    if rank == 2:
+        mark("before the launch")
+        signal.pause()
+    train_step(model, optimizer, rank, 7, "buckets")
+    local.step()  # launches fragment 1, which rank 2 never sends
+    mark("launched")
+    seen: dict[str, Any] = {"steps": 0}
+    try:
+        for step in range(8, 30):
+            train_step(model, optimizer, rank, step, "buckets")
+            trained = [parameter.detach().clone() for parameter in model.parameters()]
+            seen["steps"] += 1
+            local.step()
+    except pycomm.errors.PycommError as error:
+        seen["error"] = describe_exception(error)
+    # As if the fragment had never been launched; and what was trained meanwhile is there.
+    assert_equal(model.parameters(), trained)
+    after = local.state_dict()
+    assert after["flight"] is None and after["versions"] == [1, 0]
+    assert_equal(after["anchor"].values(), before["anchor"].values())
+    for one, other in zip(after["outer"], before["outer"], strict=True):
+        assert [*one["state"]] == [*other["state"]]
+        for index, kept in one["state"].items():
+            assert torch.equal(kept["momentum_buffer"], other["state"][index]["momentum_buffer"])
+    with pytest.raises(pycomm.errors.PeerDeadError):
+        local.sync()  # the group has failed for good
+    dist.destroy_process_group()
+
+    # docs/fewer-syncs.md: the survivors go on.
+    dist.init_process_group("pycomm", init_method=f"file://{path}", rank=rank, world_size=2)
+    local = make(model, init_sync=False)
+    states = [after]
+    dist.broadcast_object_list(states, src=0)
+    local.load_state_dict(states[0])
+    moved = [
+        after["anchor"][name] - parameter.detach() for name, parameter in model.named_parameters()
+    ]
+    gathered = [torch.stack([torch.empty_like(each)] * 2) for each in moved]
+    for mine, both in zip(moved, gathered, strict=True):
+        dist.all_gather_into_tensor(both.view(-1), mine.contiguous().view(-1))
+    local.sync()
+    assert_equal_on_all_ranks(model, 2)
+    # By hand: fragment 1 (layers 1 and 3) had no outer step before, so its velocity is the mean.
+    names = [name for name, _ in model.named_parameters()]
+    for name, both, parameter in zip(names, gathered, model.parameters(), strict=True):
+        if name.split(".")[1] in ("1", "3"):
+            mean = both.double().mean(0)
+            expected = after["anchor"][name].double() - 0.7 * (mean + 0.9 * mean)
+            torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    seen["versions"] = local.state_dict()["versions"]
+    return seen
+
+
+@pytest.mark.faults
+@pytest.mark.time_bound
+def test_a_rank_that_dies_with_a_fragment_in_flight(tmp_path: Any) -> None:
+    path = str(tmp_path / "again")
+    with start_ranks(3, lose_rank_2, args=(path,), preload=ranks.TORCH_DDP) as running:
+        running.wait_for_mark(2, "before the launch")
+        for rank in (0, 1):
+            running.wait_for_mark(rank, "launched")
+        killed_s = running.kill(2)
+        results = running.collect(100)
+    for rank in (0, 1):
+        assert results[rank].ok, results.describe()
+        seen = results[rank].value
+        error = seen["error"]
+        assert error.code == "PEER_DEAD" and error.record["peer"] == 2
+        assert f"ank 2 on {socket.gethostname()}" in error.text
+        assert 1 <= seen["steps"] <= 3  # due after three; noticed before, if training was slower
+        assert seen["versions"] == [2, 1]
+    for rank in (0, 1):
+        assert_within(results[rank].value["error"].monotonic_s - killed_s, 20, "from SIGKILL")
+
+
+def at_different_places(rank: int, world_size: int, how: str) -> dict[str, Any]:
+    import pycomm
+
+    model = ddp_models.make("buckets")
+    local = pycomm.StreamingDiLoCo(model, sync_every=4, fragments=2, fragment_sync_delay=1)
+    if how == "step" and rank == 1:
+        local.load_state_dict({**local.state_dict(), "since_sync": 2})  # fragment 1 is next
+    if how == "version" and rank == 2:
+        local.load_state_dict({**local.state_dict(), "versions": [1, 0]})
+    before = local.state_dict()["anchor"]
+    with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+        for _ in range(3):
+            with torch.no_grad():
+                model.layers[0].weight += 1.0
+            local.step()
+    after = local.state_dict()
+    assert_equal(before.values(), after["anchor"].values())
+    return {"text": str(caught.value), "versions": after["versions"]}
+
+
+def test_ranks_that_missed_an_outer_step_are_named_by_all() -> None:
+    found = run_ranks(3, at_different_places, args=("version",), preload=ranks.TORCH_DDP).values()
+    assert [each["versions"] for each in found] == [[0, 0], [0, 0], [1, 0]]
+    for each in found:
+        assert (
+            "rank 0 fragment 0 at step 2, 0 outer steps old; rank 2 fragment 0 at step 2, 1"
+            in (each["text"])
+        )
+        assert "load one checkpoint on all" in each["text"]
+
+
+def test_ranks_at_different_steps_get_no_wrong_sum() -> None:
+    """Fragments of different sizes: pycomm itself sees that two operations differ."""
+    found = run_ranks(3, at_different_places, args=("step",), preload=ranks.TORCH_DDP).values()
+    for each in found:
+        assert (
+            each["versions"] == [0, 0] and "The ranks disagree about the operation" in each["text"]
+        )
+
+
+def other_options(rank: int, world_size: int) -> list[str]:
+    import pycomm
+
+    texts = []
+    for options in (
+        {"fragment_sync_delay": 1 if rank else 2},
+        {"fragment_update_alpha": 0.5 if rank else None},
+        {"wire_dtype": "int8" if rank else "fp16"},
+        {"fragments": 4 if rank else 2},
+        {"outer_optimizer": plain if rank else slower},
+    ):
+        given = {"sync_every": 12, "fragments": 2} | options
+        with pytest.raises(pycomm.errors.ConfigMismatchError) as caught:
+            pycomm.StreamingDiLoCo(ddp_models.make("buckets"), **given)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_options_that_differ_between_ranks_are_an_error_on_all() -> None:
+    first, second = run_ranks(2, other_options, preload=ranks.TORCH_DDP).values()
+    assert first == second
+    names = ["fragment_sync_delay", "fragment_update_alpha", "wire_dtype", "fragment 0", "outer 0"]
+    for text, name in zip(first, names, strict=True):
+        assert f"option {name!r} is" in text and "on rank 1" in text
+
+
+def bad_options(rank: int, world_size: int) -> list[tuple[str, str]]:
+    import pycomm
+
+    model = ddp_models.make("buckets")
+    frozen = ddp_models.make("buckets").requires_grad_(False)
+    layers = list(model.layers)
+    texts = []
+    for given in BAD:
+        options = {"sync_every": 12, **given}
+        if isinstance(options.get("fragments"), tuple):
+            options["fragments"] = [layers[index] for index in options["fragments"]]
+        with pytest.raises(ValueError) as caught:
+            pycomm.StreamingDiLoCo(model, **options)
+        texts.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        pycomm.StreamingDiLoCo(frozen, sync_every=12)
+    texts.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        pycomm.StreamingDiLoCo(model, sync_every=12, fragments=[nn.Linear(2, 2)])
+    texts.append(str(caught.value))
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError) as caught:
+        pycomm.StreamingDiLoCo(model, sync_every=12, wire_dtype="int8", process_group=gloo)
+    texts.append(str(caught.value))
+    pycomm.StreamingDiLoCo(model, sync_every=1, process_group=gloo).step()
+    return texts
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"sync_every": 0}, "sync_every=0 is not a whole number from 1"),
+    ({"sync_every": 2.5}, "sync_every=2.5 is not a whole number from 1"),
+    ({"sync_every": 10, "fragments": 3}, "sync_every=10 is not a multiple of the 3 fragments"),
+    ({"fragments": 0}, "fragments=0 is not allowed: use 1 to 8, the number of trainable"),
+    ({"fragments": 9}, "fragments=9 is not allowed: use 1 to 8"),
+    ({"fragments": True}, "fragments=True is neither a whole number nor a list of modules"),
+    ({"fragments": "4"}, "fragments='4' is neither a whole number nor a list of modules"),
+    ({"fragments": (0, 1, 2)}, "no fragment has parameter 'layers.3.weight', and 1 others"),
+    ({"fragments": (0, 1, 2, 3, 3)}, "parameter 'layers.3.weight' is in fragments[3] and in"),
+    ({"fragments": [3]}, "fragments[0] is a int and not a module"),
+    ({"fragment_sync_delay": 12}, "fragment_sync_delay=12 is not a whole number from 0 to 11"),
+    ({"fragments": 4, "fragment_sync_delay": 3}, "fragment_sync_delay=3 is not a whole number"),
+    ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1 is not a whole number from 0 to 11"),
+    ({"fragment_update_alpha": 1}, "fragment_update_alpha=1 is neither None nor a number"),
+    ({"fragment_update_alpha": -0.5}, "fragment_update_alpha=-0.5 is neither None nor"),
+    ({"wire_dtype": "int4"}, "wire_dtype='int4' is not one of None, 'fp32', 'fp16'"),
+    ({"wire_dtype": {"*": "int8"}}, "is not one name: all fragments travel alike"),
+]
+BAD = [given for given, _ in BAD_OPTIONS]
+
+
+def test_every_bad_option_is_refused_with_a_sentence() -> None:
+    (texts,) = run_ranks(1, bad_options, only_pycomm=False, preload=ranks.TORCH_DDP).values()
+    expected = [text for _, text in BAD_OPTIONS]
+    expected += ["the model has no trainable parameter", "a parameter that the model has not"]
+    expected += ["wire_dtype='int8': group"]
+    for text, part in zip(texts, expected, strict=True):
+        assert part in text
+
+
+# Fragments
+
+
+class Decoder(nn.Module):
+    """An embedding whose weights the head shares, six layers, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(6)
+        )
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[5].requires_grad_(False)
+
+
+def cut(model: nn.Module, fragments: Any) -> list[list[str]]:
+    from pycomm._fragments import cut as cut_fragments
+
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    found = cut_fragments(model, trained, fragments)
+    assert sorted(itertools.chain(*found)) == sorted(trained), "each parameter once"
+    return found
+
+
+def modules_of(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+def test_layers_are_dealt_out_in_turn_and_the_rest_goes_to_the_lightest() -> None:
+    first, second = cut(Decoder(), 2)
+    # Five layers are trained. The embedding makes the fragments equally heavy.
+    layers = [[f"layers.{n}.{part}" for part in (0, 2)] for n in range(5)]
+    assert modules_of(first) == [*layers[0], *layers[2], *layers[4], "norm"]
+    assert modules_of(second) == ["embed", *layers[1], *layers[3], "norm"]
+    assert (first[-1], second[-1]) == ("norm.weight", "norm.bias")
+
+
+def test_without_enough_blocks_parameters_are_dealt_out_by_size() -> None:
+    found = cut(Decoder(), 7)
+    weights = [sum(dict(Decoder().named_parameters())[n].nbytes for n in part) for part in found]
+    assert len(found) == 7 and max(weights) - min(weights) <= 160  # the largest parameter
+    assert cut(Decoder(), 7) == found
+
+
+def test_two_lists_of_equal_length_are_dealt_out_together() -> None:
+    model = nn.Module()
+    model.encoder = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    model.decoder = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    first, second = cut(model, 2)
+    assert modules_of(first) == ["encoder.0", "encoder.2", "decoder.1"]
+    assert modules_of(second) == ["encoder.1", "decoder.0", "decoder.2"]
+
+
+def test_fragments_that_are_named() -> None:
+    model = Decoder()
+    found = cut(model, [model.layers, nn.ModuleList([model.embed, model.norm])])
+    assert modules_of(found[1]) == ["embed", "norm"]

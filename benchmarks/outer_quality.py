@@ -1,0 +1,168 @@
+"""The loss of methods that sync seldom, beside gradients in every step.
+
+    python benchmarks/outer_quality.py                 # every method, three seeds
+    python benchmarks/outer_quality.py --methods diloco,streaming:alpha=0,streaming:alpha=none
+
+The task is the byte model of quality.py. A method is NAME or NAME:OPTION=VALUE:...; names are sync,
+diloco, streaming and sparse. Options of streaming: alpha, tau, parts, wire, lr (of the outer
+optimizer); of sparse: k, decay, lr. A seed decides the model, the order of the data and the
+held-out part; methods differ in nothing else. All ranks run on this machine; bytes are counted as
+for a ring and not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from launching import LOOPBACK, die_with_parent, run_ranks
+from quality import Text
+from report import header
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+METHODS = [
+    "sync",
+    "diloco",
+    "streaming:alpha=0",
+    "streaming:alpha=0.5",
+    "streaming:alpha=none",
+    "streaming:alpha=none:wire=int8",
+    "sparse",
+]
+
+
+def nesterov(lr: float) -> Callable[[list[torch.Tensor]], torch.optim.Optimizer]:
+    return lambda tensors: torch.optim.SGD(tensors, lr=lr, momentum=0.9, nesterov=True)
+
+
+def make(method: str, model: torch.nn.Module, every: int) -> Any:
+    import pycomm
+
+    name, *rest = method.split(":")
+    given = dict(each.split("=") for each in rest)
+    if name == "diloco":
+        outer = nesterov(float(given.pop("lr", 0.7)))
+        local: Any = pycomm.DiLoCo(model, sync_every=every, outer_optimizer=outer)
+    elif name == "streaming":
+        alpha = given.pop("alpha", "none")
+        local = pycomm.StreamingDiLoCo(
+            model,
+            sync_every=every,
+            fragments=int(given.pop("parts", 2)),
+            fragment_sync_delay=int(given.pop("tau", 5)),
+            fragment_update_alpha=None if alpha == "none" else float(alpha),
+            wire_dtype=given.pop("wire", None),
+            outer_optimizer=nesterov(float(given.pop("lr", 0.7))),
+        )
+    elif name == "sparse":
+        local = pycomm.SparseLoCo(
+            model,
+            sync_every=every,
+            top_k=int(given.pop("k", 64)),
+            error_decay=float(given.pop("decay", 0.95)),
+            outer_lr=float(given.pop("lr", 1.0)),
+        )
+    else:
+        raise SystemExit(f"{method!r}: there is no method {name!r}")
+    if given:
+        raise SystemExit(f"{method!r}: {name} has no option {sorted(given)[0]!r}")
+    return local
+
+
+def train(task: Text, method: str, seed: int, every: int) -> dict[str, Any]:
+    import pycomm
+
+    torch.manual_seed(seed)
+    model = task.model()
+    local = None
+    if method == "sync":
+        model = pycomm.DistributedDataParallel(model)
+    else:
+        local = make(method, model, every)
+    optimizer = torch.optim.Adam(model.parameters(), lr=task.rate)
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    for _ in range(task.steps):
+        optimizer.zero_grad()
+        task.train_loss(model, generator).backward()
+        optimizer.step()
+        if local is not None:
+            local.step()
+    stats = model.stats() if local is None else local.stats()  # before a sync that only evaluates
+    if local is not None:
+        local.sync()
+    model.eval()
+    with torch.no_grad():
+        final = task.held_out_loss(model.module if local is None else model).reshape(1)
+    found = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, final)
+    assert all(each == found[0] for each in found), "ranks hold different models"
+    sent = stats.sent_nbytes / task.steps / 1e3
+    return {"method": method, "seed": seed, "final": float(final), "sent_kb": sent}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[str]:
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    width = max(map(len, methods)) + 2
+    lines = [f"{'method':<{width}}{'KB/step':>9}{'loss':>9}   each seed"]
+    for method in methods:
+        mine = [run for run in runs if run["method"] == method]
+        finals = [run["final"] for run in mine]
+        lines.append(
+            f"{method:<{width}}{mine[0]['sent_kb']:9.1f}{np.mean(finals):9.4f}   "
+            + " ".join(f"{final:.4f}" for final in finals)
+        )
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--methods", type=lambda text: text.split(","), default=METHODS)
+    add("--ranks", type=int, default=4)
+    add("--seeds", type=lambda text: [int(each) for each in text.split(",")], default=[0, 1, 2])
+    add("--every", type=int, default=24, help="sync_every; default: %(default)s")
+    add("--steps", type=int, default=480)
+    add("--limit", type=float, default=3000.0, help="end after so many seconds")
+    add("--json", type=Path)
+    add("--results-fd", type=int, help=argparse.SUPPRESS)
+    add("--parent-pid", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.parent_pid is None:
+        runs: list[dict[str, Any]] = []
+
+        def keep(line: bytes) -> None:
+            runs.append(json.loads(line))
+            print(f"# {line.decode()}", file=sys.stderr, flush=True)
+
+        run_ranks(options.ranks, argv, options.limit, keep)
+        lines = [f"# {key}: {value}" for key, value in header("outer_quality", argv).items()]
+        print("\n".join([*lines, *summary(runs)]))
+        if options.json is not None:
+            options.json.write_text(json.dumps(runs))
+        return 0
+    die_with_parent(options.parent_pid)
+    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(LOOPBACK, port, size, False)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
+    task = Text()
+    task.steps = options.steps
+    for seed in options.seeds:
+        for method in options.methods:
+            run = train(task, method, seed, options.every)
+            if rank == 0:
+                os.write(options.results_fd, json.dumps(run).encode() + b"\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
