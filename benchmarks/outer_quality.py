@@ -47,7 +47,7 @@ def make(method: str, model: torch.nn.Module, every: int) -> Any:
     import pycomm
 
     name, *rest = method.split(":")
-    given = dict(each.split("=") for each in rest)
+    given = dict(each.split("=", 1) for each in rest)
     if name == "diloco":
         outer = nesterov(float(given.pop("lr", 0.7)))
         local: Any = pycomm.DiLoCo(model, sync_every=every, outer_optimizer=outer)

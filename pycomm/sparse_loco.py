@@ -139,10 +139,9 @@ class SparseLoCo(LocalSGD):
         header = place.view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
-        everything = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=payload.device)
-        dist.all_gather_into_tensor(everything, mine, group=self._group)
+        arrived = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(arrived, mine, group=self._group)
         self._wire_nbytes += mine.numel()
-        arrived = everything.chunk(ranks)
         heads = [each[: header.numel()].clone().view(torch.int64).tolist() for each in arrived]
         different = [rank for rank, head in enumerate(heads) if head != heads[0]]
         if different:
