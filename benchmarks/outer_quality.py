@@ -95,9 +95,10 @@ def train(task: Text, method: str, seed: int, every: int) -> dict[str, Any]:
         optimizer.step()
         if local is not None:
             local.step()
-    stats = model.stats() if local is None else local.stats()  # before a sync that only evaluates
-    if local is not None:
-        local.sync()
+    stats = model.stats() if local is None else local.stats()
+    with torch.no_grad():  # what is evaluated: the mean of the workers, without another outer step
+        for parameter in model.parameters():
+            dist.all_reduce(parameter, dist.ReduceOp.AVG)
     model.eval()
     with torch.no_grad():
         final = task.held_out_loss(model.module if local is None else model).reshape(1)

@@ -136,15 +136,15 @@ class StreamingDiLoCo(LocalSGD):
             CollectiveMismatchError: Ranks sent different fragments, or one of them has missed an
                 outer step; nothing was changed. On every rank alike.
         """
-        self._steps += 1
-        self._since_sync += 1
         begin = time.perf_counter()
+        place = self._since_sync + 1
+        self._steps += 1
+        self._since_sync = place % self._sync_every
         landed = False
         with torch.no_grad():
             stride = self._sync_every // len(self._fragments)
-            if self._since_sync % stride == 0:
-                self._launch(self._fragments[self._since_sync // stride - 1], self._delay)
-                self._since_sync %= self._sync_every
+            if place % stride == 0:
+                self._launch(self._fragments[place // stride - 1], place, self._delay)
             if self._flight is not None:
                 if self._left == 0 or self._flight.failed:
                     self._land(self._alpha)
@@ -164,14 +164,14 @@ class StreamingDiLoCo(LocalSGD):
             if self._flight is not None:
                 self._land(self._alpha)
             for fragment in self._fragments:
-                self._launch(fragment, 0)
+                self._launch(fragment, self._since_sync, 0)
                 self._land(0.0)
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
 
-    def _launch(self, fragment: Fragment, delay: int) -> None:
+    def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
         flight = Flight(fragment, self._scratch, keep_start=self._alpha is None and delay > 0)
-        self._wire_nbytes += flight.launch(self._group, self._wire_dtype, self._since_sync)
+        self._wire_nbytes += flight.launch(self._group, self._wire_dtype, place)
         if delay > 0 and all(each.device.type == "cpu" for each in fragment.parameters.values()):
             flight.settle_in_background()
         self._flight, self._left = flight, delay

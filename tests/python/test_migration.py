@@ -81,9 +81,9 @@ def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float
 
 
 def test_every_after_trains_all_ranks_as_one_process_would() -> None:
-    assert len(after_blocks()) == 7
+    assert len(after_blocks()) == 9
     first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP).values()
-    assert first == second and len(first) == 7
+    assert first == second and len(first) == 9
     compared = [(mine, alone) for mine, alone in first if alone]
     assert len(compared) == 3
     for mine, alone in compared:

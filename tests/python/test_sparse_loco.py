@@ -248,7 +248,7 @@ def resume(rank: int, world_size: int) -> None:
     assert first["version"] == second["version"] == 2
     for name, error in first["error"].items():
         assert torch.equal(error, second["error"][name]) and error.abs().sum() > 0
-    with pytest.raises(ValueError, match="another model: 'layers.1.bias' is in one only"):
+    with pytest.raises(ValueError, match=r"another model: 'layers\.1\.bias' is in one only"):
         pycomm.SparseLoCo(ddp_models.make("mlp"), sync_every=3).load_state_dict(first)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import re
 import signal
 import socket
 import time
@@ -18,9 +19,12 @@ import ranks
 import torch
 import torch.distributed as dist
 from codec_bounds import BYTES_PER_BLOCK, sum_bound
+from documents import read
 from ranks import describe_exception, mark, run_ranks, start_ranks
 from time_bound import assert_within
 from torch import nn
+
+DOCUMENT = "docs/fewer-syncs.md"
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -455,14 +459,10 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Rank 2 dies with fragment 1 in flight; the others go on as two."""
     import pycomm
 
-    def make(model: nn.Module, **options: Any) -> Any:
-        return pycomm.StreamingDiLoCo(
-            model, sync_every=8, fragments=2, fragment_sync_delay=3, **options
-        )
-
+    options = {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 3}
     model = ddp_models.make("buckets")
     optimizer = inner(model)
-    local = make(model)
+    local = pycomm.StreamingDiLoCo(model, **options)
     for step in range(7):  # fragment 0 has landed
         train_step(model, optimizer, rank, step, "buckets")
         local.step()
@@ -494,14 +494,15 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
             assert torch.equal(kept["momentum_buffer"], other["state"][index]["momentum_buffer"])
     with pytest.raises(pycomm.errors.PeerDeadError):
         local.sync()  # the group has failed for good
-    dist.destroy_process_group()
 
-    # docs/fewer-syncs.md: the survivors go on.
-    dist.init_process_group("pycomm", init_method=f"file://{path}", rank=rank, world_size=2)
-    local = make(model, init_sync=False)
-    states = [after]
-    dist.broadcast_object_list(states, src=0)
-    local.load_state_dict(states[0])
+    def rejoin() -> None:
+        dist.init_process_group("pycomm", init_method=f"file://{path}", rank=rank, world_size=2)
+
+    (recipe,) = re.findall(r"^```python survivors\n(.*?)^```$", read(DOCUMENT), re.M | re.S)
+    names = {"local": local, "model": model, "options": options, "rejoin": rejoin}
+    names |= {"dist": dist, "pycomm": pycomm}
+    exec(compile(recipe, DOCUMENT, "exec"), names)
+    local = names["local"]
     moved = [
         after["anchor"][name] - parameter.detach() for name, parameter in model.named_parameters()
     ]
@@ -666,6 +667,36 @@ def test_every_bad_option_is_refused_with_a_sentence() -> None:
     expected += ["wire_dtype='int8': group"]
     for text, part in zip(texts, expected, strict=True):
         assert part in text
+
+
+# The page
+
+
+def run_page(rank: int, world_size: int) -> list[str]:
+    import pycomm
+
+    found = []
+    for block in re.findall(r"^```python\n(.*?)^```$", read(DOCUMENT), re.M | re.S):
+        model = ddp_models.make("mlp", seed=rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "batches": [ddp_models.batch_of("mlp", rank, step) for step in range(104)],
+            "loss_of": lambda model, batch: model(batch).square().mean(),
+            "pycomm": pycomm,
+        }
+        exec(compile(block, DOCUMENT, "exec"), names)
+        if "local" in names:
+            found.append(type(names["local"]).__name__)
+            assert names["local"].stats().syncs > 0
+            assert_equal_on_all_ranks(model, world_size)
+    return found
+
+
+def test_the_programs_of_the_page_run() -> None:
+    found = run_ranks(2, run_page, preload=ranks.TORCH_DDP).values()
+    assert found == [["DiLoCo", "StreamingDiLoCo", "SparseLoCo"]] * 2
 
 
 # Fragments
