@@ -39,7 +39,6 @@ METHODS = [
     "diloco",
     "streaming:parts=4:tau=8",
     "streaming:parts=4:tau=8:wire=int8",
-    "streaming:parts=4:tau=8:wire=int8:alpha=0",
 ]
 NUMEL = 2_500_000  # of one parameter: a layer of a model of 62.5 million
 

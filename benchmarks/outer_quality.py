@@ -1,7 +1,7 @@
 """The loss of methods that sync seldom, beside gradients in every step.
 
     python benchmarks/outer_quality.py                 # every method, three seeds
-    python benchmarks/outer_quality.py --methods diloco,streaming:alpha=0,streaming:alpha=none
+    python benchmarks/outer_quality.py --methods diloco,streaming:alpha=0,streaming:alpha=0.5
 
 The task is the byte model of quality.py. A method is NAME or NAME:OPTION=VALUE:...; names are sync,
 diloco, streaming and sparse. Options of streaming: alpha, tau, parts, wire, lr (of the outer
@@ -33,8 +33,7 @@ METHODS = [
     "diloco",
     "streaming:alpha=0",
     "streaming:alpha=0.5",
-    "streaming:alpha=none",
-    "streaming:alpha=none:wire=int8",
+    "streaming:wire=int8",
     "sparse",
 ]
 
@@ -52,13 +51,13 @@ def make(method: str, model: torch.nn.Module, every: int) -> Any:
         outer = nesterov(float(given.pop("lr", 0.7)))
         local: Any = pycomm.DiLoCo(model, sync_every=every, outer_optimizer=outer)
     elif name == "streaming":
-        alpha = given.pop("alpha", "none")
+        alpha = given.pop("alpha", None)  # None: the default
         local = pycomm.StreamingDiLoCo(
             model,
             sync_every=every,
             fragments=int(given.pop("parts", 2)),
             fragment_sync_delay=int(given.pop("tau", 5)),
-            fragment_update_alpha=None if alpha == "none" else float(alpha),
+            fragment_update_alpha=None if alpha is None else float(alpha),
             wire_dtype=given.pop("wire", None),
             outer_optimizer=nesterov(float(given.pop("lr", 0.7))),
         )

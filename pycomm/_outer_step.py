@@ -49,13 +49,13 @@ class Scratch:
     """Memory for one flight at a time: making it anew would cost a page fault every 4 KiB."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
 
     def take(
-        self, purpose: str, dtype: torch.dtype, device: torch.device, sizes: list[int]
+        self, key: torch.dtype, dtype: torch.dtype, device: torch.device, sizes: list[int]
     ) -> list[torch.Tensor]:
-        """Flat tensors of these sizes, side by side; what was taken for the purpose before ends."""
-        key, numel = (purpose, dtype, device), sum(sizes)
+        """Flat tensors of these sizes, side by side; those taken for this key before end."""
+        numel = sum(sizes)
         if key not in self._flat or self._flat[key].numel() < numel:
             self._flat[key] = torch.empty(numel, dtype=dtype, device=device)
         return list(torch.split(self._flat[key][:numel], sizes))
@@ -78,15 +78,11 @@ class Flight:
     Args:
         fragment: Nothing else may change it until the flight has landed.
         scratch: Of this flight alone until then.
-        keep_start: Whether ``land`` may be asked to keep the steps that were taken meanwhile.
     """
 
-    def __init__(self, fragment: Fragment, scratch: Scratch, *, keep_start: bool) -> None:
+    def __init__(self, fragment: Fragment, scratch: Scratch) -> None:
         self.fragment = fragment
-        self.start: dict[str, torch.Tensor] = {}
-        """The parameters at the launch, if they are kept."""
         self._scratch = scratch
-        self._keep_start = keep_start
         self._chunks: list[_Chunk] = []
         self._works: list[Any] = []
         self._places: list[torch.Tensor] = []
@@ -140,28 +136,14 @@ class Flight:
         if self._error is not None:
             raise self._error
 
-    def land(self, alpha: float | None) -> None:
-        """Waits, then brings the parameters to the new anchor.
-
-        Args:
-            alpha: The part of the parameters that stays; None adds to the anchor what they have
-                moved since the launch.
-        """
+    def land(self, alpha: float) -> None:
+        """Waits, then moves the parameters to the new anchor; ``alpha`` is the part that stays."""
         self.wait()
         for name, parameter in self.fragment.parameters.items():
-            anchor = self.fragment.anchor[name]
-            if alpha is None and self.start:
-                parameter.sub_(self.start[name]).add_(anchor)
-            elif alpha:
-                parameter.lerp_(anchor, 1.0 - alpha)
+            if alpha:
+                parameter.lerp_(self.fragment.anchor[name], 1.0 - alpha)
             else:
-                parameter.copy_(anchor)
-
-    def restore_start(self, start: Mapping[str, torch.Tensor]) -> None:
-        """Makes this the flight of a checkpoint, whose outer step has been taken."""
-        for name, kept in self._take("start", start):
-            kept.copy_(start[name])
-            self.start[name] = kept
+                parameter.copy_(self.fragment.anchor[name])
 
     def _snapshot(self) -> Iterator[_Chunk]:
         fragment = self.fragment
@@ -174,7 +156,7 @@ class Flight:
         for dtype, alike in by_dtype.items():
             sizes = [sum(each.numel() for each in chunk) for chunk in alike]
             wider = torch.float32 if dtype in SMALL_FLOATS else dtype
-            flats = self._scratch.take(f"moved {dtype}", wider, alike[0][0].device, sizes)
+            flats = self._scratch.take(dtype, wider, alike[0][0].device, sizes)
             for chunk, flat in zip(alike, flats, strict=True):
                 parts = torch.split(flat, [anchor.numel() for anchor in chunk])
                 found = {}
@@ -186,22 +168,6 @@ class Flight:
                     else:
                         found[name].copy_(anchor - fragment.parameters[name])
                 yield _Chunk(flat, found)
-        if self._keep_start:
-            for name, kept in self._take("start", fragment.parameters):
-                kept.copy_(fragment.parameters[name])
-                self.start[name] = kept
-
-    def _take(
-        self, purpose: str, like: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        by_kind: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, tensor in like.items():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(name)
-        for (dtype, device), names in by_kind.items():
-            sizes = [like[name].numel() for name in names]
-            taken = self._scratch.take(purpose, dtype, device, sizes)
-            for name, flat in zip(names, taken, strict=True):
-                yield name, flat.view(like[name].shape)
 
     @torch.no_grad()
     def _settle(self) -> None:

@@ -48,9 +48,9 @@ class StreamingDiLoCo(LocalSGD):
             multiple of their number.
         fragment_sync_delay: Steps from a fragment's launch to its outer step, less than
             ``sync_every`` / fragments: so one fragment travels at a time.
-        fragment_update_alpha: What becomes of the steps taken meanwhile. From 0 to less than 1: the
-            parameters are that part of themselves and the rest of the new anchor, so 0 drops these
-            steps. None adds them to the new anchor.
+        fragment_update_alpha: The part of its own parameters that a worker keeps when a fragment
+            lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
+            took meanwhile. None is 0 without a delay and 0.5 with one.
         wire_dtype: What float32 and float64 differences travel as: None for the group's own, or
             "fp32", "fp16", "bf16", "fp8", "int8", for which the group must be pycomm's.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks, once for each
@@ -60,8 +60,7 @@ class StreamingDiLoCo(LocalSGD):
         ValueError: An option does not fit the model, another option or the group.
         ConfigMismatchError: Options, or what outer optimizers are set to, differ between ranks.
 
-    Memory, in copies of the parameters: one, the outer optimizer's state, and 1/P for what travels;
-    another 1/P if ``fragment_update_alpha`` is None and the delay is not 0.
+    Memory, in copies of the parameters: one, the outer optimizer's state, and 1/P for what travels.
 
     Threads: parameters on the CPU with a delay get their outer step on a thread, which ends when
     the fragment lands. All methods belong to the training thread.
@@ -83,7 +82,7 @@ class StreamingDiLoCo(LocalSGD):
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         parts = cut(model, trained, fragments) if trained else []
         _check_steps(sync_every, len(parts), fragment_sync_delay)
-        _check_alpha(fragment_update_alpha)
+        alpha = _alpha_of(fragment_update_alpha, fragment_sync_delay)
         _check_wire(wire_dtype, process_group)
         super().__init__(
             model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
@@ -94,7 +93,7 @@ class StreamingDiLoCo(LocalSGD):
             for index, names in enumerate(parts)
         ]
         self._delay = fragment_sync_delay
-        self._alpha = fragment_update_alpha
+        self._alpha = alpha
         self._wire_dtype = wire_dtype
         self._scratch = Scratch()
         self._flight: Flight | None = None
@@ -106,7 +105,7 @@ class StreamingDiLoCo(LocalSGD):
             options={
                 "sync_every": sync_every,
                 "fragment_sync_delay": fragment_sync_delay,
-                "fragment_update_alpha": fragment_update_alpha,
+                "fragment_update_alpha": alpha,
                 "wire_dtype": wire_dtype,
                 **{f"fragment {index}": names for index, names in enumerate(parts)},
                 **{f"outer {each.index}": _settings(each.outer) for each in self._fragments},
@@ -170,13 +169,13 @@ class StreamingDiLoCo(LocalSGD):
         self._seconds += time.perf_counter() - begin
 
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
-        flight = Flight(fragment, self._scratch, keep_start=self._alpha is None and delay > 0)
+        flight = Flight(fragment, self._scratch)
         self._wire_nbytes += flight.launch(self._group, self._wire_dtype, place)
         if delay > 0 and all(each.device.type == "cpu" for each in fragment.parameters.values()):
             flight.settle_in_background()
         self._flight, self._left = flight, delay
 
-    def _land(self, alpha: float | None) -> None:
+    def _land(self, alpha: float) -> None:
         assert self._flight is not None
         flight, self._flight = self._flight, None  # whatever happens, it is over
         flight.land(alpha)
@@ -199,9 +198,7 @@ class StreamingDiLoCo(LocalSGD):
             except BaseException:
                 self._flight = None
                 raise
-            start = {name: tensor.clone() for name, tensor in self._flight.start.items()}
-            index = self._flight.fragment.index
-            flight = {"fragment": index, "left": self._left, "start": start}
+            flight = {"fragment": self._flight.fragment.index, "left": self._left}
         return {
             **super().state_dict(),
             "anchor": {
@@ -235,9 +232,7 @@ class StreamingDiLoCo(LocalSGD):
                 fragment.outer.load_state_dict(state["outer"][number])
                 fragment.version = int(state["versions"][number])
             if flight is not None:
-                fragment = self._fragments[flight["fragment"]]
-                self._flight = Flight(fragment, self._scratch, keep_start=False)
-                self._flight.restore_start(flight["start"])
+                self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
                 self._left = int(flight["left"])
 
     def _check_state(self, state: Mapping[str, Any], flight: Mapping[str, Any] | None) -> None:
@@ -258,17 +253,10 @@ class StreamingDiLoCo(LocalSGD):
                 f"the state is at step {state['since_sync']} of a round, and sync_every is "
                 f"{self._sync_every}: it was saved with another sync_every"
             )
-        if flight is None:
-            return
-        if not 0 <= int(flight["left"]) < max(self._delay, 1):
+        if flight is not None and not 0 <= int(flight["left"]) < max(self._delay, 1):
             raise ValueError(
                 f"the state has a fragment that lands in {flight['left']} steps, and "
                 f"fragment_sync_delay is {self._delay}: it was saved with another one"
-            )
-        if bool(flight["start"]) != (self._alpha is None):
-            raise ValueError(
-                f"fragment_update_alpha is {self._alpha!r}, and the state's fragment in flight was "
-                f"launched {'with None' if flight['start'] else 'with a number'}"
             )
 
 
@@ -288,14 +276,15 @@ def _check_steps(sync_every: int, fragments: int, delay: int) -> None:
         )
 
 
-def _check_alpha(alpha: float | None) -> None:
+def _alpha_of(alpha: float | None, delay: int) -> float:
     if alpha is None:
-        return
+        return 0.5 if delay else 0.0
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha < 1:
         raise ValueError(
             f"fragment_update_alpha={alpha!r} is neither None nor a number from 0 to less than 1; "
             "with 1 no worker would ever take anything from the others"
         )
+    return float(alpha)
 
 
 def _check_wire(wire_dtype: str | None, group: Any) -> None:
