@@ -62,6 +62,11 @@ class StreamingDiLoCo(LocalSGD):
 
     Memory, in copies of the parameters: one, the outer optimizer's state, and 1/P for what travels.
 
+    Cost of a fragment: an all-gather of 24 bytes, and all-reduces of some 32 MiB each; two passes
+    over its parameters in ``step()``, one at the launch and one at the landing.
+
+    Source: Douillard and others, arXiv 2501.18512.
+
     Threads: parameters on the CPU with a delay get their outer step on a thread, which ends when
     the fragment lands. All methods belong to the training thread.
     """
