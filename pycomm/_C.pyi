@@ -21,6 +21,7 @@ __all__: list[str] = [
     "arm_fault_points",
     "backend_error",
     "build_info",
+    "choose_address",
     "codec_stats",
     "create_backend",
     "describe_backend",
@@ -164,6 +165,13 @@ def backend_error(
     backend: torch._C._distributed_c10d.Backend,
 ) -> torch._C._distributed_c10d.ErrorType: ...
 def build_info() -> dict[typing.Any, typing.Any]: ...
+def choose_address(
+    interface: str,
+    family: str,
+    store_host: str,
+    everyone: collections.abc.Sequence[tuple[str, str]],
+    rank: int,
+) -> dict[typing.Any, typing.Any]: ...
 def codec_stats(backend: torch._C._distributed_c10d.Backend) -> dict[typing.Any, typing.Any]: ...
 def create_backend(
     store: torch.distributed.distributed_c10d.Store,

@@ -145,6 +145,18 @@ class Extension(Protocol):
     def list_interfaces(self) -> Sequence[Mapping[str, Any]]:
         """``name``, ``address``, ``family`` ("ipv4" or "ipv6") and ``loopback`` of each address."""
 
+    def choose_address(
+        self,
+        interface: str,
+        family: str,
+        store_host: str,
+        everyone: Sequence[tuple[str, str]],
+        rank: int,
+    ) -> Mapping[str, str]:
+        """``address``, ``interface`` and ``why``: what this process would listen on as ``rank`` of
+        ``everyone``, who are pairs of ``host_identity()`` and address. If nobody is known yet, the
+        first guess. Raises NoInterfaceError."""
+
     def simd_level(self) -> str:
         """The instructions chosen for reducing, "avx2"."""
 

@@ -5,6 +5,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/fault_point.h"
 #include "base/log.h"
@@ -16,6 +18,7 @@
 #include "numeric/simd_level.h"
 #include "transport/host_identity.h"
 #include "transport/interfaces.h"
+#include "transport/select_address.h"
 
 namespace py = pybind11;
 
@@ -79,6 +82,36 @@ py::list interfaces() {
   return list;
 }
 
+/// The address that this process would bind. Without other ranks: its first guess, which they then are told.
+py::dict chooseAddressOf(
+    const std::string& interface,
+    const std::string& family,
+    const std::string& store_host,
+    const std::vector<std::pair<std::string, std::string>>& everyone,
+    size_t rank) {
+  const AddressChoice choice = raising([&] {
+    const py::gil_scoped_release no_gil; // names are looked up
+    AddressPolicy policy;
+    policy.spec = InterfaceSpec::parse(interface);
+    policy.family =
+        family == "ipv4" ? AddressFamily::IPv4 : (family == "ipv6" ? AddressFamily::IPv6 : AddressFamily::Any);
+    policy.store_host = store_host;
+    std::vector<RankRoute> routes;
+    for (const auto& [identity, route] : everyone) {
+      routes.push_back(
+          {HostIdentity::fromWireText(identity).value_or(HostIdentity()),
+           SocketAddress::tryParse(route, 0).value_or(SocketAddress())});
+    }
+    const HostNetwork network = HostNetwork::ofThisHost();
+    return rank < routes.size() ? chooseAddress(policy, network, routes, rank) : chooseRoute(policy, network);
+  });
+  py::dict chosen;
+  chosen["address"] = choice.address.ip();
+  chosen["interface"] = choice.interface_name;
+  chosen["why"] = choice.why;
+  return chosen;
+}
+
 py::list faultPoints() {
   py::list list;
   for (const FaultPointTally& tally : faultPointTallies()) {
@@ -128,6 +161,14 @@ void bindProcess(py::module_& m) {
       py::arg("dtype"),
       py::call_guard<py::gil_scoped_release>()); // making pages takes a while
   m.def("list_interfaces", &interfaces);
+  m.def(
+      "choose_address",
+      &chooseAddressOf,
+      py::arg("interface"),
+      py::arg("family"),
+      py::arg("store_host"),
+      py::arg("everyone"),
+      py::arg("rank"));
   m.def("host_identity", [] { return HostIdentity::ofThisProcess().wireText(); });
   m.def("simd_level", [] { return std::string(simdLevelName(simdLevel())); });
   m.def("build_info", &buildInfo);
