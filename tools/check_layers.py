@@ -97,7 +97,7 @@ PYTHON_FLOORS = [
     {"sparse_loco", "streaming_diloco"},
     {"integrations"},
     {"__init__"},
-    {"trace"},
+    {"doctor", "trace"},
     {"cli"},
     {"__main__"},
 ]
@@ -106,7 +106,11 @@ PYTHON_FLOORS = [
 ENVIRONMENT_READER = "pycomm/options.py"
 # These may pass os.environ on whole, to functions of that module, and still not ask it for
 # anything.
-ENVIRONMENT_PASSERS = {"pycomm/cli/env.py", "pycomm/integrations/launch.py"}
+ENVIRONMENT_PASSERS = {
+    "pycomm/cli/doctor.py",
+    "pycomm/cli/env.py",
+    "pycomm/integrations/launch.py",
+}
 
 # torch imports this module while torch itself is half imported, so it may import nothing of ours
 # and no torch when it is loaded; inside a function it may.

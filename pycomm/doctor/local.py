@@ -1,0 +1,234 @@
+"""Stage 0: what is wrong on each host, and what does not fit between hosts. No network."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from pycomm._torch_range import torch_minor
+from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, listed
+from pycomm.doctor.firewall import one_or_set
+from pycomm.doctor.system import is_loopback
+
+_ANY = ("0.0.0.0", "::")
+
+
+def judge(hosts: Sequence[HostFacts]) -> list[Finding]:
+    """All findings of stage 0; ``hosts`` in rank order, the store's host first."""
+    return [finding for check in _CHECKS for finding in check(hosts)]
+
+
+def files_needed(host: HostFacts, ranks: int) -> int:
+    """Descriptors that one process takes: what Python has open, and a group of so many ranks."""
+    return host.files_open + 3 * (ranks - 1) + 8
+
+
+def _settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        for problem in host.problems:
+            yield Finding(STOP, "SETTING", host.name, f"{host.name}: {problem}")
+
+
+def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    checks: list[tuple[str, str, Callable[[str], str]]] = [
+        ("pycomm", STOP, str),
+        ("torch", STOP, torch_minor),
+        ("python", NOTE, torch_minor),
+    ]
+    for name, level, shortened in checks:
+        values = [host.versions.get(name, "?") for host in hosts]
+        usual = Counter(map(shortened, values)).most_common(1)[0][0]
+        others = next(value for value in values if shortened(value) == usual)
+        for host, value in zip(hosts, values, strict=True):
+            if shortened(value) != usual:
+                todo = [
+                    f"Install the same on all hosts. On {host.name} this Python runs:",
+                    f"$ {host.versions.get('interpreter', '?')} -m pip list",
+                ]
+                who = "the other has" if len(hosts) == 2 else "the others have"
+                text = f"{host.name}: {name} {value}, {who} {others}"
+                yield Finding(level, "VERSION", host.name, text, todo)
+
+
+def _same_settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for name in sorted({name for host in hosts for name in host.same_everywhere}):
+        values = [host.same_everywhere.get(name, "?") for host in hosts]
+        usual = Counter(values).most_common(1)[0][0]
+        for host, value in zip(hosts, values, strict=True):
+            if value != usual:
+                text = f"{host.name}: {name} is {value!r}, elsewhere {usual!r}"
+                todo = ["Set it alike on all hosts: docs/options.md has the variable."]
+                yield Finding(STOP, "SETTINGS_DIFFER", host.name, text, todo)
+
+
+def _descriptors(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    ranks = sum(len(host.ranks) for host in hosts)
+    for host in hosts:
+        need = files_needed(host, ranks)
+        if 0 < host.files_limit < need:
+            text = f"{host.name}: at most {host.files_limit} open files, a rank needs {need}"
+            todo = [
+                "On that host, before the command:",
+                "$ ulimit -n 65536",
+                "If that is refused: nofile in /etc/security/limits.conf, then log in again.",
+            ]
+            yield Finding(STOP, "DESCRIPTORS", host.name, text, todo)
+
+
+def _memfd(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        if host.memfd and len(host.ranks) > 1:
+            text = f"{host.name}: ranks cannot share memory ({host.memfd}); they use TCP instead"
+            yield Finding(NOTE, "MEMFD", host.name, text)
+
+
+def _cores(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        usable = host.cores_usable
+        if 0 < usable < host.cores_online:
+            text = f"{host.name}: this process may use {usable:g} of {host.cores_online} cores"
+            todo = ["Container quota, Slurm or taskset. Count on these when you set threads."]
+            yield Finding(NOTE, "CORES", host.name, text, todo)
+        if 0 < usable < len(host.ranks):
+            text = f"{host.name}: {len(host.ranks)} ranks share {usable:g} cores"
+            todo = [f"Start {max(1, math.floor(usable))} ranks there, or give it more cores."]
+            yield Finding(NOTE, "FEW_CORES", host.name, text, todo)
+
+
+def master_name(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """Whether every host finds the first one under the name that the job uses."""
+    for index, host in enumerate(hosts):
+        master = host.master
+        if not master:
+            continue
+        if not host.master_addresses:
+            text = f"{host.name}: the name {master} has no address here"
+            todo = [f"Add it to /etc/hosts of {host.name}, or use an address instead of the name."]
+            yield Finding(STOP, "MASTER_UNKNOWN", host.name, text, todo)
+        elif index > 0 and all(map(is_loopback, host.master_addresses)):
+            text = (
+                f"{host.name}: {master} is {listed(host.master_addresses)} here, which is "
+                f"{host.name} itself and not {hosts[0].name}"
+            )
+            todo = [f"In /etc/hosts of {host.name}: give {master} the address of {hosts[0].name}."]
+            yield Finding(STOP, "MASTER_IS_LOOPBACK", host.name, text, todo)
+
+
+def _own_name(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """Debian's installer writes it so. pycomm asks the routing table instead; others do not."""
+    found = [host for host in hosts if host.own_addresses and _all_loopback(host)]
+    if len(hosts) < 2 or not found:
+        return
+    names = listed([host.name for host in found])
+    where = found[0].own_addresses[0]
+    one = found[0]
+    text = f"{names}: own name is {where} in /etc/hosts. pycomm works; gloo may not"
+    todo = [
+        f"For gloo and torchrun's c10d rendezvous, in /etc/hosts of {one.name}:",
+        f"$ {one.address or '…'} {one.name}",
+    ]
+    yield Finding(NOTE, "OWN_NAME_LOOPBACK", one.name, text, todo)
+
+
+def _all_loopback(host: HostFacts) -> bool:
+    return all(map(is_loopback, host.own_addresses))
+
+
+def twins_chosen(hosts: Sequence[HostFacts]) -> list[int]:
+    """Hosts that would listen on an address that another host has, too."""
+    return [
+        index
+        for owners in _owners(hosts).values()
+        for index in owners.hosts
+        if len(owners.hosts) > 1 and hosts[index].address == owners.address
+    ]
+
+
+@dataclasses.dataclass
+class _Owners:
+    address: str
+    interface: str
+    hosts: list[int] = dataclasses.field(default_factory=list)
+
+
+def _owners(hosts: Sequence[HostFacts]) -> dict[tuple[str, str], _Owners]:
+    found: dict[tuple[str, str], _Owners] = {}
+    for index, host in enumerate(hosts):
+        for one in host.interfaces:
+            if not one.loopback and not one.address.startswith("fe80:"):
+                key = (one.address, one.name)
+                found.setdefault(key, _Owners(one.address, one.name)).hosts.append(index)
+    return found
+
+
+def _twins(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for owners in _owners(hosts).values():
+        if len(owners.hosts) < 2:
+            continue
+        name, address = owners.interface, owners.address
+        names = listed([hosts[index].name for index in owners.hosts])
+        users = [hosts[index] for index in owners.hosts if hosts[index].address == address]
+        if not users:
+            text = f"{name} has {address} on {names}: a bridge that leads nowhere; not used"
+            yield Finding(NOTE, "TWIN", hosts[owners.hosts[0]].name, text)
+            continue
+        # Where nobody set it, the engine followed the route to a host where somebody did.
+        user = next((one for one in users if one.interface_setting), users[0])
+        by = f" by {user.interface_origin}={user.interface_setting}"
+        text = (
+            f"{user.name}: wrong interface: {name} was chosen"
+            f"{by if user.interface_setting else ''}, and its address {address} is the same "
+            f"on {names}"
+        )
+        better = [n.name for n in user.interfaces if not n.loopback and n.name != name]
+        todo = [
+            f"{name} leads nowhere. On {user.name}:",
+            f"$ export PYCOMM_SOCKET_IFNAME={better[0] if better else '…'}",
+        ]
+        yield Finding(STOP, "TWIN_CHOSEN", user.name, text, todo)
+
+
+def _ports(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        first, last = host.port_range
+        if first and host.ports_free < len(host.ranks):
+            text = (
+                f"{host.name}: {host.ports_free} of the ports {first}-{last} are free, "
+                f"{len(host.ranks)} are needed per process group"
+            )
+            todo = ["Widen PYCOMM_PORT_RANGE. To see who holds a port:", "$ ss -ltnp"]
+            yield Finding(STOP, "PORTS", host.name, text, todo)
+
+
+def _open_store(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    first = hosts[0]
+    if len(hosts) < 2 or not first.master_port or not set(first.listeners) & set(_ANY):
+        return
+    where = next(one for one in _ANY[::-1] if one in first.listeners)
+    port = first.master_port
+    text = f"{first.name}: torch's store listens on all interfaces ({where} port {port})"
+    family = "ip6" if ":" in first.address else "ip"
+    sources = one_or_set([host.address for host in hosts[1:] if host.address] or ["…"])
+    todo = [
+        "Anyone who reaches that port can stop the job. To admit only its hosts:",
+        f"$ sudo nft insert rule {first.firewall.chain or 'inet filter input'} iif != lo "
+        f"{family} saddr != {sources} tcp dport {port} drop",
+    ]
+    yield Finding(NOTE, "STORE_OPEN", first.name, text, todo)
+
+
+_CHECKS: tuple[Callable[[Sequence[HostFacts]], Iterator[Finding]], ...] = (
+    _settings,
+    _versions,
+    _same_settings,
+    _descriptors,
+    master_name,
+    _twins,
+    _ports,
+    _memfd,
+    _cores,
+    _own_name,
+    _open_store,
+)

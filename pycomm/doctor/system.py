@@ -1,0 +1,274 @@
+"""Reads from this host what ``HostFacts`` holds. Parsers take text, so that tests make it up."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import platform
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycomm import _extension
+from pycomm._settings import SETTINGS
+from pycomm._version import __version__
+from pycomm.doctor.facts import Firewall, HostFacts, Interface
+from pycomm.options import Options, ResolvedOptions
+
+_LISTEN = "0A"
+_CGROUPS = "/sys/fs/cgroup"
+# Compared by the ranks when they join, see docs/options.md.
+_SAME_EVERYWHERE = (
+    "algorithm",
+    "transport",
+    "segment_nbytes",
+    "wire_dtype",
+    "cuda_mode",
+    "streams",
+    "heartbeat_timeout",
+    "check_call_sites",
+)
+
+
+def local_facts(
+    environ: Mapping[str, str],
+    master: str,
+    master_port: int,
+    store_port: int,
+    identity: str,
+    process: str,
+) -> HostFacts:
+    """Everything but what needs the other hosts. Never raises for what it finds.
+
+    Args:
+        environ: ``os.environ``: the settings in force.
+        master: The store's host as the user wrote it; "" if there is none.
+        master_port: Of the job's store.
+        store_port: Of the store that is there now: by hand, the doctor's own.
+        identity: ``host_identity()``.
+        process: Random.
+    """
+    problems = []
+    options = Options().resolve({})
+    try:
+        options = Options().resolve(environ)
+    except ValueError as error:
+        problems.append(str(error))
+    first, last = options.port_range
+    return HostFacts(
+        name=socket.gethostname(),
+        identity=identity,
+        process=process,
+        versions=_versions(),
+        problems=problems,
+        same_everywhere={name: str(getattr(options, name)) for name in _SAME_EVERYWHERE},
+        interface_setting=options.interface,
+        interface_origin=options.origins["interface"],
+        interfaces=tuple(_interfaces()),
+        cores_online=os.cpu_count() or 1,
+        cores_usable=usable_cores(),
+        files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        files_open=len(os.listdir("/proc/self/fd")),
+        memfd=_why_no_memfd(),
+        own_addresses=tuple(resolve(socket.gethostname())),
+        master=master,
+        master_port=master_port,
+        master_addresses=tuple(resolve(master)) if master else (),
+        port_range=(first, last),
+        ports_free=sum(map(_is_free, range(first, last + 1))) if first else 0,
+        listeners=tuple(listeners_of_this_host(store_port)),
+        firewall=find_firewall(),
+    )
+
+
+def socket_options(environ: Mapping[str, str]) -> ResolvedOptions:
+    """The settings; the defaults where they are not allowed, which is a problem of its own."""
+    try:
+        return Options().resolve(environ)
+    except ValueError:
+        return Options().resolve({})
+
+
+def variables_in_force(environ: Mapping[str, str]) -> list[str]:
+    """ "NAME=value" of each variable that sets something, to start another host alike."""
+    names = dict.fromkeys(n for one in SETTINGS for n in (one.variable, *one.fallbacks))
+    return [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name, "")]
+
+
+def resolve(host: str) -> list[str]:
+    """All addresses of a name in the resolver's order; empty if it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether this address leads to the host itself, whichever host that is."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def usable_cores() -> float:
+    """Cores by CPU affinity and by the quotas of control groups, whichever is less."""
+    affinity = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):
+        quota = quota_cores(Path("/proc/self/cgroup").read_text(), _read)
+        return min(affinity, quota)
+    return affinity
+
+
+def quota_cores(cgroups: str, read: Callable[[str], str]) -> float:
+    """The least CPU quota of a process's control groups, in cores; infinity if there is none.
+
+    Args:
+        cgroups: /proc/self/cgroup.
+        read: Returns a file's text; "" if there is none.
+    """
+    least = float("inf")
+    for line in cgroups.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            for folder in _upwards(path):
+                least = min(least, _ratio(*(read(f"{_CGROUPS}{folder}/cpu.max").split() or [""])))
+        elif "cpu" in controllers.split(","):
+            for folder in _upwards(path):
+                base = f"{_CGROUPS}/{controllers}{folder}"
+                quota = read(f"{base}/cpu.cfs_quota_us").strip()
+                least = min(least, _ratio(quota, read(f"{base}/cpu.cfs_period_us").strip()))
+    return least
+
+
+def _upwards(path: str) -> Iterable[str]:
+    """ "/a/b" → "/a/b", "/a", "": a container sees its own group as the root."""
+    folder = path.rstrip("/") if ".." not in path else ""
+    while folder:
+        yield folder
+        folder = folder.rpartition("/")[0]
+    yield ""
+
+
+def _ratio(quota: str, period: str = "100000", *_: str) -> float:
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else float("inf")
+
+
+def listeners(table: str, port: int) -> list[str]:
+    """The local addresses that listen at ``port``, from /proc/net/tcp or tcp6."""
+    found = []
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        raw, _, number = fields[1].partition(":")
+        if fields[3] == _LISTEN and int(number, 16) == port:
+            words = bytes.fromhex(raw)
+            packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+            found.append(str(ipaddress.ip_address(packed)))
+    return found
+
+
+def listeners_of_this_host(port: int) -> list[str]:
+    """All addresses of this host at which somebody listens on ``port``."""
+    return [
+        address
+        for name in ("tcp", "tcp6")
+        for address in listeners(_read(f"/proc/net/{name}"), port)
+    ]
+
+
+def find_firewall() -> Firewall:
+    """The tool that is in charge of this host's firewall."""
+    if "ENABLED=yes" in _read("/etc/ufw/ufw.conf"):
+        return Firewall(tool="ufw")
+    if Path("/run/firewalld.pid").exists():
+        return Firewall(tool="firewalld")
+    if shutil.which("nft"):
+        return Firewall(tool="nft", chain=input_chain(_output("nft", "-j", "list", "chains")))
+    return Firewall(tool="iptables" if shutil.which("iptables") else "")
+
+
+def input_chain(listing: str) -> str:
+    """The chain that sees incoming packets first, from ``nft -j list chains``; "" if none."""
+    try:
+        entries = json.loads(listing)["nftables"]
+    except (ValueError, KeyError):  # not root, or no firewall
+        return ""
+    chains = [entry["chain"] for entry in entries if "chain" in entry]
+    incoming = [one for one in chains if one.get("hook") == "input"]
+    if not incoming:
+        return ""
+    one = min(incoming, key=lambda chain: chain.get("prio", 0))
+    return f"{one['family']} {one['table']} {one['name']}"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "pycomm": __version__,
+        "torch": str(torch.__version__),
+        "built for torch": ", ".join(_extension.built_for()) or "not built",
+        "python": platform.python_version(),
+        "cuda": str(torch.version.cuda) if torch.cuda.is_available() else "no GPU",
+        "interpreter": sys.executable,
+    }
+
+
+def _interfaces() -> Iterable[Interface]:
+    for entry in _extension.load().list_interfaces():
+        name = str(entry["name"])
+        yield Interface(
+            name=name,
+            address=str(entry["address"]),
+            family=str(entry["family"]),
+            loopback=bool(entry["loopback"]),
+            mtu=_whole(_read(f"/sys/class/net/{name}/mtu"), 0),
+            speed_mbps=_whole(_read(f"/sys/class/net/{name}/speed"), -1),
+        )
+
+
+def _why_no_memfd() -> str:
+    try:
+        os.close(os.memfd_create("pycomm-doctor"))
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _whole(text: str, default: int) -> int:
+    with contextlib.suppress(ValueError):
+        return int(text)
+    return default
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # also where the driver does not know: EINVAL
+        return ""
+
+
+def _output(*command: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done: Any = subprocess.run(
+            command, capture_output=True, text=True, timeout=5, stdin=subprocess.DEVNULL
+        )
+        return str(done.stdout)
+    return ""
