@@ -1,0 +1,245 @@
+"""Stage 1 of the doctor: the verdicts over made-up probes, and real probes on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from doctor_facts import cluster_of, healthy, interface, only
+from processes import free_port_range
+from time_bound import assert_within
+
+from pycomm.doctor import probe, reach
+from pycomm.doctor.facts import NOTE, STOP, Firewall, HostFacts
+from pycomm.doctor.firewall import lines_to_open
+from pycomm.doctor.probe import Probe, Server, ask
+
+LOOPBACK = "127.0.0.1"
+
+
+def all_links(hosts: list[HostFacts]) -> list[Probe]:
+    """Everybody reaches everybody."""
+    return [
+        Probe(
+            source=a,
+            target=b,
+            address=hosts[b].address,
+            port=hosts[b].port,
+            seen=hosts[a].address,
+            answered_by=hosts[b].process,
+            rtt_ms=0.2,
+        )
+        for a in range(len(hosts))
+        for b in range(len(hosts))
+        if a != b
+    ]
+
+
+def broken(links: list[Probe], paths: set[tuple[int, int]], outcome: str) -> list[Probe]:
+    return [
+        dataclasses.replace(one, outcome=outcome, seen="", answered_by="")
+        if (one.source, one.target) in paths
+        else one
+        for one in links
+    ]
+
+
+def test_a_healthy_cluster_has_no_findings() -> None:
+    hosts = cluster_of(4)
+    assert reach.judge(hosts, all_links(hosts)) == []
+    assert reach.reachable(all_links(hosts)) == {
+        (a, b) for a in range(4) for b in range(4) if a != b
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        (probe.REFUSED, "REFUSED", "refused (a firewall rejects it: the doctor listens there)"),
+        (probe.SILENT, "NO_ANSWER", "no answer (dropped: a firewall, a security group, or no"),
+        (probe.UNREACHABLE, "UNREACHABLE", "unreachable (no route, or a firewall that rejects"),
+    ],
+)
+def test_one_direction_is_blocked(outcome: str, code: str, said: str) -> None:
+    in_range = healthy(1, port_range=(29600, 29699), port=29601)
+    hosts = cluster_of(4, node1=in_range)
+    finding = only(reach.judge(hosts, broken(all_links(hosts), {(3, 0)}, outcome)), code)
+    assert (finding.level, finding.host) == (STOP, "node1")
+    assert finding.text.startswith(f"node4 -> node1: {said}")
+    assert "Only this direction: node1 -> node4 works." in finding.todo
+    assert "On node1:" in finding.todo
+    rule = "ip saddr 10.0.0.4 tcp dport 29600-29699 accept"
+    assert f"$ sudo nft insert rule inet filter input {rule}" in finding.todo
+    assert finding.todo[-1] == "In a cloud: the same rule in the security group."
+
+
+def test_both_directions_blocked_is_not_called_one_direction() -> None:
+    hosts = cluster_of(2)
+    findings = reach.judge(hosts, broken(all_links(hosts), {(0, 1), (1, 0)}, probe.SILENT))
+    assert [finding.host for finding in findings] == ["node2", "node1"]
+    assert not any("Only this direction" in line for one in findings for line in one.todo)
+
+
+def test_without_a_port_range_one_is_to_be_chosen_first() -> None:
+    hosts = cluster_of(2)
+    finding = only(
+        reach.judge(hosts, broken(all_links(hosts), {(0, 1)}, probe.SILENT)), "NO_ANSWER"
+    )
+    assert "$ export PYCOMM_PORT_RANGE=29600-29699" in finding.todo
+
+
+def test_the_wrong_interface_is_the_one_with_a_setting() -> None:
+    """node2 was set to eth1, and node1 followed its route there."""
+    pair = (interface("eth0", "10.0.0.2"), interface("eth1", "10.9.0.2"))
+    wrong = {"interface": "eth1", "address": "10.9.0.2"}
+    by = {"interface_setting": "eth1", "interface_origin": "PYCOMM_SOCKET_IFNAME"}
+    follower = healthy(
+        1,
+        interfaces=(interface("eth0", "10.0.0.1"), interface("eth1", "10.9.0.1")),
+        interface="eth1",
+        address="10.9.0.1",
+        why="route to rank 1 at 10.9.0.2",
+    )
+    hosts = cluster_of(3, node1=follower, node2=healthy(2, interfaces=pair, **wrong, **by))
+    links = broken(all_links(hosts), {(1, 0), (2, 0), (0, 1), (2, 1)}, probe.SILENT)
+    answers = [
+        Probe(source=2, target=target, purpose=probe.ELSEWHERE, address=f"10.0.0.{target + 1}")
+        for target in (0, 1)
+    ]
+    (finding,) = reach.judge(hosts, [*links, *answers])
+    assert (finding.code, finding.level, finding.host) == ("WRONG_INTERFACE", STOP, "node2")
+    assert finding.text == (
+        "node2: wrong interface: eth1 (10.9.0.2) is not reached, eth0 (10.0.0.2) is"
+    )
+    assert "$ export PYCOMM_SOCKET_IFNAME=eth0" in finding.todo
+
+
+def test_a_reply_of_another_doctor_is_no_success() -> None:
+    hosts = cluster_of(2)
+    links = [dataclasses.replace(one, answered_by="process9") for one in all_links(hosts)]
+    checked = reach.with_strangers(hosts, links)
+    assert {one.outcome for one in checked} == {probe.OTHER}
+    assert (
+        "another host answered"
+        in only([f for f in reach.judge(hosts, checked) if f.host == "node2"], "ANOTHER_HOST").text
+    )
+    assert reach.with_strangers(hosts, all_links(hosts)) == all_links(hosts)
+
+
+def test_address_translation_and_another_route_are_noted() -> None:
+    second = healthy(2, interfaces=(*healthy(2).interfaces, interface("eth1", "10.9.0.2")))
+    hosts = cluster_of(3, node2=second)
+    links = [
+        dataclasses.replace(one, seen={0: "10.0.0.1", 1: "10.9.0.2", 2: "192.0.2.77"}[one.source])
+        for one in all_links(hosts)
+    ]
+    findings = reach.judge(hosts, links)
+    assert {finding.level for finding in findings} == {NOTE}
+    assert only(findings, "NAT").text == (
+        "node3 is 10.0.0.3, and node1 sees it come from 192.0.2.77: address translation (NAT)"
+    )
+    assert "node2 listens on eth0, and node1 sees" in only(findings, "ANOTHER_ROUTE").text
+
+
+def test_the_stores_port_is_judged_by_itself() -> None:
+    hosts = cluster_of(2)
+    store = Probe(source=1, target=0, purpose=probe.STORE, port=29500, outcome=probe.SILENT)
+    finding = only(reach.judge(hosts, [*all_links(hosts), store]), "STORE_NO_ANSWER")
+    assert finding.text.startswith("node2 -> node1 port 29500 (torch's store): no answer")
+    rule = "$ sudo nft insert rule inet filter input ip saddr 10.0.0.2 tcp dport 29500 accept"
+    assert rule in finding.todo
+
+
+def test_every_kind_of_firewall_has_its_line() -> None:
+    def lines(tool: str, *sources: str, chain: str = "") -> list[str]:
+        return lines_to_open(Firewall(tool=tool, chain=chain), sources, [(29600, 29699)])
+
+    assert lines("ufw", "10.0.0.4") == [
+        "$ sudo ufw allow proto tcp from 10.0.0.4 to any port 29600:29699"
+    ]
+    assert lines("firewalld", "10.0.0.4") == [
+        "$ sudo firewall-cmd --add-rich-rule='rule family=ipv4 source address=10.0.0.4 "
+        "port port=29600-29699 protocol=tcp accept'"
+    ]
+    assert lines("iptables", "fd00::4") == [
+        "$ sudo ip6tables -I INPUT -p tcp -s fd00::4 --dport 29600:29699 -j ACCEPT"
+    ]
+    assert lines("nft", "fd00::4", "fd00::5", chain="inet fw in") == [
+        "$ sudo nft insert rule inet fw in "
+        "ip6 saddr '{ fd00::4, fd00::5 }' tcp dport 29600-29699 accept"
+    ]
+    assert "as your firewall has them" in lines("nft", "10.0.0.4")[1]
+    assert len(lines("ufw", *[f"10.0.0.{n}" for n in range(9)])) == 5
+
+
+# Real probes
+
+
+@contextlib.contextmanager
+def server(ports: tuple[int, int] = (0, 0)) -> Iterator[Server]:
+    one = Server("token", "me", ports, {})
+    with contextlib.closing(one):
+        yield one
+
+
+def question(port: int) -> Probe:
+    return Probe(source=0, target=1, address=LOOPBACK, port=port)
+
+
+@pytest.mark.time_bound
+def test_a_doctor_answers_with_what_it_saw() -> None:
+    with server() as one:
+        begin = time.monotonic()
+        answer = ask(question(one.port), "token", 5.0)
+        took = time.monotonic() - begin
+    assert (answer.outcome, answer.answered_by, answer.seen) == (probe.OK, "me", LOOPBACK)
+    assert 0 < answer.rtt_ms < 1000
+    assert_within(took, 2.0)
+
+
+def test_a_stranger_gets_no_answer() -> None:
+    with server() as one:
+        assert ask(question(one.port), "guess", 5.0).outcome == probe.STRANGER
+        with socket.create_connection((LOOPBACK, one.port), 5.0) as garbage:
+            garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            garbage.settimeout(5.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert garbage.recv(100) == b""
+        assert ask(question(one.port), "token", 5.0).ok
+
+
+def test_a_closed_port_is_refused() -> None:
+    with server() as one:
+        port = one.port
+    answer = ask(question(port), "token", 5.0)
+    assert (answer.outcome, answer.detail) == (probe.REFUSED, "ECONNREFUSED")
+
+
+@pytest.mark.time_bound
+def test_a_port_that_never_accepts_is_silent_and_bounded() -> None:
+    """A full queue of connections: the kernel drops what comes, as a firewall does."""
+    with socket.socket() as full, contextlib.ExitStack() as filling:
+        full.bind((LOOPBACK, 0))
+        full.listen(0)
+        for _ in range(2):
+            one = filling.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        begin = time.monotonic()
+        answer = ask(question(full.getsockname()[1]), "token", 0.5)
+        took = time.monotonic() - begin
+    assert (answer.outcome, answer.detail) == (probe.SILENT, "ETIMEDOUT")
+    assert_within(took, 2.0)
+
+
+def test_a_server_takes_the_first_free_port_of_the_range() -> None:
+    first, last = free_port_range(3)
+    with server((first, last)) as one, server((first, last)) as other:
+        assert (one.port, other.port) == (first, first + 1)
+        assert one.also_listen(other.port) == "Address already in use"
+        assert one.also_listen(last) == ""
+        assert ask(question(last), "token", 5.0).ok
