@@ -1,6 +1,6 @@
 """The command line, ``python -m pycomm COMMAND``.
 
-Exit codes: 0 fine, 1 a problem was found, 2 wrong usage.
+Exit codes: 0 fine, 1 a problem was found, 2 wrong usage; ``doctor`` has one more.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from pycomm._version import __version__
-from pycomm.cli import bench, env, trace
+from pycomm.cli import bench, doctor, env, trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pycomm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     env.add_parser(commands)
+    doctor.add_parser(commands)
     trace.add_parser(commands)
     bench.add_parser(commands)
     given = sys.argv[1:] if arguments is None else arguments

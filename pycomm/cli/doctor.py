@@ -1,0 +1,200 @@
+"""``python -m pycomm doctor``: why a job would not start, and which host is slow."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from pycomm import errors
+from pycomm.doctor.join import NoStoreError, join
+from pycomm.doctor.meeting import Place
+from pycomm.doctor.report import Report
+from pycomm.doctor.run import Plan, examine, examine_alone
+from pycomm.doctor.screen import as_text
+from pycomm.doctor.system import socket_options, variables_in_force
+from pycomm.integrations import launch
+
+_PORT = 29500
+_WAIT_S = 60.0
+_WAIT_FOR_PEOPLE_S = 600.0
+
+_DESCRIPTION = """\
+Check a cluster before a job starts: why it would not start, and which host is slow. Start it as
+the job itself, one process per rank: torchrun ... -m pycomm doctor, or
+srun python -m pycomm doctor. Without a launcher, --hosts prints the line for each host and waits.
+Without anything, it checks this host alone. It takes about half a minute and sends at full speed
+between pairs of hosts meanwhile.
+Exit codes: 0 ready or not judged, 1 would not start, 2 wrong usage, 3 starts, but slow.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of ``pycomm.cli``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check a cluster: why a job would not start, and which host is slow",
+        description=_DESCRIPTION,
+    )
+    add = parser.add_argument
+    add("--hosts", type=_names, metavar="A,B", help="run on A: prints what to run on the others")
+    add("--nnodes", type=int, metavar="N", help="without a launcher: how many hosts")
+    add("--node-rank", type=int, metavar="K", help="without a launcher: which host this is, from 0")
+    add("--master-addr", metavar="A", help="without a launcher: name or address of host 0")
+    add("--master-port", type=_port, default=_PORT, help="of the job; default: %(default)s")
+    add("--wait", type=_seconds, metavar="S", help="seconds for all hosts to come; default: 60")
+    add(
+        "--seconds",
+        type=_seconds,
+        default=1.5,
+        help="of each first measurement; default: %(default)s",
+    )
+    add(
+        "--parameters",
+        type=_count,
+        default="62.5M",
+        help="of your model, for the predicted sync; default: %(default)s",
+    )
+    add("--reach-only", action="store_true", help="send nothing at full speed")
+    add("--strict", action="store_true", help="exit 1 instead of 0 if nothing could be judged")
+    add("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs as one rank, or for this host alone; rank 0 prints, by hand every host."""
+    try:
+        place = find_place(arguments, os.environ)
+        if place is None:
+            return _print(examine_alone(os.environ, _plan(arguments)), arguments)
+        if arguments.hosts:
+            _print_lines(arguments.hosts, place, variables_in_force(os.environ))
+    except ValueError as error:
+        print(f"pycomm doctor: {error}", file=sys.stderr)
+        return 2
+    prints = place.rank == 0 or place.by_hand
+    try:
+        plan = _plan(arguments, prints)
+        with join(place, plan.wait_s) as store:
+            report = examine(store, place, os.environ, plan)
+    except NoStoreError as error:
+        return _print(error.report(os.environ, arguments.strict), arguments)
+    except KeyboardInterrupt:
+        return 130
+    except (errors.PycommError, dist.DistError, OSError, TimeoutError) as error:
+        print(f"pycomm doctor: rank {place.rank}: {error}", file=sys.stderr)
+        return 1
+    return _print(report, arguments) if prints else report.exit_code
+
+
+def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
+    """Which rank this process is; None if it is to look at this host alone.
+
+    Raises:
+        ValueError: The options or variables do not go together.
+    """
+    if arguments.hosts:
+        return _by_hand(arguments, environ, len(arguments.hosts), 0, arguments.hosts[0])
+    if arguments.nnodes is not None:
+        missing = [n for n in ("node_rank", "master_addr") if getattr(arguments, n) is None]
+        if missing:
+            raise ValueError(f"--nnodes goes with --{missing[0].replace('_', '-')}")
+        if not 0 <= arguments.node_rank < arguments.nnodes:
+            raise ValueError(f"--node-rank is from 0 to {arguments.nnodes - 1}")
+        return _by_hand(
+            arguments, environ, arguments.nnodes, arguments.node_rank, arguments.master_addr
+        )
+    found = launch.env_from_launcher()
+    if found is None:
+        return None
+    return Place(
+        rank=found.rank,
+        size=found.world_size,
+        master=found.address,
+        master_port=found.port,
+        store_port=found.port,
+    )
+
+
+def _by_hand(
+    arguments: argparse.Namespace, environ: Mapping[str, str], size: int, rank: int, master: str
+) -> Place:
+    """The doctor's store is not at the job's port: the job may start on one host already while the
+    doctor ends on another."""
+    first, last = socket_options(environ).port_range
+    return Place(
+        rank=rank,
+        size=size,
+        master=master,
+        master_port=arguments.master_port,
+        store_port=first if last > first else arguments.master_port + 1,
+        by_hand=True,
+    )
+
+
+def _print_lines(hosts: list[str], place: Place, variables: list[str]) -> None:
+    print(f"pycomm doctor: run this on each host; {hosts[0]} waits here", file=sys.stderr)
+    for rank, host in enumerate(hosts[1:], start=1):
+        line = [sys.executable, "-m", "pycomm", "doctor", f"--nnodes={place.size}"]
+        line += [f"--node-rank={rank}", f"--master-addr={place.master}"]
+        line += [f"--master-port={place.master_port}"]
+        print(f"  {host}:\n    {' '.join([*variables, shlex.join(line)])}", file=sys.stderr)
+
+
+def _plan(arguments: argparse.Namespace, prints: bool = True) -> Plan:
+    default = _WAIT_FOR_PEOPLE_S if arguments.hosts else _WAIT_S
+    return Plan(
+        seconds=arguments.seconds,
+        parameters=arguments.parameters,
+        reach_only=arguments.reach_only,
+        wait_s=arguments.wait or default,
+        strict=arguments.strict,
+        progress=_progress if prints and sys.stderr.isatty() else lambda _: None,
+    )
+
+
+def _progress(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"pycomm doctor: {line}", file=sys.stderr, flush=True)
+
+
+def _print(report: Report, arguments: argparse.Namespace) -> int:
+    text = json.dumps(report.as_json(), indent=2) if arguments.json else as_text(report)
+    print(text, flush=True)
+    return report.exit_code
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if len(names) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of hosts such as node1,node2")
+    return names
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.5 <= float(text) <= 3600.0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.5 to 3600")
+
+
+def _count(text: str) -> float:
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}.get(text[-1:].upper(), 1.0)
+    with contextlib.suppress(ValueError):
+        count = float(text if factor == 1.0 else text[:-1]) * factor
+        if 0 < count < 1e13:
+            return count
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters such as 62.5M or 7B")

@@ -1,0 +1,200 @@
+"""The doctor's screen and exit codes, over made-up reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+from doctor_facts import cluster_of, healthy
+from documents import ROOT, blocks, read, table
+
+from pycomm.cli import main
+from pycomm.doctor import reach, sync
+from pycomm.doctor import report as reports
+from pycomm.doctor.facts import NOTE, SLOW, STOP, Finding
+from pycomm.doctor.rate import HostRate
+from pycomm.doctor.report import Report
+from pycomm.doctor.screen import WIDTH, as_text, command_lines, seconds_text
+from pycomm.doctor.sync import Sync
+
+FAST = HostRate(out=117e6, into=118e6, both=231e6, lost=0.0)
+RULE = (
+    "sudo nft insert rule inet filter input ip saddr '{ 10.0.0.2, 10.0.0.3, 10.0.0.4 }' "
+    "tcp dport 29600-29699 accept"
+)
+
+
+def full_report(count: int = 4, *findings: Finding) -> Report:
+    return Report(
+        hosts=cluster_of(count),
+        findings=findings,
+        rates=[FAST] * count,
+        rtts_ms=[0.2] * count,
+        syncs=[
+            Sync(wire=wire, busy=busy, seconds_per_parameter=seconds * (2 if busy else 1))
+            for busy in (False, True)
+            for wire, seconds in (("fp32", 48e-9), ("fp16", 24e-9), ("int8", 12e-9))
+        ],
+        parameters=62.5e6,
+        seconds=20.4,
+        stages=["local", "reach", "rate", "sync"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("levels", "verdict", "code"),
+    [
+        ([], "READY", 0),
+        ([NOTE], "READY", 0),
+        ([SLOW], "READY, BUT SLOW", 3),
+        ([NOTE, SLOW, STOP], "NOT READY", 1),
+    ],
+)
+def test_the_verdict_comes_first_and_decides_the_exit_code(
+    levels: list[str], verdict: str, code: int
+) -> None:
+    found = full_report(4, *[Finding(level, "X", "node1", f"a {level} thing") for level in levels])
+    first = as_text(found).splitlines()[0]
+    assert first == "pycomm doctor: 4 hosts, 20 s" + verdict.rjust(WIDTH - 28)
+    assert (found.verdict, found.exit_code) == (verdict, code)
+
+
+def test_nothing_judged_is_no_failure_unless_asked_for() -> None:
+    found = Report(reason="nobody came")
+    assert (found.verdict, found.exit_code) == (reports.NOT_JUDGED, 0)
+    assert dataclasses.replace(found, strict=True).exit_code == 1
+
+
+def test_the_worst_is_done_first() -> None:
+    slow, stop = Finding(SLOW, "A", "a", "slow thing"), Finding(STOP, "B", "b", "stop thing")
+    lines = as_text(full_report(4, slow, stop)).splitlines()
+    assert lines[2] == " 1 DO FIRST stop thing"
+    assert lines[3] == " 2 slow thing"
+
+
+def test_a_healthy_screen() -> None:
+    assert as_text(full_report(2)).splitlines() == [
+        "pycomm doctor: 2 hosts, 20 s" + "READY".rjust(WIDTH - 28),
+        "",
+        "host   ranks  torch   interface  address    MTU   out    in  both  rtt  lost",
+        "                                                 MB/s  MB/s  MB/s   ms     %",
+        "node1  0      2.13.0  eth0       10.0.0.1  1500   117   118   231  0.2   0.0",
+        "node2  1      2.13.0  eth0       10.0.0.2  1500   117   118   231  0.2   0.0",
+        "cores 8   open files 1024, needs 25   memfd ok   no GPUs",
+        "",
+        "one sync of 62.5 M parameters     fp32 3 s    fp16 1.5 s  int8 0.75 s predicted",
+        "   while the cores compute        fp32 6 s    fp16 3 s    int8 1.5 s  predicted",
+    ]
+
+
+def test_without_the_slow_host_is_computed_by_the_bytes_of_a_ring() -> None:
+    slow = HostRate(out=11.7e6, into=11.7e6, both=23e6, lost=0.0, slow=True)
+    found = dataclasses.replace(full_report(4), rates=[FAST, FAST, slow, FAST])
+    (line,) = (line for line in as_text(found).splitlines() if "without node3" in line)
+    # 3 s at 11.7 MB/s and 2 (4 - 1) / 4 of the bytes; 117 MB/s and 2 (3 - 1) / 3 then.
+    expected = 3.0 * (4 / 3) / (6 / 4) * 11.7 / 117
+    assert sync.without(3.0, 4, 11.7, 117) == pytest.approx(expected)
+    assert f"fp32 {seconds_text(expected)}" in line and line.endswith("computed")
+
+
+def test_nothing_is_wider_than_the_screen() -> None:
+    long = Finding(STOP, "X", "n", "word " * 60, [f"$ {RULE}", "word " * 60])
+    wide = healthy(1, name="a-host-name-that-is-long", address="fd00:1:2:3:4:5:6:7")
+    wide = dataclasses.replace(wide, ranks=tuple(range(8)))
+    found = dataclasses.replace(full_report(3, long), hosts=[wide, healthy(2), healthy(3)])
+    for line in as_text(found).splitlines():
+        assert len(line) <= WIDTH, line
+
+
+def test_a_broken_line_still_can_be_pasted() -> None:
+    lines = command_lines(RULE, "     ")
+    assert len(lines) > 1 and all(len(line) <= WIDTH for line in lines)
+    script = "set --" + "\n".join(lines) + '; printf "%s\\n" "$@"'
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines() == shlex.split(RULE)
+
+
+def test_commands_stand_on_lines_of_their_own() -> None:
+    finding = Finding(STOP, "X", "n", "text", ["On node1:", "$ ip addr"])
+    assert re.search(r"^   On node1:\n     ip addr$", as_text(full_report(2, finding)), re.M)
+
+
+def test_json_holds_all_and_can_be_read_again() -> None:
+    found = full_report(3, Finding(STOP, "REFUSED", "node1", "text", ["$ line"]))
+    raw = json.loads(json.dumps(found.as_json()))
+    assert (raw["verdict"], raw["exit_code"]) == ("NOT READY", 1)
+    assert raw["findings"][0]["code"] == "REFUSED"
+    assert as_text(Report.from_json(raw)) == as_text(found)
+
+
+@pytest.mark.needs_native
+def test_one_host_alone_says_how_to_check_all(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("pycomm doctor: 1 host, ")
+    assert code == (0 if "READY" in shown.splitlines()[0] else 1)
+    assert "python -m pycomm doctor --hosts node1,node2" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes", "2"],
+        ["--nnodes", "2", "--node-rank", "2", "--master-addr", "a"],
+        ["--nnodes", "2", "--node-rank", "0"],
+    ],
+)
+def test_options_that_do_not_go_together(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    assert re.search(r"--nnodes goes with --|--node-rank is from 0 to 1", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--hosts", "one"], ["--seconds", "0"], ["--parameters", "many"]]
+)
+def test_values_that_are_not_allowed(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", *arguments])
+    assert caught.value.code == 2
+
+
+# docs/doctor.md
+
+
+def codes_of_the_program() -> dict[str, set[str]]:
+    """Every code of a finding in pycomm/doctor, with its levels; "STORE_*" stands for five."""
+    sources = "".join(path.read_text() for path in (ROOT / "pycomm" / "doctor").glob("*.py"))
+    found: dict[str, set[str]] = {}
+    for level, code in re.findall(r'Finding\(\s*(\w+), "([A-Z_]+)"', sources):
+        found.setdefault(code, set()).add(level.lower())
+    assert found.pop("STORE_") == {"stop"}
+    found |= {code: {"stop"} for code in ("STORE_*", *reach.CODES.values())}
+    return found
+
+
+def test_the_page_lists_every_code_with_its_level() -> None:
+    rows = table(read("docs/doctor.md"), "code", "level", "what it is")
+    listed = {row[0].strip("`"): row[1] for row in rows}
+    program = codes_of_the_program()
+    assert set(listed) == set(program)
+    for code, levels in program.items():
+        assert levels == {listed[code]} or levels == {"level"}, code
+
+
+def test_the_page_shows_screens_of_79_columns_and_the_exit_codes() -> None:
+    page = read("docs/doctor.md")
+    screens = blocks(page, "text")
+    assert [screen.splitlines()[0].split("s  ")[-1].strip() for screen in screens] == [
+        reports.READY,
+        reports.NOT_READY,
+        reports.BUT_SLOW,
+    ]
+    assert all(len(line) <= WIDTH for screen in screens for line in screen.splitlines())
+    for verdict, code in (("NOT READY", 1), ("READY, BUT SLOW", 3)):
+        assert f"| {code} | `{verdict}`" in page
