@@ -1,6 +1,7 @@
 """Enforce the floors: who may include and import whom. Prints one line for each violation.
 
 The floors of C++ stand in csrc/floors.txt; every other rule stands below, as plain tables.
+A folder of csrc/ may have subfolders; CPP_ROOMS says which of them sees which.
 """
 
 from __future__ import annotations
@@ -17,6 +18,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # --- C++ ------------------------------------------------------------------------------------------
 
 CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
+
+# The subfolders of a folder, lowest first: a file includes lower ones and its own. Those of one set do
+# not see each other. "" is for files that lie in the folder itself.
+CPP_ROOMS = {
+    "engine": [
+        {"loop"},
+        {"operation"},
+        {"report"},
+        {"links"},
+        {"host", "monitor"},
+        {"data"},
+        {""},
+    ],
+    "transport": [{""}, {"net", "memory"}, {"rendezvous"}],
+}
 
 # Headers that only some kinds of folder (csrc/floors.txt) may include: (pattern, what it is,
 # kinds).
@@ -181,6 +197,24 @@ def why_not_include(
     return f'no folder of csrc/ is named "{header.split("/")[0]}"' if quoted else None
 
 
+def room_of(path_parts: tuple[str, ...]) -> str:
+    """The subfolder of a file, from its path below csrc/: "" if it lies in the folder itself."""
+    return path_parts[1] if len(path_parts) > 2 else ""
+
+
+def why_not_room(own: tuple[str, ...], header: tuple[str, ...]) -> str | None:
+    """Why the file `own` must not include `header` of the same folder, or None where it may."""
+    folder = own[0]
+    if header[0] != folder or folder not in CPP_ROOMS:
+        return None
+    level = {room: number for number, rooms in enumerate(CPP_ROOMS[folder]) for room in rooms}
+    mine, theirs = room_of(own), room_of(header)
+    if mine == theirs or level.get(theirs, len(level)) < level.get(mine, 0):
+        return None
+    names = [f"{folder}/{room}" if room else f"{folder} itself" for room in (mine, theirs)]
+    return f"{names[0]} must not see {names[1]}: see CPP_ROOMS"
+
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
 
@@ -194,10 +228,20 @@ def check_cpp(root: Path) -> Iterator[Violation]:
         if folder not in floors:
             yield Violation(where, 1, f"csrc/floors.txt does not say on which floor {folder} is")
             continue
+        room = room_of(where.parts[1:])
+        if folder in CPP_ROOMS and not any(room in rooms for rooms in CPP_ROOMS[folder]):
+            yield Violation(where, 1, f"CPP_ROOMS does not say where {folder}/{room} stands")
         source = path.read_text()
         for number, line in enumerate(source.splitlines(), start=1):
             include = INCLUDE.match(line)
-            why = include and why_not_include(folder, include[2], include[1] == '"', floors)
+            why = include and (
+                why_not_include(folder, include[2], include[1] == '"', floors)
+                or (
+                    why_not_room(where.parts[1:], tuple(include[2].split("/")))
+                    if include[1] == '"'
+                    else None
+                )
+            )
             if include and why:
                 yield Violation(where, number, f"includes {include[2]}: {why}")
             if (

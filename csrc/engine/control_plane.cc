@@ -7,61 +7,15 @@
 #include <utility>
 
 #include "base/fault_point.h"
+#include "engine/control_link.h"
 #include "engine/failure_text.h"
 
 namespace pycomm {
 namespace {
-constexpr size_t kControlBufferNbytes = 4 << 10;
-constexpr size_t kMaxControlPayload = ErrorRecord::kMaxSerializedNbytes; // of a Failure; no other frame has one
-
-Error violation(int peer, const std::string& what) {
-  ErrorRecord record;
-  record.code = ErrorCode::ProtocolViolation;
-  record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
-  record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
-  return Error(record);
-}
 
 // How long peers may wait at the door of a process that has no descriptor for them.
 constexpr std::chrono::seconds kTrouble{3};
 } // namespace
-
-/// One neighbour's link, used in both directions.
-struct ControlPlane::ControlLink final : Loop::Handler, InChannel::Receiver {
-  ControlLink(ControlPlane& control_plane, int peer_rank, std::unique_ptr<Link> connected)
-      : plane(control_plane),
-        peer(peer_rank),
-        link(std::move(connected)),
-        out(*link),
-        in(peer_rank, *link, *this, kControlBufferNbytes) {}
-
-  void onReady(uint32_t events) override {
-    plane.linkReady(*this, events);
-  }
-  void onThrown(const std::exception_ptr& exception) noexcept override {
-    plane.onThrown(exception);
-  }
-  Sink onHeader(int, const FrameHeader& header) override {
-    plane.checkHeader(peer, header);
-    Sink sink;
-    if (header.payload_nbytes > 0) {
-      sink.staging = plane.staging_.take(header.payload_nbytes);
-      sink.into = sink.staging.view();
-    }
-    return sink;
-  }
-  void onFrame(int, const FrameHeader& header, Sink sink) override {
-    plane.onFrame(peer, header, sink.into);
-  }
-
-  ControlPlane& plane;
-  const int peer;
-  std::unique_ptr<Link> link;
-  OutChannel out;
-  InChannel in;
-  bool waits_for_room = false;
-  bool down = false;
-};
 
 ControlPlane::ControlPlane(
     GroupIdentity identity,
@@ -238,6 +192,7 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   } catch (const Error& error) {
     linkBroke(link, error);
   }
+  flushAll(); // what it brought may be for others
   act();
 }
 
@@ -251,7 +206,7 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   ErrorRecord record = ownTrouble(std::make_exception_ptr(error), identity_);
   if (!isOwnTrouble(record.code)) { // bytes that no pycomm sends
     record.peer = link.peer;
-    record.peer_host = identity_.hosts[static_cast<size_t>(link.peer)];
+    record.peer_host = identity_.host(link.peer);
   }
   membership_.noticed(std::move(record), Clock::now());
 }
@@ -260,46 +215,6 @@ void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
   link.down = true;
   loop_.unwatch(link.link->fd());
   membership_.controlClosed(link.peer, cause, Clock::now());
-}
-
-void ControlPlane::checkHeader(int peer, const FrameHeader& header) const {
-  if (header.group != identity_.hash || header.epoch != identity_.epoch) {
-    throw violation(peer, "a frame of another group or epoch");
-  }
-  if (header.payload_nbytes > (header.type == FrameType::Failure ? kMaxControlPayload : 0)) {
-    throw violation(peer, "a payload of " + std::to_string(header.payload_nbytes) + " bytes on a control link");
-  }
-}
-
-void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView payload) {
-  PYCOMM_FAULT_POINT("control.received");
-  const TimePoint now = Clock::now();
-  membership_.alive(peer, now);
-  switch (header.type) {
-    case FrameType::Heartbeat:
-      return;
-    case FrameType::Goodbye:
-      membership_.saidGoodbye(peer);
-      events_.left(peer);
-      return;
-    case FrameType::Failure: {
-      const std::string bytes(reinterpret_cast<const char*>(payload.ptr), payload.nbytes);
-      std::optional<ErrorRecord> record = ErrorRecord::deserialize(bytes, identity_.size);
-      if (!record) {
-        throw violation(peer, "a report of a failure that cannot be read, or names a rank that does not exist");
-      }
-      membership_.reported(peer, std::move(*record), now);
-      return;
-    }
-    case FrameType::Hello:
-    case FrameType::HelloReply:
-    case FrameType::Data:
-    case FrameType::Credit:
-    case FrameType::Waiting:
-    case FrameType::NotEntered:
-      break;
-  }
-  throw violation(peer, "a frame of type " + std::to_string(static_cast<int>(header.type)) + " on a control link");
 }
 
 void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload) {

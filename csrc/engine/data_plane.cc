@@ -27,16 +27,20 @@ DataPlane::DataPlane(GroupIdentity identity, Loop& lane, Events events, Options 
       events_(std::move(events)),
       protocol_(protocolConfig(identity_, options_.limits)),
       staging_(lane_.stagingMemory()),
-      point_to_point_(identity_.rank, identity_.size, identity_.hash),
-      out_(static_cast<size_t>(identity_.size)),
-      in_(static_cast<size_t>(identity_.size)),
-      left_(static_cast<size_t>(identity_.size), false) {
+      links_(identity_, options_, lane_, staging_, *this),
+      departures_(identity_, *this),
+      messages_(
+          identity_,
+          Messages::Limits{options_.limits.eager_nbytes, options_.limits.max_ahead},
+          protocol_,
+          lane_,
+          *this),
+      watched_(identity_, protocol_) {
   lane_.addTicker(*this);
 }
 
 DataPlane::~DataPlane() {
   lane_.removeTicker(*this);
-  stopPorts();
 }
 
 DataPlane::Usage DataPlane::usage() const {
@@ -45,10 +49,8 @@ DataPlane::Usage DataPlane::usage() const {
   for (const auto& entry : held_) {
     usage.held_frames += entry.second.size();
   }
-  for (const auto& entry : sends_) {
-    usage.queued_sends += entry.second.size();
-  }
-  usage.shared_links = shared_in_.size() + shared_out_.size();
+  usage.queued_sends = messages_.queued();
+  usage.shared_links = links_.sharedLinks();
   usage.staging_nbytes = staging_.takenNbytes();
   usage.protocol = protocol_.usage();
   return usage;
@@ -59,14 +61,14 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
     ErrorRecord record = ownTrouble(exception, identity_);
     if (peer >= 0 && !isOwnTrouble(record.code)) {
       record.peer = peer;
-      record.peer_host = identity_.hosts[static_cast<size_t>(peer)];
+      record.peer_host = identity_.host(peer);
       if (record.summary.empty()) { // of a shared link, which knows of no ranks
         record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
             " has broken the memory through which it talks with rank " + std::to_string(identity_.rank) + ".";
       }
     }
     notice(std::move(record));
-  } catch (...) { // no memory even to say so: a deadline ends the others
+  } catch (...) { // no memory even to report it: a deadline ends the others
     for (const auto& operation : std::exchange(refused_, {})) {
       endUnfit(*operation, exception);
     }
@@ -74,64 +76,65 @@ void DataPlane::report(int peer, const std::exception_ptr& exception) noexcept {
 }
 
 void DataPlane::notice(ErrorRecord record) {
-  if (!failure_ && !closing_) {
+  if (end_.running()) {
     events_.noticed(std::move(record));
   }
 }
 
 void DataPlane::post(const std::shared_ptr<Operation>& operation) {
-  if (failure_ || closing_ || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
-    // What belongs in shared memory comes here only when that is over, which is a little before all else is.
-    ErrorRecord closed;
-    closed.code = ErrorCode::ShutDown;
-    closed.summary = "The process group is closed.";
-    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) {
-      ErrorRecord record = errorOf(ended, failure_ ? *failure_ : (closing_ ? *closing_ : closed), identity_);
-      record.bytes_done = 0;
-      record.bytes_total = 0;
-      if (const PreparedSchedule* schedule = ended.request().schedule.get()) { // null: from any rank
-        for (const Edge& edge : schedule->incoming) {
-          record.bytes_total += edge.nbytes;
-        }
-      }
-      record.phase = record.phase.empty() ? "not_started" : record.phase;
-      return record;
-    });
+  // What belongs in shared memory comes here only when that is over, which is a little before all else is.
+  if (!end_.running() || operation->request().descriptor.algorithm == Algorithm::SharedMemory) {
+    endAtOnce(*operation);
     return;
   }
   takeUp(operation, [&] {
     PYCOMM_FAULT_POINT("operation.post");
-    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
     if (operation->request().descriptor.kind == Collective::Send) {
-      postPointToPoint(operation);
+      messages_.post(operation);
+      departures_.posted(Clock::now());
+      actOnDepartures();
     } else {
-      begin(operation);
+      start(operation);
     }
   });
 }
 
+// The plane is failing or closing.
+void DataPlane::endAtOnce(Operation& operation) noexcept {
+  end(operation, nullptr, [&](const Operation& ended, const Transfer*) {
+    ErrorRecord closed;
+    closed.code = ErrorCode::ShutDown;
+    closed.summary = "The process group is closed.";
+    const ErrorRecord& cause = end_.failure ? *end_.failure : (end_.closing ? *end_.closing : closed);
+    ErrorRecord record = errorOf(ended, cause, identity_);
+    record.bytes_done = 0;
+    record.bytes_total = 0;
+    if (const PreparedSchedule* schedule = ended.request().schedule.get()) { // null: from any rank
+      for (const Edge& edge : schedule->incoming) {
+        record.bytes_total += edge.nbytes;
+      }
+    }
+    record.phase = record.phase.empty() ? "not_started" : record.phase;
+    return record;
+  });
+}
+
 bool DataPlane::has(const Operation& operation) const noexcept {
-  const auto is = [&](const auto& entry) { return entry.second.get() == &operation; };
-  const auto queues = [&](const auto& entry) {
-    bool queued = false;
-    entry.second.forEach([&](const Operation& message) { queued = queued || &message == &operation; });
-    return queued;
-  };
   return std::any_of(
              transfers_.begin(),
              transfers_.end(),
              [&](const auto& entry) { return &entry.second->operation() == &operation; }) ||
-      std::any_of(unmatched_.begin(), unmatched_.end(), is) || std::any_of(sends_.begin(), sends_.end(), queues) ||
-      std::any_of(followed_.begin(), followed_.end(), is) ||
-      std::any_of(without_input_.begin(), without_input_.end(), [&](const auto& entry) {
-           return entry.get() == &operation;
-         });
+      messages_.has(operation) || watched_.has(operation) ||
+      std::any_of(refused_.begin(), refused_.end(), [&](const auto& entry) { return entry.get() == &operation; });
 }
 
-void DataPlane::refuse(const std::shared_ptr<Operation>& operation, const std::exception_ptr& exception) noexcept {
+void DataPlane::cannotBegin(const std::shared_ptr<Operation>& operation) noexcept {
+  if (has(*operation)) {
+    return;
+  }
+  const std::exception_ptr exception = std::current_exception();
   try {
     refused_.push_back(operation);
-    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
   } catch (...) { // no memory to remember it
     endUnfit(*operation, exception);
   }
@@ -143,7 +146,7 @@ void DataPlane::endUnfit(Operation& operation, const std::exception_ptr& excepti
   });
 }
 
-void DataPlane::begin(std::shared_ptr<Operation> operation) {
+void DataPlane::start(const std::shared_ptr<Operation>& operation) {
   const Operation::Request& request = operation->request();
   const uint64_t op_id = request.id.id;
   auto transfer =
@@ -155,18 +158,15 @@ void DataPlane::begin(std::shared_ptr<Operation> operation) {
   lane_.addBusy(1);
   const TimePoint now = Clock::now();
   operation->mark().running(now, running.bytesExpected());
-  protocol_.posted(request.id, request.descriptor, *request.schedule, now);
+  protocol_.posted(request.id, request.descriptor, *request.schedule, now, request.deadline);
   act();
   if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
     return;
   }
   running.start();
   replayHeld(running);
-  for (int peer = 0; peer < identity_.size; ++peer) {
-    if (left_[static_cast<size_t>(peer)]) {
-      missLeft(peer, running);
-    }
-  }
+  departures_.posted(now);
+  actOnDepartures();
   act();
   settle(op_id);
 }
@@ -190,23 +190,24 @@ void DataPlane::replayHeld(Transfer& transfer) {
 
 Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
-  if (failure_ || closing_ || header.type == FrameType::Goodbye) {
+  if (!end_.running() || header.type == FrameType::Goodbye) {
     return sink;
   }
   const TimePoint now = Clock::now();
   PYCOMM_FAULT_POINT("frame.header");
   const bool ours = header.group == identity_.hash && header.epoch == identity_.epoch;
   if (ours && header.op_id == PointToPoint::kAskId) {
-    asked(peer, header);
+    messages_.asked(peer, header);
+    act();
     return sink;
   }
-  if (ours && header.kind == static_cast<uint8_t>(Collective::Send)) {
-    if (isOfPastMessage(peer, header)) {
-      return sink;
-    }
-    hear(peer, header);
+  const auto runs = [&] { return transfers_.count(header.op_id) != 0; };
+  if (ours && header.kind == static_cast<uint8_t>(Collective::Send) && !messages_.heard(peer, header, runs())) {
+    return sink;
   }
-  recallHost(header.op_id);
+  if (!runs()) {
+    watched_.recall(header.op_id);
+  }
   const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
   act();
   switch (verdict) {
@@ -225,18 +226,18 @@ Sink DataPlane::onHeader(int peer, const FrameHeader& header) {
       }
       break;
     case Protocol::Verdict::Ignore:
-      beginQueued(peer); // it may have brought room
+      messages_.beginQueued(peer); // it may have brought room
       break;
   }
   return sink;
 }
 
 void DataPlane::onFrame(int peer, const FrameHeader& header, Sink sink) {
-  if (failure_ || protocol_.failed()) {
+  if (end_.failure || protocol_.failed()) {
     return;
   }
   if (header.type == FrameType::Goodbye) {
-    endReading(*in_[static_cast<size_t>(peer)]);
+    links_.endReading(peer);
     events_.left(peer);
     peerLeft(peer);
     return;
@@ -265,19 +266,9 @@ void DataPlane::act() {
        actions = protocol_.takeActions()) {
     for (Protocol::Action& action : actions) {
       switch (action.kind) {
-        case Protocol::Action::Kind::Send: {
-          OutFrame frame;
-          frame.header = action.header;
-          try {
-            push(action.peer, std::move(frame));
-          } catch (const Error& error) {
-            if (!isQuestion(action.header)) {
-              throw;
-            }
-            askFailed(action.peer, error);
-          }
+        case Protocol::Action::Kind::Send:
+          send(action.peer, action.header);
           break;
-        }
         case Protocol::Action::Kind::Pump: {
           const auto found = transfers_.find(action.op_id);
           if (found != transfers_.end()) {
@@ -288,6 +279,9 @@ void DataPlane::act() {
         case Protocol::Action::Kind::Fail:
           action.record.group = identity_.name;
           notice(std::move(action.record));
+          break;
+        case Protocol::Action::Kind::Overdue:
+          overdue(action.op_id);
           break;
       }
     }
@@ -305,54 +299,54 @@ void DataPlane::settle(uint64_t op_id) {
   lane_.addBusy(-1);
   endInProtocol(op_id);
   finished->operation().finish(std::nullopt);
-  messageEnded(finished->operation()); // begins others, which may throw
+  messages_.ended(finished->operation()); // begins others, which may throw
 }
 
-// A broken link to a peer matters only where something has still to go out on it. What is due from the peer comes on its own link, and
-// the end of that tells more; if the peer died, those who have a control link to it say so.
-void DataPlane::suspect(int peer, Suspicion suspicion) {
-  if (failure_ || closing_) {
+// ---- questions, and frames to this rank itself
+
+bool DataPlane::isQuestion(const FrameHeader& header) const noexcept {
+  const bool announces = header.kind == static_cast<uint8_t>(Collective::Send) && header.root == identity_.rank;
+  return header.type == FrameType::NotEntered || (header.type == FrameType::Waiting && !announces);
+}
+
+void DataPlane::send(int peer, const FrameHeader& header) {
+  if (isQuestion(header) && peer != identity_.rank) {
+    questions_.push_back(Question{peer, header});
     return;
   }
-  const auto any = [&](bool (Transfer::*question)(int) const noexcept) {
-    return std::any_of(
-        transfers_.begin(), transfers_.end(), [&](const auto& entry) { return (entry.second.get()->*question)(peer); });
-  };
-  const std::unique_ptr<InPort>& port = in_[static_cast<size_t>(peer)];
-  const bool due = any(&Transfer::needsFrom) || (!unmatched_.empty() && point_to_point_.waitingFor(peer) != 0);
-  if (suspicion.doubt) {
-    events_.doubted(std::move(suspicion.record));
-    missSenders(peer);
-    return;
+  OutFrame frame;
+  frame.header = header;
+  push(peer, std::move(frame));
+}
+
+void DataPlane::sendQuestions() {
+  if (!questions_.empty() && end_.running()) {
+    events_.ask(std::exchange(questions_, {}));
   }
-  if (suspicion.record.code == ErrorCode::PeerLeft && port != nullptr && !port->ended) {
-    return; // it came after all, and says itself when it ends
+}
+
+void DataPlane::heardQuestion(int peer, const FrameHeader& question) {
+  guarded(peer, [&] { static_cast<void>(onHeader(peer, question)); });
+}
+
+void DataPlane::deliverToSelf() {
+  const OutFrame frame = std::move(to_self_.front());
+  to_self_.pop_front();
+  FrameHeader header = frame.header;
+  if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) { // pool room and questions concern no operation
+    header.op_id ^= PointToPoint::kSelfBit;
   }
-  const Operation* const receive = withoutSenders();
-  if (suspicion.record.code == ErrorCode::PeerLeft && receive != nullptr) {
-    notice(peerLeftUs(peer, *receive, identity_));
-    return;
+  Sink sink = onHeader(identity_.rank, header);
+  if (sink.into.nbytes > 0) {
+    std::memcpy(sink.into.ptr, frame.payload.ptr, sink.into.nbytes);
   }
-  if (!any(&Transfer::owes) && !hasQueued(peer)) {
-    // Its link may be on its way, or still bring what is due; but without the broken one it may wait for credit for ever.
-    if (due && !suspicion.patient && (port == nullptr || !port->ended)) {
-      suspicion.patient = true;
-      suspicion.due += std::chrono::milliseconds(kLastLinkMs);
-      suspicions_.emplace(peer, std::move(suspicion));
-      return;
-    }
-    if (!due) {
-      // It was only asked whether it has entered something, and is not there any more; or a message is lost that had gone out, and
-      // whoever waits for it would wait for ever.
-      left_[static_cast<size_t>(peer)] = true;
-      ErrorRecord lost = linkLost(peer, suspicion.record, identity_);
-      lost_.insert_or_assign(peer, lost);
-      suspicions_.emplace(
-          peer, Suspicion{std::move(lost), suspicion.due + std::chrono::milliseconds(kLastLinkMs), true, true});
-      return;
-    }
+  onFrame(identity_.rank, header, std::move(sink));
+  const auto found = frame.step < 0 ? transfers_.end() : transfers_.find(frame.header.op_id);
+  if (found != transfers_.end()) {
+    found->second->sent(static_cast<uint32_t>(frame.step));
+    settle(frame.header.op_id);
   }
-  notice(std::move(suspicion.record));
+  act();
 }
 
 } // namespace pycomm

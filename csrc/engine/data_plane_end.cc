@@ -6,6 +6,16 @@
 #include "engine/failure_text.h"
 
 namespace pycomm {
+namespace {
+
+// Closing: how long to wait after a goodbye for the peer to read it.
+constexpr int kGoodbyeMs = 20;
+// Closing: how long to wait for room for it, if the peer has yet to read what came before.
+constexpr int kLastWordsMs = 1500;
+// After a failure, how long bulk links stay open at the least.
+constexpr int kNewsMs = 50;
+
+} // namespace
 
 // What the protocol keeps of an operation must not keep the operation from ending.
 void DataPlane::endInProtocol(uint64_t op_id) noexcept {
@@ -22,32 +32,17 @@ void DataPlane::end(Operation& operation, const Transfer* transfer, const Why& w
 
 void DataPlane::endAll(const Why& why) noexcept {
   const auto transfers = std::exchange(transfers_, {});
-  const auto unmatched = std::exchange(unmatched_, {});
-  auto sends = std::exchange(sends_, {});
-  const auto without_input = std::exchange(without_input_, {});
-  const auto refused = std::exchange(refused_, {});
-  asks_of_.clear();
-  asks_.clear();
-  host_stuck_.clear();
-  endFollowed(why);
-  lane_.addBusy(-static_cast<int>(transfers.size() + unmatched.size()));
+  watched_.endAll([&](Operation& operation) {
+    endInProtocol(operation.request().id.id);
+    end(operation, nullptr, why);
+  });
+  lane_.addBusy(-static_cast<int>(transfers.size()));
   for (const auto& entry : transfers) {
     endInProtocol(entry.first);
     end(entry.second->operation(), entry.second.get(), why);
   }
-  for (const auto& entry : unmatched) {
-    end(*entry.second, nullptr, why);
-  }
-  for (auto& entry : sends) {
-    while (!entry.second.empty()) {
-      lane_.addBusy(-1);
-      end(*entry.second.takeFirst(), nullptr, why);
-    }
-  }
-  for (const auto& operation : without_input) {
-    end(*operation, nullptr, why);
-  }
-  for (const auto& operation : refused) {
+  messages_.endAll([&](Operation& operation) { end(operation, nullptr, why); });
+  for (const auto& operation : std::exchange(refused_, {})) {
     end(*operation, nullptr, why);
   }
   held_.clear();
@@ -68,17 +63,17 @@ ErrorRecord DataPlane::errorIn(const Operation& operation, const Transfer* trans
 }
 
 void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told) noexcept {
-  if (failure_) {
+  if (end_.failure) {
     return;
   }
-  failure_ = recordInAnyCase(identity_, [&] { return cause; });
-  failed_at_ = Clock::now();
+  end_.failure = recordInAnyCase(identity_, [&] { return cause; });
+  end_.failed_at = Clock::now();
   stopTouchingMemory();
-  stopPorts();
+  links_.stop();
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
   });
-  const Operation* const message = oldestMessage();
+  const Operation* const message = messages_.oldest();
   const bool begun = oldest != transfers_.end();
   try {
     if (told == nullptr) {
@@ -91,6 +86,44 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   } catch (...) { // no memory to say it: the group's cause itself is known
   }
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
+}
+
+// Everything that holds a view of an operation's memory lets go of it: frames on their way out, to other ranks and to this one, and the
+// places that arriving payloads go to. Links stay open, so that goodbyes are still sent and read. Operations may end only after this.
+void DataPlane::stopTouchingMemory() noexcept {
+  to_self_.clear();
+  links_.stopTouchingMemory();
+}
+
+void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) noexcept {
+  if (!end_.failure) {
+    const Operation* const message = messages_.oldest();
+    try {
+      if (!transfers_.empty()) {
+        notice(leftInTheMiddle(transfers_.begin()->second->operation(), identity_));
+      } else if (message != nullptr && message->request().peer != PointToPoint::kAnyRank) {
+        notice(leftInTheMiddle(*message, identity_));
+      }
+    } catch (...) { // no memory to say so: the others find that this rank has left
+    }
+  }
+  end_.closing = recordInAnyCase(identity_, [&] { return reason; });
+  end_.closed = std::move(closed);
+  end_.close_at = Clock::now();
+  if (end_.failure) {
+    // News travels over other ranks' control links; a link that ends before it has arrived looks like a death.
+    end_.close_at = std::max(end_.close_at, end_.failed_at + std::chrono::milliseconds(kNewsMs));
+    return;
+  }
+  stopTouchingMemory();
+  endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
+  if (links_.sayGoodbyes()) {
+    end_.close_at = Clock::now() + std::chrono::milliseconds(links_.isClosing() ? kLastWordsMs : kGoodbyeMs);
+  }
+}
+
+void DataPlane::onGoodbyesSaid() {
+  end_.close_at = Clock::now() + std::chrono::milliseconds(kGoodbyeMs);
 }
 
 } // namespace pycomm

@@ -1,4 +1,4 @@
-// What the data plane does as time goes by: deadlines, also of operations that have not begun, and what was put off.
+// What the data plane does as time goes by, and for operations that it only watches.
 #include <algorithm>
 #include <utility>
 
@@ -20,18 +20,15 @@ void nameInterface(ErrorRecord& record, const std::string& interface) {
 } // namespace
 
 void DataPlane::hold(const std::shared_ptr<Operation>& operation) {
-  if (failure_ || closing_) {
-    post(operation); // which says so
+  if (!end_.running()) {
+    endAtOnce(*operation);
     return;
   }
-  takeUp(operation, [&] {
-    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
-    without_input_.insert(operation);
-  });
+  takeUp(operation, [&] { watched_.hold(operation); });
 }
 
 void DataPlane::release(const std::shared_ptr<Operation>& operation) {
-  if (without_input_.erase(operation) != 0) {
+  if (watched_.release(operation)) {
     post(operation);
     return;
   }
@@ -46,117 +43,98 @@ void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   });
 }
 
-void DataPlane::checkHeldDeadlines(TimePoint now) {
-  for (const auto& operation : without_input_) {
-    const Deadline deadline = operation->request().deadline;
-    if (deadline.expired(now)) {
-      notice(inputLate(*operation, 0, identity_));
-    } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
-    }
+void DataPlane::hostStuck(std::shared_ptr<Operation> operation) {
+  if (end_.running()) {
+    guarded(-1, [&] {
+      watched_.stuck(std::move(operation));
+      act();
+    });
   }
+}
+
+void DataPlane::hostUnstuck(uint64_t op_id) {
+  if (watched_.unstuck(op_id)) {
+    endInProtocol(op_id);
+  }
+}
+
+void DataPlane::follow(const std::shared_ptr<Operation>& operation) {
+  if (!end_.running()) {
+    endAtOnce(*operation);
+    return;
+  }
+  takeUp(operation, [&] {
+    watched_.follow(operation);
+    act();
+  });
+}
+
+void DataPlane::followedEnded(uint64_t op_id, std::optional<ErrorRecord> error) {
+  const std::shared_ptr<Operation> operation = watched_.unfollow(op_id);
+  if (operation == nullptr) {
+    return; // the group has failed meanwhile
+  }
+  endInProtocol(op_id);
+  if (error) {
+    end(*operation, nullptr, [&](const Operation& ended, const Transfer*) {
+      return errorOf(ended, *error, identity_);
+    });
+  } else {
+    operation->finish(std::nullopt);
+  }
+}
+
+// The deadline of an operation in the roll call has passed.
+void DataPlane::overdue(uint64_t op_id) {
+  const auto found = transfers_.find(op_id);
+  if (found == transfers_.end()) {
+    if (std::optional<ErrorRecord> late = watched_.overdue(op_id)) {
+      notice(std::move(*late));
+    }
+    return;
+  }
+  const Transfer& transfer = *found->second;
+  if (!transfer.inputComplete()) {
+    notice(inputLate(transfer.operation(), transfer.bytesExpected(), identity_));
+    return;
+  }
+  ErrorRecord record = timedOut(
+      transfer.operation(),
+      transfer.bytesArrived(),
+      transfer.bytesExpected(),
+      transfer.waitsFor(),
+      protocol_.missing(op_id),
+      identity_);
+  if (const int peer = record.peer; peer >= 0) {
+    nameInterface(record, transfer.needsFrom(peer) ? links_.readsFrom(peer) : links_.writesTo(peer));
+  }
+  notice(std::move(record));
 }
 
 TimePoint DataPlane::nextTick() const noexcept {
-  TimePoint next = std::min({protocol_.nextTick(), next_deadline_, close_at_});
-  for (const auto& entry : suspicions_) {
-    next = std::min(next, entry.second.due);
-  }
-  if (!asks_.empty()) {
-    next = std::min(next, std::max(asks_.begin()->first, asks_from_));
-  }
-  return next;
-}
-
-void DataPlane::checkDeadlines(TimePoint now) {
-  if (now < next_deadline_) {
-    return;
-  }
-  next_deadline_ = TimePoint::max();
-  for (const auto& entry : transfers_) {
-    const Deadline deadline = entry.second->operation().request().deadline;
-    if (deadline.expired(now) && !entry.second->inputComplete()) {
-      notice(inputLate(entry.second->operation(), entry.second->bytesExpected(), identity_));
-    } else if (deadline.expired(now)) {
-      ErrorRecord record = timedOut(*entry.second, protocol_.missing(entry.first), identity_);
-      if (record.peer >= 0) {
-        const auto peer = static_cast<size_t>(record.peer);
-        if (entry.second->needsFrom(record.peer)) {
-          nameInterface(record, in_[peer] == nullptr ? "" : in_[peer]->link->readsFrom());
-        } else if (out_[peer] != nullptr) {
-          nameInterface(record, out_[peer]->link->writesTo());
-        }
-      }
-      notice(std::move(record));
-    } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
-    }
-  }
-  for (const auto& entry : sends_) {
-    entry.second.forEach([&](const Operation& message) {
-      const Deadline deadline = message.request().deadline;
-      if (deadline.expired(now)) {
-        notice(timedOut(message, 0, 0, entry.first, std::nullopt, identity_));
-      } else {
-        next_deadline_ = std::min(next_deadline_, deadline.instant());
-      }
-    });
-  }
-  for (const auto& entry : unmatched_) {
-    const Deadline deadline = entry.second->request().deadline;
-    if (deadline.expired(now)) {
-      notice(noMessage(*entry.second, entry.first));
-    } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
-    }
-  }
-  checkHostDeadlines(now);
-  checkFollowedDeadlines(now);
-  checkHeldDeadlines(now);
-  checkRefusedDeadlines(now);
-}
-
-// Only if what was to become the group's failure was lost, for want of memory on its way.
-void DataPlane::checkRefusedDeadlines(TimePoint now) {
-  const auto late = std::stable_partition(refused_.begin(), refused_.end(), [&](const auto& operation) {
-    return !operation->request().deadline.expired(now);
-  });
-  for (auto at = late; at != refused_.end(); ++at) {
-    endUnfit(**at, std::make_exception_ptr(std::bad_alloc()));
-  }
-  refused_.erase(late, refused_.end());
-  for (const auto& operation : refused_) {
-    next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
-  }
+  return std::min(
+      {protocol_.nextTick(), messages_.nextTick(), watched_.nextDeadline(), departures_.nextTick(), end_.close_at});
 }
 
 void DataPlane::tick(TimePoint now) {
-  if (close_at_ <= now) {
-    close_at_ = TimePoint::max();
-    if (!failure_) {
-      failure_ = std::move(*closing_);
+  if (end_.close_at <= now) {
+    end_.close_at = TimePoint::max();
+    if (!end_.failure) {
+      end_.failure = std::move(*end_.closing);
     }
-    stopPorts();
-    std::exchange(closed_, nullptr)();
+    links_.stop();
+    std::exchange(end_.closed, nullptr)();
     return; // the owner may be gone
   }
   guarded(-1, [&] {
     protocol_.tick(now);
     act();
-    askForMessages(now);
-    checkDeadlines(now);
-    std::vector<std::pair<int, Suspicion>> due;
-    for (auto at = suspicions_.begin(); at != suspicions_.end();) {
-      if (at->second.due <= now) {
-        due.emplace_back(at->first, std::move(at->second));
-        at = suspicions_.erase(at);
-      } else {
-        ++at;
-      }
+    messages_.tick(now);
+    for (ErrorRecord& late : watched_.overdueHeld(now)) {
+      notice(std::move(late));
     }
-    for (auto& entry : due) {
-      suspect(entry.first, std::move(entry.second));
-    }
+    departures_.tick(now);
+    actOnDepartures();
   });
 }
 

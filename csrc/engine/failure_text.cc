@@ -14,11 +14,9 @@ ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& ide
   ErrorRecord record;
   const Descriptor& descriptor = operation.request().descriptor;
   record.rank = identity.rank;
-  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.host = identity.host(identity.rank);
   record.peer = peer;
-  if (peer >= 0 && peer < identity.size) { // it may come from the store, where another program can write
-    record.peer_host = identity.hosts[static_cast<size_t>(peer)];
-  }
+  record.peer_host = identity.host(peer);
   record.group = identity.name;
   record.epoch = identity.epoch;
   record.op = operation.name();
@@ -27,10 +25,6 @@ ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& ide
   record.numel = descriptor.numel;
   record.elapsed_ms = elapsedMs(operation);
   return record;
-}
-
-std::string rankText(int rank, const GroupIdentity& identity) {
-  return "rank " + std::to_string(rank) + " on " + identity.hosts[static_cast<size_t>(rank)];
 }
 
 } // namespace
@@ -65,9 +59,9 @@ ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
     record.cause += (record.cause.empty() ? "" : ", ") + std::string("reported by rank ") + std::to_string(cause.rank);
   }
   record.rank = identity.rank;
-  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
-  if (record.peer >= 0 && record.peer < identity.size && record.peer_host.empty()) {
-    record.peer_host = identity.hosts[static_cast<size_t>(record.peer)];
+  record.host = identity.host(identity.rank);
+  if (record.peer_host.empty()) {
+    record.peer_host = identity.host(record.peer);
   }
   record.group = identity.name;
   record.epoch = identity.epoch;
@@ -87,14 +81,6 @@ ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const 
   return record;
 }
 
-ErrorRecord timedOut(
-    const Transfer& transfer,
-    const std::optional<Protocol::Missing>& missing,
-    const GroupIdentity& identity) {
-  return timedOut(
-      transfer.operation(), transfer.bytesArrived(), transfer.bytesExpected(), transfer.waitsFor(), missing, identity);
-}
-
 namespace {
 
 // What is left to wait for where every rank has come.
@@ -109,7 +95,7 @@ ErrorRecord timedOut(
     int64_t bytes_done,
     int64_t bytes_total,
     int waits_for,
-    const std::optional<Protocol::Missing>& missing,
+    const std::optional<RollCall::Missing>& missing,
     const GroupIdentity& identity) {
   ErrorRecord record = about(operation, missing ? missing->peer : waits_for, identity);
   record.code = ErrorCode::Timeout;
@@ -118,12 +104,12 @@ ErrorRecord timedOut(
   record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
     record.phase = "not_entered";
-    record.summary += rankText(missing->peer, identity) + " has not entered it (its last: " + missing->last + ").";
+    record.summary += identity.rankText(missing->peer) + " has not entered it (its last: " + missing->last + ").";
     record.hint =
         "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
     record.phase = "transfer";
-    record.summary += "it waits for " + (record.peer >= 0 ? rankText(record.peer, identity) : ownPart(operation)) + ".";
+    record.summary += "it waits for " + (record.peer >= 0 ? identity.rankText(record.peer) : ownPart(operation)) + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
   return record;
@@ -135,7 +121,7 @@ ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const Gro
   record.phase = "copy_to_host";
   record.bytes_total = bytes_total;
   record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) +
-      " ms: the tensor of " + rankText(identity.rank, identity) + " has not left its device.";
+      " ms: the tensor of " + identity.rankText(identity.rank) + " has not left its device.";
   record.hint =
       "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
   return record;
@@ -148,7 +134,7 @@ bool isOwnTrouble(ErrorCode code) noexcept {
 
 ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
   const std::string who =
-      "Rank " + std::to_string(identity.rank) + " on " + identity.hosts[static_cast<size_t>(identity.rank)];
+      "Rank " + std::to_string(identity.rank) + " on " + identity.host(identity.rank);
   ErrorRecord record;
   try {
     std::rethrow_exception(exception);
@@ -170,13 +156,13 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
   }
   if (isOwnTrouble(record.code)) {
     record.peer = identity.rank;
-    record.peer_host = identity.hosts[static_cast<size_t>(identity.rank)];
+    record.peer_host = identity.host(identity.rank);
   }
-  if (record.peer >= 0 && record.peer < identity.size && record.peer_host.empty()) {
-    record.peer_host = identity.hosts[static_cast<size_t>(record.peer)];
+  if (record.peer_host.empty()) {
+    record.peer_host = identity.host(record.peer);
   }
   record.rank = identity.rank;
-  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.host = identity.host(identity.rank);
   record.group = identity.name;
   return record;
 }
@@ -200,9 +186,9 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
 ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
   ErrorRecord record = what;
   record.rank = identity.rank;
-  record.host = identity.hosts[static_cast<size_t>(identity.rank)];
+  record.host = identity.host(identity.rank);
   record.peer = peer;
-  record.peer_host = identity.hosts[static_cast<size_t>(peer)];
+  record.peer_host = identity.host(peer);
   record.group = identity.name;
   record.epoch = identity.epoch;
   if (what.code == ErrorCode::ConnectFailed) { // says already which addresses, and why
@@ -238,7 +224,7 @@ ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& id
   if (what.code == ErrorCode::ConfigMismatch || what.code == ErrorCode::VersionMismatch ||
       what.code == ErrorCode::ProtocolViolation) {
     record.peer = peer;
-    record.peer_host = identity.hosts[static_cast<size_t>(peer)];
+    record.peer_host = identity.host(peer);
     record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
   }
   return record;

@@ -1,10 +1,14 @@
 #pragma once
 
+#include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
-#include "engine/data_plane.h"
+#include "engine/group_identity.h"
+#include "engine/operation.h"
+#include "engine/roll_call.h"
 
 namespace pycomm {
 
@@ -19,19 +23,13 @@ namespace pycomm {
 /// The group's cause, as the error of one operation on this rank.
 [[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);
 
-/// The deadline of an operation has passed.
-[[nodiscard]] ErrorRecord timedOut(
-    const Transfer& transfer,
-    const std::optional<Protocol::Missing>& missing,
-    const GroupIdentity& identity);
-
-/// The same of one in shared memory. `waits_for`: a rank that has entered it, -1 if there is none.
+/// The deadline of an operation has passed. `waits_for`: a rank that has entered it, -1 if there is none.
 [[nodiscard]] ErrorRecord timedOut(
     const Operation& operation,
     int64_t bytes_done,
     int64_t bytes_total,
     int waits_for,
-    const std::optional<Protocol::Missing>& missing,
+    const std::optional<RollCall::Missing>& missing,
     const GroupIdentity& identity);
 
 /// The same of one whose input has not come from its device.

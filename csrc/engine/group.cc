@@ -127,7 +127,7 @@ void Group::refuseInChild() const {
     ErrorRecord record;
     record.code = ErrorCode::Forked;
     record.rank = identity_.rank;
-    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+    record.host = identity_.host(identity_.rank);
     record.group = identity_.name;
     record.summary =
         "A process group cannot be used in a child of fork(): its threads and connections belong to the parent.";

@@ -165,7 +165,10 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
   void connect(const Config& config);
-  [[nodiscard]] std::unique_ptr<Link> reach(int peer, Deadline deadline);
+  /// Ranks on this one's host, itself among them, rising.
+  [[nodiscard]] const std::vector<int32_t>& hostMates() const {
+    return topology_->ranksOf(topology_->hostOf(identity_.rank));
+  }
   void shareMemory(const Config& config);
   struct OpenedMemory;
   [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
@@ -208,7 +211,6 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
   GroupIdentity identity_;
   RankClaim claim_;
   std::unique_ptr<const TopologyView> topology_; ///< made from the list that rank 0 wrote, so the same on all ranks
-  std::vector<int> host_mates_; ///< ranks on this one's host, itself among them
   std::vector<std::string> watch_names_; ///< by rank
   std::vector<std::string> remarks_; ///< by rank
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop

@@ -53,7 +53,7 @@ void Group::abort(const ErrorRecord& reason) {
   }
   ErrorRecord record = reason;
   record.rank = identity_.rank;
-  record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+  record.host = identity_.host(identity_.rank);
   record.group = identity_.name;
   engine_.control().run(Loop::owned(*this, [&] {
     if (control_ != nullptr) {

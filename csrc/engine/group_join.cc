@@ -6,18 +6,16 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/usable_cores.h"
+#include "engine/connector.h"
 #include "engine/failure_text.h"
 #include "engine/group.h"
 #include "engine/host_plane.h"
-#include "transport/greeted_link.h"
 
 namespace pycomm {
 namespace {
 
 // How often a rank that waits for connections looks into the store for why they do not come.
 constexpr int kJoinSliceMs = 500;
-constexpr int kLastLookMs = 300; // and one whose time is over
-constexpr int kConnectMs = 3000; // and one that connects: long enough for a lost packet to be sent again
 
 constexpr int kMaxStreams = 16; // over each interface
 
@@ -152,83 +150,20 @@ Group::Group(
     identity_.addresses.push_back(member.address);
     watch_names_.push_back(member.watch_name);
     remarks_.push_back(member.remark);
-    if (member.identity == rendezvous.members[static_cast<size_t>(identity_.rank)].identity) {
-      host_mates_.push_back(member.rank);
-    }
   }
   topology_ = std::make_unique<const TopologyView>(hostNumbers(rendezvous.members));
   log_->met(identity_.hosts, rendezvous.run);
 }
 
-// The control link to a peer: up once the peer has accepted it. A connection that the peer drops before says nothing about that peer.
-std::unique_ptr<Link> Group::reach(int peer, Deadline deadline) {
-  const SocketAddress& address = identity_.addresses[static_cast<size_t>(peer)];
-  std::unique_ptr<GreetedLink> link;
-  bool dropped = false;
-  for (;;) {
-    const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
-    ErrorRecord trouble;
-    trouble.code = ErrorCode::ConnectFailed;
-    bool final = deadline.expired();
-    bool gone =
-        false; // it listened and does not now: its process has ended, or it has closed the group and may have said why
-    try {
-      if (link == nullptr) {
-        link = std::make_unique<GreetedLink>(
-            connectTcp(identity_.local_address, address, look, abort_),
-            identity_.local_address,
-            address,
-            identity_.hello(LinkPurpose::Control));
-      }
-      if (waitConnected(*link, look, abort_)) {
-        return link;
-      }
-      trouble.summary = "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) +
-          " connections";
-    } catch (const Error& error) {
-      trouble = error.record();
-      if (trouble.code != ErrorCode::ConnectFailed) {
-        throw Error(refusedBy(peer, trouble, identity_));
-      }
-      // A rank listens before it publishes its address.
-      const bool refused = trouble.cause.rfind("ECONNREFUSED", 0) == 0;
-      gone = link != nullptr && refused;
-      // No time would help; or the peer has not listened for some seconds.
-      final = final || gone || (link == nullptr && (!look.expired() || dropped || refused));
-      dropped = dropped || link != nullptr;
-      link.reset();
-    }
-    throwIfFailed(store_, claim_); // there may be nobody to connect to any more
-    if (final) {
-      // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
-      for (const Deadline end = Deadline::after(kLastLookMs); (gone || link != nullptr) && !end.expired();) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        abort_.throwIfAborted();
-        throwIfFailed(store_, claim_);
-      }
-      if (gone) {
-        trouble.code = ErrorCode::ConnectionReset;
-      }
-      ErrorRecord record = peerGone(peer, trouble, identity_); // adds who and where
-      if (gone) {
-        record.hint =
-            "look for the first error in that rank's log: it has ended, or closed its group while others still joined; if it still "
-            "runs, see whether a firewall resets connections to its port";
-      }
-      throw Error(record);
-    }
-  }
-}
-
 void Group::connect(const Config& config) {
-  if (host_mates_.size() > usableCores()) {
+  if (hostMates().size() > usableCores()) {
     crowds_ = true;
     engine_.lane().addCrowded(1);
   }
   Membership::Config membership;
   membership.rank = identity_.rank;
   membership.hosts = identity_.hosts;
-  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, host_mates_);
+  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, hostMates());
   membership.group = identity_.name;
   membership.heartbeat_every_ms = config.heartbeat_every_ms;
   membership.dead_after_ms = config.dead_after_ms;
@@ -246,6 +181,13 @@ void Group::connect(const Config& config) {
     soon(engine_.control(), [this, record = std::move(record)] {
       if (control_ != nullptr) {
         control_->doubt(record);
+      }
+    });
+  };
+  data_events.ask = [this](std::vector<Question> questions) {
+    soon(engine_.control(), [this, questions = std::move(questions)] {
+      if (control_ != nullptr) {
+        control_->ask(questions);
       }
     });
   };
@@ -269,6 +211,13 @@ void Group::connect(const Config& config) {
       }
     });
   };
+  events.asked = [this](int from, const FrameHeader& question) {
+    soon(engine_.lane(), [this, from, question] {
+      if (data_ != nullptr) {
+        data_->heardQuestion(from, question);
+      }
+    });
+  };
   events.left = [this](int peer) {
     soon(engine_.lane(), [this, peer] {
       if (data_ != nullptr) {
@@ -281,7 +230,7 @@ void Group::connect(const Config& config) {
         identity_, engine_.control(), std::move(listeners_), membership, std::move(events));
     control_->open();
     for (const int mate : membership.neighbours) {
-      if (std::binary_search(host_mates_.begin(), host_mates_.end(), mate)) {
+      if (std::binary_search(hostMates().begin(), hostMates().end(), mate)) {
         // Looked away from in close(), on this loop, before control_ goes.
         watches_.push_back(engine_.hostMates().watch(
             watch_names_[static_cast<size_t>(mate)], Loop::owned(*this, [this, mate] { control_->died(mate); })));
@@ -291,11 +240,14 @@ void Group::connect(const Config& config) {
 
   // Of each pair the lower rank connects.
   const Deadline deadline = config.rendezvous.deadline;
+  const Connector connector(identity_);
   for (const int peer : membership.neighbours) {
     if (peer < identity_.rank) {
       continue;
     }
-    std::unique_ptr<Link> link = reach(peer, deadline);
+    // There may be nobody to connect to any more.
+    std::unique_ptr<Link> link =
+        connector.openControl(peer, deadline, abort_, [&] { throwIfFailed(store_, claim_); });
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
   std::vector<int> missing;
@@ -317,14 +269,14 @@ void Group::connect(const Config& config) {
     ErrorRecord record;
     record.code = ErrorCode::ConnectFailed;
     record.rank = identity_.rank;
-    record.host = identity_.hosts[static_cast<size_t>(identity_.rank)];
+    record.host = identity_.host(identity_.rank);
     record.peer = missing.front();
-    record.peer_host = identity_.hosts[static_cast<size_t>(missing.front())];
+    record.peer_host = identity_.host(missing.front());
     record.group = identity_.name;
     record.phase = "connect";
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
         " met us in the store but never connected to " +
-        identity_.addresses[static_cast<size_t>(identity_.rank)].text() + ".";
+        identity_.route(identity_.rank).remote.text() + ".";
     record.hint =
         "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
         "with PYCOMM_SOCKET_IFNAME";

@@ -68,8 +68,8 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
   };
   const bool one_host = topology_->hosts() == 1;
   const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
-  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(host_mates_.size());
-  const int maker = host_mates_.front();
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(hostMates().size());
+  const int maker = hostMates().front();
   const bool first = identity_.rank == maker;
   if (one_host) {
     attempt(opened.no_heaps, [&] {
@@ -116,7 +116,7 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
     HostRings rings;
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
-    rings.ranks = host_mates_;
+    rings.ranks = hostMates();
     engine_.lane().run([&] { data_->shareRings(std::move(rings)); });
   }
   return opened;
@@ -139,9 +139,9 @@ std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& o
   std::vector<std::string> votes;
   try {
     std::string vote = kAlone;
-    if (host_mates_.size() > kMaxHostRanks) {
+    if (hostMates().size() > kMaxHostRanks) {
       vote = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
-    } else if (host_mates_.size() > 1) {
+    } else if (hostMates().size() > 1) {
       opened = openMemory(config.rendezvous.deadline);
       vote = opened.vote();
     }
@@ -175,10 +175,10 @@ void Group::shareMemory(const Config& config) {
   OpenedMemory opened;
   const std::vector<std::string> votes = shareVotes(config, opened);
   int without = -1; // the first rank of this host that has no memory
-  if (host_mates_.size() > 1) {
+  if (hostMates().size() > 1) {
     const auto found = std::find_if(
-        host_mates_.begin(), host_mates_.end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
-    without = found == host_mates_.end() ? -1 : *found;
+        hostMates().begin(), hostMates().end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
+    without = found == hostMates().end() ? -1 : *found;
     engine_.lane().run([&] { data_->useRings(without < 0); });
   }
   if (without >= 0) {
@@ -186,7 +186,7 @@ void Group::shareMemory(const Config& config) {
     if (config.transport == Transport::SharedMemory) {
       throwCannotShare(why_not_shared_);
     }
-    if (identity_.rank == host_mates_.front()) {
+    if (identity_.rank == hostMates().front()) {
       log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
     }
     return;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engine/data_plane.h"
+#include "engine/group_identity.h"
 #include "engine/host_layout.h"
 #include "engine/host_transfer.h"
 #include "engine/operation.h"

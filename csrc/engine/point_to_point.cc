@@ -40,9 +40,7 @@ void PointToPoint::postReceive(uint64_t ticket, int from, uint32_t tag) {
   }
   if (first == under.messages.end()) {
     under.receives[from].push_back(ticket);
-    if (from != kAnyRank) {
-      ++receives_[static_cast<size_t>(from)];
-    }
+    ++receives_[placeOf(from)];
     return;
   }
   const int sender = first->first;
@@ -62,7 +60,7 @@ void PointToPoint::heard(int from, uint32_t tag, Name name) {
     return;
   }
   const bool takes_own = own != none && (any == none || own->second.front() < any->second.front());
-  receives_[static_cast<size_t>(from)] -= takes_own ? 1 : 0;
+  --receives_[placeOf(takes_own ? from : kAnyRank)];
   matches_.push_back(Match{takeFirst(under.receives, takes_own ? own : any), from, name});
   if (under.messages.empty() && under.receives.empty()) {
     tags_.erase(tag);

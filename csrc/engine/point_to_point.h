@@ -38,7 +38,7 @@ class PointToPoint {
   };
 
   PointToPoint(int rank, int size, uint32_t group)
-      : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size), 0) {}
+      : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size) + 1, 0) {}
 
   [[nodiscard]] Name nameSend(int to);
   /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
@@ -55,9 +55,9 @@ class PointToPoint {
   [[nodiscard]] size_t tags() const noexcept {
     return tags_.size();
   }
-  /// Receives from `from`, itself, that have no message yet.
+  /// Receives from `from`, or from kAnyRank itself, that have no message yet.
   [[nodiscard]] size_t waitingFor(int from) const noexcept {
-    return receives_[static_cast<size_t>(from)];
+    return receives_[placeOf(from)];
   }
   /// The first receives under a tag that have no message yet: (from, ticket), kAnyRank first.
   [[nodiscard]] std::vector<std::pair<int, uint64_t>> waitingUnder(uint32_t tag) const;
@@ -82,10 +82,15 @@ class PointToPoint {
     std::map<int, std::deque<Message>> messages;
   };
 
+  /// In receives_: by rank, kAnyRank first.
+  [[nodiscard]] static size_t placeOf(int from) noexcept {
+    return static_cast<size_t>(from + 1);
+  }
+
   const int rank_;
   const uint32_t group_;
   std::vector<uint64_t> sends_; ///< by rank: named so far
-  std::vector<size_t> receives_; ///< by rank: from it, without a message
+  std::vector<size_t> receives_; ///< from each rank, without a message: see placeOf()
   std::unordered_map<uint32_t, Tag> tags_;
   uint64_t heard_count_ = 0;
   std::vector<Match> matches_;

@@ -1,10 +1,9 @@
-// The data plane's questions: a receive that waits asks for its message, which may wait for room at its sender.
+// The questions of receives: a receive that waits asks for its message.
 #include <algorithm>
-#include <utility>
+#include <exception>
+#include <vector>
 
-#include "base/log.h"
-#include "engine/data_plane.h"
-#include "engine/failure_text.h"
+#include "engine/messages.h"
 
 namespace pycomm {
 namespace {
@@ -20,14 +19,14 @@ constexpr size_t kMaxWanted = 64;
 
 } // namespace
 
-size_t DataPlane::mostAnnounced(const SendQueue& queue) const noexcept {
-  const size_t room = options_.limits.max_ahead / 2;
+size_t Messages::mostAnnounced(const SendQueue& queue) const noexcept {
+  const size_t room = limits_.max_ahead / 2;
   return queue.announced.size() < room ? std::min(kMaxWanted, room - queue.announced.size()) : 0;
 }
 
 // A receiver waits for messages under a tag. If some are queued here they go before what fills its pool: they are announced, and it
 // gives them credit. If none is, it is answered, and the next message under that tag begins at once.
-void DataPlane::asked(int peer, const FrameHeader& header) {
+void Messages::asked(int peer, const FrameHeader& header) {
   if (header.type == FrameType::NotEntered) {
     not_entered_[peer] = Protocol::lastText(header);
     return;
@@ -47,7 +46,7 @@ void DataPlane::asked(int peer, const FrameHeader& header) {
   std::exception_ptr thrown;
   for (const std::shared_ptr<Operation>& message : wanted) {
     try {
-      orRefuse(message, [&] { beginMessage(message, true); });
+      begin(message, true);
     } catch (...) {
       thrown = std::current_exception();
     }
@@ -58,34 +57,29 @@ void DataPlane::asked(int peer, const FrameHeader& header) {
   if (wanted.empty()) {
     queue.miss(header.tag);
     protocol_.answerNotEntered(peer, PointToPoint::kAskId);
-    act();
   }
 }
 
-void DataPlane::ask(int peer, uint32_t tag) {
-  OutFrame frame;
-  frame.header.type = FrameType::Waiting;
-  frame.header.group = identity_.hash;
-  frame.header.epoch = identity_.epoch;
-  frame.header.op_id = PointToPoint::kAskId;
-  frame.header.kind = static_cast<uint8_t>(Collective::Send);
-  frame.header.root = peer;
-  frame.header.tag = tag;
+void Messages::ask(int peer, uint32_t tag) {
+  FrameHeader question;
+  question.type = FrameType::Waiting;
+  question.group = identity_.hash;
+  question.epoch = identity_.epoch;
+  question.op_id = PointToPoint::kAskId;
+  question.kind = static_cast<uint8_t>(Collective::Send);
+  question.root = peer;
+  question.tag = tag;
   protocol_.asked(peer);
-  try {
-    push(peer, std::move(frame));
-  } catch (const Error& error) {
-    askFailed(peer, error);
-  }
+  owner_.send(peer, question);
 }
 
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.
-void DataPlane::askSoon(int from, uint32_t tag) {
+void Messages::askSoon(int from, uint32_t tag) {
   const auto found = asks_of_.find({from, tag});
   if (found != asks_of_.end() && found->second->second.pause == kFirstAsk) {
     return; // it is due soon
   }
-  const uint64_t oldest = point_to_point_.oldestUnder(tag, from);
+  const uint64_t oldest = names_.oldestUnder(tag, from);
   if (oldest == 0 || (found != asks_of_.end() && found->second->second.ticket == oldest)) {
     return;
   }
@@ -104,7 +98,7 @@ void DataPlane::askSoon(int from, uint32_t tag) {
   }
 }
 
-void DataPlane::askForMessages(TimePoint now) {
+void Messages::askWhatIsDue(TimePoint now) {
   if (now < asks_from_) {
     return;
   }
@@ -115,7 +109,7 @@ void DataPlane::askForMessages(TimePoint now) {
     }
     auto node = asks_.extract(asks_.begin());
     Ask& due = node.mapped();
-    const uint64_t oldest = point_to_point_.oldestUnder(due.tag, due.from);
+    const uint64_t oldest = names_.oldestUnder(due.tag, due.from);
     if (oldest == 0) {
       asks_of_.erase({due.from, due.tag});
       continue;
@@ -131,28 +125,22 @@ void DataPlane::askForMessages(TimePoint now) {
     }
     ++asked;
     for (int peer = 0; peer < identity_.size; ++peer) {
-      // A receive from any rank asks only those that have sent something: no link is opened for it.
       const bool may_have =
-          ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && in_[static_cast<size_t>(peer)] != nullptr);
-      if (may_have && !left_[static_cast<size_t>(peer)]) {
+          ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && owner_.hasSent(peer));
+      if (may_have && !owner_.isAway(peer)) {
         ask(peer, ask_for.tag);
       }
     }
   }
 }
 
-bool DataPlane::isQuestion(const FrameHeader& header) const noexcept {
-  const bool announces = header.kind == static_cast<uint8_t>(Collective::Send) && header.root == identity_.rank;
-  return header.type == FrameType::NotEntered || (header.type == FrameType::Waiting && !announces);
+void Messages::tick(TimePoint now) {
+  askWhatIsDue(now);
+  checkDeadlines(now);
 }
 
-void DataPlane::askFailed(int peer, const Error& error) {
-  if (!cannot_ask_.insert(peer).second) {
-    return;
-  }
-  log(LogLevel::Info,
-      "group " + identity_.name + ": rank " + std::to_string(peer) +
-          " cannot be asked what it waits in: " + error.record().summary);
+TimePoint Messages::nextTick() const noexcept {
+  return asks_.empty() ? next_deadline_ : std::min(next_deadline_, std::max(asks_.begin()->first, asks_from_));
 }
 
 } // namespace pycomm

@@ -1,34 +1,30 @@
-// The protocol's questions: an operation that waits tells other ranks so, and they say if they have not entered it.
+// The questions of the roll call: an operation that waits says so to other ranks, and they answer if they have not entered it. And its
+// deadlines.
 #include <algorithm>
-#include <utility>
 
 #include "engine/mismatch.h"
-#include "engine/protocol.h"
+#include "engine/roll_call.h"
 
 namespace pycomm {
 namespace {
 
-// A rank that is stuck this long asks everyone, so that the error names who has not entered and not only a neighbour that waits
-// as well. One frame to each rank, once an operation, only when stuck. Where many operations are under way the oldest ask, and the
-// others when they are among the oldest: questions about hundreds would keep data waiting on a slow link.
 constexpr int kAskEveryoneAfterMs = 200;
 constexpr int kAskEveryoneMaxSize = 256;
 
 } // namespace
 
-void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimePoint now) {
-  // Posted here, and `arrived` has compared it. The peer gives credit once it knows that this rank waits, too, and it may have had no
+void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
+  // Entered here, and `compared` has compared it. The peer gives credit once it knows that this rank waits, too, and it may have had no
   // place for that (see below). An answer is not answered.
-  if (op != nullptr) {
-    const EdgeState* const edge = edgeTo(op->outgoing, peer);
-    if (header.aux == 0 && edge != nullptr && edge->limit == kNoLimit && edge->passed < edge->frames) {
+  if (ops_.count(header.op_id) != 0) {
+    if (header.aux == 0 && credits_.lacksCredit(header.op_id, peer)) {
       FrameHeader answer = headerFor(header.op_id, FrameType::Waiting, peer);
       answer.aux = 1;
       send(peer, answer);
     }
     return;
   }
-  // A counted id that I have passed: it ended here long ago.
+  // A counted id that this rank has passed: it ended here long ago.
   const bool counted = (header.op_id & kDerivedIdBit) == 0;
   if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {
     return;
@@ -37,19 +33,27 @@ void Protocol::waitingArrived(int peer, const FrameHeader& header, Op* op, TimeP
   // sender of messages announces no more than there are places for, and one for each question.
   const bool message = header.kind == static_cast<uint8_t>(Collective::Send);
   Peer& asks = peers_[static_cast<size_t>(peer)];
-  const auto places = static_cast<size_t>(config_.eager_pool_nbytes / config_.frame_nbytes) + 2 * config_.max_ahead;
-  const bool has_place = heard_.count(header.op_id) != 0 || asks.heard(message) < places + (message ? asks.asked : 0);
+  const bool has_place = heard_.count(header.op_id) != 0 || asks.heard(message) < places_ + (message ? asks.asked : 0);
   if (message && !has_place) {
-    fail(violation(peer, header, "it announces too many messages"));
+    violated(peer, header, "it announces too many messages");
     return;
   }
-  if (has_place && remember(peer, header, now) == nullptr) {
+  if (has_place && !remember(peer, header, now)) {
     return;
   }
   answerNotEntered(peer, header.op_id);
 }
 
-void Protocol::answerNotEntered(int peer, uint64_t op_id) {
+void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
+  const auto found = ops_.find(header.op_id);
+  // Answers travel another way than the frames of the operation, and may come later than those: then the peer has entered it since.
+  if (found != ops_.end() && !credits_.hasShown(header.op_id, peer)) {
+    found->second.missing.push_back(Missing{peer, lastText(header)});
+    standOff(found->second, peer, now);
+  }
+}
+
+void RollCall::answerNotEntered(int peer, uint64_t op_id) {
   FrameHeader reply;
   reply.type = FrameType::NotEntered;
   reply.group = config_.group;
@@ -58,11 +62,11 @@ void Protocol::answerNotEntered(int peer, uint64_t op_id) {
     last_descriptor_->writeTo(reply);
   }
   reply.op_id = op_id;
-  reply.aux = last_posted_.id;
+  reply.aux = last_entered_.id;
   send(peer, reply);
 }
 
-std::string Protocol::lastText(const FrameHeader& not_entered) {
+std::string RollCall::lastText(const FrameHeader& not_entered) {
   const Descriptor last = Descriptor::readFrom(not_entered);
   const bool message = last.kind == Collective::Send; // its text says which one
   return not_entered.aux == 0 ? "no operation yet"
@@ -70,9 +74,9 @@ std::string Protocol::lastText(const FrameHeader& not_entered) {
 }
 
 // Two ranks wait, each in an operation that the other has not entered, and one of the two was issued by a callback: most likely a
-// callback ran inline on one rank and later on the other, so that the same operation has two names. After 10 s this is told instead of
-// leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
-void Protocol::standOff(const Op& op, int peer, TimePoint now) {
+// callback ran inline on one rank and later on the other, so that the same operation has two names. After 10 s this is reported instead
+// of leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
+void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
   if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
     return;
@@ -80,34 +84,26 @@ void Protocol::standOff(const Op& op, int peer, TimePoint now) {
   for (const auto& entry : heard_) {
     const auto theirs = entry.second.ranks.find(peer);
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
-    if (theirs == entry.second.ranks.end() || theirs->second.descriptor.kind == Collective::Send || !derived ||
+    if (theirs == entry.second.ranks.end() || theirs->second.kind == Collective::Send || !derived ||
         now - entry.second.since < patience) {
       continue;
     }
     ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);
     record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
         op.descriptor.text() + " " + operationText(op.id.id) + ", which rank " + std::to_string(peer) + " (" +
-        record.peer_host + ") has not entered; that one waits in " + theirs->second.descriptor.text() + " " +
+        record.peer_host + ") has not entered; that one waits in " + theirs->second.text() + " " +
         operationText(entry.first) + ", which is not entered here.";
     fail(std::move(record));
     return;
   }
 }
 
-void Protocol::tellWaiting(Op& op, TimePoint now) {
+void RollCall::tellWaiting(Op& op, TimePoint now) {
   const auto waited = now - op.since;
   if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
     op.told_waiting = true;
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
-    for (const EdgeState& edge : op.incoming) {
-      if (edge.moved < edge.total || edge.total == 0) {
-        send(edge.peer, header);
-      }
-    }
-    for (const EdgeState& edge : op.outgoing) {
-      if (edge.passed < edge.frames) {
-        send(edge.peer, header);
-      }
+    for (const int peer : credits_.unfinished(op.id.id)) {
+      send(peer, headerFor(op.id.id, FrameType::Waiting, peer));
     }
   }
   const auto due = [&](bool told, int after_ms) {
@@ -118,16 +114,35 @@ void Protocol::tellWaiting(Op& op, TimePoint now) {
     op.told_everyone = true;
     op.told_again = again;
     op.missing.clear();
-    const FrameHeader header = headerFor(op.id.id, FrameType::Waiting, -1);
     for (int peer = 0; peer < config_.size; ++peer) {
       if (peer != config_.rank) {
-        send(peer, header);
+        send(peer, headerFor(op.id.id, FrameType::Waiting, peer));
       }
     }
   }
 }
 
-void Protocol::tick(TimePoint now) {
+void RollCall::checkDeadlines(TimePoint now) {
+  if (now < next_deadline_) {
+    return;
+  }
+  next_deadline_ = TimePoint::max();
+  for (auto& entry : ops_) {
+    Deadline& deadline = entry.second.deadline;
+    if (deadline.expired(now)) {
+      deadline = Deadline::never();
+      Action action;
+      action.kind = Action::Kind::Overdue;
+      action.op_id = entry.first;
+      actions_.push_back(std::move(action));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+}
+
+void RollCall::tick(TimePoint now) {
+  checkDeadlines(now);
   next_tick_ = TimePoint::max();
   next_asks_ = TimePoint::max();
   if (failed_) {

@@ -1,0 +1,213 @@
+#include "engine/credits.h"
+
+#include <gtest/gtest.h>
+
+namespace pycomm {
+namespace {
+
+using CreditKind = Credits::Action::Kind;
+using Permission = Credits::Permission;
+
+constexpr int64_t kFrameCost = sizeof(FrameHeader);
+
+Edge edgeOf(int peer, int64_t nbytes, size_t frames) {
+  Edge edge;
+  edge.peer = peer;
+  edge.nbytes = nbytes;
+  edge.steps.resize(frames);
+  return edge;
+}
+
+/// What this rank does in an operation that sends so much to rank 1, in one frame for each 64 KiB.
+PreparedSchedule sending(int64_t nbytes) {
+  PreparedSchedule schedule;
+  schedule.outgoing.push_back(edgeOf(1, nbytes, static_cast<size_t>(nbytes >> 16) + 1));
+  return schedule;
+}
+
+PreparedSchedule receiving(int64_t nbytes) {
+  PreparedSchedule schedule;
+  schedule.incoming.push_back(edgeOf(1, nbytes, static_cast<size_t>(nbytes >> 16) + 1));
+  return schedule;
+}
+
+struct SmallLimits : Credits::Config {
+  SmallLimits() {
+    eager_nbytes = 1000;
+    eager_pool_nbytes = 4 * (1000 + kFrameCost);
+    window_nbytes = 8000;
+    max_ahead = 2;
+  }
+};
+
+void postTo(Credits& credits, uint64_t op_id, const PreparedSchedule& schedule) {
+  credits.posted(op_id, schedule, false, {});
+}
+
+TEST(Credits, AnEagerFrameTakesRoomForItsPayloadAndItsHeader) {
+  Credits credits(SmallLimits(), 2);
+  for (uint64_t op_id = 1; op_id <= 5; ++op_id) {
+    postTo(credits, op_id, sending(1000));
+  }
+  for (uint64_t op_id = 1; op_id <= 4; ++op_id) {
+    ASSERT_EQ(credits.maySend(op_id, 1, 1000), Permission::Eager) << op_id;
+    credits.sent(op_id, 1, 1000, Permission::Eager);
+  }
+  EXPECT_EQ(credits.maySend(5, 1, 1), Permission::No) << "the pool is full";
+  EXPECT_EQ(credits.granted(0, 1, 1000 + kFrameCost), nullptr);
+  EXPECT_EQ(credits.maySend(5, 1, 1000), Permission::Eager);
+  EXPECT_EQ(credits.maySend(5, 1, 1001), Permission::No) << "more than may go eagerly";
+  EXPECT_EQ(credits.maySend(5, 0, 1), Permission::No) << "there is no such edge";
+  EXPECT_EQ(credits.maySend(6, 1, 1), Permission::No) << "it is not posted";
+}
+
+TEST(Credits, RoomThatComesBackIsForTheOldestOperation) {
+  Credits credits(SmallLimits(), 2);
+  for (const uint64_t op_id : std::vector<uint64_t>{30, 10, 20}) {
+    postTo(credits, op_id, sending(10));
+  }
+  ASSERT_EQ(credits.granted(0, 1, 100), nullptr);
+  std::vector<uint64_t> pumped;
+  for (const Credits::Action& action : credits.takeActions()) {
+    EXPECT_EQ(action.kind, CreditKind::Pump);
+    EXPECT_EQ(action.peer, 1);
+    pumped.push_back(action.op_id);
+  }
+  EXPECT_EQ(pumped, (std::vector<uint64_t>{10, 20, 30}));
+}
+
+TEST(Credits, AReceiverGrantsAWindowAtOnceAndRaisesItByQuarters) {
+  Credits credits(SmallLimits(), 2);
+  postTo(credits, 1, receiving(100000));
+  std::vector<Credits::Action> actions = credits.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].kind, CreditKind::Grant);
+  EXPECT_EQ(actions[0].op_id, 1U);
+  EXPECT_EQ(actions[0].nbytes, 8000);
+  credits.consumed(1, 1, 1999, false);
+  EXPECT_TRUE(credits.takeActions().empty()) << "not worth a frame";
+  credits.consumed(1, 1, 1, false);
+  actions = credits.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].nbytes, 10000);
+}
+
+TEST(Credits, CreditIsTheNumberOfBytesInAll) {
+  Credits credits(SmallLimits(), 2);
+  EXPECT_EQ(credits.granted(1, 1, 5000), nullptr) << "before the operation is posted here";
+  postTo(credits, 1, sending(100000));
+  EXPECT_FALSE(credits.lacksCredit(1, 1));
+  EXPECT_EQ(credits.maySend(1, 1, 5000), Permission::Credit);
+  credits.sent(1, 1, 5000, Permission::Credit);
+  EXPECT_EQ(credits.maySend(1, 1, 1), Permission::No);
+  EXPECT_EQ(credits.granted(1, 1, 4000), nullptr) << "an older one that comes late takes nothing back";
+  EXPECT_EQ(credits.granted(1, 1, 6000), nullptr);
+  EXPECT_EQ(credits.maySend(1, 1, 1000), Permission::Credit);
+  EXPECT_EQ(credits.maySend(1, 1, 1001), Permission::No);
+}
+
+TEST(Credits, ACrowdedPoolGivesCreditToPostedOperationsThatCouldGoEagerly) {
+  Credits credits(SmallLimits(), 2);
+  postTo(credits, 9, receiving(500));
+  EXPECT_TRUE(credits.takeActions().empty());
+  EXPECT_EQ(credits.arrived(1, 1, 1000, true), nullptr);
+  EXPECT_TRUE(credits.takeActions().empty());
+  EXPECT_EQ(credits.arrived(2, 1, 1000, true), nullptr);
+  EXPECT_EQ(credits.arrived(3, 1, 1000, true), nullptr);
+  const std::vector<Credits::Action> actions = credits.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].op_id, 9U);
+  EXPECT_EQ(actions[0].nbytes, 500);
+  EXPECT_EQ(credits.usage().eager_in, 3 * (1000 + kFrameCost));
+}
+
+TEST(Credits, RoomIsGivenBackAQuarterOfThePoolAtATime) {
+  Credits credits(SmallLimits(), 2);
+  ASSERT_EQ(credits.arrived(1, 1, 500, true), nullptr);
+  ASSERT_EQ(credits.arrived(2, 1, 500, true), nullptr);
+  credits.consumed(1, 1, 500, true);
+  EXPECT_TRUE(credits.takeActions().empty());
+  credits.consumed(2, 1, 500, true);
+  const std::vector<Credits::Action> actions = credits.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  EXPECT_EQ(actions[0].op_id, 0U);
+  EXPECT_EQ(actions[0].nbytes, 2 * (500 + kFrameCost));
+  EXPECT_EQ(credits.usage().eager_in, 0);
+}
+
+TEST(Credits, NoMoreOperationsHaveCreditThanThePeerMayRemember) {
+  Credits credits(SmallLimits(), 2);
+  for (uint64_t op_id = 1; op_id <= 3; ++op_id) {
+    postTo(credits, op_id, receiving(100000));
+  }
+  EXPECT_EQ(credits.takeActions().size(), 2U);
+  EXPECT_EQ(credits.usage().ahead, 2U);
+  credits.shown(3, 1);
+  EXPECT_TRUE(credits.hasShown(3, 1));
+  const std::vector<Credits::Action> actions = credits.takeActions();
+  ASSERT_EQ(actions.size(), 1U) << "the peer has posted it, so it keeps no note of it";
+  EXPECT_EQ(actions[0].op_id, 3U);
+  credits.ended(1);
+  EXPECT_EQ(credits.usage().ahead, 1U);
+}
+
+TEST(Credits, CreditForOperationsThatAreNotPostedHereIsBounded) {
+  Credits credits(SmallLimits(), 2);
+  EXPECT_EQ(credits.granted(1, 1, 10), nullptr);
+  EXPECT_EQ(credits.granted(1, 1, 20), nullptr) << "the same again";
+  EXPECT_EQ(credits.granted(2, 1, 10), nullptr);
+  credits.passed(1); // it went another way, and takes no more place
+  EXPECT_EQ(credits.granted(3, 1, 10), nullptr);
+  EXPECT_STREQ(credits.granted(4, 1, 10), "credit for too many operations that are not posted here");
+}
+
+TEST(Credits, CreditForAnOperationThatHasEndedIsPastUntilAPoolMoreHasBeenSent) {
+  Credits credits(SmallLimits(), 2);
+  postTo(credits, 1, sending(1000));
+  credits.sent(1, 1, 1000, Permission::Eager);
+  credits.ended(1);
+  EXPECT_TRUE(credits.isPast(1, 1));
+  for (uint64_t op_id = 2; op_id <= 7; ++op_id) {
+    postTo(credits, op_id, sending(1000));
+    credits.sent(op_id, 1, 1000, Permission::Eager);
+    ASSERT_EQ(credits.granted(0, 1, 1000 + kFrameCost), nullptr);
+    credits.ended(op_id);
+  }
+  EXPECT_FALSE(credits.isPast(1, 1));
+  EXPECT_TRUE(credits.isPast(1, 7));
+}
+
+TEST(Credits, WhatNoPeerSends) {
+  Credits credits(SmallLimits(), 2);
+  postTo(credits, 1, sending(10));
+  EXPECT_STREQ(credits.granted(1, 1, -1), "credit of less than nothing");
+  EXPECT_STREQ(credits.granted(1, 0, 1), "credit on an edge that this operation does not have");
+  EXPECT_STREQ(credits.arrived(1, 1, 10, true), "data on an edge that this operation does not have");
+  EXPECT_STREQ(credits.arrived(2, 1, 10, false), "data without credit for an operation that is not posted here");
+  const char* refused = nullptr;
+  for (int i = 0; i < 5 && refused == nullptr; ++i) {
+    refused = credits.arrived(3, 1, 1000, true);
+  }
+  EXPECT_STREQ(refused, "more eager bytes than the pool holds");
+}
+
+TEST(Credits, SaysWhatAnOperationStillWaitsFor) {
+  Credits credits(SmallLimits(), 3);
+  PreparedSchedule schedule;
+  schedule.incoming.push_back(edgeOf(2, 5000, 1));
+  schedule.outgoing.push_back(edgeOf(1, 5000, 1));
+  postTo(credits, 1, schedule);
+  EXPECT_EQ(credits.unfinished(1), (std::vector<int>{2, 1}));
+  EXPECT_EQ(credits.withoutRoom(1), std::vector<int>{1});
+  EXPECT_TRUE(credits.lacksCredit(1, 1));
+  EXPECT_EQ(credits.incomingNbytes(1, 2), 5000);
+  EXPECT_EQ(credits.outgoingNbytes(1, 2), -1);
+  ASSERT_EQ(credits.granted(1, 1, 5000), nullptr);
+  credits.sent(1, 1, 5000, Permission::Credit);
+  EXPECT_EQ(credits.unfinished(1), std::vector<int>{2});
+  credits.consumed(1, 2, 5000, false);
+  EXPECT_EQ(credits.unfinished(1), std::vector<int>());
+}
+
+} // namespace
+} // namespace pycomm

@@ -1,0 +1,252 @@
+#include "engine/departures.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+
+#include "engine/operation.h"
+
+namespace pycomm {
+namespace {
+
+using std::chrono::milliseconds;
+
+GroupIdentity departuresIdentity(int size) {
+  GroupIdentity identity;
+  identity.rank = 0;
+  identity.size = size;
+  identity.name = "test";
+  for (int rank = 0; rank < size; ++rank) {
+    identity.hosts.push_back("host" + std::to_string(rank));
+  }
+  return identity;
+}
+
+std::unique_ptr<Operation> someOperation(int64_t sequence) {
+  Operation::Request request;
+  request.id = {static_cast<uint64_t>(sequence), sequence};
+  request.descriptor.kind = Collective::AllReduce;
+  return std::make_unique<Operation>(std::move(request));
+}
+
+ErrorRecord peerDead(int peer) {
+  ErrorRecord record;
+  record.code = ErrorCode::PeerDead;
+  record.rank = 0;
+  record.peer = peer;
+  record.cause = "EPIPE";
+  return record;
+}
+
+/// What the operations of rank 0 still need, as the test says.
+struct OpenDealings final : Departures::Dealings {
+  using Reading = Departures::Reading;
+  std::map<int, Reading> links; ///< those that are not NotOpened
+  std::map<int, const Operation*> sends;
+  std::map<int, const Operation*> receives;
+  const Operation* from_anyone = nullptr;
+
+  static const Operation* of(const std::map<int, const Operation*>& some, int peer) {
+    const auto found = some.find(peer);
+    return found == some.end() ? nullptr : found->second;
+  }
+  [[nodiscard]] Reading reading(int peer) const noexcept override {
+    const auto found = links.find(peer);
+    return found == links.end() ? Reading::NotOpened : found->second;
+  }
+  [[nodiscard]] const Operation* owing(int peer) const noexcept override {
+    return of(sends, peer);
+  }
+  [[nodiscard]] const Operation* awaiting(int peer) const noexcept override {
+    return of(receives, peer);
+  }
+  [[nodiscard]] const Operation* awaitingAnyone() const noexcept override {
+    return from_anyone;
+  }
+};
+
+class DeparturesTest : public ::testing::Test {
+ protected:
+  using Kind = Departures::Action::Kind;
+  using Reading = Departures::Reading;
+
+  [[nodiscard]] TimePoint at(int ms) const {
+    return start_ + milliseconds(ms);
+  }
+  /// The one action that there is.
+  Departures::Action action() {
+    std::vector<Departures::Action> actions = departures.takeActions();
+    EXPECT_EQ(actions.size(), 1U);
+    return actions.empty() ? Departures::Action() : std::move(actions.front());
+  }
+  bool quiet() {
+    return departures.takeActions().empty();
+  }
+
+  OpenDealings open;
+  const std::unique_ptr<Operation> first = someOperation(1);
+  const std::unique_ptr<Operation> second = someOperation(2);
+
+ private:
+  const TimePoint start_ = Clock::now();
+
+ protected:
+  Departures departures{departuresIdentity(3), open};
+};
+
+TEST_F(DeparturesTest, ARankThatNobodyNeedsLeavesInOrder) {
+  departures.saidGoodbye(1, at(0));
+  EXPECT_TRUE(departures.isAway(1));
+  EXPECT_FALSE(departures.isAway(2));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(departures.nextTick(), TimePoint::max());
+}
+
+TEST_F(DeparturesTest, ALinkThatBrokeIsExplainedByAGoodbyeWithin40Ms) {
+  open.sends[1] = nullptr;
+  departures.writingBroke(1, peerDead(1), at(0));
+  EXPECT_EQ(departures.nextTick(), at(40));
+  departures.tick(at(39));
+  EXPECT_TRUE(quiet());
+  departures.saidGoodbye(1, at(39));
+  EXPECT_EQ(departures.nextTick(), TimePoint::max());
+  departures.tick(at(10000));
+  EXPECT_TRUE(quiet());
+}
+
+TEST_F(DeparturesTest, WithoutAGoodbyeAnOperationThatStillSendsMakesItADeath) {
+  open.sends[1] = first.get();
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  const Departures::Action failure = action();
+  EXPECT_EQ(failure.kind, Kind::Notice);
+  EXPECT_EQ(failure.record.code, ErrorCode::PeerDead);
+  EXPECT_EQ(failure.record.peer, 1);
+  EXPECT_EQ(failure.record.cause, "EPIPE");
+  EXPECT_FALSE(departures.isAway(1)) << "the group agrees on that, not this rank";
+}
+
+TEST_F(DeparturesTest, BytesThatThePeerOwesHave3SecondsToComeOnItsOwnLink) {
+  open.receives[1] = first.get();
+  open.links[1] = Reading::Open;
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(departures.nextTick(), at(3040));
+  departures.tick(at(3040));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerDead);
+}
+
+TEST_F(DeparturesTest, IfThatLinkHasEndedTheyDoNotCome) {
+  open.receives[1] = first.get();
+  open.links[1] = Reading::Ended;
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerDead);
+}
+
+TEST_F(DeparturesTest, APeerThatNothingIsDueFromIsLostAndDoubtedAfter3Seconds) {
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  EXPECT_TRUE(quiet());
+  EXPECT_TRUE(departures.isAway(1));
+  departures.tick(at(3039));
+  EXPECT_TRUE(quiet());
+  departures.tick(at(3040));
+  const Departures::Action doubt = action();
+  EXPECT_EQ(doubt.kind, Kind::Doubt);
+  EXPECT_EQ(doubt.record.code, ErrorCode::ConnectionReset);
+  EXPECT_NE(doubt.record.summary.find("although that rank is still there"), std::string::npos) << doubt.record.summary;
+}
+
+TEST_F(DeparturesTest, AnOperationThatNeedsALostPeerLaterFailsWithWhatBroke) {
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  ASSERT_TRUE(quiet());
+  open.sends[1] = second.get();
+  departures.posted(at(50));
+  EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset);
+}
+
+TEST_F(DeparturesTest, AGoodbyeStillCountsAfterAPeerWasLost) {
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  ASSERT_TRUE(quiet());
+  departures.saidGoodbye(1, at(60));
+  EXPECT_EQ(departures.nextTick(), TimePoint::max());
+  open.sends[1] = second.get();
+  departures.posted(at(70));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
+TEST_F(DeparturesTest, AGoodbyeFailsTheFirstOperationThatHasToSendToThatRank) {
+  open.sends[2] = second.get();
+  departures.saidGoodbye(2, at(0));
+  const ErrorRecord record = action().record;
+  EXPECT_EQ(record.code, ErrorCode::PeerLeft);
+  EXPECT_EQ(record.peer, 2);
+  EXPECT_EQ(record.sequence, 2);
+  EXPECT_NE(record.summary.find("Rank 2 on host2 closed its process group while all_reduce #2 still needs it."),
+            std::string::npos)
+      << record.summary;
+}
+
+TEST_F(DeparturesTest, AGoodbyeDoesNotEndWhatThePeersLinkStillBrings) {
+  open.receives[1] = first.get();
+  open.links[1] = Reading::Open;
+  departures.saidGoodbye(1, at(0));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(departures.nextTick(), TimePoint::max()) << "its link is open: the end of that decides";
+  open.links[1] = Reading::Ended;
+  departures.readingEnded(1, peerDead(1), at(5));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
+TEST_F(DeparturesTest, AGoodbyeMayOvertakeTheHelloOfTheLinkThatTheBytesComeOn) {
+  open.receives[1] = first.get();
+  departures.saidGoodbye(1, at(0));
+  EXPECT_EQ(departures.nextTick(), at(3000));
+  open.links[1] = Reading::Open;
+  departures.tick(at(3000));
+  EXPECT_TRUE(quiet()) << "the link has come";
+
+  open.links.clear();
+  departures.posted(at(3000));
+  departures.tick(at(6000));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
+TEST_F(DeparturesTest, TheEndOfAPeersLinkWithoutAGoodbyeIsADeathAtOnce) {
+  departures.readingEnded(1, peerDead(1), at(0));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerDead);
+}
+
+TEST_F(DeparturesTest, AReceiveFromAnyRankFailsWhenAllHaveLeftAndNoLinkIsOpen) {
+  open.from_anyone = first.get();
+  open.links[1] = Reading::Ended;
+  open.links[2] = Reading::Open;
+  departures.saidGoodbye(1, at(0));
+  EXPECT_TRUE(quiet()) << "rank 2 is there";
+  departures.saidGoodbye(2, at(1));
+  EXPECT_TRUE(quiet()) << "its link may bring a message";
+  open.links[2] = Reading::Ended;
+  departures.readingEnded(2, peerDead(2), at(2));
+  const ErrorRecord record = action().record;
+  EXPECT_EQ(record.code, ErrorCode::PeerLeft);
+  EXPECT_EQ(record.peer, 2);
+}
+
+TEST_F(DeparturesTest, AReceiveFromAnyRankWaits3SecondsForALinkThatHasNotCome) {
+  open.from_anyone = first.get();
+  open.links[1] = Reading::Ended;
+  departures.saidGoodbye(1, at(0));
+  departures.saidGoodbye(2, at(1));
+  EXPECT_TRUE(quiet());
+  EXPECT_EQ(departures.nextTick(), at(3001));
+  departures.tick(at(3001));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
+} // namespace
+} // namespace pycomm

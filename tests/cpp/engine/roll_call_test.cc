@@ -1,0 +1,218 @@
+#include "engine/roll_call.h"
+
+#include <gtest/gtest.h>
+
+namespace pycomm {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr size_t kPlaces = 3;
+
+RollCall::Config rollConfig(int size) {
+  RollCall::Config config;
+  config.rank = 0;
+  config.size = size;
+  config.group = 7;
+  for (int rank = 0; rank < size; ++rank) {
+    config.hosts.push_back("host" + std::to_string(rank));
+  }
+  return config;
+}
+
+Descriptor barrierOf(uint32_t tag = 0) {
+  Descriptor descriptor;
+  descriptor.kind = Collective::Barrier;
+  descriptor.tag = tag;
+  return descriptor;
+}
+
+Descriptor someMessage() {
+  Descriptor descriptor;
+  descriptor.kind = Collective::Send;
+  return descriptor;
+}
+
+FrameHeader rollFrame(uint64_t op_id, const Descriptor& descriptor, FrameType type = FrameType::Waiting) {
+  FrameHeader header;
+  header.type = type;
+  header.group = 7;
+  header.op_id = op_id;
+  descriptor.writeTo(header);
+  return header;
+}
+
+class RollCallTest : public ::testing::Test {
+ protected:
+  using Kind = RollCall::Action::Kind;
+
+  [[nodiscard]] TimePoint at(int ms) const {
+    return start_ + milliseconds(ms);
+  }
+  /// Enters a barrier that receives from rank `from` and sends to nobody.
+  void enter(int64_t sequence, Deadline deadline = Deadline::never(), int from = 1) {
+    PreparedSchedule schedule;
+    schedule.incoming.emplace_back();
+    schedule.incoming.back().peer = from;
+    schedule.incoming.back().steps.resize(1);
+    const auto id = static_cast<uint64_t>(sequence);
+    credits.posted(id, schedule, false, roll.heardFrom(id));
+    roll.entered(OperationId{id, sequence}, barrierOf(), deadline, at(0));
+  }
+  void end(uint64_t op_id) {
+    roll.ended(op_id);
+    credits.ended(op_id);
+  }
+  std::vector<RollCall::Action> taken(Kind kind) {
+    std::vector<RollCall::Action> some;
+    for (RollCall::Action& action : roll.takeActions()) {
+      if (action.kind == kind) {
+        some.push_back(std::move(action));
+      }
+    }
+    return some;
+  }
+  /// The ranks that are asked, in order.
+  std::vector<int> askedRanks() {
+    std::vector<int> ranks;
+    for (const RollCall::Action& action : taken(Kind::Send)) {
+      EXPECT_EQ(action.header.type, FrameType::Waiting);
+      ranks.push_back(action.peer);
+    }
+    return ranks;
+  }
+
+  Credits credits{Credits::Config(), 4};
+  RollCall roll{rollConfig(4), credits, kPlaces};
+
+ private:
+  const TimePoint start_ = Clock::now();
+};
+
+TEST_F(RollCallTest, AsksTheRanksThatItWaitsForAfter2MsAndAllRanksAfter200) {
+  enter(1);
+  EXPECT_EQ(roll.nextTick(), at(2));
+  roll.tick(at(1));
+  EXPECT_EQ(askedRanks(), std::vector<int>());
+  roll.tick(at(2));
+  EXPECT_EQ(askedRanks(), std::vector<int>{1});
+  EXPECT_EQ(roll.nextTick(), at(200));
+  roll.tick(at(199));
+  EXPECT_EQ(askedRanks(), std::vector<int>());
+  roll.tick(at(200));
+  EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3}));
+}
+
+TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {
+  enter(1);
+  FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
+  answer.aux = 12;
+  roll.answered(3, answer, at(3));
+  answer.aux = 0;
+  roll.answered(2, answer, at(3));
+  ASSERT_TRUE(roll.missing(1));
+  EXPECT_EQ(roll.missing(1)->peer, 2);
+  EXPECT_EQ(roll.missing(1)->last, "no operation yet");
+  ASSERT_TRUE(roll.missing(1, 3));
+  EXPECT_NE(roll.missing(1, 3)->last.find("#12"), std::string::npos) << roll.missing(1, 3)->last;
+  EXPECT_FALSE(roll.missing(1, 1));
+  EXPECT_FALSE(roll.missing(2)) << "it is not entered here";
+  roll.progressed(1, at(4));
+  EXPECT_FALSE(roll.missing(1)) << "bytes have come";
+}
+
+TEST_F(RollCallTest, ADeadlineIsReportedOnceWhenItHasPassed) {
+  enter(1, Deadline::at(at(50)));
+  enter(2, Deadline::at(at(40)));
+  enter(3);
+  end(2); // in time
+  roll.tick(at(40));
+  EXPECT_TRUE(taken(Kind::Overdue).empty());
+  EXPECT_EQ(roll.nextTick(), at(50));
+  roll.tick(at(50));
+  const std::vector<RollCall::Action> overdue = taken(Kind::Overdue);
+  ASSERT_EQ(overdue.size(), 1U);
+  EXPECT_EQ(overdue[0].op_id, 1U);
+  roll.tick(at(60));
+  EXPECT_TRUE(taken(Kind::Overdue).empty());
+  EXPECT_EQ(roll.nextTick(), at(200));
+}
+
+TEST_F(RollCallTest, DeadlinesAreReportedAlsoAfterAFailure) {
+  enter(1, Deadline::at(at(50)));
+  roll.violated(1, rollFrame(1, barrierOf()), "something");
+  ASSERT_TRUE(roll.failed());
+  roll.tick(at(50));
+  EXPECT_EQ(taken(Kind::Overdue).size(), 1U);
+}
+
+TEST_F(RollCallTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
+  enter(1);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Entered);
+  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::Standing::Unknown);
+  end(1);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Past);
+  EXPECT_FALSE(roll.failed());
+
+  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(9)), at(1)));
+  EXPECT_TRUE(roll.hasHeardOf(2));
+  EXPECT_EQ(roll.heardFrom(2), std::vector<int>{3});
+  enter(2);
+  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
+  EXPECT_EQ(failures[0].record.peer, 3);
+  EXPECT_FALSE(roll.hasHeardOf(2));
+}
+
+TEST_F(RollCallTest, APeerThatContradictsItselfBreaksTheProtocol) {
+  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(1)), at(1)));
+  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(1)), at(1)));
+  EXPECT_FALSE(roll.remember(3, rollFrame(2, barrierOf(2)), at(1)));
+  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
+  EXPECT_NE(failures[0].record.summary.find("two different descriptors"), std::string::npos);
+}
+
+TEST_F(RollCallTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlaceForIt) {
+  enter(1);
+  for (uint64_t op_id = 2; op_id < 2 + 2 * kPlaces; ++op_id) {
+    roll.asked(1, rollFrame(op_id, barrierOf()), at(1));
+    const std::vector<RollCall::Action> answers = taken(Kind::Send);
+    ASSERT_EQ(answers.size(), 1U);
+    EXPECT_EQ(answers[0].peer, 1);
+    EXPECT_EQ(answers[0].header.type, FrameType::NotEntered);
+    EXPECT_EQ(answers[0].header.op_id, op_id);
+    EXPECT_EQ(answers[0].header.aux, 1U) << "the last one that was entered";
+  }
+  EXPECT_EQ(roll.usage().heard, kPlaces);
+  roll.asked(1, rollFrame(1, barrierOf()), at(1));
+  EXPECT_TRUE(taken(Kind::Send).empty()) << "it is entered here";
+}
+
+TEST_F(RollCallTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestions) {
+  roll.asksForMessages(1);
+  for (uint64_t i = 0; i < kPlaces + 1; ++i) {
+    roll.asked(1, rollFrame(kDerivedIdBit | (4 + i), someMessage()), at(1));
+    EXPECT_FALSE(roll.failed()) << i;
+  }
+  roll.asked(1, rollFrame(kDerivedIdBit | 100, someMessage()), at(1));
+  EXPECT_TRUE(roll.failed());
+}
+
+TEST_F(RollCallTest, AnOperationThatWentAnotherWayIsComparedAndIsTheLastOne) {
+  EXPECT_TRUE(roll.remember(2, rollFrame(5, barrierOf()), at(0)));
+  roll.passed(OperationId{5, 5}, barrierOf());
+  EXPECT_FALSE(roll.failed());
+  EXPECT_FALSE(roll.hasHeardOf(5));
+  roll.asked(1, rollFrame(4, barrierOf()), at(1));
+  EXPECT_TRUE(taken(Kind::Send).empty()) << "a counted operation before the last one is over";
+  roll.asked(1, rollFrame(6, barrierOf()), at(1));
+  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  ASSERT_EQ(answers.size(), 1U);
+  EXPECT_EQ(answers[0].header.aux, 5U);
+}
+
+} // namespace
+} // namespace pycomm
