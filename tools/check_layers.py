@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CPP_SUFFIXES = {".cc", ".h", ".cu", ".cuh"}
 
-# The subfolders of a folder, lowest first: a file includes lower ones and its own. Those of one set do
-# not see each other. "" is for files that lie in the folder itself.
+# The subfolders of a folder, lowest first: a file includes lower ones and its own. Those of one set
+# do not see each other. "" is for files that lie in the folder itself.
 CPP_ROOMS = {
     "engine": [
         {"loop"},

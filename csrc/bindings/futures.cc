@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 
 namespace py = pybind11;
 

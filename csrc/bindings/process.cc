@@ -16,9 +16,9 @@
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "numeric/simd_level.h"
-#include "transport/host_identity.h"
-#include "transport/interfaces.h"
-#include "transport/select_address.h"
+#include "transport/net/host_identity.h"
+#include "transport/net/interfaces.h"
+#include "transport/net/select_address.h"
 
 namespace py = pybind11;
 

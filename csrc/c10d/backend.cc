@@ -11,7 +11,7 @@
 #include "c10d/raising.h"
 #include "c10d/shared_tensors.h"
 #include "c10d/torch_compat.h"
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 #include "schedule/request_checks.h"
 
 namespace pycomm {

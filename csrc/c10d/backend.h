@@ -16,10 +16,10 @@
 #include "c10d/raising.h"
 #include "c10d/staging.h"
 #include "c10d/work.h"
-#include "engine/failure_text.h"
 #include "engine/group.h"
+#include "engine/report/failure_text.h"
 #include "schedule/step.h"
-#include "transport/store.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm {
 

@@ -6,8 +6,8 @@
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
-#include "engine/issue_context.h"
-#include "engine/point_to_point.h"
+#include "engine/data/point_to_point.h"
+#include "engine/operation/issue_context.h"
 
 namespace pycomm {
 namespace {

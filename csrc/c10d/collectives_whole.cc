@@ -6,7 +6,7 @@
 #include "c10d/backend.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 #include "schedule/select.h"
 
 namespace pycomm {

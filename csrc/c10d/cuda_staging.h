@@ -19,8 +19,8 @@
 #include "base/codec.h"
 #include "base/error.h"
 #include "c10d/cuda_library.h"
-#include "engine/callback_pool.h"
-#include "engine/piece_flow.h"
+#include "engine/loop/callback_pool.h"
+#include "engine/operation/piece_flow.h"
 
 namespace pycomm {
 

@@ -8,7 +8,7 @@
 
 #include "c10d/work.h"
 #include "engine/group.h"
-#include "engine/operation.h"
+#include "engine/operation/operation.h"
 
 namespace pycomm {
 

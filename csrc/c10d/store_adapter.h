@@ -2,7 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "transport/store.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm {
 

@@ -13,7 +13,7 @@
 #include "c10d/callback_gate.h"
 #include "c10d/python_errors.h"
 #include "c10d/raising.h"
-#include "engine/failure_text.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {

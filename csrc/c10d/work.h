@@ -11,7 +11,7 @@
 #include "c10d/cuda_nccl.h"
 #include "c10d/cuda_staging.h"
 #include "engine/group.h"
-#include "engine/operation.h"
+#include "engine/operation/operation.h"
 
 namespace pycomm {
 

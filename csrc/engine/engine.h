@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "engine/callback_pool.h"
-#include "engine/event_loop.h"
-#include "engine/flight_recorder.h"
-#include "engine/host_mates.h"
-#include "transport/shared_heap.h"
+#include "engine/loop/callback_pool.h"
+#include "engine/loop/event_loop.h"
+#include "engine/monitor/host_mates.h"
+#include "engine/report/flight_recorder.h"
+#include "transport/memory/shared_heap.h"
 
 namespace pycomm {
 

@@ -7,9 +7,9 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "engine/failure_text.h"
-#include "engine/host_plane.h"
-#include "engine/host_transfer.h"
+#include "engine/host/host_plane.h"
+#include "engine/host/host_transfer.h"
+#include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
 #include "schedule/request_checks.h"
 #include "schedule/select.h"

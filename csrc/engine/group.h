@@ -15,16 +15,16 @@
 #include "base/abort_token.h"
 #include "base/buffer_view.h"
 #include "base/deadline.h"
-#include "engine/codec_counters.h"
-#include "engine/control_plane.h"
-#include "engine/data_plane.h"
+#include "engine/data/data_plane.h"
 #include "engine/engine.h"
-#include "engine/operation.h"
+#include "engine/monitor/control_plane.h"
+#include "engine/operation/codec_counters.h"
+#include "engine/operation/operation.h"
 #include "schedule/select.h"
 #include "schedule/step.h"
 #include "schedule/topology_view.h"
-#include "transport/rendezvous.h"
-#include "transport/store.h"
+#include "transport/rendezvous/rendezvous.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm {
 

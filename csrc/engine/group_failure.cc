@@ -1,8 +1,8 @@
 #include "engine/group.h"
 
 #include "engine/engine.h"
-#include "engine/failure_text.h"
-#include "engine/host_plane.h"
+#include "engine/host/host_plane.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 

@@ -1,9 +1,9 @@
 // Operations of a group that another library runs.
 #include <utility>
 
-#include "engine/failure_text.h"
 #include "engine/group.h"
-#include "engine/host_plane.h"
+#include "engine/host/host_plane.h"
+#include "engine/report/failure_text.h"
 #include "schedule/request_checks.h"
 
 namespace pycomm {

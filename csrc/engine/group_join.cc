@@ -6,10 +6,10 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/usable_cores.h"
-#include "engine/connector.h"
-#include "engine/failure_text.h"
 #include "engine/group.h"
-#include "engine/host_plane.h"
+#include "engine/host/host_plane.h"
+#include "engine/links/connector.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {
@@ -246,8 +246,7 @@ void Group::connect(const Config& config) {
       continue;
     }
     // There may be nobody to connect to any more.
-    std::unique_ptr<Link> link =
-        connector.openControl(peer, deadline, abort_, [&] { throwIfFailed(store_, claim_); });
+    std::unique_ptr<Link> link = connector.openControl(peer, deadline, abort_, [&] { throwIfFailed(store_, claim_); });
     engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
   }
   std::vector<int> missing;
@@ -275,8 +274,7 @@ void Group::connect(const Config& config) {
     record.group = identity_.name;
     record.phase = "connect";
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " +
-        identity_.route(identity_.rank).remote.text() + ".";
+        " met us in the store but never connected to " + identity_.route(identity_.rank).remote.text() + ".";
     record.hint =
         "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
         "with PYCOMM_SOCKET_IFNAME";

@@ -7,9 +7,9 @@
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/usable_cores.h"
-#include "engine/failure_text.h"
 #include "engine/group.h"
-#include "engine/host_plane.h"
+#include "engine/host/host_plane.h"
+#include "engine/report/failure_text.h"
 
 namespace pycomm {
 namespace {

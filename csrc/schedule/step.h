@@ -38,7 +38,7 @@ enum class Algorithm : uint16_t {
   Pairwise = 5,
   Bruck = 6,
   RecursiveHalving = 7,
-  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host_plane.h)
+  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host/host_plane.h)
   Hierarchical = 9,
   Nccl = 10, ///< no schedule: NCCL moves the bytes (Group::follow)
 };

@@ -8,8 +8,8 @@
 #include "sim/random.h"
 #include "sim/sim_loop.h"
 #include "sim/timeline.h"
-#include "transport/hello.h"
 #include "transport/link.h"
+#include "transport/net/hello.h"
 
 namespace pycomm::sim {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 #include "schedule/make_schedule.h"
 #include "sim/plan_parts.h"
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/protocol.h"
+#include "engine/data/protocol.h"
 #include "schedule/step.h"
 #include "sim/network.h"
 

@@ -1,7 +1,7 @@
 // How calls are drawn.
 #include <algorithm>
 
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 #include "sim/plan_parts.h"
 
 namespace pycomm::sim {

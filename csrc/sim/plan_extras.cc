@@ -4,7 +4,7 @@
 
 #include "base/codec.h"
 #include "base/error.h"
-#include "engine/point_to_point.h"
+#include "engine/data/point_to_point.h"
 #include "schedule/make_schedule.h"
 #include "sim/plan_parts.h"
 

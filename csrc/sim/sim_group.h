@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 
-#include "engine/control_plane.h"
-#include "engine/data_plane.h"
+#include "engine/data/data_plane.h"
+#include "engine/monitor/control_plane.h"
 #include "sim/network.h"
 #include "sim/sim_process.h"
 

@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "engine/loop.h"
+#include "engine/loop/loop.h"
 #include "sim/random.h"
 #include "sim/timeline.h"
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "engine/issue_context.h"
-#include "engine/point_to_point.h"
+#include "engine/data/point_to_point.h"
+#include "engine/operation/issue_context.h"
 #include "schedule/make_schedule.h"
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"

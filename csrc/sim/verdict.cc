@@ -4,7 +4,7 @@
 #include <set>
 #include <tuple>
 
-#include "engine/issue_context.h"
+#include "engine/operation/issue_context.h"
 #include "sim/cluster.h"
 #include "sim/oracle.h"
 #include "sim/plan_parts.h"

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "engine/descriptor.h"
-#include "engine/issue_context.h"
+#include "engine/operation/descriptor.h"
+#include "engine/operation/issue_context.h"
 
 namespace pycomm::sim {
 namespace {

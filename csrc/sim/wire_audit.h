@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "engine/protocol.h"
+#include "engine/data/protocol.h"
 #include "sim/network.h"
 
 namespace pycomm::sim {

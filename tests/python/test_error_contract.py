@@ -205,7 +205,7 @@ def test_its_fields_are_the_native_parts() -> None:
     fields = {field.name for field in dataclasses.fields(ErrorRecord)}
     fields.remove("missing")  # monitored_barrier's, which is written in Python
     assert {a or b for a, b in found} == fields
-    flight = read("csrc/engine/flight_json.cc").split("jsonOf(const ErrorRecord& record)")[1]
+    flight = read("csrc/engine/report/flight_json.cc").split("jsonOf(const ErrorRecord& record)")[1]
     in_dumps = set(re.findall(r'out\.\w+\("(\w+)"', flight.split("return out.end()")[0]))
     assert in_dumps == fields
 

@@ -28,7 +28,7 @@ def test_one_that_no_longer_applies_fails_the_program(
     for part in ("csrc/engine", "tests/cpp/simulate"):
         shutil.copytree(ROOT / part, tmp_path / part)
     mutation = mutations.MUTATIONS[-1]
-    file = tmp_path / "csrc" / "engine" / mutation.file
+    file = mutations.path_of(tmp_path, mutation)
     file.write_text(file.read_text().replace(mutation.old, mutation.old * copies))
     for options in (["--check"], ["--work", str(tmp_path / "work")]):
         done = subprocess.run(
@@ -38,7 +38,7 @@ def test_one_that_no_longer_applies_fails_the_program(
             timeout=60,
         )
         assert done.returncode == 1
-        place = Path("csrc", "engine", mutation.file)
+        place = file.relative_to(tmp_path)
         assert done.stdout == f"{mutation.name}: its text {said} in {place}, not once\n"
     assert not (tmp_path / "work").exists(), "nothing was built"
 

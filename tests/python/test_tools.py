@@ -50,7 +50,7 @@ GOOD_TREE = {
     "csrc/base/error.cc": '#include "base/error.h"\n',
     "csrc/transport/link.h": '#include <sys/socket.h>\n#include "base/error.h"\n',
     "csrc/engine/lane.cc": '#include "engine/lane.h"\n#include "base/error.h"\n#include <thread>\n',
-    "csrc/engine/links/port.h": '#include "engine/loop/loop.h"\n#include "engine/links/channel.h"\n',
+    "csrc/engine/links/port.h": '#include "engine/loop/loop.h"\n#include "engine/links/a.h"\n',
     "csrc/engine/group.cc": '#include "engine/links/port.h"\n',
     "csrc/transport/net/tcp.h": '#include "transport/link.h"\n',
     "csrc/engine/lane.h": "bool abort(int r);\nvoid exit();\nvoid f() { t.abort(1); l->exit(); }\n",

@@ -11,8 +11,8 @@
 #include "base/fault_point.h"
 #include "engine/ranks.h"
 #include "transport/error_matchers.h"
+#include "transport/net/tcp_link.h"
 #include "transport/process.h"
-#include "transport/tcp_link.h"
 
 namespace pycomm::testing {
 namespace {

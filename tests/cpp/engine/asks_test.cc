@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/data_plane.h"
+#include "engine/data/data_plane.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {

@@ -1,5 +1,5 @@
 // What a control link may bring. A broken or foreign peer is the culprit, and nothing that it wrote is used as it came.
-#include "engine/control_plane.h"
+#include "engine/monitor/control_plane.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "engine/event_loop.h"
-#include "transport/tcp_link.h"
+#include "engine/loop/event_loop.h"
+#include "transport/net/tcp_link.h"
 
 namespace pycomm::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "engine/credits.h"
+#include "engine/links/credits.h"
 
 #include <gtest/gtest.h>
 

@@ -1,11 +1,11 @@
-#include "engine/departures.h"
+#include "engine/monitor/departures.h"
 
 #include <gtest/gtest.h>
 
 #include <map>
 #include <memory>
 
-#include "engine/operation.h"
+#include "engine/operation/operation.h"
 
 namespace pycomm {
 namespace {
@@ -187,8 +187,9 @@ TEST_F(DeparturesTest, AGoodbyeFailsTheFirstOperationThatHasToSendToThatRank) {
   EXPECT_EQ(record.code, ErrorCode::PeerLeft);
   EXPECT_EQ(record.peer, 2);
   EXPECT_EQ(record.sequence, 2);
-  EXPECT_NE(record.summary.find("Rank 2 on host2 closed its process group while all_reduce #2 still needs it."),
-            std::string::npos)
+  EXPECT_NE(
+      record.summary.find("Rank 2 on host2 closed its process group while all_reduce #2 still needs it."),
+      std::string::npos)
       << record.summary;
 }
 

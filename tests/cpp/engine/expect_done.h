@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "engine/operation.h"
+#include "engine/operation/operation.h"
 
 namespace pycomm::testing {
 

@@ -1,4 +1,4 @@
-#include "engine/failure_text.h"
+#include "engine/report/failure_text.h"
 
 #include <gtest/gtest.h>
 

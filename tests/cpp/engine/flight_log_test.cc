@@ -1,4 +1,4 @@
-#include "engine/flight_log.h"
+#include "engine/operation/flight_log.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/flight_json.h"
+#include "engine/report/flight_json.h"
 #include "ranks.h"
 #include "temp_folder.h"
 

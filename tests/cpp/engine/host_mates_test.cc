@@ -1,4 +1,4 @@
-#include "engine/host_mates.h"
+#include "engine/monitor/host_mates.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

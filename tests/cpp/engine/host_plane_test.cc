@@ -1,7 +1,7 @@
 // The host plane alone: each rank a thread with a plane of its own, all over one mapping, so that ThreadSanitizer sees every order
 // that the shared memory relies on. Over the mappings of several processes it runs in tests/python, over several of one process in
 // group_test.cc.
-#include "engine/host_plane.h"
+#include "engine/host/host_plane.h"
 
 #include <gtest/gtest.h>
 #include <sys/syscall.h>

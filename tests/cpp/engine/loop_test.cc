@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "base/unique_fd.h"
-#include "engine/callback_pool.h"
-#include "engine/event_loop.h"
-#include "engine/issue_context.h"
+#include "engine/loop/callback_pool.h"
+#include "engine/loop/event_loop.h"
+#include "engine/operation/issue_context.h"
 #include "transport/process.h"
 #include "within.h"
 

@@ -1,4 +1,4 @@
-#include "engine/membership.h"
+#include "engine/monitor/membership.h"
 
 #include <gtest/gtest.h>
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <future>
 
-#include "engine/point_to_point.h"
+#include "engine/data/point_to_point.h"
 #include "expect_done.h"
 #include "ranks.h"
 #include "sanitized.h"

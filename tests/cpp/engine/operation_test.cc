@@ -1,4 +1,4 @@
-#include "engine/operation.h"
+#include "engine/operation/operation.h"
 
 #include <gtest/gtest.h>
 

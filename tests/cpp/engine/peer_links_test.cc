@@ -1,4 +1,4 @@
-#include "engine/peer_links.h"
+#include "engine/links/peer_links.h"
 
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
@@ -6,7 +6,7 @@
 #include <map>
 #include <string>
 
-#include "engine/staging_pool.h"
+#include "engine/loop/staging_pool.h"
 
 namespace pycomm {
 namespace {

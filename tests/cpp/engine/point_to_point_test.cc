@@ -1,4 +1,4 @@
-#include "engine/point_to_point.h"
+#include "engine/data/point_to_point.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "engine/protocol.h"
+#include "engine/data/protocol.h"
 
 #include <gtest/gtest.h>
 

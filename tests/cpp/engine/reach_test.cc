@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "ranks.h"
-#include "transport/rendezvous.h"
+#include "transport/rendezvous/rendezvous.h"
 #include "within.h"
 
 namespace pycomm::testing {

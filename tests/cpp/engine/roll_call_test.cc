@@ -1,4 +1,4 @@
-#include "engine/roll_call.h"
+#include "engine/monitor/roll_call.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "engine/task_queue.h"
+#include "engine/loop/task_queue.h"
 
 #include <gtest/gtest.h>
 

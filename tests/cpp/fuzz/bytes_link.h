@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/loop.h"
+#include "engine/loop/loop.h"
 #include "transport/link.h"
 
 namespace pycomm::fuzz {

@@ -1,8 +1,8 @@
 #include "fuzz/consumers.h"
 
-#include "engine/failure_text.h"
-#include "engine/flight_json.h"
-#include "engine/membership.h"
+#include "engine/monitor/membership.h"
+#include "engine/report/failure_text.h"
+#include "engine/report/flight_json.h"
 #include "fuzz/promise.h"
 
 namespace pycomm::fuzz {

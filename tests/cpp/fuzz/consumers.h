@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "engine/data_plane.h"
+#include "engine/data/data_plane.h"
 
 namespace pycomm::fuzz {
 

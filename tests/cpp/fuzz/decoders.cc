@@ -6,10 +6,10 @@
 #include "fuzz/consumers.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
-#include "transport/address.h"
-#include "transport/host_identity.h"
-#include "transport/rank_record.h"
-#include "transport/store_round.h"
+#include "transport/net/address.h"
+#include "transport/net/host_identity.h"
+#include "transport/rendezvous/rank_record.h"
+#include "transport/rendezvous/store_round.h"
 #include "transport/wire.h"
 
 namespace pycomm::fuzz {

@@ -1,6 +1,6 @@
 #include "fuzz/frames.h"
 
-#include "engine/channel.h"
+#include "engine/links/channel.h"
 #include "fuzz/bytes_link.h"
 #include "fuzz/promise.h"
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <array>
 
-#include "engine/protocol.h"
+#include "engine/data/protocol.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
 #include "schedule/make_schedule.h"

@@ -8,8 +8,8 @@
 #include "fuzz/consumers.h"
 #include "fuzz/promise.h"
 #include "transport/memory_store.h"
-#include "transport/rank_record.h"
-#include "transport/rendezvous.h"
+#include "transport/rendezvous/rank_record.h"
+#include "transport/rendezvous/rendezvous.h"
 
 namespace pycomm::fuzz {
 namespace {

@@ -8,14 +8,14 @@
 #include <string>
 #include <utility>
 
-#include "engine/control_plane.h"
-#include "engine/failure_text.h"
+#include "engine/monitor/control_plane.h"
+#include "engine/report/failure_text.h"
 #include "fuzz/bytes_link.h"
 #include "fuzz/consumers.h"
 #include "fuzz/promise.h"
 #include "schedule/make_schedule.h"
-#include "transport/acceptor.h"
-#include "transport/introduction.h"
+#include "transport/net/acceptor.h"
+#include "transport/net/introduction.h"
 
 namespace pycomm::fuzz {
 namespace {

@@ -38,7 +38,7 @@ LIMIT_S = 300  # of one kind of seeds; a mutation can make a run endless
 
 class Mutation(NamedTuple):
     name: str
-    file: str  # below csrc/engine
+    file: str  # its name; it lies in csrc/engine or a subfolder
     old: str
     new: str
     kept: int = 0
@@ -315,7 +315,8 @@ MUTATIONS = [
     Mutation(
         "links end at once when a group has failed",
         "data_plane_end.cc",
-        "    end_.close_at = std::max(end_.close_at, end_.failed_at + std::chrono::milliseconds(kNewsMs));\n",
+        "    end_.close_at = std::max(end_.close_at, "
+        "end_.failed_at + std::chrono::milliseconds(kNewsMs));\n",
         "",
         survives="news has 5 ms of a lead, and where it takes longer no cause is judged",
     ),
@@ -341,13 +342,18 @@ MUTATIONS = [
 ]
 
 
+def path_of(tree: Path, mutation: Mutation) -> Path:
+    (path,) = (tree / ENGINE).rglob(mutation.file)
+    return path
+
+
 def misplaced(tree: Path) -> list[str]:
     """The mutations that do not apply to this tree, in words."""
     found = []
     for mutation in MUTATIONS:
-        count = (tree / ENGINE / mutation.file).read_text().count(mutation.old)
+        count = path_of(tree, mutation).read_text().count(mutation.old)
         if count != 1:
-            place = ENGINE / mutation.file
+            place = path_of(tree, mutation).relative_to(tree)
             found.append(f"{mutation.name}: its text stands {count} times in {place}, not once")
     return found
 
@@ -408,7 +414,7 @@ def mutants(
     """The unchanged program, then each mutation's; None for one that does not compile."""
     yield Mutation("none", "", "", ""), build(copy, folder)
     for mutation in mutations:
-        file = copy / ENGINE / mutation.file
+        file = path_of(copy, mutation)
         source = file.read_text()
         file.write_text(source.replace(mutation.old, mutation.new))
         program = build(copy, folder)

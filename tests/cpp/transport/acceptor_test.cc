@@ -1,4 +1,4 @@
-#include "transport/acceptor.h"
+#include "transport/net/acceptor.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

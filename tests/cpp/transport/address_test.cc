@@ -1,4 +1,4 @@
-#include "transport/address.h"
+#include "transport/net/address.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

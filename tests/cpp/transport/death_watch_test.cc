@@ -1,4 +1,4 @@
-#include "transport/death_watch.h"
+#include "transport/memory/death_watch.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

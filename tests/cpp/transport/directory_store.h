@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "base/unique_fd.h"
 #include "temp_folder.h"
-#include "transport/store.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm::testing {
 

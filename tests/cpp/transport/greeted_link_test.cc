@@ -1,4 +1,4 @@
-#include "transport/greeted_link.h"
+#include "transport/net/greeted_link.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "base/fault_point.h"
-#include "transport/acceptor.h"
 #include "transport/error_matchers.h"
 #include "transport/loopback.h"
+#include "transport/net/acceptor.h"
 #include "transport/striped_link.h"
 
 namespace pycomm::testing {

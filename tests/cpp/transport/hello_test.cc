@@ -1,4 +1,4 @@
-#include "transport/hello.h"
+#include "transport/net/hello.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "transport/host_identity.h"
+#include "transport/net/host_identity.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

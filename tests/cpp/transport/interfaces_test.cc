@@ -1,4 +1,4 @@
-#include "transport/interfaces.h"
+#include "transport/net/interfaces.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "transport/listener.h"
+#include "transport/net/listener.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -12,8 +12,8 @@
 
 #include "transport/error_matchers.h"
 #include "transport/loopback.h"
+#include "transport/net/tcp_link.h"
 #include "transport/process.h"
-#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transport/address.h"
+#include "transport/net/address.h"
 
 namespace pycomm::testing {
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "transport/store.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm::testing {
 

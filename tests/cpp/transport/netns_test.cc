@@ -11,10 +11,10 @@
 
 #include "transport/directory_store.h"
 #include "transport/error_matchers.h"
+#include "transport/net/select_address.h"
+#include "transport/net/tcp_link.h"
 #include "transport/process.h"
-#include "transport/rendezvous.h"
-#include "transport/select_address.h"
-#include "transport/tcp_link.h"
+#include "transport/rendezvous/rendezvous.h"
 
 namespace pycomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/rank_record.h"
+#include "transport/rendezvous/rank_record.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "transport/rendezvous.h"
+#include "transport/rendezvous/rendezvous.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 #include <thread>
 
 #include "transport/memory_store.h"
+#include "transport/net/tcp_link.h"
 #include "transport/rendezvous_try.h"
-#include "transport/tcp_link.h"
 
 namespace pycomm {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "transport/error_matchers.h"
-#include "transport/rendezvous.h"
+#include "transport/rendezvous/rendezvous.h"
 
 namespace pycomm::testing {
 

@@ -1,4 +1,4 @@
-#include "transport/select_address.h"
+#include "transport/net/select_address.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "transport/shared_arena.h"
+#include "transport/memory/shared_arena.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -1,4 +1,4 @@
-#include "transport/shared_link.h"
+#include "transport/memory/shared_link.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 #include "base/error.h"
 #include "transport/link_peer.h"
-#include "transport/tcp_link.h"
+#include "transport/net/tcp_link.h"
 
 namespace pycomm {
 namespace {

@@ -1,5 +1,5 @@
 // What a peer may do to the words of a ring: anything.
-#include "transport/shared_ring.h"
+#include "transport/memory/shared_ring.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "transport/shared_link.h"
-#include "transport/tcp_link.h"
+#include "transport/memory/shared_link.h"
+#include "transport/net/tcp_link.h"
 
 namespace pycomm {
 namespace {

@@ -13,7 +13,7 @@
 #include "base/error.h"
 #include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
-#include "transport/tcp_link.h"
+#include "transport/net/tcp_link.h"
 
 namespace pycomm {
 namespace {

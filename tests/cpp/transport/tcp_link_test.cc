@@ -1,4 +1,4 @@
-#include "transport/tcp_link.h"
+#include "transport/net/tcp_link.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -11,8 +11,8 @@
 
 #include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
-#include "transport/listener.h"
 #include "transport/loopback.h"
+#include "transport/net/listener.h"
 
 namespace pycomm {
 namespace {

@@ -1,4 +1,4 @@
-#include "transport/unix_passing.h"
+#include "transport/memory/unix_passing.h"
 
 #include <dirent.h>
 #include <gtest/gtest.h>

@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "engine/operation/issue_context.h"
+
+namespace pycomm {
+
+/// Finds out which send a receive belongs to, and gives both the same operation id; without I/O. Afterwards they are an ordinary
+/// operation of two ranks: matching, credits and execution treat them like any other.
+///
+/// The sender numbers its messages to each rank, whatever their tags, and the number makes the id. A receive has no id until a message
+/// for it is heard of. A message takes the first receive posted that fits its sender and tag; a receive takes the first message heard
+/// of that fits. All frames of a rank come on one link, and a message is announced when it is begun, so under one tag the k-th send
+/// from a to b belongs to the k-th receive from a on b (MPI's rule: messages do not overtake each other). Example, tag 7 on rank 2:
+/// recv(any), recv(0) posted; a message from 0 is heard of: it goes to recv(any), and recv(0) is for the next one from 0.
+///
+/// What is kept is a number for each rank, and what waits: a tag that nobody waits under costs nothing.
+/// Thread: the lane's.
+class PointToPoint {
+ public:
+  static constexpr int kAnyRank = -1;
+
+  /// A send's and its receive's common name.
+  struct Name {
+    uint64_t id = 0;
+    uint32_t index = 0; ///< how many messages its sender had for that rank before, modulo 2^32
+  };
+  struct Match {
+    uint64_t ticket = 0;
+    int from = 0;
+    Name name;
+  };
+
+  PointToPoint(int rank, int size, uint32_t group)
+      : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size) + 1, 0) {}
+
+  [[nodiscard]] Name nameSend(int to);
+  /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
+  void postReceive(uint64_t ticket, int from, uint32_t tag);
+  /// The first frame of that message has arrived.
+  void heard(int from, uint32_t tag, Name name);
+  /// Receives whose message is known now.
+  [[nodiscard]] std::vector<Match> takeMatches() {
+    return std::exchange(matches_, {});
+  }
+  /// This rank has named that message to `to` already, so if it is not under way it has ended.
+  [[nodiscard]] bool hasSent(int to, uint32_t index) const noexcept;
+  /// Tags under which something waits.
+  [[nodiscard]] size_t tags() const noexcept {
+    return tags_.size();
+  }
+  /// Receives from `from`, or from kAnyRank itself, that have no message yet.
+  [[nodiscard]] size_t waitingFor(int from) const noexcept {
+    return receives_[placeOf(from)];
+  }
+  /// The first receives under a tag that have no message yet: (from, ticket), kAnyRank first.
+  [[nodiscard]] std::vector<std::pair<int, uint64_t>> waitingUnder(uint32_t tag) const;
+
+  /// The first receive from `from`, or from kAnyRank itself, under a tag that has no message yet; 0 if there is none.
+  [[nodiscard]] uint64_t oldestUnder(uint32_t tag, int from) const noexcept;
+
+  /// A send to oneself and its receive are two operations of one rank, so they cannot share an id: the receive's differs in this bit,
+  /// which a frame flips on its way from one to the other.
+  static constexpr uint64_t kSelfBit = 1;
+  /// In the frames by which a receiver asks for messages under a tag, and in the answers. No message has it.
+  static constexpr uint64_t kAskId = kDerivedIdBit | 2;
+
+ private:
+  struct Message {
+    uint64_t order; ///< of hearing
+    Name name;
+  };
+  /// What waits under one tag, by sender. No queue is empty.
+  struct Tag {
+    std::map<int, std::deque<uint64_t>> receives; ///< tickets
+    std::map<int, std::deque<Message>> messages;
+  };
+
+  /// In receives_: by rank, kAnyRank first.
+  [[nodiscard]] static size_t placeOf(int from) noexcept {
+    return static_cast<size_t>(from + 1);
+  }
+
+  const int rank_;
+  const uint32_t group_;
+  std::vector<uint64_t> sends_; ///< by rank: named so far
+  std::vector<size_t> receives_; ///< from each rank, without a message: see placeOf()
+  std::unordered_map<uint32_t, Tag> tags_;
+  uint64_t heard_count_ = 0;
+  std::vector<Match> matches_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/links/credits.h"
+#include "engine/monitor/roll_call.h"
+#include "engine/operation/descriptor.h"
+#include "engine/operation/issue_context.h"
+#include "engine/operation/prepared_schedule.h"
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// What the frames of one group mean on one rank: events in, actions out, without I/O and without a clock of its own. The lane feeds
+/// it; so can a simulator.
+///
+/// It keeps nothing itself. RollCall knows which operations the ranks have entered, Credits how much may be sent; each frame goes first
+/// to the one and then to the other.
+/// Thread: the owner's; no locks.
+class Protocol {
+ public:
+  struct Config : RollCall::Config, Credits::Config {};
+  using Permission = Credits::Permission;
+
+  enum class Verdict {
+    Accept, ///< data of an operation posted here
+    Hold, ///< data of an operation not posted here yet: keep it, it fits the pool
+    Ignore, ///< nothing more to do; drop a payload
+  };
+
+  struct Action {
+    enum class Kind {
+      Send, ///< a frame without payload to `peer`
+      Fail, ///< the group has failed: `record`
+      Pump, ///< operation `op_id` may be able to send to `peer` now
+      Overdue, ///< the deadline of operation `op_id` has passed
+    };
+    Kind kind = Kind::Send;
+    int peer = -1;
+    uint64_t op_id = 0;
+    FrameHeader header;
+    ErrorRecord record;
+  };
+
+  explicit Protocol(const Config& config);
+  Protocol(const Protocol&) = delete; ///< its parts know each other
+  Protocol& operator=(const Protocol&) = delete;
+
+  // ---- events
+  void posted(
+      const OperationId& id,
+      const Descriptor& descriptor,
+      const PreparedSchedule& schedule,
+      TimePoint now,
+      Deadline deadline = Deadline::never());
+  void ended(uint64_t op_id);
+  /// See RollCall::passed.
+  void passed(const OperationId& id, const Descriptor& descriptor);
+  [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
+  /// The bytes of one data frame have been used and their memory is free again. A frame of 0 bytes is told of, too.
+  void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager) {
+    credits_.consumed(op_id, peer, nbytes, eager);
+  }
+  void sent(uint64_t op_id, int peer, int64_t nbytes, Permission used) {
+    credits_.sent(op_id, peer, nbytes, used);
+  }
+  /// This rank asks that peer for messages under a tag.
+  void asked(int peer) {
+    roll_call_.asksForMessages(peer);
+  }
+  void answerNotEntered(int peer, uint64_t op_id) {
+    roll_call_.answerNotEntered(peer, op_id);
+  }
+  void tick(TimePoint now) {
+    roll_call_.tick(now);
+  }
+
+  // ---- questions
+  /// A Fail action was made: nothing is accepted or sent any more.
+  [[nodiscard]] bool failed() const noexcept {
+    return roll_call_.failed();
+  }
+  [[nodiscard]] Permission maySend(uint64_t op_id, int peer, int64_t nbytes) const {
+    return failed() ? Permission::No : credits_.maySend(op_id, peer, nbytes);
+  }
+  [[nodiscard]] bool hasRoom(int peer, int64_t nbytes, size_t frames) const {
+    return credits_.hasRoom(peer, nbytes, frames);
+  }
+  [[nodiscard]] bool hasHeardOf(uint64_t op_id) const {
+    return roll_call_.hasHeardOf(op_id);
+  }
+  [[nodiscard]] static std::string lastText(const FrameHeader& not_entered) {
+    return RollCall::lastText(not_entered);
+  }
+  [[nodiscard]] TimePoint nextTick() const noexcept {
+    return roll_call_.nextTick();
+  }
+  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const {
+    return roll_call_.missing(op_id);
+  }
+  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id, int peer) const {
+    return roll_call_.missing(op_id, peer);
+  }
+  [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type, int peer) const {
+    return roll_call_.headerFor(op_id, type, peer);
+  }
+
+  /// What is remembered of operations that have not ended here or are not posted here.
+  struct Usage : RollCall::Usage, Credits::Usage {};
+  [[nodiscard]] Usage usage() const;
+
+  [[nodiscard]] std::vector<Action> takeActions();
+
+ private:
+  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
+  void creditArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
+
+  const uint32_t group_;
+  const uint16_t epoch_;
+  Credits credits_; ///< before roll_call_, which asks it
+  RollCall roll_call_;
+};
+
+} // namespace pycomm

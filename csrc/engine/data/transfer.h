@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/data/protocol.h"
+#include "engine/links/channel.h"
+#include "engine/loop/staging_pool.h"
+#include "engine/operation/operation.h"
+
+namespace pycomm {
+
+/// Runs one operation's schedule: the executor. It knows steps and memory; links, time and failures are its owner's.
+///
+/// A step runs once its dependencies have ended and, if it receives, its frame has arrived. Frames of an edge arrive and leave in
+/// listed order, so one cursor an edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment a chunk:
+///   frame from 0 arrives -> RecvReduceSend: staging = staging op own chunk, goes on to 2 -> frame taken by the kernel -> ended.
+/// One thread: the lane's.
+class Transfer {
+ public:
+  /// Queues a frame to a peer.
+  using SendFrame = std::function<void(int peer, OutFrame frame)>;
+
+  Transfer(
+      std::shared_ptr<Operation> operation,
+      int size,
+      Protocol& protocol,
+      StagingPool& staging,
+      SendFrame send_frame);
+
+  /// Runs what needs nothing from anybody.
+  void start();
+
+  /// Throws Error unless this data frame is the next one due from `peer` (ProtocolViolation) and of the size of its part
+  /// (CollectiveMismatch).
+  void expect(int peer, const FrameHeader& header) const;
+  /// The same, and says where its payload goes.
+  [[nodiscard]] Sink place(int peer, const FrameHeader& header);
+  /// That payload is complete.
+  void arrived(int peer, const FrameHeader& header, Sink sink);
+  /// The kernel has taken the frame of this step.
+  void sent(uint32_t step);
+  /// More of the input has come (Operation::Request::pieces).
+  void inputArrived();
+  /// The peer may have room now.
+  void pump(int peer);
+
+  [[nodiscard]] bool complete() const noexcept {
+    return steps_left_ == 0 && inputComplete();
+  }
+  [[nodiscard]] bool inputComplete() const noexcept {
+    return pieces_ == nullptr || pieces_->allArrived();
+  }
+  [[nodiscard]] Operation& operation() const noexcept {
+    return *operation_;
+  }
+  [[nodiscard]] int64_t bytesArrived() const noexcept {
+    return bytes_arrived_;
+  }
+  [[nodiscard]] int64_t bytesExpected() const noexcept;
+  [[nodiscard]] const std::vector<Edge>& incoming() const noexcept {
+    return prepared_.incoming;
+  }
+  /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
+  [[nodiscard]] int waitsFor() const noexcept;
+  [[nodiscard]] bool needs(int peer) const noexcept {
+    return needsFrom(peer) || owes(peer);
+  }
+  /// Frames are due from `peer`.
+  [[nodiscard]] bool needsFrom(int peer) const noexcept;
+  /// Frames have still to leave for `peer`.
+  [[nodiscard]] bool owes(int peer) const noexcept;
+
+ private:
+  struct StepState {
+    uint32_t deps_left = 0;
+    bool arrived = false;
+    bool sendable = false;
+    bool eager = false; ///< its frame came eagerly: counts against the pool until consumed
+    StagingBuffer staging; ///< what arrived, or the partial result that goes on
+    ConstBufferView outgoing;
+  };
+
+  [[nodiscard]] uint32_t dueStep(int peer, const FrameHeader& header) const;
+  [[nodiscard]] ErrorRecord refused(ErrorCode code, int peer, std::string summary, std::string hint) const;
+  void becomeReady(uint32_t step);
+  void runReady();
+  void execute(uint32_t step);
+  void ended(uint32_t step);
+  void consumed(uint32_t step);
+  void pumpEdge(size_t edge);
+  [[nodiscard]] std::byte* at(const Region& region) const;
+  [[nodiscard]] BufferView view(const Region& region) const;
+  void combine(const Step& step, void* dst, const void* arriving) const;
+  void reduceSources(const Step& step) const;
+  /// Encode, Decode and ReduceEncoded.
+  void runCodec(const Step& step) const;
+  void countSent(const Step& step) const;
+
+  std::shared_ptr<Operation> operation_;
+  const PreparedSchedule& prepared_; ///< held by the operation's request
+  const int size_;
+  Protocol& protocol_; ///< the owner's, as are the next two
+  StagingPool& staging_;
+  SendFrame send_frame_;
+  PieceFlow* const pieces_; ///< of the operation's request; null: all input was there from the start
+  std::vector<uint32_t> without_input_; ///< steps whose pieces of the input had not come; the next one is the last
+  std::vector<StepState> states_;
+  std::vector<StagingBuffer> scratch_;
+  std::vector<size_t> next_incoming_; ///< by edge: how many frames have arrived
+  struct Leaving {
+    size_t queued = 0; ///< frames of the edge
+    size_t sent = 0; ///< taken by the kernel
+  };
+  std::vector<Leaving> leaving_; ///< by outgoing edge
+  std::deque<uint32_t> ready_; ///< in the order in which they became ready
+  size_t steps_left_;
+  int64_t bytes_arrived_ = 0;
+};
+
+} // namespace pycomm

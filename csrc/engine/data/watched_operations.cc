@@ -1,0 +1,145 @@
+#include "engine/data/watched_operations.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/host/host_plane.h"
+#include "engine/report/failure_text.h"
+
+namespace pycomm {
+namespace {
+
+// Without bytes, between this rank and all others: so that the roll call asks all of them.
+PreparedSchedule withEveryone(int rank, int size) {
+  PreparedSchedule schedule;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) {
+      Edge edge;
+      edge.peer = peer;
+      schedule.incoming.push_back(edge);
+    }
+  }
+  return schedule;
+}
+
+} // namespace
+
+void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
+  held_.insert(operation);
+  next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
+}
+
+void WatchedOperations::stuck(std::shared_ptr<Operation> operation) {
+  const OperationId id = operation->request().id;
+  if (operation->done() || stuck_.count(id.id) != 0) {
+    return;
+  }
+  const Descriptor& descriptor = operation->request().descriptor;
+  const Deadline deadline = operation->request().deadline;
+  stuck_.emplace(id.id, std::move(operation));
+  protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now(), deadline);
+}
+
+void WatchedOperations::recall(uint64_t op_id) {
+  if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || stuck_.count(op_id) != 0) {
+    return;
+  }
+  for (std::shared_ptr<Operation>& operation : host_->recent()) {
+    const OperationId id = operation->request().id;
+    if (id.sequence <= recalled_) {
+      continue;
+    }
+    if (operation->done()) {
+      protocol_.passed(id, operation->request().descriptor);
+      recalled_ = id.sequence;
+    } else {
+      stuck(std::move(operation));
+    }
+  }
+}
+
+void WatchedOperations::follow(const std::shared_ptr<Operation>& operation) {
+  const Operation::Request& request = operation->request();
+  followed_.emplace(request.id.id, operation);
+  protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
+}
+
+std::shared_ptr<Operation> WatchedOperations::unfollow(uint64_t op_id) {
+  const auto found = followed_.find(op_id);
+  if (found == followed_.end()) {
+    return nullptr;
+  }
+  std::shared_ptr<Operation> operation = std::move(found->second);
+  followed_.erase(found);
+  return operation;
+}
+
+void WatchedOperations::endAll(const std::function<void(Operation&)>& end) noexcept {
+  stuck_.clear();
+  for (const auto& entry : std::exchange(followed_, {})) {
+    end(*entry.second);
+  }
+  for (const auto& operation : std::exchange(held_, {})) {
+    end(*operation);
+  }
+}
+
+bool WatchedOperations::has(const Operation& operation) const noexcept {
+  return std::any_of(
+             followed_.begin(), followed_.end(), [&](const auto& entry) { return entry.second.get() == &operation; }) ||
+      std::any_of(held_.begin(), held_.end(), [&](const auto& entry) { return entry.get() == &operation; });
+}
+
+std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) const {
+  if (const auto found = stuck_.find(op_id); found != stuck_.end()) {
+    return overdueOnHost(*found->second);
+  }
+  if (const auto found = followed_.find(op_id); found != followed_.end()) {
+    return timedOut(*found->second, 0, 0, -1, protocol_.missing(op_id), identity_);
+  }
+  return std::nullopt;
+}
+
+std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& operation) const {
+  if (operation.done()) {
+    return std::nullopt; // unstuck() is on its way
+  }
+  const PieceFlow* const pieces = operation.request().extras().pieces.get();
+  if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
+    return inputLate(operation, operation.shared().bytes_total, identity_);
+  }
+  const HostPlane::Standing standing = host_->standing(operation);
+  std::optional<Missing> missing;
+  if (standing.not_entered >= 0) {
+    missing = protocol_.missing(operation.request().id.id, standing.not_entered);
+    if (!missing) {
+      missing = Missing{standing.not_entered, "not known"};
+    }
+  }
+  return timedOut(
+      operation,
+      operation.shared().bytes_done.load(std::memory_order_relaxed),
+      operation.shared().bytes_total,
+      standing.behind,
+      missing,
+      identity_);
+}
+
+std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
+  std::vector<ErrorRecord> late;
+  if (now < next_deadline_) {
+    return late;
+  }
+  next_deadline_ = TimePoint::max();
+  for (const auto& operation : held_) {
+    const Deadline deadline = operation->request().deadline;
+    if (deadline.expired(now)) {
+      late.push_back(inputLate(*operation, 0, identity_));
+    } else {
+      next_deadline_ = std::min(next_deadline_, deadline.instant());
+    }
+  }
+  return late;
+}
+
+} // namespace pycomm

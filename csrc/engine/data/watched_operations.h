@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <unordered_map>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/data/protocol.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/operation.h"
+
+namespace pycomm {
+
+class HostPlane;
+
+/// Operations of one group whose bytes the lane does not move, or not yet:
+///   - those whose input is still on its way from a device (hold);
+///   - those in shared memory that wait for long (stuck): the HostPlane runs them;
+///   - those that another library runs, NCCL (follow).
+/// The lane only watches over them: they have their place in the roll call, so ranks can ask each other about them, and their deadlines
+/// are reported.
+/// Thread: the lane's.
+class WatchedOperations {
+ public:
+  /// The identity and the protocol outlive this.
+  WatchedOperations(const GroupIdentity& identity, Protocol& protocol) : identity_(identity), protocol_(protocol) {}
+
+  /// Of a group that also has a HostPlane, which outlives this.
+  void accompany(const HostPlane* host) noexcept {
+    host_ = host;
+  }
+
+  // ---- events
+  /// The operation's input has not come.
+  void hold(const std::shared_ptr<Operation>& operation);
+  /// It has come now: whether it was awaited.
+  [[nodiscard]] bool release(const std::shared_ptr<Operation>& operation) noexcept {
+    return held_.erase(operation) != 0;
+  }
+  /// An operation of the HostPlane waits for long, and does so no more.
+  void stuck(std::shared_ptr<Operation> operation);
+  [[nodiscard]] bool unstuck(uint64_t op_id) noexcept {
+    return stuck_.erase(op_id) != 0;
+  }
+  void follow(const std::shared_ptr<Operation>& operation);
+  /// Another library has ended it; null if the group had ended it before.
+  [[nodiscard]] std::shared_ptr<Operation> unfollow(uint64_t op_id);
+  /// A peer speaks of an operation that the lane does not run: if it is one of the HostPlane's, the roll call gets to know it.
+  void recall(uint64_t op_id);
+  /// Takes all operations that only this knows, for `end`. Those of the HostPlane are forgotten: it ends them itself.
+  void endAll(const std::function<void(Operation&)>& end) noexcept;
+
+  // ---- questions
+  [[nodiscard]] bool has(const Operation& operation) const noexcept;
+  /// The error of an operation whose deadline has passed, as RollCall reports; nothing if it is none of these or has ended.
+  [[nodiscard]] std::optional<ErrorRecord> overdue(uint64_t op_id) const;
+  /// The errors of held ones whose deadline has passed.
+  [[nodiscard]] std::vector<ErrorRecord> overdueHeld(TimePoint now);
+  [[nodiscard]] TimePoint nextDeadline() const noexcept {
+    return next_deadline_;
+  }
+
+ private:
+  [[nodiscard]] std::optional<ErrorRecord> overdueOnHost(const Operation& operation) const;
+
+  const GroupIdentity& identity_;
+  Protocol& protocol_;
+  const HostPlane* host_ = nullptr;
+  std::set<std::shared_ptr<Operation>> held_;
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> stuck_;
+  std::unordered_map<uint64_t, std::shared_ptr<Operation>> followed_;
+  int64_t recalled_ = 0; ///< the protocol knows those of the HostPlane up to this number
+  TimePoint next_deadline_ = TimePoint::max(); ///< no held one's is earlier
+};
+
+} // namespace pycomm

@@ -1,0 +1,178 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/host/host_layout.h"
+#include "engine/host/host_transfer.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/operation.h"
+#include "transport/memory/shared_arena.h"
+#include "transport/memory/shared_heap.h"
+
+namespace pycomm {
+
+/// The memory that tensors lie in which the ranks of a group reach in place.
+struct HostHeaps {
+  std::shared_ptr<SharedHeap> own; ///< null: there are none
+  std::vector<std::shared_ptr<const SharedArena>> mapped; ///< of the others, by rank
+  std::vector<BufferView> ranges; ///< where each is mapped here, by rank
+};
+
+/// The collectives of a group whose ranks all share one host, in memory that they share; beside the DataPlane, which has everything
+/// else.
+///
+/// Operations get tickets, 1, 2, 3, …, in the order of the group's counter, which is the same on all ranks; they are entered and run in
+/// that order. So there is never a question whose turn a stage is, and a slow rank holds up only what comes after. What is issued in
+/// callbacks and chains has no such order, and goes by TCP.
+///
+/// An operation whose input is not there yet (Operation::Shared::held: it is on its way from a device) has its ticket from the time when
+/// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
+/// this rank is one that comes late, so they need not know whose tensors lie on devices.
+///
+/// Who runs them: a caller that waits (`drive`), with no other thread in between; or, for what nobody waits for, a thread of the
+/// plane's own, which is started when it is first needed. One at a time has the baton.
+///
+/// Like the DataPlane it never decides that the group has failed: it tells `notice`, and `fail` brings the cause back. Deadlines are the
+/// lane's: an operation that has waited for a while is told to it (`stuck`), and from then on the ranks ask each other by TCP who has
+/// not entered it, as they do for every other operation.
+class HostPlane {
+ public:
+  struct Events {
+    /// Any thread, with the baton: must not block.
+    std::function<void(ErrorRecord)> notice;
+    std::function<void(std::shared_ptr<Operation>)> stuck;
+    std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
+  };
+  struct Config {
+    int spin_us = 0; ///< how long a driver looks before it sleeps
+    bool crowded = false; ///< more ranks than cores: who looks leaves its core to another rank after each look
+    int tell_after_ms = 50;
+  };
+
+  /// `arena` begins with HostView::totalNbytes(size) for this; the first HostView::commonNbytes(size) of them exist.
+  /// `heaps`: of all ranks, its own among them, or none.
+  HostPlane(
+      GroupIdentity identity,
+      std::shared_ptr<const SharedArena> arena,
+      HostHeaps heaps,
+      Config config,
+      Events events);
+  /// After close().
+  ~HostPlane();
+  HostPlane(const HostPlane&) = delete;
+  HostPlane& operator=(const HostPlane&) = delete;
+
+  /// Whether this is how such a request runs in a group of so many ranks, asked for by the calling thread. The same on all ranks.
+  [[nodiscard]] static bool serves(const ScheduleRequest& request, int size) noexcept;
+
+  [[nodiscard]] bool reachesTensors() const noexcept {
+    return heaps_.own != nullptr;
+  }
+
+  /// Puts what `make` returns behind all others. `make` takes the operation's id: here, so that ids and tickets have one order.
+  /// False if the plane is over: then the operation is not taken.
+  bool post(const std::function<std::shared_ptr<Operation>()>& make, bool waits, std::shared_ptr<Operation>& made);
+
+  /// Lets an operation that was posted held be entered.
+  void release(Operation& operation) noexcept;
+
+  /// Runs operations on the calling thread until this one has ended, or the deadline. False if another thread does already, or the
+  /// plane has ended: then something else must be waited for.
+  bool drive(const Operation& operation, Deadline deadline);
+
+  /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
+  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
+  /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
+  /// Not with the baton.
+  void fail(
+      const ErrorRecord& cause,
+      const std::function<void(const ErrorRecord&)>& told,
+      const std::function<void()>& ended) noexcept;
+  /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
+  void close(const ErrorRecord& reason);
+
+  /// For the lane, which is asked by TCP about operations that it never saw: the last ones that were posted here, oldest first.
+  [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const;
+  /// Whom an operation waits for.
+  struct Standing {
+    int not_entered = -1; ///< a rank that has not entered it
+    int behind = -1; ///< one that has, and has not ended it
+  };
+  [[nodiscard]] Standing standing(const Operation& operation) const noexcept;
+
+ private:
+  [[nodiscard]] bool allDone() const noexcept {
+    return pending_.load(std::memory_order_seq_cst) == 0;
+  }
+  template <typename Done>
+  void run(const Done& done, Deadline deadline, int spin_us);
+  void runAll();
+  /// One round over what is posted: true if something went on; else `blocked` says on whom it waits.
+  bool step(uint64_t& blocked) noexcept;
+  void takeInbox();
+  void finishWhatCanBe() noexcept;
+  void prepareStage();
+  void runQueue(uint64_t& blocked, bool& moved);
+  void settle(HostTransfer& transfer);
+  void ring() const noexcept;
+  void ringSelf() const noexcept;
+  void sleep(Deadline deadline) noexcept;
+  [[nodiscard]] TimePoint tellStuck(TimePoint now);
+  void missLeft(uint64_t blocked);
+  void report() noexcept; ///< the exception that is being handled, to `notice`
+  void endAll(
+      const std::function<ErrorRecord(const Operation&)>& why,
+      const std::function<void(const ErrorRecord&)>& told) noexcept;
+  void takeAway(const HostTransfer::Published& published);
+  void wakeWorker();
+  [[nodiscard]] bool startWorker();
+  /// Has the plane's own thread run it soon; false if there is none to do so.
+  [[nodiscard]] bool onWorker(std::function<void()> errand);
+  void workerMain() noexcept;
+
+  const GroupIdentity identity_;
+  const std::shared_ptr<const SharedArena> arena_;
+  const HostHeaps heaps_;
+  const HostView view_;
+  const Config config_;
+  const Events events_;
+
+  mutable std::mutex inbox_mutex_; ///< guards the next five
+  std::vector<std::shared_ptr<Operation>> inbox_;
+  uint64_t last_ticket_ = 0;
+  bool over_ = false; ///< nothing is taken any more
+  std::array<std::shared_ptr<Operation>, 64> recent_;
+  uint64_t recent_count_ = 0;
+
+  std::atomic<bool> arrived_{false}; ///< something is in the inbox
+  std::atomic<uint64_t> pending_{0}; ///< posted and not ended
+  std::atomic<bool> ending_{false}; ///< who has the baton is to leave it, for good
+
+  std::mutex baton_; ///< guards the rest
+  std::vector<HostTransfer> queue_; ///< from head_ on: not ended
+  std::vector<std::shared_ptr<Operation>> taken_; ///< keeps its memory between rounds
+  size_t head_ = 0;
+  size_t entered_ = 0; ///< queue_[head_, entered_) are
+  uint64_t rounds_ = 0; ///< of all large operations that were matched
+  bool staged_ = false; ///< this rank's stage is committed
+  bool broken_ = false; ///< something was noticed: nothing goes on until fail()
+
+  std::mutex worker_mutex_; ///< guards the rest
+  std::condition_variable worker_wakes_;
+  bool wanted_ = false;
+  std::vector<std::function<void()>> errands_; ///< to be run without the baton, also after stop_
+  bool stop_ = false;
+  std::thread worker_;
+};
+
+} // namespace pycomm

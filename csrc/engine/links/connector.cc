@@ -1,0 +1,120 @@
+#include "engine/links/connector.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "engine/report/failure_text.h"
+#include "transport/net/greeted_link.h"
+#include "transport/striped_link.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kConnectMs = 3000; // how often openControl() looks: long enough for a lost packet to be sent again
+constexpr int kLastLookMs = 300; // and how long it looks at the end
+
+} // namespace
+
+std::unique_ptr<Link> Connector::startBulk(int peer) const {
+  if (identity_.streams > 1) {
+    return startStreams(peer);
+  }
+  const GroupIdentity::Route route = identity_.route(peer);
+  return std::make_unique<GreetedLink>(route.local, route.remote, identity_.hello(LinkPurpose::Bulk));
+}
+
+std::unique_ptr<Link> Connector::startBell(int peer) const {
+  Hello hello = identity_.hello(LinkPurpose::Bulk);
+  hello.shared = true;
+  const GroupIdentity::Route route = identity_.route(peer);
+  return std::make_unique<GreetedLink>(route.local, route.remote, hello);
+}
+
+std::unique_ptr<Link> Connector::startStreams(int peer) const {
+  std::vector<StripedLink::Part> parts;
+  for (int stream = 0; stream < identity_.streams; ++stream) {
+    const GroupIdentity::Route route = identity_.route(peer, stream);
+    Hello hello = identity_.hello(LinkPurpose::Bulk);
+    hello.stream = static_cast<uint8_t>(stream);
+    StripedLink::Part part;
+    part.interface_name = route.interface_name;
+    try {
+      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello);
+    } catch (const Error& error) {
+      ErrorRecord record = error.record();
+      record.summary += ", on " + part.interface_name;
+      throw Error(record);
+    }
+    parts.push_back(std::move(part));
+  }
+  return std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connecting);
+}
+
+// A connection that the peer drops before its reply says nothing about that peer.
+std::unique_ptr<Link> Connector::openControl(
+    int peer,
+    Deadline deadline,
+    const AbortToken& abort,
+    const std::function<void()>& look) const {
+  const GroupIdentity::Route route = identity_.route(peer);
+  std::unique_ptr<GreetedLink> link;
+  bool dropped = false;
+  for (;;) {
+    const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
+    ErrorRecord trouble;
+    trouble.code = ErrorCode::ConnectFailed;
+    bool final = deadline.expired();
+    bool gone =
+        false; // it listened and does not now: its process has ended, or it has closed the group and may have said why
+    try {
+      if (link == nullptr) {
+        link = std::make_unique<GreetedLink>(
+            connectTcp(route.local, route.remote, patience, abort),
+            route.local,
+            route.remote,
+            identity_.hello(LinkPurpose::Control));
+      }
+      if (waitConnected(*link, patience, abort)) {
+        return link;
+      }
+      trouble.summary = "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) +
+          " connections";
+    } catch (const Error& error) {
+      trouble = error.record();
+      if (trouble.code != ErrorCode::ConnectFailed) {
+        throw Error(refusedBy(peer, trouble, identity_));
+      }
+      // A rank listens before it publishes its address.
+      const bool refused = trouble.cause.rfind("ECONNREFUSED", 0) == 0;
+      gone = link != nullptr && refused;
+      // No time would help; or the peer has not listened for some seconds.
+      final = final || gone || (link == nullptr && (!patience.expired() || dropped || refused));
+      dropped = dropped || link != nullptr;
+      link.reset();
+    }
+    look(); // there may be nobody to connect to any more
+    if (final) {
+      // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
+      for (const Deadline end = Deadline::after(kLastLookMs); (gone || link != nullptr) && !end.expired();) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        abort.throwIfAborted();
+        look();
+      }
+      if (gone) {
+        trouble.code = ErrorCode::ConnectionReset;
+      }
+      ErrorRecord record = peerGone(peer, trouble, identity_); // adds who and where
+      if (gone) {
+        record.hint =
+            "look for the first error in that rank's log: it has ended, or closed its group while others still joined; if it still "
+            "runs, see whether a firewall resets connections to its port";
+      }
+      throw Error(record);
+    }
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <cassert>
+#include <cstdint>
+#include <exception>
+#include <memory>
+
+#include "engine/links/channel.h"
+#include "engine/loop/loop.h"
+#include "transport/link.h"
+#include "transport/memory/shared_link.h"
+
+namespace pycomm {
+
+/// Is called when a port's descriptor is ready.
+class PortOwner {
+ public:
+  virtual ~PortOwner() = default;
+  virtual void onPortReady(int peer, bool outgoing, uint32_t events) = 0;
+  virtual void onPortThrown(int peer, const std::exception_ptr& exception) noexcept = 0;
+};
+
+/// The connection that this rank opened to a peer, to write frames. The peer never writes on it.
+struct OutPort final : Loop::Handler {
+  enum class State {
+    Connecting, ///< no frame can leave yet
+    Open, ///< a frame that is queued leaves at the next flush
+    Full, ///< frames wait for room
+    Closing, ///< its last frame, a goodbye, waits for room
+    Ended, ///< the goodbye has left
+    Broken, ///< nothing can leave any more
+  };
+
+  OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> connecting)
+      : owner(port_owner), peer(peer_rank), link(std::move(connecting)), channel(*link) {}
+  void onReady(uint32_t events) override {
+    owner.onPortReady(peer, true, events);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    owner.onPortThrown(peer, exception);
+  }
+
+  /// Whether a port may go from one state to another: forward, except that a full one opens again.
+  [[nodiscard]] static bool mayFollow(State next, State now) noexcept {
+    switch (now) {
+      case State::Connecting:
+        return next == State::Open || next == State::Broken;
+      case State::Open:
+      case State::Full:
+        return next == State::Open || next == State::Full || next == State::Closing || next == State::Broken;
+      case State::Closing:
+        return next == State::Ended || next == State::Broken;
+      case State::Ended:
+      case State::Broken:
+        return next == State::Broken;
+    }
+    return false;
+  }
+  void become(State next) noexcept {
+    assert(mayFollow(next, state_));
+    state_ = next;
+  }
+  [[nodiscard]] State state() const noexcept {
+    return state_;
+  }
+  [[nodiscard]] bool connected() const noexcept {
+    return state_ == State::Open || state_ == State::Full || state_ == State::Closing;
+  }
+  [[nodiscard]] bool waitsForRoom() const noexcept {
+    return state_ == State::Full || state_ == State::Closing;
+  }
+
+  PortOwner& owner; ///< holds this port
+  const int peer;
+  std::unique_ptr<Link> link;
+  OutChannel channel;
+  SharedLink* shared = nullptr; ///< `link`, if it is one
+  int watched = -1; ///< the descriptor of the link that the loop watches
+  uint32_t watched_events = 0;
+  bool to_flush = false; ///< is in the list of ports whose frames nobody tried to write yet
+  bool reader_gone = false; ///< of a shared link: the next write will fail
+
+ private:
+  State state_ = State::Connecting;
+};
+
+/// The connection that a peer opened to this rank, to read frames.
+struct InPort final : Loop::Handler {
+  InPort(
+      PortOwner& port_owner,
+      int peer_rank,
+      std::unique_ptr<Link> accepted,
+      InChannel::Receiver& receiver,
+      size_t buffer_nbytes)
+      : owner(port_owner),
+        peer(peer_rank),
+        link(std::move(accepted)),
+        channel(peer_rank, *link, receiver, buffer_nbytes) {}
+  void onReady(uint32_t events) override {
+    owner.onPortReady(peer, false, events);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    owner.onPortThrown(peer, exception);
+  }
+
+  PortOwner& owner; ///< holds this port
+  const int peer;
+  std::unique_ptr<Link> link;
+  InChannel channel;
+  SharedLink* shared = nullptr; ///< `link`, if it is one
+  int watched = -1;
+  bool ended = false; ///< the peer closed it, or this rank stopped reading
+};
+
+} // namespace pycomm

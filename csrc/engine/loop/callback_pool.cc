@@ -1,0 +1,127 @@
+#include "engine/loop/callback_pool.h"
+
+#include <algorithm>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/native_thread.h"
+
+namespace pycomm {
+namespace {
+
+const std::string kThreadName = "pycomm-callback";
+constexpr std::chrono::milliseconds kPatience{5};
+constexpr size_t kMostPatient = 10; // times that
+
+thread_local const CallbackPool* t_pool = nullptr; ///< whose thread this is
+
+} // namespace
+
+CallbackPool::CallbackPool() {
+  threads_.push_back(startNativeThread(kThreadName, [this] { threadMain(); }));
+}
+
+CallbackPool::~CallbackPool() {
+  stop(Deadline::never());
+}
+
+void CallbackPool::submit(Task task) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (stopping_ && (t_pool != this || given_up_)) {
+    return;
+  }
+  tasks_.push_back(std::move(task));
+  changed_.notify_one();
+}
+
+bool CallbackPool::stop(Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  const auto all_left = [&] { return running_ == 0; };
+  if (deadline.isNever()) {
+    changed_.wait(lock, all_left);
+  } else if (!changed_.wait_until(lock, deadline.instant(), all_left)) {
+    for (std::thread& thread : threads_) {
+      thread.detach();
+    }
+    threads_.clear();
+    given_up_ = true;
+    return false;
+  }
+  for (std::thread& thread : threads_) {
+    thread.join(); // it has left threadMain's last lock, so this does not wait
+  }
+  threads_.clear();
+  return true;
+}
+
+Clock::duration CallbackPool::patience() const noexcept {
+  return kPatience * std::clamp<size_t>(running_ - std::min(running_, kAtOnce), 1, kMostPatient);
+}
+
+void CallbackPool::waitForTask(std::unique_lock<std::mutex>& lock) {
+  for (;;) {
+    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    const TimePoint due = last_taken_ + patience();
+    if (tasks_.empty() || idle_ > 1 || running_ <= kAtOnce || Clock::now() >= due) {
+      return;
+    }
+    changed_.wait_until(lock, due);
+  }
+}
+
+void CallbackPool::startThread(std::unique_lock<std::mutex>& lock) noexcept {
+  ++running_;
+  ++idle_; // from now on, so that nobody else starts one, too
+  std::thread thread;
+  try {
+    threads_.reserve(threads_.size() + 1); // then the new thread has its place for certain
+    lock.unlock(); // to start a thread takes longer than submit() may wait on a lane
+    thread = startNativeThread(kThreadName, [this] { threadMain(); });
+    lock.lock();
+    threads_.push_back(std::move(thread));
+    return;
+  } catch (const std::exception& error) {
+    if (lock.owns_lock()) {
+      lock.unlock();
+    }
+    if (!told_.exchange(true)) { // not with the lock: the line may come back as a task
+      log(LogLevel::Warn, std::string("callbacks that wait for other callbacks may hang: ") + error.what());
+    }
+  }
+  lock.lock();
+  --running_;
+  --idle_;
+}
+
+void CallbackPool::threadMain() noexcept {
+  t_pool = this;
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;; ++idle_) { // it begins as an idle one
+    waitForTask(lock);
+    --idle_;
+    if (tasks_.empty()) {
+      break;
+    }
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    last_taken_ = Clock::now();
+    if (idle_ == 0) {
+      startThread(lock);
+    }
+    lock.unlock();
+    try {
+      task();
+    } catch (...) { // see submit()
+    }
+    task = nullptr; // what it holds is released before the lock is taken again
+    lock.lock();
+  }
+  --running_;
+  changed_.notify_all();
+}
+
+} // namespace pycomm

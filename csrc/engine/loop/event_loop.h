@@ -1,0 +1,162 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/unique_fd.h"
+#include "engine/loop/loop.h"
+#include "engine/loop/task_queue.h"
+
+namespace pycomm {
+
+/// A thread that sleeps in epoll and owns what it watches. Both kinds of native thread are one of these: a lane moves bulk
+/// bytes, the control loop carries heartbeats and error reports.
+///
+/// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch
+/// stands between the bytes and the waiter. One thread at a time has the baton; only its holder runs tasks, handlers and
+/// tickers. While others drive, the loop's own thread is parked, and it stays parked for a grace of 1 ms after the last of
+/// them left, because whoever waits in a tight loop comes back at once and waking the thread each time would cost more than the
+/// operation. It is woken at once if there is work that nobody drives. If one drive lasts for milliseconds, the thread sleeps until
+/// that driver leaves.
+///
+/// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. An exception from a
+/// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
+class EventLoop final : public Loop {
+ public:
+  /// Throws Error(TooManyFiles | SystemError).
+  explicit EventLoop(const std::string& thread_name);
+  ~EventLoop() override;
+  EventLoop(const EventLoop&) = delete;
+  EventLoop& operator=(const EventLoop&) = delete;
+
+  /// Runs `task` on the loop's thread, soon. Any thread; a system call only if the loop sleeps.
+  void post(Task task);
+
+  /// Runs what was posted, then joins the thread. What is posted later runs at once on the thread that posts it. Idempotent; not on
+  /// the loop's thread.
+  void stop() noexcept;
+  /// Nothing ticks any more.
+  [[nodiscard]] bool ended() const noexcept {
+    return ended_.load(std::memory_order_seq_cst);
+  }
+
+  /// Posts `task` and waits until it has run. Not on the loop's thread. Exceptions travel to the caller.
+  void run(const std::function<void()>& task);
+
+  /// Like post, but wakes nobody: the caller will drive(), or nudge(). Otherwise the task runs up to 1 ms later.
+  void postQuietly(Task task) {
+    tasks_.push(std::move(task));
+  }
+
+  /// Like post, for a caller that will most likely drive() next: the task runs here and now if nobody has the baton. To wake the thread,
+  /// which then competes for the baton with this one, costs more than a small operation does. What goes on without a driver after
+  /// that wakes it all the same, unless it is alone and can do no more than wait for others (`patient`): then it is looked at within 1 ms.
+  void postHere(Task task, bool patient);
+
+  /// Does the loop's work on the calling thread until `done()` or the deadline. False if another thread drives already: then
+  /// something else must be waited for. Not with a lock held that a task or handler takes.
+  template <typename Done>
+  bool drive(const Done& done, Deadline deadline) {
+    if (!takeBaton()) {
+      return false;
+    }
+    while (!done() && !deadline.expired()) {
+      turn(deadline);
+    }
+    giveBaton();
+    return true;
+  }
+  /// Makes sure that what was posted quietly is seen.
+  void nudge() noexcept;
+
+  /// How long a driver polls before it sleeps.
+  void setSpin(std::chrono::microseconds spin) noexcept {
+    spin_us_.store(static_cast<int>(spin.count()), std::memory_order_relaxed);
+  }
+  /// Counts the groups that have more ranks on this host than this process may use cores: +1 when one begins, -1 when it ends. While
+  /// there are some, a driver polls only for what a ticker looks for, which is small and soon there, and leaves its core to the other
+  /// ranks for all else.
+  void addCrowded(int change) noexcept {
+    crowded_.fetch_add(change, std::memory_order_relaxed);
+  }
+  [[nodiscard]] bool crowded() const noexcept {
+    return crowded_.load(std::memory_order_relaxed) > 0;
+  }
+  void addBusy(int change) noexcept override {
+    busy_.fetch_add(change, std::memory_order_relaxed);
+  }
+
+  void watch(int fd, uint32_t events, Handler& handler) override;
+  void unwatch(int fd) noexcept override;
+
+  void addTicker(Ticker& ticker) override;
+  void removeTicker(Ticker& ticker) noexcept override;
+
+ private:
+  struct Watch {
+    Handler* handler; ///< alive until unwatch(fd), by the contract of watch()
+    uint32_t serial; ///< tells a descriptor from an earlier one of the same number
+  };
+
+  [[nodiscard]] bool takeBaton();
+  /// `patient`: see postHere().
+  void giveBaton(bool patient = false) noexcept;
+  /// One round of a driver: waits for something to do, and does it.
+  void turn(Deadline deadline) noexcept;
+  [[nodiscard]] Ticker::Look lookOnce() noexcept;
+  [[nodiscard]] bool pollAll() noexcept;
+  /// Whether all tickers are content to sleep.
+  [[nodiscard]] bool restAll() noexcept;
+  /// Polls for a while; whether there was something.
+  bool spin(std::chrono::microseconds longest) noexcept;
+  /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
+  bool dispatch(int timeout_ms) noexcept;
+  void runDue() noexcept;
+  void signalEventFd() noexcept;
+  void wakeThread() noexcept;
+  void park() noexcept;
+  void threadMain() noexcept;
+  [[nodiscard]] int sleepMs() const noexcept;
+
+  UniqueFd epoll_;
+  UniqueFd wakeup_;
+  TaskQueue tasks_;
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> ended_{false}; ///< the thread is joined
+  std::recursive_mutex ended_mutex_; ///< held while tasks run after that: a task may post another
+
+  std::mutex baton_; ///< whoever holds it is "the loop"
+  std::atomic<bool> driven_{false}; ///< a caller has the baton, or is about to
+  std::atomic<bool> driver_sleeps_{false}; ///< it is in epoll_wait
+  std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
+  std::atomic<bool> thread_rests_{false}; ///< it is in poll, and counts on what restAll() has arranged
+  std::atomic<int64_t> last_driven_ns_{0};
+  std::atomic<uint64_t> drives_{0}; ///< how often a caller has taken the baton to drive
+  std::atomic<bool> tell_{false}; ///< the thread is parked until the driver tells it that it leaves
+  std::atomic<int> busy_{0};
+  std::atomic<int> spin_us_{0};
+  std::atomic<int> crowded_{0};
+  std::mutex park_mutex_; ///< guards unpark_
+  std::condition_variable park_;
+  bool unpark_ = false;
+
+  // Of the baton's holder:
+  std::unordered_map<int, Watch> watches_;
+  uint32_t next_serial_ = 1;
+  std::vector<Ticker*> tickers_; ///< each alive until removeTicker
+  int looks_ = 0; ///< since the kernel was asked about all descriptors
+  int slow_turns_ = 0; ///< sleeps in a row that outlasted a spin
+  std::thread thread_;
+};
+
+} // namespace pycomm

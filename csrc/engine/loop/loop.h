@@ -1,0 +1,100 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <utility>
+
+#include "base/deadline.h"
+#include "engine/loop/staging_pool.h"
+
+namespace pycomm {
+
+/// What the planes of a group need of the thread that runs them: descriptors watched, ticks in time. EventLoop is the
+/// one with epoll; the simulator has another, so that it runs the very planes that the engine runs.
+class Loop {
+ public:
+  /// Answers for what the loop runs. A loop catches every exception, so that none ends the process, and gives it to the owner.
+  class Owner {
+   public:
+    virtual ~Owner() = default;
+    /// Ends what the exception has left unfinished with a typed error. On the loop.
+    virtual void onThrown(const std::exception_ptr& exception) noexcept = 0;
+  };
+
+  /// Told when its descriptor is ready. Alive until onReady() has returned, or else that throws nothing.
+  class Handler : public Owner {
+   public:
+    virtual void onReady(uint32_t events) = 0;
+  };
+
+  /// Told when time has passed.
+  class Ticker : public Owner {
+   public:
+    /// When `tick` wants to be called next; TimePoint::max() for never.
+    [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
+    virtual void tick(TimePoint now) = 0;
+
+    enum class Look {
+      Nothing, ///< there is nothing that only this could find: ask the kernel about all descriptors
+      NotYet, ///< what is waited for has not come
+      Moved
+    };
+    /// A driver that spins asks this before it asks the kernel about all descriptors: to try to read from the one connection
+    /// from which something is due costs one system call, where being told that it is readable and then reading costs two.
+    [[nodiscard]] virtual Look look() {
+      return Look::Nothing;
+    }
+
+    // What comes through shared memory, of which the kernel knows nothing:
+    [[nodiscard]] virtual bool sharesMemory() const noexcept { ///< whether there is such a thing at all
+      return false;
+    }
+    /// Does what has become possible there; whether there was something. A few loads where there is nothing.
+    [[nodiscard]] virtual bool pollShared() {
+      return false;
+    }
+    /// The loop is about to sleep: from now on a descriptor becomes readable when pollShared() would find something. False if it would now.
+    [[nodiscard]] virtual bool restShared() noexcept {
+      return true;
+    }
+  };
+
+  virtual ~Loop() = default;
+
+  /// Runs `body`, which may throw, on behalf of `owner`.
+  template <typename Body>
+  static void guarded(Owner& owner, const Body& body) noexcept {
+    try {
+      body();
+    } catch (...) {
+      owner.onThrown(std::current_exception());
+    }
+  }
+  /// A task of `owner`, which is alive when the task runs.
+  template <typename Body>
+  [[nodiscard]] static auto owned(Owner& owner, Body body) {
+    return [&owner, body = std::move(body)]() mutable noexcept { guarded(owner, body); };
+  }
+
+  /// The handler outlives its watch. A second call for the same descriptor changes the events.
+  virtual void watch(int fd, uint32_t events, Handler& handler) = 0;
+  virtual void unwatch(int fd) noexcept = 0;
+
+  virtual void addTicker(Ticker& ticker) = 0;
+  virtual void removeTicker(Ticker& ticker) noexcept = 0;
+
+  /// Counts work that goes on without a driver: +1 when it starts, -1 when it ends.
+  virtual void addBusy(int change) noexcept = 0;
+
+  /// For the frames of all groups that this loop serves.
+  [[nodiscard]] StagingMemory& stagingMemory() noexcept {
+    return staging_memory_;
+  }
+
+ private:
+  static constexpr size_t kKeepStagingNbytes = 32 << 20;
+  StagingMemory staging_memory_{kKeepStagingNbytes};
+};
+
+} // namespace pycomm

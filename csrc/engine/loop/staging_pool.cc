@@ -1,0 +1,77 @@
+#include "engine/loop/staging_pool.h"
+
+#include <utility>
+
+#include "base/fault_point.h"
+
+namespace pycomm {
+
+StagingBuffer::StagingBuffer(StagingBuffer&& other) noexcept
+    : pool_(std::exchange(other.pool_, nullptr)),
+      memory_(std::move(other.memory_)),
+      nbytes_(std::exchange(other.nbytes_, 0)),
+      size_class_(other.size_class_) {}
+
+StagingBuffer& StagingBuffer::operator=(StagingBuffer&& other) noexcept {
+  if (this != &other) {
+    release();
+    pool_ = std::exchange(other.pool_, nullptr);
+    memory_ = std::move(other.memory_);
+    nbytes_ = std::exchange(other.nbytes_, 0);
+    size_class_ = other.size_class_;
+  }
+  return *this;
+}
+
+void StagingBuffer::release() noexcept {
+  if (memory_ != nullptr && pool_ != nullptr) {
+    pool_->taken_nbytes_ -= nbytes_;
+    pool_->memory_.giveBack(std::move(memory_), size_class_);
+  }
+  memory_.reset();
+  pool_ = nullptr;
+  nbytes_ = 0;
+}
+
+StagingBuffer StagingPool::take(size_t nbytes) {
+  size_t size_class = 6; // 64 bytes at the least
+  while ((size_t{1} << size_class) < nbytes) {
+    ++size_class;
+  }
+  StagingBuffer buffer;
+  buffer.size_class_ = size_class;
+  buffer.memory_ = memory_.take(size_class);
+  buffer.pool_ = this; // only now: what throws above has taken nothing
+  buffer.nbytes_ = nbytes;
+  taken_nbytes_ += nbytes;
+  return buffer;
+}
+
+std::unique_ptr<std::byte[]> StagingMemory::take(size_t size_class) {
+  if (free_.size() <= size_class) {
+    free_.resize(size_class + 1);
+  }
+  if (free_[size_class].empty()) {
+    PYCOMM_FAULT_POINT("staging.allocate");
+    // Not zeroed: every byte is written before it is read.
+    return std::unique_ptr<std::byte[]>(new std::byte[size_t{1} << size_class]);
+  }
+  std::unique_ptr<std::byte[]> memory = std::move(free_[size_class].back());
+  free_[size_class].pop_back();
+  kept_nbytes_ -= size_t{1} << size_class;
+  return memory;
+}
+
+void StagingMemory::giveBack(std::unique_ptr<std::byte[]> memory, size_t size_class) noexcept {
+  const size_t nbytes = size_t{1} << size_class;
+  if (kept_nbytes_ + nbytes > keep_nbytes_) {
+    return;
+  }
+  try {
+    free_[size_class].push_back(std::move(memory));
+    kept_nbytes_ += nbytes;
+  } catch (...) { // no room to remember it: let it go
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,315 @@
+#include "engine/monitor/control_plane.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/fault_point.h"
+#include "engine/monitor/control_link.h"
+#include "engine/report/failure_text.h"
+
+namespace pycomm {
+namespace {
+
+// How long peers may wait at the door of a process that has no descriptor for them.
+constexpr std::chrono::seconds kTrouble{3};
+} // namespace
+
+ControlPlane::ControlPlane(
+    GroupIdentity identity,
+    Loop& loop,
+    std::vector<Listener> listeners,
+    Membership::Config membership,
+    Events events)
+    : identity_(std::move(identity)),
+      loop_(loop),
+      events_(std::move(events)),
+      neighbours_(membership.neighbours),
+      membership_(membership, Clock::now()),
+      staging_(loop_.stagingMemory()),
+      missing_(membership.neighbours) {
+  AcceptorConfig config;
+  config.nonce = identity_.nonce;
+  config.group = identity_.hash;
+  config.epoch = identity_.epoch;
+  config.rank = identity_.rank;
+  config.size = identity_.size;
+  for (Listener& listener : listeners) {
+    acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
+  }
+}
+
+ControlPlane::~ControlPlane() {
+  static_cast<void>(close());
+}
+
+void ControlPlane::open() {
+  open_ = true;
+  for (const auto& acceptor : acceptors_) {
+    loop_.watch(acceptor->fd(), EPOLLIN, *this);
+  }
+  loop_.addTicker(*this);
+}
+
+std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
+  std::vector<std::unique_ptr<Link>> closing;
+  if (!std::exchange(open_, false)) {
+    return closing;
+  }
+  try {
+    closing.reserve(links_.size());
+  } catch (const std::exception&) { // they are closed as they are
+  }
+  for (const auto& acceptor : acceptors_) {
+    loop_.unwatch(acceptor->fd());
+  }
+  loop_.removeTicker(*this);
+  for (const auto& entry : links_) {
+    ControlLink& link = *entry.second;
+    if (link.down) {
+      continue;
+    }
+    link.down = true;
+    loop_.unwatch(link.link->fd());
+    try {
+      sendTo(link, header(FrameType::Goodbye), "");
+      std::vector<OutFrame> sent;
+      static_cast<void>(link.out.flush(sent));
+    } catch (const std::exception&) { // it is gone already, or there is no memory to say more
+    }
+    if (closing.size() < closing.capacity()) {
+      closing.push_back(std::move(link.link));
+    }
+  }
+  return closing;
+}
+
+FrameHeader ControlPlane::header(FrameType type) const {
+  FrameHeader header;
+  header.type = type;
+  header.group = identity_.hash;
+  header.epoch = identity_.epoch;
+  return header;
+}
+
+void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
+  if (!open_ || links_.count(peer) != 0) {
+    return;
+  }
+  auto& slot = links_[peer];
+  slot = std::make_unique<ControlLink>(*this, peer, std::move(link));
+  loop_.watch(slot->link->fd(), EPOLLIN, *slot);
+  membership_.alive(peer, Clock::now());
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    missing_.erase(std::remove(missing_.begin(), missing_.end(), peer), missing_.end());
+  }
+  connected_.notify_all();
+}
+
+std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortToken& abort) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!missing_.empty() && !abort.aborted() && !deadline.expired()) {
+    connected_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(50)));
+  }
+  return missing_;
+}
+
+void ControlPlane::notice(const ErrorRecord& record) {
+  membership_.noticed(record, Clock::now());
+  act();
+}
+
+void ControlPlane::doubt(const ErrorRecord& record) {
+  membership_.doubted(record, Clock::now());
+  act();
+}
+
+void ControlPlane::peerLeft(int peer) {
+  membership_.saidGoodbye(peer);
+}
+
+void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
+  try {
+    membership_.noticed(recordInAnyCase(identity_, [&] { return ownTrouble(exception, identity_); }), Clock::now());
+    act();
+  } catch (...) { // no memory even to say so: what follows from our silence names this rank
+  }
+}
+
+void ControlPlane::died(int peer) {
+  PYCOMM_FAULT_POINT("control.died");
+  const auto found = links_.find(peer);
+  if (found != links_.end()) {
+    // What it wrote before its end has arrived: a goodbye, or a report that tells more than the end does.
+    linkReady(*found->second, EPOLLIN);
+  }
+  membership_.controlClosed(peer, "the kernel has ended its process", Clock::now());
+  act();
+}
+
+void ControlPlane::onReady(uint32_t) {
+  poll();
+}
+
+void ControlPlane::poll() {
+  for (const auto& acceptor : acceptors_) {
+    for (Accepted& accepted : acceptor->poll(Clock::now())) {
+      welcome(std::move(accepted));
+    }
+  }
+}
+
+void ControlPlane::welcome(Accepted accepted) {
+  switch (accepted.hello.purpose) {
+    case LinkPurpose::Control: {
+      // Of each pair the lower rank connects, and only neighbours do.
+      const int peer = accepted.hello.rank;
+      if (peer < identity_.rank && std::find(neighbours_.begin(), neighbours_.end(), peer) != neighbours_.end()) {
+        adopt(peer, std::move(accepted.link));
+      }
+      break;
+    }
+    case LinkPurpose::Bulk:
+      events_.bulk_link(accepted.hello, std::move(accepted.link));
+      break;
+  }
+}
+
+void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
+  if (link.down) {
+    return;
+  }
+  try {
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
+      dropLink(link, "the connection was closed");
+    }
+    if (!link.down && (events & EPOLLOUT) != 0) {
+      flush(link);
+    }
+  } catch (const Error& error) {
+    linkBroke(link, error);
+  }
+  flushAll(); // what it brought may be for others
+  act();
+}
+
+void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
+  if (error.record().code == ErrorCode::ConnectionReset) {
+    dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
+    return;
+  }
+  link.down = true;
+  loop_.unwatch(link.link->fd());
+  ErrorRecord record = ownTrouble(std::make_exception_ptr(error), identity_);
+  if (!isOwnTrouble(record.code)) { // bytes that no pycomm sends
+    record.peer = link.peer;
+    record.peer_host = identity_.host(link.peer);
+  }
+  membership_.noticed(std::move(record), Clock::now());
+}
+
+void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
+  link.down = true;
+  loop_.unwatch(link.link->fd());
+  membership_.controlClosed(link.peer, cause, Clock::now());
+}
+
+void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload) {
+  OutFrame frame;
+  frame.header = header;
+  if (!payload.empty()) {
+    frame.header.payload_nbytes = static_cast<uint32_t>(payload.size());
+    frame.staging = staging_.take(payload.size());
+    std::memcpy(frame.staging.view().ptr, payload.data(), payload.size());
+    frame.payload = frame.staging.view();
+  }
+  link.out.push(std::move(frame));
+}
+
+void ControlPlane::flush(ControlLink& link) {
+  PYCOMM_FAULT_POINT("control.send");
+  std::vector<OutFrame> sent;
+  const bool left = link.out.flush(sent);
+  if (left != link.waits_for_room) {
+    link.waits_for_room = left;
+    loop_.watch(link.link->fd(), left ? EPOLLIN | EPOLLOUT : EPOLLIN, link);
+  }
+}
+
+// Until it succeeds: without memory it may throw, and then the next tick tries again.
+void ControlPlane::tellFailure() {
+  if (untold_) {
+    PYCOMM_FAULT_POINT("control.failed");
+    events_.failed(*untold_);
+    untold_.reset();
+    connected_.notify_all();
+  }
+}
+
+void ControlPlane::act() {
+  for (std::vector<Membership::Action> actions = membership_.takeActions(); !actions.empty();
+       actions = membership_.takeActions()) {
+    for (Membership::Action& action : actions) {
+      if (action.kind == Membership::Action::Kind::Fail) {
+        untold_ = std::move(action.record);
+      }
+    }
+    tellFailure();
+    for (const Membership::Action& action : actions) {
+      if (action.kind == Membership::Action::Kind::Fail) {
+        continue;
+      }
+      const bool flood = action.kind == Membership::Action::Kind::Flood;
+      const FrameHeader head = header(flood ? FrameType::Failure : FrameType::Heartbeat);
+      const std::string payload = flood ? action.record.serialize() : "";
+      for (const auto& entry : links_) {
+        ControlLink& link = *entry.second;
+        if (link.down || entry.first == action.except) {
+          continue;
+        }
+        try {
+          sendTo(link, head, payload);
+          flush(link);
+        } catch (const Error& error) {
+          linkBroke(link, error);
+        }
+      }
+    }
+  }
+}
+
+std::optional<ErrorRecord> ControlPlane::trouble() const {
+  for (const auto& acceptor : acceptors_) {
+    if (acceptor->trouble()) {
+      return acceptor->trouble();
+    }
+  }
+  return std::nullopt;
+}
+
+TimePoint ControlPlane::nextTick() const noexcept {
+  TimePoint next = untold_ ? TimePoint::min() : membership_.nextTick();
+  for (const auto& acceptor : acceptors_) {
+    next = std::min(next, acceptor->nextDeadline());
+  }
+  return next;
+}
+
+void ControlPlane::tick(TimePoint now) {
+  tellFailure();
+  for (const auto& acceptor : acceptors_) {
+    if (acceptor->nextDeadline() <= now) {
+      poll();
+    }
+    if (acceptor->troubleSince() != TimePoint::max() && now - acceptor->troubleSince() >= kTrouble) {
+      membership_.noticed(cannotAccept(*acceptor->trouble(), identity_), now);
+    }
+  }
+  membership_.tick(now);
+  act();
+}
+
+} // namespace pycomm

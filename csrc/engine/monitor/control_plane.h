@@ -1,0 +1,113 @@
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/links/channel.h"
+#include "engine/loop/loop.h"
+#include "engine/monitor/membership.h"
+#include "engine/monitor/question.h"
+#include "engine/operation/group_identity.h"
+#include "transport/net/acceptor.h"
+
+namespace pycomm {
+
+/// A group's half on the control loop: the listening socket, control links, heartbeats, and what the group died of.
+/// Thread: the control loop's, except where said.
+class ControlPlane final : public Loop::Handler, public Loop::Ticker {
+ public:
+  struct Events {
+    /// The group has failed. Called once.
+    std::function<void(const ErrorRecord&)> failed;
+    /// A peer opened a bulk link.
+    std::function<void(const Hello& hello, std::unique_ptr<Link>)> bulk_link;
+    /// A peer said goodbye on its control link.
+    std::function<void(int peer)> left;
+    /// A rank asks this one who has entered an operation, or answers.
+    std::function<void(int from, const FrameHeader& question)> asked;
+  };
+
+  ControlPlane(
+      GroupIdentity identity,
+      Loop& loop,
+      std::vector<Listener> listeners,
+      Membership::Config membership,
+      Events events);
+  ~ControlPlane() override;
+
+  /// Starts accepting.
+  void open();
+  /// A peer that connected and said who it is.
+  void welcome(Accepted accepted);
+  /// A control link that this rank opened.
+  void adopt(int peer, std::unique_ptr<Link> link);
+  void notice(const ErrorRecord& record);
+  /// See Membership::doubted.
+  void doubt(const ErrorRecord& record);
+  /// A peer said goodbye on its bulk link.
+  void peerLeft(int peer);
+  /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, log2 N at the most, so no
+  /// connection is opened for them. One is lost if all ranks on its way that are closer to its goal have left.
+  void ask(const std::vector<Question>& questions);
+  /// The process of a neighbour on this host has ended, as its DeathWatch says.
+  void died(int peer);
+  /// Says goodbye on all links and stops. The links, for closeAllGently() on another thread: the loop serves other groups.
+  std::vector<std::unique_ptr<Link>> close() noexcept;
+
+  /// Why no connection can be accepted at the moment, if so.
+  [[nodiscard]] std::optional<ErrorRecord> trouble() const;
+
+  /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
+  [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
+
+  // Loop::Handler (the acceptors' descriptors), Loop::Ticker
+  void onReady(uint32_t events) override;
+  [[nodiscard]] TimePoint nextTick() const noexcept override;
+  void tick(TimePoint now) override;
+  /// Whatever is thrown becomes the group's failure.
+  void onThrown(const std::exception_ptr& exception) noexcept override;
+
+ private:
+  struct ControlLink;
+
+  void poll();
+  void act();
+  void tellFailure();
+  void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
+  void linkReady(ControlLink& link, uint32_t events);
+  [[nodiscard]] ControlLink* towards(int rank);
+  void passOn(const Route& route, const FrameHeader& question);
+  void flushAll();
+  void flush(ControlLink& link);
+  void linkBroke(ControlLink& link, const Error& error);
+  void dropLink(ControlLink& link, const std::string& cause);
+  /// Throw Error(ProtocolViolation) for what no pycomm of this group sends.
+  void checkHeader(int peer, const FrameHeader& header) const;
+  void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);
+  [[nodiscard]] FrameHeader header(FrameType type) const;
+
+  const GroupIdentity identity_;
+  Loop& loop_;
+  const Events events_;
+  std::vector<std::unique_ptr<Acceptor>> acceptors_; ///< none where somebody else listens: a simulator
+  const std::vector<int> neighbours_; ///< ranks with a control link
+  Membership membership_;
+  StagingPool staging_;
+  std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
+  std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been told
+  bool open_ = false;
+
+  std::mutex mutex_; ///< guards missing_
+  std::condition_variable connected_;
+  std::vector<int> missing_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,382 @@
+#include "engine/monitor/host_mates.h"
+
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "engine/monitor/host_greeting.h"
+#include "transport/memory/unix_passing.h"
+#include "transport/socket_error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kBacklog = 1024;
+constexpr std::chrono::milliseconds kPauseWithoutFiles{100};
+
+void tell(const std::string& why) {
+  log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
+}
+
+// The words, or nothing if this is no greeting.
+UniqueFd readGreeting(int socket, Greeting& greeting) {
+  UniqueFd words;
+  const bool whole = takeMessage(socket, &greeting, sizeof greeting, words) == static_cast<ssize_t>(sizeof greeting);
+  return whole && greeting.magic == Greeting::kMagic ? std::move(words) : UniqueFd();
+}
+
+} // namespace
+
+/// Where others come to.
+struct HostMates::Desk final : EventLoop::Handler {
+  explicit Desk(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) override {
+    mates.admit();
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
+  }
+  HostMates& mates; ///< holds this
+  UniqueFd socket;
+};
+
+/// A process that watches us. It may ask for the memory of groups; when it hangs up, its word is free.
+struct HostMates::Guest final : EventLoop::Handler {
+  explicit Guest(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) override {
+    mates.hearGuest(*this);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
+  }
+  std::optional<uint64_t> asks; ///< for what is not offered yet
+  HostMates& mates; ///< holds this
+  UniqueFd socket;
+  uint32_t word = 0;
+};
+
+/// A process that we watch.
+struct HostMates::Mate final : EventLoop::Handler {
+  explicit Mate(HostMates& owner) : mates(owner) {}
+  void onReady(uint32_t) override {
+    mates.heard(*this);
+  }
+  void onThrown(const std::exception_ptr& exception) noexcept override {
+    mates.onThrown(exception);
+  }
+  HostMates& mates; ///< holds this
+  std::string name;
+  UniqueFd socket;
+  uint64_t watch = 0; ///< 0 until its greeting has come
+  bool dead = false;
+  std::unordered_map<uint64_t, Died> interests;
+};
+
+HostMates::HostMates(EventLoop& loop) : loop_(loop) {}
+
+HostMates::~HostMates() {
+  close();
+}
+
+std::string HostMates::name() {
+  const std::lock_guard<std::mutex> lock(name_mutex_);
+  if (!std::exchange(opened_, true)) {
+    try {
+      loop_.run([&] { open(); });
+    } catch (const std::exception& error) {
+      name_.clear();
+      tell(error.what());
+    }
+  }
+  return name_;
+}
+
+void HostMates::open() {
+  uint64_t number = 0;
+  if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+    throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
+  }
+  std::array<char, 17> text{};
+  (void)std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
+  auto desk = std::make_unique<Desk>(*this);
+  desk->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  if (!desk->socket) {
+    throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
+  }
+  sockaddr_un address{};
+  const socklen_t length = abstractAddress(address, text.data());
+  if (::bind(desk->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      ::listen(desk->socket.get(), kBacklog) != 0) {
+    throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
+  }
+  (void)deathWatch(); // a name that promises nothing would only be connected to in vain
+  loop_.watch(desk->socket.get(), EPOLLIN, *desk);
+  loop_.addTicker(*this);
+  desk_ = std::move(desk);
+  name_ = text.data();
+}
+
+DeathWatch& HostMates::deathWatch() {
+  if (death_watch_ == nullptr) {
+    death_watch_ = std::make_unique<DeathWatch>([this](uint64_t watch) {
+      Loop::guarded(*this, [&] { loop_.post(Loop::owned(*this, [this, watch] { onDeath(watch); })); });
+    });
+  }
+  return *death_watch_;
+}
+
+void HostMates::onThrown(const std::exception_ptr& exception) noexcept {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::bad_alloc&) { // nor is there memory for a line
+  } catch (const std::exception& error) {
+    try {
+      tell(error.what());
+    } catch (const std::bad_alloc&) {
+    }
+  }
+}
+
+void HostMates::admit() {
+  for (int i = 0; i < kBacklog; ++i) {
+    UniqueFd socket =
+        UniqueFd::from([&] { return ::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
+        // The processes that wait there would keep the socket readable and this loop awake: they wait until files are free again.
+        loop_.unwatch(desk_->socket.get());
+        admit_again_ = Clock::now() + kPauseWithoutFiles;
+        return;
+      }
+      if (errno == EAGAIN) {
+        return;
+      }
+      continue; // of that connection, not of the socket
+    }
+    if (!sameUser(socket.get())) {
+      continue;
+    }
+    const std::optional<uint32_t> word = deathWatch().lend();
+    if (!word) {
+      continue;
+    }
+    try {
+      auto guest = std::make_unique<Guest>(*this);
+      Greeting greeting;
+      greeting.word = *word;
+      if (!passMessage(socket.get(), &greeting, sizeof greeting, deathWatch().wordsFd())) {
+        deathWatch().takeBack(*word);
+        continue;
+      }
+      const int fd = socket.get();
+      guest->socket = std::move(socket);
+      guest->word = *word;
+      loop_.watch(fd, EPOLLIN, *guest);
+      guests_[fd] = std::move(guest);
+    } catch (const std::exception& error) {
+      deathWatch().takeBack(*word);
+      tell(error.what());
+    }
+  }
+}
+
+void HostMates::tick(TimePoint now) noexcept {
+  if (desk_ == nullptr || now < admit_again_) {
+    return;
+  }
+  admit_again_ = TimePoint::max();
+  try {
+    loop_.watch(desk_->socket.get(), EPOLLIN, *desk_);
+  } catch (const std::exception&) { // no memory: later
+    admit_again_ = now + kPauseWithoutFiles;
+  }
+}
+
+void HostMates::hearGuest(Guest& guest) {
+  Ask ask;
+  UniqueFd none;
+  const ssize_t got = takeMessage(guest.socket.get(), &ask, sizeof ask, none);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+    return;
+  }
+  if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {
+    dismiss(guest.socket.get());
+    return;
+  }
+  guest.asks = ask.key;
+  answer(guest);
+}
+
+void HostMates::answer(Guest& guest) noexcept {
+  const auto found = offers_.find(*guest.asks);
+  if (found == offers_.end()) {
+    return; // the group is not so far yet here
+  }
+  Ask reply;
+  reply.key = *guest.asks;
+  reply.there = found->second >= 0 ? 1 : 0;
+  guest.asks.reset();
+  (void)passMessage(guest.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
+}
+
+void HostMates::offer(uint64_t key, int memory) {
+  offers_[key] = memory;
+  for (const auto& entry : guests_) {
+    if (entry.second->asks == key) {
+      answer(*entry.second);
+    }
+  }
+}
+
+void HostMates::withdraw(uint64_t key) noexcept {
+  offers_.erase(key);
+}
+
+void HostMates::dismiss(int fd) noexcept {
+  const auto guest = guests_.find(fd);
+  loop_.unwatch(fd);
+  deathWatch().takeBack(guest->second->word);
+  guests_.erase(guest);
+}
+
+uint64_t HostMates::watch(const std::string& name, Died died) {
+  const uint64_t interest = next_interest_++;
+  if (closed_ || name.empty() || name.size() > kMaxUnixName) {
+    return interest;
+  }
+  auto found = mates_.find(name);
+  if (found == mates_.end()) {
+    auto mate = std::make_unique<Mate>(*this);
+    mate->name = name;
+    mate->socket = connectToMate(name);
+    if (!mate->socket) {
+      tell("no connection to a process of this host, " + errnoText(errno));
+      return interest;
+    }
+    try {
+      loop_.watch(mate->socket.get(), EPOLLIN, *mate);
+    } catch (const std::exception& error) {
+      tell(error.what());
+      return interest;
+    }
+    found = mates_.emplace(name, std::move(mate)).first;
+  }
+  found->second->interests.emplace(interest, std::move(died));
+  if (found->second->dead) { // died for another group, which still looks
+    loop_.post([this, name, interest] {
+      const auto mate = mates_.find(name);
+      if (mate != mates_.end()) {
+        const auto entry = mate->second->interests.find(interest);
+        if (entry != mate->second->interests.end()) {
+          Died(entry->second)();
+        }
+      }
+    });
+  }
+  return interest;
+}
+
+void HostMates::unwatch(uint64_t interest) noexcept {
+  for (auto mate = mates_.begin(); mate != mates_.end(); ++mate) {
+    if (mate->second->interests.erase(interest) != 0) {
+      if (mate->second->interests.empty()) {
+        forget(mate);
+      }
+      return;
+    }
+  }
+}
+
+void HostMates::forget(Mates::iterator mate) noexcept {
+  if (mate->second->socket) {
+    loop_.unwatch(mate->second->socket.get());
+  }
+  if (mate->second->watch != 0) {
+    deathWatch().unwatch(mate->second->watch);
+  }
+  mates_.erase(mate);
+}
+
+void HostMates::heard(Mate& mate) {
+  if (mate.watch == 0) {
+    Greeting greeting;
+    errno = 0;
+    const UniqueFd words = readGreeting(mate.socket.get(), greeting);
+    if (!words && errno == EAGAIN) {
+      return;
+    }
+    if (words) {
+      try {
+        mate.watch = deathWatch().watch(words, greeting.word);
+        return;
+      } catch (const std::exception& error) {
+        tell(error.what());
+      }
+    }
+  }
+  // It has hung up, in order or not; the word tells which. Nothing else is ever said here.
+  loop_.unwatch(mate.socket.get());
+  mate.socket.reset();
+}
+
+void HostMates::onDeath(uint64_t watch) {
+  for (const auto& entry : mates_) {
+    Mate& mate = *entry.second;
+    if (mate.watch != watch) {
+      continue;
+    }
+    mate.dead = true;
+    const std::unordered_map<uint64_t, Died> told = mate.interests; // who is told may look away
+    for (const auto& interest : told) {
+      interest.second();
+    }
+    return;
+  }
+}
+
+void HostMates::close() noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(name_mutex_);
+    opened_ = true; // a name that was never asked for is not opened any more
+    name_.clear();
+  }
+  DeathWatch* watch = nullptr;
+  loop_.run([&] {
+    closed_ = true;
+    watch = death_watch_.get();
+  });
+  if (watch != nullptr) {
+    watch->stop(); // not on the loop: its thread may be posting to it
+  }
+  loop_.run([&] {
+    for (const auto& guest : guests_) {
+      loop_.unwatch(guest.first);
+    }
+    for (const auto& mate : mates_) {
+      if (mate.second->socket) {
+        loop_.unwatch(mate.second->socket.get());
+      }
+    }
+    if (desk_ != nullptr) {
+      loop_.unwatch(desk_->socket.get());
+      loop_.removeTicker(*this);
+      admit_again_ = TimePoint::max();
+    }
+    guests_.clear();
+    mates_.clear();
+    desk_.reset();
+  });
+}
+
+} // namespace pycomm

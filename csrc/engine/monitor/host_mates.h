@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "base/abort_token.h"
+#include "base/deadline.h"
+#include "base/unique_fd.h"
+#include "engine/loop/event_loop.h"
+#include "transport/memory/death_watch.h"
+
+namespace pycomm {
+
+/// The other processes of this host that groups share with this one: each is watched (DeathWatch), once however many groups there are.
+///
+/// Processes meet at a Unix socket without a file, whose random name travels with the rank's record in the store. Who connects is sent
+/// the words and the number of one of them, if it runs as the same user, and keeps the connection for as long as it watches. Where
+/// something is not to be had (a container without memfd, another user, no descriptors left) one INFO line says so and a death is
+/// noticed by its sockets, as that of a rank on another host.
+/// Thread: the control loop's, except where said.
+class HostMates final : Loop::Ticker {
+ public:
+  using Died = std::function<void()>;
+
+  explicit HostMates(EventLoop& loop);
+  ~HostMates() override;
+  HostMates(const HostMates&) = delete;
+  HostMates& operator=(const HostMates&) = delete;
+
+  /// The name that other processes watch this one by; empty where there is none. Not on the control loop: opens the socket when first
+  /// asked.
+  [[nodiscard]] std::string name();
+
+  /// Calls `died` on the control loop if the process of that name ends otherwise than through close(). Takes effect soon, never
+  /// blocks, never throws.
+  uint64_t watch(const std::string& name, Died died);
+  void unwatch(uint64_t interest) noexcept;
+
+  /// Has memory of a group ready for processes that ask for it by `key`, or -1: there is none. The descriptor stays the caller's, until
+  /// withdraw().
+  void offer(uint64_t key, int memory);
+  void withdraw(uint64_t key) noexcept;
+  /// Asks the process of that name for the memory of a group, and waits until it has it to offer. On the calling thread, which is not
+  /// the control loop's. Throws Error saying why there is none, or the token's reason.
+  [[nodiscard]] static UniqueFd ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort);
+
+  /// Leaves in order. Call from another thread than the loop's, before the loop stops. Idempotent.
+  void close() noexcept;
+
+ private:
+  struct Desk;
+  struct Guest;
+  struct Mate;
+
+  // Loop::Ticker: connections that came while this process could open no more files
+  [[nodiscard]] TimePoint nextTick() const noexcept override {
+    return admit_again_;
+  }
+  void tick(TimePoint now) noexcept override;
+
+  void open();
+  void admit();
+  void hearGuest(Guest& guest);
+  void answer(Guest& guest) noexcept;
+  void dismiss(int fd) noexcept;
+  void heard(Mate& mate);
+  using Mates = std::unordered_map<std::string, std::unique_ptr<Mate>>;
+  void forget(Mates::iterator mate) noexcept;
+  void onDeath(uint64_t watch);
+  /// Then a death is noticed by its connections.
+  void onThrown(const std::exception_ptr& exception) noexcept override;
+  [[nodiscard]] DeathWatch& deathWatch();
+
+  EventLoop& loop_;
+  std::mutex name_mutex_; ///< guards name_ and opened_
+  std::string name_;
+  bool opened_ = false;
+  bool closed_ = false;
+  std::unique_ptr<Desk> desk_;
+  TimePoint admit_again_ = TimePoint::max(); ///< when a pause in accepting ends
+  std::unordered_map<int, std::unique_ptr<Guest>> guests_; ///< who watches us, by descriptor
+  Mates mates_; ///< whom we watch, by name
+  std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first
+  uint64_t next_interest_ = 1;
+  std::unique_ptr<DeathWatch> death_watch_; ///< made when first needed
+};
+
+} // namespace pycomm

@@ -1,0 +1,69 @@
+// The side of HostMates that asks another process for the memory of a group.
+#include <poll.h>
+
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "engine/monitor/host_greeting.h"
+#include "engine/monitor/host_mates.h"
+#include "transport/memory/unix_passing.h"
+#include "transport/socket_error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kAnswerSliceMs = 50; // how often who asks looks at the abort token
+
+} // namespace
+
+UniqueFd connectToMate(const std::string& name) {
+  UniqueFd socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  sockaddr_un address{};
+  const socklen_t length = abstractAddress(address, name);
+  if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    return UniqueFd();
+  }
+  if (!sameUser(socket.get())) {
+    errno = EACCES;
+    return UniqueFd();
+  }
+  return socket;
+}
+
+UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort) {
+  if (name.empty() || name.size() > kMaxUnixName) {
+    throw Error(ErrorCode::Unsupported, "the rank that would share memory cannot be reached by a Unix socket");
+  }
+  const UniqueFd socket = connectToMate(name);
+  if (!socket) {
+    throw Error(systemError(ErrorCode::SystemError, "no connection to the rank that would share memory", errno));
+  }
+  Ask question;
+  question.key = key;
+  UniqueFd memory;
+  bool asked = false;
+  while (!deadline.expired()) {
+    abort.throwIfAborted();
+    pollfd ready{socket.get(), POLLIN, 0};
+    (void)::poll(&ready, 1, deadline.remainingMs(kAnswerSliceMs));
+    Ask reply; // the greeting comes first, and is shorter
+    const ssize_t got = takeMessage(socket.get(), &reply, sizeof reply, memory);
+    if (got == static_cast<ssize_t>(sizeof(Greeting)) && !std::exchange(asked, true)) {
+      memory.reset(); // its words: somebody else watches
+      if (!passMessage(socket.get(), &question, sizeof question, -1)) {
+        throw Error(systemError(ErrorCode::SystemError, "the rank that would share memory hung up", errno));
+      }
+    } else if (got == static_cast<ssize_t>(sizeof reply) && reply.magic == Ask::kMagic && reply.key == key) {
+      if (reply.there == 0 || !memory) {
+        throw Error(ErrorCode::Unsupported, "the rank that would share memory has none");
+      }
+      return memory;
+    } else if (got >= 0 || (errno != EAGAIN && errno != EINTR)) {
+      throw Error(ErrorCode::Unsupported, "the rank that would share memory hung up");
+    }
+  }
+  throw Error(ErrorCode::Unsupported, "the rank that would share memory did not answer in time");
+}
+
+} // namespace pycomm

@@ -1,0 +1,296 @@
+#include "engine/monitor/membership.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// Lower comes first. What a rank can only see when it is itself the cause outranks what follows from it.
+int causeClass(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::CollectiveMismatch:
+    case ErrorCode::ProtocolViolation:
+    case ErrorCode::DataCorrupt:
+    case ErrorCode::VersionMismatch:
+    case ErrorCode::ConfigMismatch:
+    case ErrorCode::DuplicateRank:
+      return 0;
+    case ErrorCode::PeerDead:
+    case ErrorCode::PeerUnresponsive:
+      return 1;
+    case ErrorCode::OutOfMemory:
+    case ErrorCode::TooManyFiles:
+    case ErrorCode::SystemError:
+    case ErrorCode::Internal:
+    case ErrorCode::NoSharedMemory:
+    case ErrorCode::Forked:
+    case ErrorCode::InvalidArgument:
+    case ErrorCode::Unsupported:
+    case ErrorCode::RendezvousTimeout:
+    case ErrorCode::StoreLost:
+    case ErrorCode::NoInterface:
+    case ErrorCode::PortsExhausted:
+      return 2;
+    case ErrorCode::ConnectFailed:
+    case ErrorCode::ConnectionReset:
+      return 3;
+    case ErrorCode::Aborted:
+    case ErrorCode::ShutDown:
+    case ErrorCode::PeerLeft:
+      return 4;
+    case ErrorCode::Timeout:
+    case ErrorCode::Ok:
+      return 5;
+  }
+  return 6;
+}
+
+bool blamesHangingUp(ErrorCode code) {
+  return code == ErrorCode::PeerDead || code == ErrorCode::ConnectionReset || code == ErrorCode::ConnectFailed ||
+      code == ErrorCode::PeerLeft;
+}
+
+} // namespace
+
+Membership::Membership(Config config, TimePoint now)
+    : config_(std::move(config)), heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+  for (const int rank : config_.neighbours) {
+    neighbours_.push_back(Neighbour{rank, now, false, false, false});
+  }
+}
+
+bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
+  // A deadline that can say who never came is better evidence than one that only saw a neighbour wait; best is who knows why it has
+  // not come itself.
+  const auto vagueness = [](const ErrorRecord& r) {
+    return r.code != ErrorCode::Timeout || r.phase == "copy_to_host" ? 0 : r.phase == "not_entered" ? 1 : 2;
+  };
+  const auto key = [&](const ErrorRecord& r) {
+    return std::make_tuple(
+        causeClass(r.code), vagueness(r), r.peer < 0 ? r.rank : r.peer, r.rank, static_cast<int>(r.code));
+  };
+  return key(a) < key(b);
+}
+
+Membership::Neighbour* Membership::neighbour(int rank) {
+  for (Neighbour& entry : neighbours_) {
+    if (entry.rank == rank) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
+void Membership::learn(ErrorRecord record, int from, TimePoint now) {
+  if (failure_) {
+    return;
+  }
+  spoke_.insert(record.rank);
+  spoke_.insert(from); // whoever passes news on hangs up because of it
+  if (now >= decide_at_) {
+    return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
+  }
+  for (const ErrorRecord& known : candidates_) {
+    if (known.code == record.code && known.rank == record.rank && known.peer == record.peer) {
+      return; // the same news by another way
+    }
+  }
+  Action flood;
+  flood.kind = Action::Kind::Flood;
+  flood.except = from;
+  flood.record = record;
+  candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
+  actions_.push_back(std::move(flood));
+  if (decide_at_ == TimePoint::max()) {
+    const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
+    decide_at_ = now + std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
+  }
+  candidates_.push_back(std::move(record));
+}
+
+void Membership::noticed(ErrorRecord record, TimePoint now) {
+  // Who has said goodbye here has left in order, also where a link of another thread ended before its own could be said or read: a
+  // rank that does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
+  const Neighbour* const blamed = record.peer == config_.rank ? nullptr : neighbour(record.peer);
+  if (blamed != nullptr && blamed->said_goodbye && record.code == ErrorCode::PeerDead) {
+    return;
+  }
+  learn(std::move(record), -1, now);
+}
+
+void Membership::doubted(ErrorRecord record, TimePoint now) {
+  const Neighbour* const peer = neighbour(record.peer);
+  if (peer != nullptr && peer->connected && !peer->left) {
+    learn(std::move(record), -1, now);
+  }
+}
+
+void Membership::reported(int from, ErrorRecord record, TimePoint now) {
+  alive(from, now);
+  learn(std::move(record), from, now);
+}
+
+void Membership::alive(int from, TimePoint now) {
+  if (Neighbour* entry = neighbour(from)) {
+    entry->heard_at = now;
+    entry->connected = true;
+  }
+}
+
+void Membership::saidGoodbye(int peer) {
+  if (Neighbour* entry = neighbour(peer)) {
+    entry->left = entry->said_goodbye = true;
+  }
+}
+
+void Membership::controlClosed(int peer, const std::string& cause, TimePoint now) {
+  Neighbour* entry = neighbour(peer);
+  if (entry == nullptr || entry->left) {
+    return;
+  }
+  entry->left = true; // said once
+  ErrorRecord record;
+  record.code = ErrorCode::PeerDead;
+  record.rank = config_.rank;
+  record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.peer = peer;
+  record.peer_host = config_.hosts[static_cast<size_t>(peer)];
+  record.group = config_.group;
+  record.cause = cause;
+  record.summary =
+      "Rank " + std::to_string(peer) + " on " + record.peer_host + " is gone: its process ended or was killed.";
+  record.hint =
+      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+      "out-of-memory killer";
+  noticed(std::move(record), now);
+}
+
+void Membership::tick(TimePoint now) {
+  if (!failure_ && decide_at_ <= now) {
+    // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
+    const auto was_silent = [&](int rank) {
+      return std::any_of(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;
+      });
+    };
+    const auto excused = [&](const ErrorRecord& r) {
+      return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
+          (spoke_.count(r.peer) != 0 || was_silent(r.rank));
+    };
+    // Where one rank calls something else than all others, they all blame it, and it blames any of them.
+    const auto blamed = [&](const ErrorRecord& of) {
+      return std::count_if(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
+        return r.code == of.code && r.peer == of.peer;
+      });
+    };
+    const auto before = [&](const ErrorRecord& a, const ErrorRecord& b) {
+      const bool disagree = a.code == ErrorCode::CollectiveMismatch && b.code == a.code && blamed(a) != blamed(b);
+      return disagree ? blamed(a) > blamed(b) : precedes(a, b);
+    };
+    const ErrorRecord* best = nullptr;
+    for (const ErrorRecord& record : candidates_) {
+      if (!excused(record) && (best == nullptr || before(record, *best))) {
+        best = &record;
+      }
+    }
+    // Ranks that blame each other for silence, and nothing else: then the order alone decides.
+    for (const ErrorRecord& record : candidates_) {
+      if (best == nullptr || (excused(*best) && precedes(record, *best))) {
+        best = &record;
+      }
+    }
+    Action fail;
+    fail.kind = Action::Kind::Fail;
+    fail.record = *best;
+    ErrorRecord chosen = *best;
+    actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
+    failure_ = std::move(chosen);
+    decide_at_ = TimePoint::max();
+  }
+  if (heartbeat_at_ <= now) {
+    // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and
+    // heard nobody because it did not listen. Where the whole group slept, nobody is to blame. What has come meanwhile is read
+    // before anything is sent: it may say that the others have left, and a heartbeat to them would only bring a reset.
+    if (const auto late = now - heartbeat_at_; late >= std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+      for (Neighbour& entry : neighbours_) {
+        entry.heard_at = std::min(now, entry.heard_at + late);
+      }
+      heartbeat_at_ = now + std::chrono::milliseconds(config_.merge_ms);
+      return;
+    }
+    heartbeat_at_ = now + std::chrono::milliseconds(config_.heartbeat_every_ms);
+    Action beat;
+    beat.kind = Action::Kind::Heartbeat;
+    actions_.push_back(std::move(beat));
+    for (Neighbour& entry : neighbours_) {
+      if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
+        continue;
+      }
+      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would
+      // be wrong.
+      const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
+      const auto counts = [&](const Neighbour& other) {
+        return other.rank != entry.rank && other.connected && !other.left;
+      };
+      const bool others = std::any_of(neighbours_.begin(), neighbours_.end(), counts);
+      const bool heard = std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& other) {
+        return counts(other) && other.heard_at > lately;
+      });
+      entry.left = true;
+      ErrorRecord record;
+      record.code = ErrorCode::PeerUnresponsive;
+      if (others && !heard) {
+        noticed(cutOff(std::move(record), now - entry.heard_at), now);
+        break;
+      }
+      record.rank = config_.rank;
+      record.host = config_.hosts[static_cast<size_t>(config_.rank)];
+      record.peer = entry.rank;
+      record.peer_host = config_.hosts[static_cast<size_t>(entry.rank)];
+      record.group = config_.group;
+      record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now - entry.heard_at).count();
+      record.summary = "Rank " + std::to_string(entry.rank) + " on " + record.peer_host + " has been silent for " +
+          std::to_string(record.elapsed_ms) + " ms: its process is stopped, or its host or the network is down.";
+      record.hint = "check that host and the cable or switch to it; a debugger or Ctrl-Z also stops a rank";
+      noticed(std::move(record), now);
+    }
+  }
+}
+
+ErrorRecord Membership::cutOff(ErrorRecord record, TimePoint::duration silence) const {
+  record.rank = record.peer = config_.rank;
+  record.host = record.peer_host = config_.hosts[static_cast<size_t>(config_.rank)];
+  record.group = config_.group;
+  record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(silence).count();
+  record.summary = "Rank " + std::to_string(config_.rank) + " on " + record.host + " has heard nobody for " +
+      std::to_string(record.elapsed_ms) + " ms: its own host or network is cut off.";
+  record.hint = "check that host's cable, interface and firewall";
+  return record;
+}
+
+TimePoint Membership::nextTick() const noexcept {
+  return std::min(decide_at_, heartbeat_at_);
+}
+
+std::vector<Membership::Action> Membership::takeActions() {
+  return std::exchange(actions_, {});
+}
+
+std::vector<int> controlNeighbours(int rank, int size, const std::vector<int>& host_mates) {
+  std::set<int> ranks;
+  for (int distance = 1; distance < size; distance *= 2) {
+    ranks.insert((rank + distance) % size);
+    ranks.insert((rank - distance + size) % size);
+  }
+  const auto self = std::find(host_mates.begin(), host_mates.end(), rank);
+  if (self != host_mates.end()) {
+    ranks.insert(self == host_mates.begin() ? host_mates.back() : *(self - 1));
+    ranks.insert(self + 1 == host_mates.end() ? host_mates.front() : *(self + 1));
+  }
+  ranks.erase(rank);
+  return {ranks.begin(), ranks.end()};
+}
+
+} // namespace pycomm

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "transport/net/address.h"
+#include "transport/net/hello.h"
+
+namespace pycomm {
+
+/// Who a rank is in its group, and where the other ranks are. Set when the group forms; all parts of the group have a copy.
+struct GroupIdentity {
+  int rank = 0;
+  int size = 1;
+  std::string name;
+  uint32_t hash = 0;
+  uint16_t epoch = 0;
+  uint64_t nonce = 0;
+  std::vector<std::string> hosts; ///< by rank
+  std::vector<SocketAddress> addresses; ///< where each rank listens
+  SocketAddress local_address; ///< to connect from
+  std::string interface_name;
+  /// One more interface of each rank, if several are used.
+  struct Path {
+    SocketAddress local_address;
+    std::string interface_name;
+    std::vector<SocketAddress> addresses; ///< by rank
+  };
+  std::vector<Path> further;
+  int streams = 1; ///< connections that a bulk link is made of; they use the interfaces in turn
+
+  [[nodiscard]] bool isRank(int number) const noexcept {
+    return number >= 0 && number < size;
+  }
+  /// The host of a rank. Empty for a number that is no rank of this group: some numbers come from the store or from another process.
+  [[nodiscard]] std::string host(int number) const {
+    const auto index = static_cast<size_t>(number);
+    return number >= 0 && index < hosts.size() ? hosts[index] : std::string();
+  }
+  /// How error messages name a rank: "rank 2 on alpha".
+  [[nodiscard]] std::string rankText(int number) const {
+    return "rank " + std::to_string(number) + " on " + host(number);
+  }
+
+  /// The two ends of connection `stream` of a link to `peer`, and the interface that it uses.
+  struct Route {
+    const SocketAddress& local;
+    const SocketAddress& remote;
+    const std::string& interface_name;
+  };
+  /// Throws Error(Internal) if `peer` is no rank of this group.
+  [[nodiscard]] Route route(int peer, int stream = 0) const {
+    const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
+    const std::vector<SocketAddress>& remote = path == 0 ? addresses : further[path - 1].addresses;
+    if (peer < 0 || static_cast<size_t>(peer) >= remote.size()) {
+      throw Error(ErrorCode::Internal, "rank " + std::to_string(peer) + " has no address in group " + name);
+    }
+    return {
+        path == 0 ? local_address : further[path - 1].local_address,
+        remote[static_cast<size_t>(peer)],
+        interfaceOf(stream)};
+  }
+  [[nodiscard]] const std::string& interfaceOf(int stream) const noexcept {
+    const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
+    return path == 0 ? interface_name : further[path - 1].interface_name;
+  }
+
+  /// How this rank introduces itself on a connection.
+  [[nodiscard]] Hello hello(LinkPurpose purpose) const {
+    Hello hello;
+    hello.nonce = nonce;
+    hello.rank = rank;
+    hello.size = size;
+    hello.epoch = epoch;
+    hello.group = hash;
+    hello.purpose = purpose;
+    return hello;
+  }
+};
+
+} // namespace pycomm

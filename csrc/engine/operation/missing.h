@@ -1,0 +1,13 @@
+#pragma once
+
+#include <string>
+
+namespace pycomm {
+
+/// A rank that has not entered an operation, and what it entered last, in words.
+struct Missing {
+  int peer;
+  std::string last;
+};
+
+} // namespace pycomm

@@ -1,0 +1,253 @@
+#include "engine/report/failure_text.h"
+
+#include <chrono>
+#include <new>
+
+namespace pycomm {
+namespace {
+
+int64_t elapsedMs(const Operation& operation) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation.issuedAt()).count();
+}
+
+ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& identity) {
+  ErrorRecord record;
+  const Descriptor& descriptor = operation.request().descriptor;
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.peer = peer;
+  record.peer_host = identity.host(peer);
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  record.op = operation.name();
+  record.sequence = operation.request().id.sequence;
+  record.dtype = dtypeName(descriptor.dtype);
+  record.numel = descriptor.numel;
+  record.elapsed_ms = elapsedMs(operation);
+  return record;
+}
+
+} // namespace
+
+ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
+  if (record.rank < 0) { // else the other ranks' rendezvous has it from there
+    record.rank = identity.rank;
+    record.host = localHostName();
+  }
+  record.peer = record.rank;
+  record.peer_host = record.host;
+  record.group = identity.name;
+  if (record.code == ErrorCode::TooManyFiles) {
+    // With every other rank a link each way, a control link with about 2 log2 of them, and what a group has once.
+    record.summary += "; a group of " + std::to_string(identity.size) + " ranks takes up to " +
+        std::to_string(3 * (identity.size - 1) + 8);
+  }
+  return record;
+}
+
+ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity) {
+  ErrorRecord record = withNeed(trouble, identity);
+  record.phase = "connect";
+  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
+      " cannot take the connections of other ranks: " + record.summary;
+  return record;
+}
+
+ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
+  ErrorRecord record = cause;
+  if (cause.rank >= 0 && cause.rank != identity.rank) {
+    record.cause += (record.cause.empty() ? "" : ", ") + std::string("reported by rank ") + std::to_string(cause.rank);
+  }
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  if (record.peer_host.empty()) {
+    record.peer_host = identity.host(record.peer);
+  }
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  return record;
+}
+
+ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity) {
+  ErrorRecord record = errorOf(cause, identity);
+  const ErrorRecord local = about(operation, cause.peer, identity);
+  record.elapsed_ms = local.elapsed_ms;
+  if (cause.op.empty()) { // otherwise it names the operation that the ranks disagree about, or that timed out
+    record.op = local.op;
+    record.sequence = local.sequence;
+    record.dtype = local.dtype;
+    record.numel = local.numel;
+  }
+  return record;
+}
+
+namespace {
+
+// What is left to wait for where every rank has come.
+std::string ownPart(const Operation& operation) {
+  return operation.request().descriptor.algorithm == Algorithm::Nccl ? "NCCL, or its stream" : "its own memory";
+}
+
+} // namespace
+
+ErrorRecord timedOut(
+    const Operation& operation,
+    int64_t bytes_done,
+    int64_t bytes_total,
+    int waits_for,
+    const std::optional<Missing>& missing,
+    const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, missing ? missing->peer : waits_for, identity);
+  record.code = ErrorCode::Timeout;
+  record.bytes_done = bytes_done;
+  record.bytes_total = bytes_total;
+  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
+  if (missing) {
+    record.phase = "not_entered";
+    record.summary += identity.rankText(missing->peer) + " has not entered it (its last: " + missing->last + ").";
+    record.hint =
+        "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
+  } else {
+    record.phase = "transfer";
+    record.summary += "it waits for " + (record.peer >= 0 ? identity.rankText(record.peer) : ownPart(operation)) + ".";
+    record.hint = "raise the timeout if the network is only slow";
+  }
+  return record;
+}
+
+ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, identity.rank, identity);
+  record.code = ErrorCode::Timeout;
+  record.phase = "copy_to_host";
+  record.bytes_total = bytes_total;
+  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) +
+      " ms: the tensor of " + identity.rankText(identity.rank) + " has not left its device.";
+  record.hint =
+      "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
+  return record;
+}
+
+bool isOwnTrouble(ErrorCode code) noexcept {
+  return code == ErrorCode::OutOfMemory || code == ErrorCode::TooManyFiles || code == ErrorCode::SystemError ||
+      code == ErrorCode::Internal || code == ErrorCode::NoSharedMemory;
+}
+
+ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity) {
+  const std::string who = "Rank " + std::to_string(identity.rank) + " on " + identity.host(identity.rank);
+  ErrorRecord record;
+  try {
+    std::rethrow_exception(exception);
+  } catch (const Error& error) {
+    record = error.record();
+    if (isOwnTrouble(record.code)) { // other ranks read it, too
+      record.summary = who + " cannot go on: " + record.summary;
+    }
+  } catch (const std::bad_alloc&) {
+    record.code = ErrorCode::OutOfMemory;
+    record.summary = who + " has no memory left.";
+    record.hint = "use a smaller batch, or fewer operations at once";
+  } catch (const std::exception& error) {
+    record.summary = "A native thread met an exception that it does not know.";
+    record.cause = error.what();
+  }
+  if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {
+    return withNeed(std::move(record), identity);
+  }
+  if (isOwnTrouble(record.code)) {
+    record.peer = identity.rank;
+    record.peer_host = identity.host(identity.rank);
+  }
+  if (record.peer_host.empty()) {
+    record.peer_host = identity.host(record.peer);
+  }
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.group = identity.name;
+  return record;
+}
+
+ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity) {
+  const int peer = operation.request().peer;
+  ErrorRecord record = about(operation, peer, identity);
+  record.code = ErrorCode::Timeout;
+  record.phase = "matching";
+  record.summary = operation.label() + " had no message after " + std::to_string(record.elapsed_ms) + " ms: ";
+  if (peer < 0) {
+    record.summary += "no rank has sent under that tag.";
+    record.hint = "find out why no rank sends (another tag? a rank that is late?), or raise the timeout";
+  } else {
+    record.summary += "an earlier receive from any rank under that tag still waits, and would get the message first.";
+    record.hint = "use tags of their own for receives from any rank";
+  }
+  return record;
+}
+
+ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = what;
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.peer = peer;
+  record.peer_host = identity.host(peer);
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  if (what.code == ErrorCode::ConnectFailed) { // says already which addresses, and why
+    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+    if (record.summary.back() != '.') {
+      record.summary += '.';
+    }
+    if (record.hint.empty()) {
+      record.hint = "check the cable, interface and addresses of both hosts, and that the rank still runs";
+    }
+    return record;
+  }
+  record.code = ErrorCode::PeerDead;
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+      " is gone: its connection ended without a goodbye (its process ended, was killed, or its host went down).";
+  record.hint =
+      "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
+      "out-of-memory killer";
+  return record;
+}
+
+ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = peerGone(peer, what, identity);
+  record.code = ErrorCode::ConnectionReset;
+  record.summary = "A connection to rank " + std::to_string(peer) + " on " + record.peer_host +
+      " broke although that rank is still there: what was on its way is lost.";
+  record.hint = "look for what resets connections between these hosts: a firewall, a proxy, or an address used twice";
+  return record;
+}
+
+ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  ErrorRecord record = what;
+  if (what.code == ErrorCode::ConfigMismatch || what.code == ErrorCode::VersionMismatch ||
+      what.code == ErrorCode::ProtocolViolation) {
+    record.peer = peer;
+    record.peer_host = identity.host(peer);
+    record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
+  }
+  return record;
+}
+
+ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, peer, identity);
+  record.code = ErrorCode::PeerLeft;
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " closed its process group while " +
+      operation.label() + " still needs it.";
+  record.hint =
+      "that rank ran fewer steps than the others, or left early after an error of its own; with uneven data use "
+      "torch DDP with join(), or give every rank the same number of batches";
+  return record;
+}
+
+ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity) {
+  ErrorRecord record = about(operation, identity.rank, identity);
+  record.code = ErrorCode::PeerLeft;
+  record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
+      " closed its process group while its own " + operation.label() + " was under way.";
+  record.hint =
+      "wait for every operation before destroy_process_group(); if that rank failed, its log has the first error";
+  return record;
+}
+
+} // namespace pycomm

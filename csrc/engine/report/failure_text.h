@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+
+#include "base/error.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/missing.h"
+#include "engine/operation/operation.h"
+
+namespace pycomm {
+
+// The sentences of failures, in one place, so that they read alike.
+
+/// Out of descriptors or memory: with who it is that lacks them, and how many descriptors its group takes.
+[[nodiscard]] ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity);
+[[nodiscard]] ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity);
+/// Anything that this rank tells about the group: by whom, where and in which group. `cause` may come from another rank.
+[[nodiscard]] ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity);
+
+/// The group's cause, as the error of one operation on this rank.
+[[nodiscard]] ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const GroupIdentity& identity);
+
+/// The deadline of an operation has passed. `waits_for`: a rank that has entered it, -1 if there is none.
+[[nodiscard]] ErrorRecord timedOut(
+    const Operation& operation,
+    int64_t bytes_done,
+    int64_t bytes_total,
+    int waits_for,
+    const std::optional<Missing>& missing,
+    const GroupIdentity& identity);
+
+/// The same of one whose input has not come from its device.
+[[nodiscard]] ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity);
+
+/// The same of a receive that never learned its sender.
+[[nodiscard]] ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity);
+
+/// Whether the code speaks of the process that noticed it, and of no other.
+[[nodiscard]] bool isOwnTrouble(ErrorCode code) noexcept;
+
+/// An exception that ended something on a native thread. What concerns this process alone (memory, files, threads) names this
+/// rank.
+[[nodiscard]] ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity& identity);
+
+/// The record that `make` returns, or if memory is lacking to make it, one without any sentence. For operations, which must end in any
+/// case.
+template <typename Make>
+[[nodiscard]] ErrorRecord recordInAnyCase(const GroupIdentity& identity, const Make& make) noexcept {
+  try {
+    return make();
+  } catch (...) {
+    ErrorRecord record;
+    record.code = ErrorCode::OutOfMemory;
+    record.rank = record.peer = identity.rank;
+    record.summary = "No memory left."; // as long as a string can be without memory of its own
+    return record;
+  }
+}
+
+/// A link to `peer` ended without a goodbye, or broke.
+[[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
+/// A link to `peer` broke although that rank is still there: as peerGone() tells it, `what`, for another reason.
+[[nodiscard]] ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
+/// A connection to `peer` did not come about. A refusal, or a reply that is none, names that rank; other trouble stays what it is.
+[[nodiscard]] ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
+/// `peer` closed its group in order although this operation still needs it.
+[[nodiscard]] ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity);
+
+/// This rank closes its group although this operation is under way: what the others are told.
+[[nodiscard]] ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity);
+
+} // namespace pycomm

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "engine/operation/flight_log.h"
+
+namespace pycomm {
+
+/// Turns steady-clock readings into the wall clock's nanoseconds since 1970.
+struct WallClock {
+  int64_t steady_anchor_ns = 0;
+  int64_t wall_anchor_ns = 0;
+  [[nodiscard]] int64_t at(int64_t steady_ns) const noexcept {
+    return wall_anchor_ns + (steady_ns - steady_anchor_ns);
+  }
+};
+
+/// A JSON string with its quotes. What is not UTF-8 becomes U+FFFD: a host may be called anything, and the file must be readable.
+[[nodiscard]] std::string jsonText(std::string_view text);
+
+/// One group of a dump as a JSON object, an operation a line. `pycomm/flight_record.py` reads it; numbers that mean "none" are left out.
+[[nodiscard]] std::string jsonOf(
+    const FlightLog::Subject& subject,
+    const FlightLog::Snapshot& log,
+    const WallClock& clock);
+
+/// The error contract's fields, those that are known.
+[[nodiscard]] std::string jsonOf(const ErrorRecord& record);
+
+} // namespace pycomm

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/operation/descriptor.h"
+#include "engine/operation/issue_context.h"
+
+namespace pycomm {
+
+// How it reads that two ranks do not agree, wherever it is found.
+
+/// "#12", "issued in a callback"
+[[nodiscard]] std::string operationText(uint64_t op_id);
+
+/// Everything but the sentence. `hosts` are those of the group's ranks; `rank` is this one's, whose operation is `mine`.
+[[nodiscard]] ErrorRecord mismatch(
+    const std::vector<std::string>& hosts,
+    int rank,
+    const Descriptor& mine,
+    int peer,
+    const OperationId& id);
+
+/// The two have different descriptors for one operation.
+[[nodiscard]] ErrorRecord disagreement(
+    const std::vector<std::string>& hosts,
+    int rank,
+    const Descriptor& mine,
+    int peer,
+    const Descriptor& theirs,
+    const OperationId& id);
+
+} // namespace pycomm

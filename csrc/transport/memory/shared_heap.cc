@@ -1,0 +1,189 @@
+#include "transport/memory/shared_heap.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fault_point.h"
+
+namespace pycomm {
+namespace {
+
+// Address space of peers: 64 ranks of a host, each with 64 mapped, stay far below the 128 TiB that a process has.
+constexpr size_t kMostNbytes = size_t{256} << 30;
+
+size_t pageNbytes() noexcept {
+  static const auto nbytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return nbytes;
+}
+
+size_t wholePages(size_t nbytes) noexcept {
+  const size_t page = pageNbytes();
+  return (std::max<size_t>(nbytes, 1) + page - 1) / page * page;
+}
+
+} // namespace
+
+std::shared_ptr<SharedHeap> SharedHeap::create() {
+  const size_t memory = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * pageNbytes();
+  return std::make_shared<SharedHeap>(SharedArena::create(wholePages(std::min(memory, kMostNbytes))));
+}
+
+SharedHeap::SharedHeap(SharedArena arena) : arena_(std::move(arena)), process_(::getpid()) {
+  // Tensors outlive a fork in both processes: a data loader's worker may look at one.
+  (void)::madvise(arena_.at(0), arena_.nbytes(), MADV_DOFORK);
+  free_[0] = arena_.nbytes();
+}
+
+size_t SharedHeap::takeRoom(size_t room) {
+  for (auto range = free_.begin(); range != free_.end(); ++range) { // the first that is long enough
+    const size_t offset = range->first;
+    const size_t length = range->second;
+    if (length >= room) {
+      free_.erase(range);
+      if (length > room) {
+        free_[offset + room] = length - room;
+      }
+      return offset;
+    }
+  }
+  throw Error(
+      ErrorCode::NoSharedMemory,
+      "There is no room for " + std::to_string(room >> 10) + " KiB more among the shared tensors of this process.",
+      "free some, or use torch.empty for tensors that are not communicated");
+}
+
+void SharedHeap::giveRoom(size_t offset, size_t room) {
+  const auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + room) {
+    room += next->second;
+    free_.erase(next);
+  }
+  const auto after = free_.lower_bound(offset);
+  if (after != free_.begin()) {
+    const auto before = std::prev(after);
+    if (before->first + before->second == offset) {
+      before->second += room;
+      return;
+    }
+  }
+  free_[offset] = room;
+}
+
+// To make or free the pages of a large block takes the kernel long. That is done without the lock, which every large collective takes in
+// placeOf(): meanwhile the block's room is neither free nor anybody's.
+void* SharedHeap::allocate(size_t nbytes) {
+  const size_t room = wholePages(nbytes);
+  std::unique_lock<std::mutex> lock(mutex_);
+  const size_t offset = takeRoom(room);
+  try {
+    lock.unlock();
+    arena_.commit(offset, room);
+    lock.lock();
+    blocks_[offset] = Block{nbytes, room, false};
+  } catch (...) {
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+    giveRoom(offset, room);
+    throw;
+  }
+  live_.fetch_add(1, std::memory_order_relaxed);
+  return arena_.at(offset);
+}
+
+void SharedHeap::release(void* begin) noexcept {
+  if (::getpid() != process_) {
+    return; // the parent still uses it; and its lock may have been held when this process was forked
+  }
+  const auto offset = static_cast<size_t>(static_cast<std::byte*>(begin) - arena_.at(0));
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = blocks_.find(offset);
+  if (found == blocks_.end()) {
+    return;
+  }
+  const Block block = found->second;
+  blocks_.erase(found);
+  live_.fetch_sub(1, std::memory_order_relaxed);
+  lock.unlock();
+  // The pages go back at once: freed tensors must not count against the container's limit.
+  (void)::fallocate(
+      arena_.fd(),
+      FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+      static_cast<off_t>(offset),
+      static_cast<off_t>(block.room));
+  if (block.detached) {
+    // Never used again: a peer that sleeps may still write there one day. Only address space is lost, and only after a failure.
+    (void)::mmap(begin, block.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+    return;
+  }
+  lock.lock();
+  try {
+    giveRoom(offset, block.room);
+  } catch (const std::bad_alloc&) { // the room is lost, nothing else
+  }
+}
+
+SharedHeap::Blocks::const_iterator SharedHeap::blockOf(const void* buffer, size_t nbytes) const {
+  const auto* at = static_cast<const std::byte*>(buffer);
+  if (at < arena_.at(0) || at + nbytes > arena_.at(0) + arena_.nbytes()) {
+    return blocks_.end();
+  }
+  const auto offset = static_cast<size_t>(at - arena_.at(0));
+  auto block = blocks_.upper_bound(offset);
+  if (block == blocks_.begin()) {
+    return blocks_.end();
+  }
+  --block;
+  return offset + nbytes <= block->first + block->second.nbytes ? block : blocks_.end();
+}
+
+std::optional<uint64_t> SharedHeap::placeOf(const void* buffer, size_t nbytes) const {
+  if (live_.load(std::memory_order_relaxed) == 0 || nbytes == 0) {
+    return std::nullopt;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto block = blockOf(buffer, nbytes);
+  if (block == blocks_.end() || block->second.detached) {
+    return std::nullopt;
+  }
+  const auto begin = static_cast<size_t>(static_cast<const std::byte*>(buffer) - arena_.at(0));
+  const size_t end = begin + nbytes;
+  const bool own_pages =
+      begin % pageNbytes() == 0 && (end % pageNbytes() == 0 || end == block->first + block->second.nbytes);
+  return own_pages ? std::optional<uint64_t>(begin) : std::nullopt;
+}
+
+bool SharedHeap::detach(const void* buffer, size_t nbytes) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blockOf(buffer, nbytes);
+    if (found == blocks_.end()) {
+      return true; // not here, so nobody reaches it
+    }
+    blocks_.find(found->first)->second.detached = true;
+  }
+  const size_t room = wholePages(nbytes);
+  void* begin = const_cast<void*>(buffer);
+  void* fresh = PYCOMM_FAULT("heap.detach").error_number != 0
+      ? MAP_FAILED
+      : ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (fresh == MAP_FAILED) {
+    return false;
+  }
+  std::memcpy(fresh, begin, nbytes); // a peer may write meanwhile: of a failed operation the output is undefined
+  if (::mremap(fresh, room, room, MREMAP_MAYMOVE | MREMAP_FIXED, begin) == MAP_FAILED) {
+    ::munmap(fresh, room);
+    return false;
+  }
+  return true;
+}
+
+} // namespace pycomm

@@ -1,0 +1,95 @@
+#include "transport/memory/unix_passing.h"
+
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+#include "base/fork_guard.h"
+
+namespace pycomm {
+namespace {
+
+constexpr uint64_t kAllUsers = UINT32_MAX; // as many as there are; the last number, -1, is none
+
+// Whether every user of the host has a number of its own here (man 7 user_namespaces). False if the kernel does not say.
+bool mapsAllUsers() {
+  std::ifstream map("/proc/self/uid_map");
+  uint64_t users = 0;
+  for (uint64_t inside = 0, outside = 0, count = 0; map >> inside >> outside >> count;) {
+    users += count;
+  }
+  return users >= kAllUsers;
+}
+
+// What the kernel calls users that have no number here.
+uid_t overflowUser() {
+  uid_t user = 65534;
+  std::ifstream("/proc/sys/kernel/overflowuid") >> user;
+  return user;
+}
+
+} // namespace
+
+socklen_t abstractAddress(sockaddr_un& address, const std::string& name) {
+  const std::string path = "pycomm/" + name;
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, path.data(), path.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
+}
+
+bool sameUser(int socket) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid() &&
+      (peer.uid != overflowUser() || mapsAllUsers());
+}
+
+bool passMessage(int socket, const void* message, size_t nbytes, int fd) {
+  iovec part{const_cast<void*>(message), nbytes}; // only read
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  if (fd >= 0) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+  }
+  return ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(nbytes);
+}
+
+ssize_t takeMessage(int socket, void* message, size_t nbytes, UniqueFd& fd) {
+  iovec part{message, nbytes};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  header.msg_control = control.data();
+  header.msg_controllen = CMSG_LEN(sizeof(int)); // with the padding of CMSG_SPACE there would be room for two
+  const ForksHeldOff held_off; // until a descriptor that comes has its owner
+  const ssize_t got = ::recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+  if (got < 0) {
+    return got;
+  }
+  const cmsghdr* rights = CMSG_FIRSTHDR(&header);
+  if (rights != nullptr && rights->cmsg_level == SOL_SOCKET && rights->cmsg_type == SCM_RIGHTS &&
+      rights->cmsg_len == CMSG_LEN(sizeof(int))) {
+    int taken = -1;
+    std::memcpy(&taken, CMSG_DATA(rights), sizeof taken);
+    fd = UniqueFd(taken);
+  }
+  if ((header.msg_flags & MSG_TRUNC) != 0) {
+    errno = EMSGSIZE;
+    return -1;
+  }
+  return got;
+}
+
+} // namespace pycomm

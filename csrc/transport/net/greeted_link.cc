@@ -1,0 +1,85 @@
+#include "transport/net/greeted_link.h"
+
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/socket_error.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kFirstGreetingPauseMs = 5; // doubled up to kLastGreetingPauseMs
+constexpr int kLastGreetingPauseMs = 250;
+constexpr int kDoublings = 6; // from the first to beyond the last
+
+} // namespace
+
+GreetedLink::GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello)
+    : GreetedLink(startConnect(local, remote), local, remote, hello) {}
+
+GreetedLink::GreetedLink(
+    std::unique_ptr<TcpLink> first,
+    const SocketAddress& local,
+    const SocketAddress& remote,
+    const Hello& hello)
+    : local_(local), remote_(remote), hello_(hello), link_(std::move(first)), introduction_(hello) {}
+
+short GreetedLink::roomEvent() const noexcept {
+  if (pausing_) {
+    return POLLIN;
+  }
+  return connected_ && !accepted_ ? introduction_.event() : short{POLLOUT};
+}
+
+bool GreetedLink::finishConnect() {
+  const bool was_pausing = pausing_;
+  if (was_pausing) {
+    uint64_t expired = 0;
+    if (::read(pause_.get(), &expired, sizeof expired) != static_cast<ssize_t>(sizeof expired)) {
+      return false;
+    }
+    pausing_ = false;
+    connected_ = false;
+    link_ = startConnect(local_, remote_); // nobody watches the one before any more
+    introduction_ = Introduction(hello_);
+  }
+  if (accepted_) {
+    return true;
+  }
+  try {
+    connected_ = connected_ || link_->finishConnect();
+    accepted_ = connected_ && introduction_.advance(*link_);
+  } catch (const Error& error) {
+    if (error.record().code != ErrorCode::ConnectionReset) {
+      throw;
+    }
+    pause();
+  }
+  if (accepted_ &&
+      !was_pausing) { // else it is watched until this has returned, and stays open as long as the link does
+    pause_.reset();
+  }
+  return accepted_;
+}
+
+void GreetedLink::pause() {
+  if (!pause_) {
+    pause_ = UniqueFd::from([] { return ::timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC); });
+    if (!pause_) {
+      throw Error(systemError(ErrorCode::SystemError, "no timer (timerfd_create)", errno));
+    }
+  }
+  const int64_t pause_ms = std::min(kFirstGreetingPauseMs << std::min(drops_++, kDoublings), kLastGreetingPauseMs);
+  itimerspec until{};
+  until.it_value.tv_nsec = pause_ms * 1000000;
+  // Cannot fail: the descriptor is a timer of ours and the time is in range (man 2 timerfd_settime).
+  (void)::timerfd_settime(pause_.get(), 0, &until, nullptr);
+  pausing_ = true;
+}
+
+} // namespace pycomm

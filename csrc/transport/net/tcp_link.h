@@ -1,0 +1,75 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/unique_fd.h"
+#include "transport/link.h"
+#include "transport/net/address.h"
+
+namespace pycomm {
+
+struct TcpOptions {
+  bool keepalive = true; ///< probe an idle peer: its host may have vanished without a word
+  int keepalive_idle_s = 10;
+  int keepalive_interval_s = 5;
+  int keepalive_count = 3;
+  int user_timeout_ms = 0; ///< TCP_USER_TIMEOUT: unacknowledged data ends the link after this; 0: the kernel's default
+};
+
+/// A Link over one TCP socket. `would_block` and `closed` are reported only where the kernel says so: a short read or
+/// write implies neither. Interrupted calls are repeated.
+class TcpLink final : public Link {
+ public:
+  /// Takes over a connected socket. Sets it nonblocking, closed on exec, TCP_NODELAY.
+  explicit TcpLink(UniqueFd fd, const TcpOptions& options = {});
+
+  [[nodiscard]] int fd() const noexcept override {
+    return fd_.get();
+  }
+  [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
+  [[nodiscard]] Progress tryRead(BufferView into) override;
+  void shutdownWrite() noexcept override;
+  [[nodiscard]] std::string describe() const override;
+
+  /// For a link of startConnect(): true once connected, false while the kernel is still trying; wait for fd() to
+  /// become writable before asking again. Throws Error(ConnectFailed) with errno's name in `cause`; the link is of no
+  /// use then.
+  [[nodiscard]] bool finishConnect() override;
+  /// The same as a number: 0, EINPROGRESS, or why it failed (once; the kernel forgets it).
+  [[nodiscard]] int connectStatus() noexcept;
+
+  [[nodiscard]] const SocketAddress& local() const noexcept {
+    return local_;
+  }
+  [[nodiscard]] const SocketAddress& remote() const noexcept {
+    return remote_;
+  }
+
+ private:
+  friend class TcpConnector; // sets remote_ and connecting_, see tcp_connect.cc
+
+  UniqueFd fd_;
+  SocketAddress local_;
+  SocketAddress remote_;
+  bool connecting_ = false;
+};
+
+/// Begins to connect and returns at once. `local` is the address to connect from (its port does not count), empty for
+/// the kernel's choice. A link-local `remote` without a scope takes that of `local`. Throws Error(ConnectFailed),
+/// Error(TooManyFiles).
+[[nodiscard]] std::unique_ptr<TcpLink> startConnect(
+    const SocketAddress& local,
+    const SocketAddress& remote,
+    const TcpOptions& options = {});
+
+/// Connects, trying again while the peer refuses or cannot be reached, until the deadline. Throws Error(ConnectFailed)
+/// naming both addresses, the interface, the number of attempts and the last errno; the token's reason when aborted.
+[[nodiscard]] std::unique_ptr<TcpLink> connectTcp(
+    const SocketAddress& local,
+    const SocketAddress& remote,
+    Deadline deadline,
+    const AbortToken& abort,
+    const TcpOptions& options = {});
+
+} // namespace pycomm

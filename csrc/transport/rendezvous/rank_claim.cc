@@ -1,0 +1,158 @@
+#include "transport/rendezvous/rank_claim.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <sstream>
+
+#include "base/error.h"
+#include "transport/net/host_identity.h"
+#include "transport/rendezvous/rank_record.h"
+
+// The store counts claims of a rank, and each claim leaves who made it and, later, how it ended:
+//
+//   claim/1 = 3      owner/1/1 = "1 <host> <process A>"   end/1/1 = "left"
+//                    owner/1/2 (none)                     end/1/2 = "refused"
+//                    owner/1/3 = "2 <host> <process A>"
+//
+// Here A held rank 1 of generation 1 and gave it back, B came while A was there and was refused, and A holds it again.
+// Refused claims do not count, so all ranks arrive at the same generation however often strangers try.
+
+namespace pycomm {
+namespace {
+
+constexpr int kOwnerTimeoutMs = 5000; // between counting and telling who one is lie two calls
+constexpr int kClaimSliceMs = 20;
+constexpr int64_t kMaxLookBack = 10000;
+constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond what anybody counts to
+constexpr const char* kLeft = "left";
+constexpr const char* kRefused = "refused";
+
+struct Owner {
+  int64_t generation = 0;
+  HostIdentity host;
+  ProcessIdentity process;
+
+  [[nodiscard]] std::string who() const {
+    return host.hostname + ":" + std::to_string(process.pid);
+  }
+  [[nodiscard]] std::string wireText() const {
+    return std::to_string(generation) + " " + host.wireText() + " " + process.wireText();
+  }
+  [[nodiscard]] static std::optional<Owner> fromWireText(const std::string& text) {
+    std::istringstream in(text.substr(0, kMaxRecordNbytes));
+    Owner owner;
+    std::string host;
+    std::string process;
+    in >> owner.generation >> host >> process;
+    const auto parsed_host = HostIdentity::fromWireText(host);
+    const auto parsed_process = ProcessIdentity::fromWireText(process);
+    if (!in || owner.generation < 1 || owner.generation > kMaxGeneration || !parsed_host || !parsed_process) {
+      return std::nullopt;
+    }
+    owner.host = *parsed_host;
+    owner.process = *parsed_process;
+    return owner;
+  }
+};
+
+std::string keyOf(const RankClaim& claim, const char* what, int64_t number) {
+  return claim.prefix + what + "/" + std::to_string(claim.rank) + "/" + std::to_string(number);
+}
+
+// How an earlier claim stands, once it can be told.
+struct Predecessor {
+  bool refused = false;
+  bool left = false;
+  std::optional<Owner> owner;
+};
+
+Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadline deadline, const AbortToken& abort) {
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
+  Predecessor found;
+  for (;;) {
+    abort.throwIfAborted();
+    if (store.has(keyOf(claim, "end", number))) {
+      found.refused = store.get(keyOf(claim, "end", number), Deadline::after(kOwnerTimeoutMs)) == kRefused;
+      found.left = !found.refused;
+    }
+    if (!found.refused && store.has(keyOf(claim, "owner", number))) {
+      found.owner = Owner::fromWireText(store.get(keyOf(claim, "owner", number), Deadline::after(kOwnerTimeoutMs)));
+    }
+    if (found.refused || found.owner || end.expired()) {
+      return found;
+    }
+    (void)::poll(nullptr, 0, end.remainingMs(kClaimSliceMs));
+  }
+}
+
+Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Owner>& holder) {
+  ErrorRecord record;
+  record.code = ErrorCode::DuplicateRank;
+  record.rank = claim.rank;
+  record.host = me.host.hostname;
+  record.peer = claim.rank;
+  const std::string rank = "rank " + std::to_string(claim.rank);
+  const bool ended = holder && holder->host == me.host && !holder->process.mayBeAlive();
+  if (ended) {
+    record.summary = "the store still holds " + rank + " of an earlier run, " + holder->who() +
+        ", which ended without leaving; " + me.who() + " cannot take it over";
+    record.hint = "delete the store's file, or use a new one or a new port";
+  } else {
+    const std::string first = holder ? holder->who() : "a process that did not say its name";
+    record.summary = rank + " is taken: " + first + " came first, " + me.who() + " is refused";
+    record.hint =
+        "give each process its own RANK and each job its own port; if the first is of an earlier run, delete "
+        "the store's file or use a new one";
+  }
+  record.peer_host = holder ? holder->host.hostname : "";
+  return Error(record);
+}
+
+} // namespace
+
+RankClaim claimRank(Store& store, const std::string& prefix, int rank, Deadline deadline, const AbortToken& abort) {
+  RankClaim claim;
+  claim.prefix = prefix;
+  claim.rank = rank;
+  claim.number = store.add(prefix + "claim/" + std::to_string(rank), 1);
+  if (claim.number < 1) {
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "the store counts " + std::to_string(claim.number) + " claims of rank " + std::to_string(rank),
+        "is the store shared with another program, or its key overwritten?");
+  }
+  Owner me;
+  me.generation = 1;
+  me.host = HostIdentity::ofThisProcess();
+  me.process = ProcessIdentity::ofThisProcess();
+  const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
+  for (int64_t number = claim.number - 1; number >= oldest; --number) {
+    const Predecessor before = lookAt(store, claim, number, deadline, abort);
+    if (before.refused) {
+      continue;
+    }
+    const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;
+    if (!before.owner || !(before.left || mine)) {
+      store.set(keyOf(claim, "end", claim.number), kRefused);
+      throw duplicate(claim, me, before.owner);
+    }
+    me.generation = before.owner->generation + 1;
+    break;
+  }
+  claim.generation = me.generation;
+  store.set(keyOf(claim, "owner", claim.number), me.wireText());
+  return claim;
+}
+
+void leave(Store& store, const RankClaim& claim) noexcept {
+  try {
+    store.set(keyOf(claim, "end", claim.number), kLeft);
+  } catch (const std::exception&) {
+    // the store is gone, and with it everybody who could have asked
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,289 @@
+#include "transport/rendezvous/rendezvous.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <utility>
+
+#include "base/error.h"
+#include "base/printable.h"
+#include "transport/net/select_address.h"
+#include "transport/rendezvous/rank_record.h"
+#include "transport/rendezvous/store_round.h"
+#include "transport/socket_error.h"
+#include "transport/wire.h"
+
+// Two rounds, because the address to listen on can only be chosen once everybody is known:
+//
+//   1. every rank writes  member/<rank>  = who and where I am;  rank 0 reads them all and writes  member/all
+//   2. every rank binds and writes  address/<rank>;             rank 0 reads them all and writes  address/all
+//
+// So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list and
+//  error, with pauses of 1 to 100 ms, and ranks other than 0 look for up to 32 single records each time, so that a
+// difference in what is already there is found without waiting for a late rank. Whatever ends the rendezvous on one rank
+// is written to  error  and ends it on all.
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxAddresses = 8; // of one rank
+constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
+
+uint64_t randomNumber() {
+  uint64_t number = 0;
+  while (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+    if (errno != EINTR) {
+      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
+    }
+  }
+  return number;
+}
+
+// FNV-1a, folded to 32 bits.
+uint32_t hashOf(const std::string& name, uint64_t nonce) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&](unsigned char byte) { hash = (hash ^ byte) * 0x100000001b3U; };
+  for (const char c : name) {
+    add(static_cast<unsigned char>(c));
+  }
+  for (int shift = 0; shift < 64; shift += 8) {
+    add(static_cast<unsigned char>(nonce >> shift));
+  }
+  return static_cast<uint32_t>(hash ^ (hash >> 32));
+}
+
+void checkConfig(const RendezvousConfig& config) {
+  if (config.size < 1 || config.size > kMaxRanks || config.rank < 0 || config.rank >= config.size) {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "rank " + std::to_string(config.rank) + " does not exist in a world of size " + std::to_string(config.size),
+        "RANK counts from 0 to WORLD_SIZE - 1");
+  }
+}
+
+RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route) {
+  RankRecord record;
+  record.version = FrameHeader::kVersion;
+  record.rank = config.rank;
+  record.size = config.size;
+  record.host = localHostName();
+  record.identity = HostIdentity::ofThisProcess();
+  record.process = ProcessIdentity::ofThisProcess();
+  record.route = route;
+  record.config_digest = config.config_digest;
+  record.config_text = config.config_text;
+  record.nonce = config.rank == 0 ? randomNumber() : 0;
+  record.run = config.rank == 0 ? randomNumber() : 0;
+  record.watch_name = config.watch_name;
+  record.remark = config.remark;
+  return record;
+}
+
+std::vector<RankRecord> introduce(const StoreRound& round, const RankRecord& mine) {
+  const auto judge = [&](int rank, const std::string& text) {
+    checkCompatible(mine, RankRecord::fromWireText(text, rank));
+  };
+  const auto name = [&](int rank, const std::string& text) {
+    return text.empty() ? "rank " + std::to_string(rank) : RankRecord::fromWireText(text, rank).who();
+  };
+  std::vector<RankRecord> records;
+  for (const std::string& text : round.gather("member", mine.wireText(), judge, name)) {
+    records.push_back(RankRecord::fromWireText(text, static_cast<int>(records.size())));
+  }
+  return records;
+}
+
+// With spaces between, at least one.
+std::vector<SocketAddress> readAddresses(int rank, const std::string& text) {
+  std::vector<SocketAddress> addresses;
+  size_t begin = 0;
+  while (begin <= text.size()) {
+    const size_t end = std::min(text.find(' ', begin), text.size());
+    const auto address = SocketAddress::fromWireText(text.substr(begin, end - begin));
+    if (!address || address->port() == 0 || address->isUnspecified() || addresses.size() == kMaxAddresses) {
+      throw Error(
+          ErrorCode::ProtocolViolation,
+          "the store holds an address of rank " + std::to_string(rank) + " that no pycomm wrote",
+          "is the store shared with another program?");
+    }
+    addresses.push_back(*address);
+    begin = end + 1;
+  }
+  return addresses;
+}
+
+// A rank that has fewer interfaces than the others decides: all see the same list.
+void keepCommon(std::vector<Member>& members) {
+  size_t common = kMaxAddresses;
+  for (const Member& member : members) {
+    common = std::min(common, member.further.size());
+  }
+  for (Member& member : members) {
+    member.further.resize(common);
+  }
+}
+
+// Whether all can connect to all, said now and not by connections that never come. Every rank looks at the whole list,
+// so that all come to the same verdict.
+void checkReachable(const std::vector<Member>& members) {
+  const auto where = [](const Member& member) {
+    return "rank " + std::to_string(member.rank) + " (host " + member.host + ") listens on " + member.address.text();
+  };
+  const Member& first = members.front();
+  const bool one_host = std::all_of(
+      members.begin(), members.end(), [&](const Member& member) { return member.identity == first.identity; });
+  for (const Member& member : members) {
+    if (member.address.family() != first.address.family()) {
+      throw Error(
+          ErrorCode::ConfigMismatch,
+          where(first) + " and " + where(member) + ": one is IPv4, the other IPv6",
+          "choose one address family, or interfaces that have the same one on all hosts");
+    }
+    if (!one_host && member.address.isLoopback()) {
+      throw Error(
+          ErrorCode::NoInterface,
+          where(member) + ", which other hosts cannot reach",
+          "set PYCOMM_SOCKET_IFNAME there to an interface that the other hosts reach");
+    }
+  }
+}
+
+std::vector<Member> exchangeAddresses(
+    const StoreRound& round,
+    const std::vector<RankRecord>& records,
+    const std::string& addresses) {
+  const auto name = [&](int rank, const std::string&) { return records[static_cast<size_t>(rank)].who(); };
+  std::vector<Member> members;
+  for (const std::string& text : round.gather("address", addresses, readAddresses, name)) {
+    const RankRecord& record = records[members.size()];
+    Member member;
+    member.rank = record.rank;
+    member.host = record.host;
+    member.identity = record.identity;
+    member.pid = record.process.pid;
+    member.watch_name = record.watch_name;
+    member.remark = record.remark;
+    member.further = readAddresses(record.rank, text);
+    member.address = member.further.front();
+    member.further.erase(member.further.begin());
+    members.push_back(std::move(member));
+  }
+  checkReachable(members);
+  keepCommon(members);
+  return members;
+}
+
+Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
+  AddressPolicy policy;
+  policy.spec = config.spec;
+  policy.family = config.family;
+  policy.store_host = config.store_host;
+  const HostNetwork network = HostNetwork::ofThisHost();
+  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address);
+  const std::vector<RankRecord> records = introduce(round, mine);
+
+  std::vector<RankRoute> routes;
+  for (const RankRecord& record : records) {
+    routes.push_back({record.identity, record.route});
+  }
+  const AddressChoice choice = chooseAddress(policy, network, routes, static_cast<size_t>(config.rank));
+  Rendezvous met;
+  met.nonce = records.front().nonce;
+  met.run = records.front().run;
+  met.group_hash = hashOf(config.group_name, met.nonce);
+  met.interface_name = choice.interface_name;
+  met.address_reason = choice.why;
+  met.listener = Listener::bind(choice.address, config.ports);
+  met.listener.deferSilent();
+  met.local_address = met.listener.address();
+  std::string addresses = met.local_address.wireText();
+  for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
+    if (met.further.size() + 1 < kMaxAddresses) {
+      met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
+      met.further.back().listener.deferSilent();
+      addresses += " " + met.further.back().listener.address().wireText();
+    }
+  }
+  met.members = exchangeAddresses(round, records, addresses);
+  met.further.resize(met.members.front().further.size());
+  return met;
+}
+
+// The keys of one generation of a group.
+std::string keysOf(const RankClaim& claim) {
+  return claim.prefix + std::to_string(claim.generation) + "/";
+}
+
+// What stopped this rank, with everything that it knows about itself.
+ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
+  ErrorRecord record;
+  if (const auto* error = dynamic_cast<const Error*>(&exception)) {
+    record = error->record();
+  } else {
+    record.summary = std::string("the rendezvous failed: ") + exception.what();
+  }
+  record.rank = config.rank;
+  record.host = localHostName();
+  record.group = config.group_name;
+  record.phase = "rendezvous";
+  record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  return record;
+}
+
+} // namespace
+
+Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort) {
+  const TimePoint begin = Clock::now();
+  const std::string prefix = "pycomm/" + config.group_name + "/";
+  RankClaim claim;
+  try {
+    checkConfig(config);
+    claim = claimRank(store, prefix, config.rank, config.deadline, abort);
+  } catch (const std::exception& exception) {
+    throw Error(describe(exception, config, begin)); // no concern of the ranks that meet
+  }
+  const StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
+  try {
+    Rendezvous met = meetAs(round, config);
+    met.claim = claim;
+    return met;
+  } catch (const std::exception& exception) {
+    const ErrorRecord record = round.failTogether(describe(exception, config, begin));
+    leave(store, claim);
+    throw Error(record);
+  }
+}
+
+ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept {
+  const AbortToken none;
+  return StoreRound{store, none, keysOf(claim)}.failTogether(record);
+}
+
+std::vector<std::string> exchangeTexts(
+    Store& store,
+    const RankClaim& claim,
+    int size,
+    const std::string& key,
+    const std::string& mine,
+    Deadline deadline,
+    const AbortToken& abort) {
+  const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now()};
+  std::vector<std::string> texts = round.gather(
+      key,
+      mine,
+      [](int, const std::string&) {},
+      [](int rank, const std::string&) { return "rank " + std::to_string(rank); });
+  for (std::string& text : texts) {
+    text = printable(text, kMaxTextNbytes);
+  }
+  return texts;
+}
+
+void throwIfFailed(Store& store, const RankClaim& claim) {
+  const AbortToken none;
+  StoreRound{store, none, keysOf(claim)}.throwIfFailed();
+}
+
+} // namespace pycomm

@@ -1,0 +1,162 @@
+#include "transport/rendezvous/store_round.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "base/fault_point.h"
+#include "transport/rendezvous/rank_record.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int kFirstRoundPauseMs = 1; // between looks into the store, doubled up to kLastRoundPauseMs
+constexpr int kLastRoundPauseMs = 100;
+constexpr int kRoundSliceMs = 50; // how long a pause goes without looking at the abort token
+constexpr int kReadTimeoutMs = 10000; // for a key that is known to exist
+constexpr int kLooksOfRankZero = 256; // single texts looked for between two pauses
+constexpr int kLooksOfOthers = 32;
+constexpr size_t kMaxNamed = 16; // ranks listed one by one in a report
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string out;
+  for (size_t i = 0; i < std::min(names.size(), kMaxNamed); ++i) {
+    out += (i == 0 ? "" : ", ") + names[i];
+  }
+  return names.size() <= kMaxNamed ? out : out + " and " + std::to_string(names.size() - kMaxNamed) + " more";
+}
+
+std::string keyOf(const std::string& prefix, const std::string& key, size_t rank) {
+  return prefix + key + "/" + std::to_string(rank);
+}
+
+} // namespace
+
+std::vector<std::string> StoreRound::gather(
+    const std::string& key,
+    const std::string& mine,
+    const Judge& judge,
+    const Name& name) const {
+  Texts texts(static_cast<size_t>(size));
+  texts[static_cast<size_t>(rank)] = mine;
+  PYCOMM_FAULT_POINT("rendezvous.publish");
+  store.set(keyOf(prefix, key, static_cast<size_t>(rank)), mine);
+  PYCOMM_FAULT_POINT("rendezvous.published");
+  size_t next = 0;
+  for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
+    throwIfFailed();
+    PYCOMM_FAULT_POINT("rendezvous.wait");
+    if (rank != 0 && takeAll(key, texts, judge)) {
+      return texts;
+    }
+    look(key, rank == 0 ? kLooksOfRankZero : kLooksOfOthers, next, texts, judge);
+    const bool complete = std::find(texts.begin(), texts.end(), "") == texts.end();
+    if (rank == 0 && complete) {
+      store.set(prefix + key + "/all", joinTexts(texts));
+      return texts;
+    }
+    if (deadline.expired()) {
+      throw timedOut(key, texts, name);
+    }
+    const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
+    while (!end.expired()) {
+      abort.throwIfAborted();
+      (void)::poll(nullptr, 0, end.remainingMs(kRoundSliceMs));
+    }
+  }
+}
+
+void StoreRound::throwIfFailed() const {
+  abort.throwIfAborted();
+  if (store.has(prefix + "error")) {
+    throw Error(readError());
+  }
+}
+
+ErrorRecord StoreRound::readError() const {
+  if (auto record = ErrorRecord::deserialize(store.get(prefix + "error", Deadline::after(kReadTimeoutMs)), kMaxRanks)) {
+    return *std::move(record);
+  }
+  ErrorRecord broken;
+  broken.code = ErrorCode::ProtocolViolation;
+  broken.summary = "the store holds an error report that no pycomm wrote";
+  broken.hint = "is the store shared with another program?";
+  return broken;
+}
+
+bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judge) const {
+  if (!store.has(prefix + key + "/all")) {
+    return false;
+  }
+  const auto all = splitTexts(store.get(prefix + key + "/all", Deadline::after(kReadTimeoutMs)));
+  // Judged before counted: with another world size it is the single records that say what is wrong.
+  for (size_t other = 0; all && other < all->size(); ++other) {
+    if (other != static_cast<size_t>(rank)) {
+      judge(static_cast<int>(other), (*all)[other]);
+    }
+  }
+  if (!all || all->size() != texts.size()) {
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "rank 0's list of " + key + " records in the store cannot be read",
+        "is the store shared with another program?");
+  }
+  texts = *all;
+  return true;
+}
+
+void StoreRound::look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const {
+  for (size_t tried = 0; tried < texts.size() && budget > 0; ++tried, next = (next + 1) % texts.size()) {
+    if (!texts[next].empty()) {
+      continue;
+    }
+    --budget;
+    if (store.has(keyOf(prefix, key, next))) {
+      const std::string text = store.get(keyOf(prefix, key, next), Deadline::after(kReadTimeoutMs));
+      judge(static_cast<int>(next), text);
+      texts[next] = text;
+    }
+  }
+}
+
+Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& name) const {
+  std::vector<std::string> missing;
+  std::vector<std::string> present;
+  ErrorRecord record;
+  for (size_t other = 0; other < texts.size(); ++other) {
+    if (texts[other].empty() && !store.has(keyOf(prefix, key, other))) {
+      missing.push_back(std::to_string(other));
+      record.peer = record.peer < 0 ? static_cast<int>(other) : record.peer;
+    } else {
+      present.push_back(name(static_cast<int>(other), texts[other]));
+    }
+  }
+  if (missing.empty()) { // everybody came, so rank 0 is the one that did not go on
+    missing.emplace_back("0 (it came, but does not go on)");
+    record.peer = 0;
+  }
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  record.code = ErrorCode::RendezvousTimeout;
+  record.summary = "rank " + std::to_string(rank) + " waited " + std::to_string(waited) + " ms for " +
+      std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present);
+  record.hint =
+      "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
+      "says why they ended; a longer timeout helps slow starters";
+  return Error(record);
+}
+
+ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
+  try {
+    if (store.add(prefix + "errors", 1) == 1) {
+      store.set(prefix + "error", record.serialize());
+      return record;
+    }
+    // Whoever was told to stop is told why, whatever the others met.
+    return abort.aborted() ? record : readError();
+  } catch (const std::exception&) {
+    return record; // without the store everybody finds out alone
+  }
+}
+
+} // namespace pycomm
