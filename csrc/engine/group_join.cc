@@ -184,13 +184,6 @@ void Group::connect(const Config& config) {
       }
     });
   };
-  data_events.ask = [this](std::vector<Question> questions) {
-    soon(engine_.control(), [this, questions = std::move(questions)] {
-      if (control_ != nullptr) {
-        control_->ask(questions);
-      }
-    });
-  };
   data_events.left = [this](int peer) {
     soon(engine_.control(), [this, peer] {
       if (control_ != nullptr) {
@@ -208,13 +201,6 @@ void Group::connect(const Config& config) {
         data_->adoptShared(hello.rank, std::move(*shared));
       } else if (data_ != nullptr) {
         data_->adopt(hello.rank, std::move(*shared), hello.stream);
-      }
-    });
-  };
-  events.asked = [this](int from, const FrameHeader& question) {
-    soon(engine_.lane(), [this, from, question] {
-      if (data_ != nullptr) {
-        data_->heardQuestion(from, question);
       }
     });
   };

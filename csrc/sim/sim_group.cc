@@ -77,13 +77,6 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
       }
     });
   };
-  data_events.ask = [this](std::vector<Question> questions) {
-    soon(control_loop_, [this, questions = std::move(questions)] {
-      if (control_ != nullptr) {
-        control_->ask(questions);
-      }
-    });
-  };
   data_events.left = [this](int peer) {
     soon(control_loop_, [this, peer] {
       if (control_ != nullptr) {
@@ -110,13 +103,6 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
     soon(lane_, [this, peer = hello.rank, shared] {
       if (data_ != nullptr) {
         data_->adopt(peer, std::move(*shared));
-      }
-    });
-  };
-  events.asked = [this](int from, const FrameHeader& question) {
-    soon(lane_, [this, from, question] {
-      if (data_ != nullptr) {
-        data_->heardQuestion(from, question);
       }
     });
   };

@@ -10,8 +10,8 @@ enum class FrameType : uint8_t {
   HelloReply = 2, ///< accepts, or carries the error record that says why not
   Data = 3, ///< payload: one step's bytes
   Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
-  Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload; see Route
-  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here; see Route
+  Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload
+  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here
   Failure = 7, ///< payload: ErrorRecord::serialize()
   Heartbeat = 8,
   Goodbye = 9, ///< orderly end: nothing more will come, and nothing more is expected
@@ -37,30 +37,13 @@ struct FrameHeader {
   int32_t root = -1;
   uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
   uint32_t digest = 0; ///< selection table and split sizes
-  uint32_t route = 0; ///< on control links, of questions and answers: see Route
+  uint32_t reserved = 0;
   uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that answers one
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
-  /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.
-  /// 3: questions and answers travel over control links, from neighbour to neighbour.
-  static constexpr uint8_t kVersion = 3;
+  static constexpr uint8_t kVersion = 2; ///< 2: who connects waits for the HelloReply; Waiting may answer Waiting
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
-
-/// Between which two ranks a question (Waiting) or its answer (NotEntered) travels over control links. Ranks have control links with few
-/// others, so it may pass through some of them. Each passes it on to the neighbour that is closest to `to`.
-struct Route {
-  int from = -1;
-  int to = -1;
-  static constexpr int kMaxRanks = 1 << 16;
-
-  [[nodiscard]] static Route of(const FrameHeader& header) noexcept {
-    return {static_cast<int>(header.route & 0xffff), static_cast<int>(header.route >> 16)};
-  }
-  void writeTo(FrameHeader& header) const noexcept {
-    header.route = static_cast<uint32_t>(from) | static_cast<uint32_t>(to) << 16;
-  }
-};
 
 /// No frame is larger: whatever a stranger writes into payload_nbytes, no more than this is ever read for it.
 inline constexpr uint32_t kMaxPayloadNbytes = 4U << 20;

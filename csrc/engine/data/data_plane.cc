@@ -311,23 +311,13 @@ bool DataPlane::isQuestion(const FrameHeader& header) const noexcept {
 }
 
 void DataPlane::send(int peer, const FrameHeader& header) {
-  if (isQuestion(header) && peer != identity_.rank) {
-    questions_.push_back(Question{peer, header});
-    return;
-  }
   OutFrame frame;
   frame.header = header;
-  push(peer, std::move(frame));
-}
-
-void DataPlane::sendQuestions() {
-  if (!questions_.empty() && end_.running()) {
-    events_.ask(std::exchange(questions_, {}));
+  if (!isQuestion(header) || peer == identity_.rank) {
+    push(peer, std::move(frame));
+  } else if (end_.running()) {
+    links_.ask(peer, std::move(frame));
   }
-}
-
-void DataPlane::heardQuestion(int peer, const FrameHeader& question) {
-  guarded(peer, [&] { static_cast<void>(onHeader(peer, question)); });
 }
 
 void DataPlane::deliverToSelf() {

@@ -23,7 +23,6 @@
 #include "engine/loop/loop.h"
 #include "engine/loop/staging_pool.h"
 #include "engine/monitor/departures.h"
-#include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
@@ -50,8 +49,6 @@ class DataPlane final : public Loop::Ticker,
     std::function<void(int peer)> left;
     /// A link broke a while ago that nothing waits for, and no goodbye has come: trouble if that peer is still there.
     std::function<void(ErrorRecord)> doubted;
-    /// For other ranks, over control links: a bulk link is never opened for a question.
-    std::function<void(std::vector<Question>)> ask;
   };
 
   /// What a simulator puts in other's place.
@@ -90,8 +87,6 @@ class DataPlane final : public Loop::Ticker,
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
-  /// A question or an answer has arrived on a control link.
-  void heardQuestion(int peer, const FrameHeader& question);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
@@ -196,9 +191,9 @@ class DataPlane final : public Loop::Ticker,
   void endInProtocol(uint64_t op_id) noexcept;
   void stopTouchingMemory() noexcept;
   [[nodiscard]] ErrorRecord brokenLink(int peer, const Error& error) const;
-  /// Whether it goes over control links. A message that is announced goes over the bulk link: it must not overtake another one.
+  /// Ranks ask each other what they wait in so that an error can name who has not entered it. Nothing else depends on that; but it
+  /// does on a message that is announced.
   [[nodiscard]] bool isQuestion(const FrameHeader& header) const noexcept;
-  void sendQuestions();
   void actOnDepartures();
   void overdue(uint64_t op_id);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
@@ -208,7 +203,6 @@ class DataPlane final : public Loop::Ticker,
     try {
       body();
       flush();
-      sendQuestions();
     } catch (...) {
       report(peer, std::current_exception());
     }
@@ -239,7 +233,6 @@ class DataPlane final : public Loop::Ticker,
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
   std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
-  std::vector<Question> questions_; ///< that have not left yet
   std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   PeerLinks links_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -50,12 +51,33 @@ void PeerLinks::onPortReady(int peer, bool outgoing, uint32_t events) {
 // ---- writing
 
 void PeerLinks::send(int peer, OutFrame frame) {
+  queue(peer, std::move(frame), true);
+}
+
+void PeerLinks::ask(int peer, OutFrame question) {
+  try {
+    queue(peer, std::move(question), false);
+  } catch (const Error& error) {
+    askFailed(peer, error);
+  }
+}
+
+void PeerLinks::askFailed(int peer, const Error& error) {
+  if (cannot_ask_.insert(peer).second) {
+    log(LogLevel::Info,
+        "group " + identity_.name + ": rank " + std::to_string(peer) +
+            " cannot be asked what it waits in: " + error.record().summary);
+  }
+}
+
+void PeerLinks::queue(int peer, OutFrame frame, bool needed) {
   if (within_host_ == WithinHost::Undecided && rings_->holds(peer)) { // a link that is opened now would be TCP for good
-    undecided_.emplace_back(peer, std::move(frame));
+    undecided_.push_back(Undecided{peer, std::move(frame), needed});
     return;
   }
   OutPort& port = portTo(peer);
   PYCOMM_FAULT_POINT("frame.queued");
+  port.needed = port.needed || needed;
   port.channel.push(std::move(frame));
   if (port.state() == OutPort::State::Open && !port.to_flush) {
     port.to_flush = true;
@@ -122,7 +144,10 @@ void PeerLinks::broke(OutPort& port, const Error& error) {
   port.become(OutPort::State::Broken);
   unwatch(port.watched);
   const ErrorCode code = error.record().code;
-  if (before == OutPort::State::Connecting && code != ErrorCode::ConnectFailed && code != ErrorCode::ConnectionReset) {
+  if (!port.needed && (before == OutPort::State::Connecting || code != ErrorCode::ProtocolViolation)) {
+    askFailed(port.peer, error);
+  } else if (
+      before == OutPort::State::Connecting && code != ErrorCode::ConnectFailed && code != ErrorCode::ConnectionReset) {
     owner_.onThrown(port.peer, std::make_exception_ptr(Error(refusedBy(port.peer, error.record(), identity_))));
   } else if (code == ErrorCode::ProtocolViolation) { // this peer's, whichever peer the loop's turn was for
     owner_.onThrown(port.peer, std::make_exception_ptr(error));

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -61,6 +62,9 @@ class PeerLinks final : private PortOwner {
   // ---- frames
   /// Queues a frame for another rank, and opens the link to it if there is none.
   void send(int peer, OutFrame frame);
+  /// The same for a question, or an answer, that nothing depends on. If it cannot be sent, that is logged once for each peer; and the end
+  /// of a link on which nothing else went is not reported.
+  void ask(int peer, OutFrame question);
   /// Writes queued frames to one link: false if no link has any that nobody has tried to write.
   [[nodiscard]] bool flush();
 
@@ -120,7 +124,10 @@ class PeerLinks final : private PortOwner {
   void onBehalfOf(int peer, const Body& body) noexcept {
     owner_.run(peer, [](const void* context) { (*static_cast<const Body*>(context))(); }, &body);
   }
+  void queue(int peer, OutFrame frame, bool needed);
+  void askFailed(int peer, const Error& error);
   OutPort& portTo(int peer);
+  void forget(int peer) noexcept;
   [[nodiscard]] std::unique_ptr<Link> startLink(int peer);
   [[nodiscard]] std::unique_ptr<SharedLink> startShared(int peer);
   void writeHello(OutPort& port);
@@ -148,9 +155,17 @@ class PeerLinks final : private PortOwner {
   std::vector<OutPort*> to_flush_; ///< members of out_, as the next
   std::vector<OutPort*> shared_out_; ///< those that have a shared link, as the next of in_
   std::vector<InPort*> shared_in_;
+  std::set<int> cannot_ask_; ///< peers of which that has been logged
   std::optional<HostRings> rings_;
+  std::set<int>
+      ring_links_; ///< peers to which a link through a ring was begun: a second writer would begin to count anew
   WithinHost within_host_ = WithinHost::Tcp; ///< the way to the ranks that rings_ holds
-  std::vector<std::pair<int, OutFrame>> undecided_; ///< frames that wait while that is Undecided, and for which ranks
+  struct Undecided {
+    int peer;
+    OutFrame frame;
+    bool needed;
+  };
+  std::vector<Undecided> undecided_; ///< frames that wait while within_host_ is that
 };
 
 } // namespace pycomm

@@ -12,6 +12,9 @@ namespace pycomm {
 
 OutPort& PeerLinks::portTo(int peer) {
   std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
+  if (port != nullptr && port->state() == OutPort::State::Broken && !port->needed) { // it broke when nothing needed it
+    forget(peer);
+  }
   if (port != nullptr) {
     return *port;
   }
@@ -55,7 +58,7 @@ void PeerLinks::writeHello(OutPort& port) {
   port.channel.push(std::move(frame));
 }
 
-// Null if there is no memory for it: then bytes to this peer go by TCP.
+// Null if there is no memory for it, or an earlier link has used it: then bytes to this peer go by TCP.
 std::unique_ptr<SharedLink> PeerLinks::startShared(int peer) {
   if (within_host_ != WithinHost::Rings || !rings_->holds(peer)) {
     return nullptr;
@@ -71,6 +74,9 @@ std::unique_ptr<SharedLink> PeerLinks::startShared(int peer) {
             error.record().summary);
     return nullptr;
   }
+  if (!ring_links_.insert(peer).second) {
+    return nullptr; // see portTo(): the first one broke
+  }
   return std::make_unique<SharedLink>(
       connector_.startBell(peer),
       SharedLink::Rings{rings_->arena, rings_->between(identity_.rank, peer), std::nullopt},
@@ -84,9 +90,16 @@ void PeerLinks::shareRings(HostRings rings) {
 
 void PeerLinks::useRings(bool all_have_them) {
   within_host_ = all_have_them ? WithinHost::Rings : WithinHost::Tcp;
-  for (auto& [peer, frame] : std::exchange(undecided_, {})) {
-    send(peer, std::move(frame));
+  for (Undecided& each : std::exchange(undecided_, {})) {
+    queue(each.peer, std::move(each.frame), each.needed);
   }
+}
+
+void PeerLinks::forget(int peer) noexcept {
+  std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
+  shared_out_.erase(std::remove(shared_out_.begin(), shared_out_.end(), port.get()), shared_out_.end());
+  to_flush_.erase(std::remove(to_flush_.begin(), to_flush_.end(), port.get()), to_flush_.end());
+  port = nullptr;
 }
 
 void PeerLinks::adopt(int peer, std::unique_ptr<Link> link, int stream) {

@@ -77,6 +77,7 @@ struct OutPort final : Loop::Handler {
   SharedLink* shared = nullptr; ///< `link`, if it is one
   int watched = -1; ///< the descriptor of the link that the loop watches
   uint32_t watched_events = 0;
+  bool needed = false; ///< a frame has been queued that is no question
   bool to_flush = false; ///< is in the list of ports whose frames nobody tried to write yet
   bool reader_gone = false; ///< of a shared link: the next write will fail
 

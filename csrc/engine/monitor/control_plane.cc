@@ -192,7 +192,6 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   } catch (const Error& error) {
     linkBroke(link, error);
   }
-  flushAll(); // what it brought may be for others
   act();
 }
 

@@ -14,7 +14,6 @@
 #include "engine/links/channel.h"
 #include "engine/loop/loop.h"
 #include "engine/monitor/membership.h"
-#include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "transport/net/acceptor.h"
 
@@ -31,8 +30,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
     std::function<void(const Hello& hello, std::unique_ptr<Link>)> bulk_link;
     /// A peer said goodbye on its control link.
     std::function<void(int peer)> left;
-    /// A rank asks this one who has entered an operation, or answers.
-    std::function<void(int from, const FrameHeader& question)> asked;
   };
 
   ControlPlane(
@@ -54,9 +51,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void doubt(const ErrorRecord& record);
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
-  /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, log2 N at the most, so no
-  /// connection is opened for them. One is lost if all ranks on its way that are closer to its goal have left.
-  void ask(const std::vector<Question>& questions);
   /// The process of a neighbour on this host has ended, as its DeathWatch says.
   void died(int peer);
   /// Says goodbye on all links and stops. The links, for closeAllGently() on another thread: the loop serves other groups.
@@ -83,9 +77,6 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void tellFailure();
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
-  [[nodiscard]] ControlLink* towards(int rank);
-  void passOn(const Route& route, const FrameHeader& question);
-  void flushAll();
   void flush(ControlLink& link);
   void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause);

@@ -46,7 +46,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
 
 void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
   const auto found = ops_.find(header.op_id);
-  // Answers travel another way than the frames of the operation, and may come later than those: then the peer has entered it since.
+  // A frame of the peer shows that it has entered the operation since.
   if (found != ops_.end() && !credits_.hasShown(header.op_id, peer)) {
     found->second.missing.push_back(Missing{peer, lastText(header)});
     standOff(found->second, peer, now);

@@ -8,8 +8,6 @@
 #include <cstring>
 #include <future>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "engine/loop/event_loop.h"
 #include "transport/net/tcp_link.h"
@@ -46,7 +44,6 @@ class Plane {
     events.failed = [this](const ErrorRecord& record) { failed_.set_value(record); };
     events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) { ++bulk_links; };
     events.left = [](int) {};
-    events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
     int ends[2] = {-1, -1};
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     peer = std::make_unique<TcpLink>(UniqueFd(ends[0]));
@@ -88,13 +85,6 @@ class Plane {
     accepted.link = std::make_unique<TcpLink>(UniqueFd(ends[1]));
     loop_.run([&] { plane_->welcome(std::move(accepted)); });
   }
-  void ask(int to) {
-    FrameHeader header;
-    header.type = FrameType::Waiting;
-    header.group = kPlaneGroup;
-    header.op_id = 5;
-    loop_.run([&] { plane_->ask({Question{to, header}}); });
-  }
   std::vector<int> missing() {
     const AbortToken none;
     return plane_->waitForNeighbours(Deadline::after(0), none);
@@ -102,7 +92,6 @@ class Plane {
 
   std::unique_ptr<TcpLink> peer;
   int bulk_links = 0;
-  std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
 
  private:
   EventLoop loop_;
@@ -115,13 +104,6 @@ FrameHeader header(FrameType type) {
   header.type = type;
   header.group = kPlaneGroup;
   return header;
-}
-
-FrameHeader question(int from, int to) {
-  FrameHeader question = header(FrameType::Waiting);
-  question.op_id = 5;
-  Route{from, to}.writeTo(question);
-  return question;
 }
 
 ErrorRecord report() {
@@ -187,10 +169,6 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
       {other_epoch, "another group or epoch"},
       {large, "a payload of"},
       {loaded, "a payload of 1 bytes"},
-      {question(0, 0), "a question between ranks that do not exist"},
-      {question(0, kSize), "a question between ranks that do not exist"},
-      {question(kSize, 1), "a question between ranks that do not exist"},
-      {question(1, 0), "a question between ranks that do not exist"}, // it would be this rank's own
       {header(FrameType::Data), "type 3 on a control link"},
       {header(FrameType::HelloReply), "type 2 on a control link"},
       {header(static_cast<FrameType>(200)), "type 200 on a control link"}};
@@ -201,33 +179,6 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
     EXPECT_EQ(failure.code, ErrorCode::ProtocolViolation) << one.says << ": " << failure.text();
     EXPECT_EQ(failure.peer, 0) << one.says;
     EXPECT_THAT(failure.summary, HasSubstr(one.says));
-  }
-}
-
-TEST(ControlPlane, GivesAQuestionForThisRankToItsGroup) {
-  Plane plane;
-  plane.send(question(3, 1)); // rank 0 has passed it on
-  plane.send(header(FrameType::Failure), report().serialize());
-  EXPECT_EQ(plane.failure().code, ErrorCode::PeerDead); // so the question has been read
-  ASSERT_EQ(plane.asked.size(), 1U);
-  EXPECT_EQ(plane.asked[0].first, 3);
-  EXPECT_EQ(plane.asked[0].second.op_id, 5U);
-}
-
-// Rank 1 of four has a link to rank 0 only, which is next to rank 3.
-TEST(ControlPlane, PassesAQuestionToTheNeighbourThatIsCloserToItsGoal) {
-  Plane plane;
-  plane.ask(2); // rank 0 is not closer to it
-  plane.ask(3);
-  plane.ask(0);
-  for (const int to : {3, 0}) {
-    FrameHeader passed;
-    const AbortToken none;
-    readAll(*plane.peer, {reinterpret_cast<std::byte*>(&passed), sizeof passed}, Deadline::after(5000), none);
-    EXPECT_EQ(passed.type, FrameType::Waiting);
-    EXPECT_EQ(passed.op_id, 5U);
-    EXPECT_EQ(Route::of(passed).from, 1);
-    EXPECT_EQ(Route::of(passed).to, to);
   }
 }
 

@@ -304,6 +304,24 @@ TEST_F(PeerLinksTest, ALinkThatBreaksBeforeItsGoodbyeHasLeftHoldsUpNobody) {
   EXPECT_FALSE(links->isClosing());
 }
 
+TEST_F(PeerLinksTest, ALinkOnWhichOnlyQuestionsWentIsNotMissedAndIsOpenedAgain) {
+  for (int i = 0; i < 2; ++i) {
+    links->ask(1, OutFrame());
+    EXPECT_EQ(loop.watched(), 1U) << i;
+    out[1].broken = true;
+    loop.ready(kOut + 1, EPOLLOUT);
+    EXPECT_EQ(loop.watched(), 0U) << i;
+    out[1].broken = false;
+  }
+  EXPECT_TRUE(writing_broke.empty());
+  send(1, 7);
+  connect(1);
+  EXPECT_EQ(sent.back(), 7);
+  links->ask(1, OutFrame());
+  loop.ready(kOut + 1, EPOLLHUP);
+  EXPECT_EQ(writing_broke, std::vector<int>{1}) << "a frame has gone on it that the peer needs";
+}
+
 TEST_F(PeerLinksTest, WithoutALinkThereIsNobodyToSayGoodbyeTo) {
   EXPECT_FALSE(links->sayGoodbyes());
 }
