@@ -1,5 +1,7 @@
 // What the data plane does as time goes by, and for operations that it only watches.
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "engine/data/data_plane.h"
@@ -112,8 +114,12 @@ void DataPlane::overdue(uint64_t op_id) {
 }
 
 TimePoint DataPlane::nextTick() const noexcept {
-  return std::min(
+  TimePoint next = std::min(
       {protocol_.nextTick(), messages_.nextTick(), watched_.nextDeadline(), departures_.nextTick(), end_.close_at});
+  for (const auto& operation : refused_) {
+    next = std::min(next, operation->request().deadline.instant());
+  }
+  return next;
 }
 
 void DataPlane::tick(TimePoint now) {
@@ -136,6 +142,16 @@ void DataPlane::tick(TimePoint now) {
     departures_.tick(now);
     actOnDepartures();
   });
+  // Only if the failure that they were to end with was lost, for want of memory on its way.
+  const auto late = std::stable_partition(refused_.begin(), refused_.end(), [&](const auto& operation) {
+    return !operation->request().deadline.expired(now);
+  });
+  for (auto at = late; at != refused_.end(); ++at) {
+    end(**at, nullptr, [&](const Operation& ended, const Transfer*) {
+      return errorOf(ended, ownTrouble(std::make_exception_ptr(std::bad_alloc()), identity_), identity_);
+    });
+  }
+  refused_.erase(late, refused_.end());
 }
 
 } // namespace pycomm
