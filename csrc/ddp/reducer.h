@@ -11,22 +11,16 @@
 #include <vector>
 
 #include "c10d/backend.h"
-#include "ddp/bucket.h"
-#include "ddp/bucket_plan.h"
+#include "ddp/bucket_set.h"
 #include "ddp/grad_hooks.h"
-#include "ddp/step_record.h"
+#include "ddp/gradient_order.h"
+#include "ddp/reduction.h"
+#include "ddp/static_graph.h"
+#include "ddp/step_recorder.h"
 #include "ddp/trained_set.h"
+#include "ddp/used_params.h"
 
 namespace pycomm {
-
-/// One parameter of the model, trainable or frozen.
-struct ReducedParam {
-  at::Tensor tensor;
-  std::string name; ///< for errors
-  std::optional<at::ScalarType> wire_dtype; ///< none: its own
-  Codec codec = Codec::None; ///< with a comm hook what the hook's sums travel as, else with a wire dtype of fp32
-  bool sparse = false; ///< its gradients are sparse
-};
 
 struct ReducerOptions {
   BucketCaps caps;
@@ -34,7 +28,7 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
   bool error_feedback = true; ///< where there is a codec
-  std::string cuda_library; ///< see BucketLayout
+  std::string cuda_library; ///< see makePacker()
 };
 
 struct ReducerStats {
@@ -49,6 +43,15 @@ struct ReducerStats {
   int64_t nonfinite_buckets = 0; ///< and those that held Inf or NaN before they were packed
   int64_t accumulated = 0; ///< passes since the last reduction
   int64_t shared_nbytes = 0; ///< of the buckets as they are, what other ranks reach in place
+
+  void add(const ReductionCounts& counts) noexcept {
+    buckets_reduced += counts.buckets;
+    wire_nbytes += counts.wire_nbytes;
+    exposed_ns += counts.waited_ns;
+    overflowed_buckets += counts.overflowed_buckets;
+    underflowed_buckets += counts.underflowed_buckets;
+    nonfinite_buckets += counts.nonfinite_buckets;
+  }
 };
 
 /// Averages gradients over a process group while backward runs. The methods are those that
@@ -63,7 +66,7 @@ struct ReducerStats {
 /// so buckets 0 and 1 leave together, a completes the last, the callback finishes 0, 1, 2.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
-/// which gradients came to rank 0. Parameters that are frozen or thawed between passes leave or enter the buckets.
+/// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
 ///
 /// Thread-safe by one mutex. It is held while buckets are launched and awaited, so no caller may hold the GIL.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
@@ -71,7 +74,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
   /// `backend`: pycomm's in `group`, or null; needed where a parameter has a codec. Where its ranks reach each other's
   /// memory, buckets lie there.
-  /// `store`: what ranks say in when they freeze or thaw parameters, or null. See TrainedSet.
+  /// `store`: where ranks write which parameters they freeze and unfreeze, or null. See TrainedSet.
   Reducer(
       std::vector<ReducedParam> params,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -138,14 +141,6 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
 
  private:
-  struct Launched {
-    c10::intrusive_ptr<c10d::Work> work; ///< one of the two
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-  };
-  struct Place {
-    size_t bucket;
-    size_t slot;
-  };
   enum class Pass {
     Idle, ///< gradients that come stay local: no_sync(), or a second backward through the same graph
     Armed, ///< a forward pass asked for a reduction; no gradient has come yet
@@ -153,39 +148,26 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     Reducing,
   };
 
+  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
+  [[nodiscard]] c10::Device ownDevice(c10d::ProcessGroup& group) const;
   void adoptTrainable();
   void buildBuckets();
+  [[nodiscard]] std::vector<uint32_t> bucketTags() const;
   void resetStep();
+
   void onGradient(size_t index);
   void takeGradient(size_t index);
   void beginPass();
   void takeDivisor();
   void markReady(size_t index);
-  void packInto(Place place);
   void launchComplete();
-  void launch(size_t bucket);
-  [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(Bucket& bucket);
-  [[nodiscard]] c10::Device ownDevice(c10d::ProcessGroup& group) const;
-  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
-  void launchUsedMap();
   void queueFinish();
   void finish();
   void finishEarly();
-  [[nodiscard]] bool isReduced(size_t bucket);
   void finishBuckets(bool unpack);
-  void finishBucket(size_t bucket, bool unpack);
-  void awaitAllReduce(size_t bucket);
-  void awaitUsedMap();
-  void awaitPostBackward();
-  void noteLaunch(size_t bucket);
-  void wait(c10d::Work& work);
-  [[nodiscard]] bool tracksUse() const noexcept {
-    return options_.find_unused_parameters || static_graph_;
-  }
-  [[nodiscard]] bool countingStaticGraph() const noexcept {
-    return static_graph_ && !static_graph_known_;
-  }
-  [[nodiscard]] bool usedAnywhere(size_t index);
+  void finishBucket(size_t index, bool unpack);
+  void commit();
+
   void fail(const std::string& doing, const std::exception& error);
   [[nodiscard]] std::string whyMismatched() const;
   void throwIfUnfinished() const;
@@ -197,46 +179,28 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<ReducedParam> params_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   ReducerOptions options_;
-  std::unique_ptr<c10d::CommHookInterface> hook_;
-  c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null where nothing is encoded
-  bool reachable_ = false; ///< the ranks of the group reach each other's tensors in place
+  std::shared_ptr<c10d::CommHookInterface> hook_;
+  c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null if nothing is encoded
 
-  std::vector<size_t> order_; ///< all parameters, in the order in which their gradients are expected
   std::vector<bool> trainable_; ///< by parameter: is in a bucket
   std::optional<TrainedSet> trained_set_; ///< trainable_, as all ranks have it
-  std::vector<std::vector<size_t>> bucket_indices_;
-  std::vector<Bucket> buckets_;
-  std::vector<Place> places_; ///< by parameter
-  std::vector<Launched> launched_; ///< by bucket
-  std::vector<uint32_t> tags_; ///< by bucket: its index and its parameters' names, see CallTag
-  size_t next_bucket_ = 0; ///< the first that has not been launched
-  size_t finished_ = 0; ///< the first whose averages are not in .grad
-  bool reduced_once_ = false;
-  bool rebuilt_ = false;
-  std::vector<size_t> arrival_; ///< parameters in the order in which the gradients of the first reduction came
+  GradientOrder order_;
+  BucketSet buckets_;
+  std::unique_ptr<Reduction> reduction_; ///< of buckets_
+  size_t first_unlaunched_ = 0;
+  size_t first_unfinished_ = 0;
 
   Pass pass_ = Pass::Idle;
   std::vector<bool> ready_; ///< by parameter, in this pass
   std::vector<size_t> unreachable_; ///< parameters that this pass's graph does not reach
-  std::string failure_; ///< of an earlier pass; sticky until resetState()
-
-  bool static_graph_ = false;
-  bool static_graph_known_ = false; ///< its first pass is over
-  std::vector<int> arrivals_; ///< by parameter: how often its gradient comes in a pass of the static graph
-  std::vector<int> awaited_; ///< by parameter: how often it is still to come in this pass
-
+  std::optional<StaticGraph> static_graph_;
+  std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   c10::intrusive_ptr<c10d::Work> join_work_;
   int divisor_ = 1;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
+  std::string failure_; ///< of an earlier pass; sticky until resetState()
 
-  at::Tensor used_; ///< int32 by parameter: 1 where a gradient came since the last reduction; summed over ranks
-  at::Tensor used_anywhere_;
-  bool used_known_ = false; ///< used_anywhere_ holds for every pass: the graph is static
-  c10::intrusive_ptr<c10d::Work> used_work_;
-
-  bool records_ = false;
-  std::shared_ptr<StepRecord> record_; ///< of the pass under way; null unless it is recorded
-  std::shared_ptr<const StepRecord> last_step_;
+  StepRecorder recorder_;
   ReducerStats stats_;
   std::optional<GradHooks> grad_hooks_; ///< last: its hooks hold `this`, and it removes them before anything else goes
 };

@@ -94,7 +94,11 @@ std::string Reducer::namesOfMissing() const {
 }
 
 std::string Reducer::namesInBucket(size_t bucket) const {
-  return listed(bucket_indices_[bucket], [&](size_t index) { return params_[index].name; });
+  std::vector<size_t> indices;
+  for (const Slot& slot : buckets_.all()[bucket].slots()) {
+    indices.push_back(slot.index);
+  }
+  return listed(indices, [&](size_t index) { return params_[index].name; });
 }
 
 void Reducer::checkHookMayBeSet() const {

@@ -2,33 +2,25 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
-#include <c10/core/Stream.h>
 
 #include <string>
 #include <vector>
 
 #include "cuda/c_api.h"
+#include "ddp/packer.h"
 
 namespace pycomm {
 
-/// What a bucket of CUDA gradients needs besides torch: the order of streams, and the CUDA library's bucket kernels.
-///
-/// Gradients may come on several streams. note() is called on each one's; join() lets the caller's current stream go on
-/// behind all of them, and whatever is put onto it from there on sees the gradients.
-class DeviceBucket {
+/// The CUDA library's bucket kernels, for one device.
+class BucketKernels {
  public:
   /// Throws Error(Unsupported) if the CUDA library is not there, or has no code for the device.
-  DeviceBucket(const std::string& library_path, c10::Device device);
+  BucketKernels(const std::string& library_path, c10::Device device);
 
   /// The dtype that kernels take gradients of `grad` in, for a bucket of `wire`: `grad` itself, else float32.
-  [[nodiscard]] static at::ScalarType kernelType(at::ScalarType grad, at::ScalarType wire);
+  [[nodiscard]] static at::ScalarType gradientType(at::ScalarType grad, at::ScalarType wire);
   /// Whether there are kernels that leave the dtype as it is.
   [[nodiscard]] static bool packsAsItIs(at::ScalarType dtype);
-
-  void note();
-  void join();
-  /// For gradients that are dropped now: the stream of the last join() may still read what was made on another one.
-  void keep(const std::vector<at::Tensor>& gradients) const;
 
   /// One launch on the caller's current stream: gradients, one behind the other, times `factor` into `bucket`, each rounded once.
   /// Undefined ones are zeros. `stats`: undefined, or of newStats().
@@ -52,12 +44,28 @@ class DeviceBucket {
   static constexpr int64_t kLargest = 2;
 
  private:
-  [[nodiscard]] c10::Stream currentStream() const;
-
   const PycommCudaTable* library_; ///< never unloaded
   c10::Device device_;
-  std::vector<c10::Stream> streams_; ///< on which gradients have come since the last join()
-  bool several_ = false; ///< at the last join(): gradients had come on another stream than that
+};
+
+/// Gradients on a CUDA device: all slots of a bucket are packed by seal() and unpacked together, one kernel each. A gradient of another
+/// dtype or memory order, or with a negation pending, goes through a copy.
+class FusedPacker final : public Packer {
+ public:
+  FusedPacker(const BucketKernels& kernels, bool measures) : kernels_(kernels), measures_(measures) {}
+
+  void begin() override {
+    stats_.reset();
+  }
+  void pack(BucketMemory& /*memory*/, const Slot& /*slot*/, double /*factor*/) override {}
+  void seal(BucketMemory& memory, double factor, bool streams_differ) override;
+  void writeSize(const at::Tensor& tail, int rank) const override;
+  void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
+
+ private:
+  BucketKernels kernels_;
+  bool measures_;
+  at::Tensor stats_; ///< of the gradients sealed since begin(); undefined before, and without measures_
 };
 
 } // namespace pycomm

@@ -1,0 +1,72 @@
+#include <utility>
+
+#include "c10d/call_tag.h"
+#include "ddp/reduction.h"
+#include "ddp/step_record.h"
+
+namespace pycomm {
+namespace {
+
+class AllReduction final : public Reduction {
+ public:
+  AllReduction(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<uint32_t> tags)
+      : group_(std::move(group)), tags_(std::move(tags)), works_(tags_.size()) {}
+
+  void launch(Bucket& bucket, size_t index) override {
+    ++counts_.buckets;
+    start(bucket, index);
+  }
+
+  [[nodiscard]] bool ended(const Bucket& bucket, size_t index) override {
+    c10d::Work& work = *works_[index];
+    return work.isCompleted() && work.isSuccess() && bucket.settled();
+  }
+
+  void finish(Bucket& bucket, size_t index) override {
+    while (true) {
+      const int64_t before = nowNs();
+      works_[index]->wait();
+      counts_.waited_ns += nowNs() - before;
+      switch (bucket.judge()) {
+        case Verdict::Good:
+          works_[index].reset();
+          return;
+        case Verdict::NonFinite:
+          ++counts_.nonfinite_buckets;
+          works_[index].reset();
+          return;
+        case Verdict::Overflowed:
+          ++counts_.overflowed_buckets;
+          break;
+        case Verdict::Underflowed:
+          ++counts_.underflowed_buckets;
+          break;
+      }
+      // Every rank came to the same verdict and finishes its buckets in the same order, so these match as well.
+      start(bucket, index);
+    }
+  }
+
+  [[nodiscard]] c10::intrusive_ptr<c10::ivalue::Future> future(size_t index) override {
+    return works_[index]->getFuture();
+  }
+
+ private:
+  void start(Bucket& bucket, size_t index) {
+    counts_.wire_nbytes += static_cast<int64_t>(bucket.wireNbytes());
+    const CallTag about(tags_[index]);
+    works_[index] = bucket.allReduce(*group_);
+  }
+
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::vector<uint32_t> tags_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_; ///< by bucket; null unless it is reduced now
+};
+
+} // namespace
+
+std::unique_ptr<Reduction> allReduction(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<uint32_t> tags) {
+  return std::make_unique<AllReduction>(std::move(group), std::move(tags));
+}
+
+} // namespace pycomm

@@ -1,0 +1,195 @@
+#include "ddp/fused_packer.h"
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/ops/frexp.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#include "c10d/cuda_library.h"
+#include "c10d/cuda_staging.h"
+#include "c10d/dtypes.h"
+#include "ddp/grad_streams.h"
+#include "ddp/wire_scale.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int64_t kStatsNumel = sizeof(PycommCudaPackStats) / sizeof(int32_t);
+static_assert(offsetof(PycommCudaPackStats, max_abs_bits) == BucketKernels::kLargest * sizeof(int32_t));
+
+std::vector<PycommCudaGradient> placesOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels) {
+  std::vector<PycommCudaGradient> places;
+  places.reserve(gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    places.push_back({gradients[i].defined() ? gradients[i].data_ptr() : nullptr, numels[i]});
+  }
+  return places;
+}
+
+uint8_t number(at::ScalarType type) {
+  return static_cast<uint8_t>(toDType(type));
+}
+
+void* currentHandle(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamNativeHandle(currentStream(device));
+}
+
+std::vector<size_t> numelsOf(const BucketMemory& memory) {
+  std::vector<size_t> numels;
+  for (const Slot& slot : memory.slots) {
+    numels.push_back(slot.numel);
+  }
+  return numels;
+}
+
+at::ScalarType gradientType(const BucketMemory& memory) {
+  return BucketKernels::gradientType(memory.dtype(), memory.travelling().scalar_type());
+}
+
+} // namespace
+
+// --- kernels --------------------------------------------------------------------------------------
+
+BucketKernels::BucketKernels(const std::string& library_path, c10::Device device)
+    : library_(&cudaLibrary(library_path)), device_(device) {
+  const c10::DeviceGuard guard(device_);
+  callCuda(library_->check_device);
+}
+
+bool BucketKernels::packsAsItIs(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+at::ScalarType BucketKernels::gradientType(at::ScalarType grad, at::ScalarType wire) {
+  return packsAsItIs(grad) && (wire == grad || wire == at::kFloat) ? grad : at::kFloat;
+}
+
+void BucketKernels::pack(
+    const std::vector<at::Tensor>& gradients,
+    const std::vector<size_t>& numels,
+    at::ScalarType dtype,
+    const at::Tensor& bucket,
+    float factor,
+    const at::Tensor& stats) const {
+  const auto places = placesOf(gradients, numels);
+  const c10::DeviceGuard guard(device_);
+  callCuda(
+      library_->pack,
+      places.data(),
+      places.size(),
+      number(dtype),
+      number(bucket.scalar_type()),
+      bucket.data_ptr(),
+      factor,
+      stats.defined() ? static_cast<PycommCudaPackStats*>(stats.data_ptr()) : nullptr,
+      currentHandle(device_));
+}
+
+void BucketKernels::unpack(
+    const std::vector<at::Tensor>& gradients,
+    const std::vector<size_t>& numels,
+    at::ScalarType dtype,
+    const at::Tensor& bucket,
+    float factor) const {
+  const auto places = placesOf(gradients, numels);
+  const c10::DeviceGuard guard(device_);
+  callCuda(
+      library_->unpack,
+      places.data(),
+      places.size(),
+      number(dtype),
+      number(bucket.scalar_type()),
+      static_cast<const void*>(bucket.data_ptr()),
+      factor,
+      currentHandle(device_));
+}
+
+at::Tensor BucketKernels::newStats() const {
+  return at::zeros({kStatsNumel}, at::TensorOptions().dtype(at::kInt).device(device_));
+}
+
+// --- packer ---------------------------------------------------------------------------------------
+
+void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ) {
+  const at::ScalarType type = gradientType(memory);
+  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> read; // by this stream, whatever stream they were made on
+  for (const Slot& slot : memory.slots) {
+    at::Tensor grad = slot.param.grad();
+    if (grad.defined() && (grad.scalar_type() != type || !BucketMemory::isPlain(grad, slot))) {
+      read.push_back(grad);
+      grad = BucketMemory::emptyLike(slot, grad.options().dtype(type)).copy_(grad);
+    }
+    gradients.push_back(std::move(grad));
+  }
+  stats_ = measures_ ? kernels_.newStats() : at::Tensor();
+  const at::Tensor& flat = memory.cast.defined() ? memory.cast : memory.home;
+  kernels_.pack(gradients, numelsOf(memory), type, flat, static_cast<float>(factor), stats_);
+  if (streams_differ) {
+    read.insert(read.end(), gradients.begin(), gradients.end());
+    keepForStream(read, currentStream(memory.device()));
+  }
+  if (memory.cast.defined() || !memory.gradsAreViews()) {
+    return;
+  }
+  for (const Slot& slot : memory.slots) {
+    at::Tensor& grad = slot.param.mutable_grad();
+    if (grad.defined()) {
+      grad = slot.view;
+    }
+  }
+}
+
+// WireScale::slotValue() of the bits, on the device: reading them here would wait for it in the middle of backward.
+void FusedPacker::writeSize(const at::Tensor& tail, int rank) const {
+  tail.zero_();
+  if (!stats_.defined()) {
+    return; // zeros were packed
+  }
+  const at::Tensor largest = stats_.narrow(0, BucketKernels::kLargest, 1).view(at::kFloat);
+  const at::Tensor exponent = std::get<1>(at::frexp(largest));
+  const at::Tensor zero = at::zeros_like(largest);
+  const at::Tensor size = at::where(largest.eq(0), zero, exponent.to(at::kFloat).add(WireScale::kBias));
+  const at::Tensor value = at::where(at::isfinite(largest), size, zero.add(WireScale::kNonFiniteCode));
+  tail.narrow(0, rank, 1).copy_(value);
+}
+
+void FusedPacker::unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const {
+  const at::ScalarType type = gradientType(memory);
+  std::vector<at::Tensor> targets(memory.slots.size());
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies; // to, from
+  bool any = false;
+  for (const size_t index : slots) {
+    const Slot& slot = memory.slots[index];
+    const at::Tensor& grad = memory.gradientOf(slot);
+    if (!memory.cast.defined() && BucketMemory::isHome(grad, slot)) {
+      continue; // it has the result
+    }
+    at::Tensor target = grad;
+    if (grad.scalar_type() != type || !BucketMemory::isPlain(grad, slot)) {
+      target = BucketMemory::emptyLike(slot, grad.options().dtype(type));
+      copies.emplace_back(grad, target);
+    } else {
+      BucketMemory::bumpVersion(grad);
+    }
+    targets[index] = target;
+    any = true;
+  }
+  if (!any) {
+    return;
+  }
+  kernels_.unpack(targets, numelsOf(memory), type, memory.travelling(), static_cast<float>(factor));
+  for (const auto& [to, from] : copies) {
+    to.copy_(from);
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+
+#include "ddp/packer.h"
+
+namespace pycomm {
+
+// The packers that take each gradient when it comes.
+
+/// Gradients in their own dtype. Where .grad is a view of home already, it is scaled in place; else, if gradients are views, .grad
+/// becomes one.
+class HomePacker final : public Packer {
+ public:
+  void pack(BucketMemory& memory, const Slot& slot, double factor) override;
+  void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
+};
+
+/// Gradients on the CPU, cast on their way. .grad keeps its own memory until it gets the average: a bucket can be packed again.
+class CastPacker final : public Packer {
+ public:
+  explicit CastPacker(bool measures) : measures_(measures) {}
+
+  void begin() override {
+    max_abs_bits_ = 0;
+  }
+  void pack(BucketMemory& memory, const Slot& slot, double factor) override;
+  void writeSize(const at::Tensor& tail, int rank) const override;
+  void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
+
+ private:
+  bool measures_;
+  uint32_t max_abs_bits_ = 0; ///< of the gradients packed since begin()
+};
+
+/// One sparse gradient, coalesced: home is a tensor of its own, because the all-reduce puts other elements into it, and .grad is the
+/// user's until unpack().
+class SparsePacker final : public Packer {
+ public:
+  void pack(BucketMemory& memory, const Slot& slot, double factor) override;
+  void packZeros(BucketMemory& memory) const override;
+  void takeResult(BucketMemory& memory, const at::Tensor& result) const override;
+  void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
+};
+
+} // namespace pycomm

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ddp/bucket_memory.h"
+
+namespace pycomm {
+
+/// How a bucket is filled and emptied: moves gradients from parameters' .grad to flat memory, and averages back.
+///
+///     packer    gradients                                             packs
+///     home      in their own dtype, to where .grad may lie itself     each as it comes
+///     cast      in another dtype, on the CPU                          each as it comes
+///     sparse    sparse COO tensors, on any device                     the one of its bucket
+///     fused     on a CUDA device, of the dtypes with a kernel         all in one launch, when sealed
+///
+/// A CUDA gradient of another dtype (float64, complex) is packed by the home packer, with torch's kernels.
+///
+/// Every function is called without autograd recording, and on a CUDA device on a stream that has waited for the gradients.
+class Packer {
+ public:
+  Packer() = default;
+  virtual ~Packer() = default;
+  Packer(const Packer&) = delete;
+  Packer& operator=(const Packer&) = delete;
+
+  /// Forgets the magnitude of what was packed before.
+  virtual void begin() {}
+  /// The gradient of one slot has come; a parameter without one counts as zeros. Multiplied by `factor`.
+  virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
+  /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
+  virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
+  /// Writes WireScale::slotValue() of the largest magnitude packed since begin() to element `rank` of `tail`, zeros to the others.
+  virtual void writeSize(const at::Tensor& /*tail*/, int /*rank*/) const {}
+  /// Zeros travel, and no .grad is read or written.
+  virtual void packZeros(BucketMemory& memory) const {
+    memory.zero();
+  }
+  /// A comm hook's result takes the place of the gradients in home. Throws if it has another size.
+  virtual void takeResult(BucketMemory& memory, const at::Tensor& result) const;
+  /// Writes the sums of these slots, times `factor`, to their parameters' .grad.
+  virtual void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const = 0;
+};
+
+/// `measures`: writeSize() will be asked. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
+[[nodiscard]] std::unique_ptr<Packer> makePacker(
+    const BucketMemory& memory,
+    bool measures,
+    const std::string& cuda_library);
+
+} // namespace pycomm

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <utility>
+
+namespace pycomm {
+
+/// Which parameters had a gradient since the last reduction, on any rank: those that had none anywhere keep their .grad.
+///
+/// mark() collects on this rank, launch() starts the sum over ranks, anywhere() waits for it if this rank alone cannot tell.
+/// Until keep(), parameters are counted anew for each reduction.
+class UsedParams {
+ public:
+  explicit UsedParams(size_t param_count);
+
+  void mark(size_t index);
+  /// `device`: where the group reduces. Does nothing once the answer is kept.
+  void launch(c10d::ProcessGroup& group, c10::Device device);
+  [[nodiscard]] bool anywhere(size_t index);
+  /// Waits for what launch() started, if anything asks still or not.
+  void await();
+
+  /// Forgets what was marked, unless it is kept.
+  void clear();
+  /// clear(), and what launch() started is not waited for any more.
+  void abandon();
+  /// The answer holds for all reductions that follow: the graph is static.
+  void keep() noexcept {
+    kept_ = true;
+  }
+  /// Whether anywhere() never waits.
+  [[nodiscard]] bool kept() const noexcept {
+    return kept_;
+  }
+  [[nodiscard]] int64_t takeWaitedNs() noexcept {
+    return std::exchange(waited_ns_, 0);
+  }
+
+ private:
+  at::Tensor here_; ///< int32 by parameter: 1 if a gradient came
+  at::Tensor sums_; ///< of here_, over ranks
+  c10::intrusive_ptr<c10d::Work> work_; ///< null unless sums_ is reduced now
+  bool kept_ = false;
+  int64_t waited_ns_ = 0;
+};
+
+} // namespace pycomm

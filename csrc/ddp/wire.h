@@ -1,0 +1,108 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/codec.h"
+#include "c10d/backend.h"
+#include "ddp/wire_scale.h"
+
+namespace pycomm {
+
+class Packer;
+
+/// What the sums of a bucket turned out to be.
+enum class Verdict {
+  Good,
+  NonFinite, ///< some rank's gradients held Inf or NaN before they were packed; the result keeps them
+  Overflowed, ///< the scale was too large: pack and reduce the same gradients again
+  Underflowed, ///< too small: likewise
+};
+
+/// How a bucket travels: in which dtype, by which factors sums become averages, and which all-reduce adds them up.
+///
+///     wire             packed                 reduced                    average
+///     own              home = g / N           SUM                        home
+///     own, comm hook   home = g               by the hook                what the hook returned
+///     cast             cast = dtype(g)        SUM                        cast / N
+///     scaled           cast = fp16(g * 2^s)   SUM, and of the tail       cast * 2^-s / N, or all once more
+///     encoded          as own, or cast        SUM + lost, by a codec     as own, or cast
+///
+/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Any other kind of wire is one more
+/// class, and a line in makeWire().
+///
+/// A wire keeps what the next step needs besides averages: the scale's exponent, and what a codec has lost. The first changes in
+/// commit() only. The second is written by the all-reduce, where the sums come into being.
+class Wire {
+ public:
+  Wire() = default;
+  virtual ~Wire() = default;
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
+
+  /// The dtype of memory besides the gradients' own; none: gradients travel from where they are.
+  [[nodiscard]] virtual std::optional<at::ScalarType> castTo() const {
+    return std::nullopt;
+  }
+  /// Elements that travel behind the gradients.
+  [[nodiscard]] virtual size_t tail() const {
+    return 0;
+  }
+  /// Whether the all-reduce reads and writes the bucket's memory as it is: then the ranks of a host may do so in place.
+  [[nodiscard]] virtual bool inPlace() const {
+    return true;
+  }
+  [[nodiscard]] virtual double packFactor(int divisor) const = 0;
+  [[nodiscard]] virtual double unpackFactor(int divisor) const = 0;
+
+  /// After the last gradient was packed: fills the tail in.
+  virtual void seal(const at::Tensor& /*tail*/, const Packer& /*packer*/) const {}
+  /// Bytes that an all-reduce of `travelling` is handed, as they travel.
+  [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
+  [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(
+      c10d::ProcessGroup& group,
+      const at::Tensor& travelling) const;
+  /// After the all-reduce, the same on all ranks. If it is Overflowed or Underflowed, packFactor() has changed.
+  [[nodiscard]] virtual Verdict judge(const at::Tensor& /*tail*/) {
+    return Verdict::Good;
+  }
+  /// Whether judge() will let the sums be as they are. False also if it would throw.
+  [[nodiscard]] virtual bool settled(const at::Tensor& /*tail*/) const {
+    return true;
+  }
+  /// The averages are used: the next step may scale otherwise.
+  virtual void commit() noexcept {}
+
+  /// The s of the fp16 scale, 0 without one.
+  [[nodiscard]] virtual int exponent() const {
+    return 0;
+  }
+  /// What this rank's codec has lost and not sent yet, in the order of the bucket: undefined without error feedback.
+  [[nodiscard]] virtual at::Tensor lost() const {
+    return {};
+  }
+};
+
+/// Which wire a bucket gets.
+struct WireOptions {
+  std::optional<at::ScalarType> dtype; ///< that gradients are cast to; none: the parameters' own
+  Codec codec = Codec::None; ///< that sums of fp32 are encoded by, inside the all-reduce
+  bool error_feedback = false; ///< the codec's loss is added to the next step's gradients
+  bool sparse =
+      false; ///< one parameter, whose gradients are sparse COO tensors: they travel as they are, whatever is asked for
+  bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
+  int exponent = 0; ///< the fp16 scale's first, the same on every rank
+  int rank = 0;
+  int world_size = 1;
+  c10::intrusive_ptr<PycommBackend> backend; ///< runs encoded sums; null without a codec
+};
+
+/// For `numel` gradients of `dtype`.
+[[nodiscard]] std::unique_ptr<Wire> makeWire(const WireOptions& options, at::ScalarType dtype, size_t numel);
+
+} // namespace pycomm
