@@ -43,7 +43,7 @@ py::dict scheduleCost(
       request.size = topology.size();
       request.topology = &topology;
       request.root = 0;
-      request.dtype = request.wire_dtype = DType::Float32;
+      request.dtype = DType::Float32;
       request.reduce_op = ReduceOp::Sum;
       const bool parts = *kind == Collective::AllGather || *kind == Collective::ReduceScatter;
       request.numel = nbytes / 4 / (parts ? request.size : 1);

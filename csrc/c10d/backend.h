@@ -181,7 +181,6 @@ class PycommBackend final : public c10d::Backend {
   [[nodiscard]] Group::Call call(Collective kind, const Opts& opts, const at::Tensor& like) const {
     Group::Call call = this->call(kind, opts);
     call.schedule.dtype = toDType(like.scalar_type());
-    call.schedule.wire_dtype = call.schedule.dtype;
     if constexpr (HasRoot<Opts>::value) {
       call.schedule.root = static_cast<int32_t>(opts.rootRank);
     }
@@ -240,7 +239,8 @@ class PycommBackend final : public c10d::Backend {
       const std::vector<Group::Call>& calls,
       PycommWork::Content& content,
       Window* open);
-  /// What this call is about: what a scope on this thread says (DDP's bucket), or the line that issues it, or 0. Not for messages.
+  /// The tag that ranks compare: the innermost CallTag (DDP's bucket), else the call site's hash (check_call_sites), else 0. Collectives
+  /// only.
   [[nodiscard]] uint32_t tagFor() const;
   /// Every Work is made here, so that a coalescing window sees it: `open`, what window() gave before anything began, or null.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content, Window* open);

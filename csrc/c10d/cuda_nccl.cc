@@ -46,7 +46,6 @@ ErrorRecord closedInTheMiddle() {
 void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
   constexpr int kLookEveryMs = 100;
   call.schedule.dtype = DType::UInt8;
-  call.schedule.wire_dtype = DType::UInt8;
   call.deadline = deadline;
   call.waits = true;
   const auto operation = group.start(call);

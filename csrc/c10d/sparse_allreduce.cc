@@ -111,7 +111,6 @@ struct SparseSum {
   [[nodiscard]] std::shared_ptr<Operation> gather(const at::Tensor& mine, const at::Tensor& all, int64_t per_element) {
     Group::Call call = prototype;
     call.schedule.dtype = toDType(mine.scalar_type());
-    call.schedule.wire_dtype = call.schedule.dtype;
     for (const Shape& shape : shapes) {
       call.schedule.counts.push_back(shape.nnz * per_element);
     }
@@ -210,7 +209,6 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::sparseAllReduce(at::Tensor& tensor
 
   Group::Call first = task->prototype;
   first.schedule.dtype = DType::Int64;
-  first.schedule.wire_dtype = DType::Int64;
   first.schedule.numel = static_cast<int64_t>(sizeof(Shape) / sizeof(int64_t));
   first.output = bytesOf(task->shapes.data(), task->shapes.size() * sizeof(Shape));
   first.input = first.output.slice(static_cast<size_t>(getRank()) * sizeof(Shape), sizeof(Shape));

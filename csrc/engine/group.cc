@@ -24,9 +24,8 @@ constexpr std::chrono::milliseconds kLook{50};
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
-      a.wire_dtype == b.wire_dtype && a.codec == b.codec && a.reduce_op == b.reduce_op && a.numel == b.numel &&
-      a.segment_nbytes == b.segment_nbytes && a.counts == b.counts && a.recv_counts == b.recv_counts &&
-      a.pipeline_frames == b.pipeline_frames;
+      a.codec == b.codec && a.reduce_op == b.reduce_op && a.numel == b.numel && a.segment_nbytes == b.segment_nbytes &&
+      a.counts == b.counts && a.recv_counts == b.recv_counts && a.pipeline_frames == b.pipeline_frames;
 }
 
 bool hasExtras(const Group::Call& call) {

@@ -193,20 +193,16 @@ class Interpretation {
       return;
     }
     const std::byte* src = local(node, step.src);
-    if (step.kind == StepKind::Encode && schedule.codec != Codec::None) {
+    if (step.kind == StepKind::Encode) {
       encodeElements(schedule.codec, dst, dtypeOf(schedule, step.src.buffer), src, static_cast<size_t>(step.src.numel));
-    } else if (step.kind == StepKind::Decode && schedule.codec != Codec::None) {
+    } else if (step.kind == StepKind::Decode) {
       decodeElements(schedule.codec, dtypeOf(schedule, step.dst.buffer), dst, src, numel);
-    } else if (step.kind == StepKind::Reduce) {
-      fold(node, step.dst, dst, step.local_first ? Operands{dst, src} : Operands{src, dst});
     } else if (step.kind == StepKind::Copy) {
       std::memmove(dst, src, nbytesOf(node, step.src)); // in place, both may be the same
-    } else if (step.kind == StepKind::Scale) {
+    } else {
       const auto rank = static_cast<size_t>(graph_.rankOf(node));
       const double factor = premul_factors_.empty() ? 1.0 : premul_factors_[rank];
       scaleElements(dtypeOf(schedule, step.dst.buffer), dst, src, numel, factor);
-    } else {
-      castElements(dtypeOf(schedule, step.dst.buffer), dst, dtypeOf(schedule, step.src.buffer), src, numel);
     }
   }
 

@@ -34,7 +34,7 @@ GlobalGraph::GlobalGraph(const std::vector<Schedule>& schedules) : schedules_(sc
     const Schedule& first = schedules.front();
     if (schedule.rank != static_cast<int32_t>(rank) || schedule.size != static_cast<int32_t>(schedules.size()) ||
         schedule.kind != first.kind || schedule.algorithm != first.algorithm || schedule.dtype != first.dtype ||
-        schedule.wire_dtype != first.wire_dtype || schedule.codec != first.codec) {
+        schedule.codec != first.codec) {
       const std::string why = "rank " + std::to_string(rank) + " has one of another operation";
       failSchedule(schedule, static_cast<int32_t>(rank), why);
     }
@@ -74,8 +74,7 @@ void GlobalGraph::checkStep(NodeId node) const {
   if (usesDst(at.kind)) {
     checkRegion(node, "dst", at.dst);
   }
-  const bool converts = at.kind == StepKind::Encode || at.kind == StepKind::Decode;
-  if ((converts && schedule.codec != Codec::None) || at.kind == StepKind::ReduceEncoded) {
+  if (at.kind == StepKind::Encode || at.kind == StepKind::Decode || at.kind == StepKind::ReduceEncoded) {
     checkEncoded(node);
     return;
   }
@@ -84,12 +83,7 @@ void GlobalGraph::checkStep(NodeId node) const {
       const std::string counts = std::to_string(at.src.numel) + " elements in src and " + std::to_string(at.dst.numel);
       fail(node, "has " + counts + " in dst");
     }
-    const DType from = at.kind == StepKind::Decode ? schedule.wire_dtype : schedule.dtype;
-    const DType to = at.kind == StepKind::Encode ? schedule.wire_dtype : schedule.dtype;
-    if (converts && (dtypeOf(schedule, at.src.buffer) != from || dtypeOf(schedule, at.dst.buffer) != to)) {
-      fail(node, "converts between the wrong dtypes");
-    }
-    if (!converts && dtypeOf(schedule, at.src.buffer) != dtypeOf(schedule, at.dst.buffer)) {
+    if (dtypeOf(schedule, at.src.buffer) != dtypeOf(schedule, at.dst.buffer)) {
       fail(node, "mixes two dtypes");
     }
   }

@@ -50,7 +50,7 @@ constexpr Entry kTable[] = {
 };
 
 bool encodes(const ScheduleRequest& request) {
-  return request.wire_dtype != request.dtype || request.codec != Codec::None;
+  return request.codec != Codec::None;
 }
 
 [[noreturn]] void refuseAlgorithm(const ScheduleRequest& request, Algorithm algorithm, const std::string& hint) {

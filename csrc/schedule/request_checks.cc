@@ -85,13 +85,13 @@ void checkCodec(const ScheduleRequest& request) {
   if ((request.kind != Collective::AllReduce && request.kind != Collective::ReduceScatter) || !adds) {
     refuse(request, "cannot encode " + what, "only sums and averages travel encoded", ErrorCode::Unsupported);
   }
-  if ((request.dtype != DType::Float32 && request.dtype != DType::Float64) || request.wire_dtype != request.dtype) {
+  if (request.dtype != DType::Float32 && request.dtype != DType::Float64) {
     refuse(request, "cannot encode " + what, "only float32 and float64 travel encoded", ErrorCode::Unsupported);
   }
 }
 
 void checkDTypes(const ScheduleRequest& request) {
-  if (elementSize(request.dtype) == 0 || elementSize(request.wire_dtype) == 0) {
+  if (elementSize(request.dtype) == 0) {
     refuse(request, "unknown dtype", "use one of pycomm's dtypes");
   }
   if (isReduction(request.kind)) {
@@ -105,17 +105,6 @@ void checkDTypes(const ScheduleRequest& request) {
   }
   if (request.codec != Codec::None) {
     checkCodec(request);
-  }
-  if (request.wire_dtype == request.dtype) {
-    return;
-  }
-  const std::string pair = std::string(dtypeName(request.dtype)) + " as " + dtypeName(request.wire_dtype);
-  if (request.kind != Collective::AllReduce) {
-    refuse(request, "cannot encode " + pair, "only all_reduce has a wire dtype", ErrorCode::Unsupported);
-  }
-  if (!isFloatingPoint(request.dtype) || !isFloatingPoint(request.wire_dtype) ||
-      elementSize(request.wire_dtype) >= elementSize(request.dtype)) {
-    refuse(request, "cannot encode " + pair, "a wire dtype is a smaller floating-point dtype", ErrorCode::Unsupported);
   }
 }
 

@@ -20,7 +20,6 @@ ScheduleBuilder::ScheduleBuilder(const ScheduleRequest& request, Algorithm algor
   schedule_.rank = request.rank;
   schedule_.size = request.size;
   schedule_.dtype = request.dtype;
-  schedule_.wire_dtype = request.wire_dtype;
   schedule_.codec = request.codec;
 }
 

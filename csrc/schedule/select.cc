@@ -61,7 +61,7 @@ SelectionKey selectionKey(const ScheduleRequest& request) {
   key.size = request.size;
   key.nbytes = wholeNumel(request) * static_cast<int64_t>(elementSize(request.dtype));
   key.segment_nbytes = std::min(request.segment_nbytes, kMaxSegmentNbytes);
-  key.encoded = request.wire_dtype != request.dtype || request.codec != Codec::None;
+  key.encoded = request.codec != Codec::None;
   key.small_float_sum = isFloatingPoint(request.dtype) && elementSize(request.dtype) < sizeof(float) &&
       (request.reduce_op == ReduceOp::Sum || request.reduce_op == ReduceOp::Avg ||
        request.reduce_op == ReduceOp::PremulSum);

@@ -13,7 +13,7 @@ struct SelectionKey {
   int32_t size = 1;
   int64_t nbytes = 0; ///< of the whole tensor, all parts together, in its own dtype
   int64_t segment_nbytes = 1;
-  bool encoded = false; ///< wire_dtype differs from dtype, or there is a codec
+  bool encoded = false; ///< there is a codec
   bool small_float_sum = false; ///< a sum of fp16, bf16 or fp8, which loses bits at every rounding
   int32_t hosts = 1;
   int32_t fewest_ranks = 1; ///< of a host

@@ -72,8 +72,6 @@ const char* stepKindName(StepKind kind) noexcept {
       return "recv_reduce_copy_send";
     case StepKind::RecvCopySend:
       return "recv_copy_send";
-    case StepKind::Reduce:
-      return "reduce";
     case StepKind::ReduceMany:
       return "reduce_many";
     case StepKind::Copy:

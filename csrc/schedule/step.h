@@ -64,12 +64,11 @@ enum class StepKind : uint8_t {
   RecvReduceSend, ///< op(arriving, src) goes on to send_peer; nothing local is written
   RecvReduceCopySend, ///< dst = op(arriving, src), which also goes on to send_peer
   RecvCopySend, ///< recv_peer -> dst, which also goes on to send_peer
-  Reduce, ///< dst = op(dst, src)   (local_first: dst is the lower rank's)
   ReduceMany, ///< dst = op over all of `sources`, in their order, one rounding; divides for Avg when `final`
   Copy, ///< dst = src
   Scale, ///< dst = src * the operation's premul factor
-  Encode, ///< dst (wire dtype, or encoded) = cast of src
-  Decode, ///< dst = cast of src (wire dtype, or encoded)
+  Encode, ///< dst, encoded = src
+  Decode, ///< dst = src, decoded
   ReduceEncoded, ///< dst = op over the decoded `sources`, in their order, in fp32, divided for Avg; encoded once if dst is
 };
 [[nodiscard]] const char* stepKindName(StepKind kind) noexcept;
@@ -108,7 +107,6 @@ struct Schedule {
   std::vector<int64_t> scratch_numel; ///< elements of scratch k
   std::vector<DType> scratch_dtype;
   DType dtype = DType::UInt8; ///< of Input and Output
-  DType wire_dtype = DType::UInt8; ///< of encoded scratch; equal to dtype where nothing is encoded
   /// Other than None: scratch of UInt8 holds encoded values, and regions in it count bytes. Input and Output are no bytes then.
   Codec codec = Codec::None;
 };
@@ -121,8 +119,7 @@ struct ScheduleRequest {
   int32_t size = 1;
   int32_t root = -1;
   DType dtype = DType::UInt8;
-  DType wire_dtype = DType::UInt8;
-  Codec codec = Codec::None; ///< how values travel; wire_dtype is dtype then. all_reduce and reduce_scatter
+  Codec codec = Codec::None; ///< how values travel; all_reduce and reduce_scatter
   ReduceOp reduce_op = ReduceOp::None;
   /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts`
   /// is given

@@ -72,7 +72,6 @@ CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes) {
   }
   request.dtype =
       random.pick({DType::Float32, DType::Float32, DType::Int64, DType::Int32, DType::Float64, DType::UInt8});
-  request.wire_dtype = request.dtype;
   const bool reduces = request.kind == Collective::AllReduce || request.kind == Collective::Reduce ||
       request.kind == Collective::ReduceScatter;
   if (reduces) {
@@ -80,9 +79,9 @@ CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes) {
   }
   if (request.kind == Collective::AllReduce && request.dtype == DType::Float32 && request.reduce_op == ReduceOp::Sum &&
       random.chance(20)) {
-    request.wire_dtype = DType::Float16; // small integers: exact there, too
+    request.codec = Codec::Float16; // small integers: exact there, too
   }
-  request.algorithm = drawAlgorithm(random, request.kind, request.wire_dtype != request.dtype);
+  request.algorithm = drawAlgorithm(random, request.kind, request.codec != Codec::None);
   if (request.kind == Collective::Broadcast || request.kind == Collective::Reduce ||
       request.kind == Collective::Gather || request.kind == Collective::Scatter) {
     request.root = static_cast<int32_t>(random.below(size));
@@ -122,9 +121,6 @@ std::string callText(const CallPlan& call) {
   }
   if (!request.counts.empty()) {
     out += ", uneven";
-  }
-  if (request.wire_dtype != request.dtype) {
-    out += std::string(", wire ") + dtypeName(request.wire_dtype);
   }
   if (request.codec != Codec::None) {
     out += std::string(", codec ") + codecName(request.codec);

@@ -46,7 +46,6 @@ void drawMessages(Random& random, Plan& plan, int key) {
   call.waits = waits;
   call.request.size = plan.size;
   call.request.dtype = random.pick({DType::Float32, DType::Int64, DType::UInt8});
-  call.request.wire_dtype = call.request.dtype;
   call.request.segment_nbytes = plan.limits.window_nbytes / 4; // both sides cut alike
   call.request.numel = random.scaled(0, plan.limits.window_nbytes);
   if (from_any) {
@@ -89,7 +88,7 @@ void drawLead(Random& random, Plan& plan) {
   CallPlan call;
   call.waits = false;
   call.request.size = plan.size;
-  call.request.dtype = call.request.wire_dtype = DType::UInt8;
+  call.request.dtype = DType::UInt8;
   call.request.segment_nbytes = plan.limits.window_nbytes / 4;
   call.request.numel = random.scaled(0, plan.limits.eager_nbytes);
   std::vector<CallPlan> received;
@@ -140,7 +139,7 @@ void drawMessageToOneself(Random& random, Plan& plan, int key) {
   call.waits = false;
   call.request.rank = call.request.root = rank;
   call.request.size = plan.size;
-  call.request.dtype = call.request.wire_dtype = DType::UInt8;
+  call.request.dtype = DType::UInt8;
   call.request.segment_nbytes = plan.limits.window_nbytes / 4;
   call.request.numel = random.scaled(0, plan.limits.window_nbytes);
   CallPlan receive = call;
@@ -158,7 +157,6 @@ void encode(Random& random, Plan& plan, int key) {
     ScheduleRequest request = call.request;
     request.codec = codec;
     request.algorithm = Algorithm::Auto;
-    request.wire_dtype = request.dtype;
     static_cast<void>(makeSchedule(request)); // throws where the two do not go together: a mistake of this file
     call.request = request;
   };

@@ -25,7 +25,7 @@ std::string alterField(Random& random, CallPlan& call) {
   switch (random.below(6)) {
     case 0:
       changed.dtype = changed.dtype == DType::Int32 ? DType::Float32 : DType::Int32; // often of the same size
-      changed.wire_dtype = changed.dtype;
+      changed.codec = Codec::None;
       what = "dtype";
       break;
     case 1:
@@ -47,7 +47,7 @@ std::string alterField(Random& random, CallPlan& call) {
       changed.counts.clear();
       changed.recv_counts.clear();
       changed.algorithm = Algorithm::Auto;
-      changed.wire_dtype = changed.dtype;
+      changed.codec = Codec::None;
       if (changed.reduce_op == ReduceOp::None) {
         changed.reduce_op = ReduceOp::Sum;
       }
@@ -67,7 +67,7 @@ std::string alterField(Random& random, CallPlan& call) {
     changed.reduce_op = reduces ? changed.reduce_op : ReduceOp::None;
     changed.root = rooted ? changed.root : -1;
     if (barrier) {
-      changed.dtype = changed.wire_dtype = DType::UInt8;
+      changed.dtype = DType::UInt8;
       changed.numel = 0;
     }
   }

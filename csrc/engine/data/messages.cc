@@ -20,7 +20,6 @@ std::shared_ptr<const PreparedSchedule> receiveFrom(
   request.size = identity.size;
   request.root = from;
   request.dtype = descriptor.dtype;
-  request.wire_dtype = descriptor.dtype;
   request.numel = descriptor.numel;
   return prepare(makeSchedule(request));
 }

@@ -239,16 +239,6 @@ void Transfer::execute(uint32_t index) {
       combine(step, state.staging.view().ptr, state.staging.view().ptr);
       state.outgoing = state.staging.view();
       break; // consumed only when its memory is free again: that is what bounds the memory of a slow next rank
-    case StepKind::Reduce: {
-      void* dst = at(step.dst);
-      const void* src = at(step.src);
-      const DType dtype = prepared_.dtypeOf(step.dst.buffer);
-      const ReduceOp op = operation_->request().descriptor.reduce_op;
-      const void* both[] = {step.local_first ? dst : src, step.local_first ? src : dst};
-      const bool divides = step.final && op == ReduceOp::Avg;
-      reduceMany(dtype, op, dst, both, 2, static_cast<size_t>(step.dst.numel), divides ? size_ : 1);
-      break;
-    }
     case StepKind::ReduceMany:
       reduceSources(step);
       break;

@@ -7,7 +7,6 @@
 #include "base/log.h"
 #include "engine/data/transfer.h"
 #include "numeric/codec.h"
-#include "numeric/convert.h"
 
 namespace pycomm {
 
@@ -39,11 +38,6 @@ void Transfer::countSent(const Step& step) const {
 void Transfer::runCodec(const Step& step) const {
   const Codec codec = prepared_.schedule.codec;
   const DType to = prepared_.dtypeOf(step.dst.buffer);
-  if (codec == Codec::None) { // a cast to the wire's dtype or back
-    const DType from = prepared_.dtypeOf(step.src.buffer);
-    convert(to, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel));
-    return;
-  }
   const Operation::Request& request = operation_->request();
   const int64_t part = request.descriptor.numel;
   if (step.kind == StepKind::Encode && request.extras().input_encoded && step.src.buffer == Buffer::Input) {

@@ -60,9 +60,8 @@ HostPlane::HostPlane(
 HostPlane::~HostPlane() = default;
 
 bool HostPlane::serves(const ScheduleRequest& request, int size) noexcept {
-  if (size < 2 || size > kMaxHostRanks || request.algorithm != Algorithm::Auto || request.wire_dtype != request.dtype ||
-      request.codec != Codec::None || !request.counts.empty() || !request.recv_counts.empty() ||
-      IssueContext::current() != nullptr) {
+  if (size < 2 || size > kMaxHostRanks || request.algorithm != Algorithm::Auto || request.codec != Codec::None ||
+      !request.counts.empty() || !request.recv_counts.empty() || IssueContext::current() != nullptr) {
     return false;
   }
   switch (request.kind) {

@@ -50,7 +50,7 @@ void RollCall::addressTo(int peer, const Descriptor& descriptor, FrameHeader& he
   }
   const int64_t nbytes = credits_.outgoingNbytes(header.op_id, peer);
   if (nbytes >= 0) {
-    header.numel = nbytes / static_cast<int64_t>(elementSize(descriptor.wire_dtype));
+    header.numel = nbytes / static_cast<int64_t>(elementSize(descriptor.dtype));
   }
 }
 
@@ -59,7 +59,7 @@ Descriptor RollCall::expectedFrom(const Op& op, int peer) const {
   if (expected.kind == Collective::AllToAll) {
     const int64_t nbytes = credits_.incomingNbytes(op.id.id, peer);
     if (nbytes >= 0) {
-      expected.numel = nbytes / static_cast<int64_t>(elementSize(expected.wire_dtype));
+      expected.numel = nbytes / static_cast<int64_t>(elementSize(expected.dtype));
     }
   }
   return expected;

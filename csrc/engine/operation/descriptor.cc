@@ -11,27 +11,24 @@ constexpr uint8_t kCodecBit = 0x80; // no dtype has it
 
 bool Descriptor::operator==(const Descriptor& other) const noexcept {
   const auto fields = [](const Descriptor& d) {
-    return std::tie(d.kind, d.dtype, d.reduce_op, d.wire_dtype, d.codec, d.algorithm, d.root, d.numel, d.tag, d.digest);
+    return std::tie(d.kind, d.dtype, d.reduce_op, d.codec, d.algorithm, d.root, d.numel, d.tag, d.digest);
   };
   return fields(*this) == fields(other);
 }
 
 uint8_t Descriptor::wireByte() const noexcept {
-  return codec == Codec::None ? static_cast<uint8_t>(wire_dtype)
+  return codec == Codec::None ? static_cast<uint8_t>(dtype)
                               : static_cast<uint8_t>(kCodecBit | static_cast<uint8_t>(codec));
 }
 
 void Descriptor::setWireByte(uint8_t byte) noexcept {
   const bool encoded = (byte & kCodecBit) != 0;
-  codec = encoded ? static_cast<Codec>(byte & ~kCodecBit) : Codec::None;
-  wire_dtype = encoded ? dtype : static_cast<DType>(byte);
+  codec = byte == static_cast<uint8_t>(dtype) ? Codec::None
+                                              : static_cast<Codec>(encoded ? byte & ~kCodecBit : byte | kCodecBit);
 }
 
 std::string Descriptor::wireName() const {
-  if (codec != Codec::None) {
-    return codecName(codec);
-  }
-  return wire_dtype == dtype ? "" : dtypeName(wire_dtype);
+  return codec == Codec::None ? "" : codecName(codec);
 }
 
 Descriptor Descriptor::of(const ScheduleRequest& request, Algorithm algorithm) {
@@ -39,7 +36,6 @@ Descriptor Descriptor::of(const ScheduleRequest& request, Algorithm algorithm) {
   d.kind = request.kind;
   d.dtype = request.dtype;
   d.reduce_op = request.reduce_op;
-  d.wire_dtype = request.wire_dtype;
   d.codec = request.codec;
   d.algorithm = algorithm;
   d.root = request.root;

@@ -14,8 +14,7 @@ struct Descriptor {
   Collective kind = Collective::Barrier;
   DType dtype = DType::UInt8;
   ReduceOp reduce_op = ReduceOp::None;
-  DType wire_dtype = DType::UInt8;
-  Codec codec = Codec::None; ///< other than None: wire_dtype is dtype
+  Codec codec = Codec::None; ///< that values travel as
   Algorithm algorithm = Algorithm::Auto; ///< resolved: what really runs
   int32_t root = -1; ///< point-to-point: the sender
   int64_t numel = 0;
@@ -28,10 +27,11 @@ struct Descriptor {
     return !(*this == other);
   }
 
-  /// Codec or wire dtype in one byte, as the header has it, and back.
+  /// The codec, or the dtype without one, in one byte, as the header has it, and back. A byte that is neither gives a codec that does
+  /// not exist, so a rank of another build is found to differ.
   [[nodiscard]] uint8_t wireByte() const noexcept;
   void setWireByte(uint8_t byte) noexcept;
-  /// What values travel as where that is not their dtype, else "".
+  /// The codec's name, or "" without one.
   [[nodiscard]] std::string wireName() const;
 
   /// Of what is asked for, once it is known which algorithm that is. Without a tag.

@@ -67,7 +67,7 @@ class FlightLog {
     std::atomic<uint64_t> id;
     std::atomic<int64_t> sequence;
     std::atomic<int64_t> numel;
-    std::atomic<uint64_t> kinds; ///< kind, dtype, reduce op, wire dtype, algorithm
+    std::atomic<uint64_t> kinds; ///< kind, dtype, reduce op, codec, algorithm
     std::atomic<uint64_t> root_and_tag;
     std::atomic<uint64_t> digest_and_thread;
     std::atomic<uint64_t> outcome; ///< state, code, blamed rank

@@ -100,7 +100,7 @@ TEST(Asks, ManyReceivesAskAFewAtATime) {
 
   ScheduleRequest wish;
   wish.kind = Collective::Recv;
-  wish.dtype = wish.wire_dtype = DType::Float32;
+  wish.dtype = DType::Float32;
   wish.size = 2;
   wish.root = 1;
   const auto schedule = prepare(makeSchedule(wish));
@@ -108,7 +108,7 @@ TEST(Asks, ManyReceivesAskAFewAtATime) {
     Operation::Request request;
     request.schedule = schedule;
     request.descriptor.kind = Collective::Send; // as the sender has it
-    request.descriptor.dtype = request.descriptor.wire_dtype = DType::Float32;
+    request.descriptor.dtype = DType::Float32;
     request.descriptor.algorithm = Algorithm::Direct;
     request.descriptor.tag = static_cast<uint32_t>(tag);
     request.receives = true;

@@ -84,7 +84,7 @@ TEST_P(Encoded, OverflowIsCountedAndInfinitiesPass) {
     values[9] = self.rank == 1 ? std::numeric_limits<double>::quiet_NaN() : 1.0;
     std::vector<float> unused(values.size());
     Group::Call call = encodedCall(unused, codec);
-    call.schedule.dtype = call.schedule.wire_dtype = DType::Float64;
+    call.schedule.dtype = DType::Float64;
     call.input = call.output = viewOf(values);
     const auto operation = self.group.start(call);
     ASSERT_TRUE(operation->wait(Deadline::after(20000)));

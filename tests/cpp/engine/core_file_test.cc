@@ -28,7 +28,7 @@ Group::Config sharedConfig(int rank) {
 bool allReduce(Group& group, void* values) {
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
-  call.schedule.dtype = call.schedule.wire_dtype = DType::Int32;
+  call.schedule.dtype = DType::Int32;
   call.schedule.reduce_op = ReduceOp::Sum;
   call.schedule.numel = static_cast<int64_t>(kCrashNumel);
   call.input = call.output = BufferView{static_cast<std::byte*>(values), kCrashNumel * sizeof(int32_t)};

@@ -25,7 +25,7 @@ std::vector<std::shared_ptr<Operation>> startDropped(
     auto output = std::make_unique<std::vector<float>>(numel * outputs);
     Group::Call call;
     call.schedule.kind = kind;
-    call.schedule.dtype = call.schedule.wire_dtype = DType::Float32;
+    call.schedule.dtype = DType::Float32;
     call.schedule.numel = static_cast<int64_t>(numel);
     call.schedule.reduce_op = kind == Collective::AllReduce ? ReduceOp::Sum : ReduceOp::None;
     call.schedule.algorithm =

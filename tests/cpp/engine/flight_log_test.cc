@@ -31,7 +31,7 @@ Descriptor allReduceOf(int64_t numel) {
   Descriptor descriptor;
   descriptor.kind = Collective::AllReduce;
   descriptor.dtype = DType::BFloat16;
-  descriptor.wire_dtype = DType::Float16;
+  descriptor.codec = Codec::Float16;
   descriptor.reduce_op = ReduceOp::Avg;
   descriptor.algorithm = Algorithm::Direct;
   descriptor.root = 3;

@@ -37,7 +37,6 @@ Group::Call call(Collective kind, size_t numel, std::vector<float>& input, std::
   Group::Call call;
   call.schedule.kind = kind;
   call.schedule.dtype = DType::Float32;
-  call.schedule.wire_dtype = DType::Float32;
   call.schedule.numel = static_cast<int64_t>(numel);
   call.schedule.root = 1;
   if (kind == Collective::AllReduce) {

@@ -159,7 +159,6 @@ Operation::Request requestOf(
   request.id = takeOperationId(counter, 1);
   request.descriptor.kind = wish.kind;
   request.descriptor.dtype = wish.dtype;
-  request.descriptor.wire_dtype = wish.dtype;
   request.descriptor.reduce_op = wish.op;
   request.descriptor.numel = wish.numel;
   request.descriptor.root = wish.root;
@@ -914,7 +913,7 @@ TEST(HostPlane, ServesOnlyWhatAllRanksNumberAlike) {
   request.algorithm = Algorithm::Ring;
   EXPECT_FALSE(HostPlane::serves(request, 2));
   request.algorithm = Algorithm::Auto;
-  request.wire_dtype = DType::Float16;
+  request.codec = Codec::Float16;
   EXPECT_FALSE(HostPlane::serves(request, 2));
 }
 

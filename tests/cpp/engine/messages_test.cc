@@ -25,7 +25,6 @@ std::shared_ptr<Operation> message(
   Group::Call call;
   call.schedule.kind = kind;
   call.schedule.dtype = DType::Float32;
-  call.schedule.wire_dtype = DType::Float32;
   call.schedule.numel = static_cast<int64_t>(values.size());
   call.peer = peer;
   call.tag = tag;

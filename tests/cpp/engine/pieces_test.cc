@@ -58,7 +58,6 @@ class Tensors {
     call.schedule.algorithm = kind.algorithm;
     call.schedule.codec = kind.codec;
     call.schedule.dtype = DType::Float32;
-    call.schedule.wire_dtype = DType::Float32;
     call.schedule.numel = static_cast<int64_t>(
         kind.collective == Collective::AllGather || kind.collective == Collective::ReduceScatter ? part : kWholeNumel);
     if (kind.collective == Collective::Broadcast) {

@@ -32,7 +32,6 @@ Posted broadcastOf(int64_t sequence, int rank, int size, int root, int64_t numel
   ScheduleRequest request;
   request.kind = Collective::Broadcast;
   request.dtype = DType::Float32;
-  request.wire_dtype = DType::Float32;
   request.rank = rank;
   request.size = size;
   request.root = root;
@@ -221,12 +220,23 @@ TEST(Protocol, OfManyOperationsTheOldestAsk) {
   EXPECT_EQ(asked(waited), std::vector<uint64_t>{4});
 }
 
+// Of the header's byte, which has room for what no rank of this build sends.
+TEST(Protocol, AWireByteThatIsNoCodecIsADifference) {
+  const Descriptor mine = broadcastOf(1, 1, 2, 0, 100).descriptor;
+  FrameHeader header;
+  mine.writeTo(header);
+  EXPECT_EQ(Descriptor::readFrom(header), mine);
+  for (const int byte : {static_cast<int>(DType::Float16), 0x7f, 0xff}) {
+    header.codec = static_cast<uint8_t>(byte);
+    EXPECT_NE(Descriptor::readFrom(header), mine) << byte;
+  }
+}
+
 TEST(Protocol, EveryFieldOfTheDescriptorIsCompared) {
   const auto changes = std::vector<void (*)(Descriptor&)>{
       [](Descriptor& d) { d.kind = Collective::Reduce; },
       [](Descriptor& d) { d.dtype = DType::Int32; },
       [](Descriptor& d) { d.reduce_op = ReduceOp::Max; },
-      [](Descriptor& d) { d.wire_dtype = DType::Float16; },
       [](Descriptor& d) { d.codec = Codec::Int8; },
       [](Descriptor& d) { d.algorithm = Algorithm::Pairwise; },
       [](Descriptor& d) { d.root = 1; },

@@ -123,7 +123,6 @@ inline Group::Call allReduceCall(std::vector<float>& values, Deadline deadline =
   Group::Call call;
   call.schedule.kind = Collective::AllReduce;
   call.schedule.dtype = DType::Float32;
-  call.schedule.wire_dtype = DType::Float32;
   call.schedule.reduce_op = ReduceOp::Sum;
   call.schedule.numel = static_cast<int64_t>(values.size());
   call.input = viewOf(values);

@@ -24,7 +24,6 @@ Call callOf(int64_t sequence, Collective kind, int64_t numel, int root) {
   ScheduleRequest request;
   request.kind = kind;
   request.dtype = DType::Float32;
-  request.wire_dtype = DType::Float32;
   request.size = kSize;
   request.root = root;
   request.numel = numel;

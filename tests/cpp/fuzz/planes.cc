@@ -73,7 +73,7 @@ struct Control {
 Operation::Request call(Collective kind, int64_t numel, int root) {
   ScheduleRequest wish;
   wish.kind = kind;
-  wish.dtype = wish.wire_dtype = DType::Float32;
+  wish.dtype = DType::Float32;
   wish.rank = kSelf;
   wish.size = kRanks;
   wish.root = root;
@@ -91,7 +91,7 @@ Operation::Request receive(int from) {
     request.schedule = call(Collective::Recv, 5, from).schedule;
   }
   request.descriptor.kind = Collective::Send; // as the sender has it
-  request.descriptor.dtype = request.descriptor.wire_dtype = DType::Float32;
+  request.descriptor.dtype = DType::Float32;
   request.descriptor.algorithm = Algorithm::Direct;
   request.descriptor.numel = 5;
   request.descriptor.tag = 3;

@@ -16,7 +16,7 @@ std::vector<Schedule> allReduce(Algorithm algorithm, int32_t size, int64_t segme
   request.algorithm = algorithm;
   request.size = size;
   request.numel = 12;
-  request.dtype = request.wire_dtype = DType::Float32;
+  request.dtype = DType::Float32;
   request.reduce_op = ReduceOp::Sum;
   request.segment_nbytes = segment_nbytes;
   return schedulesOf(forAllRanks(request));

@@ -25,7 +25,7 @@ Cost costOn(const TopologyView& where, Algorithm algorithm, int64_t numel, const
   request.size = where.size();
   request.topology = &where;
   request.numel = numel;
-  request.dtype = request.wire_dtype = DType::Float32;
+  request.dtype = DType::Float32;
   request.reduce_op = ReduceOp::Sum;
   return costOf(request, network);
 }

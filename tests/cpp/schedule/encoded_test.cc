@@ -21,7 +21,7 @@ ScheduleRequest encodedRequest(Collective kind, Codec codec, int32_t size, int64
   request.kind = kind;
   request.size = size;
   request.numel = numel;
-  request.dtype = request.wire_dtype = DType::Float32;
+  request.dtype = DType::Float32;
   request.codec = codec;
   request.reduce_op = op;
   request.segment_nbytes = 600; // one block of fp16, two of int8
@@ -195,7 +195,7 @@ TEST(Encoded, RefusesWhatHasNoMeaning) {
   bad.reduce_op = ReduceOp::Max;
   EXPECT_THROW(static_cast<void>(makeSchedule(bad)), Error);
   bad = good;
-  bad.dtype = bad.wire_dtype = DType::Int32;
+  bad.dtype = DType::Int32;
   EXPECT_THROW(static_cast<void>(makeSchedule(bad)), Error);
   bad = good;
   bad.kind = Collective::AllGather;

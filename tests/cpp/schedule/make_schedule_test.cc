@@ -18,7 +18,7 @@ ScheduleRequest request(Collective kind, int32_t size = 4, int64_t numel = 8) {
   made.numel = numel;
   made.root = 0;
   made.rank = 1;
-  made.dtype = made.wire_dtype = DType::Float32;
+  made.dtype = DType::Float32;
   made.reduce_op = ReduceOp::Sum;
   return made;
 }
@@ -88,21 +88,23 @@ TEST(Requests, DTypesAndOptions) {
   bad.reduce_op = ReduceOp::None;
   expectRefused(bad, kInvalid, "no reduce op");
   bad.reduce_op = ReduceOp::Avg;
-  bad.dtype = bad.wire_dtype = DType::Int32;
+  bad.dtype = DType::Int32;
   expectRefused(bad, kUnsupported, "AVG of int32 is undefined");
   bad = request(Collective::AllReduce);
-  bad.dtype = bad.wire_dtype = static_cast<DType>(200);
+  bad.dtype = static_cast<DType>(200);
   expectRefused(bad, kInvalid, "unknown dtype");
   bad = request(Collective::AllReduce);
-  bad.wire_dtype = DType::Int8;
-  expectRefused(bad, kUnsupported, "cannot encode float32 as int8");
-  bad.wire_dtype = DType::Float64;
-  expectRefused(bad, kUnsupported, "cannot encode float32 as float64");
-  bad.wire_dtype = DType::Float16;
+  bad.codec = Codec::Int8;
+  bad.dtype = DType::Int32;
+  expectRefused(bad, kUnsupported, "cannot encode int32 as int8");
+  bad.dtype = DType::Float16;
+  expectRefused(bad, kUnsupported, "cannot encode float16 as int8");
+  bad.dtype = DType::Float32;
+  bad.codec = Codec::Float16;
   bad.algorithm = Algorithm::Ring;
   expectRefused(bad, kUnsupported, "has no ring algorithm that encodes");
   bad.kind = Collective::AllGather;
-  expectRefused(bad, kUnsupported, "cannot encode float32 as float16");
+  expectRefused(bad, kUnsupported, "cannot encode float32 as fp16");
   bad = request(Collective::Barrier);
   bad.algorithm = Algorithm::Ring;
   expectRefused(bad, kUnsupported, "barrier has no ring algorithm");
@@ -247,7 +249,6 @@ TEST(Select, SumsOfSmallFloatsAreRoundedOnce) {
     ScheduleRequest wanted;
     wanted.kind = kind;
     wanted.dtype = dtype;
-    wanted.wire_dtype = dtype;
     wanted.reduce_op = op;
     wanted.size = size;
     wanted.numel = 1 << 20;

@@ -15,7 +15,7 @@ ScheduleRequest movement(Collective kind, Algorithm algorithm, int32_t size, int
   request.algorithm = algorithm;
   request.size = size;
   request.numel = numel;
-  request.dtype = request.wire_dtype = DType::Int64;
+  request.dtype = DType::Int64;
   return request;
 }
 

@@ -17,7 +17,7 @@ ScheduleRequest allReduce(Algorithm algorithm, int32_t size, int64_t numel, DTyp
   request.algorithm = algorithm;
   request.size = size;
   request.numel = numel;
-  request.dtype = request.wire_dtype = dtype;
+  request.dtype = dtype;
   request.reduce_op = op;
   request.segment_nbytes = 64;
   return request;
@@ -253,37 +253,6 @@ TEST(PremulSum, EveryRankHasItsOwnFactor) {
         }
         for (const double value : outputs[3]) {
           EXPECT_EQ(value, 5.0 + 22 + 48 - 14) << collectiveName(kind) << " " << algorithmName(algorithm);
-        }
-      }
-    }
-  }
-}
-
-TEST(Encoded, OneRoundingOfContributionsAndOneOfTheSum) {
-  for (const int32_t size : {1, 2, 3, 4, 7, 16}) {
-    for (const int64_t numel : {0, 1, 5, 97}) {
-      for (const auto op : {ReduceOp::Sum, ReduceOp::Avg}) {
-        auto request = allReduce(Algorithm::Auto, size, numel, DType::Float32, op);
-        request.wire_dtype = DType::Float16;
-        request.segment_nbytes = 8;
-        const auto inputs = unevenFloats(size, numel);
-        for (const bool in_place : {false, true}) {
-          for (const int32_t ahead : {1, 3, 256}) {
-            request.pipeline_frames = ahead;
-            RunOptions options = withOp(op);
-            options.in_place = in_place;
-            options.window_frames = 1;
-            const auto outputs = runGroup(forAllRanks(request), inputs, options);
-            expectSameBits(outputs);
-            for (size_t i = 0; i < static_cast<size_t>(numel); ++i) {
-              float sum = fromHalf(toHalf(inputs[0][i]));
-              for (size_t rank = 1; rank < inputs.size(); ++rank) {
-                sum += fromHalf(toHalf(inputs[rank][i]));
-              }
-              const float expected = op == ReduceOp::Avg ? sum / static_cast<float>(size) : sum;
-              ASSERT_EQ(outputs[0][i], size == 1 ? inputs[0][i] : fromHalf(toHalf(expected)));
-            }
-          }
         }
       }
     }

@@ -16,7 +16,7 @@ ScheduleRequest reduction(Collective kind, Algorithm algorithm, int32_t size, in
   request.algorithm = algorithm;
   request.size = size;
   request.numel = numel;
-  request.dtype = request.wire_dtype = DType::Int64;
+  request.dtype = DType::Int64;
   request.reduce_op = ReduceOp::Sum;
   return request;
 }
@@ -161,7 +161,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(OneRank, ScalesItsPremultipliedInput) {
   auto request = reduction(Collective::AllReduce, Algorithm::Auto, 1, 3);
-  request.dtype = request.wire_dtype = DType::Float64;
+  request.dtype = DType::Float64;
   request.reduce_op = ReduceOp::PremulSum;
   const auto outputs = runGroup<double>({request}, {{1.0, 2.0, 3.0}}, {ReduceOp::PremulSum, false, 1, {0.5}});
   EXPECT_EQ(outputs[0], (std::vector<double>{0.5, 1.0, 1.5}));
@@ -183,7 +183,7 @@ TEST(Ring, NeedsRoomForItsPipeline) {
 // Frames of 1 MiB, the largest: two fit the room that an edge always has, so only one is under way.
 TEST(Ring, KeepsFewerOfLargeFramesUnderWay) {
   auto request = reduction(Collective::AllReduce, Algorithm::Ring, 3, 9 << 20);
-  request.dtype = request.wire_dtype = DType::UInt8;
+  request.dtype = DType::UInt8;
   request.segment_nbytes = 4 << 20;
   std::vector<std::vector<uint8_t>> inputs;
   for (uint8_t rank = 0; rank < 3; ++rank) {

@@ -78,7 +78,7 @@ ScheduleRequest requestOf(const Case& test, const TopologyView& topology, int64_
   request.size = topology.size();
   request.topology = &topology;
   request.numel = numel;
-  request.dtype = request.wire_dtype = DType::Int64;
+  request.dtype = DType::Int64;
   request.reduce_op = ReduceOp::Sum;
   if (test.kind == Collective::Broadcast || test.kind == Collective::Reduce) {
     request.root = static_cast<int32_t>((numel * 5 + request.size / 3) % request.size);

@@ -92,7 +92,7 @@ TEST(Simulator, TheOracleSumsInRankOrder) {
   CallPlan call;
   call.key = 3;
   call.request.kind = Collective::AllReduce;
-  call.request.dtype = call.request.wire_dtype = DType::Int64;
+  call.request.dtype = DType::Int64;
   call.request.reduce_op = ReduceOp::Sum;
   call.request.size = 4;
   call.request.numel = 5;
