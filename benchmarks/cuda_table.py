@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 4
+VERSION = 5
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -26,16 +26,9 @@ DTYPES = {
 CODECS = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4}
 OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
-    "device_count",
     "check_device",
     "device_uuid",
-    "allocate_pinned",
-    "free_pinned",
     "copy",
-    "create_event",
-    "destroy_event",
-    "record",
-    "stream_wait",
     "is_capturing",
     "pack",
     "unpack",

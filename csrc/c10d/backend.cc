@@ -153,7 +153,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::begin(Titled titled, Prepared prep
     if (prepared.calls.size() == 1) {
       encodeOnDevice(prepared.calls.front(), content);
     }
-    content.behind.push_back(content.cuda);
+    content.order_after.push_back(content.cuda);
     startBehindCopies(prepared.calls, content);
   } else {
     for (const Group::Call& call : prepared.calls) {
@@ -245,7 +245,7 @@ void PycommBackend::startNccl(
     nccl->launch(*content.nccl, calls, content.operations);
     content.nccl->finish(content.unpack);
   }
-  content.behind.push_back(content.nccl);
+  content.order_after.push_back(content.nccl);
   content.unpack = nullptr;
 }
 
@@ -348,7 +348,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::endCoalescing() {
       content.operations.insert(content.operations.end(), of.operations.begin(), of.operations.end());
       content.inputs.insert(content.inputs.end(), of.inputs.begin(), of.inputs.end());
       content.outputs.insert(content.outputs.end(), of.outputs.begin(), of.outputs.end());
-      content.behind.insert(content.behind.end(), of.behind.begin(), of.behind.end());
+      content.order_after.insert(content.order_after.end(), of.order_after.begin(), of.order_after.end());
       for (const auto& operation : of.operations) {
         // The calls in the window said that they would be waited for at once, and are not: somebody has to run them meanwhile.
         (void)group_->wait(*operation, Deadline::after(0));

@@ -25,7 +25,7 @@ class CudaDevices {
   struct Config {
     std::string library; ///< the path of libpycomm_cuda.so, loaded when the first CUDA tensor comes
     std::vector<std::string> nccl_libraries; ///< where NCCL is looked for
-    std::string nccl_host_id; ///< what NCCL is told that this host is; empty: nothing
+    std::string nccl_host_id; ///< NCCL_HOSTID, by which NCCL knows this host; empty: not set
     bool may_use_nccl = false; ///< every rank has a GPU: what they do with it they settle when the first tensor comes
     bool must_use_nccl = false;
   };

@@ -112,7 +112,7 @@ class CudaCopies final : public CudaOrder {
   [[nodiscard]] bool canGoInPieces() const noexcept {
     return to_host_.size() <= 1 && to_device_.size() <= 1;
   }
-  /// Of the one tensor of fp32 that is read, so many bytes of device memory are wanted for encode(): what travels instead of it.
+  /// Bytes of device memory that encode() needs for the encoded input and its overflow counter.
   [[nodiscard]] static size_t encodedRoom(Codec codec, int64_t numel, int64_t parts);
   /// Encodes it on the caller's stream: `parts` runs of `numel` values. `back`: the one tensor that is written comes back encoded and
   /// is decoded. Gives the host memory for it, the beginning of which the engine works in.

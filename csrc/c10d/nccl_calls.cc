@@ -8,23 +8,25 @@
 namespace pycomm {
 namespace {
 
-/// pycomm::cuda::NcclKind and NcclAlgorithm, which the C interface takes as numbers.
-enum Kind : int { kAllReduce = 0, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll };
+using cuda::NcclAlgorithm;
+using cuda::NcclCall;
+using cuda::NcclKind;
 
-int algorithmOf(Algorithm algorithm) {
-  return algorithm == Algorithm::Ring ? 1 : (algorithm == Algorithm::Direct ? 2 : 0);
+NcclAlgorithm algorithmOf(Algorithm algorithm) {
+  return algorithm == Algorithm::Ring ? NcclAlgorithm::Ring
+                                      : (algorithm == Algorithm::Direct ? NcclAlgorithm::Direct : NcclAlgorithm::Nccl);
 }
 
 } // namespace
 
 void NcclCalls::add(const Group::Call& call, const Operation& operation) {
   const ScheduleRequest& schedule = call.schedule;
-  PycommCudaNcclCall each = {};
+  NcclCall each;
   each.input = call.input.ptr;
   each.output = call.output.ptr;
   each.numel = static_cast<uint64_t>(schedule.numel);
-  each.dtype = static_cast<uint8_t>(schedule.dtype);
-  each.op = static_cast<uint8_t>(schedule.reduce_op);
+  each.dtype = schedule.dtype;
+  each.op = schedule.reduce_op;
   each.peer = schedule.root;
   each.name = operation.name();
   each.sequence = operation.request().id.sequence;
@@ -32,26 +34,26 @@ void NcclCalls::add(const Group::Call& call, const Operation& operation) {
   const auto counts = [](const std::vector<int64_t>& given) { return Counts(given.begin(), given.end()); };
   switch (schedule.kind) {
     case Collective::AllReduce:
-      each.kind = kAllReduce;
+      each.kind = NcclKind::AllReduce;
       each.algorithm = algorithmOf(schedule.algorithm);
       list_.push_back(each);
       return;
     case Collective::Reduce:
-      each.kind = kReduce;
+      each.kind = NcclKind::Reduce;
       list_.push_back(each);
       return;
     case Collective::Broadcast:
-      each.kind = kBroadcast;
+      each.kind = NcclKind::Broadcast;
       list_.push_back(each);
       return;
     case Collective::AllGather:
     case Collective::ReduceScatter: {
       const bool gathers = schedule.kind == Collective::AllGather;
       if (schedule.counts.empty()) {
-        each.kind = gathers ? kAllGather : kReduceScatter;
+        each.kind = gathers ? NcclKind::AllGather : NcclKind::ReduceScatter;
         list_.push_back(each);
       } else {
-        each.kind = gathers ? kBroadcast : kReduce;
+        each.kind = gathers ? NcclKind::Broadcast : NcclKind::Reduce;
         addParts(each, call);
       }
       return;
@@ -80,7 +82,7 @@ void NcclCalls::add(const Group::Call& call, const Operation& operation) {
 }
 
 // A broadcast from each rank, or a reduce to each, of its part.
-void NcclCalls::addParts(PycommCudaNcclCall each, const Group::Call& call) {
+void NcclCalls::addParts(NcclCall each, const Group::Call& call) {
   const size_t element = elementSize(call.schedule.dtype);
   const bool gathers = call.schedule.kind == Collective::AllGather;
   uint64_t begin = 0;
@@ -103,12 +105,12 @@ void NcclCalls::addParts(PycommCudaNcclCall each, const Group::Call& call) {
   }
 }
 
-void NcclCalls::exchange(PycommCudaNcclCall each, Counts sent, Counts received) {
+void NcclCalls::exchange(NcclCall each, Counts sent, Counts received) {
   counts_.push_back(std::move(sent));
-  each.send_counts = counts_.back().data();
+  each.send_counts = {counts_.back().data(), counts_.back().size()};
   counts_.push_back(std::move(received));
-  each.recv_counts = counts_.back().data();
-  each.kind = kAllToAll;
+  each.recv_counts = {counts_.back().data(), counts_.back().size()};
+  each.kind = NcclKind::AllToAll;
   each.peer = 0;
   list_.push_back(each);
 }

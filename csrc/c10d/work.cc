@@ -58,8 +58,8 @@ struct PycommWork::State {
   std::unique_ptr<CallbackGate> gate; ///< written before the future is handed out, used when it completes
 
   ~State() {
-    if (future && !content.behind.empty()) {
-      letGo(std::move(future), content.behind);
+    if (future && !content.order_after.empty()) {
+      letGo(std::move(future), content.order_after);
     }
   }
 
@@ -133,7 +133,7 @@ struct PycommWork::State {
   /// One a device.
   std::vector<c10::Stream> sideStreams() const {
     std::vector<c10::Stream> streams;
-    for (const auto& each : content.behind) {
+    for (const auto& each : content.order_after) {
       const c10::Stream stream = each->stream();
       if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
         streams.push_back(stream);
@@ -275,7 +275,7 @@ bool PycommWork::wait(std::chrono::milliseconds timeout) {
   }
   const auto record = state_->error();
   if (!record) {
-    for (const auto& each : state_->content.behind) {
+    for (const auto& each : state_->content.order_after) {
       raising([&] {
         try {
           each->orderCaller();

@@ -34,7 +34,7 @@ class PycommWork final : public c10d::Work {
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
     std::shared_ptr<CudaCopies> cuda; ///< this work's own; null where the tensors are on the CPU
     std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null where the engine runs it
-    std::vector<std::shared_ptr<const CudaOrder>> behind; ///< what whoever waits goes on behind
+    std::vector<std::shared_ptr<const CudaOrder>> order_after; ///< wait() makes the caller's stream wait for these
   };
 
   PycommWork(std::shared_ptr<Group> group, int rank, c10d::OpType type, const char* profiling_title, Content content);

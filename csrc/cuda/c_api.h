@@ -3,14 +3,52 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/dtype.h"
+#include "base/reduce_op.h"
+
 // libpycomm_cuda.so as the floors above see it: one exported function that gives a table of others. No CUDA type, no
-// C++ type and no exception crosses it; streams and events are cudaStream_t and cudaEvent_t as void*.
+// exception and nothing but plain data of fixed widths crosses it; streams and events are cudaStream_t and cudaEvent_t as void*.
 //
 // The library and the extension are built apart (another compiler, another machine), so the table says its version.
 // Whatever changes here, also the meaning of a field, raises kPycommCudaVersion.
 
-#define PYCOMM_CUDA_VERSION 4
+#define PYCOMM_CUDA_VERSION 5
 #define PYCOMM_CUDA_ENTRY "pycomm_cuda_table"
+
+namespace pycomm::cuda {
+
+enum class NcclKind : int32_t { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AllToAll, Send, Recv };
+
+/// How an all_reduce is done. Ring and Direct move with ncclSend and ncclRecv and add with pycomm's reduce kernel.
+enum class NcclAlgorithm : int32_t {
+  Nccl, ///< ncclAllReduce
+  Ring, ///< 2 (N-1) steps of 1/N; a small float is rounded once a hop
+  Direct, ///< everyone sends everyone its part; added in fp32 in rank order, rounded once
+};
+
+/// Elements for each rank. Borrowed until the call returns.
+struct NcclCounts {
+  const uint64_t* by_rank = nullptr;
+  uint64_t ranks = 0;
+};
+
+/// What one rank asks NCCL for, from c10d to NcclComm. Sizes are in elements.
+struct NcclCall {
+  NcclKind kind = NcclKind::AllReduce;
+  NcclAlgorithm algorithm = NcclAlgorithm::Nccl; ///< AllReduce
+  const void* input = nullptr;
+  void* output = nullptr;
+  uint64_t numel = 0; ///< of the whole tensor; of one rank's part for AllGather and ReduceScatter
+  DType dtype = DType::Float32;
+  ReduceOp op = ReduceOp::Sum;
+  int32_t peer = 0; ///< the root, or the other side of Send and Recv
+  NcclCounts send_counts; ///< AllToAll
+  NcclCounts recv_counts;
+  const char* name = "all_reduce"; ///< for errors; lives for ever
+  int64_t sequence = -1;
+};
+
+} // namespace pycomm::cuda
 
 extern "C" {
 
@@ -71,40 +109,17 @@ typedef struct PycommCudaNcclConfig {
   int (*group_failure)(void* context, PycommCudaError* error);
 } PycommCudaNcclConfig;
 
-/// pycomm::cuda::NcclCall. `kind` and `algorithm` are its enums' numbers, `dtype` and `op` pycomm's.
-typedef struct PycommCudaNcclCall {
-  int kind;
-  int algorithm;
-  const void* input;
-  void* output;
-  uint64_t numel;
-  uint8_t dtype;
-  uint8_t op;
-  int peer;
-  const uint64_t* send_counts; ///< a rank's each, or null
-  const uint64_t* recv_counts;
-  const char* name; ///< lives for ever
-  int64_t sequence;
-} PycommCudaNcclCall;
-
 /// All functions may be called by any thread. They return 0, or the code that `error` holds. They work on the calling thread's current
 /// device and never change it: who calls them sets it, as torch's device guards do, and restores it.
 typedef struct PycommCudaTable {
   uint32_t version;
   uint32_t nbytes; ///< of this struct
 
-  uint16_t (*device_count)(int* count, PycommCudaError* error);
   /// Refuses (Unsupported) a current device that this library has no code for.
   uint16_t (*check_device)(PycommCudaError* error);
   /// The same in two processes only if they use the same GPU, or the same part of one.
   uint16_t (*device_uuid)(int device, char* text, size_t capacity, PycommCudaError* error);
-  uint16_t (*allocate_pinned)(size_t nbytes, void** ptr, PycommCudaError* error);
-  void (*free_pinned)(void* ptr);
   uint16_t (*copy)(void* dst, const void* src, size_t nbytes, void* stream, PycommCudaError* error);
-  uint16_t (*create_event)(void** event, PycommCudaError* error);
-  void (*destroy_event)(void* event);
-  uint16_t (*record)(void* event, void* stream, PycommCudaError* error);
-  uint16_t (*stream_wait)(void* stream, void* event, PycommCudaError* error);
   uint16_t (*is_capturing)(void* stream, int* capturing, PycommCudaError* error);
 
   /// The fused bucket: one launch for up to 1,900 gradients. `grad` and `wire` are pycomm::DType numbers.
@@ -189,7 +204,7 @@ typedef struct PycommCudaTable {
   void (*nccl_origin)(PycommCudaNccl* comm, char* text, size_t capacity);
   uint16_t (*nccl_start)(
       PycommCudaNccl* comm,
-      const PycommCudaNcclCall* calls,
+      const pycomm::cuda::NcclCall* calls,
       size_t count,
       void* caller,
       int64_t timeout_ms,

@@ -14,7 +14,6 @@
 struct PycommCudaNccl {
   std::unique_ptr<pycomm::cuda::NcclApi> api; // outlives `comm`
   std::unique_ptr<pycomm::cuda::NcclComm> comm;
-  int size = 1;
 };
 
 struct PycommCudaNcclWork {
@@ -55,7 +54,6 @@ uint16_t probe(const char* const* library_paths, size_t library_count, PycommCud
 uint16_t create(const PycommCudaNcclConfig* given, PycommCudaNccl** comm, PycommCudaError* error) {
   return guarded(error, [&] {
     auto made = std::make_unique<PycommCudaNccl>();
-    made->size = given->size;
     made->api = loadNccl({given->library_paths, given->library_paths + given->library_count});
     made->comm = NcclComm::create(*made->api, theRuntime(), configOf(*given));
     *comm = made.release();
@@ -73,41 +71,30 @@ void origin(PycommCudaNccl* comm, char* text, size_t capacity) {
   text[length] = '\0';
 }
 
-NcclCall callOf(const PycommCudaNcclCall& given, int size) {
-  if (given.kind < 0 || given.kind > static_cast<int>(NcclKind::Recv) || given.algorithm < 0 ||
-      given.algorithm > static_cast<int>(NcclAlgorithm::Direct)) {
+// The caller may be of another build: its numbers are checked before they are used as enumerators.
+void requireKnown(const NcclCall& call) {
+  const auto kind = static_cast<int32_t>(call.kind);
+  const auto algorithm = static_cast<int32_t>(call.algorithm);
+  if (kind < 0 || kind > static_cast<int32_t>(NcclKind::Recv) || algorithm < 0 ||
+      algorithm > static_cast<int32_t>(NcclAlgorithm::Direct)) {
     throw Error(ErrorCode::InvalidArgument, "a collective that this library does not know.");
   }
-  NcclCall call;
-  call.kind = static_cast<NcclKind>(given.kind);
-  call.algorithm = static_cast<NcclAlgorithm>(given.algorithm);
-  call.input = given.input;
-  call.output = given.output;
-  call.numel = given.numel;
-  call.dtype = dtypeOf(given.dtype);
-  call.op = opOf(given.op);
-  call.peer = given.peer;
-  if (given.send_counts != nullptr) {
-    call.send_counts.assign(given.send_counts, given.send_counts + size);
-    call.recv_counts.assign(given.recv_counts, given.recv_counts + size);
-  }
-  call.name = given.name;
-  call.sequence = given.sequence;
-  return call;
+  static_cast<void>(dtypeOf(static_cast<uint8_t>(call.dtype)));
+  static_cast<void>(opOf(static_cast<uint8_t>(call.op)));
 }
 
 uint16_t start(
     PycommCudaNccl* comm,
-    const PycommCudaNcclCall* calls,
+    const NcclCall* calls,
     size_t count,
     void* caller,
     int64_t timeout_ms,
     PycommCudaNcclWork** work,
     PycommCudaError* error) {
   return guarded(error, [&] {
-    std::vector<NcclCall> list;
-    for (size_t i = 0; i < count; ++i) {
-      list.push_back(callOf(calls[i], comm->size));
+    const std::vector<NcclCall> list(calls, calls + count);
+    for (const NcclCall& call : list) {
+      requireKnown(call);
     }
     auto made = std::make_unique<PycommCudaNcclWork>();
     made->operation = comm->comm->start(list, caller, Deadline::after(timeout_ms));

@@ -22,10 +22,6 @@ static_assert(sizeof(PycommCudaPackStats) == sizeof(PackStats));
 
 std::unique_ptr<DeviceRuntime> (*make_runtime)() = nullptr;
 
-uint16_t deviceCount(int* count, PycommCudaError* error) {
-  return guarded(error, [&] { *count = theRuntime().deviceCount(); });
-}
-
 uint16_t checkDevice(PycommCudaError* error) {
   return guarded(error, [&] { theRuntime().checkDevice(); });
 }
@@ -39,32 +35,8 @@ uint16_t deviceUuid(int device, char* text, size_t capacity, PycommCudaError* er
   });
 }
 
-uint16_t allocatePinned(size_t nbytes, void** ptr, PycommCudaError* error) {
-  return guarded(error, [&] { *ptr = theRuntime().allocatePinned(nbytes); });
-}
-
-void freePinned(void* ptr) {
-  theRuntime().freePinned(ptr);
-}
-
 uint16_t copy(void* dst, const void* src, size_t nbytes, void* stream, PycommCudaError* error) {
   return guarded(error, [&] { theRuntime().copy(dst, src, nbytes, stream); });
-}
-
-uint16_t createEvent(void** event, PycommCudaError* error) {
-  return guarded(error, [&] { *event = theRuntime().createEvent(); });
-}
-
-void destroyEvent(void* event) {
-  theRuntime().destroyEvent(event);
-}
-
-uint16_t record(void* event, void* stream, PycommCudaError* error) {
-  return guarded(error, [&] { theRuntime().record(event, stream); });
-}
-
-uint16_t streamWait(void* stream, void* event, PycommCudaError* error) {
-  return guarded(error, [&] { theRuntime().streamWait(stream, event); });
 }
 
 uint16_t isCapturing(void* stream, int* capturing, PycommCudaError* error) {
@@ -194,16 +166,9 @@ const PycommCudaTable* makeTable(std::unique_ptr<DeviceRuntime> (*makeRuntime)()
     PycommCudaTable made = {};
     made.version = PYCOMM_CUDA_VERSION;
     made.nbytes = sizeof(PycommCudaTable);
-    made.device_count = deviceCount;
     made.check_device = checkDevice;
     made.device_uuid = deviceUuid;
-    made.allocate_pinned = allocatePinned;
-    made.free_pinned = freePinned;
     made.copy = copy;
-    made.create_event = createEvent;
-    made.destroy_event = destroyEvent;
-    made.record = record;
-    made.stream_wait = streamWait;
     made.is_capturing = isCapturing;
     made.pack = pack;
     made.unpack = unpack;

@@ -57,11 +57,6 @@ void CUDART_CB onReached(cudaStream_t /*stream*/, cudaError_t status, void* user
 
 class CudartRuntime final : public DeviceRuntime {
  public:
-  int deviceCount() override {
-    int count = 0;
-    check(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
-    return count;
-  }
   void setDevice(int device) override {
     check(cudaSetDevice(device), "cudaSetDevice");
   }

@@ -29,7 +29,6 @@ class DeviceRuntime {
  public:
   virtual ~DeviceRuntime() = default;
 
-  [[nodiscard]] virtual int deviceCount() = 0;
   /// For threads of this library's own.
   virtual void setDevice(int device) = 0;
   /// Throws Error(Unsupported) if this library has no code for the current device.

@@ -54,8 +54,8 @@ void NcclComm::validate(const NcclCall& call) const {
     refuse("rank " + std::to_string(call.peer) + " is not in a group of " + std::to_string(config_.size) + ".");
   }
   if (call.kind == NcclKind::AllToAll &&
-      (call.send_counts.size() != static_cast<size_t>(config_.size) ||
-       call.recv_counts.size() != static_cast<size_t>(config_.size))) {
+      (call.send_counts.ranks != static_cast<uint64_t>(config_.size) ||
+       call.recv_counts.ranks != static_cast<uint64_t>(config_.size))) {
     refuse("a count for each rank is needed.");
   }
 }
@@ -98,15 +98,14 @@ void NcclComm::copyOwnPart(const NcclCall& call) {
   if (call.kind != NcclKind::AllToAll) {
     return;
   }
-  const auto own = static_cast<std::ptrdiff_t>(config_.rank);
-  const auto before = [&](const std::vector<uint64_t>& counts) {
-    return std::accumulate(counts.begin(), counts.begin() + own, uint64_t{0});
+  const auto before = [&](const NcclCounts& counts) {
+    return std::accumulate(counts.by_rank, counts.by_rank + config_.rank, uint64_t{0});
   };
   const size_t element = elementSize(call.dtype);
   runtime_.copy(
       at(call.output, before(call.recv_counts), element),
       at(call.input, before(call.send_counts), element),
-      call.send_counts[static_cast<size_t>(own)] * element,
+      call.send_counts.by_rank[config_.rank] * element,
       config_.stream);
 }
 
@@ -115,8 +114,8 @@ void NcclComm::allToAll(const NcclCall& call) {
   uint64_t sent = 0;
   uint64_t received = 0;
   for (int peer = 0; peer < config_.size; ++peer) {
-    const uint64_t out = call.send_counts[static_cast<size_t>(peer)];
-    const uint64_t in = call.recv_counts[static_cast<size_t>(peer)];
+    const uint64_t out = call.send_counts.by_rank[peer];
+    const uint64_t in = call.recv_counts.by_rank[peer];
     if (peer != config_.rank && out > 0) {
       const std::byte* const part = at(call.input, sent, element);
       check(api_.send(part, out * element, kNcclBytes, peer, comm_, config_.stream), "ncclSend");

@@ -12,35 +12,11 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "cuda/c_api.h"
 #include "cuda/device_runtime.h"
 #include "cuda/nccl_api.h"
 
 namespace pycomm::cuda {
-
-enum class NcclKind { AllReduce, Reduce, Broadcast, AllGather, ReduceScatter, AllToAll, Send, Recv };
-
-/// How an all_reduce is done. Ring and Direct move with ncclSend and ncclRecv and add with pycomm's reduce kernel.
-enum class NcclAlgorithm {
-  Nccl, ///< ncclAllReduce
-  Ring, ///< 2 (N-1) steps of 1/N; a small float is rounded once a hop
-  Direct, ///< everyone sends everyone its part; added in fp32 in rank order, rounded once
-};
-
-/// What one rank asks for. Sizes are in elements.
-struct NcclCall {
-  NcclKind kind = NcclKind::AllReduce;
-  const void* input = nullptr;
-  void* output = nullptr;
-  uint64_t numel = 0; ///< of the whole tensor; of one rank's part for AllGather and ReduceScatter
-  DType dtype = DType::Float32;
-  ReduceOp op = ReduceOp::Sum;
-  int peer = 0; ///< the root, or the other side of Send and Recv
-  NcclAlgorithm algorithm = NcclAlgorithm::Nccl;
-  std::vector<uint64_t> send_counts; ///< AllToAll: by rank
-  std::vector<uint64_t> recv_counts;
-  const char* name = "all_reduce"; ///< for errors
-  int64_t sequence = -1;
-};
 
 /// One start(): its own state is for NcclComm, everyone else asks that.
 class NcclOperation;

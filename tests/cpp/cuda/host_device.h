@@ -20,9 +20,6 @@ class HostDevice : public DeviceRuntime {
  public:
   explicit HostDevice(uint32_t threads = 32) : threads_(threads) {}
 
-  int deviceCount() override {
-    return 1;
-  }
   void setDevice(int) override {}
   void checkDevice() override {}
   std::string deviceUuid(int device) override {

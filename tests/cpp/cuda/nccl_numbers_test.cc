@@ -158,13 +158,14 @@ TEST(NcclNumbers, AllToAllMovesUnevenParts) {
     call.dtype = DType::Int64;
     call.name = "all_to_all";
     std::vector<int64_t> in;
+    std::vector<uint64_t> counts;
     size_t received = 0;
     for (int peer = 0; peer < kSize; ++peer) {
       in.insert(in.end(), static_cast<size_t>(rank + peer), 10 * rank + peer);
       received += static_cast<size_t>(rank + peer);
-      call.send_counts.push_back(static_cast<uint64_t>(rank + peer));
-      call.recv_counts.push_back(static_cast<uint64_t>(rank + peer));
+      counts.push_back(static_cast<uint64_t>(rank + peer));
     }
+    call.send_counts = call.recv_counts = {counts.data(), counts.size()};
     auto& own = out[static_cast<size_t>(rank)];
     own.resize(received);
     call.input = in.data();

@@ -343,7 +343,8 @@ TEST_F(NcclOrder, WhatStaysOnARankIsCopiedOutsideOfTheGroup) {
   const auto comm = made();
   NcclCall call = allReduce();
   call.kind = NcclKind::AllToAll;
-  call.send_counts = call.recv_counts = {2, 3};
+  const std::vector<uint64_t> counts = {2, 3};
+  call.send_counts = call.recv_counts = {counts.data(), counts.size()};
   static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
   EXPECT_THAT(
       journal,
