@@ -373,7 +373,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
 
     def _reducible(self) -> dict[str, nn.Parameter]:
-        """Parameters that have gradients, or may once they are thawed, by their first name."""
+        """Parameters that have gradients, or may once they are unfrozen, by their first name."""
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
             ignored = {name, f".{name}"} & set(self.parameters_to_ignore)

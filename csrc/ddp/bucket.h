@@ -67,8 +67,8 @@ class Bucket {
   [[nodiscard]] bool settled() const;
   /// What a comm hook returned becomes the content of home.
   void takeResult(const at::Tensor& result);
-  /// The one place where a step changes what the next one reads of this bucket: averages of these slots go to .grad, and the wire's
-  /// next scale holds.
+  /// The one place where a step changes what the next one reads of this bucket: writes the averages of these slots to .grad, and takes
+  /// the scale of the next step.
   void commit(const std::vector<size_t>& slots);
 
  private:

@@ -74,7 +74,7 @@ class BucketMemory {
   /// Bytes that other ranks reach in place: of travelling(), or 0.
   [[nodiscard]] size_t sharedNbytes() const;
 
-  /// Zeros for what travels, no .grad read or written: .grad may still point into the home that there was, so there is a new one.
+  /// Zeros travel, and no .grad is read or written. Home is replaced if it travels, since .grad may still point into the old one.
   void zero();
 
   /// Whether a gradient lies in memory as its slot says, in whatever dtype.
@@ -83,7 +83,7 @@ class BucketMemory {
   [[nodiscard]] static bool isHome(const at::Tensor& grad, const Slot& slot);
   /// The parameter's .grad, made if there is none; a view of home if gradients are views.
   [[nodiscard]] at::Tensor& gradientOf(const Slot& slot) const;
-  /// An undefined tensor's worth of memory as the slot has it.
+  /// Uninitialised, of the parameter's shape, in the slot's memory order.
   [[nodiscard]] static at::Tensor emptyLike(const Slot& slot, const at::TensorOptions& options);
   /// For autograd, after writing past torch's dispatcher.
   static void bumpVersion(const at::Tensor& written);

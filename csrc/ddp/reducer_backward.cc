@@ -231,8 +231,8 @@ void Reducer::finishBucket(size_t index, bool unpack) {
   recorder_.unpacked(index);
 }
 
-// Everything that the next step reads changes here, but for what Bucket::commit() has changed for each bucket, and what error
-// feedback keeps, which all-reduces write.
+// The one place where a step changes what the next one reads, with two exceptions: Bucket::commit() has written averages and scales
+// as each bucket ended, and all-reduces write the loss that error feedback keeps.
 void Reducer::commit() {
   stats_.add(reduction_->counts());
   reduction_->clearCounts();

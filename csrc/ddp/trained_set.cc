@@ -46,7 +46,7 @@ std::optional<std::string> TrainedSet::difference(const std::vector<std::string>
       const bool trained_here = mine[index] == '1';
       return "parameter '" + names.at(index) + "' is trained on " + (trained_here ? here : there) + " and frozen on " +
           (trained_here ? there : here) +
-          ": freeze and thaw parameters on all ranks alike, before the same forward pass";
+          ": freeze and unfreeze parameters on all ranks alike, before the same forward pass";
     }
   }
   return std::nullopt;

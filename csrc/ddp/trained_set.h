@@ -10,7 +10,7 @@ namespace pycomm {
 
 /// Which parameters each rank trains, where ranks may look it up once they disagree.
 ///
-/// Parameters that are frozen or thawed on some ranks only give them other buckets, which shows as operations that do not
+/// Parameters that are frozen or unfrozen on some ranks only give them other buckets, which shows as operations that do not
 /// match: true, and no help. So a rank whose set changes writes it into the group's store, and a rank whose operation
 /// did not match reads the others'. Nothing is written where nothing changes.
 ///

@@ -20,12 +20,12 @@ class UsedParams {
   /// `device`: where the group reduces. Does nothing once the answer is kept.
   void launch(c10d::ProcessGroup& group, c10::Device device);
   [[nodiscard]] bool anywhere(size_t index);
-  /// Waits for what launch() started, if anything asks still or not.
+  /// Waits for the sum that launch() started, if there is one.
   void await();
 
   /// Forgets what was marked, unless it is kept.
   void clear();
-  /// clear(), and what launch() started is not waited for any more.
+  /// clear(), and nobody waits for the sum that launch() started.
   void abandon();
   /// The answer holds for all reductions that follow: the graph is static.
   void keep() noexcept {

@@ -75,7 +75,7 @@ class Wire {
   [[nodiscard]] virtual bool settled(const at::Tensor& /*tail*/) const {
     return true;
   }
-  /// The averages are used: the next step may scale otherwise.
+  /// The averages are taken: from here on the next step's scale holds.
   virtual void commit() noexcept {}
 
   /// The s of the fp16 scale, 0 without one.
