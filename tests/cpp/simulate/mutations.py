@@ -100,7 +100,7 @@ MUTATIONS = [
         "",
     ),
     Mutation(
-        "compare no reduce op", "descriptor.cc", "d.dtype, d.reduce_op, d.wire", "d.dtype, d.wire"
+        "compare no reduce op", "descriptor.cc", "d.dtype, d.reduce_op, d.codec", "d.dtype, d.codec"
     ),
     Mutation(
         "compare no root", "descriptor.cc", "d.algorithm, d.root, d.numel", "d.algorithm, d.numel"
