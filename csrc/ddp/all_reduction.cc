@@ -17,9 +17,10 @@ class AllReduction final : public Reduction {
     start(bucket, index);
   }
 
+  // On a device nothing is asked: there a Work's answer costs a query of an event, which may have to wait for the device.
   [[nodiscard]] bool ended(const Bucket& bucket, size_t index) override {
     c10d::Work& work = *works_[index];
-    return work.isCompleted() && work.isSuccess() && bucket.settled();
+    return bucket.memory().device().is_cpu() && work.isCompleted() && work.isSuccess() && bucket.settled();
   }
 
   void finish(Bucket& bucket, size_t index) override {

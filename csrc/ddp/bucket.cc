@@ -103,6 +103,9 @@ bool Bucket::settled() const {
 }
 
 void Bucket::takeResult(const at::Tensor& result) {
+  if (shadow_) {
+    return; // nothing is unpacked
+  }
   const at::NoGradGuard no_grad;
   packer_->takeResult(memory_, result);
 }

@@ -79,6 +79,9 @@ void Reducer::buildBuckets() {
   common.grads_are_views = options_.gradient_as_bucket_view;
   common.cuda_library = options_.cuda_library;
   buckets_.cut(params_, order, options_.caps, common);
+  if (reduction_ != nullptr) { // a pass that failed has counted, too
+    stats_.add(reduction_->counts());
+  }
   reduction_ = hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_, bucketTags());
   resetStep();
 }

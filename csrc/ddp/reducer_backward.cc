@@ -69,6 +69,8 @@ void Reducer::beginPass() {
     pass_ = Pass::Local;
     return;
   }
+  stats_.accumulated =
+      0; // here and not in commit(): if this pass fails, the next one counts from 1 and a saved state can be loaded
   pass_ = Pass::Reducing;
   takeDivisor();
   if (static_graph_.has_value()) {
@@ -236,7 +238,6 @@ void Reducer::finishBucket(size_t index, bool unpack) {
 void Reducer::commit() {
   stats_.add(reduction_->counts());
   reduction_->clearCounts();
-  stats_.accumulated = 0;
   if (used_.has_value()) {
     stats_.exposed_ns += used_->takeWaitedNs();
     if (static_graph_.has_value()) {
@@ -258,6 +259,7 @@ void Reducer::shadowBackward() {
     if (++stats_.accumulated < options_.accumulate) {
       return;
     }
+    stats_.accumulated = 0; // see beginPass()
     try {
       for (Bucket& bucket : buckets_.all()) {
         bucket.beginShadowStep(divisor_);

@@ -120,6 +120,19 @@ def accumulated(rank: int, world_size: int) -> None:
         ours.load_communication_state_dict({"accumulated": 3, "unsynced": 0})
 
 
+def failed_pass(rank: int, world_size: int) -> None:
+    import pycomm
+
+    def broken() -> Any:
+        raise RuntimeError("broken on purpose")
+
+    ours = pycomm.DistributedDataParallel(ddp_models.make("mlp"))
+    ours.register_comm_hook(None, lambda state, bucket: broken())
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        loss_of(ours, rank, 0).backward()
+    ours.load_communication_state_dict(ours.communication_state_dict())  # what a handler saves
+
+
 def two_hosts(rank: int, world_size: int) -> None:
     """Ranks 0, 1 and 2, 3 as two hosts: gradients are shared in each, parameters every 3 steps."""
     import pycomm
@@ -170,6 +183,10 @@ def run(world_size: int, names: list[str]) -> Any:
 def test_fewer_reductions_are_those_of_one_process() -> None:
     first, second = run(2, ["averaging", "accumulated"])
     assert first == second
+
+
+def test_a_pass_that_fails_leaves_a_state_that_can_be_loaded() -> None:
+    run(2, ["failed_pass"])
 
 
 def test_hosts_share_gradients_and_meet_every_few_steps() -> None:

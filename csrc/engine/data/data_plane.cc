@@ -92,7 +92,7 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
     PYCOMM_FAULT_POINT("operation.post");
     if (operation->request().descriptor.kind == Collective::Send) {
       messages_.post(operation);
-      departures_.posted(Clock::now());
+      departures_.posted(Clock::now(), operation->request().receives);
       actOnDepartures();
     } else {
       start(operation);
@@ -156,17 +156,23 @@ void DataPlane::start(const std::shared_ptr<Operation>& operation) {
       });
   Transfer& running = *transfer;
   transfers_.emplace(op_id, std::move(transfer));
-  lane_.addBusy(1);
   const TimePoint now = Clock::now();
+  try {
+    protocol_.posted(request.id, request.descriptor, *request.schedule, now, request.deadline);
+  } catch (...) { // nobody would look at its deadline
+    transfers_.erase(op_id);
+    protocol_.ended(op_id);
+    throw;
+  }
+  lane_.addBusy(1);
   operation->mark().running(now, running.bytesExpected());
-  protocol_.posted(request.id, request.descriptor, *request.schedule, now, request.deadline);
   act();
   if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
     return;
   }
   running.start();
   replayHeld(running);
-  departures_.posted(now);
+  departures_.posted(now, false);
   actOnDepartures();
   act();
   settle(op_id);

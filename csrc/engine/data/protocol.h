@@ -115,6 +115,7 @@ class Protocol {
   struct Usage : RollCall::Usage, Credits::Usage {};
   [[nodiscard]] Usage usage() const;
 
+  /// The roll call's first, then those of credits. Nothing depends on the order between the two.
   [[nodiscard]] std::vector<Action> takeActions();
 
  private:

@@ -37,7 +37,13 @@ void WatchedOperations::stuck(std::shared_ptr<Operation> operation) {
   const Descriptor& descriptor = operation->request().descriptor;
   const Deadline deadline = operation->request().deadline;
   stuck_.emplace(id.id, std::move(operation));
-  protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now(), deadline);
+  try {
+    protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now(), deadline);
+  } catch (...) { // nobody would look at its deadline
+    stuck_.erase(id.id);
+    protocol_.ended(id.id);
+    throw;
+  }
 }
 
 void WatchedOperations::recall(uint64_t op_id) {
@@ -61,7 +67,13 @@ void WatchedOperations::recall(uint64_t op_id) {
 void WatchedOperations::follow(const std::shared_ptr<Operation>& operation) {
   const Operation::Request& request = operation->request();
   followed_.emplace(request.id.id, operation);
-  protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
+  try {
+    protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
+  } catch (...) { // nobody would look at its deadline
+    followed_.erase(request.id.id);
+    protocol_.ended(request.id.id);
+    throw;
+  }
 }
 
 std::shared_ptr<Operation> WatchedOperations::unfollow(uint64_t op_id) {

@@ -35,7 +35,12 @@ OutPort& PeerLinks::portTo(int peer) {
   } else if (options_.connect) {
     writeHello(*port);
   }
-  watch(*port);
+  try {
+    watch(*port);
+  } catch (...) { // what is queued on a link that nobody watches never leaves
+    forget(peer);
+    throw;
+  }
   return *port;
 }
 

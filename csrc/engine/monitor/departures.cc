@@ -51,7 +51,7 @@ void Departures::writingBroke(int peer, ErrorRecord gone, TimePoint now) {
   }
 }
 
-void Departures::posted(TimePoint now) {
+void Departures::posted(TimePoint now, bool receives) {
   if (away_ == 0) {
     return;
   }
@@ -62,7 +62,9 @@ void Departures::posted(TimePoint now) {
       check(peer, now);
     }
   }
-  checkAnyone(first, now);
+  if (receives) { // else a receive that waits has been checked: again, it would take a lost peer for one that left
+    checkAnyone(first, now);
+  }
 }
 
 // Of a peer that has left or is lost: whether an operation still needs it.

@@ -66,8 +66,8 @@ class Departures {
   void readingEnded(int peer, ErrorRecord gone, TimePoint now);
   /// The link that this rank opened to the peer broke.
   void writingBroke(int peer, ErrorRecord gone, TimePoint now);
-  /// An operation was posted: it may need a rank that has left.
-  void posted(TimePoint now);
+  /// An operation was posted: it may need a rank that has left. `receives`: it is a receive, which may be from any rank.
+  void posted(TimePoint now, bool receives);
   void tick(TimePoint now);
 
   // ---- questions

@@ -130,11 +130,11 @@ void RollCall::checkDeadlines(TimePoint now) {
   for (auto& entry : ops_) {
     Deadline& deadline = entry.second.deadline;
     if (deadline.expired(now)) {
-      deadline = Deadline::never();
       Action action;
       action.kind = Action::Kind::Overdue;
       action.op_id = entry.first;
       actions_.push_back(std::move(action));
+      deadline = Deadline::never();
     } else {
       next_deadline_ = std::min(next_deadline_, deadline.instant());
     }

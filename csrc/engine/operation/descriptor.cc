@@ -22,7 +22,7 @@ uint8_t Descriptor::wireByte() const noexcept {
 }
 
 void Descriptor::setWireByte(uint8_t byte) noexcept {
-  const bool encoded = (byte & kCodecBit) != 0;
+  const bool encoded = (byte & kCodecBit) != 0 && byte != kCodecBit;
   codec = byte == static_cast<uint8_t>(dtype) ? Codec::None
                                               : static_cast<Codec>(encoded ? byte & ~kCodecBit : byte | kCodecBit);
 }

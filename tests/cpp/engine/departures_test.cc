@@ -165,7 +165,7 @@ TEST_F(DeparturesTest, AnOperationThatNeedsALostPeerLaterFailsWithWhatBroke) {
   departures.tick(at(40));
   ASSERT_TRUE(quiet());
   open.sends[1] = second.get();
-  departures.posted(at(50));
+  departures.posted(at(50), false);
   EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset);
 }
 
@@ -176,7 +176,7 @@ TEST_F(DeparturesTest, AGoodbyeStillCountsAfterAPeerWasLost) {
   departures.saidGoodbye(1, at(60));
   EXPECT_EQ(departures.nextTick(), TimePoint::max());
   open.sends[1] = second.get();
-  departures.posted(at(70));
+  departures.posted(at(70), false);
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
 
@@ -213,7 +213,7 @@ TEST_F(DeparturesTest, AGoodbyeMayOvertakeTheHelloOfTheLinkThatTheBytesComeOn) {
   EXPECT_TRUE(quiet()) << "the link has come";
 
   open.links.clear();
-  departures.posted(at(3000));
+  departures.posted(at(3000), false);
   departures.tick(at(6000));
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
@@ -247,6 +247,18 @@ TEST_F(DeparturesTest, AReceiveFromAnyRankWaits3SecondsForALinkThatHasNotCome) {
   EXPECT_EQ(departures.nextTick(), at(3001));
   departures.tick(at(3001));
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
+}
+
+TEST_F(DeparturesTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
+  departures.saidGoodbye(2, at(0));
+  departures.writingBroke(1, peerDead(1), at(0));
+  departures.tick(at(40));
+  ASSERT_TRUE(quiet());
+  open.links[2] = Reading::Ended;
+  open.from_anyone = first.get();
+  departures.posted(at(50), false); // say, a message to oneself
+  departures.tick(at(3040));
+  EXPECT_EQ(action().kind, Kind::Doubt) << "rank 1 is lost, and has not said that it leaves";
 }
 
 } // namespace

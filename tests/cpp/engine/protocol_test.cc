@@ -226,7 +226,7 @@ TEST(Protocol, AWireByteThatIsNoCodecIsADifference) {
   FrameHeader header;
   mine.writeTo(header);
   EXPECT_EQ(Descriptor::readFrom(header), mine);
-  for (const int byte : {static_cast<int>(DType::Float16), 0x7f, 0xff}) {
+  for (const int byte : {static_cast<int>(DType::Float16), 0x7f, 0x80, 0xff}) {
     header.codec = static_cast<uint8_t>(byte);
     EXPECT_NE(Descriptor::readFrom(header), mine) << byte;
   }
