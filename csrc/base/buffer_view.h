@@ -5,7 +5,7 @@
 
 namespace pycomm {
 
-/// Borrowed bytes. Whoever makes a view keeps the memory alive for as long as the view is used.
+/// Borrowed bytes. The maker of a view keeps the memory alive for as long as the view is used.
 struct BufferView {
   std::byte* ptr = nullptr;
   size_t nbytes = 0;

@@ -23,8 +23,8 @@ enum class Codec : uint8_t {
 [[nodiscard]] std::optional<Codec> codecNamed(const std::string& name) noexcept;
 [[nodiscard]] bool isKnown(Codec codec) noexcept;
 
-/// Values are encoded in blocks of so many, counted from where the encoding starts; the last one may be shorter. Whoever cuts a
-/// tensor at multiples of it gets the same bytes, however it is cut.
+/// Values are encoded in blocks of so many, counted from where the encoding starts; the last one may be shorter. A tensor
+/// that is cut at multiples of it has the same bytes, however it is cut.
 inline constexpr int64_t kCodecBlock = 256;
 
 /// Bytes of `numel` encoded values. None counts as fp32.

@@ -138,7 +138,7 @@ class CudaCopies final : public CudaOrder {
   [[nodiscard]] static PieceFlow::Leave leaving(const std::shared_ptr<CudaCopies>& copies, CallbackPool& pool);
   /// Starts the copies to the device of what has not left in pieces.
   void toDevice();
-  /// Nothing is copied to the device from here on. True if something was: it is on stream(), whoever uses the tensors again.
+  /// Nothing is copied to the device from here on. True if something was: it is on stream(), whichever stream uses the tensors next.
   [[nodiscard]] bool stop() noexcept;
   /// The caller's current stream goes on behind what toDevice() has started.
   void orderCaller() const override;

@@ -11,7 +11,7 @@ namespace pycomm {
 /// library's is: what waits calls look() now and then, and gives up when it returns true; rethrow() then raises what Python's signal
 /// handler has raised. Threads without one are never interrupted.
 ///
-/// The handlers run inside look(): whoever calls it holds no lock that a handler may want, as one that destroys the group does. `about`
+/// The handlers run inside look(): the caller must not hold a lock that a handler may want, such as a handler that destroys the group. `about`
 /// is what the thread is busy with, which a handler must not begin again: see within().
 class Interruptible {
  public:

@@ -22,7 +22,7 @@ class Group;
 /// The native threads of a process, shared by all its groups: one lane, one control loop, the
 /// callback pool, and the watch over the other processes of this host.
 ///
-/// Whoever embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
+/// A program that embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
 /// thread outlives what it touches.
 class Engine {
  public:

@@ -17,8 +17,8 @@ class WriteLog {
       entries_.push_back({run, step});
     }
   }
-  /// The steps that whoever reads `run` has to wait for. An empty run is still news of all that went before: without
-  /// them, a rank whose part is empty would end without having heard of everybody.
+  /// The steps that a reader of `run` must wait for. For an empty run: all steps so far. Without them, a rank whose part is
+  /// empty would end before all ranks have entered.
   [[nodiscard]] Deps writersOf(Run run) const {
     Deps deps;
     for (const Entry& entry : entries_) {

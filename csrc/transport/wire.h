@@ -18,7 +18,7 @@ enum class FrameType : uint8_t {
 };
 
 /// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.
-/// Frames of an operation carry its whole descriptor, so that whoever receives any of them can compare it with its own.
+/// Frames of an operation carry its whole descriptor, so that a rank that receives any of them can compare it with its own.
 struct FrameHeader {
   uint16_t magic = kMagic;
   uint8_t version = kVersion;

@@ -15,7 +15,7 @@ namespace pycomm {
 /// How far one rank is. All counters only rise. A counter is stored after everything that it promises (and so after the bytes that
 /// others may now read), with sequential consistency, which includes release; who loads it with sequential consistency, which
 /// includes acquire, sees those bytes. Why not release and acquire alone: see HostPlane::sleep.
-struct alignas(256) HostCard {
+struct alignas(256) HostProgress {
   std::atomic<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
   std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
   std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
@@ -25,7 +25,7 @@ struct alignas(256) HostCard {
       std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
   std::atomic<uint32_t> bell; ///< a futex: rung by who goes on
 };
-static_assert(sizeof(HostCard) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
+static_assert(sizeof(HostProgress) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
 /// What one rank says about one operation, and what it gives to it if that is small.
 struct alignas(64) HostSlot {
@@ -39,7 +39,7 @@ static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
 inline constexpr uint32_t kLeftInOrder = 1;
 inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others are told why, and nobody is to blame for it
 inline constexpr uint64_t kHostWithdrawn = uint64_t{1} << 63; ///< in HostSlot::ticket: entered, and given up since
-inline constexpr int kMaxHostRanks = 64; ///< bits of HostCard::waits_for
+inline constexpr int kMaxHostRanks = 64; ///< bits of HostProgress::waits_for
 inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ahead of another
 inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot
 inline constexpr size_t kHostStageNbytes = 1 << 20; ///< of one round
@@ -52,8 +52,8 @@ struct HostView {
   int rank = 0;
   int size = 1;
 
-  [[nodiscard]] HostCard& card(int of) const noexcept {
-    return *reinterpret_cast<HostCard*>(base + static_cast<size_t>(of) * sizeof(HostCard));
+  [[nodiscard]] HostProgress& progress(int of) const noexcept {
+    return *reinterpret_cast<HostProgress*>(base + static_cast<size_t>(of) * sizeof(HostProgress));
   }
   [[nodiscard]] HostSlot& slot(int of, uint64_t ticket) const noexcept {
     const size_t index = static_cast<size_t>(of) * kHostSlots + ticket % kHostSlots;
@@ -73,7 +73,7 @@ struct HostView {
   static constexpr size_t kSlotNbytes = sizeof(HostSlot) + kHostInlineNbytes;
   static constexpr size_t kPage = 4096;
   [[nodiscard]] static constexpr size_t slotsOffset(int size) noexcept {
-    return (static_cast<size_t>(size) * sizeof(HostCard) + kPage - 1) / kPage * kPage;
+    return (static_cast<size_t>(size) * sizeof(HostProgress) + kPage - 1) / kPage * kPage;
   }
   /// What always exists; the rest is committed by each rank for itself when it first has a large operation.
   [[nodiscard]] static constexpr size_t commonNbytes(int size) noexcept {

@@ -99,7 +99,7 @@ bool HostPlane::post(
     inbox_.push_back(made);
     arrived_.store(true, std::memory_order_seq_cst);
   }
-  ringSelf(); // another thread of this process may have the baton, and sleep
+  ringSelf(); // another thread of this process may run operations, and sleep
   if (!waits) {
     wakeWorker();
   }
@@ -113,14 +113,14 @@ void HostPlane::release(Operation& operation) noexcept {
 
 bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   {
-    const std::unique_lock<std::mutex> baton(baton_, std::try_to_lock);
-    if (!baton.owns_lock() || ending_.load(std::memory_order_seq_cst)) {
+    const std::unique_lock<std::mutex> lock(run_mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || ending_.load(std::memory_order_seq_cst)) {
       return false;
     }
     run([&] { return operation.done(); }, deadline, config_.spin_us);
   }
   if (ending_.load(std::memory_order_seq_cst)) {
-    return false; // whoever ends the plane ends the operation
+    return false; // the thread that ends the plane ends the operation
   }
   if (!allDone()) { // also what was posted while this thread was leaving
     wakeWorker();
@@ -267,7 +267,7 @@ void HostPlane::settle(HostTransfer& transfer) {
   PYCOMM_FAULT_POINT("operation.finish");
   Operation& operation = *transfer.operation();
   // After the last read of the others' slots: they are written again once all have stored this.
-  view_.card(view_.rank).done.store(transfer.ticket(), std::memory_order_seq_cst);
+  view_.progress(view_.rank).done.store(transfer.ticket(), std::memory_order_seq_cst);
   ring();
   operation.mark().received(operation.shared().bytes_total);
   if (transfer.told) {
@@ -280,19 +280,19 @@ void HostPlane::settle(HostTransfer& transfer) {
 // Wakes those who sleep until this rank goes on.
 void HostPlane::ring() const noexcept {
   for (int peer = 0; peer < view_.size; ++peer) {
-    HostCard& card = view_.card(peer);
-    if (peer != view_.rank && (card.waits_for.load(std::memory_order_seq_cst) >> view_.rank & 1) != 0) {
-      card.bell.fetch_add(1, std::memory_order_seq_cst);
-      futexWake(card.bell);
+    HostProgress& progress = view_.progress(peer);
+    if (peer != view_.rank && (progress.waits_for.load(std::memory_order_seq_cst) >> view_.rank & 1) != 0) {
+      progress.bell.fetch_add(1, std::memory_order_seq_cst);
+      futexWake(progress.bell);
     }
   }
 }
 
 void HostPlane::ringSelf() const noexcept {
-  HostCard& card = view_.card(view_.rank);
-  if (card.waits_for.load(std::memory_order_seq_cst) != 0) {
-    card.bell.fetch_add(1, std::memory_order_seq_cst);
-    futexWake(card.bell);
+  HostProgress& progress = view_.progress(view_.rank);
+  if (progress.waits_for.load(std::memory_order_seq_cst) != 0) {
+    progress.bell.fetch_add(1, std::memory_order_seq_cst);
+    futexWake(progress.bell);
   }
 }
 
@@ -302,16 +302,16 @@ void HostPlane::ringSelf() const noexcept {
 // the bell was read, then (3) came before (2) as well; or after it, then the kernel finds another value than was read and does not let
 // this thread sleep. Release and acquire alone would let a processor do (4) before (3) is seen.
 void HostPlane::sleep(Deadline deadline) noexcept {
-  HostCard& card = view_.card(view_.rank);
+  HostProgress& progress = view_.progress(view_.rank);
   uint64_t blocked = 0;
   if (step(blocked)) {
     return;
   }
-  card.waits_for.store(blocked | uint64_t{1} << view_.rank, std::memory_order_seq_cst);
-  const uint32_t bell = card.bell.load(std::memory_order_seq_cst);
+  progress.waits_for.store(blocked | uint64_t{1} << view_.rank, std::memory_order_seq_cst);
+  const uint32_t bell = progress.bell.load(std::memory_order_seq_cst);
   uint64_t left = 0;
   for (int peer = 0; peer < view_.size; ++peer) {
-    if (peer != view_.rank && view_.card(peer).left.load(std::memory_order_seq_cst) == kLeftInOrder) {
+    if (peer != view_.rank && view_.progress(peer).left.load(std::memory_order_seq_cst) == kLeftInOrder) {
       left |= uint64_t{1} << peer;
     }
   }
@@ -326,10 +326,10 @@ void HostPlane::sleep(Deadline deadline) noexcept {
     until = std::min(until, tellStuck(now));
     const auto pause = std::chrono::duration_cast<std::chrono::microseconds>(until - now).count();
     if (pause > 0) {
-      futexWait(card.bell, bell, pause);
+      futexWait(progress.bell, bell, pause);
     }
   }
-  card.waits_for.store(0, std::memory_order_seq_cst);
+  progress.waits_for.store(0, std::memory_order_seq_cst);
 }
 
 TimePoint HostPlane::tellStuck(TimePoint now) {

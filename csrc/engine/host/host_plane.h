@@ -40,7 +40,7 @@ struct HostHeaps {
 /// this rank is one that comes late, so they need not know whose tensors lie on devices.
 ///
 /// Who runs them: a caller that waits (`drive`), with no other thread in between; or, for what nobody waits for, a thread of the
-/// plane's own, which is started when it is first needed. One at a time has the baton.
+/// plane's own, which is started when it is first needed. One at a time: the thread that holds `run_mutex_`.
 ///
 /// Like the DataPlane it never decides that the group has failed: it tells `notice`, and `fail` brings the cause back. Deadlines are the
 /// lane's: an operation that has waited for a while is told to it (`stuck`), and from then on the ranks ask each other by TCP who has
@@ -48,7 +48,7 @@ struct HostHeaps {
 class HostPlane {
  public:
   struct Events {
-    /// Any thread, with the baton: must not block.
+    /// Any thread, with run_mutex_ held: must not block.
     std::function<void(ErrorRecord)> notice;
     std::function<void(std::shared_ptr<Operation>)> stuck;
     std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
@@ -93,7 +93,7 @@ class HostPlane {
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
   /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
   /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
-  /// Not with the baton.
+  /// Not with run_mutex_ held.
   void fail(
       const ErrorRecord& cause,
       const std::function<void(const ErrorRecord&)>& told,
@@ -156,9 +156,9 @@ class HostPlane {
 
   std::atomic<bool> arrived_{false}; ///< something is in the inbox
   std::atomic<uint64_t> pending_{0}; ///< posted and not ended
-  std::atomic<bool> ending_{false}; ///< who has the baton is to leave it, for good
+  std::atomic<bool> ending_{false}; ///< the thread that holds run_mutex_ must leave, for good
 
-  std::mutex baton_; ///< guards the rest
+  std::mutex run_mutex_; ///< guards the rest
   std::vector<HostTransfer> queue_; ///< from head_ on: not ended
   std::vector<std::shared_ptr<Operation>> taken_; ///< keeps its memory between rounds
   size_t head_ = 0;
@@ -170,7 +170,7 @@ class HostPlane {
   std::mutex worker_mutex_; ///< guards the rest
   std::condition_variable worker_wakes_;
   bool wanted_ = false;
-  std::vector<std::function<void()>> errands_; ///< to be run without the baton, also after stop_
+  std::vector<std::function<void()>> errands_; ///< to be run without run_mutex_, also after stop_
   bool stop_ = false;
   std::thread worker_;
 };

@@ -86,13 +86,13 @@ void HostPlane::fail(
     const std::function<void(const ErrorRecord&)>& told,
     const std::function<void()>& ended) noexcept {
   ending_.store(true, std::memory_order_seq_cst);
-  ringSelf(); // whoever has the baton leaves it: after a step at the most
+  ringSelf(); // the thread that runs operations leaves, after one step at the most
   const auto end = [this](const ErrorRecord& why, const auto& oldest, const auto& then) {
     {
-      const std::lock_guard<std::mutex> baton(baton_);
+      const std::lock_guard<std::mutex> lock(run_mutex_);
       finishWhatCanBe();
       broken_ = true;
-      view_.card(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
+      view_.progress(view_.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
       for (size_t i = head_; i < entered_; ++i) {
         queue_[i].withdraw();
       }
@@ -127,8 +127,8 @@ void HostPlane::close(const ErrorRecord& reason) {
   if (worker.joinable()) { // first: a failure that came before ends all with its cause there
     worker.join();
   }
-  const std::lock_guard<std::mutex> baton(baton_);
-  std::atomic<uint32_t>& left = view_.card(view_.rank).left;
+  const std::lock_guard<std::mutex> lock(run_mutex_);
+  std::atomic<uint32_t>& left = view_.progress(view_.rank).left;
   if (left.load(std::memory_order_seq_cst) != kGaveUp) {
     finishWhatCanBe();
     const Operation* under_way = head_ < queue_.size() ? queue_[head_].operation().get() : nullptr;

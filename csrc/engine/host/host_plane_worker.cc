@@ -62,11 +62,11 @@ void HostPlane::workerMain() noexcept {
     errands.clear();
     {
       // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
-      const std::lock_guard<std::mutex> baton(baton_);
+      const std::lock_guard<std::mutex> lock(run_mutex_);
       runAll();
       static_cast<void>(PYCOMM_FAULT("host.rest"));
     }
-    // A caller that posted while this thread was leaving, and could not have the baton to drive, waits for this thread.
+    // A caller that posted while this thread was leaving, and could not drive, waits for this thread.
     if (!allDone() && !ending_.load(std::memory_order_seq_cst)) {
       const std::lock_guard<std::mutex> lock(worker_mutex_);
       wanted_ = true;
@@ -88,7 +88,7 @@ HostPlane::Standing HostPlane::standing(const Operation& operation) const noexce
   Standing standing;
   const uint64_t ticket = operation.shared().ticket;
   for (int rank = 0; rank < view_.size; ++rank) {
-    const bool ended = view_.card(rank).done.load(std::memory_order_seq_cst) >= ticket;
+    const bool ended = view_.progress(rank).done.load(std::memory_order_seq_cst) >= ticket;
     if (rank == view_.rank || ended) {
       continue;
     }

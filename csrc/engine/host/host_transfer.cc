@@ -65,14 +65,14 @@ std::shared_ptr<PieceFlow> HostTransfer::piecesOf(const Descriptor& descriptor, 
 
 bool HostTransfer::mayEnter(uint64_t& blocked) const noexcept {
   if (operation_->shared().held.load(std::memory_order_seq_cst)) {
-    return false; // whoever releases it rings
+    return false; // the thread that releases it wakes this one
   }
   if (ticket_ <= kHostSlots) {
     return true;
   }
   const uint64_t before = ticket_ - kHostSlots;
-  return view_.card(view_.rank).done.load(std::memory_order_relaxed) >= before &&
-      allHave(&HostCard::done, before, blocked);
+  return view_.progress(view_.rank).done.load(std::memory_order_relaxed) >= before &&
+      allHave(&HostProgress::done, before, blocked);
 }
 
 void HostTransfer::enter() {
@@ -126,10 +126,10 @@ HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
   return Progress::Moved;
 }
 
-bool HostTransfer::allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)
+bool HostTransfer::allHave(std::atomic<uint64_t> HostProgress::* counter, uint64_t count, uint64_t& blocked)
     const noexcept {
   for (int rank = 0; rank < view_.size; ++rank) {
-    if (rank != view_.rank && (view_.card(rank).*counter).load(std::memory_order_seq_cst) < count) {
+    if (rank != view_.rank && (view_.progress(rank).*counter).load(std::memory_order_seq_cst) < count) {
       blocked |= bit(rank);
       return false;
     }
@@ -263,10 +263,10 @@ bool HostTransfer::mayStage(uint64_t& blocked) const noexcept {
   }
   const PieceFlow* const pieces = operation_->request().extras().pieces.get();
   if (pieces != nullptr && pieces->arrived() < pieces->neededInRound(staged_)) {
-    return false; // whoever releases it rings
+    return false; // the thread that releases it wakes this one
   }
   const uint64_t round = base_ + staged_; // its stage was last read for round - kHostStages
-  return round < kHostStages || allHave(&HostCard::collected, round - kHostStages + 1, blocked);
+  return round < kHostStages || allHave(&HostProgress::collected, round - kHostStages + 1, blocked);
 }
 
 bool HostTransfer::mayReduce(uint64_t& blocked) const noexcept {
@@ -274,7 +274,7 @@ bool HostTransfer::mayReduce(uint64_t& blocked) const noexcept {
     return false;
   }
   const bool sums = kind_ == Collective::AllReduce || kind_ == Collective::ReduceScatter;
-  return !sums || allHave(&HostCard::staged, base_ + reduced_ + 1, blocked);
+  return !sums || allHave(&HostProgress::staged, base_ + reduced_ + 1, blocked);
 }
 
 bool HostTransfer::mayCollect(uint64_t& blocked) const noexcept {
@@ -283,14 +283,14 @@ bool HostTransfer::mayCollect(uint64_t& blocked) const noexcept {
   }
   const uint64_t count = base_ + collected_ + 1;
   if (kind_ == Collective::AllReduce) {
-    return allHave(&HostCard::reduced, count, blocked);
+    return allHave(&HostProgress::reduced, count, blocked);
   }
   if (kind_ == Collective::AllGather) {
-    return allHave(&HostCard::staged, count, blocked);
+    return allHave(&HostProgress::staged, count, blocked);
   }
   const int root = operation_->request().descriptor.root;
   if (kind_ == Collective::Broadcast && root != view_.rank &&
-      view_.card(root).staged.load(std::memory_order_seq_cst) < count) {
+      view_.progress(root).staged.load(std::memory_order_seq_cst) < count) {
     blocked |= bit(root);
     return false;
   }
@@ -327,7 +327,7 @@ void HostTransfer::stage() {
     copyBytes(stage, request.input.ptr + at, static_cast<size_t>(count) * element_nbytes_);
   }
   ++staged_;
-  view_.card(view_.rank).staged.store(base_ + staged_, std::memory_order_seq_cst); // after the stage
+  view_.progress(view_.rank).staged.store(base_ + staged_, std::memory_order_seq_cst); // after the stage
 }
 
 void HostTransfer::reduce() {
@@ -351,7 +351,7 @@ void HostTransfer::reduce() {
         count);
   }
   ++reduced_;
-  view_.card(view_.rank).reduced.store(base_ + reduced_, std::memory_order_seq_cst); // after the slice in the stage
+  view_.progress(view_.rank).reduced.store(base_ + reduced_, std::memory_order_seq_cst); // after the slice in the stage
 }
 
 void HostTransfer::collect() {
@@ -388,7 +388,7 @@ void HostTransfer::collect() {
   operation_->shared().bytes_done.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed);
   operation_->mark().received(operation_->shared().bytes_done.load(std::memory_order_relaxed));
   // After the last read of the others' stages: they are written again once all have stored this.
-  view_.card(view_.rank).collected.store(base_ + collected_, std::memory_order_seq_cst);
+  view_.progress(view_.rank).collected.store(base_ + collected_, std::memory_order_seq_cst);
 }
 
 } // namespace pycomm

@@ -97,7 +97,7 @@ class HostTransfer {
   [[nodiscard]] bool operandsLasted(uint64_t& blocked) const noexcept;
   void allReduceInPlace(int64_t first, int64_t numel) const;
   void readInPlace(int64_t first, int64_t numel) const;
-  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostCard::* counter, uint64_t count, uint64_t& blocked)
+  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostProgress::* counter, uint64_t count, uint64_t& blocked)
       const noexcept;
   [[nodiscard]] bool mayStage(uint64_t& blocked) const noexcept;
   [[nodiscard]] bool mayReduce(uint64_t& blocked) const noexcept;

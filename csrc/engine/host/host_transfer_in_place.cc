@@ -151,9 +151,9 @@ void HostTransfer::readInPlace(int64_t first, int64_t numel) const {
 // lets go of its operands; so if it has not said so by now, all that was read here was what it gave.
 bool HostTransfer::operandsLasted(uint64_t& blocked) const noexcept {
   for (int rank = 0; rank < view_.size; ++rank) {
-    const HostCard& card = view_.card(rank);
-    if (rank != view_.rank && card.left.load(std::memory_order_seq_cst) != 0 &&
-        card.done.load(std::memory_order_seq_cst) < ticket_) {
+    const HostProgress& progress = view_.progress(rank);
+    if (rank != view_.rank && progress.left.load(std::memory_order_seq_cst) != 0 &&
+        progress.done.load(std::memory_order_seq_cst) < ticket_) {
       blocked |= uint64_t{1} << rank;
       return false;
     }
@@ -162,7 +162,7 @@ bool HostTransfer::operandsLasted(uint64_t& blocked) const noexcept {
 }
 
 HostTransfer::Progress HostTransfer::advanceInPlace(uint64_t& blocked) {
-  HostCard& own_card = view_.card(view_.rank);
+  HostProgress& own = view_.progress(view_.rank);
   Run work{0, numel_};
   if (kind_ == Collective::AllReduce) {
     work = splitBalanced({0, numel_}, view_.size, view_.rank);
@@ -186,18 +186,18 @@ HostTransfer::Progress HostTransfer::advanceInPlace(uint64_t& blocked) {
   }
   if (reduced_ == 0) {
     staged_ = reduced_ = 1;
-    own_card.staged.store(base_ + 1, std::memory_order_seq_cst);
-    own_card.reduced.store(base_ + 1, std::memory_order_seq_cst); // after the last byte that this rank reads or writes
+    own.staged.store(base_ + 1, std::memory_order_seq_cst);
+    own.reduced.store(base_ + 1, std::memory_order_seq_cst); // after the last byte that this rank reads or writes
     return Progress::Moved;
   }
   // Its operands are its own again once nobody reads or writes them.
-  if (!allHave(&HostCard::reduced, base_ + 1, blocked)) {
+  if (!allHave(&HostProgress::reduced, base_ + 1, blocked)) {
     return Progress::Blocked;
   }
   if (!operandsLasted(blocked)) {
     return Progress::Blocked;
   }
-  own_card.collected.store(base_ + 1, std::memory_order_seq_cst);
+  own.collected.store(base_ + 1, std::memory_order_seq_cst);
   return Progress::Done;
 }
 

@@ -78,7 +78,7 @@ void EventLoop::postHere(Task task, bool patient) {
     nudge();
     return;
   }
-  if (!baton_.try_lock()) { // the thread is in the middle of a round, and may have looked for tasks already
+  if (!loop_mutex_.try_lock()) { // the thread is in the middle of a round, and may have looked for tasks already
     driven_.store(false, std::memory_order_seq_cst);
     nudge();
     return;
@@ -86,7 +86,7 @@ void EventLoop::postHere(Task task, bool patient) {
   const bool idle = busy_.load(std::memory_order_relaxed) == 0; // else others would wait for the thread's grace
   tasks_.runAll();
   runDue();
-  giveBaton(patient && idle);
+  endDrive(patient && idle);
 }
 
 void EventLoop::nudge() noexcept {
@@ -133,23 +133,24 @@ void EventLoop::wakeThread() noexcept {
   signalEventFd();
 }
 
-bool EventLoop::takeBaton() {
+bool EventLoop::beginDrive() {
   if (ended_.load(std::memory_order_seq_cst) || driven_.exchange(true, std::memory_order_seq_cst)) {
     return false;
   }
   drives_.fetch_add(1, std::memory_order_relaxed);
-  baton_.lock(); // the loop's thread gives it back after each round
+  loop_mutex_.lock(); // the loop's thread unlocks it after each round
   return true;
 }
 
-void EventLoop::giveBaton(bool patient) noexcept {
-  // Whoever reads from shared memory counts as awake there, and this driver reads no more. The thread, where it sleeps and counts on
-  // being woken, has to say so again: after its grace, not at once. And it knows of no deadline that is new.
+void EventLoop::endDrive(bool patient) noexcept {
+  // A driver that polled a shared ring has left it marked "the reader is awake", so writers do not wake anybody. If the loop's thread
+  // sleeps in poll(), nobody would wake it: signal it. After its grace it marks the rings again, and reads the deadlines, of which one
+  // may be new.
   const bool unrest = thread_rests_.load(std::memory_order_seq_cst) &&
       (patient || std::any_of(tickers_.begin(), tickers_.end(), [](const Ticker* ticker) {
                         return ticker != nullptr && ticker->sharesMemory();
                       }));
-  baton_.unlock();
+  loop_mutex_.unlock();
   last_driven_ns_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
   driven_.store(false, std::memory_order_seq_cst);
   // After a long drive only: it would cost each small operation a system call.
@@ -329,7 +330,7 @@ void EventLoop::park() noexcept {
   while (!unpark_ && !stopping_.load() && (driven_.load() || recentlyDriven())) {
     const uint64_t now = drives_.load(std::memory_order_relaxed);
     const bool long_drive = std::exchange(drive, now) == now;
-    // Pairs with giveBaton(): either this thread sees that the driver has left, or the driver sees that it is to say so.
+    // Pairs with endDrive(): either this thread sees that the driver has left, or the driver sees that it is to say so.
     tell_.store(long_drive, std::memory_order_seq_cst);
     if (!long_drive || !driven_.load(std::memory_order_seq_cst)) {
       park_.wait_for(lock, kGrace);
@@ -347,7 +348,7 @@ void EventLoop::threadMain() noexcept {
     park();
     int timeout_ms = 0;
     {
-      const std::lock_guard<std::mutex> baton(baton_);
+      const std::lock_guard<std::mutex> lock(loop_mutex_);
       if (!driven_.load(std::memory_order_seq_cst)) {
         dispatch(0);
         timeout_ms = sleepMs();
@@ -358,7 +359,7 @@ void EventLoop::threadMain() noexcept {
       }
     }
     if (timeout_ms > 0 && tasks_.empty() && !stopping_.load()) {
-      // Without the baton, so that a driver can take it; only looks, so that the driver finds the events.
+      // Without the lock, so that a caller can drive; only looks, so that the driver finds the events.
       pollfd ready{epoll_.get(), POLLIN, 0};
       ::poll(&ready, 1, timeout_ms);
     }

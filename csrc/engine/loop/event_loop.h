@@ -23,13 +23,13 @@ namespace pycomm {
 /// bytes, the control loop carries heartbeats and error reports.
 ///
 /// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch
-/// stands between the bytes and the waiter. One thread at a time has the baton; only its holder runs tasks, handlers and
-/// tickers. While others drive, the loop's own thread is parked, and it stays parked for a grace of 1 ms after the last of
-/// them left, because whoever waits in a tight loop comes back at once and waking the thread each time would cost more than the
-/// operation. It is woken at once if there is work that nobody drives. If one drive lasts for milliseconds, the thread sleeps until
-/// that driver leaves.
+/// stands between the bytes and the waiter. One thread at a time holds the loop's lock (`loop_mutex_`): only that thread runs tasks,
+/// handlers and tickers. While callers drive, the loop's own thread is parked. It stays parked for 1 ms after the last driver has left,
+/// because a caller that waits in a tight loop comes back at once, and waking the thread each time would cost more than the operation.
+/// If there is work that nobody drives, the thread is woken at once. If one drive lasts for milliseconds, the thread sleeps until that
+/// driver leaves.
 ///
-/// Everything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor belongs to the holder of the baton. An exception from a
+/// Only the holder of the lock may call anything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor. An exception from a
 /// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
 class EventLoop final : public Loop {
  public:
@@ -58,22 +58,22 @@ class EventLoop final : public Loop {
     tasks_.push(std::move(task));
   }
 
-  /// Like post, for a caller that will most likely drive() next: the task runs here and now if nobody has the baton. To wake the thread,
-  /// which then competes for the baton with this one, costs more than a small operation does. What goes on without a driver after
-  /// that wakes it all the same, unless it is alone and can do no more than wait for others (`patient`): then it is looked at within 1 ms.
+  /// Like post, for a caller that will most likely drive() next. If no other thread holds the loop's lock, the task runs here and now:
+  /// waking the loop's thread, which would then compete for the lock, costs more than a small operation. If the task leaves work behind,
+  /// the thread is woken to finish it. With `patient` (a task that can only wait for other ranks) it is not woken, and looks within 1 ms.
   void postHere(Task task, bool patient);
 
   /// Does the loop's work on the calling thread until `done()` or the deadline. False if another thread drives already: then
   /// something else must be waited for. Not with a lock held that a task or handler takes.
   template <typename Done>
   bool drive(const Done& done, Deadline deadline) {
-    if (!takeBaton()) {
+    if (!beginDrive()) {
       return false;
     }
     while (!done() && !deadline.expired()) {
       turn(deadline);
     }
-    giveBaton();
+    endDrive();
     return true;
   }
   /// Makes sure that what was posted quietly is seen.
@@ -108,9 +108,9 @@ class EventLoop final : public Loop {
     uint32_t serial; ///< tells a descriptor from an earlier one of the same number
   };
 
-  [[nodiscard]] bool takeBaton();
+  [[nodiscard]] bool beginDrive();
   /// `patient`: see postHere().
-  void giveBaton(bool patient = false) noexcept;
+  void endDrive(bool patient = false) noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
   [[nodiscard]] Ticker::Look lookOnce() noexcept;
@@ -135,13 +135,13 @@ class EventLoop final : public Loop {
   std::atomic<bool> ended_{false}; ///< the thread is joined
   std::recursive_mutex ended_mutex_; ///< held while tasks run after that: a task may post another
 
-  std::mutex baton_; ///< whoever holds it is "the loop"
-  std::atomic<bool> driven_{false}; ///< a caller has the baton, or is about to
+  std::mutex loop_mutex_; ///< the thread that holds it is "the loop"
+  std::atomic<bool> driven_{false}; ///< a caller holds loop_mutex_, or is about to
   std::atomic<bool> driver_sleeps_{false}; ///< it is in epoll_wait
   std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
   std::atomic<bool> thread_rests_{false}; ///< it is in poll, and counts on what restAll() has arranged
   std::atomic<int64_t> last_driven_ns_{0};
-  std::atomic<uint64_t> drives_{0}; ///< how often a caller has taken the baton to drive
+  std::atomic<uint64_t> drives_{0}; ///< how often a caller has begun to drive
   std::atomic<bool> tell_{false}; ///< the thread is parked until the driver tells it that it leaves
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};
@@ -150,7 +150,7 @@ class EventLoop final : public Loop {
   std::condition_variable park_;
   bool unpark_ = false;
 
-  // Of the baton's holder:
+  // Of the thread that holds loop_mutex_:
   std::unordered_map<int, Watch> watches_;
   uint32_t next_serial_ = 1;
   std::vector<Ticker*> tickers_; ///< each alive until removeTicker

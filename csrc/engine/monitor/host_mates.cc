@@ -38,9 +38,9 @@ UniqueFd readGreeting(int socket, Greeting& greeting) {
 
 } // namespace
 
-/// Where others come to.
-struct HostMates::Desk final : EventLoop::Handler {
-  explicit Desk(HostMates& owner) : mates(owner) {}
+/// The socket that other processes connect to.
+struct HostMates::Server final : EventLoop::Handler {
+  explicit Server(HostMates& owner) : mates(owner) {}
   void onReady(uint32_t) override {
     mates.admit();
   }
@@ -52,10 +52,10 @@ struct HostMates::Desk final : EventLoop::Handler {
 };
 
 /// A process that watches us. It may ask for the memory of groups; when it hangs up, its word is free.
-struct HostMates::Guest final : EventLoop::Handler {
-  explicit Guest(HostMates& owner) : mates(owner) {}
+struct HostMates::Watcher final : EventLoop::Handler {
+  explicit Watcher(HostMates& owner) : mates(owner) {}
   void onReady(uint32_t) override {
-    mates.hearGuest(*this);
+    mates.hearWatcher(*this);
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
     mates.onThrown(exception);
@@ -67,8 +67,8 @@ struct HostMates::Guest final : EventLoop::Handler {
 };
 
 /// A process that we watch.
-struct HostMates::Mate final : EventLoop::Handler {
-  explicit Mate(HostMates& owner) : mates(owner) {}
+struct HostMates::Watched final : EventLoop::Handler {
+  explicit Watched(HostMates& owner) : mates(owner) {}
   void onReady(uint32_t) override {
     mates.heard(*this);
   }
@@ -109,21 +109,21 @@ void HostMates::open() {
   }
   std::array<char, 17> text{};
   (void)std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
-  auto desk = std::make_unique<Desk>(*this);
-  desk->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
-  if (!desk->socket) {
+  auto server = std::make_unique<Server>(*this);
+  server->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  if (!server->socket) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
   }
   sockaddr_un address{};
   const socklen_t length = abstractAddress(address, text.data());
-  if (::bind(desk->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      ::listen(desk->socket.get(), kBacklog) != 0) {
+  if (::bind(server->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      ::listen(server->socket.get(), kBacklog) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
   }
   (void)deathWatch(); // a name that promises nothing would only be connected to in vain
-  loop_.watch(desk->socket.get(), EPOLLIN, *desk);
+  loop_.watch(server->socket.get(), EPOLLIN, *server);
   loop_.addTicker(*this);
-  desk_ = std::move(desk);
+  server_ = std::move(server);
   name_ = text.data();
 }
 
@@ -150,12 +150,12 @@ void HostMates::onThrown(const std::exception_ptr& exception) noexcept {
 
 void HostMates::admit() {
   for (int i = 0; i < kBacklog; ++i) {
-    UniqueFd socket =
-        UniqueFd::from([&] { return ::accept4(desk_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
+    UniqueFd socket = UniqueFd::from(
+        [&] { return ::accept4(server_->socket.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC); });
     if (!socket) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
         // The processes that wait there would keep the socket readable and this loop awake: they wait until files are free again.
-        loop_.unwatch(desk_->socket.get());
+        loop_.unwatch(server_->socket.get());
         admit_again_ = Clock::now() + kPauseWithoutFiles;
         return;
       }
@@ -172,7 +172,7 @@ void HostMates::admit() {
       continue;
     }
     try {
-      auto guest = std::make_unique<Guest>(*this);
+      auto watcher = std::make_unique<Watcher>(*this);
       Greeting greeting;
       greeting.word = *word;
       if (!passMessage(socket.get(), &greeting, sizeof greeting, deathWatch().wordsFd())) {
@@ -180,10 +180,10 @@ void HostMates::admit() {
         continue;
       }
       const int fd = socket.get();
-      guest->socket = std::move(socket);
-      guest->word = *word;
-      loop_.watch(fd, EPOLLIN, *guest);
-      guests_[fd] = std::move(guest);
+      watcher->socket = std::move(socket);
+      watcher->word = *word;
+      loop_.watch(fd, EPOLLIN, *watcher);
+      watchers_[fd] = std::move(watcher);
     } catch (const std::exception& error) {
       deathWatch().takeBack(*word);
       tell(error.what());
@@ -192,47 +192,47 @@ void HostMates::admit() {
 }
 
 void HostMates::tick(TimePoint now) noexcept {
-  if (desk_ == nullptr || now < admit_again_) {
+  if (server_ == nullptr || now < admit_again_) {
     return;
   }
   admit_again_ = TimePoint::max();
   try {
-    loop_.watch(desk_->socket.get(), EPOLLIN, *desk_);
+    loop_.watch(server_->socket.get(), EPOLLIN, *server_);
   } catch (const std::exception&) { // no memory: later
     admit_again_ = now + kPauseWithoutFiles;
   }
 }
 
-void HostMates::hearGuest(Guest& guest) {
+void HostMates::hearWatcher(Watcher& watcher) {
   Ask ask;
   UniqueFd none;
-  const ssize_t got = takeMessage(guest.socket.get(), &ask, sizeof ask, none);
+  const ssize_t got = takeMessage(watcher.socket.get(), &ask, sizeof ask, none);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
   if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {
-    dismiss(guest.socket.get());
+    dismiss(watcher.socket.get());
     return;
   }
-  guest.asks = ask.key;
-  answer(guest);
+  watcher.asks = ask.key;
+  answer(watcher);
 }
 
-void HostMates::answer(Guest& guest) noexcept {
-  const auto found = offers_.find(*guest.asks);
+void HostMates::answer(Watcher& watcher) noexcept {
+  const auto found = offers_.find(*watcher.asks);
   if (found == offers_.end()) {
     return; // the group is not so far yet here
   }
   Ask reply;
-  reply.key = *guest.asks;
+  reply.key = *watcher.asks;
   reply.there = found->second >= 0 ? 1 : 0;
-  guest.asks.reset();
-  (void)passMessage(guest.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
+  watcher.asks.reset();
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
 }
 
 void HostMates::offer(uint64_t key, int memory) {
   offers_[key] = memory;
-  for (const auto& entry : guests_) {
+  for (const auto& entry : watchers_) {
     if (entry.second->asks == key) {
       answer(*entry.second);
     }
@@ -244,10 +244,10 @@ void HostMates::withdraw(uint64_t key) noexcept {
 }
 
 void HostMates::dismiss(int fd) noexcept {
-  const auto guest = guests_.find(fd);
+  const auto watcher = watchers_.find(fd);
   loop_.unwatch(fd);
-  deathWatch().takeBack(guest->second->word);
-  guests_.erase(guest);
+  deathWatch().takeBack(watcher->second->word);
+  watchers_.erase(watcher);
 }
 
 uint64_t HostMates::watch(const std::string& name, Died died) {
@@ -255,30 +255,30 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
   if (closed_ || name.empty() || name.size() > kMaxUnixName) {
     return interest;
   }
-  auto found = mates_.find(name);
-  if (found == mates_.end()) {
-    auto mate = std::make_unique<Mate>(*this);
-    mate->name = name;
-    mate->socket = connectToMate(name);
-    if (!mate->socket) {
+  auto found = watched_.find(name);
+  if (found == watched_.end()) {
+    auto watched = std::make_unique<Watched>(*this);
+    watched->name = name;
+    watched->socket = connectToMate(name);
+    if (!watched->socket) {
       tell("no connection to a process of this host, " + errnoText(errno));
       return interest;
     }
     try {
-      loop_.watch(mate->socket.get(), EPOLLIN, *mate);
+      loop_.watch(watched->socket.get(), EPOLLIN, *watched);
     } catch (const std::exception& error) {
       tell(error.what());
       return interest;
     }
-    found = mates_.emplace(name, std::move(mate)).first;
+    found = watched_.emplace(name, std::move(watched)).first;
   }
   found->second->interests.emplace(interest, std::move(died));
   if (found->second->dead) { // died for another group, which still looks
     loop_.post([this, name, interest] {
-      const auto mate = mates_.find(name);
-      if (mate != mates_.end()) {
-        const auto entry = mate->second->interests.find(interest);
-        if (entry != mate->second->interests.end()) {
+      const auto watched = watched_.find(name);
+      if (watched != watched_.end()) {
+        const auto entry = watched->second->interests.find(interest);
+        if (entry != watched->second->interests.end()) {
           Died(entry->second)();
         }
       }
@@ -288,37 +288,37 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
 }
 
 void HostMates::unwatch(uint64_t interest) noexcept {
-  for (auto mate = mates_.begin(); mate != mates_.end(); ++mate) {
-    if (mate->second->interests.erase(interest) != 0) {
-      if (mate->second->interests.empty()) {
-        forget(mate);
+  for (auto watched = watched_.begin(); watched != watched_.end(); ++watched) {
+    if (watched->second->interests.erase(interest) != 0) {
+      if (watched->second->interests.empty()) {
+        forget(watched);
       }
       return;
     }
   }
 }
 
-void HostMates::forget(Mates::iterator mate) noexcept {
-  if (mate->second->socket) {
-    loop_.unwatch(mate->second->socket.get());
+void HostMates::forget(WatchedByName::iterator watched) noexcept {
+  if (watched->second->socket) {
+    loop_.unwatch(watched->second->socket.get());
   }
-  if (mate->second->watch != 0) {
-    deathWatch().unwatch(mate->second->watch);
+  if (watched->second->watch != 0) {
+    deathWatch().unwatch(watched->second->watch);
   }
-  mates_.erase(mate);
+  watched_.erase(watched);
 }
 
-void HostMates::heard(Mate& mate) {
-  if (mate.watch == 0) {
+void HostMates::heard(Watched& watched) {
+  if (watched.watch == 0) {
     Greeting greeting;
     errno = 0;
-    const UniqueFd words = readGreeting(mate.socket.get(), greeting);
+    const UniqueFd words = readGreeting(watched.socket.get(), greeting);
     if (!words && errno == EAGAIN) {
       return;
     }
     if (words) {
       try {
-        mate.watch = deathWatch().watch(words, greeting.word);
+        watched.watch = deathWatch().watch(words, greeting.word);
         return;
       } catch (const std::exception& error) {
         tell(error.what());
@@ -326,18 +326,18 @@ void HostMates::heard(Mate& mate) {
     }
   }
   // It has hung up, in order or not; the word tells which. Nothing else is ever said here.
-  loop_.unwatch(mate.socket.get());
-  mate.socket.reset();
+  loop_.unwatch(watched.socket.get());
+  watched.socket.reset();
 }
 
 void HostMates::onDeath(uint64_t watch) {
-  for (const auto& entry : mates_) {
-    Mate& mate = *entry.second;
-    if (mate.watch != watch) {
+  for (const auto& entry : watched_) {
+    Watched& watched = *entry.second;
+    if (watched.watch != watch) {
       continue;
     }
-    mate.dead = true;
-    const std::unordered_map<uint64_t, Died> told = mate.interests; // who is told may look away
+    watched.dead = true;
+    const std::unordered_map<uint64_t, Died> told = watched.interests; // who is told may look away
     for (const auto& interest : told) {
       interest.second();
     }
@@ -360,22 +360,22 @@ void HostMates::close() noexcept {
     watch->stop(); // not on the loop: its thread may be posting to it
   }
   loop_.run([&] {
-    for (const auto& guest : guests_) {
-      loop_.unwatch(guest.first);
+    for (const auto& watcher : watchers_) {
+      loop_.unwatch(watcher.first);
     }
-    for (const auto& mate : mates_) {
-      if (mate.second->socket) {
-        loop_.unwatch(mate.second->socket.get());
+    for (const auto& watched : watched_) {
+      if (watched.second->socket) {
+        loop_.unwatch(watched.second->socket.get());
       }
     }
-    if (desk_ != nullptr) {
-      loop_.unwatch(desk_->socket.get());
+    if (server_ != nullptr) {
+      loop_.unwatch(server_->socket.get());
       loop_.removeTicker(*this);
       admit_again_ = TimePoint::max();
     }
-    guests_.clear();
-    mates_.clear();
-    desk_.reset();
+    watchers_.clear();
+    watched_.clear();
+    server_.reset();
   });
 }
 

@@ -17,10 +17,10 @@ namespace pycomm {
 
 /// The other processes of this host that groups share with this one: each is watched (DeathWatch), once however many groups there are.
 ///
-/// Processes meet at a Unix socket without a file, whose random name travels with the rank's record in the store. Who connects is sent
-/// the words and the number of one of them, if it runs as the same user, and keeps the connection for as long as it watches. Where
-/// something is not to be had (a container without memfd, another user, no descriptors left) one INFO line says so and a death is
-/// noticed by its sockets, as that of a rank on another host.
+/// Each process has a Unix socket without a file; its random name travels with the rank's record in the store. A process that connects,
+/// and runs as the same user, is sent the words of DeathWatch and the number of the one that it may use. It keeps the connection for as
+/// long as it watches. If that cannot be had (a container without memfd, another user, no descriptors left), one INFO line says so, and
+/// a death is noticed by its sockets, like that of a rank on another host.
 /// Thread: the control loop's, except where said.
 class HostMates final : Loop::Ticker {
  public:
@@ -52,9 +52,9 @@ class HostMates final : Loop::Ticker {
   void close() noexcept;
 
  private:
-  struct Desk;
-  struct Guest;
-  struct Mate;
+  struct Server;
+  struct Watcher;
+  struct Watched;
 
   // Loop::Ticker: connections that came while this process could open no more files
   [[nodiscard]] TimePoint nextTick() const noexcept override {
@@ -64,12 +64,12 @@ class HostMates final : Loop::Ticker {
 
   void open();
   void admit();
-  void hearGuest(Guest& guest);
-  void answer(Guest& guest) noexcept;
+  void hearWatcher(Watcher& watcher);
+  void answer(Watcher& watcher) noexcept;
   void dismiss(int fd) noexcept;
-  void heard(Mate& mate);
-  using Mates = std::unordered_map<std::string, std::unique_ptr<Mate>>;
-  void forget(Mates::iterator mate) noexcept;
+  void heard(Watched& watched);
+  using WatchedByName = std::unordered_map<std::string, std::unique_ptr<Watched>>;
+  void forget(WatchedByName::iterator watched) noexcept;
   void onDeath(uint64_t watch);
   /// Then a death is noticed by its connections.
   void onThrown(const std::exception_ptr& exception) noexcept override;
@@ -80,10 +80,10 @@ class HostMates final : Loop::Ticker {
   std::string name_;
   bool opened_ = false;
   bool closed_ = false;
-  std::unique_ptr<Desk> desk_;
+  std::unique_ptr<Server> server_;
   TimePoint admit_again_ = TimePoint::max(); ///< when a pause in accepting ends
-  std::unordered_map<int, std::unique_ptr<Guest>> guests_; ///< who watches us, by descriptor
-  Mates mates_; ///< whom we watch, by name
+  std::unordered_map<int, std::unique_ptr<Watcher>> watchers_; ///< who watches us, by descriptor
+  WatchedByName watched_; ///< whom we watch, by name
   std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first
   uint64_t next_interest_ = 1;
   std::unique_ptr<DeathWatch> death_watch_; ///< made when first needed

@@ -88,7 +88,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
     return;
   }
   spoke_.insert(record.rank);
-  spoke_.insert(from); // whoever passes news on hangs up because of it
+  spoke_.insert(from); // a rank that passes news on hangs up because of it
   if (now >= decide_at_) {
     return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
   }

@@ -69,7 +69,7 @@ class Membership {
   struct Neighbour {
     int rank;
     TimePoint heard_at;
-    bool connected = false; ///< heard at least once: before that, whoever connects knows better why it is silent
+    bool connected = false; ///< heard at least once: before that, the code that connects knows better why it is silent
     bool left = false; ///< nothing more is expected from it
     bool said_goodbye = false;
   };

@@ -116,7 +116,7 @@ void DeathWatch::openWords() {
   words_ = static_cast<std::byte*>(mapped);
   // A child of fork() has no part in its parent's life: it neither keeps nor touches the words.
   (void)::madvise(words_, kNbytes, MADV_DONTFORK);
-  // Whoever gets the descriptor reads only, and never finds the file shorter than it was.
+  // A process that gets the descriptor can only read, and never finds the file shorter than it was.
   constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   if (::fcntl(words_fd_.get(), F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0 &&
       ::fcntl(words_fd_.get(), F_ADD_SEALS, kSize) != 0) {

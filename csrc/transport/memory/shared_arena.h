@@ -11,7 +11,7 @@ namespace pycomm {
 /// others as a descriptor (unix_passing.h), and gone with the last process that has it.
 ///
 /// Its size is sealed, so that nobody can take pages away from under another's mapping. Pages exist only where commit() has had them
-/// made, so that a lack of memory is an error there and not a signal (SIGBUS) at the first touch: whoever writes, commits before.
+/// made, so that a lack of memory is an error there and not a signal (SIGBUS) at the first touch: a writer commits before it writes.
 /// A child of fork() does not inherit the mapping, and a core file holds nothing of it.
 class SharedArena {
  public:

@@ -11,7 +11,7 @@ namespace pycomm {
 // A ring of bytes in memory that two processes share: one writes, the other reads. It begins zeroed. Both counters only rise; a byte's
 // place is its number modulo the size.
 //
-// Whoever is about to sleep says so and then looks once more; whoever has moved bytes looks whether the other sleeps, and wakes it.
+// An end that is about to sleep says so and then looks once more. An end that has moved bytes looks whether the other sleeps, and wakes it.
 // All four steps are sequentially consistent, so one of the two sees the other. How the other is woken is not the ring's business.
 //
 // Neither end trusts what the other has written: a counter that cannot be is Error(ProtocolViolation), and no byte outside the ring is
@@ -20,7 +20,7 @@ namespace pycomm {
 struct RingWords {
   alignas(128) std::atomic<uint64_t> written; ///< the writer's
   alignas(128) std::atomic<uint64_t> taken; ///< the reader's
-  /// 0: asleep, or about to be. Set to 0 by its end, to 1 by whoever wakes it. A reader begins asleep: the first byte wakes it.
+  /// 0: asleep, or about to be. Set to 0 by its end, to 1 by the end that wakes it. A reader begins asleep: the first byte wakes it.
   alignas(128) std::atomic<uint32_t> reader_awake;
   alignas(128) std::atomic<uint32_t> writer_awake;
 };
@@ -88,7 +88,7 @@ class RingReader {
   [[nodiscard]] bool sleep() noexcept;
   /// No longer; true if the writer has done it.
   [[nodiscard]] bool wake() noexcept;
-  /// Asleep for good: whoever writes to an end that has gone tries to wake it, and learns of it.
+  /// Asleep for good: a writer to an end that has gone tries to wake it, and learns of it.
   void leave() noexcept {
     memory_.words().reader_awake.store(0, std::memory_order_seq_cst);
   }

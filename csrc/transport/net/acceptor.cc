@@ -172,7 +172,7 @@ Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
 Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
   using State = HelloReading::State;
   for (;;) {
-    // Never more than the hello: what follows belongs to whoever takes the link.
+    // Never more than the hello: what follows belongs to the owner of the link.
     const ssize_t got = ::recv(
         stranger.fd.get(),
         stranger.bytes.data() + stranger.nbytes,

@@ -152,7 +152,7 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
       store.set(prefix + "error", record.serialize());
       return record;
     }
-    // Whoever was told to stop is told why, whatever the others met.
+    // A rank that was told to stop is told why, whatever the others met.
     return abort.aborted() ? record : readError();
   } catch (const std::exception&) {
     return record; // without the store everybody finds out alone

@@ -736,7 +736,7 @@ struct ArmedFaults {
   }
 };
 
-// The plane's thread has found nothing left to do, and is about to let go of the baton: who posts now cannot drive.
+// The plane's thread has found nothing left to do, and is about to unlock the plane: a thread that posts now cannot drive.
 TEST(HostPlane, WhatIsPostedWhileTheThreadLeavesIsNotForgotten) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs fault points";
@@ -807,7 +807,7 @@ TEST(HostPlane, CloseRightAfterAFailureKeepsTheCause) {
       post(host.plane(0), counter, {Collective::AllReduce, kNumel, ReduceOp::Sum}, values.view(), values.view(), true);
   (void)host.plane(0).drive(*operation, Deadline::after(0)); // peers may read and write the tensor from now on
   uint32_t left = 0;
-  operation->onDone([&] { left = host.view(0).card(0).left.load(); });
+  operation->onDone([&] { left = host.view(0).progress(0).left.load(); });
   const ArmedFaults armed("host.errand:1:delay=500");
   ErrorRecord cause;
   cause.code = ErrorCode::PeerDead;
@@ -826,7 +826,7 @@ TEST(HostPlane, CloseRightAfterAFailureKeepsTheCause) {
   EXPECT_EQ(operation->error()->code, ErrorCode::PeerDead);
   EXPECT_EQ(operation->error()->summary, "Rank 1 is gone.");
   EXPECT_EQ(left, kGaveUp) << "a peer could take for a result what it reads in memory that is the user's again";
-  EXPECT_EQ(host.view(0).card(0).left.load(), kGaveUp);
+  EXPECT_EQ(host.view(0).progress(0).left.load(), kGaveUp);
   EXPECT_LT(Clock::now() - began, std::chrono::seconds(5));
 }
 
