@@ -36,12 +36,6 @@ bool said(const Say& say) noexcept {
   }
 }
 
-int64_t bytesOf(const Descriptor& descriptor) {
-  return descriptor.kind == Collective::Barrier
-      ? 0
-      : descriptor.numel * static_cast<int64_t>(elementSize(descriptor.dtype));
-}
-
 } // namespace
 
 HostPlane::HostPlane(
@@ -55,7 +49,8 @@ HostPlane::HostPlane(
       heaps_(std::move(heaps)),
       view_{arena_->at(0), heaps_.own == nullptr ? nullptr : heaps_.ranges.data(), identity_.rank, identity_.size},
       config_(config),
-      events_(std::move(events)) {}
+      events_(std::move(events)),
+      worker_([this] { return work(); }) {}
 
 HostPlane::~HostPlane() = default;
 
@@ -86,18 +81,8 @@ bool HostPlane::post(
     const std::function<std::shared_ptr<Operation>()>& make,
     bool waits,
     std::shared_ptr<Operation>& made) {
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    made = make();
-    if (over_) {
-      return false;
-    }
-    made->makeShared().ticket = ++last_ticket_;
-    made->shared().bytes_total = bytesOf(made->request().descriptor);
-    recent_[recent_count_++ % recent_.size()] = made;
-    pending_.fetch_add(1, std::memory_order_seq_cst);
-    inbox_.push_back(made);
-    arrived_.store(true, std::memory_order_seq_cst);
+  if (!inbox_.post(make, made)) {
+    return false;
   }
   ringSelf(); // another thread of this process may run operations, and sleep
   if (!waits) {
@@ -122,14 +107,29 @@ bool HostPlane::drive(const Operation& operation, Deadline deadline) {
   if (ending_.load(std::memory_order_seq_cst)) {
     return false; // the thread that ends the plane ends the operation
   }
-  if (!allDone()) { // also what was posted while this thread was leaving
+  if (!inbox_.allEnded()) { // also what was posted while this thread was leaving
     wakeWorker();
   }
   return true;
 }
 
-void HostPlane::runAll() {
-  run([&] { return allDone(); }, Deadline::never(), 0);
+void HostPlane::wakeWorker() {
+  try {
+    worker_.wake();
+  } catch (...) { // not the caller's: the operation is posted
+    report();
+  }
+}
+
+bool HostPlane::work() noexcept {
+  {
+    // Never spins: the program computes beside it. Waits for a driver to leave; what that left behind is done here.
+    const std::lock_guard<std::mutex> lock(run_mutex_);
+    run([&] { return inbox_.allEnded(); }, Deadline::never(), 0);
+    static_cast<void>(PYCOMM_FAULT("host.rest"));
+  }
+  // A caller that posted while this thread was leaving, and could not drive, waits for this thread.
+  return !inbox_.allEnded() && !ending_.load(std::memory_order_seq_cst);
 }
 
 template <typename Done>
@@ -174,7 +174,7 @@ bool HostPlane::step(uint64_t& blocked) noexcept {
   }
   bool moved = false;
   try {
-    if (arrived_.load(std::memory_order_seq_cst)) {
+    if (inbox_.arrived()) {
       takeInbox();
     }
     runQueue(blocked, moved);
@@ -187,11 +187,7 @@ bool HostPlane::step(uint64_t& blocked) noexcept {
 }
 
 void HostPlane::takeInbox() {
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    arrived_.store(false, std::memory_order_seq_cst);
-    taken_.swap(inbox_);
-  }
+  inbox_.take(taken_);
   for (std::shared_ptr<Operation>& operation : taken_) {
     PYCOMM_FAULT_POINT("operation.post");
     const TimePoint issued = operation->issuedAt();
@@ -273,7 +269,7 @@ void HostPlane::settle(HostTransfer& transfer) {
   if (transfer.told) {
     events_.unstuck(operation.request().id.id);
   }
-  pending_.fetch_sub(1, std::memory_order_seq_cst);
+  inbox_.ended();
   operation.finish(std::nullopt);
 }
 
@@ -358,6 +354,22 @@ void HostPlane::missLeft(uint64_t blocked) {
       return;
     }
   }
+}
+
+HostPlane::Standing HostPlane::standing(const Operation& operation) const noexcept {
+  Standing standing;
+  const uint64_t ticket = operation.shared().ticket;
+  for (int rank = 0; rank < view_.size; ++rank) {
+    const bool ended = view_.progress(rank).done.load(std::memory_order_seq_cst) >= ticket;
+    if (rank == view_.rank || ended) {
+      continue;
+    }
+    const HostSlot& slot = view_.slot(rank, ticket);
+    const bool entered = (slot.ticket.load(std::memory_order_seq_cst) & ~kHostWithdrawn) == ticket;
+    int& first = entered ? standing.behind : standing.not_entered;
+    first = first < 0 ? rank : first;
+  }
+  return standing;
 }
 
 void HostPlane::report() noexcept {

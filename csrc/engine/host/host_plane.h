@@ -1,19 +1,17 @@
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "engine/host/host_inbox.h"
 #include "engine/host/host_layout.h"
 #include "engine/host/host_transfer.h"
+#include "engine/host/host_worker.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 #include "transport/memory/shared_arena.h"
@@ -102,7 +100,9 @@ class HostPlane {
   void close(const ErrorRecord& reason);
 
   /// For the lane, which is asked by TCP about operations that it never saw: the last ones that were posted here, oldest first.
-  [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const;
+  [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const {
+    return inbox_.recent();
+  }
   /// Whom an operation waits for.
   struct Standing {
     int not_entered = -1; ///< a rank that has not entered it
@@ -111,12 +111,8 @@ class HostPlane {
   [[nodiscard]] Standing standing(const Operation& operation) const noexcept;
 
  private:
-  [[nodiscard]] bool allDone() const noexcept {
-    return pending_.load(std::memory_order_seq_cst) == 0;
-  }
   template <typename Done>
   void run(const Done& done, Deadline deadline, int spin_us);
-  void runAll();
   /// One round over what is posted: true if something went on; else `blocked` says on whom it waits.
   bool step(uint64_t& blocked) noexcept;
   void takeInbox();
@@ -135,10 +131,8 @@ class HostPlane {
       const std::function<void(const ErrorRecord&)>& told) noexcept;
   void takeAway(const HostTransfer::Published& published);
   void wakeWorker();
-  [[nodiscard]] bool startWorker();
-  /// Has the plane's own thread run it soon; false if there is none to do so.
-  [[nodiscard]] bool onWorker(std::function<void()> errand);
-  void workerMain() noexcept;
+  /// On the plane's own thread. Whether there is more to do.
+  [[nodiscard]] bool work() noexcept;
 
   const GroupIdentity identity_;
   const std::shared_ptr<const SharedArena> arena_;
@@ -147,15 +141,8 @@ class HostPlane {
   const Config config_;
   const Events events_;
 
-  mutable std::mutex inbox_mutex_; ///< guards the next five
-  std::vector<std::shared_ptr<Operation>> inbox_;
-  uint64_t last_ticket_ = 0;
-  bool over_ = false; ///< nothing is taken any more
-  std::array<std::shared_ptr<Operation>, 64> recent_;
-  uint64_t recent_count_ = 0;
-
-  std::atomic<bool> arrived_{false}; ///< something is in the inbox
-  std::atomic<uint64_t> pending_{0}; ///< posted and not ended
+  HostInbox inbox_;
+  HostWorker worker_;
   std::atomic<bool> ending_{false}; ///< the thread that holds run_mutex_ must leave, for good
 
   std::mutex run_mutex_; ///< guards the rest
@@ -166,13 +153,6 @@ class HostPlane {
   uint64_t rounds_ = 0; ///< of all large operations that were matched
   bool staged_ = false; ///< this rank's stage is committed
   bool broken_ = false; ///< something was noticed: nothing goes on until fail()
-
-  std::mutex worker_mutex_; ///< guards the rest
-  std::condition_variable worker_wakes_;
-  bool wanted_ = false;
-  std::vector<std::function<void()>> errands_; ///< to be run without run_mutex_, also after stop_
-  bool stop_ = false;
-  std::thread worker_;
 };
 
 } // namespace pycomm

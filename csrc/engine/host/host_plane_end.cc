@@ -36,16 +36,11 @@ void HostPlane::endAll(
   }
   std::vector<HostTransfer> queued;
   std::vector<std::shared_ptr<Operation>> posted[2];
-  size_t first = 0;
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    over_ = true;
-    queued.swap(queue_);
-    posted[0].swap(taken_);
-    posted[1].swap(inbox_);
-    first = std::exchange(head_, 0);
-    entered_ = 0;
-  }
+  queued.swap(queue_);
+  posted[0].swap(taken_);
+  posted[1] = inbox_.close();
+  const size_t first = std::exchange(head_, 0);
+  entered_ = 0;
   bool oldest = true;
   const auto end = [&](Operation& operation) {
     ErrorRecord record = recordInAnyCase(identity_, [&] { return why(operation); });
@@ -58,7 +53,7 @@ void HostPlane::endAll(
       }
     } catch (...) { // no memory to keep it: the group's cause itself is known
     }
-    pending_.fetch_sub(1, std::memory_order_seq_cst);
+    inbox_.ended();
     operation.finish(std::move(record));
   };
   for (size_t i = first; i < queued.size(); ++i) {
@@ -106,7 +101,7 @@ void HostPlane::fail(
     }
   };
   try {
-    if (onWorker([=] { end(cause, told, ended); })) {
+    if (worker_.run([=] { end(cause, told, ended); })) {
       return;
     }
   } catch (const std::bad_alloc&) { // then here
@@ -117,16 +112,7 @@ void HostPlane::fail(
 void HostPlane::close(const ErrorRecord& reason) {
   ending_.store(true, std::memory_order_seq_cst);
   ringSelf();
-  std::thread worker;
-  {
-    const std::lock_guard<std::mutex> lock(worker_mutex_);
-    stop_ = true;
-    worker.swap(worker_);
-  }
-  worker_wakes_.notify_all();
-  if (worker.joinable()) { // first: a failure that came before ends all with its cause there
-    worker.join();
-  }
+  worker_.stop(); // first: a failure that came before ends all with its cause there
   const std::lock_guard<std::mutex> lock(run_mutex_);
   std::atomic<uint32_t>& left = view_.progress(view_.rank).left;
   if (left.load(std::memory_order_seq_cst) != kGaveUp) {

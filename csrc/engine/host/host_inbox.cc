@@ -1,0 +1,54 @@
+#include "engine/host/host_inbox.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+int64_t bytesOf(const Descriptor& descriptor) {
+  return descriptor.kind == Collective::Barrier
+      ? 0
+      : descriptor.numel * static_cast<int64_t>(elementSize(descriptor.dtype));
+}
+
+} // namespace
+
+bool HostInbox::post(const std::function<std::shared_ptr<Operation>()>& make, std::shared_ptr<Operation>& made) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  made = make();
+  if (closed_) {
+    return false;
+  }
+  made->makeShared().ticket = ++last_ticket_;
+  made->shared().bytes_total = bytesOf(made->request().descriptor);
+  recent_[recent_count_++ % recent_.size()] = made;
+  pending_.fetch_add(1, std::memory_order_seq_cst);
+  posted_.push_back(made);
+  arrived_.store(true, std::memory_order_seq_cst);
+  return true;
+}
+
+void HostInbox::take(std::vector<std::shared_ptr<Operation>>& into) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  arrived_.store(false, std::memory_order_seq_cst);
+  into.swap(posted_);
+}
+
+std::vector<std::shared_ptr<Operation>> HostInbox::close() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  return std::exchange(posted_, {});
+}
+
+std::vector<std::shared_ptr<Operation>> HostInbox::recent() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Operation>> operations;
+  const uint64_t kept = std::min<uint64_t>(recent_count_, recent_.size());
+  for (uint64_t i = recent_count_ - kept; i < recent_count_; ++i) {
+    operations.push_back(recent_[i % recent_.size()]);
+  }
+  return operations;
+}
+
+} // namespace pycomm

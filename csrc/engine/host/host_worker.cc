@@ -1,0 +1,80 @@
+#include "engine/host/host_worker.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/native_thread.h"
+
+namespace pycomm {
+
+// Wakes the thread, or starts it. With mutex_ held. False after stop().
+bool HostWorker::start() {
+  if (stop_) {
+    return false;
+  }
+  if (thread_.joinable()) {
+    wakes_.notify_one();
+  } else {
+    thread_ = startNativeThread("pycomm-host", [this] { threadMain(); });
+  }
+  return true;
+}
+
+void HostWorker::wake() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wanted_ = true;
+  (void)start();
+}
+
+bool HostWorker::run(std::function<void()> errand) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    if (!start()) {
+      return false;
+    }
+  } catch (const Error&) {
+    return false;
+  }
+  errands_.push_back(std::move(errand));
+  return true;
+}
+
+void HostWorker::stop() {
+  std::thread thread;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    thread.swap(thread_);
+  }
+  wakes_.notify_all();
+  if (thread.joinable()) {
+    thread.join();
+  }
+}
+
+void HostWorker::threadMain() noexcept {
+  std::vector<std::function<void()>> errands;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wakes_.wait(lock, [&] { return wanted_ || stop_ || !errands_.empty(); });
+      errands.swap(errands_);
+      if (stop_ && errands.empty()) {
+        return;
+      }
+      wanted_ = false;
+    }
+    static_cast<void>(PYCOMM_FAULT("host.errand"));
+    for (const std::function<void()>& errand : errands) {
+      errand();
+    }
+    errands.clear();
+    if (work_()) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      wanted_ = true;
+    }
+  }
+}
+
+} // namespace pycomm

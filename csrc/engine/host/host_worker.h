@@ -1,0 +1,42 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace pycomm {
+
+/// A thread that is started when it is first needed. It does the HostPlane's work that no caller does.
+///
+/// Thread: any, unless a function says otherwise.
+class HostWorker {
+ public:
+  /// `work` runs on the thread after wake(), and after errands; it never throws. If it returns true, it runs again.
+  explicit HostWorker(std::function<bool()> work) : work_(std::move(work)) {}
+  HostWorker(const HostWorker&) = delete;
+  HostWorker& operator=(const HostWorker&) = delete;
+
+  /// Has `work` run soon. Throws what startNativeThread throws: then it runs when another wake() starts the thread. Nothing after stop().
+  void wake();
+  /// Has the thread run an errand soon, also if stop() comes first. False if there is no thread to do so.
+  [[nodiscard]] bool run(std::function<void()> errand);
+  /// Ends the thread and joins it. Not on that thread. Idempotent.
+  void stop();
+
+ private:
+  [[nodiscard]] bool start();
+  void threadMain() noexcept;
+
+  const std::function<bool()> work_;
+  std::mutex mutex_; ///< guards the rest
+  std::condition_variable wakes_;
+  bool wanted_ = false;
+  std::vector<std::function<void()>> errands_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+} // namespace pycomm
