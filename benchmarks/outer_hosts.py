@@ -10,7 +10,7 @@ always the same amount, on the core that the rank would train on.
 
 A turn of a method is `--every` steps and the longest delay: each parameter is sent once, and all
 fragments land in it. Its exposed seconds are how much longer it takes than the turn of the method
-"nothing" of the same round, where the slowest rank counts; "in step()" is what
+"nothing" of the same round, where the slowest rank counts; "counted in step()" is what
 stats().exposed_seconds counts. Methods take turns, in another order in each round, and share the
 parameters. The bytes are those that eth0 sent, from /sys/class/net. After each turn the method
 syncs, off the clock, and all ranks must have equal parameters.
@@ -133,7 +133,9 @@ def print_rows(methods: Sequence[Method], entries: dict[str, int]) -> None:
     if dist.get_rank() != 0:
         return
     width = max(map(len, rows)) + 2
-    columns = f"{'turn s':<26}{'exposed s':<26}{'in step() s':<26}{'/diloco':>8}{'MB sent':>9}"
+    columns = (
+        f"{'turn s':<26}{'exposed s':<26}{'counted in step() s':<26}{'/diloco':>8}{'MB sent':>9}"
+    )
     print(f"{'method':<{width}}{columns}  bits/entry   median [quartiles]")
     quiet = rows["nothing"][0]
     base = np.median(rows["diloco"][0] - quiet) if "diloco" in rows else np.nan

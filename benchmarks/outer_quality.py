@@ -7,12 +7,17 @@ The task is the byte model of quality.py. A method is NAME or NAME:OPTION=VALUE:
 diloco, streaming and sparse. Options of streaming: alpha, tau, parts, wire, lr (of the outer
 optimizer); of sparse: k, decay, lr. A seed decides the model, the order of the data and the
 held-out part; methods differ in nothing else. All ranks run on this machine; bytes are counted as
-for a ring and not measured.
+for a ring, before that last sync(), and not measured.
+
+The last step is just after an outer step for one method, and has a fragment in flight for another.
+So each loss is taken twice: of the mean of the workers' parameters after the last step, and of the
+parameters after sync(), which are what a user evaluates.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import sys
@@ -23,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from launching import LOOPBACK, die_with_parent, run_ranks
+from launching import LOOPBACK, add_rank_options, ran_as_rank, run_ranks
 from quality import Text
 from report import header
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -95,31 +100,58 @@ def train(task: Text, method: str, seed: int, every: int) -> dict[str, Any]:
         if local is not None:
             local.step()
     stats = model.stats() if local is None else local.stats()
-    with torch.no_grad():  # what is evaluated: the mean of the workers, without another outer step
-        for parameter in model.parameters():
+    mean = copy.deepcopy(model.module if local is None else model)
+    with torch.no_grad():
+        for parameter in mean.parameters():
             dist.all_reduce(parameter, dist.ReduceOp.AVG)
+    before = held_out(task, mean)
+    if local is not None:
+        local.sync()
+    after = held_out(task, model.module if local is None else model)
+    sent = stats.sent_nbytes / task.steps / 1e3
+    return {"method": method, "seed": seed, "before": before, "after": after, "sent_kb": sent}
+
+
+def held_out(task: Text, model: torch.nn.Module) -> float:
     model.eval()
     with torch.no_grad():
-        final = task.held_out_loss(model.module if local is None else model).reshape(1)
+        loss = task.held_out_loss(model).reshape(1)
     found = [torch.zeros(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, final)
+    dist.all_gather(found, loss)
     assert all(each == found[0] for each in found), "ranks hold different models"
-    sent = stats.sent_nbytes / task.steps / 1e3
-    return {"method": method, "seed": seed, "final": float(final), "sent_kb": sent}
+    return float(loss)
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[str]:
     methods = list(dict.fromkeys(run["method"] for run in runs))
     width = max(map(len, methods)) + 2
-    lines = [f"{'method':<{width}}{'KB/step':>9}{'loss':>9}   each seed"]
+    columns = f"{'KB/step':>9}{'last step':>11}{'sync()':>9}"
+    lines = [f"{'method':<{width}}{columns}   each seed, after sync()"]
     for method in methods:
         mine = [run for run in runs if run["method"] == method]
-        finals = [run["final"] for run in mine]
+        before, after = ([run[when] for run in mine] for when in ("before", "after"))
         lines.append(
-            f"{method:<{width}}{mine[0]['sent_kb']:9.1f}{np.mean(finals):9.4f}   "
-            + " ".join(f"{final:.4f}" for final in finals)
+            f"{method:<{width}}{mine[0]['sent_kb']:9.2f}{np.mean(before):11.4f}"
+            f"{np.mean(after):9.4f}   " + " ".join(f"{each:.4f}" for each in after)
         )
     return lines
+
+
+def train_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = TCPStore(LOOPBACK, port, size, False)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
+    task = Text()
+    task.steps = options.steps
+    runs = []
+    for seed in options.seeds:
+        for method in options.methods:
+            runs.append(train(task, method, seed, options.every))
+            if rank == 0:
+                print(f"# {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    return runs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -132,35 +164,16 @@ def main(argv: Sequence[str]) -> int:
     add("--steps", type=int, default=480)
     add("--limit", type=float, default=3000.0, help="end after so many seconds")
     add("--json", type=Path)
-    add("--results-fd", type=int, help=argparse.SUPPRESS)
-    add("--parent-pid", type=int, help=argparse.SUPPRESS)
+    add_rank_options(parser)
     options = parser.parse_args(argv)
-    if options.parent_pid is None:
-        runs: list[dict[str, Any]] = []
-
-        def keep(line: bytes) -> None:
-            runs.append(json.loads(line))
-            print(f"# {line.decode()}", file=sys.stderr, flush=True)
-
-        run_ranks(options.ranks, argv, options.limit, keep)
-        lines = [f"# {key}: {value}" for key, value in header("outer_quality", argv).items()]
-        print("\n".join([*lines, *summary(runs)]))
-        if options.json is not None:
-            options.json.write_text(json.dumps(runs))
+    if ran_as_rank(options, lambda: train_all(options)):
         return 0
-    die_with_parent(options.parent_pid)
-    port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-    store = TCPStore(LOOPBACK, port, size, False)
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
-    task = Text()
-    task.steps = options.steps
-    for seed in options.seeds:
-        for method in options.methods:
-            run = train(task, method, seed, options.every)
-            if rank == 0:
-                os.write(options.results_fd, json.dumps(run).encode() + b"\n")
-    dist.destroy_process_group()
+    runs: list[dict[str, Any]] = []
+    run_ranks(options.ranks, argv, options.limit, lambda line: runs.extend(json.loads(line)))
+    lines = [f"# {key}: {value}" for key, value in header("outer_quality", argv).items()]
+    print("\n".join([*lines, *summary(runs)]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(runs))
     return 0
 
 

@@ -1,28 +1,28 @@
 """One fragment's outer step: ranks average how far it has moved, an outer optimizer follows.
 
     launch   snapshot: moved = anchor - parameters; the sum over the ranks begins
-    settle   the sum is there: anchor, state <- outer optimizer(anchor, state, moved / ranks)
+    settle   the sum has arrived: anchor, state <- outer optimizer(anchor, state, moved / ranks)
     land     the parameters take the new anchor
 
 Between launch and land the parameters train on. Only ``settle`` changes what all ranks have alike,
-and only if every operation of the fragment has succeeded: a fragment whose sum fails is as if it
-had never been launched. What it moved is still in the parameters, and goes with its next launch.
+and only if every operation of the fragment has succeeded. If one fails, anchor and state stay as
+they were before the launch. The parameters still have what they moved; the next launch sends it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from pycomm import _extension, codecs
+from pycomm import _exit, _extension, codecs
 from pycomm._averaging import SMALL_FLOATS, chunks
+from pycomm._model_check import checksum_of, first_other
 from pycomm.errors import CollectiveMismatchError
 
 MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
@@ -43,26 +43,83 @@ class Fragment:
         self.outer = make_outer(list(self.anchor.values()))
         self.version = 0
         """Outer steps so far."""
+        self.compared = False
+        """Whether the anchors of all ranks were equal since they were made or loaded."""
+
+    def moved(self) -> bool:
+        """Whether a parameter is not its anchor, bit for bit."""
+        return any(
+            not torch.equal(each.detach(), self.anchor[name])
+            for name, each in self.parameters.items()
+        )
+
+    def checksum(self) -> int:
+        """Of the anchor; 0 if the ranks have compared it already."""
+        return 0 if self.compared else checksum_of(self.anchor.values())
+
+
+class Place(NamedTuple):
+    """What ranks compare before an outer step."""
+
+    step: int
+    """Steps since the round began, 0 in a sync()."""
+    fragment: int
+    version: int
+    checksum: int
+
+    def __str__(self) -> str:
+        at = f"at step {self.step}" if self.step else "in sync()"
+        steps = "outer step" if self.version == 1 else "outer steps"
+        return f"sent fragment {self.fragment} {at} after {self.version} {steps}"
+
+
+def check_places(places: Sequence[Place], op: str) -> None:
+    """Raises CollectiveMismatchError, on all ranks alike, unless they are at the same place."""
+    different = [rank for rank, place in enumerate(places) if place[:3] != places[0][:3]]
+    if different:
+        rank = different[0]
+        raise CollectiveMismatchError(
+            f"The ranks are at different places: rank 0 {places[0]}; rank {rank} {places[rank]}. "
+            "Nothing was changed. Try: call step() equally often on all ranks, sync() on all, and "
+            "load checkpoints of one step",
+            {"peer": rank, "op": op},
+        )
+    other = first_other([place.checksum for place in places])
+    if other is not None:
+        raise anchors_differ(f"fragment {places[0].fragment}", other, op)
+
+
+def anchors_differ(which: str, rank: int, op: str) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"The ranks began {which} with different parameters: rank {rank} is the first that differs."
+        " Nothing was changed. Try: leave init_sync=True, or load checkpoints of one step on all "
+        "ranks",
+        {"peer": rank, "op": op},
+    )
 
 
 class Scratch:
     """Memory for one flight at a time: making it anew would cost a page fault every 4 KiB."""
 
     def __init__(self) -> None:
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(
         self, key: torch.dtype, dtype: torch.dtype, device: torch.device, sizes: list[int]
     ) -> list[torch.Tensor]:
-        """Flat tensors of these sizes, side by side; those taken for this key before end."""
+        """Adjacent flat tensors of these sizes, in the memory of those taken before.
+
+        Args:
+            key: The parameters' dtype. Each dtype has memory of its own on each device.
+        """
         numel = sum(sizes)
-        if key not in self._flat or self._flat[key].numel() < numel:
-            self._flat[key] = torch.empty(numel, dtype=dtype, device=device)
-        return list(torch.split(self._flat[key][:numel], sizes))
+        place = (key, device)
+        if place not in self._flat or self._flat[place].numel() < numel:
+            self._flat[place] = torch.empty(numel, dtype=dtype, device=device)
+        return list(torch.split(self._flat[place][:numel], sizes))
 
 
-@dataclasses.dataclass
-class _Chunk:
+class _Chunk(NamedTuple):
     flat: torch.Tensor
     """What is summed: small floats as float32, about 32 MiB."""
     parts: dict[str, torch.Tensor]
@@ -75,9 +132,11 @@ class _Chunk:
 class Flight:
     """One fragment from its launch to its landing.
 
+    If Ctrl-C interrupts ``wait`` or ``land``, call it again: it goes on where it was.
+
     Args:
-        fragment: Nothing else may change it until the flight has landed.
-        scratch: Of this flight alone until then.
+        fragment: Nothing else may change it until the flight is over.
+        scratch: Belongs to this flight until then.
     """
 
     def __init__(self, fragment: Fragment, scratch: Scratch) -> None:
@@ -86,23 +145,37 @@ class Flight:
         self._chunks: list[_Chunk] = []
         self._works: list[Any] = []
         self._places: list[torch.Tensor] = []
-        self._thread: threading.Thread | None = None
+        # Set unless a thread is settling. Not Thread.join(): after a Ctrl-C there, Python 3.11 takes
+        # a thread that still runs for one that has ended.
+        self._idle = threading.Event()
+        self._idle.set()
+        self._lock = threading.Lock()  # guards the next two
+        self._ending = False
+        self._stepping = False
+        self._settled = True
         self._error: BaseException | None = None
+        self._to_land = list(fragment.parameters)
 
     def launch(self, group: Any, wire_dtype: str | None, step: int) -> int:
         """Takes the snapshot and begins the sum. Collective; does not wait for other ranks.
 
+        The outer step of parameters on the CPU is taken on a thread, as soon as the sum is there;
+        others' in ``wait``.
+
         Args:
-            step: Steps since the last round began: compared between the ranks before ``settle``.
+            step: Compared between the ranks, as in ``Place``.
 
         Returns:
             The bytes that were handed to all_reduce, encoded.
         """
         self._chunks = list(self._snapshot())
+        self._settled = False
         device = self._chunks[0].flat.device
-        place = torch.tensor([step, self.fragment.index, self.fragment.version], device=device)
-        self._places = [torch.empty_like(place) for _ in range(dist.get_world_size(group))]
-        self._works = [dist.all_gather(self._places, place, group=group, async_op=True)]
+        fragment = self.fragment
+        place = Place(step, fragment.index, fragment.version, fragment.checksum())
+        mine = torch.tensor(place, dtype=torch.int64, device=device)
+        self._places = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self._works = [dist.all_gather(self._places, mine, group=group, async_op=True)]
         for chunk in self._chunks:
             wire = chunk.wire()
             if wire_dtype is None:
@@ -110,40 +183,86 @@ class Flight:
             else:
                 work = codecs.all_reduce(wire, wire_dtype, group=group, async_op=True)
                 self._works.append(work)
-        return sum(_encoded_nbytes(chunk.wire(), wire_dtype) for chunk in self._chunks)
-
-    def settle_in_background(self) -> None:
-        """Starts ``settle`` on a thread. ``land`` and ``wait`` join it.
-
-        It is a daemon: a program that ends in the middle does not wait for other ranks. pycomm's
-        exit hook ends the operation that it waits for.
-        """
-        self._thread = threading.Thread(target=self._settle, name="pycomm-outer", daemon=True)
-        self._thread.start()
+        nbytes = sum(_encoded_nbytes(chunk.wire(), wire_dtype) for chunk in self._chunks)
+        if all(each.device.type == "cpu" for each in fragment.parameters.values()):
+            self._start()  # from here on the chunks are the thread's
+        return nbytes
 
     @property
     def failed(self) -> bool:
-        """Whether ``land`` would raise at once."""
+        """Whether ``wait`` and ``land`` raise at once. The flight is over then."""
         return self._error is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do: it has landed or failed, and no operation goes on."""
+        return self.failed or not self._to_land
 
     def wait(self) -> None:
         """Waits until the outer step has been taken; raises what the sum failed with."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        elif self._works:
-            self._settle()
+        self._idle.wait()
+        if not self._settled and not self.failed:
+            try:
+                if self._stepping:
+                    raise RuntimeError(
+                        f"the outer step of fragment {self.fragment.index} was interrupted: its "
+                        "anchor may be half changed on this rank. Try: load a checkpoint, or the "
+                        "state_dict() of another rank"
+                    )
+                self._wait_for_sums()
+                self._take_step()
+            except Exception as error:
+                self._error = error
         if self._error is not None:
             raise self._error
 
     def land(self, alpha: float) -> None:
         """Waits, then moves the parameters to the new anchor; ``alpha`` is the part that stays."""
         self.wait()
-        for name, parameter in self.fragment.parameters.items():
+        while self._to_land:
+            name = self._to_land[-1]
+            parameter, anchor = self.fragment.parameters[name], self.fragment.anchor[name]
             if alpha:
-                parameter.lerp_(self.fragment.anchor[name], 1.0 - alpha)
+                parameter.lerp_(anchor, 1.0 - alpha)
             else:
-                parameter.copy_(self.fragment.anchor[name])
+                parameter.copy_(anchor)
+            self._to_land.pop()
+
+    def stop(self) -> None:
+        """For ``_exit``: the thread begins no outer step any more. ``wait`` still takes it."""
+        with self._lock:
+            self._ending = True
+
+    def join(self, timeout_s: float) -> bool:
+        """For ``_exit``. Waits as long as it takes if the outer step, which is local, has begun."""
+        self._idle.wait(timeout_s)
+        if self._stepping:
+            self._idle.wait()
+        return self._idle.is_set()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="pycomm-outer", daemon=True)
+        _exit.running.add(self)
+        self._idle.clear()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, or has no more threads: wait() does it
+            self._idle.set()
+            _exit.running.discard(self)
+
+    def _run(self) -> None:
+        try:
+            self._wait_for_sums()
+            with self._lock:
+                if self._ending:
+                    return
+                self._stepping = True
+            self._take_step()
+        except BaseException as error:  # raised where somebody waits
+            self._error = error
+        finally:
+            self._idle.set()
+            _exit.running.discard(self)
 
     def _snapshot(self) -> Iterator[_Chunk]:
         fragment = self.fragment
@@ -169,58 +288,43 @@ class Flight:
                         found[name].copy_(anchor - fragment.parameters[name])
                 yield _Chunk(flat, found)
 
+    def _wait_for_sums(self) -> None:
+        """Waits for each, also after one has failed: they use memory that the next flight takes."""
+        error: Exception | None = None
+        for work in self._works:
+            try:
+                work.wait()
+            except Exception as caught:
+                error = error or caught
+        if error is not None:
+            raise error
+
     @torch.no_grad()
-    def _settle(self) -> None:
-        try:
-            works, self._works = self._works, []
-            _wait_for_all(works)
-            self._check_places()
-            self._step()
-        except BaseException as error:  # raised where somebody waits
-            self._error = error
-
-    def _check_places(self) -> None:
-        """A fragment of another step, or with another past, must not be mixed in."""
-        places = [place.tolist() for place in self._places]
-        different = [rank for rank, place in enumerate(places) if place != places[0]]
-        if not different:
-            return
-
-        def said(rank: int) -> str:
-            step, index, version = places[rank]
-            return f"rank {rank} fragment {index} at step {step}, {version} outer steps old"
-
-        rank = different[0]
-        raise CollectiveMismatchError(
-            f"The ranks are at different places: {said(0)}; {said(rank)}. Nothing was changed. "
-            "Try: call step() and sync() equally often on all ranks, and load one checkpoint on "
-            "all",
-            {"peer": rank, "op": "all_reduce"},
-        )
-
-    def _step(self) -> None:
+    def _take_step(self) -> None:
+        self._check_places()
+        # Where NCCL sums, wait() has only ordered streams. The operations are over now that the
+        # host has waited for the stream, and wait() raises if the group has failed meanwhile.
+        self._wait_for_sums()
         fragment, ranks = self.fragment, len(self._places)
+        self._stepping = True
         for chunk in self._chunks:
-            chunk.flat /= ranks
+            chunk.flat.div_(ranks)
             for name, moved in chunk.parts.items():
                 anchor = fragment.anchor[name]
                 anchor.grad = moved.to(anchor.device, anchor.dtype)
         fragment.outer.step()
         fragment.outer.zero_grad()
         fragment.version += 1
-        self._chunks = []
+        fragment.compared = True
+        self._works, self._chunks = [], []
+        self._settled = True
 
-
-def _wait_for_all(works: Iterable[Any]) -> None:
-    """Waits for each, also after one has failed: they use memory that the next flight takes."""
-    error: Exception | None = None
-    for work in works:
-        try:
-            work.wait()
-        except Exception as caught:
-            error = error or caught
-    if error is not None:
-        raise error
+    def _check_places(self) -> None:
+        """A fragment of another step, or with another past, must not be mixed in."""
+        device = self._places[0].device
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
+        check_places([Place(*place.tolist()) for place in self._places], "all_reduce")
 
 
 def _encoded_nbytes(wire: torch.Tensor, wire_dtype: str | None) -> int:

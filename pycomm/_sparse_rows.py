@@ -53,6 +53,15 @@ def pack(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def rows_of(payload: torch.Tensor, top_k: int, begin: int, end: int) -> torch.Tensor:
+    """The bytes of rows ``begin`` to ``end``, as if only these had been packed."""
+    entries = payload.numel() * 8 // 14
+    parts = torch.split(payload, [entries * 3 // 2, entries // 8, entries // 8])
+    sizes = [top_k * 3 // 2, top_k // 8, top_k // 8]  # of one row
+    found = zip(parts, sizes, strict=True)
+    return torch.cat([part[begin * size : end * size] for part, size in found])
+
+
 def unpack(payload: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The reverse: positions as int64, for ``scatter_add_``, and values."""
     entries = payload.numel() * 8 // 14

@@ -18,13 +18,12 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from pycomm import _extension
+from pycomm import _exit, _extension
 from pycomm.compression import Int8, TopK
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
 
-_EXIT_PATIENCE_S = 2.0
 # Counted where hooks are wrapped, which every rank does in the same order: part of the operations'
 # identity.
 _ordinals = itertools.count()
@@ -285,13 +284,12 @@ class _Worker:
             if not inline:
                 self._jobs.put(job)
             if not inline and self._thread is None:
-                # A daemon only so that a hook that never ends cannot keep the process alive: a
-                # thread that can end is joined in join_at_exit, before the interpreter goes.
+                # A daemon only so that a hook that never ends cannot keep the process alive.
                 self._thread = threading.Thread(
                     target=self._run, name="pycomm-ordered-hook", daemon=True
                 )
                 self._thread.start()
-                _running.add(self)
+                _exit.running.add(self)
         return self._issue(job) if inline else job.outcome.future
 
     def _goes_by_nccl(self, state: Any, device: torch.device) -> bool:
@@ -336,7 +334,7 @@ class _Worker:
         while (job := self._jobs.get()) is not None:
             self._reduce(job)
             del job  # else the bucket's memory stays until the next one comes
-        _running.discard(self)
+        _exit.running.discard(self)
 
     def _reduce(self, job: _Job) -> None:
         try:
@@ -377,24 +375,3 @@ def _issue_chain(
     if extension is None:
         return contextlib.nullcontext()
     return extension.IssueChain(ordinal, index, codec)
-
-
-_running: set[_Worker] = set()
-
-
-def _join_at_exit() -> None:
-    workers = list(_running)
-    for worker in workers:
-        worker.stop()
-    stuck = [worker for worker in workers if not worker.join(_EXIT_PATIENCE_S)]
-    extension = _extension.loaded()
-    if stuck and extension is not None:
-        # They wait for a collective that will not end by itself: abort it.
-        extension.shutdown_all(int(_EXIT_PATIENCE_S * 1000))
-        for worker in stuck:
-            worker.join(_EXIT_PATIENCE_S)
-
-
-# Runs before the interpreter joins its threads; atexit would run after that, with daemons already
-# at their own mercy.
-threading._register_atexit(_join_at_exit)  # type: ignore[attr-defined]

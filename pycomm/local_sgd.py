@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,10 +29,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm._averaging import average_, ring_nbytes
+from pycomm._model_check import checksum_of, first_other, gather_numbers
+from pycomm._outer_step import MakeOptimizer, anchors_differ
+from pycomm._saved_state import check_outer, check_tensors, part_of
 
 __all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
-
-MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,20 +109,28 @@ class LocalSGD:
         self._since_sync += 1
         if self._since_sync < self._sync_every:
             return False
-        self.sync()
+        self._sync(due=True)
         return True
 
     def sync(self) -> None:
-        """Averages now, whatever the count: before you save or evaluate the model. Collective."""
+        """Averages now, whatever the count: before you save or evaluate the model. Collective.
+
+        ``DiLoCo`` and ``SparseLoCo`` do nothing if no rank has trained since the last sync.
+        """
+        self._sync(due=False)
+
+    def _sync(self, *, due: bool) -> None:
         begin = time.perf_counter()
         with torch.no_grad():
-            self._average()
+            if self._average(due):
+                self._syncs += 1
         self._since_sync = 0
-        self._syncs += 1
         self._seconds += time.perf_counter() - begin
 
-    def _average(self) -> None:
+    def _average(self, due: bool) -> bool:
+        """Whether it did anything; it must if it is ``due``. The same on all ranks."""
         self._wire_nbytes += average_(self._parameters.values(), self._group)
+        return True
 
     def stats(self) -> SyncStats:
         """Counters since construction."""
@@ -145,7 +154,7 @@ class LocalSGD:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict()`` was taken."""
-        self._since_sync = int(state["since_sync"])
+        self._since_sync = int(part_of(state, "since_sync"))
 
 
 class DiLoCo(LocalSGD):
@@ -155,6 +164,11 @@ class DiLoCo(LocalSGD):
         model, sync_every, process_group, init_sync: As ``LocalSGD``.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks. By default
             SGD with learning rate 0.7 and Nesterov momentum 0.9, as the paper has it.
+
+    Raises:
+        ValueError: As ``LocalSGD``.
+        CollectiveMismatchError: In the first sync: parameters differ between ranks, since
+            ``init_sync`` was false.
 
     Memory: one more copy of the parameters, and the outer optimizer's state.
     """
@@ -174,8 +188,11 @@ class DiLoCo(LocalSGD):
         self._anchor = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
         make = nesterov if outer_optimizer is None else outer_optimizer
         self._outer = make(list(self._anchor.values()))
+        self._compared = False  # whether the ranks' anchors were equal since they were made
 
-    def _average(self) -> None:
+    def _average(self, due: bool) -> bool:
+        if not self._anyone_moved(due):
+            return False  # an outer step would follow momentum alone
         moved = {
             name: anchor - self._parameters[name].detach() for name, anchor in self._anchor.items()
         }
@@ -186,6 +203,24 @@ class DiLoCo(LocalSGD):
         self._outer.zero_grad()
         for name, anchor in self._anchor.items():
             self._parameters[name].copy_(anchor)
+        return True
+
+    def _anyone_moved(self, due: bool) -> bool:
+        """Whether some rank has trained since the last sync, or this sync is ``due`` there.
+
+        The ranks ask each other, and so decide alike: one of them may have had more batches.
+        """
+        moved = due or any(
+            not torch.equal(parameter.detach(), self._anchor[name])
+            for name, parameter in self._parameters.items()
+        )
+        checksum = 0 if self._compared else checksum_of(self._anchor.values())
+        device = next(iter(self._parameters.values())).device
+        of_ranks = gather_numbers([moved, checksum], self._group, device)
+        if (rank := first_other([other for _, other in of_ranks])) is not None:
+            raise anchors_differ("", rank, "all_gather")
+        self._compared = True
+        return any(each for each, _ in of_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Also the parameters of the last sync, by name, and the outer optimizer's state."""
@@ -193,11 +228,15 @@ class DiLoCo(LocalSGD):
         return {**super().state_dict(), "anchor": anchor, "outer": self._outer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken."""
-        if set(state["anchor"]) != set(self._anchor):
-            other = sorted(set(state["anchor"]) ^ set(self._anchor))
-            raise ValueError(f"the state is that of another model: {other[0]!r} is in one only")
+        """Continues where ``state_dict()`` was taken.
+
+        Raises:
+            ValueError: The state is that of another model; nothing was changed.
+        """
+        check_tensors("anchor", part_of(state, "anchor"), self._anchor)
+        check_outer(part_of(state, "outer"), self._outer)
         super().load_state_dict(state)
+        self._compared = False
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])

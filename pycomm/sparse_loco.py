@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm._model_check import check_same_on_all_ranks
-from pycomm._sparse_rows import GROUP, ROW, pack, select, unpack
+from pycomm._model_check import check_same_on_all_ranks, checksum_of, first_other
+from pycomm._outer_step import anchors_differ
+from pycomm._saved_state import check_options, check_tensors, part_of
+from pycomm._sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 from pycomm.errors import CollectiveMismatchError
 from pycomm.local_sgd import LocalSGD
 
@@ -49,12 +51,16 @@ class SparseLoCo(LocalSGD):
 
     Raises:
         ValueError: An option does not fit, or a parameter is complex.
-        ConfigMismatchError: Options or parameters differ between ranks.
+        ConfigMismatchError: Options, or names, shapes or dtypes of parameters, differ between
+            ranks.
+        CollectiveMismatchError: In the first sync: parameters differ between ranks, since
+            ``init_sync`` was false.
 
-    Memory: one more copy of the parameters, and the error, a copy in float32; in a sync three times
-    the largest parameter.
+    Memory: one more copy of the parameters, and the error, a copy in float32. In a sync also three
+    times the largest parameter in float32, 14 bits for each entry of each rank, and, before it is
+    sent, 6 more bytes twice for each entry of this rank.
 
-    Cost of a sync: an all-gather of 14 bits for each entry and 16 bytes; two passes over the
+    Cost of a sync: an all-gather of 14 bits for each entry and 32 bytes; two passes over the
     parameters, and a partial sort of every 4,096 neighbours, which takes the most time.
 
     Source: Sarfi and others, arXiv 2508.15706.
@@ -85,52 +91,54 @@ class SparseLoCo(LocalSGD):
         self._decay = float(error_decay)
         self._lr = float(outer_lr)
         self._version = 0
+        self._compared = False  # whether the ranks' anchors were equal since they were made
         self._anchor = {name: each.detach().clone() for name, each in self._parameters.items()}
         device = next(iter(self._parameters.values())).device
         self._error = {
             name: torch.zeros(-(-each.numel() // ROW), ROW, device=device)
             for name, each in self._parameters.items()
         }
+        self._options = {
+            "sync_every": sync_every,
+            "top_k": top_k,
+            "error_decay": self._decay,
+            "outer_lr": self._lr,
+        }
         check_same_on_all_ranks(
             self._group,
             device,
-            options={
-                "sync_every": sync_every,
-                "top_k": top_k,
-                "error_decay": self._decay,
-                "outer_lr": self._lr,
-            },
+            options=self._options,
             parameters=self._parameters.items(),
             buffers=(),
         )
 
-    def _average(self) -> None:
+    def _average(self, due: bool) -> bool:
         """Nothing changes before everything has arrived, so a sync that fails has done nothing."""
         chosen = [select(self._summed(name), self._top_k) for name in self._error]
         positions, values = (torch.cat(list(each)) for each in zip(*chosen, strict=True))
-        arrived = self._exchange(pack(positions, values))
-        rows = [len(error) for error in self._error.values()]
-        of_ranks = [
-            tuple(torch.split(each, rows) for each in unpack(payload, self._top_k))
-            for payload in arrived
-        ]
-        mine = dist.get_rank(self._group)
-        for index, (name, error) in enumerate(self._error.items()):
-            parts = [(where[index], what[index]) for where, what in of_ranks]
-            where, what = parts[mine]
+        payload = pack(positions, values)
+        del chosen, positions, values
+        arrived = self._exchange(payload, due)
+        if not arrived:
+            return False
+        end = 0
+        for name, error in self._error.items():
+            begin, end = end, end + len(error)
+            where, what = unpack(rows_of(payload, self._top_k, begin, end), self._top_k)
             error.copy_(self._summed(name).scatter_add_(1, where, -what))
             numel = self._anchor[name].numel()
             error.view(-1)[numel:] = 0.0
             # A NaN has been sent, and is on all ranks now; one that stayed here would never end.
             error.nan_to_num_(0.0, 0.0, 0.0)
             mean = torch.zeros_like(error)
-            for where, what in parts:  # rank by rank: the same bits on all
-                mean.scatter_add_(1, where, what)
-            mean /= len(parts)
+            for each in arrived:  # rank by rank: the same bits on all
+                mean.scatter_add_(1, *unpack(rows_of(each, self._top_k, begin, end), self._top_k))
+            mean /= len(arrived)
             anchor = self._anchor[name]
             anchor.sub_(mean.view(-1)[:numel].view(anchor.shape).to(anchor.device), alpha=self._lr)
             self._parameters[name].copy_(anchor)
         self._version += 1
+        return True
 
     def _summed(self, name: str) -> torch.Tensor:
         """(rows, 4096) float32: the error, and what this parameter has moved."""
@@ -139,8 +147,18 @@ class SparseLoCo(LocalSGD):
         summed.view(-1)[: moved.numel()] += moved.to(summed.device, summed.dtype)
         return summed
 
-    def _exchange(self, payload: torch.Tensor) -> list[torch.Tensor]:
-        place = torch.tensor([self._since_sync, self._version], device=payload.device)
+    def _exchange(self, payload: torch.Tensor, due: bool) -> list[torch.Tensor]:
+        """Those of all ranks; none if no rank has trained since the last sync.
+
+        The ranks tell each other whether they have, and so decide alike.
+        """
+        step = self._sync_every if due else 0  # sync() is allowed to ranks that had more batches
+        moved = due or any(
+            not torch.equal(parameter.detach(), self._anchor[name])
+            for name, parameter in self._parameters.items()
+        )
+        checksum = 0 if self._compared else checksum_of(self._anchor.values())
+        place = torch.tensor([step, self._version, moved, checksum], device=payload.device)
         header = place.view(torch.uint8)
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
@@ -148,16 +166,20 @@ class SparseLoCo(LocalSGD):
         dist.all_gather(arrived, mine, group=self._group)
         self._wire_nbytes += mine.numel()
         heads = [each[: header.numel()].clone().view(torch.int64).tolist() for each in arrived]
-        different = [rank for rank, head in enumerate(heads) if head != heads[0]]
+        different = [rank for rank, head in enumerate(heads) if head[:2] != heads[0][:2]]
         if different:
             rank = different[0]
             raise CollectiveMismatchError(
-                f"The ranks are at different places: rank 0 at step {heads[0][0]} after "
-                f"{heads[0][1]} syncs, rank {rank} at step {heads[rank][0]} after {heads[rank][1]}."
-                " Nothing was changed. Try: call step() and sync() equally often on all ranks, and "
-                "load checkpoints of one step",
+                f"The ranks are at different places: rank 0 {_place(*heads[0][:2])}, rank {rank} "
+                f"{_place(*heads[rank][:2])}. Nothing was changed. Try: call step() equally often "
+                "on all ranks, sync() on all, and load checkpoints of one step",
                 {"peer": rank, "op": "all_gather"},
             )
+        if (other := first_other([head[3] for head in heads])) is not None:
+            raise anchors_differ("", other, "all_gather")
+        self._compared = True
+        if not any(head[2] for head in heads):
+            return []
         return [each[header.numel() :] for each in arrived]
 
     def _sent_nbytes(self) -> int:
@@ -174,18 +196,40 @@ class SparseLoCo(LocalSGD):
             for name, rows in self._error.items()
         }
         anchor = {name: tensor.clone() for name, tensor in self._anchor.items()}
-        return {**super().state_dict(), "anchor": anchor, "error": error, "version": self._version}
+        return {
+            **super().state_dict(),
+            "options": dict(self._options),
+            "anchor": anchor,
+            "error": error,
+            "version": self._version,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken."""
-        if different := sorted(set(state["anchor"]) ^ set(self._anchor)):
-            raise ValueError(f"the state is that of another model: {different[0]!r} is in one only")
+        """Continues where ``state_dict()`` was taken.
+
+        Raises:
+            ValueError: The state is that of another model or other options; nothing was changed.
+        """
+        check_tensors("anchor", part_of(state, "anchor"), self._anchor)
+        check_options(part_of(state, "options"), self._options)
+        errors = {
+            name: self._error[name].view(-1)[: anchor.numel()]
+            for name, anchor in self._anchor.items()
+        }
+        check_tensors("error", part_of(state, "error"), errors)
+        version = int(part_of(state, "version"))
         super().load_state_dict(state)
-        self._version = int(state["version"])
+        self._version = version
+        self._compared = False
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])
-                self._error[name].view(-1)[: anchor.numel()] = state["error"][name]
+                errors[name].copy_(state["error"][name])
+
+
+def _place(step: int, version: int) -> str:
+    syncs = "sync" if version == 1 else "syncs"
+    return f"{f'at step {step}' if step else 'in sync()'} after {version} {syncs}"
 
 
 def _check_options(top_k: int, decay: float, lr: float, outer_optimizer: object) -> None:

@@ -15,6 +15,7 @@ Equations and sources are in docs/fewer-syncs.md.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,16 @@ import torch
 from torch import nn
 
 from pycomm._fragments import cut
-from pycomm._model_check import check_same_on_all_ranks
-from pycomm._outer_step import Flight, Fragment, MakeOptimizer, Scratch
+from pycomm._model_check import check_same_on_all_ranks, gather_numbers
+from pycomm._outer_step import (
+    Flight,
+    Fragment,
+    MakeOptimizer,
+    Place,
+    Scratch,
+    check_places,
+)
+from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
 from pycomm._wire_patterns import check_wire_dtype
 from pycomm.backend import native_backend
 from pycomm.local_sgd import LocalSGD, nesterov
@@ -100,6 +109,12 @@ class StreamingDiLoCo(LocalSGD):
         self._delay = fragment_sync_delay
         self._alpha = alpha
         self._wire_dtype = wire_dtype
+        self._options = {
+            "sync_every": sync_every,
+            "fragment_sync_delay": fragment_sync_delay,
+            "fragment_update_alpha": alpha,
+            "wire_dtype": wire_dtype,
+        }
         self._scratch = Scratch()
         self._flight: Flight | None = None
         self._left = 0  # steps until it lands
@@ -108,10 +123,7 @@ class StreamingDiLoCo(LocalSGD):
             self._group,
             device,
             options={
-                "sync_every": sync_every,
-                "fragment_sync_delay": fragment_sync_delay,
-                "fragment_update_alpha": alpha,
-                "wire_dtype": wire_dtype,
+                **self._options,
                 **{f"fragment {index}": names for index, names in enumerate(parts)},
                 **{f"outer {each.index}": _settings(each.outer) for each in self._fragments},
             },
@@ -144,46 +156,92 @@ class StreamingDiLoCo(LocalSGD):
         place = self._since_sync + 1
         self._steps += 1
         self._since_sync = place % self._sync_every
-        landed = False
+        syncs = self._syncs
         with torch.no_grad():
+            if self._flight is not None:
+                self._left = max(self._left - 1, 0)
+                if self._left == 0 or self._flight.failed:
+                    self._land(self._alpha)
             stride = self._sync_every // len(self._fragments)
             if place % stride == 0:
                 self._launch(self._fragments[place // stride - 1], place, self._delay)
-            if self._flight is not None:
-                if self._left == 0 or self._flight.failed:
+                if self._delay == 0:
                     self._land(self._alpha)
-                    landed = True
-                else:
-                    self._left -= 1
         self._seconds += time.perf_counter() - begin
-        return landed
+        return self._syncs > syncs
 
     def sync(self) -> None:
         """Lands what is in flight, then syncs every fragment: all ranks have equal parameters.
 
-        Call it before you save or evaluate the model. Collective; raises as ``step``.
+        A fragment that no rank has trained since it was last sent is not sent again: its outer step
+        would follow momentum alone. So a second ``sync()`` changes nothing. Ranks may have called
+        ``step()`` a different number of times since the last launch.
+
+        Call it before you save or evaluate the model. Collective; raises as ``step``. If Ctrl-C
+        interrupts it, or ``step``, a fragment in flight lands in the next call.
         """
         begin = time.perf_counter()
         with torch.no_grad():
             if self._flight is not None:
-                self._land(self._alpha)
-            for fragment in self._fragments:
-                self._launch(fragment, self._since_sync, 0)
+                self._wait()
+            trained = self._trained_fragments()
+            if self._flight is not None:
+                # One that was launched in this very step takes the anchor: it has nothing to keep.
+                self._land(self._alpha if self._flight.fragment in trained else 0.0)
+            for fragment in trained:
+                self._launch(fragment, 0, 0)
                 self._land(0.0)
         self._since_sync = 0
         self._seconds += time.perf_counter() - begin
 
+    def _trained_fragments(self) -> list[Fragment]:
+        """Those that some rank has trained since it sent them last.
+
+        The ranks ask each other, and so decide alike: one that had more batches may have trained a
+        fragment that the others have not, and a launch needs all of them.
+        """
+        flying = None if self._flight is None else self._flight.fragment
+        numbers: list[int] = []  # three for each fragment: a launch never sends as many
+        for fragment in self._fragments:
+            trained = self._left < self._delay if fragment is flying else fragment.moved()
+            numbers += [trained, fragment.version, fragment.checksum()]
+        device = next(iter(self._parameters.values())).device
+        of_ranks = gather_numbers(numbers, self._group, device)
+        found = []
+        for fragment in self._fragments:
+            parts = [each[3 * fragment.index : 3 * fragment.index + 3] for each in of_ranks]
+            places = [Place(0, fragment.index, version, check) for _, version, check in parts]
+            check_places(places, "all_gather")
+            if any(trained for trained, _, _ in parts):
+                found.append(fragment)
+        for fragment in self._fragments:
+            fragment.compared = True
+        return found
+
     def _launch(self, fragment: Fragment, place: int, delay: int) -> None:
         flight = Flight(fragment, self._scratch)
-        self._wire_nbytes += flight.launch(self._group, self._wire_dtype, place)
-        if delay > 0 and all(each.device.type == "cpu" for each in fragment.parameters.values()):
-            flight.settle_in_background()
+        try:
+            nbytes = flight.launch(self._group, self._wire_dtype, place)
+        except BaseException:
+            self._scratch = Scratch()  # operations that have begun may use the old one
+            raise
         self._flight, self._left = flight, delay
+        self._wire_nbytes += nbytes
+
+    def _wait(self) -> None:
+        """Until the outer step of the flight has been taken. One that fails is dropped."""
+        assert self._flight is not None
+        try:
+            self._flight.wait()
+        finally:
+            if self._flight.failed:
+                self._flight = None
 
     def _land(self, alpha: float) -> None:
+        self._wait()
         assert self._flight is not None
-        flight, self._flight = self._flight, None  # whatever happens, it is over
-        flight.land(alpha)
+        self._flight.land(alpha)
+        self._flight = None
         self._syncs += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,11 +256,7 @@ class StreamingDiLoCo(LocalSGD):
         """
         flight = None
         if self._flight is not None:
-            try:
-                self._flight.wait()
-            except BaseException:
-                self._flight = None
-                raise
+            self._wait()
             flight = {"fragment": self._flight.fragment.index, "left": self._left}
         return {
             **super().state_dict(),
@@ -211,6 +265,7 @@ class StreamingDiLoCo(LocalSGD):
                 for fragment in self._fragments
                 for name, tensor in fragment.anchor.items()
             },
+            "options": dict(self._options),
             "fragments": self.fragments,
             "outer": [copy.deepcopy(fragment.outer.state_dict()) for fragment in self._fragments],
             "versions": [fragment.version for fragment in self._fragments],
@@ -218,17 +273,19 @@ class StreamingDiLoCo(LocalSGD):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken. What is in flight here is dropped.
+        """Continues where ``state_dict()`` was taken.
+
+        A fragment in flight here is dropped, once its operations have ended: this waits for them.
 
         Raises:
             ValueError: The state is that of another model, other fragments or other options;
                 nothing was changed.
         """
-        flight = state["flight"]
-        self._check_state(state, flight)
+        self._check_state(state)
         if self._flight is not None:
-            dropped, self._flight = self._flight, None
-            dropped.wait()
+            with contextlib.suppress(Exception):  # what is dropped may fail
+                self._flight.wait()
+            self._flight = None
         super().load_state_dict(state)
         with torch.no_grad():
             for number, fragment in enumerate(self._fragments):
@@ -236,32 +293,46 @@ class StreamingDiLoCo(LocalSGD):
                     anchor.copy_(state["anchor"][name])
                 fragment.outer.load_state_dict(state["outer"][number])
                 fragment.version = int(state["versions"][number])
-            if flight is not None:
-                self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
-                self._left = int(flight["left"])
+                fragment.compared = False
+        if (flight := state["flight"]) is not None:
+            self._flight = Flight(self._fragments[flight["fragment"]], self._scratch)
+            self._left = int(flight["left"])
 
-    def _check_state(self, state: Mapping[str, Any], flight: Mapping[str, Any] | None) -> None:
-        for number, (mine, other) in enumerate(
-            zip(self.fragments, state["fragments"], strict=False)
-        ):
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        saved = part_of(state, "fragments")
+        for number, (mine, other) in enumerate(zip(self.fragments, saved, strict=False)):
             if different := sorted(set(mine) ^ set(other)):
                 raise ValueError(
-                    f"the state is that of another model or other fragments: {different[0]!r} is "
-                    f"in one fragment {number} only"
+                    "the state is that of another model or other fragments: parameter "
+                    f"{different[0]!r} is in fragment {number} of only one of the two"
                 )
-        if len(state["fragments"]) != len(self._fragments):
+        count = len(self._fragments)
+        if len(saved) != count:
+            raise ValueError(f"the state has {len(saved)} fragments, and this has {count}")
+        check_options(part_of(state, "options"), self._options)
+        anchors = {name: each for part in self._fragments for name, each in part.anchor.items()}
+        check_tensors("anchor", part_of(state, "anchor"), anchors)
+        outer, versions = part_of(state, "outer"), part_of(state, "versions")
+        if len(outer) != count or len(versions) != count:
             raise ValueError(
-                f"the state has {len(state['fragments'])} fragments, this {len(self._fragments)}"
+                f"the state has {len(outer)} outer optimizers and {len(versions)} versions of "
+                f"{count} fragments"
             )
-        if not 0 <= int(state["since_sync"]) < self._sync_every:
+        for number, fragment in enumerate(self._fragments):
+            check_outer(outer[number], fragment.outer)
+        if not 0 <= int(part_of(state, "since_sync")) < self._sync_every:
             raise ValueError(
-                f"the state is at step {state['since_sync']} of a round, and sync_every is "
-                f"{self._sync_every}: it was saved with another sync_every"
+                f"the state is at step {state['since_sync']} of a round of {self._sync_every}"
             )
-        if flight is not None and not 0 <= int(flight["left"]) < max(self._delay, 1):
+        flight = part_of(state, "flight")
+        if flight is None:
+            return
+        left = int(flight["left"])
+        if not 0 <= left <= self._delay or not 0 <= int(flight["fragment"]) < count:
+            steps = "step" if left == 1 else "steps"
             raise ValueError(
-                f"the state has a fragment that lands in {flight['left']} steps, and "
-                f"fragment_sync_delay is {self._delay}: it was saved with another one"
+                f"the state has fragment {flight['fragment']} in flight, which lands in {left} "
+                f"{steps}; there are {count} fragments, and fragment_sync_delay is {self._delay}"
             )
 
 

@@ -8,6 +8,7 @@ import itertools
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -29,8 +30,17 @@ DOCUMENT = "docs/fewer-syncs.md"
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 
+def make_model(name: str) -> nn.Module:
+    """Also "buckets in double": large enough to be encoded."""
+    model = ddp_models.make(name.partition(" ")[0])
+    return model.double() if name.endswith("double") else model
+
+
 def loss_of(model: nn.Module, rank: int, step: int, name: str = "mlp") -> torch.Tensor:
-    loss: torch.Tensor = model(ddp_models.batch_of(name, rank, step)).float().square().mean()
+    batch = ddp_models.batch_of(name.partition(" ")[0], rank, step)
+    if name.endswith("double"):
+        batch = batch.double()
+    loss: torch.Tensor = model(batch).float().square().mean()
     return loss
 
 
@@ -88,7 +98,18 @@ def beside_diloco(rank: int, world_size: int, name: str, options: dict[str, Any]
     return same
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("buckets", 3), ("mixed", 2), ("strided", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("buckets", 3),
+        ("mixed", 2),
+        ("strided", 2),
+        ("tied", 2),
+        ("frozen", 2),
+        ("double", 2),
+        ("complex", 2),
+    ],
+)
 def test_one_fragment_without_delay_is_diloco_bit_by_bit(name: str, world_size: int) -> None:
     # Of three ranks the ring adds each value up in an order that its place in the buffer decides.
     found = run_ranks(world_size, beside_diloco, args=(name, {}), preload=ranks.TORCH_DDP)
@@ -111,8 +132,19 @@ def beside_other_momentum(rank: int, world_size: int) -> bool:
 # Beside the equations
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def fragments_of(names: list[str], count: int) -> list[list[int]]:
     """The mlp's: its Sequential has two layers with parameters; the rest goes to the lighter."""
+    if "scale" not in names:
+        assert count == 1
+        return [list(range(len(names)))]
     layers = [f"layers.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")]
     assert names == ["scale", "nothing", *layers]
     return {1: [[0, 1, 2, 3, 4, 5]], 2: [[2, 3], [0, 1, 4, 5]]}[count]
@@ -122,25 +154,33 @@ class Simulated:
     """All workers in one process, in float64, as docs/fewer-syncs.md has the equations."""
 
     def __init__(
-        self, world_size: int, fragments: int, delay: int, alpha: float, every: int
+        self,
+        world_size: int,
+        fragments: int,
+        delay: int,
+        alpha: float,
+        every: int,
+        name: str = "mlp",
     ) -> None:
-        self.workers = [ddp_models.make("mlp") for _ in range(world_size)]
+        self.name = name
+        self.workers = [make_model(name) for _ in range(world_size)]
         self.optimizers = [inner(worker) for worker in self.workers]
-        names = [name for name, _ in self.workers[0].named_parameters()]
+        named = self.workers[0].named_parameters()
+        names = [each for each, parameter in named if parameter.requires_grad]
         self.fragments = fragments_of(names, fragments)
-        self.anchor = [each.detach().double() for each in self.workers[0].parameters()]
+        self.anchor = [wide(each) for each in trained(self.workers[0])]
         self.velocity = [torch.zeros_like(each) for each in self.anchor]
         self.every, self.delay, self.alpha = every, delay, alpha
         self.flying: tuple[int, int, list[list[torch.Tensor]]] | None = None
         self.count = 0
 
     def values(self, index: int) -> list[torch.Tensor]:
-        return [list(worker.parameters())[index].detach().double() for worker in self.workers]
+        return [wide(trained(worker)[index]) for worker in self.workers]
 
     def step(self, number: int) -> int | None:
         """The fragment that has landed."""
         for rank, (worker, optimizer) in enumerate(zip(self.workers, self.optimizers, strict=True)):
-            train_step(worker, optimizer, rank, number)
+            train_step(worker, optimizer, rank, number, self.name)
         self.count += 1
         stride = self.every // len(self.fragments)
         if self.count % stride == 0:
@@ -163,18 +203,35 @@ class Simulated:
             self.anchor[index] = self.anchor[index] - 0.7 * (moved + 0.9 * self.velocity[index])
             for worker, now in zip(self.workers, self.values(index), strict=True):
                 new = alpha * now + (1 - alpha) * self.anchor[index]
-                list(worker.parameters())[index].data.copy_(new)
+                trained(worker)[index].data.copy_(new)
 
-    def sync(self) -> None:
+    def sync(self) -> int:
+        """How many fragments it has sent: not those that were not trained since they were sent."""
+        sent = 0
+        fresh = None
         if self.flying is not None:
-            which, _, starts = self.flying
-            self.land(which, starts, self.alpha)
+            which, left, starts = self.flying
+            fresh = which if left == self.delay - 1 else None  # launched in the last step
+            self.land(which, starts, 0.0 if which == fresh else self.alpha)
         for which, indices in enumerate(self.fragments):
+            if which == fresh or self.is_at_anchor(indices):
+                continue
             self.land(which, [self.values(index) for index in indices], 0.0)
+            sent += 1
+        return sent
+
+    def is_at_anchor(self, indices: list[int]) -> bool:
+        """As the last landing left it, in the dtype of the parameters."""
+        dtypes = [parameter.dtype for parameter in trained(self.workers[0])]
+        return all(
+            torch.equal(value.to(dtypes[index]), self.anchor[index].to(dtypes[index]))
+            for index in indices
+            for value in self.values(index)
+        )
 
 
 def equations(
-    rank: int, world_size: int, fragments: int, delay: int, alpha: float | None
+    rank: int, world_size: int, fragments: int, delay: int, alpha: float | None, steps: int
 ) -> list[int]:
     import pycomm
 
@@ -186,7 +243,7 @@ def equations(
     options = {"fragments": fragments, "fragment_sync_delay": delay, "sync_every": 6}
     local = pycomm.StreamingDiLoCo(model, fragment_update_alpha=alpha, **options)
     landed = []
-    for step in range(14):
+    for step in range(steps):
         which = expected.step(step)
         train_step(model, optimizer, rank, step)
         assert local.step() == (which is not None)
@@ -196,34 +253,84 @@ def equations(
             model.parameters(), expected.workers[rank].parameters(), strict=True
         ):
             torch.testing.assert_close(mine, worker, rtol=1e-4, atol=1e-5)
-    expected.sync()
+    sent = expected.sync()
     local.sync()
     for mine, anchor in zip(model.parameters(), expected.anchor, strict=True):
         torch.testing.assert_close(mine.detach().double(), anchor, rtol=1e-4, atol=1e-5)
     assert_equal_on_all_ranks(model, world_size)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     stats = local.stats()
-    launches = 14 // 6 * fragments + (14 % 6) * fragments // 6
-    assert stats.syncs == launches + fragments
+    launches = steps // 6 * fragments + (steps % 6) * fragments // 6
+    assert stats.syncs == launches + sent
     assert stats.steps * nbytes == stats.sent_nbytes + stats.saved_nbytes  # 2 ranks: factor 1
     return landed
 
 
 @pytest.mark.parametrize(
-    ("fragments", "delay", "alpha", "landed"),
+    ("fragments", "delay", "alpha", "steps", "landed"),
     [
-        (2, 0, None, [2, 5, 8, 11]),
-        (2, 0, 0.25, [2, 5, 8, 11]),
-        (2, 1, None, [3, 6, 9, 12]),
-        (2, 2, 0.0, [4, 7, 10, 13]),
-        (2, 2, 0.25, [4, 7, 10, 13]),
-        (1, 5, None, [10]),
+        (2, 0, None, 14, [2, 5, 8, 11]),
+        (2, 0, 0.25, 14, [2, 5, 8, 11]),
+        (2, 1, None, 14, [3, 6, 9, 12]),
+        (2, 2, 0.0, 14, [4, 7, 10, 13]),  # sync() comes right after a landing
+        (2, 2, 0.25, 14, [4, 7, 10, 13]),
+        (2, 2, 0.25, 12, [4, 7, 10]),  # and here right after a launch
+        (2, 0, None, 12, [2, 5, 8, 11]),
+        (1, 5, None, 14, [10]),
     ],
 )
-def test_the_equations(fragments: int, delay: int, alpha: float | None, landed: list[int]) -> None:
-    arguments = (fragments, delay, alpha)
+def test_the_equations(
+    fragments: int, delay: int, alpha: float | None, steps: int, landed: list[int]
+) -> None:
+    arguments = (fragments, delay, alpha, steps)
     found = run_ranks(2, equations, args=arguments, preload=ranks.TORCH_DDP).values()
     assert found == [landed, landed]
+
+
+def other_models(
+    rank: int, world_size: int, name: str, alpha: float | None, wire: str | None, close: float
+) -> None:
+    import pycomm
+
+    expected = Simulated(world_size, 1, 1, 0.5 if alpha is None else alpha, 3, name)
+    model = make_model(name)
+    optimizer = inner(model)
+    local = pycomm.StreamingDiLoCo(
+        model,
+        sync_every=3,
+        fragment_sync_delay=1,
+        fragment_update_alpha=alpha,
+        wire_dtype=wire,
+    )
+    frozen = [each.detach().clone() for each in model.parameters() if not each.requires_grad]
+    for step in range(8):
+        which = expected.step(step)
+        train_step(model, optimizer, rank, step, name)
+        assert local.step() == (which is not None)
+    expected.sync()
+    local.sync()
+    for mine, anchor in zip(trained(model), expected.anchor, strict=True):
+        torch.testing.assert_close(wide(mine), anchor, rtol=close, atol=close)
+    assert_equal([each for each in model.parameters() if not each.requires_grad], frozen)
+    assert_equal_on_all_ranks(model, world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "alpha", "wire", "close"),
+    [
+        ("mixed", 0.25, None, 1e-2),  # bfloat16 has 8 bits
+        ("mixed", None, "fp16", 1e-2),
+        ("tied", 0.25, None, 1e-4),
+        ("frozen", 0.0, None, 1e-4),
+        ("complex", 0.25, None, 1e-4),
+        ("double", None, None, 1e-9),
+        ("buckets in double", 0.25, "fp16", 2e-3),
+    ],
+)
+def test_the_equations_of_other_models(
+    name: str, alpha: float | None, wire: str | None, close: float
+) -> None:
+    run_ranks(2, other_models, args=(name, alpha, wire, close), preload=ranks.TORCH_DDP)
 
 
 def plain(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -276,11 +383,12 @@ def int8_fragments(rank: int, world_size: int) -> None:
     assert_equal_on_all_ranks(model, world_size)
     sizes = [sum(parameters[name].numel() for name in part) for part in local.fragments]
     block = BYTES_PER_BLOCK["int8"]
-    once = sum(-(-n // 256) * block - (-n % 256) if n * 4 >= 16 << 10 else 4 * n for n in sizes)
+    once = [-(-n // 256) * block - (-n % 256) if n * 4 >= 16 << 10 else 4 * n for n in sizes]
     stats, wire = local.stats(), pycomm.codec_stats()
-    # Seven fragments have landed when sync() is called and three of the four again in it.
-    assert stats.syncs == 8
-    assert stats.sent_nbytes == 2 * (world_size - 1) * 2 * once // world_size
+    # Three fragments have landed when sync() is called. In it the fourth lands, which was launched
+    # in the last step, and the others are sent again.
+    assert stats.syncs == 7
+    assert stats.sent_nbytes == 2 * (world_size - 1) * (2 * sum(once) - once[3]) // world_size
     # The codec also counts a rank's own part of what it contributes, and what it passes on.
     assert 0.9 < wire.bytes_sent / stats.sent_nbytes < 1.1, (wire, stats)
 
@@ -362,33 +470,64 @@ def refused_states(rank: int, world_size: int) -> list[str]:
     for _ in range(5):
         local.step()
     state = local.state_dict()
-    loaders = [
-        make(fragments=4, fragment_sync_delay=1),
-        make(fragments=1),
-        make(sync_every=4, fragment_sync_delay=1),
-        make(fragment_sync_delay=1),
-        pycomm.StreamingDiLoCo(ddp_models.make("mlp"), sync_every=8, fragments=2),
+    assert state["flight"] == {"fragment": 0, "left": 2}
+    name = "layers.2.weight"
+    anchor = state["anchor"]
+    no_anchor = {key: value for key, value in state.items() if key != "anchor"}
+    one_group = [state["outer"][0], {"state": {}, "param_groups": []}]
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (make(fragments=4, fragment_sync_delay=1), state),
+        (make(fragments=1), state),
+        (make(sync_every=4, fragment_sync_delay=1), state),
+        (make(fragment_sync_delay=1), state),
+        (make(fragment_update_alpha=0.25), state),
+        (make(wire_dtype="int8"), state),
+        (pycomm.StreamingDiLoCo(ddp_models.make("mlp"), sync_every=8, fragments=2), state),
+        (make(), {**state, "anchor": {**anchor, name: anchor[name][:1]}}),
+        (make(), {**state, "anchor": {**anchor, name: anchor[name].double()}}),
+        (make(), {**state, "outer": one_group}),
+        (make(), {**state, "since_sync": 8}),
+        (make(), {**state, "flight": {"fragment": 0, "left": 4}}),
+        (make(), {**state, "flight": {"fragment": 2, "left": 1}}),
+        (make(), no_anchor),
     ]
     texts = []
-    for loader in loaders:
+    for loader, given in cases:
+        loader.step()
         before = loader.state_dict()
         with pytest.raises(ValueError) as caught:
-            loader.load_state_dict(state)
+            loader.load_state_dict(given)
         texts.append(str(caught.value))
         after = loader.state_dict()
         assert_equal(before["anchor"].values(), after["anchor"].values())
-        assert before["since_sync"] == after["since_sync"] == 0
+        for key in ("since_sync", "versions", "flight", "options", "outer"):
+            assert before[key] == after[key]
     return texts
+
+
+REFUSED = [
+    "parameter 'layers.2.bias' is in fragment 0 of only one of the two",
+    "parameter 'layers.1.bias' is in fragment 0 of only one of the two",
+    "saved with sync_every=8, and this was made with sync_every=4",
+    "saved with fragment_sync_delay=3, and this was made with fragment_sync_delay=1",
+    "saved with fragment_update_alpha=0.5, and this was made with fragment_update_alpha=0.25",
+    "saved with wire_dtype=None, and this was made with wire_dtype='int8'",
+    "the state is that of another model or other fragments",
+    "anchor of parameter 'layers.2.weight' has shape (1, 600) and dtype torch.float32, and "
+    "(600, 600)",
+    "anchor of parameter 'layers.2.weight' has shape (600, 600) and dtype torch.float64, and",
+    "outer optimizer has groups of [] tensors, and this one of [4]",
+    "the state is at step 8 of a round of 8",
+    "has fragment 0 in flight, which lands in 4 steps; there are 2 fragments, and",
+    "has fragment 2 in flight, which lands in 1 step; there are 2 fragments, and",
+    "the state has no 'anchor'",
+]
 
 
 def test_the_state_of_another_run_is_refused() -> None:
     found = run_ranks(1, refused_states, preload=ranks.TORCH_DDP).values()[0]
-    fragments, one, step, lands, model = found
-    assert "'layers.2.bias' is in one fragment 0 only" in fragments
-    assert "'layers.1.bias' is in one fragment 0 only" in one
-    assert "the state is at step 5 of a round, and sync_every is 4" in step
-    assert "lands in 1 steps, and fragment_sync_delay is 1" in lands
-    assert "the state is that of another model or other fragments" in model
+    for text, part in zip(found, REFUSED, strict=True):
+        assert part in text
 
 
 # What goes on meanwhile
@@ -449,6 +588,113 @@ def test_a_program_that_ends_does_not_wait_for_its_fragment() -> None:
     assert_within(took_s, 20, "rank 1 would be waited for")
 
 
+def ends_in_a_step(rank: int, world_size: int) -> None:
+    """The program ends while the thread is in the middle of torch, in an outer step."""
+    import pycomm
+
+    begun = threading.Event()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            begun.set()
+            left = torch.ones(1500, 1500)
+            for _ in range(40):
+                torch.mm(left, left)
+            mark("stepped")
+
+    local = pycomm.StreamingDiLoCo(
+        ddp_models.make("mlp"),
+        sync_every=4,
+        fragment_sync_delay=3,
+        outer_optimizer=lambda tensors: Slow(tensors, lr=1.0),
+    )
+    for _ in range(4):
+        local.step()
+    assert begun.wait(60)
+    raise SystemExit(3)
+
+
+def test_a_program_may_end_in_the_middle_of_an_outer_step() -> None:
+    with start_ranks(1, ends_in_a_step, destroy=False, preload=ranks.TORCH_DDP) as running:
+        running.wait_for_mark(0, "stepped")
+        running.processes[0].wait(60)
+    assert running.processes[0].poll() == 3
+
+
+# Where ranks stop at different steps
+
+
+def uneven(rank: int, world_size: int, kind: str, steps: list[int]) -> list[torch.Tensor]:
+    """Rank ``r`` has ``steps[r]`` batches; each kind syncs every three steps."""
+    import pycomm
+
+    model = ddp_models.make("mlp")
+    optimizer = inner(model)
+    local = getattr(pycomm, kind)(model, sync_every=3)
+    for step in range(steps[rank]):
+        train_step(model, optimizer, rank, step)
+        local.step()
+    local.sync()
+    assert_equal_on_all_ranks(model, world_size)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("steps", [[5, 4], [3, 4]], ids=str)
+def test_ranks_that_had_more_batches_sync_at_the_end(steps: list[int]) -> None:
+    found = {}
+    for kind in ("DiLoCo", "StreamingDiLoCo", "SparseLoCo"):
+        found[kind] = run_ranks(2, uneven, args=(kind, steps), preload=ranks.TORCH_DDP).values()[0]
+    assert_equal(found["DiLoCo"], found["StreamingDiLoCo"])
+    # By hand: two outer steps of DiLoCo.
+    workers = [ddp_models.make("mlp") for _ in range(2)]
+    optimizers = [inner(worker) for worker in workers]
+    anchor = [wide(each) for each in workers[0].parameters()]
+    velocity = [torch.zeros_like(each) for each in anchor]
+    for first, last in (([0, 0], [3, 3]), ([3, 3], steps)):
+        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            for step in range(first[rank], last[rank]):
+                train_step(worker, optimizer, rank, step)
+        for index, start in enumerate(anchor):
+            ends = [wide(list(worker.parameters())[index]) for worker in workers]
+            moved = torch.stack([start - end for end in ends]).mean(0)
+            velocity[index] = 0.9 * velocity[index] + moved
+            anchor[index] = start - 0.7 * (moved + 0.9 * velocity[index])
+            for worker in workers:
+                list(worker.parameters())[index].data.copy_(anchor[index])
+    for mine, expected in zip(found["DiLoCo"], anchor, strict=True):
+        torch.testing.assert_close(wide(mine), expected, rtol=1e-4, atol=1e-5)
+
+
+def again_and_again(rank: int, world_size: int) -> list[str]:
+    """Whether it was evaluated more often must not change a training."""
+    import pycomm
+
+    changed = []
+    for kind in ("DiLoCo", "StreamingDiLoCo", "SparseLoCo"):
+        model = ddp_models.make("buckets")
+        optimizer = inner(model)
+        local = getattr(pycomm, kind)(model, sync_every=2)
+        for step in range(4):
+            train_step(model, optimizer, rank, step, "buckets")
+            local.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        syncs = local.stats().syncs
+        for _ in range(2):
+            local.sync()
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        if not same or local.stats().syncs != syncs:
+            changed.append(kind)
+        train_step(model, optimizer, rank, 4, "buckets")
+        local.sync()  # and one that has something to do does it, also without step()
+        assert local.stats().syncs == syncs + 1
+        assert_equal_on_all_ranks(model, world_size)
+    return changed
+
+
+def test_a_second_sync_changes_nothing() -> None:
+    assert run_ranks(2, again_and_again, preload=ranks.TORCH_DDP).values() == [[], []]
+
+
 # Failures
 
 
@@ -496,10 +742,11 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
         dist.init_process_group("pycomm", init_method=f"file://{path}", rank=rank, world_size=2)
 
     (recipe,) = re.findall(r"^```python survivors\n(.*?)^```$", read(DOCUMENT), re.M | re.S)
-    names = {"local": local, "model": model, "options": options, "rejoin": rejoin}
+    names = {"local": local, "model": model, "options": options, "rejoin": rejoin, "step": step}
     names |= {"dist": dist, "pycomm": pycomm}
     exec(compile(recipe, DOCUMENT, "exec"), names)
-    local = names["local"]
+    local, step = names["local"], names["step"]
+    assert gathered_numbers(step) == [step] * 2
     moved = [
         after["anchor"][name] - parameter.detach() for name, parameter in model.named_parameters()
     ]
@@ -516,7 +763,18 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
             expected = after["anchor"][name].double() - 0.7 * (mean + 0.9 * mean)
             torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
     seen["versions"] = local.state_dict()["versions"]
+    for index in range(step, step + 10):
+        train_step(model, optimizer, rank, index, "buckets")
+        local.step()
+    local.sync()
+    assert_equal_on_all_ranks(model, 2)
     return seen
+
+
+def gathered_numbers(number: int) -> list[int]:
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([number]))
+    return [int(each) for each in found]
 
 
 @pytest.mark.faults
@@ -566,10 +824,10 @@ def test_ranks_that_missed_an_outer_step_are_named_by_all() -> None:
     assert [each["versions"] for each in found] == [[0, 0], [0, 0], [1, 0]]
     for each in found:
         assert (
-            "rank 0 fragment 0 at step 2, 0 outer steps old; rank 2 fragment 0 at step 2, 1"
-            in (each["text"])
+            "rank 0 sent fragment 0 at step 2 after 0 outer steps; rank 2 sent fragment 0 at step 2"
+            " after 1 outer step. Nothing was changed" in each["text"]
         )
-        assert "load one checkpoint on all" in each["text"]
+        assert "load checkpoints of one step" in each["text"]
 
 
 def test_ranks_at_different_steps_get_no_wrong_sum() -> None:
@@ -579,6 +837,128 @@ def test_ranks_at_different_steps_get_no_wrong_sum() -> None:
         assert (
             each["versions"] == [0, 0] and "The ranks disagree about the operation" in each["text"]
         )
+
+
+def begun_apart(rank: int, world_size: int) -> dict[str, str]:
+    import pycomm
+
+    texts = {}
+    for kind, how in itertools.product(
+        ("DiLoCo", "StreamingDiLoCo", "SparseLoCo"), ("step", "sync", "load")
+    ):
+        model = ddp_models.make("mlp", seed=rank if how != "load" else 0)
+        local = getattr(pycomm, kind)(model, sync_every=2, init_sync=how == "load")
+        if how == "load":  # checkpoints of two runs
+            other = getattr(pycomm, kind)(ddp_models.make("mlp", seed=rank), sync_every=2)
+            state = other.state_dict()
+            state["anchor"]["scale"] += rank
+            local.load_state_dict(state)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(pycomm.errors.CollectiveMismatchError) as caught:
+            if how == "step":
+                local.step()
+                local.step()
+            else:
+                local.sync()
+        assert_equal(model.parameters(), before)
+        texts[f"{kind} {how}"] = str(caught.value)
+        same = getattr(pycomm, kind)(ddp_models.make("mlp"), sync_every=1, init_sync=False)
+        same.step()
+    return texts
+
+
+def test_ranks_that_began_with_other_parameters_are_told() -> None:
+    first, second = run_ranks(2, begun_apart, preload=ranks.TORCH_DDP).values()
+    assert first == second and len(first) == 9
+    for each in first.values():
+        assert "with different parameters: rank 1 is the first that differs. Nothing was" in each
+        assert "leave init_sync=True, or load checkpoints of one step on all ranks" in each
+
+
+def only_orders(rank: int, world_size: int) -> list[int]:
+    """A sum as NCCL has them: wait() returns at once, and the device finds the group failed."""
+    import pycomm
+    from pycomm import _outer_step
+
+    class Sum:
+        waits = 0
+
+        def wait(self) -> None:
+            Sum.waits += 1
+            if Sum.waits > 1:
+                raise pycomm.errors.PeerDeadError("rank 1 died", {"code": "PEER_DEAD", "peer": 1})
+
+    class Half:
+        """The module, whose all_reduce leaves half of a sum."""
+
+        def all_reduce(self, tensor: torch.Tensor, **options: Any) -> Sum:
+            tensor.fill_(1e6)
+            return Sum()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+    model = ddp_models.make("mlp")
+    local = pycomm.StreamingDiLoCo(model, sync_every=1)
+    before = local.state_dict()["anchor"]
+    _outer_step.dist = Half()  # type: ignore[assignment]
+    with pytest.raises(pycomm.errors.PeerDeadError):
+        local.step()
+    assert_equal(local.state_dict()["anchor"].values(), before.values())
+    versions: list[int] = local.state_dict()["versions"]
+    return versions
+
+
+def test_a_sum_that_fails_on_the_device_is_not_applied() -> None:
+    assert run_ranks(1, only_orders, preload=ranks.TORCH_DDP).values() == [[0]]
+
+
+def interrupted(rank: int, world_size: int, where: str) -> dict[str, Any]:
+    """Ctrl-C while rank 0 waits for rank 1, which launches its fragment only then."""
+    import pycomm
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = dist.distributed_c10d._get_default_store()
+    model = ddp_models.make("buckets")
+    optimizer = inner(model)
+    local = pycomm.StreamingDiLoCo(model, sync_every=4, fragment_sync_delay=2)
+    calls = {"step": local.step, "state_dict": local.state_dict, "sync": local.sync}
+    seen: dict[str, Any] = {"landed": []}
+    for step in range(10):
+        train_step(model, optimizer, rank, step, "buckets")
+        if rank == 1 and step == 3:
+            store.wait(["interrupted"], timedelta(seconds=100))
+        try:
+            if rank == 0 and step == 5:  # where it lands
+                mark("waits")
+                calls[where]()
+            if rank == 1 or step != 5 or where != "step":
+                seen["landed"].append(local.step())
+        except KeyboardInterrupt:
+            seen["interrupted"] = step
+            store.set("interrupted", "1")
+            if where != "step":
+                seen["landed"].append(local.step())
+    seen["versions"] = local.state_dict()["versions"]
+    local.sync()
+    assert_equal_on_all_ranks(model, world_size)
+    return seen
+
+
+@pytest.mark.parametrize("where", ["step", "state_dict", "sync"])
+def test_ctrl_c_while_a_fragment_is_waited_for(where: str) -> None:
+    with start_ranks(2, interrupted, args=(where,), preload=ranks.TORCH_DDP) as running:
+        running.wait_for_mark(0, "waits")
+        running.wait_until_asleep(0)
+        running.kill(0, signal.SIGINT)
+        results = running.collect(100)
+    first, second = results.check().values()
+    assert first["interrupted"] == 5 and first["versions"] == second["versions"] == [2]
+    assert second["landed"] == [step in (5, 9) for step in range(10)]
+    # Interrupted in step(), it lands in the next one.
+    lands = 6 if where == "step" else 5
+    steps = [step for step in range(10) if where != "step" or step != 5]
+    assert first["landed"] == [step in (lands, 9) for step in steps]
 
 
 def other_options(rank: int, world_size: int) -> list[str]:
