@@ -145,8 +145,8 @@ class Flight:
         self._chunks: list[_Chunk] = []
         self._works: list[Any] = []
         self._places: list[torch.Tensor] = []
-        # Set unless a thread is settling. Not Thread.join(): after a Ctrl-C there, Python 3.11 takes
-        # a thread that still runs for one that has ended.
+        # Set unless a thread is settling. Not Thread.join(): if Ctrl-C interrupts that, Python 3.11
+        # takes a thread that still runs for one that has ended.
         self._idle = threading.Event()
         self._idle.set()
         self._lock = threading.Lock()  # guards the next two

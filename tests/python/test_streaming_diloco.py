@@ -742,8 +742,8 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
         dist.init_process_group("pycomm", init_method=f"file://{path}", rank=rank, world_size=2)
 
     (recipe,) = re.findall(r"^```python survivors\n(.*?)^```$", read(DOCUMENT), re.M | re.S)
-    names = {"local": local, "model": model, "options": options, "rejoin": rejoin, "step": step}
-    names |= {"dist": dist, "pycomm": pycomm}
+    names = {"local": local, "model": model, "options": options, "rejoin": rejoin}
+    names |= {"dist": dist, "pycomm": pycomm, "step": step + 5 * rank}  # not noticed at one step
     exec(compile(recipe, DOCUMENT, "exec"), names)
     local, step = names["local"], names["step"]
     assert gathered_numbers(step) == [step] * 2
