@@ -1,8 +1,8 @@
 """Cuts a model into fragments, which are synced at different times.
 
-By default blocks are dealt out in turn, as to players of a card game: block b belongs to fragment
-b mod P. With P = 2 and six layers, fragment 0 has layers 0, 2, 4 and fragment 1 has 1, 3, 5. This
-is the strided pattern of Streaming DiLoCo (arXiv 2501.18512).
+By default blocks are dealt out in turn: block b belongs to fragment b mod P. With P = 2 and six
+layers, fragment 0 has layers 0, 2, 4 and fragment 1 has 1, 3, 5. This is the strided pattern of
+Streaming DiLoCo (arXiv 2501.18512).
 """
 
 from __future__ import annotations
@@ -94,14 +94,19 @@ def _chosen(parameters: Parameters, fragments: Sequence[nn.Module]) -> list[list
     owner: dict[str, int] = {}
     for number, module in enumerate(fragments):
         if not isinstance(module, nn.Module):
-            raise ValueError(f"fragments[{number}] is a {type(module).__name__} and not a module")
+            kind = type(module).__name__
+            article = "an" if kind[0] in "aeiou" else "a"
+            raise ValueError(f"fragments[{number}] is {article} {kind} and not a module")
         trainable = [each for each in module.parameters() if each.requires_grad]
         if not trainable:
             raise ValueError(f"fragments[{number}] has no trainable parameter")
         for parameter in trainable:
             name = names.get(id(parameter))
             if name is None:
-                raise ValueError(f"fragments[{number}] has a parameter that the model has not")
+                raise ValueError(
+                    f"a parameter of fragments[{number}] is not part of the model, or is frozen "
+                    "there"
+                )
             if name in owner:
                 raise ValueError(
                     f"parameter {name!r} is in fragments[{owner[name]}] and in fragments[{number}]"

@@ -48,7 +48,7 @@ class SyncStats:
     saved_nbytes: int
     """What an all-reduce of the gradients in every step would have sent more than that."""
     exposed_seconds: float
-    """Time in ``step()`` and ``sync()``: training does not go on meanwhile."""
+    """Time in ``step()`` and ``sync()``, in which training stands still."""
 
 
 class LocalSGD:
@@ -59,7 +59,8 @@ class LocalSGD:
             those of rank 0, unless ``init_sync`` is false.
         sync_every: Steps from one sync to the next, 1 or more.
         process_group: The workers, a group of any backend; the default group if None.
-        init_sync: Whether to broadcast rank 0's parameters and buffers at construction.
+        init_sync: Whether to broadcast rank 0's parameters and buffers at construction. If not,
+            ``DiLoCo`` and the others need equal parameters on all ranks.
 
     Raises:
         ValueError: ``sync_every`` is no whole number from 1, or no parameter is trainable.

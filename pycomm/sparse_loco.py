@@ -36,9 +36,9 @@ _MOST_ENTRIES = 1024
 class SparseLoCo(LocalSGD):
     """Every ``sync_every`` steps workers exchange the largest entries of what they have moved.
 
-    A worker adds what it has moved to its error, sends the ``top_k`` largest entries of every 4,096
-    in a row, and takes them out of the error. There is no outer momentum: the error, which decays,
-    has its part.
+    A worker adds what it has moved to its error, sends the ``top_k`` largest of every 4,096
+    entries, and subtracts them from the error. There is no outer momentum: the error, which decays,
+    has the same effect.
 
     Args:
         model, sync_every, process_group, init_sync: As ``LocalSGD``. Parameters are real.
@@ -47,7 +47,8 @@ class SparseLoCo(LocalSGD):
         error_decay: What the error is multiplied by before each sync, from 0 to 1; β in the paper.
         outer_lr: What the mean of the workers' entries is multiplied by, more than 0; α in the
             paper.
-        outer_optimizer: Refused: for those who come from ``DiLoCo``.
+        outer_optimizer: Always None. Here so that a call written for ``DiLoCo`` gets an error that
+            explains it.
 
     Raises:
         ValueError: An option does not fit, or a parameter is complex.
@@ -113,7 +114,7 @@ class SparseLoCo(LocalSGD):
         )
 
     def _average(self, due: bool) -> bool:
-        """Nothing changes before everything has arrived, so a sync that fails has done nothing."""
+        """Changes nothing before all entries have arrived, so a sync that fails changes nothing."""
         chosen = [select(self._summed(name), self._top_k) for name in self._error]
         positions, values = (torch.cat(list(each)) for each in zip(*chosen, strict=True))
         payload = pack(positions, values)
@@ -128,7 +129,7 @@ class SparseLoCo(LocalSGD):
             error.copy_(self._summed(name).scatter_add_(1, where, -what))
             numel = self._anchor[name].numel()
             error.view(-1)[numel:] = 0.0
-            # A NaN has been sent, and is on all ranks now; one that stayed here would never end.
+            # The anchor has a NaN already if one was sent. In the error it would stay for ever.
             error.nan_to_num_(0.0, 0.0, 0.0)
             mean = torch.zeros_like(error)
             for each in arrived:  # rank by rank: the same bits on all
@@ -188,8 +189,8 @@ class SparseLoCo(LocalSGD):
     def state_dict(self) -> dict[str, Any]:
         """Also the parameters of the last sync and this rank's error, by name.
 
-        Tensors, numbers and dicts: ``torch.load(weights_only=True)`` reads it. The error is another
-        one on every rank.
+        Tensors, numbers and dicts: ``torch.load(weights_only=True)`` reads it. Each rank has an
+        error of its own, so save the state of every rank.
         """
         error = {
             name: rows.view(-1)[: self._anchor[name].numel()].clone()

@@ -46,8 +46,8 @@ class StreamingDiLoCo(LocalSGD):
     """Syncs one fragment of the model at a time, while training goes on.
 
     With H = ``sync_every``, P fragments and τ = ``fragment_sync_delay``, fragment p of 0 … P − 1 is
-    launched at steps (p + 1) · H / P of each round of H. Its outer step counts τ steps later. With
-    P = 1 and τ = 0 it is ``DiLoCo``, bit by bit.
+    launched at steps (p + 1) · H / P of each round of H. Its parameters take the new anchor τ steps
+    later. With P = 1 and τ = 0 it is ``DiLoCo``, bit by bit.
 
     Args:
         model, sync_every, process_group, init_sync: As ``LocalSGD``.
@@ -68,16 +68,20 @@ class StreamingDiLoCo(LocalSGD):
     Raises:
         ValueError: An option does not fit the model, another option or the group.
         ConfigMismatchError: Options, or what outer optimizers are set to, differ between ranks.
+        CollectiveMismatchError: In the first launch: parameters differ between ranks, since
+            ``init_sync`` was false.
 
-    Memory, in copies of the parameters: one, the outer optimizer's state, and 1/P for what travels.
+    Memory: one more copy of the parameters, the outer optimizer's state, and the largest fragment,
+    in float32 if its own dtype is smaller.
 
-    Cost of a fragment: an all-gather of 24 bytes, and all-reduces of some 32 MiB each; two passes
-    over its parameters in ``step()``, one at the launch and one at the landing.
+    Cost of a fragment: an all-gather of 32 bytes, and all-reduces of some 32 MiB each; two passes
+    over its parameters in ``step()``, one at the launch and one at the landing. The first launch
+    after construction or ``load_state_dict()`` also takes a checksum of its parameters.
 
     Source: Douillard and others, arXiv 2501.18512.
 
-    Threads: parameters on the CPU with a delay get their outer step on a thread, which ends when
-    the fragment lands. All methods belong to the training thread.
+    Threads: parameters on the CPU get their outer step on a thread, which ends before the fragment
+    lands. Call all methods from one thread.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class StreamingDiLoCo(LocalSGD):
     def step(self) -> bool:
         """Counts one step; call it after the optimizer's, equally often on every rank.
 
-        Launches a fragment, or lands one, if this is its step. A launch is collective and does not
+        Lands a fragment, or launches one, if this is its step. A launch is collective and does not
         wait; a landing waits if the fragment has not arrived.
 
         Returns:

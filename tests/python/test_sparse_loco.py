@@ -399,7 +399,7 @@ def test_every_bad_option_is_refused_with_a_sentence() -> None:
 
 # The bits that leave the card
 
-ROWS, SYNCS = 4000, 3
+ROWS, SYNCS = 2000, 3
 PROGRAM = f"""
 import json, os, subprocess
 from pathlib import Path
@@ -430,6 +430,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.alone
 @pytest.mark.namespaces
 def test_an_entry_takes_at_most_16_bits_on_the_wire(tmp_path: Path) -> None:
     """All that the card sends: headers of Ethernet, IP and TCP, acknowledgements, heartbeats."""
