@@ -159,8 +159,8 @@ class Flight:
     def launch(self, group: Any, wire_dtype: str | None, step: int) -> int:
         """Takes the snapshot and begins the sum. Collective; does not wait for other ranks.
 
-        The outer step of parameters on the CPU is taken on a thread, as soon as the sum is there;
-        others' in ``wait``.
+        If the parameters are on the CPU, a thread takes the outer step as soon as the sum has
+        arrived; otherwise ``wait`` does.
 
         Args:
             step: Compared between the ranks, as in ``Place``.
@@ -190,13 +190,8 @@ class Flight:
 
     @property
     def failed(self) -> bool:
-        """Whether ``wait`` and ``land`` raise at once. The flight is over then."""
+        """Whether ``wait`` and ``land`` raise at once, and no operation goes on."""
         return self._error is not None
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left to do: it has landed or failed, and no operation goes on."""
-        return self.failed or not self._to_land
 
     def wait(self) -> None:
         """Waits until the outer step has been taken; raises what the sum failed with."""
@@ -320,7 +315,7 @@ class Flight:
         self._settled = True
 
     def _check_places(self) -> None:
-        """A fragment of another step, or with another past, must not be mixed in."""
+        """Raises if ranks sent different fragments, or one of them missed an outer step."""
         device = self._places[0].device
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()

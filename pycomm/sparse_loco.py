@@ -164,9 +164,11 @@ class SparseLoCo(LocalSGD):
         mine = torch.cat([header, payload])
         ranks = dist.get_world_size(self._group)
         arrived = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(arrived, mine, group=self._group)
+        work = dist.all_gather(arrived, mine, group=self._group, async_op=True)
+        work.wait()
         self._wire_nbytes += mine.numel()
         heads = [each[: header.numel()].clone().view(torch.int64).tolist() for each in arrived]
+        work.wait()  # with NCCL the first one only orders streams, and this one raises
         different = [rank for rank, head in enumerate(heads) if head[:2] != heads[0][:2]]
         if different:
             rank = different[0]

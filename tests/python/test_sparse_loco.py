@@ -74,6 +74,9 @@ def test_the_largest_entries_are_chosen_and_come_back(top_k: int) -> None:
     assert payload.numel() == sparse_rows.payload_nbytes(7, top_k)
     where, what = sparse_rows.unpack(payload, top_k)
     assert torch.equal(where, positions.long()) and torch.equal(what, values)
+    for begin, end in ((0, 2), (2, 3), (3, 7), (7, 7)):
+        part = sparse_rows.unpack(sparse_rows.rows_of(payload, top_k, begin, end), top_k)
+        assert torch.equal(part[0], where[begin:end]) and torch.equal(part[1], what[begin:end])
 
 
 def test_the_bytes_are_those_of_the_description() -> None:

@@ -906,6 +906,16 @@ def only_orders(rank: int, world_size: int) -> list[int]:
         local.step()
     assert_equal(local.state_dict()["anchor"].values(), before.values())
     versions: list[int] = local.state_dict()["versions"]
+    # What is dropped by load_state_dict() may fail: nobody is told.
+    delayed = pycomm.StreamingDiLoCo(model, sync_every=2, fragment_sync_delay=1)
+    state = delayed.state_dict()
+    delayed.step()
+    delayed.step()
+    delayed.load_state_dict(state)
+    assert delayed.state_dict()["flight"] is None
+    assert [delayed.step() for _ in range(2)] == [False, False]
+    with pytest.raises(pycomm.errors.PeerDeadError):
+        delayed.step()
     return versions
 
 
@@ -1078,6 +1088,16 @@ def test_the_programs_of_the_page_run() -> None:
 
 
 # Fragments
+
+
+def test_memory_is_of_the_device_that_it_is_taken_for() -> None:
+    from pycomm._outer_step import Scratch
+
+    scratch = Scratch()
+    for name in ("cpu", "meta", "cpu"):
+        device = torch.device(name)
+        parts = scratch.take(torch.bfloat16, torch.float32, device, [3, 5])
+        assert [(part.device, part.numel()) for part in parts] == [(device, 3), (device, 5)]
 
 
 class Decoder(nn.Module):
