@@ -624,13 +624,15 @@ def test_a_program_may_end_in_the_middle_of_an_outer_step() -> None:
 # Where ranks stop at different steps
 
 
-def uneven(rank: int, world_size: int, kind: str, steps: list[int]) -> list[torch.Tensor]:
+def uneven(
+    rank: int, world_size: int, kind: str, steps: list[int], **options: Any
+) -> list[torch.Tensor]:
     """Rank ``r`` has ``steps[r]`` batches; each kind syncs every three steps."""
     import pycomm
 
     model = ddp_models.make("mlp")
     optimizer = inner(model)
-    local = getattr(pycomm, kind)(model, sync_every=3)
+    local = getattr(pycomm, kind)(model, sync_every=3, **options)
     for step in range(steps[rank]):
         train_step(model, optimizer, rank, step)
         local.step()
@@ -663,6 +665,20 @@ def test_ranks_that_had_more_batches_sync_at_the_end(steps: list[int]) -> None:
                 list(worker.parameters())[index].data.copy_(anchor[index])
     for mine, expected in zip(found["DiLoCo"], anchor, strict=True):
         torch.testing.assert_close(wide(mine), expected, rtol=1e-4, atol=1e-5)
+
+
+def uneven_in_flight(rank: int, world_size: int, delay: int) -> list[int]:
+    """Rank 0 has launched in its last step; rank 1 has trained since, and landed if it is time."""
+    for alpha in (0.0, 0.25):
+        options = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+        uneven(rank, world_size, "StreamingDiLoCo", [3, 4], **options)
+    return [delay]
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_ranks_of_which_one_has_just_launched_decide_alike(delay: int) -> None:
+    found = run_ranks(2, uneven_in_flight, args=(delay,), preload=ranks.TORCH_DDP)
+    assert found.values() == [[delay]] * 2
 
 
 def again_and_again(rank: int, world_size: int) -> list[str]:
