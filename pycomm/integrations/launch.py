@@ -38,7 +38,7 @@ class Launch:
     """What a launcher told this process."""
 
     launcher: str
-    """ "torchrun", "Open MPI", "MPICH" or "Slurm"; torchrun stands for any launcher that sets RANK."""
+    """ "torchrun", "Open MPI", "MPICH" or "Slurm". torchrun: any launcher that sets RANK."""
     rank: int
     world_size: int
     local_rank: int | None
