@@ -8,18 +8,20 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from pycomm import errors
-from pycomm.doctor.join import NoStoreError, join
-from pycomm.doctor.meeting import Place
+from pycomm.doctor.flow import MAX_SECONDS
+from pycomm.doctor.join import NoStoreError, join, report_alone
+from pycomm.doctor.meeting import NoDoctorError, Place
 from pycomm.doctor.report import Report
 from pycomm.doctor.run import Plan, examine, examine_alone
 from pycomm.doctor.screen import as_text
-from pycomm.doctor.system import socket_options, variables_in_force
+from pycomm.doctor.system import is_of_this_host, resolve, socket_options, variables_in_force
 from pycomm.integrations import launch
 
 _PORT = 29500
@@ -34,6 +36,10 @@ Without anything, it checks this host alone. It takes about half a minute and se
 between pairs of hosts meanwhile.
 Exit codes: 0 ready or not judged, 1 would not start, 2 wrong usage, 3 starts, but slow.
 """
+_HOSTS_HELP = "Run this on host A. It prints the command for each other host."
+_RANKS_HELP = "without a launcher: ranks that the job will have on each host; default: 1"
+_SECONDS_HELP = """\
+Length of each measurement in the first round; later rounds take half. Default: %(default)s"""
 
 
 def add_parser(commands: Any) -> None:
@@ -44,18 +50,14 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
     )
     add = parser.add_argument
-    add("--hosts", type=_names, metavar="A,B", help="run on A: prints what to run on the others")
+    add("--hosts", type=_names, metavar="A,B", help=_HOSTS_HELP)
     add("--nnodes", type=int, metavar="N", help="without a launcher: how many hosts")
     add("--node-rank", type=int, metavar="K", help="without a launcher: which host this is, from 0")
     add("--master-addr", metavar="A", help="without a launcher: name or address of host 0")
     add("--master-port", type=_port, default=_PORT, help="of the job; default: %(default)s")
-    add("--wait", type=_seconds, metavar="S", help="seconds for all hosts to come; default: 60")
-    add(
-        "--seconds",
-        type=_seconds,
-        default=1.5,
-        help="of each first measurement; default: %(default)s",
-    )
+    add("--ranks-per-host", type=_ranks, default=1, metavar="R", help=_RANKS_HELP)
+    add("--wait", type=_wait, metavar="S", help="seconds for all hosts to come; default: 60")
+    add("--seconds", type=_seconds, default=1.5, metavar="S", help=_SECONDS_HELP)
     add(
         "--parameters",
         type=_count,
@@ -75,17 +77,22 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None:
             return _print(examine_alone(os.environ, _plan(arguments)), arguments)
         if arguments.hosts:
-            _print_lines(arguments.hosts, place, variables_in_force(os.environ))
+            _print_lines(arguments, place, variables_in_force(os.environ))
     except ValueError as error:
         print(f"pycomm doctor: {error}", file=sys.stderr)
         return 2
     prints = place.rank == 0 or place.by_hand
+    begin = time.monotonic()
     try:
         plan = _plan(arguments, prints)
         with join(place, plan.wait_s) as store:
             report = examine(store, place, os.environ, plan)
     except NoStoreError as error:
         return _print(error.report(os.environ, arguments.strict), arguments)
+    except NoDoctorError as error:
+        took = time.monotonic() - begin
+        alone = report_alone(place, os.environ, arguments.strict, took, str(error))
+        return _print(alone, arguments)
     except KeyboardInterrupt:
         return 130
     except (errors.PycommError, dist.DistError, OSError, TimeoutError) as error:
@@ -101,8 +108,13 @@ def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Pla
         ValueError: The options or variables do not go together.
     """
     if arguments.hosts:
+        _check_first(arguments.hosts[0])
         return _by_hand(arguments, environ, len(arguments.hosts), 0, arguments.hosts[0])
-    if arguments.nnodes is not None:
+    if arguments.nnodes is None:
+        for name in ("node_rank", "master_addr"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} goes with --nnodes")
+    else:
         missing = [n for n in ("node_rank", "master_addr") if getattr(arguments, n) is None]
         if missing:
             raise ValueError(f"--nnodes goes with --{missing[0].replace('_', '-')}")
@@ -120,7 +132,17 @@ def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Pla
         master=found.address,
         master_port=found.port,
         store_port=found.port,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
+
+
+def _check_first(host: str) -> None:
+    """Elsewhere, torch would wait for a store that nobody opens."""
+    addresses = resolve(host)
+    if not any(map(is_of_this_host, addresses)):
+        known = f"its addresses are {', '.join(addresses)}" if addresses else "it has no address"
+        raise ValueError(f"run this on {host}, the first of --hosts. As seen here, {known}")
 
 
 def _by_hand(
@@ -129,35 +151,44 @@ def _by_hand(
     """The doctor's store is not at the job's port: the job may start on one host already while the
     doctor ends on another."""
     first, last = socket_options(environ).port_range
+    job = arguments.master_port
+    own = [port for port in range(first, last + 1) if port != job] if last > first else [job + 1]
     return Place(
         rank=rank,
         size=size,
         master=master,
         master_port=arguments.master_port,
-        store_port=first if last > first else arguments.master_port + 1,
+        store_port=own[0],
         by_hand=True,
     )
 
 
-def _print_lines(hosts: list[str], place: Place, variables: list[str]) -> None:
+def _print_lines(arguments: argparse.Namespace, place: Place, variables: list[str]) -> None:
+    """The other options reach the other hosts by the store."""
+    hosts = arguments.hosts
     print(f"pycomm doctor: run this on each host; {hosts[0]} waits here", file=sys.stderr)
     for rank, host in enumerate(hosts[1:], start=1):
         line = [sys.executable, "-m", "pycomm", "doctor", f"--nnodes={place.size}"]
         line += [f"--node-rank={rank}", f"--master-addr={place.master}"]
-        line += [f"--master-port={place.master_port}"]
+        line += [f"--master-port={place.master_port}", f"--wait={_wait_s(arguments):g}"]
         print(f"  {host}:\n    {' '.join([*variables, shlex.join(line)])}", file=sys.stderr)
 
 
 def _plan(arguments: argparse.Namespace, prints: bool = True) -> Plan:
-    default = _WAIT_FOR_PEOPLE_S if arguments.hosts else _WAIT_S
     return Plan(
         seconds=arguments.seconds,
         parameters=arguments.parameters,
         reach_only=arguments.reach_only,
-        wait_s=arguments.wait or default,
+        ranks_per_host=arguments.ranks_per_host,
+        wait_s=_wait_s(arguments),
         strict=arguments.strict,
         progress=_progress if prints and sys.stderr.isatty() else lambda _: None,
     )
+
+
+def _wait_s(arguments: argparse.Namespace) -> float:
+    default = _WAIT_FOR_PEOPLE_S if arguments.hosts else _WAIT_S
+    return float(arguments.wait or default)
 
 
 def _progress(line: str) -> None:
@@ -185,10 +216,24 @@ def _port(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _between(text, 0.5, MAX_SECONDS)
+
+
+def _wait(text: str) -> float:
+    return _between(text, 0.5, 3600.0)
+
+
+def _between(text: str, least: float, most: float) -> float:
     with contextlib.suppress(ValueError):
-        if 0.5 <= float(text) <= 3600.0:
+        if least <= float(text) <= most:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.5 to 3600")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, {least:g} to {most:g}")
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks, 1 to 4096")
+    return int(text)
 
 
 def _count(text: str) -> float:

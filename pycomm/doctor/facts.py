@@ -45,8 +45,9 @@ class Firewall:
 
     tool: str = ""
     """ "ufw", "firewalld", "nft", "iptables"; "" where none is in use."""
-    chain: str = ""
-    """nft only: "inet filter input", the chain that sees incoming packets; "" if not readable."""
+    chains: Sequence[str] = ()
+    """nft only: "inet filter input", each base chain that can drop an incoming packet. A packet
+    passes only if all of them accept it. Empty if the ruleset is not readable."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,11 @@ class HostFacts:
     """Random, so that a reply shows which process answered."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     problems: Sequence[str] = ()
-    """Settings that are not allowed, an extension that does not load."""
+    """Settings that are not allowed."""
+    extension: str = ""
+    """Why the extension does not load; "" if it does."""
+    slow_names: Sequence[str] = ()
+    """Names that the resolver of this host answered late, or not in time."""
     same_everywhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Settings that all ranks must have alike."""
     interface_setting: str = ""
@@ -103,17 +108,18 @@ class HostFacts:
     @classmethod
     def from_json(cls, text: str) -> HostFacts:
         """Reads what another version may have written: unknown fields are left out."""
-        raw: dict[str, Any] = _known(cls, json.loads(text))
+        raw: dict[str, Any] = known(cls, json.loads(text))
         interfaces = raw.pop("interfaces", ())
-        firewall = _known(Firewall, raw.pop("firewall", {}))
+        firewall = known(Firewall, raw.pop("firewall", {}))
         return cls(
             **raw,
-            interfaces=tuple(Interface(**_known(Interface, one)) for one in interfaces),
+            interfaces=tuple(Interface(**known(Interface, one)) for one in interfaces),
             firewall=Firewall(**firewall),
         )
 
 
-def _known(cls: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+def known(cls: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that this version's ``cls`` has, of what another version may have written."""
     fields = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in raw.items() if name in fields}
 

@@ -1,4 +1,4 @@
-"""The lines that let some hosts connect to some ports, for the firewall that a host has."""
+"""The lines that open or close ports for some hosts, for the firewall that a host has."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pycomm.doctor.facts import Firewall
 
 _MAX_LINES = 4
 _UNSURE = "(the table and chain as your firewall has them: sudo nft list ruleset)"
+_SEVERAL = "Each of these chains can drop a packet, so each needs the rule."
+_NOT_IN_EACH = "(for IPv4 and IPv6, if your tables are for one of them only)"
 
 
 def lines_to_open(
     firewall: Firewall, sources: Sequence[str], ports: Sequence[tuple[int, int]]
 ) -> list[str]:
-    """Commands for the host with this firewall.
+    """Commands for the host with this firewall: let these hosts connect to these ports.
 
     Args:
         firewall: What is in use there.
@@ -21,14 +23,45 @@ def lines_to_open(
         ports: First and last of each range.
     """
     if firewall.tool not in ("ufw", "firewalld", "iptables"):
-        return _nft(firewall.chain, sources, ports)
+        return _nft(firewall.chains, sources, ports)
     lines = [
         _line(firewall.tool, source, _span(first, last, "-"))
         for source in sources
         for first, last in ports
     ]
     left = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], "and the same for the other hosts"] if left > 0 else lines
+    lines = [*lines[:_MAX_LINES], "and the same for the other hosts"] if left > 0 else lines
+    return [*lines, "$ sudo firewall-cmd --reload"] if firewall.tool == "firewalld" else lines
+
+
+def lines_to_close(firewall: Firewall, sources: Sequence[str], port: int) -> list[str]:
+    """Commands for the host with this firewall: only these hosts, and itself, reach this port.
+
+    Args:
+        firewall: What is in use there.
+        sources: Addresses, all of one family. The other family is closed.
+        port: One that listens for both families.
+    """
+    port_text = str(port)
+    allowed = [_line(firewall.tool, source, port_text) for source in sources[:_MAX_LINES]]
+    if len(sources) > _MAX_LINES:
+        allowed.append("and the same for the other hosts")
+    if firewall.tool == "ufw":
+        # A rule that is prepended comes before the older ones: the last line is the first rule.
+        closed = [f"$ sudo ufw prepend deny proto tcp to any port {port_text}"]
+        return closed + [line.replace(" allow ", " prepend allow ", 1) for line in allowed]
+    if firewall.tool == "firewalld":  # of equal priority, it would deny first
+        rule = f"rule priority=-1 port port={port_text} protocol=tcp drop"
+        closed = [f"$ sudo firewall-cmd --permanent --add-rich-rule='{rule}'"]
+        closed += [line.replace("rule family", "rule priority=-2 family", 1) for line in allowed]
+        return [*closed, "$ sudo firewall-cmd --reload"]
+    if firewall.tool == "iptables":
+        closed = [
+            f"$ sudo {command} -I INPUT ! -i lo -p tcp --dport {port_text} -j DROP"
+            for command in ("iptables", "ip6tables")
+        ]
+        return closed + allowed
+    return _nft_close(firewall.chains, sources, port_text)
 
 
 def _line(tool: str, source: str, ports: str) -> str:
@@ -39,17 +72,43 @@ def _line(tool: str, source: str, ports: str) -> str:
     if tool == "firewalld":
         rule = f"rule family=ipv{6 if six else 4} source address={source}"
         rule += f" port port={ports} protocol=tcp accept"
-        return f"$ sudo firewall-cmd --add-rich-rule='{rule}'"
+        return f"$ sudo firewall-cmd --permanent --add-rich-rule='{rule}'"
     command = "ip6tables" if six else "iptables"
     return f"$ sudo {command} -I INPUT -p tcp -s {source} --dport {colon} -j ACCEPT"
 
 
-def _nft(chain: str, sources: Sequence[str], ports: Sequence[tuple[int, int]]) -> list[str]:
+def _nft(
+    chains: Sequence[str], sources: Sequence[str], ports: Sequence[tuple[int, int]]
+) -> list[str]:
     family = "ip6" if ":" in sources[0] else "ip"
     where = one_or_set([_span(first, last, "-") for first, last in ports])
-    line = f"$ sudo nft insert rule {chain or 'inet filter input'} "
-    line += f"{family} saddr {one_or_set(sources)} tcp dport {where} accept"
-    return [line] if chain else [line, _UNSURE]
+    rule = f"{family} saddr {one_or_set(sources)} tcp dport {where} accept"
+    seen = [chain for chain in chains if chain.split()[0] in ("inet", family)]
+    lines = [f"$ sudo nft insert rule {chain} {rule}" for chain in seen[:_MAX_LINES]]
+    if not lines:
+        return [f"$ sudo nft insert rule inet filter input {rule}", _UNSURE]
+    return lines if len(lines) == 1 else [*lines, _SEVERAL]
+
+
+def _nft_close(chains: Sequence[str], sources: Sequence[str], port: str) -> list[str]:
+    """A drop in one chain is final, so one chain per family is enough."""
+    family, other = ("ip6", "ip") if ":" in sources[0] else ("ip", "ip6")
+    own = next((one for one in chains if one.split()[0] in ("inet", family)), "")
+    others = next((one for one in chains if one.split()[0] in ("inet", other)), "")
+    nfproto = {"ip": "ipv4", "ip6": "ipv6"}[other]
+    lines = [
+        f"$ sudo nft insert rule {own or 'inet filter input'} iif != lo "
+        f"{family} saddr != {one_or_set(sources)} tcp dport {port} drop"
+    ]
+    if others or not own:
+        match = f"meta nfproto {nfproto} " if not others.startswith(f"{other} ") else ""
+        lines.append(
+            f"$ sudo nft insert rule {others or 'inet filter input'} iif != lo "
+            f"{match}tcp dport {port} drop"
+        )
+    else:
+        lines.append(_NOT_IN_EACH)
+    return lines if own else [*lines, _UNSURE]
 
 
 def one_or_set(values: Sequence[str]) -> str:

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.doctor import probe
+from pycomm.doctor.facts import known
 
 OUT, IN, BOTH = "out", "in", "both"
 DIRECTIONS = (OUT, IN, BOTH)
 
 BIN_S = 0.1
+MAX_SECONDS = 120.0
+"""Longest measurement. The command line refuses more."""
 _CHUNK_NBYTES = 1 << 20
 _SMALL_SEGMENT = 1200
 """Bytes of a packet that every path carries: IPv6's minimum is 1280 with headers."""
@@ -78,7 +81,7 @@ class Station:
         return {"flow": self._flow, "report": self._report}
 
     def _flow(self, connection: socket.socket, request: Mapping[str, Any]) -> None:
-        seconds = min(float(request["seconds"]), 120.0)
+        seconds = min(float(request["seconds"]), MAX_SECONDS)
         probe.write_line(connection, {"ready": True})
         arrived, sent = _run(
             connection,
@@ -97,8 +100,22 @@ class Station:
         probe.write_line(connection, report)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another host's station, and how this host connects to it."""
+
+    address: str
+    port: int
+    token: str
+    local: str = ""
+    """The address of this host to connect from; "": as the routing table has it."""
+
+    def connect(self, max_segment: int = 0) -> socket.socket:
+        return probe.connect(self.address, self.port, _CONNECT_S, max_segment, local=self.local)
+
+
 def measure(
-    address: str, port: int, token: str, direction: str, seconds: float, max_segment: int = 0
+    peer: Peer, direction: str, seconds: float, max_segment: int = 0
 ) -> tuple[tuple[Arrived, Sent], tuple[Arrived, Sent]]:
     """Runs one measurement: what this side counted, and what the other side did.
 
@@ -106,8 +123,8 @@ def measure(
         OSError, ValueError: The other side could not be reached, or is no doctor.
     """
     name = f"{time.monotonic_ns():x}"
-    request = {"token": token, "op": "flow", "id": name, "direction": direction}
-    with probe.connect(address, port, _CONNECT_S, max_segment) as connection:
+    request = {"token": peer.token, "op": "flow", "id": name, "direction": direction}
+    with peer.connect(max_segment) as connection:
         connection.settimeout(_CONNECT_S)
         probe.write_line(connection, {**request, "seconds": seconds})
         probe.read_line(connection)
@@ -117,9 +134,10 @@ def measure(
             receives=direction in (IN, BOTH),
             seconds=seconds,
         )
-    with probe.connect(address, port, _CONNECT_S) as connection:
+    # Always by small packets: through an MTU hole, a long report would vanish as the bytes did.
+    with peer.connect(_SMALL_SEGMENT) as connection:
         connection.settimeout(_CONNECT_S)
-        probe.write_line(connection, {"token": token, "op": "report", "id": name})
+        probe.write_line(connection, {"token": peer.token, "op": "report", "id": name})
         there = _from_json(probe.read_line(connection))
     return here, there
 
@@ -127,8 +145,7 @@ def measure(
 def flows_between(
     here: int,
     there: int,
-    where: tuple[str, int],
-    token: str,
+    peer: Peer,
     seconds: float,
     directions: tuple[str, ...] = DIRECTIONS,
     alone: bool = False,
@@ -137,7 +154,7 @@ def flows_between(
     flows = []
     for direction in directions:
         try:
-            flows += _flows(here, there, where, token, seconds, direction)
+            flows += _flows(here, there, peer, seconds, direction)
         except (OSError, ValueError) as error:
             flows.append(Flow(source=here, target=there, kind=direction, error=str(error)))
     return [dataclasses.replace(one, alone=alone) for one in flows]
@@ -149,10 +166,8 @@ def stalled(bins: tuple[int, ...]) -> bool:
     return bool(bins) and sum(later) == 0
 
 
-def _flows(
-    here: int, there: int, where: tuple[str, int], token: str, seconds: float, direction: str
-) -> list[Flow]:
-    mine, theirs = measure(*where, token, direction, seconds)
+def _flows(here: int, there: int, peer: Peer, seconds: float, direction: str) -> list[Flow]:
+    mine, theirs = measure(peer, direction, seconds)
     kind = BOTH if direction == BOTH else OUT
     flows = []
     if direction in (OUT, BOTH):
@@ -160,7 +175,7 @@ def _flows(
     if direction in (IN, BOTH):
         flows.append(_flow(there, here, kind, mine[0], theirs[1]))
     if direction != BOTH and stalled(flows[0].bins):
-        again = measure(*where, token, direction, min(seconds, 1.0), _SMALL_SEGMENT)
+        again = measure(peer, direction, min(seconds, 1.0), _SMALL_SEGMENT)
         moved = again[1][0] if direction == OUT else again[0][0]
         flows = [dataclasses.replace(flows[0], small_moves=not stalled(moved.bins))]
     return flows
@@ -271,7 +286,8 @@ def _as_json(arrived: Arrived, sent: Sent) -> dict[str, Any]:
 def _from_json(report: Mapping[str, Any]) -> tuple[Arrived, Sent]:
     """Raises ValueError for what a station does not write."""
     try:
-        arrived, sent = Arrived(**report["arrived"]), Sent(**report["sent"])
+        arrived = Arrived(**known(Arrived, report["arrived"]))
+        sent = Sent(**known(Sent, report["sent"]))
     except (KeyError, TypeError) as error:
         raise ValueError("the other side has no report") from error
     return dataclasses.replace(arrived, bins=tuple(map(int, arrived.bins))), sent

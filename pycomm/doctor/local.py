@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from pycomm._torch_range import torch_minor
 from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, listed
-from pycomm.doctor.firewall import one_or_set
+from pycomm.doctor.firewall import lines_to_close
 from pycomm.doctor.system import is_loopback
 
 _ANY = ("0.0.0.0", "::")
+_VIRTUAL = re.compile(
+    r"(docker|br-|virbr|veth|cni|flannel|cali|kube-|lxc|lxd|podman|nerdctl|vmnet|vboxnet|dummy|tunl)"
+)
+_LOCAL_BRIDGE = "a local bridge that other hosts cannot reach"
 
 
 def judge(hosts: Sequence[HostFacts]) -> list[Finding]:
@@ -22,13 +27,33 @@ def judge(hosts: Sequence[HostFacts]) -> list[Finding]:
 
 def files_needed(host: HostFacts, ranks: int) -> int:
     """Descriptors that one process takes: what Python has open, and a group of so many ranks."""
-    return host.files_open + 3 * (ranks - 1) + 8
+    streams = host.same_everywhere.get("streams", "1")
+    links = 3 * (ranks - 1) * (int(streams) if streams.isdecimal() else 1)
+    return host.files_open + links + 8
 
 
 def _settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         for problem in host.problems:
             yield Finding(STOP, "SETTING", host.name, f"{host.name}: {problem}")
+
+
+def _extensions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        if host.extension:
+            yield Finding(STOP, "EXTENSION", host.name, f"{host.name}: {host.extension}")
+
+
+def _slow_resolver(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    for host in hosts:
+        if host.slow_names:
+            text = f"{host.name}: looking up {listed(host.slow_names)} takes seconds, or fails late"
+            todo = [
+                "The job waits for it, too. Check the servers in /etc/resolv.conf, or add the "
+                "names to /etc/hosts.",
+                f"$ time getent hosts {host.slow_names[0]}",
+            ]
+            yield Finding(NOTE, "SLOW_RESOLVER", host.name, text, todo)
 
 
 def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -142,7 +167,7 @@ def twins_chosen(hosts: Sequence[HostFacts]) -> list[int]:
         index
         for owners in _owners(hosts).values()
         for index in owners.hosts
-        if len(owners.hosts) > 1 and hosts[index].address == owners.address
+        if owners.is_twin and hosts[index].address == owners.address
     ]
 
 
@@ -151,6 +176,10 @@ class _Owners:
     address: str
     interface: str
     hosts: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_twin(self) -> bool:
+        return len(self.hosts) > 1
 
 
 def _owners(hosts: Sequence[HostFacts]) -> dict[tuple[str, str], _Owners]:
@@ -163,31 +192,46 @@ def _owners(hosts: Sequence[HostFacts]) -> dict[tuple[str, str], _Owners]:
     return found
 
 
+def is_virtual(name: str) -> bool:
+    """Whether this is, by its name, an interface within the host: its address is no mistake."""
+    return _VIRTUAL.match(name) is not None
+
+
 def _twins(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    unused: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    twins = {(name, address) for (address, name), one in _owners(hosts).items() if one.is_twin}
     for owners in _owners(hosts).values():
-        if len(owners.hosts) < 2:
+        if not owners.is_twin:
             continue
         name, address = owners.interface, owners.address
-        names = listed([hosts[index].name for index in owners.hosts])
         users = [hosts[index] for index in owners.hosts if hosts[index].address == address]
         if not users:
-            text = f"{name} has {address} on {names}: a bridge that leads nowhere; not used"
-            yield Finding(NOTE, "TWIN", hosts[owners.hosts[0]].name, text)
+            unused.setdefault((name, tuple(owners.hosts)), []).append(address)
             continue
+        names = listed([hosts[index].name for index in owners.hosts])
         # Where nobody set it, the engine followed the route to a host where somebody did.
         user = next((one for one in users if one.interface_setting), users[0])
         by = f" by {user.interface_origin}={user.interface_setting}"
         text = (
-            f"{user.name}: wrong interface: {name} was chosen"
-            f"{by if user.interface_setting else ''}, and its address {address} is the same "
-            f"on {names}"
+            f"{user.name}: {'wrong interface' if is_virtual(name) else 'duplicate address'}: "
+            f"{name} was chosen{by if user.interface_setting else ''}, and its address {address} "
+            f"is the same on {names}"
         )
-        better = [n.name for n in user.interfaces if not n.loopback and n.name != name]
-        todo = [
-            f"{name} leads nowhere. On {user.name}:",
-            f"$ export PYCOMM_SOCKET_IFNAME={better[0] if better else '…'}",
+        why = f"{name} is {_LOCAL_BRIDGE}." if is_virtual(name) else "Give each host its own, or:"
+        better = [
+            one.name
+            for one in user.interfaces
+            if not one.loopback
+            and not is_virtual(one.name)
+            and (one.name, one.address) not in twins
         ]
+        todo = [f"{why} On {user.name}:", f"$ export PYCOMM_SOCKET_IFNAME={(better or ['…'])[0]}"]
         yield Finding(STOP, "TWIN_CHOSEN", user.name, text, todo)
+    for (name, indices), addresses in unused.items():
+        names = listed([hosts[index].name for index in indices])
+        what = _LOCAL_BRIDGE if is_virtual(name) else "a duplicate address"
+        text = f"{name} has {listed(addresses, 3)} on {names}: {what}; pycomm does not use it"
+        yield Finding(NOTE, "TWIN", hosts[indices[0]].name, text)
 
 
 def _ports(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -209,21 +253,19 @@ def _open_store(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     where = next(one for one in _ANY[::-1] if one in first.listeners)
     port = first.master_port
     text = f"{first.name}: torch's store listens on all interfaces ({where} port {port})"
-    family = "ip6" if ":" in first.address else "ip"
-    sources = one_or_set([host.address for host in hosts[1:] if host.address] or ["…"])
-    todo = [
-        "Anyone who reaches that port can stop the job. To admit only its hosts:",
-        f"$ sudo nft insert rule {first.firewall.chain or 'inet filter input'} iif != lo "
-        f"{family} saddr != {sources} tcp dport {port} drop",
-    ]
+    sources = [host.address for host in hosts[1:] if host.address] or ["…"]
+    todo = ["Anyone who reaches that port can stop the job. To admit only its hosts:"]
+    todo += lines_to_close(first.firewall, sources, port)
     yield Finding(NOTE, "STORE_OPEN", first.name, text, todo)
 
 
 _CHECKS: tuple[Callable[[Sequence[HostFacts]], Iterator[Finding]], ...] = (
+    _extensions,
     _settings,
     _versions,
     _same_settings,
     _descriptors,
+    _slow_resolver,
     master_name,
     _twins,
     _ports,

@@ -10,8 +10,8 @@ from typing import Any
 
 from pycomm import _extension, errors
 from pycomm.doctor.board import Board
-from pycomm.doctor.facts import HostFacts
-from pycomm.doctor.system import socket_options
+from pycomm.doctor.facts import HostFacts, known
+from pycomm.doctor.system import host_identity, resolve, socket_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,17 +28,27 @@ class Place:
     by_hand: bool = False
     """Started on each host without a launcher: the doctor has a store of its own, and every host
     prints."""
+    agent_store: bool = False
+    """torchrun's agent holds the store; otherwise rank 0 does."""
+    attempt: str = "0"
+    """How often torchrun has started its workers again."""
+
+
+class NoDoctorError(Exception):
+    """The store is there, and rank 0 runs no doctor that counts on this rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roster:
-    """Who came. The same on all ranks."""
+    """The ranks that joined this run; identical on every rank."""
 
-    token: str
-    ranks: Sequence[int]
-    identities: Sequence[str]
-    routes: Sequence[str]
+    token: str = ""
+    ranks: Sequence[int] = ()
+    identities: Sequence[str] = ()
+    routes: Sequence[str] = ()
     """First guesses of addresses, in the order of ``ranks``."""
+    plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Rank 0's options that all ranks use."""
 
     def hosts(self) -> list[list[int]]:
         """The ranks of each host; the first of a host speaks for it."""
@@ -51,15 +61,28 @@ class Roster:
         return dataclasses.asdict(self)
 
 
-def meet(board: Board, place: Place, environ: Mapping[str, str], wait_s: float) -> Roster:
+def meet(
+    board: Board,
+    place: Place,
+    environ: Mapping[str, str],
+    wait_s: float,
+    plan: Mapping[str, Any] | None = None,
+) -> Roster:
     """Rank 0 waits for the others; all get its list.
 
+    The other ranks write nothing before rank 0 has opened a run: in a pod that was started again,
+    the store may be that of the training.
+
     Raises:
-        TimeoutError: Rank 0 did not come, or its list came without this rank.
+        NoDoctorError: Rank 0 opened no run, or wrote no list.
+        TimeoutError: The list came without this rank.
     """
-    identity = _extension.load().host_identity()
+    if place.rank == 0:
+        board.put("open", wait_s)
+    else:
+        wait_s = max(wait_s, float(_from_rank_0(board, "open", wait_s)))
     route = choose_address(environ, place.master, [], 0).get("address", "")
-    board.put("hello", [identity, route, socket.gethostname()])
+    board.put("hello", [host_identity(), route, socket.gethostname()])
     if place.rank == 0:
         came = board.collect("hello", range(place.size), wait_s)
         ranks = sorted(came)
@@ -68,24 +91,39 @@ def meet(board: Board, place: Place, environ: Mapping[str, str], wait_s: float) 
             ranks=ranks,
             identities=[came[rank][0] for rank in ranks],
             routes=[came[rank][1] for rank in ranks],
+            plan=plan or {},
         )
         board.put("roster", roster.as_json())
         return roster
-    roster = Roster(**board.get("roster", 0, wait_s + 10.0))
+    roster = Roster(**known(Roster, _from_rank_0(board, "roster", wait_s + 10.0)))
     if place.rank not in roster.ranks:
         raise TimeoutError(f"rank {place.rank} came too late: the others have begun without it")
     return roster
 
 
+def _from_rank_0(board: Board, topic: str, wait_s: float) -> Any:
+    try:
+        return board.get(topic, 0, wait_s)
+    except TimeoutError as error:
+        raise NoDoctorError(
+            f"The store answers, and rank 0 runs no doctor there (no {topic!r} for {wait_s:.0f} s)."
+        ) from error
+
+
 def choose_address(
     environ: Mapping[str, str], master: str, everyone: Sequence[tuple[str, str]], index: int
 ) -> dict[str, str]:
-    """Where the engine would listen: ``address``, ``interface`` and ``why``, or ``error``."""
+    """Where the engine would listen: ``address``, ``interface`` and ``why``, or ``error``. Empty
+    without the extension."""
     settings = socket_options(environ)
+    if master and not resolve(master):  # the engine would wait for the resolver again
+        master = ""
     try:
         chosen = _extension.load().choose_address(
             settings.interface, settings.socket_family, master, everyone, index
         )
+    except ImportError:
+        return {}
     except errors.PycommError as error:
         return {"error": str(error)}
     return dict(chosen)
@@ -93,6 +131,8 @@ def choose_address(
 
 def with_choice(facts: HostFacts, chosen: Mapping[str, str]) -> HostFacts:
     """The facts with what ``choose_address`` gave; an error is a problem of the host."""
+    if not chosen:
+        return facts
     if error := chosen.get("error"):
         return dataclasses.replace(facts, problems=[*facts.problems, error])
     return dataclasses.replace(

@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 OK = "ok"
@@ -25,7 +25,9 @@ OTHER = "another host"
 
 LINK, STORE, ELSEWHERE = "link", "store", "elsewhere"
 
-_MAX_LINE = 1 << 20  # a report of an hour's measurement is 400 KB
+_MAX_LINE = 1 << 20  # far more than a report of flow.MAX_SECONDS
+_IP_BIND_ADDRESS_NO_PORT = 24  # linux/in.h; Python has no name for it before 3.12
+_PAUSE_S = 0.05
 _HELLO_LIMIT_S = 5.0
 _PINGS = 5
 
@@ -40,8 +42,8 @@ class Probe:
     """Index of the host that asked."""
     target: int
     purpose: str = LINK
-    """LINK: where the engine listens; STORE: the store's port; ELSEWHERE: an address that the
-    engine did not choose."""
+    """LINK: as the engine connects, to where it listens and from the address that it chose; STORE:
+    the store's port; ELSEWHERE: another address of the target, or the same from any address."""
     address: str = ""
     port: int = 0
     outcome: str = OK
@@ -61,15 +63,15 @@ class Server:
     """Listens on all interfaces until it is closed, one thread per connection."""
 
     def __init__(
-        self, token: str, process: str, ports: tuple[int, int], handlers: Mapping[str, Handler]
+        self, token: str, process: str, ports: Iterable[int], handlers: Mapping[str, Handler]
     ) -> None:
+        """Listens on the first of ``ports`` that is free; 0 is any."""
         self._token = token
         self._process = process
         self._handlers = {"hello": self._hello, **handlers}
         self._sockets: list[socket.socket] = []
         self._open = True
-        first, last = ports
-        self.port = self._listen(range(first, last + 1))
+        self.port = self._listen(ports)
 
     def also_listen(self, port: int) -> str:
         """Listens at the store's port, too; why not, if it cannot."""
@@ -87,7 +89,7 @@ class Server:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
 
-    def _listen(self, ports: range | list[int]) -> int:
+    def _listen(self, ports: Iterable[int]) -> int:
         refused: OSError | None = None
         for port in ports:
             try:
@@ -105,7 +107,9 @@ class Server:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return
+                # It is closed; or out of descriptors, or the peer has left, which both pass.
+                time.sleep(_PAUSE_S)
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -122,10 +126,17 @@ class Server:
             connection.sendall(connection.recv(1))
 
 
-def ask(question: Probe, token: str, timeout_s: float) -> Probe:
-    """Connects to the address of the question; returns it with the outcome. Never raises."""
+def ask(question: Probe, token: str, timeout_s: float, local: str = "") -> Probe:
+    """Connects to the address of the question; returns it with the outcome. Never raises.
+
+    Args:
+        question: Where to.
+        token: Of this run.
+        timeout_s: For each step.
+        local: The address of this host to connect from; "": as the routing table has it.
+    """
     try:
-        with connect(question.address, question.port, timeout_s) as connection:
+        with connect(question.address, question.port, timeout_s, local=local) as connection:
             connection.settimeout(timeout_s)
             write_line(connection, {"token": token, "op": "hello"})
             answer = read_line(connection)
@@ -149,21 +160,48 @@ def knock(question: Probe, timeout_s: float) -> Probe:
     return question
 
 
-def connect(address: str, port: int, timeout_s: float, max_segment: int = 0) -> socket.socket:
-    """A TCP connection; ``max_segment`` bounds the bytes of a packet, in both directions."""
+def connect(
+    address: str, port: int, timeout_s: float, max_segment: int = 0, *, local: str = ""
+) -> socket.socket:
+    """A TCP connection, as the engine makes it (csrc/transport/net/tcp_connect.cc).
+
+    Args:
+        address: Of the other host. The zone of a link-local address is that of ``local``: another
+            host's interface names mean nothing here.
+        port: Of the other host.
+        timeout_s: For each step.
+        max_segment: Bounds the bytes of a packet, in both directions; 0: as the MTU allows.
+        local: The address of this host to connect from; "": as the routing table has it.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
         if max_segment:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, max_segment)
-        connection.connect(where)
+        if local and (":" in local) == (":" in address):
+            with contextlib.suppress(OSError):  # a kernel without it takes a port right away
+                connection.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
+            connection.bind(_numeric(local, 0, family))
+        connection.connect(_numeric(with_zone(address, local), port, family))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def with_zone(address: str, local: str) -> str:
+    """A link-local address with the interface of ``local``: "fe80::2%eth0"."""
+    zone = local.partition("%")[2]
+    if not zone or not address.startswith("fe80:"):
+        return address
+    return f"{address.partition('%')[0]}%{zone}"
+
+
+def _numeric(address: str, port: int, family: int) -> Any:
+    flags = socket.AI_NUMERICHOST
+    return socket.getaddrinfo(address, port, family, socket.SOCK_STREAM, flags=flags)[0][4]
 
 
 def write_line(connection: socket.socket, content: Mapping[str, Any]) -> None:

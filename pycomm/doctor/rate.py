@@ -128,6 +128,11 @@ def table(hosts: int, flows: Sequence[Flow]) -> list[HostRate]:
 
 def suspects(hosts: int, flows: Sequence[Flow]) -> list[Pair]:
     """The pairs to measure again while no other pair does. The same on every host."""
+    return suspected(hosts, flows)[:MAX_REPEATS]
+
+
+def suspected(hosts: int, flows: Sequence[Flow]) -> list[Pair]:
+    """All pairs that look slow, the first pair of each slow host before the others."""
     if hosts <= 2:
         return []
     single = single_rates(flows)
@@ -138,7 +143,7 @@ def suspects(hosts: int, flows: Sequence[Flow]) -> list[Pair]:
         found.append(max(mine, key=lambda pair: mine[pair]))
     found += [pair for pair, _ in slow_pairs(hosts, single, set(slow))]
     ordered = dict.fromkeys((min(pair), max(pair)) for pair in found)
-    return list(ordered)[:MAX_REPEATS]
+    return list(ordered)
 
 
 def slowest(rows: Sequence[HostRate]) -> float:
@@ -156,7 +161,7 @@ def megabytes(rate: float) -> str:
 def link_name(rate: float) -> str:
     """The kind of link that carries this much at most; "" if none fits closely."""
     for bits, name in _LINKS:
-        if 0.80 * bits / 8 <= rate <= bits / 8:
+        if 0.80 * bits / 8 <= rate <= 1.05 * bits / 8:  # what a shaper lets through, and jitter
             return name
     return ""
 

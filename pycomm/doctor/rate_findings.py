@@ -20,6 +20,7 @@ from pycomm.doctor.rate import (
     single_rates,
     slow_hosts,
     slow_pairs,
+    suspected,
     table,
 )
 
@@ -32,12 +33,29 @@ def judge(hosts: Sequence[HostFacts], flows: Sequence[Flow]) -> list[Finding]:
     bucket = bucket_of(len(hosts), single)
     known = set() if bucket is None else {bucket}
     slow = dict(slow_hosts(len(hosts), single))
+    # Only so many are measured again alone. The others are not blamed one by one, and not at all
+    # once a repeated pair was fast alone: then they may share its uplink.
+    rest = set(suspected(len(hosts), [one for one in flows if not one.alone])[MAX_REPEATS:])
+    rest_hosts = {host for host in slow if host not in known and _all_in(host, single, rest)}
+    company = _company(hosts, flows, known)
+    mine = {host: way for host, way in slow.items() if host not in known | rest_hosts}
+    pairs = {
+        pair: rate
+        for pair, rate in slow_pairs(len(hosts), single, {*slow, *known})
+        if not rate.bursts
+    }
     return [
         *_stalls(hosts, flows),
         *_buckets(hosts, single, bucket),
-        *_hosts(hosts, single, {host: way for host, way in slow.items() if host not in known}),
-        *_pairs(hosts, single, {*slow, *known}),
-        *_company(hosts, flows, known),
+        *_hosts(hosts, single, mine),
+        *_pairs(hosts, single, {p: r for p, r in pairs.items() if _both_ways(p) not in rest}),
+        *company,
+        *_rest(
+            hosts,
+            rest_hosts,
+            sorted({_both_ways(pair) for pair in pairs} & rest),
+            blamed=not company,
+        ),
         *_duplex(hosts, [one for one in flows if not one.alone], {*slow, *known}),
         *_by_cores(hosts, flows),
         *_errors(hosts, flows),
@@ -127,10 +145,32 @@ def _hosts(
         yield Finding(SLOW, "LINK_SLOW", host.name, text, _cable(host))
 
 
-def _pairs(
-    hosts: Sequence[HostFacts], single: Mapping[Pair, Rate], slow: set[int]
+def _both_ways(pair: Pair) -> Pair:
+    return min(pair), max(pair)
+
+
+def _all_in(host: int, single: Mapping[Pair, Rate], rest: set[Pair]) -> bool:
+    """Whether no pair of this slow host was measured alone: its fastest would have been."""
+    mine = {pair: rate.steady for pair, rate in single.items() if host in pair}
+    return _both_ways(max(mine, key=lambda pair: mine[pair])) in rest
+
+
+def _rest(
+    hosts: Sequence[HostFacts], slow: set[int], pairs: Sequence[Pair], *, blamed: bool
 ) -> Iterator[Finding]:
-    found = {p: r for p, r in slow_pairs(len(hosts), single, slow) if not r.bursts}
+    """What looked slow and was not measured again alone, in one finding."""
+    names = [hosts[index].name for index in sorted(slow)]
+    names += [f"{hosts[a].name} <-> {hosts[b].name}" for a, b in pairs]
+    if names:
+        text = f"{listed(names, 4)}: slow, too, while other pairs sent; not measured alone"
+        todo = ["Mend the others first. Then run the doctor again."]
+        level = SLOW if blamed else NOTE
+        yield Finding(level, "NOT_REPEATED", "", text, todo)
+
+
+def _pairs(
+    hosts: Sequence[HostFacts], single: Mapping[Pair, Rate], found: Mapping[Pair, Rate]
+) -> Iterator[Finding]:
     done: set[Pair] = set()
     for (source, target), rate in found.items():
         if (source, target) in done:
@@ -161,9 +201,7 @@ def _cable(host: HostFacts) -> list[str]:
     ]
 
 
-def _company(
-    hosts: Sequence[HostFacts], flows: Sequence[Flow], known: set[int]
-) -> Iterator[Finding]:
+def _company(hosts: Sequence[HostFacts], flows: Sequence[Flow], known: set[int]) -> list[Finding]:
     """What was slow while others measured, and is not slow alone: they share an uplink."""
     before = single_rates(flow for flow in flows if not flow.alone)
     alone = single_rates(flow for flow in flows if flow.alone)
@@ -175,6 +213,7 @@ def _company(
         and before[pair].possible < SLOW_PART * rate.steady
         and not rate.by_cores
     ]
+    findings = []
     for source, target in found[:MAX_REPEATS]:
         was, is_now = before[source, target].steady, alone[source, target].steady
         text = (
@@ -182,7 +221,8 @@ def _company(
             f"{megabytes(was)} while other pairs send"
         )
         todo = ["They share an uplink or a switch that carries less than its ports together."]
-        yield Finding(SLOW, "SHARED_UPLINK", hosts[source].name, text, todo)
+        findings.append(Finding(SLOW, "SHARED_UPLINK", hosts[source].name, text, todo))
+    return findings
 
 
 def _duplex(

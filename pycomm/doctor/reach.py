@@ -23,7 +23,7 @@ from pycomm.doctor.probe import (
 _EXAMPLE_RANGE = (29600, 29699)
 
 _CAUSES: Mapping[str, str] = {
-    REFUSED: "refused (a firewall rejects it: the doctor listens there)",
+    REFUSED: "refused by a firewall (the doctor is listening on that port)",
     SILENT: "no answer (dropped: a firewall, a security group, or no route)",
     UNREACHABLE: "unreachable (no route, or a firewall that rejects with ICMP)",
     STRANGER: "something else answered, or the connection was cut",
@@ -35,17 +35,28 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
     """All findings of stage 1. Leaves out what follows from an address that two hosts have."""
     twins = set(local.twins_chosen(hosts))
     links = [one for one in probes if one.purpose == LINK]
-    bad = [one for one in links if not one.ok and one.target not in twins]
+    bad = [one for one in links if not one.ok and not twins & {one.source, one.target}]
     elsewhere = [one for one in probes if one.purpose == ELSEWHERE and one.ok]
+    # Reached from another address than the one that the source's engine connects from.
+    unbound = {
+        (one.source, one.target): one
+        for one in elsewhere
+        if one.address == hosts[one.target].address
+    }
+    bad = [one for one in bad if (one.source, one.target) not in unbound]
     wrong = {
         one.target: one
         for one in elsewhere
-        if one.target not in twins and _never_reached(one.target, links)
+        if one.address != hosts[one.target].address
+        and one.target not in twins
+        and not any(target == one.target for _, target in unbound)
+        and _never_reached(one.target, links)
     }
     return [
         *_wrong_interfaces(hosts, wrong),
+        *_wrong_sources(hosts, [one for one in unbound.values() if one.source not in wrong], twins),
         *_blocked(hosts, [one for one in bad if one.target not in wrong], links),
-        *_store(hosts, [one for one in probes if one.purpose == STORE and not one.ok]),
+        *_store(hosts, _store_not_reached(probes)),
         *_seen(hosts, [one for one in links if one.ok and one.source not in twins]),
     ]
 
@@ -100,6 +111,24 @@ def _wrong_interfaces(hosts: Sequence[HostFacts], wrong: Mapping[int, Probe]) ->
         yield Finding(STOP, "WRONG_INTERFACE", host.name, text, todo)
 
 
+def _wrong_sources(
+    hosts: Sequence[HostFacts], found: Sequence[Probe], twins: set[int]
+) -> Iterator[Finding]:
+    """The engine connects from the address that it listens on. Answers to it do not come back."""
+    for index in sorted({one.source for one in found} - twins):
+        host = hosts[index]
+        mine = [one for one in found if one.source == index]
+        better = next((i for i in host.interfaces if i.address == mine[0].seen), None)
+        name = better.name if better else "…"
+        others = listed([hosts[one.target].name for one in mine], 4)
+        text = (
+            f"{host.name}: wrong interface: from {host.interface} ({host.address}) it does not "
+            f"reach {others}, from {name} ({mine[0].seen}) it does"
+        )
+        todo = [f"On {host.name}:", f"$ export PYCOMM_SOCKET_IFNAME={name}"]
+        yield Finding(STOP, "WRONG_INTERFACE", host.name, text, todo)
+
+
 def _blocked(
     hosts: Sequence[HostFacts], bad: Sequence[Probe], links: Sequence[Probe]
 ) -> Iterator[Finding]:
@@ -150,6 +179,17 @@ def _ports_text(target: HostFacts, one: Probe) -> str:
     return f"{one.port} (of PYCOMM_PORT_RANGE {first}-{last})" if first else str(one.port)
 
 
+def _store_not_reached(probes: Sequence[Probe]) -> list[Probe]:
+    """One question per host that reached the store at none of its addresses."""
+    asked = [one for one in probes if one.purpose == STORE]
+    reached = {one.source for one in asked if one.ok}
+    first: dict[int, Probe] = {}
+    for one in asked:
+        if one.source not in reached:
+            first.setdefault(one.source, one)
+    return list(first.values())
+
+
 def _store(hosts: Sequence[HostFacts], bad: Sequence[Probe]) -> Iterator[Finding]:
     for outcome in dict.fromkeys(one.outcome for one in bad):
         some = [one for one in bad if one.outcome == outcome]
@@ -159,8 +199,14 @@ def _store(hosts: Sequence[HostFacts], bad: Sequence[Probe]) -> Iterator[Finding
             f"{listed([s.name for s in sources], 4)} -> {target.name} port {port} "
             f"(torch's store): {_CAUSES[outcome]}"
         )
-        lines = [f"On {target.name}:"]
-        lines += lines_to_open(target.firewall, [one.address for one in sources], [(port, port)])
+        lines = []
+        if outcome in (STRANGER, OTHER):
+            lines.append(f"To {some[0].address}. Its own addresses, on {target.name}:")
+            lines.append("$ python -m pycomm env")
+        else:
+            addresses = [one.address for one in sources]
+            lines.append(f"On {target.name}:")
+            lines += lines_to_open(target.firewall, addresses, [(port, port)])
         yield Finding(STOP, "STORE_" + CODES[outcome], target.name, text, lines)
 
 

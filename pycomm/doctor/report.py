@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycomm.doctor.facts import LEVELS, NOTE, SLOW, STOP, Finding, HostFacts
+from pycomm.doctor.facts import LEVELS, NOTE, SLOW, STOP, Finding, HostFacts, known
 from pycomm.doctor.rate import HostRate
 from pycomm.doctor.sync import Sync
 
@@ -68,12 +68,10 @@ class Report:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Report:
-        """Of ``as_json`` of the same version."""
-        fields = dict(raw)
-        for derived in ("verdict", "exit_code"):
-            fields.pop(derived)
+        """Of ``as_json``, also of another version: unknown fields are left out."""
+        fields = known(cls, raw)
         fields["hosts"] = [HostFacts.from_json(json.dumps(one)) for one in raw["hosts"]]
-        fields["findings"] = [Finding(**one) for one in raw["findings"]]
-        fields["rates"] = [HostRate(**one) for one in raw["rates"]]
-        fields["syncs"] = [Sync(**one) for one in raw["syncs"]]
+        fields["findings"] = [Finding(**known(Finding, one)) for one in raw["findings"]]
+        fields["rates"] = [HostRate(**known(HostRate, one)) for one in raw["rates"]]
+        fields["syncs"] = [Sync(**known(Sync, one)) for one in raw["syncs"]]
         return cls(**fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from pycomm import errors
 from pycomm.doctor import flow, local, probe, rate, rate_findings, reach, sync, system
 from pycomm.doctor.board import Board
-from pycomm.doctor.facts import STOP, Finding, HostFacts, listed, unique_names
+from pycomm.doctor.facts import SLOW, STOP, Finding, HostFacts, known, listed, unique_names
+from pycomm.doctor.join import WHY_NOBODY
 from pycomm.doctor.meeting import Place, Roster, choose_address, meet, with_choice
 from pycomm.doctor.report import Report
 
@@ -23,17 +25,23 @@ _FACTS_S = 30.0
 _CONNECT_S = 3.5
 """A second question after 1 s and a third after 3 s: one lost packet is no firewall."""
 _MAX_QUESTIONS = 64
+_MAX_ELSEWHERE = 4
+"""Other addresses of a host that are asked, at most."""
+_ROLL_CALL_S = 15.0
 _LEAVE_S = 10.0
+_FROM_RANK_0 = ("seconds", "reach_only", "ranks_per_host")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the user wants."""
+    """What the user wants. Rank 0's measurements count for all ranks."""
 
     seconds: float = 1.5
     """Per measurement in the first round; half of it in later ones."""
     parameters: float = 62.5e6
     reach_only: bool = False
+    ranks_per_host: int = 1
+    """By hand: how many ranks of the job each host will have."""
     wait_s: float = 60.0
     strict: bool = False
     progress: Callable[[str], None] = lambda _: None
@@ -49,13 +57,18 @@ def examine(store: Any, place: Place, environ: Mapping[str, str], plan: Plan) ->
         plan: What to do.
 
     Raises:
-        TimeoutError: The others have not come, or went away.
+        NoDoctorError: Rank 0 runs no doctor.
+        TimeoutError: The others began without this rank, or rank 0 went away.
         DistError: The store was lost.
     """
     begin = time.monotonic()
     board = Board(store, place.rank)
     plan.progress(f"waiting for {place.size} ranks")
-    roster = meet(board, place, environ, plan.wait_s)
+    roster = meet(
+        board, place, environ, plan.wait_s, {name: getattr(plan, name) for name in _FROM_RANK_0}
+    )
+    given = {name: roster.plan[name] for name in _FROM_RANK_0 if name in roster.plan}
+    plan = dataclasses.replace(plan, **given)
     examination = _Examination(board, place, environ, plan, roster, begin)
     with contextlib.closing(examination):
         report = examination.report(store)
@@ -102,26 +115,31 @@ class _Examination:
         self._leaders = [ranks[0] for ranks in self._hosts]
         self._server: probe.Server | None = None
         self._facts: list[HostFacts] = []
+        self._silent: list[int] = []
+        """Ranks that came and then wrote nothing: nobody waits for them again."""
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
     def report(self, store: Any) -> Report:
-        findings: list[Finding] = []
         probes: list[probe.Probe] = []
         flows: list[flow.Flow] = []
+        taken: list[Finding] = []
         stages = ["local"]
         if self._place.rank in self._leaders:
-            findings = [*self._missing(), *self._gather(), *local.judge(self._facts)]
+            taken = self._gather()
             if len(self._facts) > 1:
                 stages.append("reach")
                 probes = self._reach()
-                findings += reach.judge(self._facts, probes)
                 if not self._plan.reach_only:
                     stages.append("rate")
                     flows = self._rates(reach.reachable(probes))
-                    findings += rate_findings.judge(self._facts, flows)
+        self._roll_call()
+        findings = self._judge(taken, probes, flows) if self._place.rank == 0 else []
+        nobody = self._nobody_else()
+        if not nobody:
+            findings = [*self._missing(), *findings]
         syncs, trouble = self._sync(store, findings)
         report = Report(
             hosts=self._facts,
@@ -131,12 +149,59 @@ class _Examination:
             syncs=syncs,
             parameters=self._plan.parameters,
             seconds=time.monotonic() - self._begin,
+            reason="" if _stops(findings) else nobody,
             stages=[*stages, "sync"] if syncs else stages,
             strict=self._plan.strict,
         )
         return self._agreed(report)
 
+    def _judge(
+        self, taken: list[Finding], probes: list[probe.Probe], flows: list[flow.Flow]
+    ) -> list[Finding]:
+        """All findings but the sync's. A host that ended meanwhile is blamed for that only."""
+        gone = {index for index, rank in enumerate(self._leaders) if rank in self._silent}
+        probes = [one for one in probes if not gone & {one.source, one.target}]
+        flows = [one for one in flows if not gone & {one.source, one.target}]
+        return [
+            *map(_went_silent, self._silent),
+            *taken,
+            *local.judge(self._facts),
+            *reach.judge(self._facts, probes),
+            *rate_findings.judge(self._facts, flows),
+        ]
+
+    def _collect(self, topic: str, ranks: Sequence[int], limit_s: float) -> dict[int, Any]:
+        """The entries of these ranks; who has none is remembered as silent."""
+        waited_for = [rank for rank in ranks if rank not in self._silent]
+        found = self._board.collect(topic, waited_for, limit_s)
+        self._silent += [rank for rank in waited_for if rank not in found]
+        return found
+
+    def _roll_call(self) -> None:
+        """Every rank answers before the verdict, also one that was only asked, or speaks for no
+        host: the engine would wait for it."""
+        if self._place.rank == 0:
+            self._board.put("call", True)
+        else:
+            self._board.get("call", 0, self._limit_s())
+        self._board.put("here", True)
+        if self._place.rank == 0:
+            self._collect("here", self._roster.ranks, _ROLL_CALL_S)
+
     # Stage 0
+
+    def _nobody_else(self) -> str:
+        """Why nothing is judged if only this host's own ranks came; "" if others did, too.
+
+        In a pod that was started again, rank 0 opens a store, and the others train already.
+        """
+        if len(self._roster.ranks) == self._place.size or len(self._hosts) > 1:
+            return ""
+        return (
+            f"No other host came within {self._plan.wait_s:.0f} s. Nothing is judged: on the "
+            f"others, {WHY_NOBODY}. If a firewall is in front of this host, their screens have "
+            "the line to open it."
+        )
 
     def _missing(self) -> list[Finding]:
         count = self._place.size - len(self._roster.ranks)
@@ -146,7 +211,7 @@ class _Examination:
         what = "node rank" if self._place.by_hand else "rank"
         text = f"{what} {listed(names)} did not come within {self._plan.wait_s:.0f} s"
         todo = [
-            "Was the doctor started there? If it had no answer from here, its screen has the line "
+            "Was the doctor started there? If it did not reach this host, its screen has the line "
             "to open this host's firewall."
         ]
         return [Finding(STOP, "MISSING", "", text, todo)]
@@ -164,36 +229,38 @@ class _Examination:
         )
         everyone = list(zip(roster.identities, roster.routes, strict=True))
         index = roster.ranks.index(place.rank)
-        if len(everyone) < place.size:  # not all are known: the first guess
-            everyone = []
         facts = with_choice(facts, choose_address(self._environ, place.master, everyone, index))
         trouble = ""
-        ports = (facts.port_range[0], facts.port_range[1])
+        first, last = facts.port_range
+        # The master's port may be in the range, and is opened below.
+        ports = [port for port in range(first, last + 1) if port != place.master_port or not first]
         handlers = flow.Station().handlers()
         try:
             self._server = probe.Server(roster.token, facts.process, ports, handlers)
         except OSError:  # the range is full, which is a finding of its own
-            self._server = probe.Server(roster.token, facts.process, (0, 0), handlers)
-        if place.by_hand and place.rank == 0:
-            trouble = self._server.also_listen(place.master_port)
-        facts = dataclasses.replace(
-            facts, ranks=self._hosts[self._leaders.index(place.rank)], port=self._server.port
-        )
+            self._server = probe.Server(roster.token, facts.process, [0], handlers)
+        ranks = self._hosts[self._leaders.index(place.rank)]
+        free = facts.ports_free
+        if place.by_hand:
+            count = self._plan.ranks_per_host
+            ranks = list(range(place.rank * count, place.rank * count + count))
+            if place.rank == 0:
+                trouble = self._server.also_listen(place.master_port)
+                free += first <= place.store_port <= last  # the doctor itself has it
+        facts = dataclasses.replace(facts, ranks=ranks, ports_free=free, port=self._server.port)
         self._board.put("facts", [facts.to_json(), trouble])
-        found = self._board.collect("facts", self._leaders, _FACTS_S)
-        silent = [rank for rank in self._leaders if rank not in found]
+        found = self._collect("facts", self._leaders, _FACTS_S)
         self._leaders = [rank for rank in self._leaders if rank in found]
         known = [HostFacts.from_json(found[rank][0]) for rank in self._leaders]
         names = unique_names([one.name for one in known], [one.address for one in known])
         self._facts = [
             dataclasses.replace(one, name=name) for one, name in zip(known, names, strict=True)
         ]
-        taken = [
+        return [
             _port_taken(self._facts[index], found[rank][1])
             for index, rank in enumerate(self._leaders)
             if found[rank][1]
         ]
-        return [*map(_went_silent, silent), *taken]
 
     # Stage 1
 
@@ -206,35 +273,55 @@ class _Examination:
             if index != here and host.address
         ]
         if self._place.by_hand and here != 0:  # a launcher has reached the store already
-            address = next(iter(self._facts[here].master_addresses), self._facts[0].address)
-            port = self._place.master_port
-            questions.append(
-                probe.Probe(source=here, target=0, purpose=probe.STORE, address=address, port=port)
-            )
+            # torch tries all addresses of the name, so one that answers is enough.
+            questions += [
+                probe.Probe(
+                    source=here,
+                    target=0,
+                    purpose=probe.STORE,
+                    address=address,
+                    port=self._place.master_port,
+                )
+                for address in self._facts[here].master_addresses or [self._facts[0].address]
+            ]
         answers = self._ask(questions)
         lost = [one for one in answers if one.purpose == probe.LINK and not one.ok]
         answers += self._ask([other for one in lost for other in self._elsewhere(one)])
         self._board.put("reach", [dataclasses.asdict(one) for one in answers])
-        found = self._board.collect("reach", self._leaders, 4 * _CONNECT_S)
-        return [probe.Probe(**raw) for rank in self._leaders for raw in found.get(rank, ())]
+        found = self._collect("reach", self._leaders, _reach_limit_s(len(self._facts)))
+        return [
+            probe.Probe(**known(probe.Probe, raw))
+            for rank in self._leaders
+            for raw in found.get(rank, ())
+        ]
 
     def _ask(self, questions: Sequence[probe.Probe]) -> list[probe.Probe]:
         if not questions:
             return []
+        own = self._facts[self._leaders.index(self._place.rank)].address
+
+        def ask(question: probe.Probe) -> probe.Probe:
+            local_address = own if question.purpose == probe.LINK else ""
+            return probe.ask(question, self._roster.token, _CONNECT_S, local_address)
+
         with ThreadPoolExecutor(min(len(questions), _MAX_QUESTIONS)) as pool:
-            asked = pool.map(lambda q: probe.ask(q, self._roster.token, _CONNECT_S), questions)
-            return reach.with_strangers(self._facts, asked)
+            return reach.with_strangers(self._facts, pool.map(ask, questions))
 
     def _elsewhere(self, lost: probe.Probe) -> Iterator[probe.Probe]:
-        """The other addresses of a host that was not reached where the engine would listen."""
+        """What shows whose address is wrong: the same from any address of this host, and the other
+        addresses of a host that was not reached where the engine would listen."""
         host = self._facts[lost.target]
         family = host.chosen.family if host.chosen else "ipv4"
-        for one in host.interfaces:
-            usable = one.family == family and not one.loopback and one.address != host.address
-            if usable and not one.address.startswith("fe80:"):
-                yield dataclasses.replace(
-                    lost, purpose=probe.ELSEWHERE, address=one.address, outcome=probe.OK, detail=""
-                )
+        others = [
+            one.address
+            for one in host.interfaces
+            if one.family == family and not one.loopback and one.address != host.address
+        ]
+        usable = [address for address in others if not address.startswith("fe80:")]
+        for address in [host.address, *usable[:_MAX_ELSEWHERE]]:
+            yield dataclasses.replace(
+                lost, purpose=probe.ELSEWHERE, address=address, outcome=probe.OK, detail=""
+            )
 
     # Stage 2
 
@@ -278,17 +365,21 @@ class _Examination:
             measured = flow.flows_between(
                 here,
                 asking[here],
-                (other.address, other.port),
-                self._roster.token,
+                flow.Peer(
+                    address=other.address,
+                    port=other.port,
+                    token=self._roster.token,
+                    local=self._facts[here].address,
+                ),
                 seconds,
                 flow.DIRECTIONS[:2] if alone else flow.DIRECTIONS,
                 alone=alone,
             )
             self._board.put(topic, [dataclasses.asdict(one) for one in measured])
         ranks = [self._leaders[index] for index in sorted(asking)]
-        found = self._board.collect(topic, ranks, 6 * seconds + 20.0)
+        found = self._collect(topic, ranks, 6 * seconds + 20.0)
         return [
-            flow.Flow(**{**raw, "bins": tuple(raw["bins"])})
+            flow.Flow(**{**known(flow.Flow, raw), "bins": tuple(raw["bins"])})
             for rank in ranks
             for raw in found.get(rank, ())
         ]
@@ -299,19 +390,21 @@ class _Examination:
         self, store: Any, findings: Sequence[Finding]
     ) -> tuple[list[sync.Sync], list[Finding]]:
         """All ranks take part, also those that speak for no host."""
-        stopped = any(finding.level == STOP for finding in findings)
         enough = len(self._roster.ranks) == self._place.size > 1
         if self._place.rank == 0:
-            self._board.put("go", enough and not stopped and not self._plan.reach_only)
-        if not self._board.get("go", 0, self._limit_s()):
+            self._board.put("go", enough and not _stops(findings) and not self._plan.reach_only)
+        if not self._board.get("go", 0, _ROLL_CALL_S + _FACTS_S):
             return [], []
         self._plan.progress("stage 3: one sync with the real engine")
         try:
             inner = dist.PrefixStore("sync", store)  # type: ignore[attr-defined]
             return sync.measure(inner, self._place.rank, self._place.size), []
-        except (errors.PycommError, ValueError, RuntimeError) as error:
+        except (errors.PycommError, ImportError, ValueError, RuntimeError) as error:
             text = f"{type(error).__name__}: {error}".partition(" [code=")[0]
-            todo = ["All stages before were fine, so please report this with the screen."]
+            slow = any(finding.level == SLOW for finding in findings)
+            fine = "All stages before were fine, so please report this with the screen."
+            again = "Mend what is slow, which may be why, and run the doctor again."
+            todo = [again if slow else fine]
             return [], [Finding(STOP, "SYNC_FAILED", "", text, todo)]
 
     def _agreed(self, report: Report) -> Report:
@@ -323,8 +416,21 @@ class _Examination:
 
     def _limit_s(self) -> float:
         """How long the stages before may take rank 0."""
-        rounds = len(rate.rounds(len(self._hosts))) + 4
-        return 3 * _FACTS_S + 8 * _CONNECT_S + rounds * (6 * self._plan.seconds + 20.0)
+        hosts = len(self._hosts)
+        rounds = len(rate.rounds(hosts)) + rate.MAX_REPEATS
+        rates_s = rounds * (6 * self._plan.seconds + 20.0)
+        return 3 * _FACTS_S + 2 * _reach_limit_s(hosts) + rates_s
+
+
+def _reach_limit_s(hosts: int) -> float:
+    """How long a host may ask: 64 questions at a time, each with a silent connect or answer."""
+    batches = math.ceil(hosts / _MAX_QUESTIONS)
+    batches += math.ceil(hosts * (1 + _MAX_ELSEWHERE) / _MAX_QUESTIONS)
+    return 2 * _CONNECT_S * (batches + 1)
+
+
+def _stops(findings: Sequence[Finding]) -> bool:
+    return any(finding.level == STOP for finding in findings)
 
 
 def _port_taken(host: HostFacts, trouble: str) -> Finding:
@@ -337,5 +443,5 @@ def _port_taken(host: HostFacts, trouble: str) -> Finding:
 
 
 def _went_silent(rank: int) -> Finding:
-    text = f"rank {rank} came and then wrote nothing more"
+    text = f"rank {rank} joined and then ended or hung"
     return Finding(STOP, "WENT_SILENT", "", text, ["Its own output shows why it ended."])

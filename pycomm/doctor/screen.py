@@ -23,6 +23,7 @@ or, without a launcher, on the first host:
    python -m pycomm doctor --hosts node1,node2"""
 # The columns that are left out first where a line would be too long.
 _DISPENSABLE = ("ranks", "lost", "torch", "MTU", "rtt")
+_LEAST_ADDRESS = 15
 
 
 def as_text(report: Report) -> str:
@@ -48,9 +49,10 @@ def _head(report: Report) -> Iterator[str]:
 
 
 def _numbered(findings: Sequence[Finding]) -> Iterator[str]:
+    if len(findings) > 1:
+        yield "Do item 1 first."
     for number, finding in enumerate(findings, start=1):
-        first = " DO FIRST " if number == 1 else " "
-        yield from _finding(finding, f"{number:>2}{first}")
+        yield from _finding(finding, f"{number:>2} ")
 
 
 def _notes(findings: Sequence[Finding]) -> Iterator[str]:
@@ -133,6 +135,10 @@ def _fitted(columns: dict[str, list[str]], units: dict[str, str]) -> Iterator[st
     for name in _DISPENSABLE:
         if sum(widths().values()) + 2 * (len(columns) - 1) > WIDTH:
             columns.pop(name, None)
+    over = sum(widths().values()) + 2 * (len(columns) - 1) - WIDTH
+    if over > 0:  # full IPv6 addresses
+        limit = max(widths()["address"] - over, _LEAST_ADDRESS)
+        columns["address"] = [_middle(cell, limit) for cell in columns["address"]]
     fitted = widths()
 
     def line(cells: dict[str, str]) -> str:
@@ -154,7 +160,8 @@ def _fitted(columns: dict[str, list[str]], units: dict[str, str]) -> Iterator[st
 def _local_lines(hosts: Sequence[HostFacts]) -> Iterator[str]:
     ranks = sum(len(host.ranks) for host in hosts)
     cores = _each([f"{host.cores_usable:g}" for host in hosts])
-    files = _each([str(host.files_limit) for host in hosts])
+    limits = [host.files_limit for host in hosts]
+    files = _each(["unlimited" if limit < 0 else str(limit) for limit in limits])
     need = max(files_needed(host, ranks) for host in hosts)
     gpus = sum(host.versions.get("cuda", "no GPU") != "no GPU" for host in hosts)
     found = [host for host in hosts if host.memfd]
@@ -192,21 +199,26 @@ def _sync_line(title: str, report: Report, *, busy: bool, factor: float) -> str:
         found = sync.find(report.syncs, wire, busy=busy)
         if found is not None:
             seconds = found.of(report.parameters) * factor
-            line += f"{wire} {seconds_text(seconds)}".ljust(12)
+            line += f"{wire} {seconds_text(seconds)}".ljust(11) + " "
     return line
 
 
 def seconds_text(seconds: float) -> str:
-    """ "28 s", "2.1 s", "0.05 s"."""
+    """ "28 s", "2.1 s", "0.05 s"; "2.8 h" from 10,000 s on."""
+    hours = seconds / 3600
+    if seconds >= 9999.5:
+        return f"{hours:.1f} h" if hours < 99.95 else f"{hours:.0f} h"
     return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.2g} s"
 
 
 def _marked_torch(report: Report) -> list[str]:
-    wrong = {finding.host for finding in report.problems if finding.code == "VERSION"}
-    return [
-        ("!" if host.name in wrong else "") + _short(host.versions.get("torch", _UNKNOWN), 12)
-        for host in report.hosts
-    ]
+    texts = [finding.text for finding in report.problems if finding.code == "VERSION"]
+    cells = []
+    for host in report.hosts:
+        wrong = any(text.startswith(f"{host.name}: torch ") for text in texts)
+        version = _short(host.versions.get("torch", _UNKNOWN), 12)
+        cells.append(f"!{version}" if wrong else version)
+    return cells
 
 
 def _rate(rate: float | None, row: HostRate) -> str:
@@ -224,6 +236,14 @@ def _span(ranks: Sequence[int]) -> str:
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return _short(",".join(map(str, ranks)), 8)
+
+
+def _middle(text: str, limit: int) -> str:
+    """Both ends of an address: its network and its host."""
+    if len(text) <= limit:
+        return text
+    end = (limit - 1) // 2
+    return f"{text[: limit - 1 - end]}…{text[-end:]}"
 
 
 def _short(text: str, limit: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import platform
 import resource
@@ -13,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,15 @@ import torch
 from pycomm import _extension
 from pycomm._settings import SETTINGS
 from pycomm._version import __version__
+from pycomm.doctor.bounded import within
 from pycomm.doctor.facts import Firewall, HostFacts, Interface
+from pycomm.doctor.rules import input_chains
 from pycomm.options import Options, ResolvedOptions
 
 _LISTEN = "0A"
+_RESOLVE_S = 5.0
+_SLOW_RESOLVER_S = 2.0
+_resolved: dict[str, tuple[list[str], float]] = {}
 _CGROUPS = "/sys/fs/cgroup"
 # Compared by the ranks when they join, see docs/options.md.
 _SAME_EVERYWHERE = (
@@ -65,12 +70,14 @@ def local_facts(
     except ValueError as error:
         problems.append(str(error))
     first, last = options.port_range
+    own_name = socket.gethostname()
     return HostFacts(
-        name=socket.gethostname(),
+        name=own_name,
         identity=identity,
         process=process,
         versions=_versions(),
         problems=problems,
+        extension=why_no_extension(),
         same_everywhere={name: str(getattr(options, name)) for name in _SAME_EVERYWHERE},
         interface_setting=options.interface,
         interface_origin=options.origins["interface"],
@@ -80,10 +87,11 @@ def local_facts(
         files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         files_open=len(os.listdir("/proc/self/fd")),
         memfd=_why_no_memfd(),
-        own_addresses=tuple(resolve(socket.gethostname())),
+        own_addresses=tuple(resolve(own_name)),
         master=master,
         master_port=master_port,
         master_addresses=tuple(resolve(master)) if master else (),
+        slow_names=tuple(n for n in dict.fromkeys((own_name, master)) if n and is_slow_name(n)),
         port_range=(first, last),
         ports_free=sum(map(_is_free, range(first, last + 1))) if first else 0,
         listeners=tuple(listeners_of_this_host(store_port)),
@@ -106,12 +114,61 @@ def variables_in_force(environ: Mapping[str, str]) -> list[str]:
 
 
 def resolve(host: str) -> list[str]:
-    """All addresses of a name in the resolver's order; empty if it has none."""
+    """All addresses of a name in the resolver's order; empty if it has none, or is not in time.
+
+    A name that has addresses, or that took long, is not looked up again: a resolver without a
+    server takes half a minute, and the others wait meanwhile.
+    """
+    if host not in _resolved:
+        begin = time.monotonic()
+        found = _look_up(host)
+        took = time.monotonic() - begin
+        if not found and took < _SLOW_RESOLVER_S:
+            return []  # its entry may still come: a pod's name exists when the pod is ready
+        _resolved[host] = (found, took)
+    return list(_resolved[host][0])
+
+
+def is_slow_name(host: str) -> bool:
+    """Whether the resolver answered this name late, or not in time."""
+    return host in _resolved and _resolved[host][1] >= _SLOW_RESOLVER_S
+
+
+def _look_up(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+        found = within(_RESOLVE_S, lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:  # a TimeoutError, too
         return []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_of_this_host(address: str) -> bool:
+    """Whether a socket here can have this address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def why_no_extension() -> str:
+    """Why pycomm's extension does not load; "" if it does."""
+    try:
+        _extension.load()
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def host_identity() -> str:
+    """Equal in two processes of one host and network namespace; also without the extension."""
+    try:
+        return _extension.load().host_identity()
+    except ImportError:
+        namespace = os.readlink("/proc/self/ns/net")
+        return f"{socket.gethostname()} {_read('/etc/machine-id').strip()} {namespace}"
 
 
 def is_loopback(address: str) -> bool:
@@ -189,25 +246,18 @@ def find_firewall() -> Firewall:
     """The tool that is in charge of this host's firewall."""
     if "ENABLED=yes" in _read("/etc/ufw/ufw.conf"):
         return Firewall(tool="ufw")
-    if Path("/run/firewalld.pid").exists():
+    if _has_firewalld():
         return Firewall(tool="firewalld")
     if shutil.which("nft"):
-        return Firewall(tool="nft", chain=input_chain(_output("nft", "-j", "list", "chains")))
+        return Firewall(tool="nft", chains=input_chains(_output("nft", "-j", "list", "ruleset")))
     return Firewall(tool="iptables" if shutil.which("iptables") else "")
 
 
-def input_chain(listing: str) -> str:
-    """The chain that sees incoming packets first, from ``nft -j list chains``; "" if none."""
-    try:
-        entries = json.loads(listing)["nftables"]
-    except (ValueError, KeyError):  # not root, or no firewall
-        return ""
-    chains = [entry["chain"] for entry in entries if "chain" in entry]
-    incoming = [one for one in chains if one.get("hook") == "input"]
-    if not incoming:
-        return ""
-    one = min(incoming, key=lambda chain: chain.get("prio", 0))
-    return f"{one['family']} {one['table']} {one['name']}"
+def _has_firewalld() -> bool:
+    """Under systemd, firewalld writes no pid file."""
+    if Path("/run/firewalld.pid").exists():
+        return True
+    return _output("systemctl", "is-active", "firewalld").strip() == "active"
 
 
 def _versions() -> dict[str, str]:
@@ -222,6 +272,8 @@ def _versions() -> dict[str, str]:
 
 
 def _interfaces() -> Iterable[Interface]:
+    if why_no_extension():
+        return
     for entry in _extension.load().list_interfaces():
         name = str(entry["name"])
         yield Interface(

@@ -38,7 +38,7 @@ def healthy(number: int, **changes: Any) -> HostFacts:
         interface="eth0",
         why="route to the store's host 10.0.0.1",
         port=40000 + number,
-        firewall=Firewall(tool="nft", chain="inet filter input"),
+        firewall=Firewall(tool="nft", chains=("inet filter input",)),
     )
     return dataclasses.replace(facts, **changes)
 

@@ -95,7 +95,14 @@ def test_what_busy_cores_did_is_no_token_bucket() -> None:
 
 @pytest.mark.parametrize(
     ("speed", "name"),
-    [(11.8e6, "100 Mbit/s"), (117e6, "1 Gbit/s"), (290e6, "2.5 Gbit/s"), (60e6, ""), (4e9, "")],
+    [
+        (11.8e6, "100 Mbit/s"),
+        (13e6, "100 Mbit/s"),  # over a shaper that lets a burst through
+        (117e6, "1 Gbit/s"),
+        (290e6, "2.5 Gbit/s"),
+        (60e6, ""),
+        (4e9, ""),
+    ],
 )
 def test_links_have_names(speed: float, name: str) -> None:
     assert rate.link_name(speed) == name
@@ -272,17 +279,17 @@ def test_what_could_not_be_measured_is_a_finding() -> None:
 
 
 @contextlib.contextmanager
-def station() -> Iterator[tuple[str, int]]:
-    server = Server("token", "me", (0, 0), flow.Station().handlers())
+def station() -> Iterator[flow.Peer]:
+    server = Server("token", "me", [0], flow.Station().handlers())
     with contextlib.closing(server):
-        yield "127.0.0.1", server.port
+        yield flow.Peer(address="127.0.0.1", port=server.port, token="token")
 
 
 @pytest.mark.time_bound
 def test_bytes_on_loopback_are_counted_where_they_arrive() -> None:
-    with station() as where:
+    with station() as peer:
         begin = time.monotonic()
-        measured = flow.flows_between(0, 1, where, "token", 0.5)
+        measured = flow.flows_between(0, 1, peer, 0.5)
         took = time.monotonic() - begin
     kinds = [(one.source, one.target, one.kind) for one in measured]
     assert kinds == [(0, 1, OUT), (1, 0, OUT), (0, 1, BOTH), (1, 0, BOTH)]
@@ -304,7 +311,7 @@ def test_the_report_of_a_long_measurement_is_read() -> None:
 
 
 def test_a_station_that_is_gone_is_an_error_in_the_flow() -> None:
-    with station() as where:
+    with station() as peer:
         pass
-    (one, other) = flow.flows_between(0, 1, where, "token", 0.5, (OUT, IN))
+    (one, other) = flow.flows_between(0, 1, peer, 0.5, (OUT, IN))
     assert "refused" in one.error and "refused" in other.error

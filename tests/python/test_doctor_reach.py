@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from doctor_facts import cluster_of, healthy, interface, only
@@ -59,7 +59,7 @@ def test_a_healthy_cluster_has_no_findings() -> None:
 @pytest.mark.parametrize(
     ("outcome", "code", "said"),
     [
-        (probe.REFUSED, "REFUSED", "refused (a firewall rejects it: the doctor listens there)"),
+        (probe.REFUSED, "REFUSED", "refused by a firewall (the doctor is listening on that port)"),
         (probe.SILENT, "NO_ANSWER", "no answer (dropped: a firewall, a security group, or no"),
         (probe.UNREACHABLE, "UNREACHABLE", "unreachable (no route, or a firewall that rejects"),
     ],
@@ -155,20 +155,21 @@ def test_the_stores_port_is_judged_by_itself() -> None:
 
 
 def test_every_kind_of_firewall_has_its_line() -> None:
-    def lines(tool: str, *sources: str, chain: str = "") -> list[str]:
-        return lines_to_open(Firewall(tool=tool, chain=chain), sources, [(29600, 29699)])
+    def lines(tool: str, *sources: str, chains: tuple[str, ...] = ()) -> list[str]:
+        return lines_to_open(Firewall(tool=tool, chains=chains), sources, [(29600, 29699)])
 
     assert lines("ufw", "10.0.0.4") == [
         "$ sudo ufw allow proto tcp from 10.0.0.4 to any port 29600:29699"
     ]
     assert lines("firewalld", "10.0.0.4") == [
-        "$ sudo firewall-cmd --add-rich-rule='rule family=ipv4 source address=10.0.0.4 "
-        "port port=29600-29699 protocol=tcp accept'"
+        "$ sudo firewall-cmd --permanent --add-rich-rule='rule family=ipv4 "
+        "source address=10.0.0.4 port port=29600-29699 protocol=tcp accept'",
+        "$ sudo firewall-cmd --reload",
     ]
     assert lines("iptables", "fd00::4") == [
         "$ sudo ip6tables -I INPUT -p tcp -s fd00::4 --dport 29600:29699 -j ACCEPT"
     ]
-    assert lines("nft", "fd00::4", "fd00::5", chain="inet fw in") == [
+    assert lines("nft", "fd00::4", "fd00::5", chains=("inet fw in",)) == [
         "$ sudo nft insert rule inet fw in "
         "ip6 saddr '{ fd00::4, fd00::5 }' tcp dport 29600-29699 accept"
     ]
@@ -180,7 +181,7 @@ def test_every_kind_of_firewall_has_its_line() -> None:
 
 
 @contextlib.contextmanager
-def server(ports: tuple[int, int] = (0, 0)) -> Iterator[Server]:
+def server(ports: Sequence[int] = (0,)) -> Iterator[Server]:
     one = Server("token", "me", ports, {})
     with contextlib.closing(one):
         yield one
@@ -238,7 +239,8 @@ def test_a_port_that_never_accepts_is_silent_and_bounded() -> None:
 
 def test_a_server_takes_the_first_free_port_of_the_range() -> None:
     first, last = free_port_range(3)
-    with server((first, last)) as one, server((first, last)) as other:
+    ports = range(first, last + 1)
+    with server(ports) as one, server(ports) as other:
         assert (one.port, other.port) == (first, first + 1)
         assert one.also_listen(other.port) == "Address already in use"
         assert one.also_listen(last) == ""

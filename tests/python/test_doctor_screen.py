@@ -72,8 +72,8 @@ def test_nothing_judged_is_no_failure_unless_asked_for() -> None:
 def test_the_worst_is_done_first() -> None:
     slow, stop = Finding(SLOW, "A", "a", "slow thing"), Finding(STOP, "B", "b", "stop thing")
     lines = as_text(full_report(4, slow, stop)).splitlines()
-    assert lines[2] == " 1 DO FIRST stop thing"
-    assert lines[3] == " 2 slow thing"
+    assert lines[2:5] == ["Do item 1 first.", " 1 stop thing", " 2 slow thing"]
+    assert "Do item 1 first." not in as_text(full_report(4, slow))
 
 
 def test_a_healthy_screen() -> None:
