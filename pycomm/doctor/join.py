@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.doctor import local, probe, system
+from pycomm.doctor.attendance import WHY_NOBODY
 from pycomm.doctor.bounded import within
 from pycomm.doctor.facts import NOTE, STOP, Finding, Firewall, HostFacts
 from pycomm.doctor.firewall import lines_to_open
@@ -22,8 +23,8 @@ _TRY_S = 3.5
 _PAUSE_S = 0.5
 _OPEN_S = 15.0
 """For torch to talk with a store that accepts connections; it retries until then."""
+_GRACE_S = 10.0
 _TOPIC = "pycomm/doctor"
-WHY_NOBODY = "the doctor was not started there, has already ended, or the job is running"
 
 
 class NoStoreError(Exception):
@@ -148,7 +149,7 @@ def _open(place: Place, timeout: float) -> Any:
     serves = place.rank == 0 and not place.agent_store
     limit_s = timeout if place.rank == 0 else _OPEN_S
     store: Any = within(
-        limit_s + 10.0,  # torch waits forever for a program that accepts and is silent
+        limit_s + _GRACE_S,  # torch waits forever for a program that accepts and is silent
         lambda: dist.TCPStore(  # type: ignore[attr-defined]
             place.master,
             place.store_port,

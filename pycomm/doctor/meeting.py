@@ -13,6 +13,9 @@ from pycomm.doctor.board import Board
 from pycomm.doctor.facts import HostFacts, known
 from pycomm.doctor.system import host_identity, resolve, socket_options
 
+_ROSTER_S = 10.0
+"""After rank 0 has stopped waiting for the others."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
@@ -95,7 +98,7 @@ def meet(
         )
         board.put("roster", roster.as_json())
         return roster
-    roster = Roster(**known(Roster, _from_rank_0(board, "roster", wait_s + 10.0)))
+    roster = Roster(**known(Roster, _from_rank_0(board, "roster", wait_s + _ROSTER_S)))
     if place.rank not in roster.ranks:
         raise TimeoutError(f"rank {place.rank} came too late: the others have begun without it")
     return roster

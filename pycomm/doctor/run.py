@@ -14,10 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm import errors
-from pycomm.doctor import flow, local, probe, rate, rate_findings, reach, sync, system
+from pycomm.doctor import attendance, flow, local, probe, rate, rate_findings, reach, sync, system
 from pycomm.doctor.board import Board
-from pycomm.doctor.facts import SLOW, STOP, Finding, HostFacts, known, listed, unique_names
-from pycomm.doctor.join import WHY_NOBODY
+from pycomm.doctor.facts import SLOW, STOP, Finding, HostFacts, known, unique_names
 from pycomm.doctor.meeting import Place, Roster, choose_address, meet, with_choice
 from pycomm.doctor.report import Report
 
@@ -28,6 +27,8 @@ _MAX_QUESTIONS = 64
 _MAX_ELSEWHERE = 4
 """Other addresses of a host that are asked, at most."""
 _ROLL_CALL_S = 15.0
+_SLACK_S = 20.0
+"""Hosts need not begin a round at the same time."""
 _LEAVE_S = 10.0
 _FROM_RANK_0 = ("seconds", "reach_only", "ranks_per_host")
 
@@ -74,7 +75,7 @@ def examine(store: Any, place: Place, environ: Mapping[str, str], plan: Plan) ->
         report = examination.report(store)
     board.put("left", True)
     if place.rank == 0:  # the store may be this process's own
-        board.collect("left", roster.ranks, _LEAVE_S)
+        board.collect("left", examination.present(), _LEAVE_S)
     return report
 
 
@@ -118,6 +119,10 @@ class _Examination:
         self._silent: list[int] = []
         """Ranks that came and then wrote nothing: nobody waits for them again."""
 
+    def present(self) -> list[int]:
+        """The ranks that did not end in the middle."""
+        return [rank for rank in self._roster.ranks if rank not in self._silent]
+
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -125,7 +130,7 @@ class _Examination:
     def report(self, store: Any) -> Report:
         probes: list[probe.Probe] = []
         flows: list[flow.Flow] = []
-        taken: list[Finding] = []
+        taken: dict[int, str] = {}
         stages = ["local"]
         if self._place.rank in self._leaders:
             taken = self._gather()
@@ -137,9 +142,7 @@ class _Examination:
                     flows = self._rates(reach.reachable(probes))
         self._roll_call()
         findings = self._judge(taken, probes, flows) if self._place.rank == 0 else []
-        nobody = self._nobody_else()
-        if not nobody:
-            findings = [*self._missing(), *findings]
+        nobody = attendance.nobody_else(self._place, self._roster, self._plan.wait_s)
         syncs, trouble = self._sync(store, findings)
         report = Report(
             hosts=self._facts,
@@ -156,15 +159,16 @@ class _Examination:
         return self._agreed(report)
 
     def _judge(
-        self, taken: list[Finding], probes: list[probe.Probe], flows: list[flow.Flow]
+        self, taken: Mapping[int, str], probes: list[probe.Probe], flows: list[flow.Flow]
     ) -> list[Finding]:
         """All findings but the sync's. A host that ended meanwhile is blamed for that only."""
         gone = {index for index, rank in enumerate(self._leaders) if rank in self._silent}
         probes = [one for one in probes if not gone & {one.source, one.target}]
         flows = [one for one in flows if not gone & {one.source, one.target}]
         return [
-            *map(_went_silent, self._silent),
-            *taken,
+            *attendance.missing(self._place, self._roster, self._plan.wait_s),
+            *map(attendance.went_silent, self._silent),
+            *(attendance.port_taken(self._facts[index], why) for index, why in taken.items()),
             *local.judge(self._facts),
             *reach.judge(self._facts, probes),
             *rate_findings.judge(self._facts, flows),
@@ -190,33 +194,8 @@ class _Examination:
 
     # Stage 0
 
-    def _nobody_else(self) -> str:
-        """Why nothing is judged if only this host's own ranks came; "" if others did, too.
-
-        In a pod that was started again, rank 0 opens a store, and the others train already.
-        """
-        if len(self._roster.ranks) == self._place.size or len(self._hosts) > 1:
-            return ""
-        return (
-            f"No other host came within {self._plan.wait_s:.0f} s. Nothing is judged: on the "
-            f"others, {WHY_NOBODY}. If a firewall is in front of this host, their screens have "
-            "the line to open it."
-        )
-
-    def _missing(self) -> list[Finding]:
-        count = self._place.size - len(self._roster.ranks)
-        if count == 0:
-            return []
-        names = [str(n) for n in range(self._place.size) if n not in self._roster.ranks]
-        what = "node rank" if self._place.by_hand else "rank"
-        text = f"{what} {listed(names)} did not come within {self._plan.wait_s:.0f} s"
-        todo = [
-            "Was the doctor started there? If it did not reach this host, its screen has the line "
-            "to open this host's firewall."
-        ]
-        return [Finding(STOP, "MISSING", "", text, todo)]
-
-    def _gather(self) -> list[Finding]:
+    def _gather(self) -> dict[int, str]:
+        """Everybody's facts; returns why a host could not listen at the master's port."""
         self._plan.progress("stage 0: this host")
         place, roster = self._place, self._roster
         facts = system.local_facts(
@@ -256,11 +235,8 @@ class _Examination:
         self._facts = [
             dataclasses.replace(one, name=name) for one, name in zip(known, names, strict=True)
         ]
-        return [
-            _port_taken(self._facts[index], found[rank][1])
-            for index, rank in enumerate(self._leaders)
-            if found[rank][1]
-        ]
+        troubles = enumerate(found[rank][1] for rank in self._leaders)
+        return {index: why for index, why in troubles if why}
 
     # Stage 1
 
@@ -274,26 +250,18 @@ class _Examination:
         ]
         if self._place.by_hand and here != 0:  # a launcher has reached the store already
             # torch tries all addresses of the name, so one that answers is enough.
-            questions += [
-                probe.Probe(
-                    source=here,
-                    target=0,
-                    purpose=probe.STORE,
-                    address=address,
-                    port=self._place.master_port,
-                )
-                for address in self._facts[here].master_addresses or [self._facts[0].address]
-            ]
+            store = probe.Probe(
+                source=here, target=0, purpose=probe.STORE, port=self._place.master_port
+            )
+            addresses = self._facts[here].master_addresses or [self._facts[0].address]
+            questions += [dataclasses.replace(store, address=one) for one in addresses]
         answers = self._ask(questions)
         lost = [one for one in answers if one.purpose == probe.LINK and not one.ok]
         answers += self._ask([other for one in lost for other in self._elsewhere(one)])
         self._board.put("reach", [dataclasses.asdict(one) for one in answers])
         found = self._collect("reach", self._leaders, _reach_limit_s(len(self._facts)))
-        return [
-            probe.Probe(**known(probe.Probe, raw))
-            for rank in self._leaders
-            for raw in found.get(rank, ())
-        ]
+        raws = [raw for rank in self._leaders for raw in found.get(rank, ())]
+        return [probe.Probe(**known(probe.Probe, raw)) for raw in raws]
 
     def _ask(self, questions: Sequence[probe.Probe]) -> list[probe.Probe]:
         if not questions:
@@ -377,7 +345,7 @@ class _Examination:
             )
             self._board.put(topic, [dataclasses.asdict(one) for one in measured])
         ranks = [self._leaders[index] for index in sorted(asking)]
-        found = self._collect(topic, ranks, 6 * seconds + 20.0)
+        found = self._collect(topic, ranks, 6 * seconds + _SLACK_S)
         return [
             flow.Flow(**{**known(flow.Flow, raw), "bins": tuple(raw["bins"])})
             for rank in ranks
@@ -418,7 +386,7 @@ class _Examination:
         """How long the stages before may take rank 0."""
         hosts = len(self._hosts)
         rounds = len(rate.rounds(hosts)) + rate.MAX_REPEATS
-        rates_s = rounds * (6 * self._plan.seconds + 20.0)
+        rates_s = rounds * (6 * self._plan.seconds + _SLACK_S)
         return 3 * _FACTS_S + 2 * _reach_limit_s(hosts) + rates_s
 
 
@@ -431,17 +399,3 @@ def _reach_limit_s(hosts: int) -> float:
 
 def _stops(findings: Sequence[Finding]) -> bool:
     return any(finding.level == STOP for finding in findings)
-
-
-def _port_taken(host: HostFacts, trouble: str) -> Finding:
-    text = f"{host.name}: port {host.master_port}, for torch's store, is taken ({trouble})"
-    todo = [
-        "Another --master-port, or end what has it:",
-        f"$ ss -ltnp 'sport = :{host.master_port}'",
-    ]
-    return Finding(STOP, "STORE_PORT_TAKEN", host.name, text, todo)
-
-
-def _went_silent(rank: int) -> Finding:
-    text = f"rank {rank} joined and then ended or hung"
-    return Finding(STOP, "WENT_SILENT", "", text, ["Its own output shows why it ended."])

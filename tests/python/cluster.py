@@ -124,3 +124,4 @@ def _build(made: Cluster, shaped: bool) -> None:
         node.ip("link", "set", "eth0", "up")
         if shaped:
             made.shape(node, *GIGABIT)
+    made.nodes[0].inside("nft", "list", "ruleset")  # not in every container

@@ -22,6 +22,9 @@ from hosts import Outcome, run_on_both
 from processes import child_environment
 from time_bound import assert_within
 
+from pycomm.doctor.report import Report
+from pycomm.doctor.screen import as_text
+
 pytestmark = [
     pytest.mark.needs_native,
     pytest.mark.namespaces,
@@ -132,6 +135,7 @@ def test_a_healthy_cluster_is_ready_under_torchrun(four: Cluster, tmp_path: Path
     assert_within(took, 45.0)
 
 
+@pytest.mark.alone
 @pytest.mark.in_shares
 def test_several_ranks_of_a_host_are_one_row(three: Cluster, tmp_path: Path) -> None:
     commands = []
@@ -141,8 +145,11 @@ def test_several_ranks_of_a_host_are_one_row(three: Cluster, tmp_path: Path) -> 
         words += ["--master-port=29500", "-m", "pycomm", "doctor", "--json", "--seconds=0.5"]
         commands.append((node, words, child_environment()))
     first, second = run_on_both(commands, tmp_path, 150.0)
-    assert (first.returncode, second.returncode) == (0, 0), (first, second)
+    # 0.5 s of four ranks on a few cores: the network may seem slow.
+    assert first.returncode in (0, 1), first  # torchrun makes 1 of 3
+    assert second.returncode == first.returncode, second
     report = json.loads(first.out)
+    assert report["exit_code"] in (0, 3), report["findings"]
     assert [host["ranks"] for host in report["hosts"]] == [[0, 1], [2, 3]]
     assert report["stages"] == ["local", "reach", "rate", "sync"]
 
@@ -177,7 +184,7 @@ def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_p
     dropped, refused = finding(report, "NO_ANSWER"), finding(report, "REFUSED")
     assert sorted(problems(report)) == [("NO_ANSWER", "node1"), ("REFUSED", "node2")]
     assert dropped["text"].startswith("node4 -> node1: no answer (dropped: a firewall")
-    assert refused["text"].startswith("node3 -> node2: refused (a firewall rejects it")
+    assert refused["text"].startswith("node3 -> node2: refused by a firewall")
     assert "Only this direction: node1 -> node4 works." in dropped["todo"]
     assert "Only this direction: node2 -> node3 works." in refused["todo"]
     paste(node1, dropped["todo"])
@@ -258,6 +265,7 @@ def test_a_host_that_cannot_join_has_the_line_on_its_own_screen(
     three: Cluster, tmp_path: Path
 ) -> None:
     node1, _, node3 = three.nodes
+    node1.name_is_loopback()  # as Debian writes it, which is no wrong interface
     node1.firewall(f"ip saddr {node3.address} tcp dport 1024-65535 drop")
     outcomes = by_hand(three, tmp_path, "--reach-only", "--json", "--wait=20", env=RANGE)
     assert [one.returncode for one in outcomes] == [1, 1, 1], outcomes
@@ -294,13 +302,15 @@ def test_a_pod_that_starts_again_while_the_others_train_is_not_failed(
         (outcome,) = run_on_both([(node2, [*words, *extra], child_environment())], tmp_path, 60.0)
         assert outcome.returncode == code, outcome
         assert re.match(r"pycomm doctor: 1 host, \d+ s +NOT JUDGED\n", outcome.out)
-        assert "the job runs already" in outcome.out
+        said = " ".join(outcome.out.split())
+        assert "has already ended, or the job is running." in said
+        assert "node2 -> node1 (10.77.0.1) port 29501: refused (no doctor listens there" in said
 
 
 @pytest.mark.in_shares
 def test_the_first_host_prints_the_lines_for_the_others(three: Cluster, tmp_path: Path) -> None:
-    """And these lines, run by a shell on the others, join it."""
-    options = ["--hosts", "node1,node2", "--reach-only", "--json"]
+    """And these lines, run by a shell as they are, join it and measure what it was asked to."""
+    options = ["--hosts", "node1,node2", "--reach-only", "--json", "--wait=90"]
     words = [sys.executable, "-m", "pycomm", "doctor", *options]
     node1, node2, _ = three.nodes
     env = child_environment(RANGE)
@@ -315,13 +325,17 @@ def test_the_first_host_prints_the_lines_for_the_others(three: Cluster, tmp_path
                 time.sleep(0.05)
             assert len(found) == 1, errors.read_text()
             assert found[0].startswith("PYCOMM_PORT_RANGE=29600-29699 ")
-            line = f"{found[0]} --reach-only --json"
-            (second,) = run_on_both([(node2, ["sh", "-c", line], child_environment())], tmp_path)
+            assert found[0].endswith(" --wait=90")
+            (second,) = run_on_both(
+                [(node2, ["sh", "-c", found[0]], child_environment())], tmp_path
+            )
             assert (first.wait(30), second.returncode) == (0, 0), second
         finally:
             node1.kill_all()
             first.wait(20)
-    assert json.loads((tmp_path / "out").read_text()) == json.loads(second.out)
+    report = json.loads((tmp_path / "out").read_text())
+    assert report["stages"] == ["local", "reach"]
+    assert second.out.rstrip("\n") == as_text(Report.from_json(report))
 
 
 # Who is slow

@@ -9,8 +9,9 @@ import pytest
 from doctor_facts import cluster_of, healthy, interface, only
 
 from pycomm import _extension, errors
-from pycomm.doctor import local, system
-from pycomm.doctor.facts import NOTE, STOP, HostFacts, Interface, listed, unique_names
+from pycomm.doctor import local, rules, system
+from pycomm.doctor.facts import NOTE, STOP, Firewall, HostFacts, Interface, listed, unique_names
+from pycomm.doctor.firewall import lines_to_close
 
 # Parsers
 
@@ -71,22 +72,59 @@ def test_listeners_are_those_of_the_port_that_listen() -> None:
     assert system.listeners(TCP, 80) == []
 
 
-def test_the_chain_for_incoming_packets_is_the_first_that_sees_them() -> None:
-    def chain(name: str, **more: object) -> dict[str, object]:
-        return {"chain": {"family": "inet", "table": "fw", "name": name, **more}}
+def ruleset(*entries: dict[str, object]) -> str:
+    return json.dumps({"nftables": [{"metainfo": {"version": "1.0.6"}}, *entries]})
 
-    listing = {
-        "nftables": [
-            {"metainfo": {"version": "1.0.6"}},
-            chain("helpers"),
-            chain("out", hook="output", prio=-9),
-            chain("late", hook="input", prio=10),
-            chain("early", hook="input", prio=0),
-        ]
-    }
-    assert system.input_chain(json.dumps(listing)) == "inet fw early"
-    assert system.input_chain(json.dumps({"nftables": []})) == ""
-    assert system.input_chain("Operation not permitted (you must be root)") == ""
+
+def chain(name: str, family: str = "inet", **more: object) -> dict[str, object]:
+    return {"chain": {"family": family, "table": "fw", "name": name, "type": "filter", **more}}
+
+
+def rule(where: str, *expression: object, family: str = "inet") -> dict[str, object]:
+    return {"rule": {"family": family, "table": "fw", "chain": where, "expr": [*expression]}}
+
+
+def test_the_chains_that_need_a_rule_are_those_that_can_drop_incoming_packets() -> None:
+    """To accept a packet ends one base chain, and the next still sees it."""
+    chains = [
+        chain("helpers"),
+        chain("out", hook="output", prio=-9, policy="drop"),
+        chain("late", hook="input", prio=10, policy="accept"),
+        chain("early", hook="input", prio=0, policy="accept"),
+        chain("nat", hook="input", prio=-5, type="nat", policy="accept"),
+        chain("bridge", "bridge", hook="input", prio=-5, policy="drop"),
+    ]
+    assert rules.input_chains(ruleset(*chains, rule("late", {"drop": None}))) == ("inet fw late",)
+    to_helpers = rule("early", {"jump": {"target": "helpers"}})
+    verdicts = {"vmap": {"key": 1, "data": {"set": [[1, {"goto": {"target": "helpers"}}]]}}}
+    for jump in (to_helpers, rule("early", verdicts)):
+        found = rules.input_chains(ruleset(*chains, jump, rule("helpers", {"reject": None})))
+        assert found == ("inet fw early",)
+    strict = chain("strict", "ip", hook="input", prio=5, policy="drop")
+    both = rules.input_chains(ruleset(*chains, strict, rule("late", {"drop": None})))
+    assert both == ("ip fw strict", "inet fw late")
+
+
+def test_where_no_chain_drops_all_are_named() -> None:
+    late, early = chain("late", hook="input", prio=10), chain("early", hook="input", prio=0)
+    assert rules.input_chains(ruleset(late, early)) == ("inet fw early", "inet fw late")
+    assert rules.input_chains(ruleset()) == ()
+    assert rules.input_chains("Operation not permitted (you must be root)") == ()
+
+
+def test_firewalld_is_found_by_systemd_where_it_writes_no_pid_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def output(*command: str) -> str:
+        asked.append(command)
+        return "active\n"
+
+    monkeypatch.setattr(system, "_output", output)
+    monkeypatch.setattr(system, "_read", lambda _: "")
+    assert system.find_firewall().tool == "firewalld"
+    assert asked == [("systemctl", "is-active", "firewalld")]
 
 
 def test_the_lines_for_other_hosts_carry_the_settings_in_force() -> None:
@@ -173,10 +211,28 @@ def test_too_few_descriptors() -> None:
     assert "$ ulimit -n 65536" in finding.todo
 
 
+def test_streams_multiply_the_descriptors_of_links() -> None:
+    four = healthy(1, same_everywhere={"streams": "4"})
+    assert local.files_needed(four, 4) == 14 + 3 * 3 * 4 + 8
+
+
 def test_a_master_without_an_address() -> None:
     lost = healthy(2, master_addresses=())
     finding = only(local.judge(cluster_of(2, node2=lost)), "MASTER_UNKNOWN")
     assert finding.text == "node2: the name node1 has no address here"
+
+
+def test_a_slow_resolver_is_noted() -> None:
+    slow = healthy(2, slow_names=("node1",))
+    finding = only(local.judge(cluster_of(2, node2=slow)), "SLOW_RESOLVER")
+    assert (finding.level, finding.host) == (NOTE, "node2")
+    assert "$ time getent hosts node1" in finding.todo
+
+
+def test_an_extension_that_does_not_load_stops_the_job() -> None:
+    other = healthy(2, extension="pycomm was built for torch 2.12")
+    finding = only(local.judge(cluster_of(2, node2=other)), "EXTENSION")
+    assert (finding.level, finding.text) == (STOP, "node2: pycomm was built for torch 2.12")
 
 
 def test_a_master_that_is_loopback_elsewhere() -> None:
@@ -206,7 +262,38 @@ def with_docker(number: int, **changes: object) -> HostFacts:
 def test_twins_that_nobody_uses_are_noted() -> None:
     finding = only(local.judge([with_docker(1), with_docker(2), healthy(3)]), "TWIN")
     assert finding.level == NOTE
-    assert finding.text.startswith("docker0 has 172.17.0.1 on node1 and node2")
+    assert finding.text == (
+        "docker0 has 172.17.0.1 on node1 and node2: a local bridge that other hosts cannot reach; "
+        "pycomm does not use it"
+    )
+
+
+def test_many_addresses_of_one_interface_are_one_note() -> None:
+    services = [interface("kube-ipvs0", f"10.96.0.{n}") for n in range(1, 200)]
+    hosts = [
+        dataclasses.replace(one, interfaces=(*one.interfaces, *services)) for one in cluster_of(2)
+    ]
+    text = only(local.judge(hosts), "TWIN").text
+    assert text.startswith("kube-ipvs0 has 10.96.0.1, 10.96.0.2 and 197 more on node1 and node2: ")
+
+
+def test_an_address_that_two_hosts_have_by_mistake_is_called_duplicate() -> None:
+    """node2 was cloned. It has a bridge, too, and a second interface that is cloned as well."""
+    pair = [interface("eth0", "10.0.0.1"), interface("eth1", "10.9.0.1")]
+    mine = [*pair, interface("docker0", "172.17.0.1"), interface("eth2", "10.8.0.2")]
+    clone = healthy(2, address="10.0.0.1", interfaces=tuple(mine))
+    first = healthy(1, interfaces=tuple(pair))
+    by = {"interface_setting": "eth0", "interface_origin": "PYCOMM_SOCKET_IFNAME"}
+    findings = local.judge([first, dataclasses.replace(clone, **by)])
+    chosen = only(findings, "TWIN_CHOSEN")
+    assert chosen.text == (
+        "node2: duplicate address: eth0 was chosen by PYCOMM_SOCKET_IFNAME=eth0, and its address "
+        "10.0.0.1 is the same on node1 and node2"
+    )
+    assert chosen.todo[1] == "$ export PYCOMM_SOCKET_IFNAME=eth2"
+    assert (
+        "eth1 has 10.9.0.1 on node1 and node2: a duplicate address" in only(findings, "TWIN").text
+    )
 
 
 def test_twins_that_were_chosen_stop_the_job_and_name_the_setting() -> None:
@@ -235,8 +322,35 @@ def test_a_store_on_all_interfaces() -> None:
         "$ sudo nft insert rule inet filter input iif != lo "
         "ip saddr != '{ 10.0.0.2, 10.0.0.3 }' tcp dport 29500 drop"
     )
+    assert finding.todo[2:] == [
+        "$ sudo nft insert rule inet filter input iif != lo meta nfproto ipv6 tcp dport 29500 drop"
+    ]
     closed = healthy(1, listeners=("10.0.0.1",))
     assert local.judge(cluster_of(3, node1=closed)) == []
+
+
+def test_the_store_is_closed_by_the_firewall_of_the_host_for_both_families() -> None:
+    def lines(tool: str, *chains: str) -> list[str]:
+        firewall = Firewall(tool=tool, chains=chains)
+        return lines_to_close(firewall, ["10.0.0.2", "10.0.0.3"], 29500)
+
+    assert lines("ufw") == [
+        "$ sudo ufw prepend deny proto tcp to any port 29500",
+        "$ sudo ufw prepend allow proto tcp from 10.0.0.2 to any port 29500",
+        "$ sudo ufw prepend allow proto tcp from 10.0.0.3 to any port 29500",
+    ]
+    assert lines("iptables")[:3] == [
+        "$ sudo iptables -I INPUT ! -i lo -p tcp --dport 29500 -j DROP",
+        "$ sudo ip6tables -I INPUT ! -i lo -p tcp --dport 29500 -j DROP",
+        "$ sudo iptables -I INPUT -p tcp -s 10.0.0.2 --dport 29500 -j ACCEPT",
+    ]
+    first, second, *_, last = lines("firewalld")
+    assert "'rule priority=-1 port port=29500 protocol=tcp drop'" in first
+    assert "'rule priority=-2 family=ipv4 source address=10.0.0.2 port" in second
+    assert last == "$ sudo firewall-cmd --reload"
+    four, six = lines("nft", "ip filter INPUT", "ip6 filter INPUT")
+    assert four.startswith("$ sudo nft insert rule ip filter INPUT iif != lo ip saddr != ")
+    assert six == "$ sudo nft insert rule ip6 filter INPUT iif != lo tcp dport 29500 drop"
 
 
 def test_cores_of_a_container() -> None:

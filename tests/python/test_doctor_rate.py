@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from doctor_facts import cluster_of, healthy, interface, only
@@ -260,6 +261,41 @@ def test_slow_only_in_company_is_the_uplink() -> None:
     assert findings[0].text == "node2 -> node4: 118 MB/s alone, 30.0 while other pairs send"
 
 
+def many_slow_paths(fast: int | None) -> list[Flow]:
+    """Seven slow paths between 14 good hosts. Four are repeated, one of them fast alone."""
+    slow = [(a, a + 1) for a in range(0, 14, 2)]
+    paths = {f"p{a}_{b}": 30e6 for a, b in slow}
+    measured = flows(14, **paths)
+    for number, (a, b) in enumerate(rate.suspects(14, measured)):
+        speed = GIGABIT if number == fast else 30e6
+        measured.append(Flow(source=a, target=b, bins=bins((0.7, speed)), alone=True))
+    return measured
+
+
+def test_paths_that_were_not_measured_alone_are_one_finding() -> None:
+    findings = judge(cluster_of(14), many_slow_paths(fast=None))
+    assert codes(findings) == ["PATH_SLOW"] * rate.MAX_REPEATS + ["NOT_REPEATED"]
+    assert findings[-1].level == SLOW
+    assert findings[-1].text == (
+        "node9 <-> node10, node11 <-> node12 and node13 <-> node14: slow, too, while other pairs "
+        "sent; not measured alone"
+    )
+
+
+def test_no_path_is_blamed_unmeasured_once_another_was_fast_alone() -> None:
+    findings = judge(cluster_of(14), many_slow_paths(fast=2))
+    slow = [finding for finding in findings if finding.level == SLOW]
+    assert sorted(codes(slow)) == ["PATH_SLOW"] * 3 + ["SHARED_UPLINK"]
+    assert only(findings, "NOT_REPEATED").level == NOTE
+
+
+def test_slow_hosts_that_were_not_measured_alone_are_one_finding() -> None:
+    measured = flows(16, **{f"p{a}_{b}": 30e6 for a in range(7) for b in range(16)})
+    findings = judge(cluster_of(16), measured)
+    assert codes(findings) == ["LINK_SLOW"] * rate.MAX_REPEATS + ["NOT_REPEATED"]
+    assert findings[-1].text.startswith("node5, node6 and node7: slow, too")
+
+
 def test_half_duplex() -> None:
     measured = [
         dataclasses.replace(one, bins=bins((1.5, 0.3 * GIGABIT))) if one.kind == BOTH else one
@@ -297,6 +333,20 @@ def test_bytes_on_loopback_are_counted_where_they_arrive() -> None:
         assert one.error == "" and len(one.bins) == 5 and not flow.stalled(one.bins)
         assert sum(one.bins) > 1_000_000 and one.busy > 0.0
     assert_within(took, 6.0)
+
+
+def test_the_report_comes_in_packets_that_pass_a_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments: list[int] = []
+    usual = probe.connect
+
+    def connect(*where: Any, **more: Any) -> socket.socket:
+        segments.append(where[3])
+        return usual(*where, **more)
+
+    monkeypatch.setattr(probe, "connect", connect)
+    with station() as peer:
+        flow.measure(peer, OUT, 0.5)
+    assert segments == [0, 1200]
 
 
 def test_the_report_of_a_long_measurement_is_read() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 from doctor_facts import cluster_of, healthy, interface, only
 from processes import free_port_range
 from time_bound import assert_within
 
-from pycomm.doctor import probe, reach
+from pycomm.doctor import flow, probe, reach
 from pycomm.doctor.facts import NOTE, STOP, Firewall, HostFacts
 from pycomm.doctor.firewall import lines_to_open
 from pycomm.doctor.probe import Probe, Server, ask
@@ -154,6 +158,43 @@ def test_the_stores_port_is_judged_by_itself() -> None:
     assert rule in finding.todo
 
 
+def test_one_address_of_the_store_that_answers_is_enough() -> None:
+    hosts = cluster_of(2)
+    six = Probe(source=1, target=0, purpose=probe.STORE, address="fd77::1", outcome=probe.SILENT)
+    four = dataclasses.replace(six, address="10.0.0.1", outcome=probe.OK)
+    assert reach.judge(hosts, [*all_links(hosts), six, four]) == []
+    neither = dataclasses.replace(four, outcome=probe.REFUSED)
+    finding = only(reach.judge(hosts, [*all_links(hosts), six, neither]), "STORE_NO_ANSWER")
+    assert finding.level == STOP
+
+
+@pytest.mark.parametrize("outcome", [probe.STRANGER, probe.OTHER])
+def test_no_firewall_line_opens_a_port_that_answers(outcome: str) -> None:
+    hosts = cluster_of(2)
+    store = Probe(source=1, target=0, purpose=probe.STORE, port=29500, outcome=outcome)
+    (finding,) = reach.judge(hosts, [*all_links(hosts), store])
+    assert not any("sudo" in line for line in finding.todo)
+
+
+def test_a_host_that_connects_from_a_wrong_address_is_blamed_and_no_firewall() -> None:
+    """The engine binds to the address that it chose. Nobody reaches node2 there, nor it others."""
+    pair = (interface("eth0", "10.0.0.2"), interface("eth1", "10.9.0.2"))
+    hosts = cluster_of(2, node2=healthy(2, interfaces=pair, interface="eth1", address="10.9.0.2"))
+    links = broken(all_links(hosts), {(0, 1), (1, 0)}, probe.SILENT)
+    elsewhere = Probe(source=0, target=1, purpose=probe.ELSEWHERE, address="10.0.0.2")
+    unbound = Probe(source=1, target=0, purpose=probe.ELSEWHERE, address="10.0.0.1")
+    unbound = dataclasses.replace(unbound, seen="10.0.0.2")
+    (finding,) = reach.judge(hosts, [*links, elsewhere, unbound])
+    assert (finding.code, finding.host) == ("WRONG_INTERFACE", "node2")
+    assert "$ export PYCOMM_SOCKET_IFNAME=eth0" in finding.todo
+    (finding,) = reach.judge(hosts, [*broken(all_links(hosts), {(1, 0)}, probe.SILENT), unbound])
+    assert (finding.code, finding.host) == ("WRONG_INTERFACE", "node2")
+    assert finding.text == (
+        "node2: wrong interface: from eth1 (10.9.0.2) it does not reach node1, from eth0 "
+        "(10.0.0.2) it does"
+    )
+
+
 def test_every_kind_of_firewall_has_its_line() -> None:
     def lines(tool: str, *sources: str, chains: tuple[str, ...] = ()) -> list[str]:
         return lines_to_open(Firewall(tool=tool, chains=chains), sources, [(29600, 29699)])
@@ -173,6 +214,11 @@ def test_every_kind_of_firewall_has_its_line() -> None:
         "$ sudo nft insert rule inet fw in "
         "ip6 saddr '{ fd00::4, fd00::5 }' tcp dport 29600-29699 accept"
     ]
+    two = ("ip filter INPUT", "ip6 filter INPUT", "inet fw in")
+    first, second, said = lines("nft", "10.0.0.4", chains=two)
+    assert first.startswith("$ sudo nft insert rule ip filter INPUT ip saddr 10.0.0.4 ")
+    assert second.startswith("$ sudo nft insert rule inet fw in ip saddr 10.0.0.4 ")
+    assert "each needs the rule" in said
     assert "as your firewall has them" in lines("nft", "10.0.0.4")[1]
     assert len(lines("ufw", *[f"10.0.0.{n}" for n in range(9)])) == 5
 
@@ -200,6 +246,50 @@ def test_a_doctor_answers_with_what_it_saw() -> None:
     assert (answer.outcome, answer.answered_by, answer.seen) == (probe.OK, "me", LOOPBACK)
     assert 0 < answer.rtt_ms < 1000
     assert_within(took, 2.0)
+
+
+def test_a_probe_leaves_from_the_address_that_the_engine_would_use() -> None:
+    with server() as one:
+        answer = ask(question(one.port), "token", 5.0, "127.0.0.7")
+        assert (answer.outcome, answer.seen) == (probe.OK, "127.0.0.7")
+        gone = ask(question(one.port), "token", 5.0, "192.0.2.1")
+        assert (gone.outcome, gone.detail) == (probe.UNREACHABLE, "EADDRNOTAVAIL")
+        assert flow_peer_of(one.port) == "127.0.0.7"
+    assert probe.with_zone("fe80::2%eth7", "fe80::1%eth0") == "fe80::2%eth0"
+    assert probe.with_zone("fd00::2", "fe80::1%eth0") == "fd00::2"
+
+
+def flow_peer_of(port: int) -> str:
+    peer = flow.Peer(address=LOOPBACK, port=port, token="token", local="127.0.0.7")
+    with peer.connect() as connection:
+        return str(connection.getsockname()[0])
+
+
+def test_a_server_that_lacked_descriptors_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def pause(seconds: float) -> None:
+        failed.set()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(sleep=pause, perf_counter=time.perf_counter))
+    with server() as one, socket.socket() as waiting:
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, usual[1]))
+        taken = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(waiting.fileno()))
+            waiting.settimeout(5.0)
+            waiting.connect((LOOPBACK, one.port))
+            assert failed.wait(5.0), "accept() did not fail, or the server has ended"
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        assert ask(question(one.port), "token", 5.0).ok
 
 
 def test_a_stranger_gets_no_answer() -> None:

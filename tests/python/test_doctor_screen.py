@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
+import time
 
 import pytest
 from doctor_facts import cluster_of, healthy
 from documents import ROOT, blocks, read, table
+from time_bound import assert_within
 
 from pycomm.cli import main
-from pycomm.doctor import reach, sync
+from pycomm.doctor import reach, sync, system
 from pycomm.doctor import report as reports
 from pycomm.doctor.facts import NOTE, SLOW, STOP, Finding
+from pycomm.doctor.join import NoStoreError
+from pycomm.doctor.meeting import Place
+from pycomm.doctor.probe import UNREACHABLE, Probe
 from pycomm.doctor.rate import HostRate
 from pycomm.doctor.report import Report
 from pycomm.doctor.screen import WIDTH, as_text, command_lines, seconds_text
 from pycomm.doctor.sync import Sync
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FAST = HostRate(out=117e6, into=118e6, both=231e6, lost=0.0)
 RULE = (
     "sudo nft insert rule inet filter input ip saddr '{ 10.0.0.2, 10.0.0.3, 10.0.0.4 }' "
@@ -110,6 +117,43 @@ def test_nothing_is_wider_than_the_screen() -> None:
         assert len(line) <= WIDTH, line
 
 
+def test_full_addresses_of_ipv6_are_shortened_in_the_middle() -> None:
+    full = [f"2001:db8:1111:2222:3333:4444:5555:{n}" for n in (7771, 7772)]
+    hosts = [
+        healthy(n, name=f"a-host-name-{n}", address=address)
+        for n, address in enumerate(full, start=1)
+    ]
+    shown = as_text(dataclasses.replace(full_report(2), hosts=hosts))
+    assert all(len(line) <= WIDTH for line in shown.splitlines()), shown
+    assert "2001:" in shown and all(f"{n} " in shown for n in (7771, 7772))
+
+
+def test_times_of_hours_keep_their_columns() -> None:
+    assert [seconds_text(s) for s in (9999, 10_000, 720_000)] == ["9999 s", "2.8 h", "200 h"]
+    slow = dataclasses.replace(full_report(2), parameters=62.5e12)
+    (line,) = (line for line in as_text(slow).splitlines() if "one sync" in line)
+    assert re.search(r"fp32 833 h +fp16 417 h +int8 208 h +predicted$", line), line
+    assert len(line) <= WIDTH
+
+
+def test_no_limit_of_open_files_and_another_pycomm() -> None:
+    found = full_report(2, Finding(STOP, "VERSION", "node2", "node2: pycomm 0.0.9, the other 0.1"))
+    hosts = [dataclasses.replace(host, files_limit=-1) for host in found.hosts]
+    shown = as_text(dataclasses.replace(found, hosts=hosts))
+    assert "open files unlimited, needs" in shown
+    assert "!2.13.0" not in shown
+    torch = Finding(STOP, "VERSION", "node2", "node2: torch 2.12.0, the other has 2.13.0")
+    assert "!2.13.0" in as_text(full_report(2, torch))
+
+
+def test_an_unknown_master_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "resolve", lambda _: [])
+    place = Place(rank=1, size=2, master="nowhere", master_port=29500, store_port=29501)
+    last = Probe(source=1, target=0, outcome=UNREACHABLE, detail="no address")
+    found = NoStoreError(place, last, 1.0).report({}, False)
+    assert [finding.code for finding in found.problems] == ["MASTER_UNKNOWN"]
+
+
 def test_a_broken_line_still_can_be_pasted() -> None:
     lines = command_lines(RULE, "     ")
     assert len(lines) > 1 and all(len(line) <= WIDTH for line in lines)
@@ -132,11 +176,17 @@ def test_json_holds_all_and_can_be_read_again() -> None:
 
 
 @pytest.mark.needs_native
-def test_one_host_alone_says_how_to_check_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_host_alone_says_how_to_check_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(os.environ):
+        if name in LAUNCHERS or name.startswith(("PYCOMM_", "SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
     code = main(["doctor"])
     shown = capsys.readouterr().out
-    assert shown.startswith("pycomm doctor: 1 host, ")
-    assert code == (0 if "READY" in shown.splitlines()[0] else 1)
+    verdict = re.fullmatch(r"pycomm doctor: 1 host, \d+ s +([A-Z ]+)", shown.splitlines()[0])
+    assert verdict is not None, shown
+    assert (verdict[1], code) in (("READY", 0), ("NOT READY", 1)), shown
     assert "python -m pycomm doctor --hosts node1,node2" in shown
 
 
@@ -146,17 +196,38 @@ def test_one_host_alone_says_how_to_check_all(capsys: pytest.CaptureFixture[str]
         ["--nnodes", "2"],
         ["--nnodes", "2", "--node-rank", "2", "--master-addr", "a"],
         ["--nnodes", "2", "--node-rank", "0"],
+        ["--node-rank", "0"],
+        ["--master-addr", "node1"],
     ],
 )
 def test_options_that_do_not_go_together(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *arguments]) == 2
-    assert re.search(r"--nnodes goes with --|--node-rank is from 0 to 1", capsys.readouterr().err)
+    said = r"--nnodes goes with --|--node-rank is from 0 to 1|--(node-rank|master-addr) goes with"
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.time_bound
+def test_hosts_is_refused_on_a_host_that_is_not_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begin = time.monotonic()
+    assert main(["doctor", "--hosts", "192.0.2.1,192.0.2.2"]) == 2
+    took = time.monotonic() - begin
+    assert "run this on 192.0.2.1, the first of --hosts." in capsys.readouterr().err
+    assert_within(took, 5.0)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--hosts", "one"], ["--seconds", "0"], ["--parameters", "many"]]
+    "arguments",
+    [
+        ["--hosts", "one"],
+        ["--seconds", "0"],
+        ["--seconds", "121"],  # a station measures no longer than flow.MAX_SECONDS
+        ["--parameters", "many"],
+        ["--ranks-per-host", "0"],
+    ],
 )
 def test_values_that_are_not_allowed(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
