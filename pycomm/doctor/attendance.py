@@ -5,7 +5,9 @@ from __future__ import annotations
 from pycomm.doctor.facts import STOP, Finding, HostFacts, listed
 from pycomm.doctor.meeting import Place, Roster
 
-WHY_NOBODY = "the doctor was not started there, has already ended, or the job is running"
+NOT_JUDGED = (
+    "Nothing is judged. The doctor was not started there, has already ended, or the job is running."
+)
 
 
 def nobody_else(place: Place, roster: Roster, wait_s: float) -> str:
@@ -16,9 +18,8 @@ def nobody_else(place: Place, roster: Roster, wait_s: float) -> str:
     if len(roster.ranks) == place.size or len(roster.hosts()) > 1:
         return ""
     return (
-        f"No other host came within {wait_s:.0f} s. Nothing is judged: on the others, "
-        f"{WHY_NOBODY}. If a firewall is in front of this host, their screens have the line to "
-        "open it."
+        f"No other host came within {wait_s:.0f} s. {NOT_JUDGED} If a firewall is in front of "
+        "this host, the others' screens have the line to open it."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm.doctor import local, probe, system
-from pycomm.doctor.attendance import WHY_NOBODY
+from pycomm.doctor.attendance import NOT_JUDGED
 from pycomm.doctor.bounded import within
 from pycomm.doctor.facts import NOTE, STOP, Finding, Firewall, HostFacts
 from pycomm.doctor.firewall import lines_to_open
@@ -83,7 +83,7 @@ def report_alone(
     if stops:
         reason = ""  # which explains it
     elif reason:
-        reason += f" Nothing is judged: {WHY_NOBODY}."
+        reason += f" {NOT_JUDGED}"
     return Report(
         hosts=[facts],
         findings=findings,
@@ -168,7 +168,7 @@ def _wait_for_store(place: Place, wait_s: float) -> None:
     begin = time.monotonic()
     last = probe.Probe(source=place.rank, target=0, outcome=probe.UNREACHABLE, detail="no address")
     while True:
-        for address in system.resolve(place.master):
+        for address in system.resolve(place.master, again=True):
             last = probe.knock(
                 probe.Probe(source=place.rank, target=0, address=address, port=place.store_port),
                 _TRY_S,

@@ -44,6 +44,8 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
         if one.address == hosts[one.target].address
     }
     bad = [one for one in bad if (one.source, one.target) not in unbound]
+    # By the same address after all: the first packets were lost.
+    bound = [one for one in unbound.values() if one.seen != hosts[one.source].address]
     wrong = {
         one.target: one
         for one in elsewhere
@@ -54,7 +56,7 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
     }
     return [
         *_wrong_interfaces(hosts, wrong),
-        *_wrong_sources(hosts, [one for one in unbound.values() if one.source not in wrong], twins),
+        *_wrong_sources(hosts, [one for one in bound if one.source not in wrong], twins),
         *_blocked(hosts, [one for one in bad if one.target not in wrong], links),
         *_store(hosts, _store_not_reached(probes)),
         *_seen(hosts, [one for one in links if one.ok and one.source not in twins]),

@@ -113,13 +113,13 @@ def variables_in_force(environ: Mapping[str, str]) -> list[str]:
     return [f"{name}={shlex.quote(environ[name])}" for name in names if environ.get(name, "")]
 
 
-def resolve(host: str) -> list[str]:
+def resolve(host: str, *, again: bool = False) -> list[str]:
     """All addresses of a name in the resolver's order; empty if it has none, or is not in time.
 
     A name that has addresses, or that took long, is not looked up again: a resolver without a
-    server takes half a minute, and the others wait meanwhile.
+    server takes half a minute, and the others wait meanwhile. ``again`` retries that, too.
     """
-    if host not in _resolved:
+    if host not in _resolved or (again and not _resolved[host][0]):
         begin = time.monotonic()
         found = _look_up(host)
         took = time.monotonic() - begin

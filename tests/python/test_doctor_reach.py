@@ -193,6 +193,8 @@ def test_a_host_that_connects_from_a_wrong_address_is_blamed_and_no_firewall() -
         "node2: wrong interface: from eth1 (10.9.0.2) it does not reach node1, from eth0 "
         "(10.0.0.2) it does"
     )
+    late = dataclasses.replace(unbound, seen="10.9.0.2")
+    assert reach.judge(hosts, [*broken(all_links(hosts), {(1, 0)}, probe.SILENT), late]) == []
 
 
 def test_every_kind_of_firewall_has_its_line() -> None:
