@@ -9,7 +9,7 @@ from pycomm.doctor.facts import Firewall
 _MAX_LINES = 4
 _UNSURE = "(the table and chain as your firewall has them: sudo nft list ruleset)"
 _SEVERAL = "Each of these chains can drop a packet, so each needs the rule."
-_NOT_IN_EACH = "(for IPv4 and IPv6, if your tables are for one of them only)"
+_NFPROTO = {"ip": "ipv4", "ip6": "ipv6"}
 
 
 def lines_to_open(
@@ -91,24 +91,22 @@ def _nft(
 
 
 def _nft_close(chains: Sequence[str], sources: Sequence[str], port: str) -> list[str]:
-    """A drop in one chain is final, so one chain per family is enough."""
+    """A drop in one chain is final, so one chain per family is enough, also a new one."""
     family, other = ("ip6", "ip") if ":" in sources[0] else ("ip", "ip6")
     own = next((one for one in chains if one.split()[0] in ("inet", family)), "")
     others = next((one for one in chains if one.split()[0] in ("inet", other)), "")
-    nfproto = {"ip": "ipv4", "ip6": "ipv6"}[other]
-    lines = [
-        f"$ sudo nft insert rule {own or 'inet filter input'} iif != lo "
-        f"{family} saddr != {one_or_set(sources)} tcp dport {port} drop"
+    lines = []
+    if not own or not others:
+        own = others = "inet pycomm input"
+        lines.append("$ sudo nft add table inet pycomm")
+        lines.append(f"$ sudo nft add chain {own} '{{ type filter hook input priority 0; }}'")
+    match = "" if others.startswith(f"{other} ") else f"meta nfproto {_NFPROTO[other]} "
+    return [
+        *lines,
+        f"$ sudo nft insert rule {own} iif != lo "
+        f"{family} saddr != {one_or_set(sources)} tcp dport {port} drop",
+        f"$ sudo nft insert rule {others} iif != lo {match}tcp dport {port} drop",
     ]
-    if others or not own:
-        match = f"meta nfproto {nfproto} " if not others.startswith(f"{other} ") else ""
-        lines.append(
-            f"$ sudo nft insert rule {others or 'inet filter input'} iif != lo "
-            f"{match}tcp dport {port} drop"
-        )
-    else:
-        lines.append(_NOT_IN_EACH)
-    return lines if own else [*lines, _UNSURE]
 
 
 def one_or_set(values: Sequence[str]) -> str:

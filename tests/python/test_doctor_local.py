@@ -351,6 +351,12 @@ def test_the_store_is_closed_by_the_firewall_of_the_host_for_both_families() -> 
     four, six = lines("nft", "ip filter INPUT", "ip6 filter INPUT")
     assert four.startswith("$ sudo nft insert rule ip filter INPUT iif != lo ip saddr != ")
     assert six == "$ sudo nft insert rule ip6 filter INPUT iif != lo tcp dport 29500 drop"
+    for chains in ((), ("ip filter INPUT",)):  # a drop is final in a table of its own, too
+        table, new, four, six = lines("nft", *chains)
+        assert table == "$ sudo nft add table inet pycomm"
+        assert new.startswith("$ sudo nft add chain inet pycomm input '{ type filter hook input ")
+        assert four.startswith("$ sudo nft insert rule inet pycomm input iif != lo ip saddr != ")
+        assert six.startswith("$ sudo nft insert rule inet pycomm input iif != lo meta nfproto ")
 
 
 def test_cores_of_a_container() -> None:
