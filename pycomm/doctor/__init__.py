@@ -3,13 +3,14 @@
 Each module either gathers facts or judges them. Modules that judge are pure functions over facts,
 so that tests need no network:
 
-    facts     what is known of a host          local   judges it, and compares hosts
-    system    reads it from this host
-    probe     asks another host's doctor       reach   judges who reaches whom
-    flow      bytes over one connection        rate    judges who is slow
-    sync      one all_reduce of the engine
+    facts     what is known of a host          local       judges it, and compares hosts
+    system    reads it from this host          rules       reads nftables
+    probe     asks another host's doctor       reach       judges who reaches whom
+    flow      bytes over one connection        rate        judges who is slow
+    sync      one all_reduce of the engine     firewall    lines that open or close ports
 
-    join      finds the store                  board   what hosts exchange by it
-    meeting   which ranks came                 run     the stages, in order
-    report    the result                       screen  the result for a terminal
+    join      finds the store                  board       what hosts exchange by it
+    meeting   which ranks came                 attendance  who did not come, or ended
+    run       the stages, in order             bounded     calls that may block for long
+    report    the result                       screen      the result for a terminal
 """

@@ -372,8 +372,7 @@ class _Examination:
             slow = any(finding.level == SLOW for finding in findings)
             fine = "All stages before were fine, so please report this with the screen."
             again = "Mend what is slow, which may be why, and run the doctor again."
-            todo = [again if slow else fine]
-            return [], [Finding(STOP, "SYNC_FAILED", "", text, todo)]
+            return [], [Finding(STOP, "SYNC_FAILED", "", text, [again if slow else fine])]
 
     def _agreed(self, report: Report) -> Report:
         """Rank 0's report, on every rank: the launcher sees one exit code."""
