@@ -17,9 +17,9 @@ import torch.distributed as dist
 from pycomm import errors
 from pycomm.doctor.flow import MAX_SECONDS
 from pycomm.doctor.join import NoStoreError, join, report_alone
-from pycomm.doctor.meeting import NoDoctorError, Place
+from pycomm.doctor.meeting import NoDoctorError, Place, Plan
 from pycomm.doctor.report import Report
-from pycomm.doctor.run import Plan, examine, examine_alone
+from pycomm.doctor.run import examine, examine_alone
 from pycomm.doctor.screen import as_text
 from pycomm.doctor.system import is_of_this_host, resolve, socket_options, variables_in_force
 from pycomm.integrations import launch

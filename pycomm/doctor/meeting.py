@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pycomm import _extension, errors
@@ -35,6 +35,21 @@ class Place:
     """torchrun's agent holds the store; otherwise rank 0 does."""
     attempt: str = "0"
     """How often torchrun has started its workers again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the user wants. Rank 0's measurements count for all ranks."""
+
+    seconds: float = 1.5
+    """Per measurement in the first round; half of it in later ones."""
+    parameters: float = 62.5e6
+    reach_only: bool = False
+    ranks_per_host: int = 1
+    """By hand: how many ranks of the job each host will have."""
+    wait_s: float = 60.0
+    strict: bool = False
+    progress: Callable[[str], None] = lambda _: None
 
 
 class NoDoctorError(Exception):

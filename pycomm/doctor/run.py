@@ -7,7 +7,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from pycomm import errors
 from pycomm.doctor import attendance, flow, local, probe, rate, rate_findings, reach, sync, system
 from pycomm.doctor.board import Board
 from pycomm.doctor.facts import SLOW, STOP, Finding, HostFacts, known, unique_names
-from pycomm.doctor.meeting import Place, Roster, choose_address, meet, with_choice
+from pycomm.doctor.meeting import Place, Plan, Roster, choose_address, meet, with_choice
 from pycomm.doctor.report import Report
 
 _FACTS_S = 30.0
@@ -31,21 +31,6 @@ _SLACK_S = 20.0
 """Hosts need not begin a round at the same time."""
 _LEAVE_S = 10.0
 _FROM_RANK_0 = ("seconds", "reach_only", "ranks_per_host")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the user wants. Rank 0's measurements count for all ranks."""
-
-    seconds: float = 1.5
-    """Per measurement in the first round; half of it in later ones."""
-    parameters: float = 62.5e6
-    reach_only: bool = False
-    ranks_per_host: int = 1
-    """By hand: how many ranks of the job each host will have."""
-    wait_s: float = 60.0
-    strict: bool = False
-    progress: Callable[[str], None] = lambda _: None
 
 
 def examine(store: Any, place: Place, environ: Mapping[str, str], plan: Plan) -> Report:

@@ -27,9 +27,8 @@ from pycomm.cli import doctor, main
 from pycomm.doctor import join, local, meeting, probe, run, sync, system
 from pycomm.doctor.board import Board
 from pycomm.doctor.facts import NOTE, SLOW, STOP, Finding
-from pycomm.doctor.meeting import NoDoctorError, Place, Roster
+from pycomm.doctor.meeting import NoDoctorError, Place, Plan, Roster
 from pycomm.doctor.report import Report
-from pycomm.doctor.run import Plan
 from pycomm.doctor.screen import as_text
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
