@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/operation/issue_context.h"
 #include "sim/verdict.h"
 
 namespace {
@@ -106,6 +107,7 @@ int sweep(const Options& options) {
   int64_t succeeded = 0;
   int64_t frames = 0;
   double virtual_s = 0;
+  uint64_t digest = 0; // equal for two builds whose runs of these seeds are equal, frame by frame
   const auto begin = std::chrono::steady_clock::now();
   const auto work = [&] {
     for (uint64_t seed = next++; seed <= options.last; seed = next++) {
@@ -120,6 +122,9 @@ int sweep(const Options& options) {
       succeeded += report.succeeded;
       frames += report.frames;
       virtual_s += static_cast<double>(report.elapsed.count()) / 1e9;
+      digest += pycomm::mix64(
+          pycomm::mix64(report.fingerprint ^ seed) + static_cast<uint64_t>(report.succeeded) +
+          report.violations.size());
       if (!report.violations.empty() && static_cast<size_t>(all.violated) <= options.most_failures) {
         print(report);
         std::fflush(stdout);
@@ -159,6 +164,7 @@ int sweep(const Options& options) {
       seconds,
       static_cast<double>(all.runs) / seconds,
       options.jobs);
+  std::printf("digest of all runs %016llx\n", static_cast<unsigned long long>(digest));
   return all.violated == 0 ? 0 : 1;
 }
 
