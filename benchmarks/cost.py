@@ -1,5 +1,7 @@
 """What all_reduce costs on a virtual network, from its own schedules: the tables of docs/cost.md.
 
+Builds pycomm_schedule_cost with CMake first; torch and the extension are not needed.
+
 python benchmarks/cost.py                        # the tables
 python benchmarks/cost.py --pictures docs/pictures
 python benchmarks/cost.py --check table.json --hosts 0,1,0,1     # beside what was measured there
@@ -8,7 +10,10 @@ python benchmarks/cost.py --check table.json --hosts 0,1,0,1     # beside what w
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -16,7 +21,7 @@ from pathlib import Path
 
 from plot import line_chart
 
-from pycomm import _extension
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,22 @@ class Cost:
     """Sent through the busiest card."""
 
 
+@functools.cache
+def program() -> Path:
+    """The program that runs the schedules, built when it is first asked for."""
+    sys.path.append(str(ROOT / "tools"))
+    folder = importlib.import_module("cpp").build("plain", target="pycomm_schedule_cost")
+    if folder is None:
+        raise SystemExit("pycomm_schedule_cost could not be built: see above")
+    return Path(folder) / "tests" / "cpp" / "pycomm_schedule_cost"
+
+
 def cost(algorithm: str, hosts: Sequence[int], nbytes: int, network: Network) -> Cost:
     """Run an all_reduce of fp32 in virtual time."""
-    found = _extension.load().schedule_cost(
-        "all_reduce", algorithm, list(hosts), nbytes, list(astuple(network))
-    )
-    return Cost(found["seconds"], found["algorithm"], max(found["sent_nbytes"]))
+    words = [algorithm, ",".join(map(str, hosts)), str(nbytes), *map(str, astuple(network))]
+    done = subprocess.run([program(), *words], stdout=subprocess.PIPE, text=True, check=True)
+    seconds, chosen, card_nbytes = done.stdout.split()
+    return Cost(float(seconds), chosen, int(card_nbytes))
 
 
 def spread(hosts: int, ranks_a_host: int) -> list[int]:

@@ -78,16 +78,6 @@ class Extension(Protocol):
     def topology_text(self, backend: Any) -> str:
         """How the ranks are spread over hosts, in words."""
 
-    def schedule_cost(
-        self,
-        collective: str,
-        algorithm: str,
-        host_of_rank: list[int],
-        nbytes: int,
-        network: list[float],
-    ) -> dict[str, Any]:
-        """What a collective costs on a virtual network (schedule/cost_model.h)."""
-
     def host_identity(self) -> str:
         """Equal in two processes of one host and network namespace."""
 

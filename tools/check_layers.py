@@ -31,6 +31,7 @@ CPP_ROOMS = {
         {"data"},
         {""},
     ],
+    "proof": [{"schedule"}, {"sim"}],
     "transport": [{""}, {"net", "memory"}, {"rendezvous"}],
 }
 
@@ -46,9 +47,9 @@ FOREIGN_HEADERS = [
     (r"(pybind11/|Python\.h)", "Python", {"torch"}),
 ]
 
-# A floor sees the floors below, but these kinds are seen only by themselves: `sim` is test code,
-# and the CUDA library is loaded at run time.
-PRIVATE_KINDS = {"sim", "cuda"}
+# A floor sees the floors below, but these kinds are seen only by themselves: `proof` is for tests
+# and does not ship, and the CUDA library is loaded at run time.
+PRIVATE_KINDS = {"proof", "cuda"}
 
 # The headers of such a folder that the floors above may include: plain C declarations, and what
 # converts their errors, which has no source file.
@@ -58,16 +59,16 @@ PUBLIC_HEADERS = {"cuda/c_api.h", "cuda/c_error_record.h"}
 # without a toolkit.
 CUDA_SUFFIXES = {".cu", ".cuh"}
 
-# Folders that are pure, or that know no sockets: (folders, pattern of system headers they must not
-# include, why).
+# Folders that are pure, or that know no sockets: (folders or subfolders, pattern of system headers
+# they must not include, why).
 IMPURE_HEADERS = [
     (
-        {"base", "numeric", "schedule"},
+        {"base", "numeric", "schedule", "proof/schedule"},
         r"(sys/socket|netinet/.*|arpa/.*|netdb|poll|sys/epoll|ifaddrs|net/if)\.h",
         "knows no sockets",
     ),
     (
-        {"schedule", "numeric"},
+        {"schedule", "numeric", "proof/schedule"},
         r"thread|mutex|condition_variable|fstream|unistd\.h|chrono",
         "is pure: no I/O, threads or time",
     ),
@@ -191,10 +192,16 @@ def why_not_include(
     for pattern, what, kinds in FOREIGN_HEADERS:
         if re.match(pattern, header):
             return None if own.kind in kinds else f"{includer} must not see {what}"
-    for folders, pattern, why in IMPURE_HEADERS:
-        if includer in folders and re.fullmatch(pattern, header):
-            return f"{includer} {why}"
     return f'no folder of csrc/ is named "{header.split("/")[0]}"' if quoted else None
+
+
+def why_impure(own: tuple[str, ...], header: str) -> str | None:
+    """Why the file `own` must not include this system header, or None where it may."""
+    for folders, pattern, why in IMPURE_HEADERS:
+        for place in {own[0], "/".join(own[:2])} & folders:
+            if re.fullmatch(pattern, header):
+                return f"{place} {why}"
+    return None
 
 
 def room_of(path_parts: tuple[str, ...]) -> str:
@@ -236,6 +243,7 @@ def check_cpp(root: Path) -> Iterator[Violation]:
             include = INCLUDE.match(line)
             why = include and (
                 why_not_include(folder, include[2], include[1] == '"', floors)
+                or why_impure(where.parts[1:], include[2])
                 or (
                     why_not_room(where.parts[1:], tuple(include[2].split("/")))
                     if include[1] == '"'

@@ -43,7 +43,9 @@ class Step:
 STEPS = [
     *(
         Step(
-            f"mutations{share}", f"{{python}} tests/cpp/simulate/mutations.py --share {share}/3", 40
+            f"mutations{share}",
+            f"{{python}} tests/cpp/proof/programs/mutations.py --share {share}/3",
+            40,
         )
         for share in (1, 2, 3)
     ),

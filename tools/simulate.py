@@ -19,7 +19,7 @@ KINDS = {
     "a rank leaves at any moment": 1_500_000_000_000,
     "several groups": 2_000_000_000_000,
 }
-"""The seed before the first of each: kRichSeeds, kLeavingSeeds, kGroupSeeds of csrc/sim/plan.h."""
+"""The seed before the first of each: kRichSeeds, kLeavingSeeds, kGroupSeeds of proof/sim/plan.h."""
 
 
 def main() -> int:

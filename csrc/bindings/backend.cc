@@ -8,12 +8,12 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/algorithm_names.h"
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
 #include "c10d/raising.h"
 #include "c10d/record_dict.h"
 #include "c10d/store_adapter.h"
+#include "schedule/algorithm_names.h"
 #include "schedule/select.h"
 
 namespace py = pybind11;

@@ -2,7 +2,6 @@
 
 #include "bindings/backend.h"
 #include "bindings/codecs.h"
-#include "bindings/cost.h"
 #include "bindings/ddp.h"
 #include "bindings/futures.h"
 #include "bindings/process.h"
@@ -13,6 +12,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bindBackend(m);
   pycomm::bindFutures(m);
   pycomm::bindCodecs(m);
-  pycomm::bindCost(m);
   pycomm::bindDdp(m);
 }

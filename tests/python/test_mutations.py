@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "cpp" / "simulate" / "mutations.py"
+PROGRAM = ROOT / "tests" / "cpp" / "proof" / "programs" / "mutations.py"
 sys.path.append(str(PROGRAM.parent))
 mutations = importlib.import_module("mutations")
 
@@ -25,14 +25,14 @@ def test_every_mutation_applies() -> None:
 def test_one_that_no_longer_applies_fails_the_program(
     tmp_path: Path, copies: int, said: str
 ) -> None:
-    for part in ("csrc/engine", "tests/cpp/simulate"):
+    for part in ("csrc/engine", "tests/cpp/proof/programs"):
         shutil.copytree(ROOT / part, tmp_path / part)
     mutation = mutations.MUTATIONS[-1]
     file = mutations.path_of(tmp_path, mutation)
     file.write_text(file.read_text().replace(mutation.old, mutation.old * copies))
     for options in (["--check"], ["--work", str(tmp_path / "work")]):
         done = subprocess.run(
-            [sys.executable, str(tmp_path / "tests" / "cpp" / "simulate" / PROGRAM.name), *options],
+            [sys.executable, str(tmp_path / PROGRAM.relative_to(ROOT)), *options],
             capture_output=True,
             text=True,
             timeout=60,

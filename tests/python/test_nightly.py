@@ -152,7 +152,7 @@ def test_every_part_takes_an_hour_at_most(nightly: ModuleType) -> None:
 
 
 def test_mutations_in_three_shares_are_all_of_them() -> None:
-    sys.path.append(str(ROOT / "tests" / "cpp" / "simulate"))
+    sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
     mutations = importlib.import_module("mutations")
     shares = [mutations.chosen([], f"{number}/3") for number in (1, 2, 3)]
     names = [mutation.name for share in shares for mutation in share]

@@ -39,7 +39,7 @@ FLOORS = """\
 1 schedule core
 1 cuda cuda
 2 engine core
-3 sim sim
+3 proof proof
 4 c10d torch
 5 ddp torch
 6 bindings torch
@@ -104,7 +104,7 @@ BAD_FILES = {
         "CPP_ROOMS does not say where engine/attic stands",
     ),
     "engine to torch seam": ("csrc/engine/a.cc", '#include "c10d/work.h"\n', "must not see c10d"),
-    "test code": ("csrc/c10d/a.cc", '#include "sim/clock.h"\n', "used by nothing else"),
+    "test code": ("csrc/c10d/a.cc", '#include "proof/sim/clock.h"\n', "used by nothing else"),
     "cuda library": ("csrc/c10d/a.cc", '#include "cuda/pack.h"\n', "used by nothing else"),
     "no folder": ("csrc/base/a.cc", '#include "error.h"\n', 'write the folder: "base/error.h"'),
     "unknown quoted": (
@@ -114,7 +114,7 @@ BAD_FILES = {
     ),
     "torch": ("csrc/engine/a.cc", "#include <torch/torch.h>\n", "engine must not see torch"),
     "torch, quoted": ("csrc/engine/a.cc", '#include "ATen/ATen.h"\n', "engine must not see torch"),
-    "c10": ("csrc/sim/a.h", "  #  include <c10/util/Half.h>\n", "sim must not see torch"),
+    "c10": ("csrc/proof/sim/a.h", "  #  include <c10/util/Half.h>\n", "proof must not see torch"),
     "torch in cuda": (
         "csrc/cuda/a.cu",
         "#include <torch/extension.h>\n",
@@ -127,6 +127,16 @@ BAD_FILES = {
     "nccl": ("csrc/c10d/a.cc", "#include <nccl.h>\n", "must not see CUDA"),
     "sockets": ("csrc/base/a.cc", "#include <netinet/in.h>\n", "base knows no sockets"),
     "threads": ("csrc/schedule/a.cc", "#include <thread>\n", "schedule is pure"),
+    "threads in a proof": (
+        "csrc/proof/schedule/a.cc",
+        "#include <thread>\n",
+        "proof/schedule is pure",
+    ),
+    "a proof to the simulator": (
+        "csrc/proof/schedule/a.cc",
+        '#include "proof/sim/run.h"\n',
+        "proof/schedule must not see proof/sim",
+    ),
     "abort": ("csrc/engine/a.cc", "void f() { std::abort(); }\n", "ends the process"),
     "global abort": ("csrc/engine/a.cc", "void f() { ::abort(); }\n", "ends the process"),
     "exit": ("csrc/engine/a.cc", "void f() { exit(1); }\n", "ends the process"),
@@ -744,7 +754,7 @@ def test_the_wheel_is_built_for_every_supported_minor() -> None:
 
 def test_every_floor_is_built_or_private() -> None:
     floors = tool("check_layers").read_floors(ROOT)
-    assert {floor.kind for floor in floors.values()} <= {"core", "sim", "cuda", "torch"}
+    assert {floor.kind for floor in floors.values()} <= {"core", "proof", "cuda", "torch"}
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders <= set(floors)
 

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "group_run.h"
 #include "numeric/codec.h"
-#include "proof/scalar_codec.h"
+#include "proof/schedule/scalar_codec.h"
 
 namespace pycomm::testing {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "proof/interpreter.h"
+#include "proof/schedule/interpreter.h"
 #include "sanitized.h"
 #include "schedule/make_schedule.h"
 

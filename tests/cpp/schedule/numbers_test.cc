@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "group_run.h"
-#include "proof/scalar_math.h"
+#include "proof/schedule/scalar_math.h"
 
 namespace pycomm::testing {
 namespace {

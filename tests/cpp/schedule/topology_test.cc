@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 #include "group_run.h"
-#include "schedule/global_graph.h"
+#include "proof/schedule/global_graph.h"
 #include "schedule/select.h"
 #include "schedule/topology_view.h"
 

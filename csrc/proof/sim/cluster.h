@@ -1,0 +1,52 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "proof/sim/run.h"
+
+namespace pycomm::sim {
+
+/// Several groups of the same ranks.
+struct ClusterPlan {
+  struct Group {
+    std::vector<int> members; ///< the cluster's ranks, by the group's
+    Plan plan;
+  };
+  uint64_t seed = 0;
+  int size = 2;
+  std::vector<Group> groups;
+
+  [[nodiscard]] std::string text() const;
+};
+
+[[nodiscard]] ClusterPlan makeClusterPlan(uint64_t seed);
+
+/// Runs the groups of a plan at once. A rank's groups share its process and its native threads, and what strikes the process or its
+/// host; connections and programs are a group's own, and what goes wrong with them is no other group's business.
+class Cluster {
+ public:
+  Cluster(ClusterPlan plan, bool keeps_trace);
+
+  void execute();
+
+  [[nodiscard]] const ClusterPlan& plan() const noexcept {
+    return plan_;
+  }
+  [[nodiscard]] const std::vector<std::unique_ptr<Run>>& runs() const noexcept {
+    return runs_;
+  }
+
+ private:
+  void strike(const ClusterPlan::Group& drawn_for, const FaultPlan& fault);
+  [[nodiscard]] bool allClosed() const;
+
+  const ClusterPlan plan_;
+  Timeline timeline_;
+  Wires wires_;
+  std::vector<std::unique_ptr<SimProcess>> processes_; ///< before the runs, which use them
+  std::vector<std::unique_ptr<Run>> runs_;
+};
+
+} // namespace pycomm::sim

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <set>
+#include <vector>
+
+#include "engine/loop/loop.h"
+#include "proof/sim/random.h"
+#include "proof/sim/timeline.h"
+
+namespace pycomm::sim {
+
+/// Says what epoll would say of a descriptor.
+class Readiness {
+ public:
+  virtual ~Readiness() = default;
+  /// The loop that watches `fd` wants to be told (SimLoop::changed) when something happens to it; null: no longer.
+  virtual void setWatcher(int fd, class SimLoop* loop) = 0;
+  [[nodiscard]] virtual uint32_t eventsOf(int fd) const = 0;
+};
+
+/// A native thread in virtual time. A turn does what EventLoop's does, in its order: ready descriptors (here in
+/// random order), then tasks, then ticks that are due; level-triggered. A turn takes time, sleeps end up to 2 ms
+/// late, as epoll's do, and a stopped or dead process has no turns.
+class SimLoop final : public Loop {
+ public:
+  struct Pace {
+    Nanos turn_low = microseconds(1);
+    Nanos turn_high = microseconds(20);
+    Nanos oversleep = milliseconds(2);
+  };
+
+  SimLoop(Timeline& timeline, Readiness& readiness, Random random) noexcept
+      : timeline_(timeline), readiness_(readiness), random_(random) {}
+
+  void post(std::function<void()> task);
+  /// Something happened to a watched descriptor.
+  void changed(int fd);
+
+  void setPace(const Pace& pace) noexcept {
+    pace_ = pace;
+  }
+  /// SIGSTOP and SIGCONT.
+  void stop() noexcept {
+    stopped_ = true;
+  }
+  void resume();
+  /// SIGKILL.
+  void kill() noexcept;
+
+  // Loop
+  void watch(int fd, uint32_t events, Handler& handler) override;
+  void unwatch(int fd) noexcept override;
+  void addTicker(Ticker& ticker) override;
+  void removeTicker(Ticker& ticker) noexcept override;
+  void addBusy(int change) noexcept override {
+    busy_ += change;
+  }
+
+  [[nodiscard]] int busy() const noexcept {
+    return busy_;
+  }
+  [[nodiscard]] size_t watches() const noexcept {
+    return watches_.size();
+  }
+
+ private:
+  struct Watch {
+    uint32_t events;
+    Handler* handler; ///< alive until unwatch, by the contract of watch
+  };
+
+  void turn();
+  void wake(TimePoint instant);
+  [[nodiscard]] uint32_t ready(int fd) const;
+
+  Timeline& timeline_; ///< these two outlive all loops: the run owns them
+  Readiness& readiness_;
+  Random random_;
+  Pace pace_;
+  std::map<int, Watch> watches_;
+  std::set<int> maybe_ready_;
+  std::deque<std::function<void()>> tasks_;
+  std::vector<Ticker*> tickers_; ///< each alive until removeTicker
+  TimePoint busy_until_{};
+  TimePoint next_turn_ = TimePoint::max();
+  int64_t turn_serial_ = 0; ///< an older wake-up is void
+  bool stopped_ = false;
+  bool dead_ = false;
+  int busy_ = 0;
+};
+
+} // namespace pycomm::sim

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <vector>
+
+#include "proof/sim/sim_loop.h"
+
+namespace pycomm::sim {
+
+/// The networks of several groups, for loops that serve them all. Each has descriptors of its own.
+class Wires final : public Readiness {
+ public:
+  static constexpr int kFdsANetwork = 1 << 20;
+
+  /// Its descriptors begin at kFdsANetwork times the number of networks before it.
+  void add(Readiness& network) {
+    networks_.push_back(&network);
+  }
+  void setWatcher(int fd, SimLoop* loop) override {
+    of(fd).setWatcher(fd, loop);
+  }
+  [[nodiscard]] uint32_t eventsOf(int fd) const override {
+    return of(fd).eventsOf(fd);
+  }
+
+ private:
+  [[nodiscard]] Readiness& of(int fd) const {
+    return *networks_[static_cast<size_t>(fd / kFdsANetwork)];
+  }
+  std::vector<Readiness*> networks_; ///< each lives as long as the loops
+};
+
+/// The native threads of one simulated process, which all its groups share, as those of Engine.
+struct SimProcess {
+  SimProcess(Timeline& timeline, Readiness& readiness, Random random)
+      : lane(timeline, readiness, random.fork()), control(timeline, readiness, random.fork()) {}
+
+  void stop() noexcept {
+    lane.stop();
+    control.stop();
+  }
+  void resume() {
+    lane.resume();
+    control.resume();
+  }
+  void kill() noexcept {
+    lane.kill();
+    control.kill();
+  }
+
+  SimLoop lane;
+  SimLoop control;
+};
+
+} // namespace pycomm::sim

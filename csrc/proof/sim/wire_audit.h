@@ -1,0 +1,72 @@
+#pragma once
+
+#include <functional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/data/protocol.h"
+#include "proof/sim/network.h"
+
+namespace pycomm::sim {
+
+/// Keeps the books of flow control from outside, by the frames alone: no rank may send what it was not given room for.
+class WireAudit final : public Network::Observer {
+ public:
+  static constexpr size_t kTimeNchars = 15; ///< of a line of the trace: "%10d us  "
+
+  WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace);
+
+  void frameSent(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
+  void frameArrived(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
+  void linkChanged(int from, int to, LinkPurpose purpose, const char* what) override;
+
+  /// Called with the number of frames sent so far.
+  void onFrame(std::function<void(int64_t)> listener) {
+    on_frame_ = std::move(listener);
+  }
+  void say(const std::string& line);
+  [[nodiscard]] bool keepsTrace() const noexcept {
+    return keeps_trace_;
+  }
+
+  [[nodiscard]] const std::vector<std::string>& trace() const noexcept {
+    return trace_;
+  }
+  [[nodiscard]] const std::vector<std::string>& violations() const noexcept {
+    return violations_;
+  }
+  [[nodiscard]] int64_t frames() const noexcept {
+    return frames_;
+  }
+  /// Of everything that happened on the wire, and when: equal for equal runs.
+  [[nodiscard]] uint64_t fingerprint() const noexcept {
+    return fingerprint_;
+  }
+
+ private:
+  struct Edge {
+    int64_t limit = 0;
+    int64_t sent = 0;
+    uint32_t frames = 0;
+  };
+  [[nodiscard]] Edge& edge(int from, int to, uint64_t op_id) {
+    return edges_[op_id << 16 | static_cast<uint64_t>(from) << 8 | static_cast<uint64_t>(to)];
+  }
+  void note(const char* verb, int from, int to, LinkPurpose purpose, const FrameHeader& header);
+  void violation(int from, int to, const FrameHeader& header, const std::string& what);
+
+  Timeline& timeline_; ///< the run's
+  const int ranks_;
+  const Protocol::Config limits_;
+  const bool keeps_trace_;
+  std::unordered_map<uint64_t, Edge> edges_; ///< looked up only
+  std::vector<int64_t> in_pool_; ///< by (from, to): eager bytes that `to` has not given room back for, as `from` knows
+  int64_t frames_ = 0;
+  uint64_t fingerprint_ = 0;
+  std::function<void(int64_t)> on_frame_;
+  std::vector<std::string> trace_;
+  std::vector<std::string> violations_;
+};
+
+} // namespace pycomm::sim

@@ -1,0 +1,484 @@
+"""Break the engine on purpose, one line at a time; count the simulator's seeds that notice.
+
+Each mutation is built in a copy of csrc and run over seeds of one group, seeds with messages and
+codecs, of ranks that leave, and of several groups. A mutation that no seed notices is a hole in
+the simulator, or a line that does nothing: its entry says which, or the program fails. It also
+fails, before it builds anything, if the text of a mutation no longer stands exactly once in its
+file.
+
+    python tests/cpp/proof/programs/mutations.py --check
+    python tests/cpp/proof/programs/mutations.py --work FOLDER [--seeds 10000] [--only NAME …]
+
+Prints a table: how many seeds of each kind fail, the first of them, and the promise that it breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[4]
+ENGINE = Path("csrc", "engine")
+KINDS = {
+    "one group": 0,
+    "messages, codecs": 1_000_000_000_000,
+    "leaving": 1_500_000_000_000,
+    "several": 2_000_000_000_000,
+}
+"""The seed before the first of each kind, as in csrc/proof/sim/plan.h."""
+LIMIT_S = 300  # of one kind of seeds; a mutation can make a run endless
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str  # its name; it lies in csrc/engine or a subfolder
+    old: str
+    new: str
+    kept: int = 0
+    """A seed of sim_test.cc that notices it. Only one in tens of thousands does."""
+    survives: str = ""
+    """Why no seed is expected to notice it."""
+
+
+MUTATIONS = [
+    Mutation(
+        "never raise credit",
+        "credits.cc",
+        "    if (edge->limit != kNoLimit) { // an edge that goes eagerly needs no credit\n"
+        "      grant(op_id, *edge);\n    }\n",
+        "",
+    ),
+    Mutation(
+        "raise credit by half a window",
+        "credits.cc",
+        "config_.window_nbytes / 4 || limit == edge.total",
+        "config_.window_nbytes / 2 || limit == edge.total",
+        kept=65653,
+    ),
+    Mutation(
+        "ignore credit when sending",
+        "credits.cc",
+        "if (edge->limit != kNoLimit && edge->moved + nbytes <= edge->limit)",
+        "if (edge->limit != kNoLimit)",
+    ),
+    Mutation(
+        "never give pool room back",
+        "credits.cc",
+        "if (pool.eager_used >= config_.eager_pool_nbytes / 4)",
+        "if (pool.eager_used >= config_.eager_pool_nbytes * 1000)",
+    ),
+    Mutation(
+        "ignore the pool's size when sending",
+        "credits.cc",
+        "return early && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ?",
+        "return early ?",
+    ),
+    Mutation(
+        "forget credit that came early",
+        "credits.cc",
+        "early.limit = std::max(early.limit, limit);",
+        "early.limit = 0;",
+    ),
+    Mutation(
+        "no credit from a crowded pool",
+        "credits.cc",
+        "if (crowded(rank) && !was_crowded) { // what is posted",
+        "if (crowded(rank) && !was_crowded && found != ops_.end()) { // what is posted",
+        survives="only callbacks may issue in another order on each rank; no program here has any",
+    ),
+    Mutation(
+        "do not compare what was heard before posting",
+        "roll_call.cc",
+        "    compare(expectedFrom(op, entry.first), entry.first, entry.second, id);\n",
+        "",
+    ),
+    Mutation(
+        "compare no reduce op", "descriptor.cc", "d.dtype, d.reduce_op, d.codec", "d.dtype, d.codec"
+    ),
+    Mutation(
+        "compare no root", "descriptor.cc", "d.algorithm, d.root, d.numel", "d.algorithm, d.numel"
+    ),
+    Mutation("compare no tag", "descriptor.cc", "d.numel, d.tag, d.digest", "d.numel, d.digest"),
+    Mutation(
+        "never say who waits",
+        "roll_call_ask.cc",
+        "    for (const int peer : credits_.unfinished(op.id.id)) {\n",
+        "    for (const int peer : std::vector<int>()) {\n",
+        survives="a rank that waits asks every rank after 200 ms anyway",
+    ),
+    Mutation(
+        "no merge window",
+        "membership.cc",
+        "decide_at_ = now + std::chrono::milliseconds(mismatch ? "
+        "config_.merge_mismatches_ms : config_.merge_ms);",
+        "decide_at_ = now;",
+    ),
+    Mutation(
+        "do not pass news on",
+        "membership.cc",
+        "actions_.push_back(std::move(flood));",
+        "if (from < 0) { actions_.push_back(std::move(flood)); }",
+    ),
+    Mutation(
+        "do not flood at all",
+        "membership.cc",
+        "actions_.push_back(std::move(flood));",
+        "",
+    ),
+    Mutation(
+        "blame who hung up although it spoke",
+        "membership.cc",
+        "(spoke_.count(r.peer) != 0 || was_silent(r.rank));",
+        "false;",
+    ),
+    Mutation(
+        "the order ignores the kind of cause",
+        "membership.cc",
+        "causeClass(r.code), vagueness(r), r.peer",
+        "0, vagueness(r), r.peer",
+    ),
+    Mutation(
+        "no heartbeats",
+        "membership.cc",
+        "actions_.push_back(std::move(beat));",
+        "",
+    ),
+    Mutation(
+        "never notice silence",
+        "membership.cc",
+        "now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)",
+        "now - entry.heard_at < std::chrono::hours(config_.dead_after_ms)",
+    ),
+    Mutation(
+        "a goodbye does not count",
+        "membership.cc",
+        "entry->left = entry->said_goodbye = true;",
+        "",
+    ),
+    Mutation(
+        "no deadlines",
+        "roll_call_ask.cc",
+        "    if (deadline.expired(now)) {\n",
+        "    if (false) {\n",
+    ),
+    Mutation("held frames are not replayed", "data_plane.cc", "  replayHeld(running);\n", ""),
+    Mutation(
+        "operations end before the links stop",
+        "data_plane_end.cc",
+        "  stopTouchingMemory();\n  links_.stop();\n  const auto oldest",
+        "  const auto oldest",
+    ),
+    Mutation(
+        "a broken link counts at once",
+        "departures.cc",
+        "std::move(gone), now + kGoodbyeWithin}",
+        "std::move(gone), now}",
+    ),
+    Mutation(
+        "late bytes arrive in a group that closes",
+        "peer_links.cc",
+        "  for (const auto& port : in_) {\n    if (port != nullptr) {\n"
+        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "",
+    ),
+    Mutation(
+        "what is queued leaves after a group was closed",
+        "peer_links.cc",
+        "  for (const auto& port : out_) {\n    if (port != nullptr) {\n"
+        "      port->channel.stopTouchingMemory();\n    }\n  }\n",
+        "",
+    ),
+    Mutation(
+        "a goodbye may be cut short",
+        "peer_links.cc",
+        "if (port.state() == OutPort::State::Closing && port.channel.empty()) {",
+        "if (port.state() == OutPort::State::Closing) {",
+    ),
+    Mutation(
+        "a control goodbye does not wait for the bulk link",
+        "departures.cc",
+        "awaiting != nullptr && reading == Reading::Ended;",
+        "awaiting != nullptr;",
+    ),
+    Mutation(
+        "staged bytes are not copied",
+        "transfer.cc",
+        "      if (state.staging) {\n        std::memcpy(",
+        "      if (false) {\n        std::memcpy(",
+    ),
+    Mutation(
+        "consumed before the frame has left",
+        "transfer.cc",
+        "    states_[index].staging.release();\n    consumed(index);\n  }\n  ended(index);",
+        "    states_[index].staging.release();\n  }\n  ended(index);",
+    ),
+    Mutation(
+        "an odd one out is not outvoted",
+        "membership.cc",
+        "return disagree ? blamed(a) > blamed(b) : precedes(a, b);",
+        "return precedes(a, b);",
+        survives="Membership.WhoDiffersFromMostIsTheOddOne notices it, a unit test",
+    ),
+    Mutation(
+        "a silent rank's own accusations count",
+        "membership.cc",
+        "return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;",
+        "return false;",
+    ),
+    Mutation(
+        "who hears nobody blames a neighbour",
+        "membership.cc",
+        "if (others && !heard) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "news counts although the choice is due",
+        "membership.cc",
+        "if (now >= decide_at_) {",
+        "if (false) {",
+        survives="Membership.NewsThatComesWhenTheChoiceIsDueDoesNotCount notices it, a unit test",
+    ),
+    Mutation(
+        "a rank that slept counts what it did not hear",
+        "membership.cc",
+        "        entry.heard_at = std::min(now, entry.heard_at + late);\n",
+        "",
+    ),
+    Mutation(
+        "a message counts each time it is heard",
+        "messages.cc",
+        "const bool first = !running && !protocol_.hasHeardOf(header.op_id);",
+        "const bool first = true;",
+    ),
+    Mutation(
+        "credit for what has ended is remembered",
+        "protocol.cc",
+        "credits_.isPast(peer, header.op_id) || ",
+        "",
+    ),
+    Mutation(
+        "credit for what has arrived",
+        "credits.cc",
+        "  if (edge.passed == edge.frames) {\n    return; // all of it has arrived\n  }\n",
+        "",
+    ),
+    Mutation(
+        "an eager frame costs its payload alone",
+        "credits.h",
+        "return nbytes + config_.frame_nbytes * static_cast<int64_t>(frames);",
+        "static_cast<void>(frames);\n    return nbytes;",
+    ),
+    Mutation(
+        "no bound on credit ahead of the sender",
+        "credits.cc",
+        "if (from.ahead >= config_.max_ahead) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "messages wait for nothing",
+        "messages.cc",
+        "const bool has_place = queue.empty() && hasPlace(peer, *message);",
+        "const bool has_place = queue.empty();",
+    ),
+    Mutation(
+        "a receive does not ask for its message",
+        "messages_ask.cc",
+        "if (may_have && !owner_.isAway(peer)) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "a question to oneself is taken for a message",
+        "data_plane.cc",
+        "if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) {",
+        "if (header.op_id != 0) {",
+    ),
+    Mutation(
+        "operations that have ended are forgotten",
+        "roll_call.cc",
+        "  keepRecent(op_id, found->second.descriptor);\n",
+        "",
+    ),
+    Mutation(
+        "a stuck rank does not ask everybody",
+        "roll_call_ask.cc",
+        "if (peer != config_.rank) {\n        send(peer, headerFor(",
+        "if (false) {\n        send(peer, headerFor(",
+        survives="who is waited for is asked after 2 ms; only operations without edges need more",
+    ),
+    Mutation(
+        "links end at once when a group has failed",
+        "data_plane_end.cc",
+        "    end_.close_at = std::max(end_.close_at, "
+        "end_.failed_at + std::chrono::milliseconds(kNewsMs));\n",
+        "",
+        survives="news has 5 ms of a lead, and where it takes longer no cause is judged",
+    ),
+    Mutation(
+        "a goodbye ends a receive from any rank",
+        "departures.cc",
+        "    if (dealings_.reading(peer) == Reading::Open) {\n      return nullptr;\n    }\n",
+        "",
+        survives="the message is read before the blame comes back as the group's failure",
+    ),
+    Mutation(
+        "no deadline for a receive from any rank",
+        "messages.cc",
+        "    if (isOver(*entry.second)) {\n      owner_.notice(noMessage(",
+        "    if (isOver(*entry.second) && false) {\n      owner_.notice(noMessage(",
+    ),
+    Mutation(
+        "used eager bytes stay in the pool",
+        "credits.cc",
+        "    pool.eager_in -= cost(nbytes);\n",
+        "",
+    ),
+]
+
+
+def path_of(tree: Path, mutation: Mutation) -> Path:
+    (path,) = (tree / ENGINE).rglob(mutation.file)
+    return path
+
+
+def misplaced(tree: Path) -> list[str]:
+    """The mutations that do not apply to this tree, in words."""
+    found = []
+    for mutation in MUTATIONS:
+        count = path_of(tree, mutation).read_text().count(mutation.old)
+        if count != 1:
+            place = path_of(tree, mutation).relative_to(tree)
+            found.append(f"{mutation.name}: its text stands {count} times in {place}, not once")
+    return found
+
+
+def build(copy: Path, folder: Path) -> Path | None:
+    """Build pycomm_simulate of `copy`: the path of the program, or None if it does not compile."""
+    if not (folder / "build.ninja").exists():
+        configure = ["cmake", "-S", str(copy), "-B", str(folder), "-G", "Ninja"]
+        configure += ["-DPYCOMM_TESTS=ON", "-DPYCOMM_FAULT_POINTS=ON"]  # as in tools/cpp.py
+        if shutil.which("ccache"):
+            configure += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
+        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+    make = ["ninja", "-C", str(folder), "-j2", "pycomm_simulate"]
+    done = subprocess.run(make, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(done.stdout[-2000:], file=sys.stderr)
+        return None
+    return folder / "tests" / "cpp" / "pycomm_simulate"
+
+
+class Found(NamedTuple):
+    """What the seeds of one kind said."""
+
+    count: int | str
+    """How many failed; "all" if the program died or did not end."""
+    first: int
+    broken: str
+
+
+def run_seeds(program: Path, first: int, last: int) -> Found:
+    command = [str(program), "--seeds", f"{first}:{last}", "--jobs", "2"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Found("all", 0, "did not end")
+    if done.returncode not in (0, 1):
+        return Found("all", 0, f"died with {done.returncode}")
+    total = re.search(r"^all +\d+ +\d+ +(\d+)$", done.stdout, re.MULTILINE)
+    seeds = [int(seed) for seed in re.findall(r"^seed (\d+):", done.stdout, re.MULTILINE)]
+    violation = re.search(r"VIOLATION: (.*)", done.stdout)
+    return Found(
+        int(total.group(1)) if total else "all",
+        min(seeds, default=0),
+        violation.group(1)[:90] if violation else "",
+    )
+
+
+def chosen(only: Sequence[str], share: str) -> list[Mutation]:
+    """The mutations whose names have one of the parts; of these every so many: "2/3"."""
+    named = [each for each in MUTATIONS if not only or any(part in each.name for part in only)]
+    number, _, shares = share.partition("/")
+    return named[int(number) - 1 :: int(shares)]
+
+
+def mutants(
+    copy: Path, folder: Path, mutations: Sequence[Mutation]
+) -> Iterator[tuple[Mutation, Path | None]]:
+    """The unchanged program, then each mutation's; None for one that does not compile."""
+    yield Mutation("none", "", "", ""), build(copy, folder)
+    for mutation in mutations:
+        file = path_of(copy, mutation)
+        source = file.read_text()
+        file.write_text(source.replace(mutation.old, mutation.new))
+        program = build(copy, folder)
+        file.write_text(source)
+        yield mutation, program
+
+
+def verdict(mutation: Mutation, program: Path | None, seeds: int) -> tuple[str, str]:
+    """The row of the table, and the complaint about it: empty if it is as expected."""
+    if program is None:
+        return f"| {mutation.name} | does not compile | | | | |", "does not compile"
+    found = []
+    for base in KINDS.values():
+        found.append(run_seeds(program, base + 1, base + seeds))
+        if found[-1].count == "all":  # the other kinds would take as long and tell no more
+            found += [Found("", 0, "")] * (len(KINDS) - len(found))
+            break
+    if mutation.kept and not any(each.count for each in found):
+        found.append(run_seeds(program, mutation.kept, mutation.kept))
+    noticed = next((each for each in found if each.count), None)
+    counts = " | ".join(str(each.count) for each in found[: len(KINDS)])
+    told = f"{noticed.first or ''} | {noticed.broken}" if noticed else f"| {mutation.survives}"
+    row = f"| {mutation.name} | {counts} | {told} |"
+    if not mutation.file:
+        return row, "violations without a mutation" if noticed else ""
+    return row, "" if noticed or mutation.survives else "no seed notices it"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", type=Path, help="scratch folder; made and removed if not given")
+    parser.add_argument("--seeds", type=int, default=10000, help="of each kind")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of mutations' names")
+    parser.add_argument("--share", default="1/1", help='"2/3": the second of three equal parts')
+    parser.add_argument("--check", action="store_true", help="only whether each still applies")
+    options = parser.parse_args()
+    share = re.fullmatch(r"(\d+)/(\d+)", options.share)
+    if share is None or not 1 <= int(share[1]) <= int(share[2]):
+        parser.error(f"--share {options.share} is not such as 2/3")
+    wrong = misplaced(ROOT)
+    if wrong or options.check:
+        print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
+        return 1 if wrong else 0
+    with tempfile.TemporaryDirectory(prefix="pycomm-mutations-") as scratch:
+        work = options.work or Path(scratch)
+        # As deep as the C++ tests' build in the repository: ccache then finds what that has made
+        # with PYCOMM_UNITY=0. A mutation changes one file, so files are compiled one by one here.
+        copy, folder = work, work / "build" / "cpp-plain"
+        for part in ("csrc", "cmake", "tests/cpp"):
+            # Not the files' times: a scratch folder that is used again holds objects of mutations.
+            shutil.copytree(ROOT / part, copy / part, copy_function=shutil.copy, dirs_exist_ok=True)
+        shutil.copy(ROOT / "CMakeLists.txt", copy)
+        heads = " | ".join(KINDS)
+        print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
+        tried = 0
+        for mutation, program in mutants(copy, folder, chosen(options.only, options.share)):
+            row, complaint = verdict(mutation, program, options.seeds)
+            print(row, flush=True)
+            tried += bool(mutation.file)
+            if complaint:
+                wrong.append(f"{mutation.name}: {complaint}")
+    print("\n".join([*wrong, f"{tried} mutations, {len(wrong)} not as expected"]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
