@@ -7,7 +7,6 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "engine/host/host_plane.h"
 #include "engine/host/host_transfer.h"
 #include "engine/report/failure_text.h"
 #include "schedule/make_schedule.h"
@@ -85,11 +84,11 @@ void Group::tellChoice(const ScheduleRequest& request, Algorithm algorithm) {
 }
 
 bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
-  return host_ != nullptr && HostPlane::serves(schedule, identity_.size);
+  return sharesMemory() && HostPlane::serves(schedule, identity_.size);
 }
 
 bool Group::reachesTensors() const noexcept {
-  return host_ != nullptr && host_->reachesTensors();
+  return sharesMemory() && planes_.host()->reachesTensors();
 }
 
 bool Group::keepsParts(const ScheduleRequest& schedule) {
@@ -218,7 +217,7 @@ std::shared_ptr<Operation> Group::startOnHost(Operation::Request request, const 
     made->makeShared().held.store(call.held, std::memory_order_relaxed);
     return made;
   };
-  if (!host_->post(std::cref(make), call.waits, operation)) {
+  if (!planes_.host()->post(std::cref(make), call.waits, operation)) {
     onLane(&DataPlane::post, operation, call.waits ? Pace::WhenDriven : Pace::Soon); // which knows why it is over
   }
   return operation;
@@ -232,26 +231,15 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
     flow->arrive(std::min(pieces, flow->arriving().size()));
   }
   if (operation->shared().ticket != 0) {
-    host_->release(*operation);
+    planes_.host()->release(*operation);
   } else {
     onLane(&DataPlane::release, operation, Pace::Soon);
   }
 }
 
-void Group::onLane(LaneStep step, const std::shared_ptr<Operation>& operation, Pace pace) {
-  auto begin = Loop::owned(*this, [self = shared_from_this(), step, operation] {
-    if (self->data_ != nullptr) {
-      ((*self->data_).*step)(operation);
-      return;
-    }
-    operation->finish(recordInAnyCase(self->identity_, [&] {
-      ErrorRecord record;
-      record.code = ErrorCode::ShutDown;
-      record.summary = "The process group is closed.";
-      record.hint = "destroy_process_group() was called before this operation";
-      return errorOf(*operation, record, self->identity_);
-    }));
-  });
+void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace) {
+  auto begin =
+      Loop::owned(planes_, [self = shared_from_this(), step, operation] { self->planes_.run(step, operation); });
   switch (pace) {
     case Pace::Soon:
       engine_.lane().post(std::move(begin));
@@ -271,7 +259,7 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
     refuseInChild();
   }
   if (operation.shared().ticket != 0) {
-    if (!operation.done() && !host_->drive(operation, deadline)) {
+    if (!operation.done() && !planes_.host()->drive(operation, deadline)) {
       return operation.wait(deadline);
     }
     return operation.done();
@@ -286,9 +274,7 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
 
 void Group::close() {
   if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
-    static_cast<void>(control_.release()); // see Engine::shutdown
-    static_cast<void>(data_.release());
-    static_cast<void>(host_.release());
+    planes_.abandon(); // see Engine::shutdown
     return;
   }
   const std::lock_guard<std::mutex> lock(close_mutex_);
@@ -305,36 +291,36 @@ void Group::close() {
   reason.rank = identity_.rank;
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
-  if (host_ != nullptr) {
+  if (HostPlane* const host = planes_.host()) {
     if (abort_.aborted()) { // the plane is told of the failure first, so that operations end with its cause
       engine_.control().run([] {});
       engine_.lane().run([] {});
     }
-    host_->close(reason);
+    host->close(reason);
   }
-  if (data_ != nullptr) {
+  if (DataPlane* const data = planes_.data()) {
     std::promise<void> down;
     const std::future<void> is_down = down.get_future();
-    engine_.lane().post([&] { data_->close(reason, [&] { down.set_value(); }); });
+    engine_.lane().post([&] { data->close(reason, [&] { down.set_value(); }); });
     while (is_down.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
     }
   }
   static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
-  if (control_ != nullptr) {
+  if (planes_.control() != nullptr) {
     std::vector<std::unique_ptr<Link>> links;
     engine_.control().run([&] {
       for (const uint64_t watch : watches_) {
         engine_.hostMates().unwatch(watch);
       }
-      links = control_->close();
-      control_.reset();
+      links = planes_.control()->close();
+      planes_.dropControl();
     });
     closeAllGently(links);
     static_cast<void>(PYCOMM_FAULT("group.links_closed"));
   }
   // After the goodbyes on control links: on a bulk link none can be said to a rank that does not read, and if it met the end of that
   // link first it would take it for a death.
-  engine_.lane().run([&] { data_.reset(); });
+  engine_.lane().run([&] { planes_.dropData(); });
   // The loops may still hold tasks of ours: after this they have run.
   engine_.lane().run([] {});
   engine_.control().run([] {});

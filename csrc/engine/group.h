@@ -15,11 +15,10 @@
 #include "base/abort_token.h"
 #include "base/buffer_view.h"
 #include "base/deadline.h"
-#include "engine/data/data_plane.h"
 #include "engine/engine.h"
-#include "engine/monitor/control_plane.h"
 #include "engine/operation/codec_counters.h"
 #include "engine/operation/operation.h"
+#include "engine/planes.h"
 #include "schedule/select.h"
 #include "schedule/step.h"
 #include "schedule/topology_view.h"
@@ -28,10 +27,6 @@
 
 namespace pycomm {
 
-class HostPlane;
-struct HostHeaps;
-class SharedArena;
-
 /// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
 enum class Transport { Auto, SharedMemory, Tcp };
 
@@ -39,7 +34,7 @@ enum class Transport { Auto, SharedMemory, Tcp };
 ///
 /// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
 /// or new, ends with the same cause (`failure`).
-class Group final : public std::enable_shared_from_this<Group>, private Loop::Owner {
+class Group final : public std::enable_shared_from_this<Group> {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
@@ -84,7 +79,9 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
   /// Throws Error: whatever meet() throws, ConnectFailed naming the ranks that could not be reached, TooManyFiles.
   /// `engine` and `store` outlive the group.
   [[nodiscard]] static std::shared_ptr<Group> join(Engine& engine, Store& store, const Config& config);
-  ~Group() override;
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
 
   /// Starts an operation and returns at once. Buffers stay alive and untouched until it has ended. Throws Error(InvalidArgument |
   /// Unsupported) for a call without meaning, Error(Forked) in a child of fork(); everything else is the operation's error.
@@ -148,7 +145,7 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
   }
   /// Its ranks share memory.
   [[nodiscard]] bool sharesMemory() const noexcept {
-    return host_ != nullptr;
+    return planes_.host() != nullptr;
   }
   /// How many links this rank has whose bytes go through shared memory, of both directions. Not on a native thread.
   [[nodiscard]] size_t sharedLinks();
@@ -176,17 +173,9 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
   [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
   void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
-  void onFailed(const ErrorRecord& cause);
-  void failOnLane(const ErrorRecord& cause);
-  /// Has a loop run `body`, soon. Whatever that throws becomes the group's failure.
-  template <typename Body>
-  void soon(EventLoop& loop, Body body) {
-    loop.post(Loop::owned(*this, std::move(body)));
-  }
-  void onThrown(const std::exception_ptr& exception) noexcept override;
+  [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
-  using LaneStep = void (DataPlane::*)(const std::shared_ptr<Operation>&);
   /// Who takes the step, and when.
   enum class Pace {
     Soon, ///< the lane's thread
@@ -194,8 +183,8 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
     Here, ///< the caller, now, if nobody drives
     HereAndPatient ///< the same, and what it begins can do no more than wait for others
   };
-  /// Has one step of the data plane's taken with it; if there is none any more the operation ends.
-  void onLane(LaneStep step, const std::shared_ptr<Operation>& operation, Pace pace);
+  /// Has the lane take Planes::run().
+  void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
   [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
   void fillCollective(Operation::Request& request, const Call& call);
@@ -223,9 +212,7 @@ class Group final : public std::enable_shared_from_this<Group>, private Loop::Ow
 
   bool crowds_ = false; ///< it is one of those that EventLoop::addCrowded() counts; until close()
 
-  std::unique_ptr<ControlPlane> control_; ///< used on the control loop only
-  std::unique_ptr<DataPlane> data_; ///< used on the lane only
-  std::unique_ptr<HostPlane> host_; ///< set before the group is used, and kept; null where the ranks share no memory
+  Planes planes_;
   std::string why_not_shared_;
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first

@@ -2,7 +2,6 @@
 #include <utility>
 
 #include "engine/group.h"
-#include "engine/host/host_plane.h"
 #include "engine/report/failure_text.h"
 #include "schedule/request_checks.h"
 
@@ -25,10 +24,8 @@ std::shared_ptr<Operation> Group::follow(const Call& call) {
 }
 
 void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {
-  soon(engine_.lane(), [self = shared_from_this(), operation, error] {
-    if (self->data_ != nullptr) {
-      self->data_->followedEnded(operation->request().id.id, error);
-    }
+  planes_.onData([self = shared_from_this(), operation, error](DataPlane& data) {
+    data.followedEnded(operation->request().id.id, error);
   });
 }
 

@@ -7,7 +7,6 @@
 #include "base/log.h"
 #include "base/usable_cores.h"
 #include "engine/group.h"
-#include "engine/host/host_plane.h"
 #include "engine/links/connector.h"
 #include "engine/report/failure_text.h"
 
@@ -125,7 +124,8 @@ Group::Group(
       log_(std::move(log)),
       claim_(rendezvous.claim),
       address_reason_(rendezvous.address_reason),
-      interface_name_(rendezvous.interface_name) {
+      interface_name_(rendezvous.interface_name),
+      planes_(identity_, engine.lane(), engine.control(), planeEvents()) {
   identity_.rank = config.rendezvous.rank;
   identity_.size = config.rendezvous.size;
   identity_.name = config.rendezvous.group_name;
@@ -168,58 +168,15 @@ void Group::connect(const Config& config) {
   membership.heartbeat_every_ms = config.heartbeat_every_ms;
   membership.dead_after_ms = config.dead_after_ms;
 
-  // The planes are closed on their own threads by close(), before this object goes: `this` is alive in every call.
-  DataPlane::Events data_events;
-  data_events.noticed = [this](ErrorRecord record) {
-    soon(engine_.control(), [this, record = std::move(record)] {
-      if (control_ != nullptr) {
-        control_->notice(record);
-      }
-    });
-  };
-  data_events.doubted = [this](ErrorRecord record) {
-    soon(engine_.control(), [this, record = std::move(record)] {
-      if (control_ != nullptr) {
-        control_->doubt(record);
-      }
-    });
-  };
-  data_events.left = [this](int peer) {
-    soon(engine_.control(), [this, peer] {
-      if (control_ != nullptr) {
-        control_->peerLeft(peer);
-      }
-    });
-  };
-  engine_.lane().run([&] { data_ = std::make_unique<DataPlane>(identity_, engine_.lane(), std::move(data_events)); });
-  ControlPlane::Events events;
-  events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
-  events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
-    auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link)); // a std::function must be copyable
-    soon(engine_.lane(), [this, hello, shared] {
-      if (data_ != nullptr && hello.shared) {
-        data_->adoptShared(hello.rank, std::move(*shared));
-      } else if (data_ != nullptr) {
-        data_->adopt(hello.rank, std::move(*shared), hello.stream);
-      }
-    });
-  };
-  events.left = [this](int peer) {
-    soon(engine_.lane(), [this, peer] {
-      if (data_ != nullptr) {
-        data_->peerLeft(peer);
-      }
-    });
-  };
+  engine_.lane().run([&] { planes_.openData(); });
   engine_.control().run([&] {
-    control_ = std::make_unique<ControlPlane>(
-        identity_, engine_.control(), std::move(listeners_), membership, std::move(events));
-    control_->open();
+    planes_.openControl(std::move(listeners_), membership);
     for (const int mate : membership.neighbours) {
       if (std::binary_search(hostMates().begin(), hostMates().end(), mate)) {
-        // Looked away from in close(), on this loop, before control_ goes.
+        // Looked away from in close(), on this loop, before the control plane goes.
         watches_.push_back(engine_.hostMates().watch(
-            watch_names_[static_cast<size_t>(mate)], Loop::owned(*this, [this, mate] { control_->died(mate); })));
+            watch_names_[static_cast<size_t>(mate)],
+            Loop::owned(planes_, [this, mate] { planes_.control()->died(mate); })));
       }
     }
   });
@@ -233,12 +190,12 @@ void Group::connect(const Config& config) {
     }
     // There may be nobody to connect to any more.
     std::unique_ptr<Link> link = connector.openControl(peer, deadline, abort_, [&] { throwIfFailed(store_, claim_); });
-    engine_.control().run([&] { control_->adopt(peer, std::move(link)); });
+    engine_.control().run([&] { planes_.control()->adopt(peer, std::move(link)); });
   }
   std::vector<int> missing;
   for (;;) {
     const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinSliceMs).instant()));
-    missing = control_->waitForNeighbours(look, abort_);
+    missing = planes_.control()->waitForNeighbours(look, abort_);
     abort_.throwIfAborted();
     if (missing.empty() || deadline.expired()) {
       break;
@@ -247,7 +204,7 @@ void Group::connect(const Config& config) {
   }
   if (!missing.empty()) {
     std::optional<ErrorRecord> trouble;
-    engine_.control().run([&] { trouble = control_->trouble(); });
+    engine_.control().run([&] { trouble = planes_.control()->trouble(); });
     if (trouble) {
       throw Error(cannotAccept(*trouble, identity_));
     }

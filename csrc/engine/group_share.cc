@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "base/usable_cores.h"
 #include "engine/group.h"
-#include "engine/host/host_plane.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
@@ -117,14 +116,17 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
     rings.ranks = hostMates();
-    engine_.lane().run([&] { data_->shareRings(std::move(rings)); });
+    engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
   return opened;
 }
 
 size_t Group::sharedLinks() {
   size_t links = 0;
-  engine_.lane().run([&] { links = data_ == nullptr ? 0 : data_->usage().shared_links; });
+  engine_.lane().run([&] {
+    const DataPlane* const data = planes_.data();
+    links = data == nullptr ? 0 : data->usage().shared_links;
+  });
   return links;
 }
 
@@ -179,7 +181,7 @@ void Group::shareMemory(const Config& config) {
     const auto found = std::find_if(
         hostMates().begin(), hostMates().end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
     without = found == hostMates().end() ? -1 : *found;
-    engine_.lane().run([&] { data_->useRings(without < 0); });
+    engine_.lane().run([&] { planes_.data()->useRings(without < 0); });
   }
   if (without >= 0) {
     why_not_shared_ = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
@@ -215,37 +217,12 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
   config.spin_us = static_cast<int>(
       config.crowded ? std::max(2 * kSpinUs * static_cast<unsigned>(identity_.size) / usableCores(), kSpinUs)
                      : kSpinUs);
-  // The plane is closed by close() before the loops let go of this object: `this` is alive in every call.
-  HostPlane::Events events;
-  events.notice = [this](ErrorRecord record) {
-    soon(engine_.control(), [this, record = std::move(record)] {
-      if (control_ != nullptr) {
-        control_->notice(record);
-      }
-    });
-  };
-  events.stuck = [this](std::shared_ptr<Operation> operation) {
-    soon(engine_.lane(), [this, operation = std::move(operation)] {
-      if (data_ != nullptr) {
-        data_->hostStuck(operation);
-      }
-    });
-  };
-  events.unstuck = [this](uint64_t op_id) {
-    soon(engine_.lane(), [this, op_id] {
-      if (data_ != nullptr) {
-        data_->hostUnstuck(op_id);
-      }
-    });
-  };
   PYCOMM_FAULT_POINT("host.make");
-  auto plane = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
-  engine_.lane().run([&] { // where onFailed() looks for it
-    data_->accompany(plane.get());
-    host_ = std::move(plane);
+  engine_.lane().run([&] { // where a failure looks for the plane
+    planes_.openHost(std::move(arena), std::move(heaps), config);
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
     if (abort_.aborted()) {
-      host_->fail(abort_.reason(), nullptr, nullptr);
+      planes_.host()->fail(abort_.reason(), nullptr, nullptr);
     }
   });
 }

@@ -14,7 +14,7 @@
 
 #include "base/deadline.h"
 #include "base/unique_fd.h"
-#include "engine/loop/loop.h"
+#include "engine/loop/task_loop.h"
 #include "engine/loop/task_queue.h"
 
 namespace pycomm {
@@ -31,7 +31,7 @@ namespace pycomm {
 ///
 /// Only the holder of the lock may call anything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor. An exception from a
 /// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
-class EventLoop final : public Loop {
+class EventLoop final : public TaskLoop {
  public:
   /// Throws Error(TooManyFiles | SystemError).
   explicit EventLoop(const std::string& thread_name);
@@ -39,8 +39,8 @@ class EventLoop final : public Loop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  /// Runs `task` on the loop's thread, soon. Any thread; a system call only if the loop sleeps.
-  void post(Task task);
+  /// A system call only if the loop sleeps.
+  void post(Task task) override;
 
   /// Runs what was posted, then joins the thread. What is posted later runs at once on the thread that posts it. Idempotent; not on
   /// the loop's thread.

@@ -64,7 +64,7 @@ class Loop {
 
   /// Runs `body`, which may throw, on behalf of `owner`.
   template <typename Body>
-  static void guarded(Owner& owner, const Body& body) noexcept {
+  static void guarded(Owner& owner, Body&& body) noexcept {
     try {
       body();
     } catch (...) {

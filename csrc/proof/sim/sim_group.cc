@@ -17,7 +17,7 @@ class SimGroup::Stranger final : public Loop::Handler {
  public:
   Stranger(SimGroup& group, std::unique_ptr<Link> accepted) : link(std::move(accepted)), group_(group) {}
   void onThrown(const std::exception_ptr& exception) noexcept override {
-    group_.onThrown(exception);
+    group_.planes_.onThrown(exception);
   }
   void onReady(uint32_t) override {
     try {
@@ -56,67 +56,28 @@ SimGroup::SimGroup(Timeline& timeline, Network& network, SimProcess& process, Se
       identity_(settings_.identity),
       process_(process),
       lane_(process.lane),
-      control_loop_(process.control) {
+      control_loop_(process.control),
+      planes_(identity_, lane_, control_loop_, planeEvents()) {
   lane_.setPace(settings_.lane_pace);
   DataPlane::Options options;
   options.connect = [this](int peer) { return network_.connect(identity_.rank, peer); };
   options.limits = settings_.limits;
   options.read_buffer_nbytes = 1024;
-  DataPlane::Events data_events;
-  data_events.noticed = [this](ErrorRecord record) {
-    soon(control_loop_, [this, record = std::move(record)] {
-      if (control_ != nullptr) {
-        control_->notice(record);
-      }
-    });
-  };
-  data_events.doubted = [this](ErrorRecord record) {
-    soon(control_loop_, [this, record = std::move(record)] {
-      if (control_ != nullptr) {
-        control_->doubt(record);
-      }
-    });
-  };
-  data_events.left = [this](int peer) {
-    soon(control_loop_, [this, peer] {
-      if (control_ != nullptr) {
-        control_->peerLeft(peer);
-      }
-    });
-  };
-  data_ = std::make_unique<DataPlane>(identity_, lane_, std::move(data_events), std::move(options));
-  ControlPlane::Events events;
+  planes_.openData(std::move(options));
+  planes_.openControl({}, settings_.membership);
+  network_.listen(identity_.rank, [this](std::unique_ptr<Link> link) { accept(std::move(link)); });
+}
+
+Planes::Events SimGroup::planeEvents() {
+  Planes::Events events;
   events.failed = [this](const ErrorRecord& cause) {
     failure_ = cause;
     failed_at_ = timeline_.now();
-    soon(lane_, [this, cause] {
-      if (data_ != nullptr) {
-        data_->fail(cause, [](const ErrorRecord&) {});
-      }
-    });
     if (on_failure_) {
       on_failure_(cause);
     }
   };
-  events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) {
-    auto shared = std::make_shared<std::unique_ptr<Link>>(std::move(link));
-    soon(lane_, [this, peer = hello.rank, shared] {
-      if (data_ != nullptr) {
-        data_->adopt(peer, std::move(*shared));
-      }
-    });
-  };
-  events.left = [this](int peer) {
-    soon(lane_, [this, peer] {
-      if (data_ != nullptr) {
-        data_->peerLeft(peer);
-      }
-    });
-  };
-  control_ = std::make_unique<ControlPlane>(
-      identity_, control_loop_, std::vector<Listener>(), settings_.membership, std::move(events));
-  control_->open();
-  network_.listen(identity_.rank, [this](std::unique_ptr<Link> link) { accept(std::move(link)); });
+  return events;
 }
 
 SimGroup::~SimGroup() {
@@ -124,15 +85,7 @@ SimGroup::~SimGroup() {
 }
 
 void SimGroup::adopt(int peer, std::unique_ptr<Link> link) {
-  control_->adopt(peer, std::move(link));
-}
-
-void SimGroup::onThrown(const std::exception_ptr& exception) noexcept {
-  control_loop_.post([this, exception] {
-    if (control_ != nullptr) {
-      control_->onThrown(exception);
-    }
-  });
+  planes_.control()->adopt(peer, std::move(link));
 }
 
 void SimGroup::accept(std::unique_ptr<Link> link) {
@@ -152,55 +105,45 @@ void SimGroup::introduce(Stranger& stranger) {
   const HelloReading reading = known->reading();
   const bool ours = reading.state == HelloReading::State::Complete && reading.hello.nonce == identity_.nonce &&
       reading.hello.group == identity_.hash && reading.hello.size == identity_.size;
-  if (ours && control_ != nullptr) {
-    control_->welcome(Accepted{reading.hello, std::move(known->link)});
+  if (ours && planes_.control() != nullptr) {
+    planes_.control()->welcome(Accepted{reading.hello, std::move(known->link)});
   }
 }
 
 void SimGroup::post(std::shared_ptr<Operation> operation) {
-  soon(lane_, [this, operation] {
-    if (data_ != nullptr) {
-      data_->post(operation);
-      return;
-    }
-    ErrorRecord record;
-    record.code = ErrorCode::ShutDown;
-    operation->finish(record);
-  });
+  lane_.post(Loop::owned(planes_, [this, operation] { planes_.run(&DataPlane::post, operation); }));
 }
 
 void SimGroup::abort(ErrorRecord reason) {
-  soon(control_loop_, [this, reason = std::move(reason)] {
-    if (control_ != nullptr) {
-      control_->notice(reason);
-    }
-  });
+  planes_.onControl([reason = std::move(reason)](ControlPlane& control) { control.notice(reason); });
 }
 
 void SimGroup::close(std::function<void()> closed) {
-  soon(lane_, [this, closed = std::move(closed)] {
+  planes_.onData([this, closed = std::move(closed)](DataPlane& data) {
     ErrorRecord reason;
     reason.code = ErrorCode::ShutDown;
     reason.rank = identity_.rank;
-    data_->close(reason, [this, closed] {
-      soon(control_loop_, [this, closed] {
-        for (const std::unique_ptr<Link>& link : control_->close()) {
-          link->closeGently();
-        }
-        control_.reset();
-        network_.listen(identity_.rank, nullptr);
-        for (const auto& entry : strangers_) {
-          control_loop_.unwatch(entry.first);
-        }
-        strangers_.clear();
-        timeline_.after(kGoodbyeTime, [this, closed] {
-          soon(lane_, [this, closed] {
-            data_.reset();
-            closed();
-          });
-        });
-      });
+    data.close(reason, [this, closed] {
+      planes_.onControl([this, closed](ControlPlane& control) { closeControl(control, closed); });
     });
+  });
+}
+
+void SimGroup::closeControl(ControlPlane& control, const std::function<void()>& closed) {
+  for (const std::unique_ptr<Link>& link : control.close()) {
+    link->closeGently();
+  }
+  planes_.dropControl();
+  network_.listen(identity_.rank, nullptr);
+  for (const auto& entry : strangers_) {
+    control_loop_.unwatch(entry.first);
+  }
+  strangers_.clear();
+  timeline_.after(kGoodbyeTime, [this, closed] {
+    lane_.post(Loop::owned(planes_, [this, closed] {
+      planes_.dropData();
+      closed();
+    }));
   });
 }
 
@@ -218,7 +161,8 @@ void SimGroup::kill() {
 }
 
 std::optional<DataPlane::Usage> SimGroup::usage() const {
-  return data_ == nullptr ? std::nullopt : std::optional<DataPlane::Usage>(data_->usage());
+  const DataPlane* const data = planes_.data();
+  return data == nullptr ? std::nullopt : std::optional<DataPlane::Usage>(data->usage());
 }
 
 } // namespace pycomm::sim

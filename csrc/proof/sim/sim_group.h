@@ -5,16 +5,14 @@
 #include <memory>
 #include <optional>
 
-#include "engine/data/data_plane.h"
-#include "engine/monitor/control_plane.h"
+#include "engine/planes.h"
 #include "proof/sim/network.h"
 #include "proof/sim/sim_process.h"
 
 namespace pycomm::sim {
 
-/// A process group on one simulated rank: the engine's own DataPlane and ControlPlane on simulated loops and links,
-/// with what Group puts between the two.
-class SimGroup final : private Loop::Owner {
+/// A process group on one simulated rank: the engine's own Planes on simulated loops and links.
+class SimGroup final {
  public:
   struct Settings {
     GroupIdentity identity;
@@ -24,7 +22,7 @@ class SimGroup final : private Loop::Owner {
   };
 
   SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
-  ~SimGroup() override;
+  ~SimGroup();
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
 
@@ -61,12 +59,8 @@ class SimGroup final : private Loop::Owner {
  private:
   class Stranger;
 
-  /// As Group does: on either loop, what its tasks throw becomes the group's failure.
-  template <typename Body>
-  void soon(SimLoop& loop, Body body) {
-    loop.post(Loop::owned(*this, std::move(body)));
-  }
-  void onThrown(const std::exception_ptr& exception) noexcept override;
+  [[nodiscard]] Planes::Events planeEvents();
+  void closeControl(ControlPlane& control, const std::function<void()>& closed);
   void accept(std::unique_ptr<Link> link);
   void introduce(Stranger& stranger);
 
@@ -77,8 +71,7 @@ class SimGroup final : private Loop::Owner {
   SimProcess& process_;
   SimLoop& lane_; ///< the process's, as is the other
   SimLoop& control_loop_;
-  std::unique_ptr<ControlPlane> control_;
-  std::unique_ptr<DataPlane> data_;
+  Planes planes_;
   std::map<int, std::unique_ptr<Stranger>> strangers_; ///< by descriptor
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

@@ -7,7 +7,7 @@
 
 namespace pycomm::sim {
 
-void SimLoop::post(std::function<void()> task) {
+void SimLoop::post(Task task) {
   if (dead_) {
     return;
   }
@@ -104,8 +104,8 @@ void SimLoop::turn() {
     }
     maybe_ready_.insert(event.first); // level-triggered: asked again next turn
   }
-  std::deque<std::function<void()>> tasks = std::exchange(tasks_, {});
-  for (const auto& task : tasks) {
+  std::vector<Task> tasks = std::exchange(tasks_, {});
+  for (Task& task : tasks) {
     task();
   }
   const TimePoint now = timeline_.now();

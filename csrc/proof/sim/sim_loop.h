@@ -1,12 +1,10 @@
 #pragma once
 
-#include <deque>
-#include <functional>
 #include <map>
 #include <set>
 #include <vector>
 
-#include "engine/loop/loop.h"
+#include "engine/loop/task_loop.h"
 #include "proof/sim/random.h"
 #include "proof/sim/timeline.h"
 
@@ -24,7 +22,7 @@ class Readiness {
 /// A native thread in virtual time. A turn does what EventLoop's does, in its order: ready descriptors (here in
 /// random order), then tasks, then ticks that are due; level-triggered. A turn takes time, sleeps end up to 2 ms
 /// late, as epoll's do, and a stopped or dead process has no turns.
-class SimLoop final : public Loop {
+class SimLoop final : public TaskLoop {
  public:
   struct Pace {
     Nanos turn_low = microseconds(1);
@@ -35,7 +33,6 @@ class SimLoop final : public Loop {
   SimLoop(Timeline& timeline, Readiness& readiness, Random random) noexcept
       : timeline_(timeline), readiness_(readiness), random_(random) {}
 
-  void post(std::function<void()> task);
   /// Something happened to a watched descriptor.
   void changed(int fd);
 
@@ -50,7 +47,8 @@ class SimLoop final : public Loop {
   /// SIGKILL.
   void kill() noexcept;
 
-  // Loop
+  // TaskLoop
+  void post(Task task) override;
   void watch(int fd, uint32_t events, Handler& handler) override;
   void unwatch(int fd) noexcept override;
   void addTicker(Ticker& ticker) override;
@@ -82,7 +80,7 @@ class SimLoop final : public Loop {
   Pace pace_;
   std::map<int, Watch> watches_;
   std::set<int> maybe_ready_;
-  std::deque<std::function<void()>> tasks_;
+  std::vector<Task> tasks_;
   std::vector<Ticker*> tickers_; ///< each alive until removeTicker
   TimePoint busy_until_{};
   TimePoint next_turn_ = TimePoint::max();

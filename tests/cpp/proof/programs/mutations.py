@@ -334,6 +334,24 @@ MUTATIONS = [
         "    if (isOver(*entry.second) && false) {\n      owner_.notice(noMessage(",
     ),
     Mutation(
+        "no plane is told of a failure",
+        "planes.cc",
+        "    data_->fail(cause, ending);\n",
+        "",
+    ),
+    Mutation(
+        "what the data plane notices stays there",
+        "planes.cc",
+        "  events.noticed = [this](ErrorRecord record) {\n    onControl(",
+        "  events.noticed = [](ErrorRecord record) {\n    static_cast<void>(",
+    ),
+    Mutation(
+        "a goodbye on a control link is not passed on",
+        "planes.cc",
+        "onData([peer](DataPlane& data) { data.peerLeft(peer); });",
+        "static_cast<void>(peer);",
+    ),
+    Mutation(
         "used eager bytes stay in the pool",
         "credits.cc",
         "    pool.eager_in -= cost(nbytes);\n",

@@ -1,0 +1,125 @@
+#include "engine/planes.h"
+
+#include "engine/report/failure_text.h"
+
+namespace pycomm {
+
+Planes::Planes(const GroupIdentity& identity, TaskLoop& lane, TaskLoop& control, Events events)
+    : identity_(identity), lane_(lane), control_loop_(control), events_(std::move(events)) {}
+
+Planes::~Planes() = default;
+
+void Planes::openData(DataPlane::Options options) {
+  DataPlane::Events events;
+  events.noticed = [this](ErrorRecord record) {
+    onControl([record = std::move(record)](ControlPlane& control) { control.notice(record); });
+  };
+  events.doubted = [this](ErrorRecord record) {
+    onControl([record = std::move(record)](ControlPlane& control) { control.doubt(record); });
+  };
+  events.left = [this](int peer) { onControl([peer](ControlPlane& control) { control.peerLeft(peer); }); };
+  data_ = std::make_unique<DataPlane>(identity_, lane_, std::move(events), std::move(options));
+}
+
+void Planes::openControl(std::vector<Listener> listeners, Membership::Config membership) {
+  ControlPlane::Events events;
+  events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
+  events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) { adoptBulkLink(hello, std::move(link)); };
+  events.left = [this](int peer) { onData([peer](DataPlane& data) { data.peerLeft(peer); }); };
+  control_ = std::make_unique<ControlPlane>(
+      identity_, control_loop_, std::move(listeners), std::move(membership), std::move(events));
+  control_->open();
+}
+
+void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps, HostPlane::Config config) {
+  HostPlane::Events events;
+  events.notice = [this](ErrorRecord record) {
+    onControl([record = std::move(record)](ControlPlane& control) { control.notice(record); });
+  };
+  events.stuck = [this](std::shared_ptr<Operation> operation) {
+    onData([operation = std::move(operation)](DataPlane& data) { data.hostStuck(operation); });
+  };
+  events.unstuck = [this](uint64_t op_id) { onData([op_id](DataPlane& data) { data.hostUnstuck(op_id); }); };
+  auto host = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
+  data_->accompany(host.get());
+  host_ = std::move(host);
+}
+
+void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {
+  onData([hello, link = std::move(link)](DataPlane& data) mutable {
+    if (hello.shared) {
+      data.adoptShared(hello.rank, std::move(link));
+    } else {
+      data.adopt(hello.rank, std::move(link), hello.stream);
+    }
+  });
+}
+
+void Planes::onFailed(const ErrorRecord& cause) {
+  events_.failed(cause);
+  lane_.post(Loop::owned(*this, [this, cause] { failOnLane(cause); }));
+}
+
+// The closures are so small that a std::function needs no memory for them: nothing may fail before both planes have been told.
+void Planes::failOnLane(const ErrorRecord& cause) {
+  const auto ending = [this](const ErrorRecord& oldest) {
+    if (events_.ending) {
+      events_.ending(oldest);
+    }
+  };
+  const auto ended = [this] {
+    if (events_.ended) {
+      events_.ended();
+    }
+  };
+  if (data_ != nullptr) {
+    data_->fail(cause, ending);
+  }
+  if (host_ != nullptr) {
+    host_->fail(cause, ending, ended);
+  } else {
+    ended();
+  }
+}
+
+// The task is small, and the queue keeps its memory: so this needs none as a rule.
+void Planes::onThrown(const std::exception_ptr& exception) noexcept {
+  try {
+    control_loop_.post([this, exception] {
+      if (control_ != nullptr) {
+        control_->onThrown(exception);
+      }
+    });
+  } catch (...) { // operations end at their deadline
+  }
+}
+
+void Planes::run(DataStep step, const std::shared_ptr<Operation>& operation) {
+  if (data_ != nullptr) {
+    ((*data_).*step)(operation);
+    return;
+  }
+  operation->finish(recordInAnyCase(identity_, [&] {
+    ErrorRecord record;
+    record.code = ErrorCode::ShutDown;
+    record.summary = "The process group is closed.";
+    record.hint = "destroy_process_group() was called before this operation";
+    return errorOf(*operation, record, identity_);
+  }));
+}
+
+void Planes::dropControl() noexcept {
+  control_.reset();
+}
+
+void Planes::dropData() noexcept {
+  data_.reset();
+}
+
+void Planes::abandon() noexcept {
+  static_cast<void>(control_.release());
+  static_cast<void>(data_.release());
+  static_cast<void>(host_.release());
+}
+
+} // namespace pycomm
