@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from cuda_table import CudaTable, gradient_list
+from cuda_table import Bucket, CudaTable
 
 from pycomm import _extension
 
@@ -66,7 +66,7 @@ def rows(gradients: list[torch.Tensor], table: CudaTable) -> Rows:
     flat = torch.empty(numel, device="cuda")
     other = torch.empty_like(flat)
     views = list(torch.split(bucket, [each.numel() for each in gradients]))
-    where = gradient_list([(each.data_ptr(), each.numel()) for each in gradients])
+    where = Bucket([(each.data_ptr(), each.numel()) for each in gradients])
 
     def pack() -> None:
         at = bucket.data_ptr()

@@ -1,6 +1,6 @@
 """The functions of libpycomm_cuda.so, called from Python: for tests and benchmarks of its kernels.
 
-The layout is that of csrc/cuda/c_api.h; the library says its size, which is compared here.
+The layout is that of csrc/device/cuda_table.h; the library says its size, which is compared here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 5
+VERSION = 6
+NO_KERNEL = -1
+MAX_SEGMENTS = 1900
+MAX_SOURCES = 1024
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -23,35 +26,40 @@ DTYPES = {
     "float8_e4m3fn": 15,
     "float8_e5m2": 16,
 }
+SIZES = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}  # of a bucket's elements
 CODECS = {"bf16": 1, "fp16": 2, "fp8": 3, "int8": 4}
 OPS = {"sum": 1, "avg": 2, "product": 3, "min": 4, "max": 5}
 _FUNCTIONS = (
+    "error_name",
+    "error_text",
+    "set_device",
     "check_device",
     "device_uuid",
+    "allocate_pinned",
+    "free_pinned",
+    "allocate_device",
+    "free_device",
     "copy",
+    "create_event",
+    "destroy_event",
+    "record",
+    "stream_wait",
+    "create_stream",
+    "destroy_stream",
+    "when_reached",
     "is_capturing",
+    "has_reduce",
     "pack",
     "unpack",
     "reduce",
     "encode",
     "decode",
-    "stager_create",
-    "stager_destroy",
-    "stager_stop",
-    "stager_take",
-    "stager_give",
-    "stager_to_host",
-    "stager_to_device",
-    "stager_wait_on",
-    "nccl_probe",
-    "nccl_create",
-    "nccl_destroy",
-    "nccl_origin",
-    "nccl_start",
-    "nccl_done",
-    "nccl_free_work",
-    "nccl_poll",
-    "nccl_abort",
 )
 
 
@@ -59,33 +67,74 @@ class CudaError(RuntimeError):
     """What the library refused, with its own words."""
 
 
-class Failure(ctypes.Structure):
-    """PycommCudaError."""
+class Segment(ctypes.Structure):
+    """A run of a bucket that is one run of memory: it ends at ``end`` elements of its launch."""
+
+    _fields_ = (("ptr", ctypes.c_void_p), ("end", ctypes.c_uint64))
+
+
+class BucketArgs(ctypes.Structure):
+    """One launch of the pack or unpack kernel."""
 
     _fields_ = (
-        ("code", ctypes.c_uint16),
-        ("summary", ctypes.c_char * 512),
-        ("hint", ctypes.c_char * 256),
-        ("cause", ctypes.c_char * 512),
-        ("rank", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("sequence", ctypes.c_int64),
-        ("numel", ctypes.c_int64),
-        ("elapsed_ms", ctypes.c_int64),
-        ("op", ctypes.c_char * 48),
-        ("dtype", ctypes.c_char * 24),
-        ("phase", ctypes.c_char * 24),
-        ("group", ctypes.c_char * 128),
+        ("bucket", ctypes.c_void_p),
+        ("stats", ctypes.c_void_p),
+        ("numel", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("factor", ctypes.c_float),
+        ("segments", Segment * MAX_SEGMENTS),
     )
 
 
-class Gradient(ctypes.Structure):
-    """PycommCudaGradient."""
+class ReduceArgs(ctypes.Structure):
+    """One launch of the reduce kernel, which computes ``head`` and ``vectors`` itself."""
 
-    _fields_ = (("ptr", ctypes.c_void_p), ("numel", ctypes.c_uint64))
+    _fields_ = (
+        ("dst", ctypes.c_void_p),
+        ("numel", ctypes.c_uint64),
+        ("head", ctypes.c_uint64),
+        ("vectors", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("divisor", ctypes.c_uint32),
+        ("sources", ctypes.c_void_p * MAX_SOURCES),
+    )
 
 
-Gradients = Sequence[tuple[int, int]] | ctypes.Array[Gradient]
+class CodecArgs(ctypes.Structure):
+    """One launch of the encode or decode kernel."""
+
+    _fields_ = (
+        ("codec", ctypes.c_uint8),
+        ("numel", ctypes.c_uint64),
+        ("parts", ctypes.c_uint64),
+        ("values", ctypes.c_void_p),
+        ("encoded", ctypes.c_void_p),
+        ("overflows", ctypes.c_void_p),
+    )
+
+
+class Bucket:
+    """Gradients, one after the other, as launches of the kernels: (first element, arguments).
+
+    Made once and used again, as it takes longer than a kernel for hundreds of gradients.
+    """
+
+    def __init__(self, gradients: Sequence[tuple[int, int]]) -> None:
+        """``gradients``: pointers and numels; pointer 0 is a parameter without a gradient."""
+        self.launches: list[tuple[int, BucketArgs]] = []
+        begin = 0
+        present = [(ptr, numel) for ptr, numel in gradients if numel > 0]
+        for first in range(0, len(present), MAX_SEGMENTS):
+            args = BucketArgs()
+            for ptr, numel in present[first : first + MAX_SEGMENTS]:
+                args.numel += numel
+                args.segments[args.count] = Segment(ptr or None, args.numel)
+                args.count += 1
+            self.launches.append((begin, args))
+            begin += args.numel
+
+
+Gradients = Sequence[tuple[int, int]] | Bucket
 
 
 class _Table(ctypes.Structure):
@@ -106,13 +155,44 @@ class CudaTable:
         if (self._table.version, self._table.nbytes) != (VERSION, ctypes.sizeof(_Table)):
             raise CudaError(f"{library} has another interface than this file")
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        failure = ctypes.pointer(Failure())
-        types = [type(argument) for argument in (*arguments, failure)]
-        function = ctypes.CFUNCTYPE(ctypes.c_uint16, *types)(getattr(self._table, name))
-        if function(*arguments, failure) != 0:
-            failure = failure.contents
-            raise CudaError(f"{failure.summary.decode()} {failure.cause.decode()}".strip())
+    def _call(self, name: str, *arguments: Any, does: str) -> None:
+        types = [type(argument) for argument in arguments]
+        result = ctypes.CFUNCTYPE(ctypes.c_int, *types)(getattr(self._table, name))(*arguments)
+        if result == NO_KERNEL:
+            raise CudaError(f"there is no kernel that {does}")
+        if result != 0:
+            raise CudaError(f"CUDA: the launch of the {name} kernel failed. {self._words(result)}")
+
+    def _words(self, error: int) -> str:
+        """What CUDA calls the error, and what it has to say about it."""
+        ask = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_int)
+        name = ask(self._table.error_name)(error)
+        return f"{name.decode()} ({ask(self._table.error_text)(error).decode()})"
+
+    def _bucket(
+        self,
+        name: str,
+        gradients: Gradients,
+        grad: str,
+        wire: str,
+        bucket: int,
+        factor: float,
+        stats: int,
+        stream: int,
+    ) -> None:
+        plan = gradients if isinstance(gradients, Bucket) else Bucket(gradients)
+        for begin, args in plan.launches:
+            args.bucket = bucket + begin * SIZES[wire]
+            args.stats = stats or None
+            args.factor = factor
+            self._call(
+                name,
+                ctypes.c_uint8(DTYPES[grad]),
+                ctypes.c_uint8(DTYPES[wire]),
+                ctypes.pointer(args),
+                ctypes.c_void_p(stream),
+                does=f"{name}s {grad} gradients as {wire}",
+            )
 
     def pack(
         self,
@@ -126,17 +206,7 @@ class CudaTable:
         stream: int = 0,
     ) -> None:
         """bucket = wire(gradients * factor); ``gradients``: pointers and numels."""
-        self._call(
-            "pack",
-            gradient_list(gradients),
-            ctypes.c_size_t(len(gradients)),
-            ctypes.c_uint8(DTYPES[grad]),
-            ctypes.c_uint8(DTYPES[wire]),
-            ctypes.c_void_p(bucket),
-            ctypes.c_float(factor),
-            ctypes.c_void_p(stats),
-            ctypes.c_void_p(stream),
-        )
+        self._bucket("pack", gradients, grad, wire, bucket, factor, stats, stream)
 
     def unpack(
         self,
@@ -149,16 +219,7 @@ class CudaTable:
         stream: int = 0,
     ) -> None:
         """gradients = grad(bucket * factor)."""
-        self._call(
-            "unpack",
-            gradient_list(gradients),
-            ctypes.c_size_t(len(gradients)),
-            ctypes.c_uint8(DTYPES[grad]),
-            ctypes.c_uint8(DTYPES[wire]),
-            ctypes.c_void_p(bucket),
-            ctypes.c_float(factor),
-            ctypes.c_void_p(stream),
-        )
+        self._bucket("unpack", gradients, grad, wire, bucket, factor, 0, stream)
 
     def reduce(
         self,
@@ -171,44 +232,28 @@ class CudaTable:
         stream: int = 0,
     ) -> None:
         """dst = the fold of the sources; avg divides by their number."""
-        pointers = (ctypes.c_void_p * len(sources))(*sources)
+        args = ReduceArgs(dst=dst, numel=numel, count=len(sources))
+        args.divisor = len(sources) if op == "avg" else 1
+        args.sources[: len(sources)] = sources
         self._call(
             "reduce",
             ctypes.c_uint8(DTYPES[dtype]),
             ctypes.c_uint8(OPS[op]),
-            ctypes.c_void_p(dst),
-            pointers,
-            ctypes.c_size_t(len(sources)),
-            ctypes.c_uint64(numel),
-            ctypes.c_uint32(len(sources)),
+            ctypes.pointer(args),
             ctypes.c_void_p(stream),
+            does=f"folds {dtype} by {op}",
         )
 
     def encode(self, codec: str, values: int, numel: int, encoded: int, stream: int = 0) -> None:
         """encoded = the wire codec's bytes of ``numel`` float32 values."""
-        self._codec("encode", codec, values, numel, encoded, ctypes.c_void_p(0), stream=stream)
+        self._codec("encode", codec, values, numel, encoded, stream)
 
     def decode(self, codec: str, encoded: int, numel: int, values: int, stream: int = 0) -> None:
         """values = what the wire codec's bytes stand for."""
-        self._codec("decode", codec, encoded, numel, values, stream=stream)
+        self._codec("decode", codec, values, numel, encoded, stream)
 
     def _codec(
-        self, name: str, codec: str, src: int, numel: int, dst: int, *more: Any, stream: int
+        self, name: str, codec: str, values: int, numel: int, encoded: int, stream: int
     ) -> None:
-        self._call(
-            name,
-            ctypes.c_uint8(CODECS[codec]),
-            ctypes.c_void_p(src),
-            ctypes.c_uint64(numel),
-            ctypes.c_uint64(1),
-            ctypes.c_void_p(dst),
-            *more,
-            ctypes.c_void_p(stream),
-        )
-
-
-def gradient_list(gradients: Gradients) -> ctypes.Array[Gradient]:
-    """The same as an array of PycommCudaGradient; of hundreds it takes longer than a kernel."""
-    if isinstance(gradients, ctypes.Array):
-        return gradients
-    return (Gradient * len(gradients))(*[Gradient(ptr or None, numel) for ptr, numel in gradients])
+        args = CodecArgs(CODECS[codec], numel, 1, values, encoded, None)
+        self._call(name, ctypes.pointer(args), ctypes.c_void_p(stream), does=f"{name}s {codec}")

@@ -51,10 +51,6 @@ FOREIGN_HEADERS = [
 # and does not ship, and the CUDA library is loaded at run time.
 PRIVATE_KINDS = {"proof", "cuda"}
 
-# The headers of such a folder that the floors above may include: plain C declarations, and what
-# converts their errors, which has no source file.
-PUBLIC_HEADERS = {"cuda/c_api.h", "cuda/c_error_record.h"}
-
 # Within the CUDA folder only these files include CUDA's headers: the others are built and tested
 # without a toolkit.
 CUDA_SUFFIXES = {".cu", ".cuh"}
@@ -184,7 +180,7 @@ def why_not_include(
         target = floors[folder]
         if folder == includer:
             return None
-        if target.kind in PRIVATE_KINDS and header not in PUBLIC_HEADERS:
+        if target.kind in PRIVATE_KINDS:
             return f"csrc/{folder} is used by nothing else in csrc/"
         if target.level >= own.level:
             return f"{includer} [floor {own.level}] must not see {folder} [floor {target.level}]"

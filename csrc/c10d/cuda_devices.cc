@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "c10d/interruptible.h"
 #include "c10d/python_errors.h"
+#include "device/cuda_library.h"
 
 namespace pycomm {
 namespace {
@@ -24,7 +25,7 @@ std::shared_ptr<CudaDevice> CudaDevices::at(c10::Device device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<CudaDevice>& made = devices_[device.index()];
   if (made == nullptr) {
-    made = std::make_shared<CudaDevice>(cudaLibrary(config_.library), device);
+    made = std::make_shared<CudaDevice>(cuda::cudaLibrary(config_.library), device);
   }
   return made;
 }

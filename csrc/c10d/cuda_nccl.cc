@@ -3,8 +3,6 @@
 #include <ATen/core/TensorBody.h>
 #include <c10/core/DeviceGuard.h>
 
-#include <algorithm>
-#include <array>
 #include <chrono>
 #include <exception>
 #include <map>
@@ -13,13 +11,11 @@
 #include "base/native_thread.h"
 #include "c10d/interruptible.h"
 #include "c10d/nccl_calls.h"
-#include "cuda/c_error_record.h"
 
 namespace pycomm {
 namespace {
 
 constexpr size_t kCardNbytes = 256; // what a rank says of its device
-constexpr size_t kIdNbytes = 128; // an ncclUniqueId
 constexpr char kRefusal = '!';
 constexpr std::chrono::milliseconds kLookEvery{1};
 // NCCL's own deadline comes after the group's, which knows who is missing.
@@ -59,23 +55,13 @@ void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
   }
 }
 
-std::vector<const char*> pointersTo(const std::vector<std::string>& texts) {
-  std::vector<const char*> pointers;
-  for (const std::string& text : texts) {
-    pointers.push_back(text.c_str());
-  }
-  return pointers;
-}
-
 /// Which GPU this is, the same for two ranks only if they share it and NCCL can tell that; or kRefusal and why NCCL cannot be used.
 std::string cardOf(const CudaDevice& device, const std::string& host, const std::vector<std::string>& library_paths) {
   try {
-    std::array<char, 64> uuid{};
     const c10::DeviceGuard guard(device.device());
-    callCuda(device.library().device_uuid, static_cast<int>(device.device().index()), uuid.data(), uuid.size());
-    const auto paths = pointersTo(library_paths);
-    callCuda(device.library().nccl_probe, paths.data(), paths.size());
-    return std::string(uuid.data()) + " " + host;
+    const std::string uuid = device.runtime().deviceUuid(device.device().index());
+    static_cast<void>(cuda::loadNccl(library_paths));
+    return uuid + " " + host;
   } catch (const std::exception&) {
     return kRefusal + caughtOnDevice().summary;
   }
@@ -136,30 +122,30 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
     Deadline deadline,
     const std::atomic<bool>& stopped) {
   std::shared_ptr<NcclGroup> made(new NcclGroup(std::move(group), std::move(device), stopped));
-  const auto paths = pointersTo(library_paths);
-  PycommCudaNcclConfig config = {};
+  cuda::NcclComm::Config config;
   config.rank = made->group_->identity().rank;
   config.size = made->group_->identity().size;
-  config.group = made->group_->identity().name.c_str();
+  config.group = made->group_->identity().name;
   config.stream = made->device_->sideStream();
-  config.timeout_ms = deadline.remainingMs(kDayMs);
-  config.library_paths = paths.data();
-  config.library_count = paths.size();
-  config.context = made.get();
-  config.exchange = &NcclGroup::exchange;
-  config.group_failure = &NcclGroup::groupFailure;
+  config.deadline = deadline;
+  config.exchange = [self = made.get()](const cuda::NcclUniqueId* own, Deadline until) {
+    return self->exchange(own, until);
+  };
+  config.group_failure = [self = made.get()] { return self->groupFailure(); };
   const Interruptible interruptible(made.get());
   try {
     const c10::DeviceGuard guard(made->device_->device());
-    callCuda(made->device_->library().nccl_create, static_cast<const PycommCudaNcclConfig*>(&config), &made->comm_);
+    made->api_ = cuda::loadNccl(library_paths);
+    made->comm_ = cuda::NcclComm::create(*made->api_, made->device_->runtime(), std::move(config));
   } catch (const std::exception&) {
     ErrorRecord reason = caughtOnDevice();
     const Error error(reason);
-    reason.peer = config.rank;
+    reason.peer = made->group_->identity().rank;
     made->group_->abort(reason); // the others wait in the same place
     interruptible.rethrow();
     throw error;
   }
+  made->connecting_ = false;
   made->thread_ = startNativeThread("pycomm-nccl", [self = made.get()] { self->threadMain(); });
   return made;
 }
@@ -167,56 +153,37 @@ std::shared_ptr<NcclGroup> NcclGroup::create(
 NcclGroup::~NcclGroup() {
   stop(kDrainFor);
   if (comm_ != nullptr) {
-    onDeviceInAnyCase(device_->device(), [this] { device_->library().nccl_destroy(comm_); });
+    onDeviceInAnyCase(device_->device(), [this] { comm_.reset(); });
   }
 }
 
 std::string NcclGroup::origin() const {
-  std::array<char, 512> text{};
-  device_->library().nccl_origin(comm_, text.data(), text.size());
-  return text.data();
+  return api_->origin();
 }
 
 // The id goes by the group's own broadcast and not by the store: that fails with the group, names who is missing, and needs no keys
 // that somebody has to remove.
-uint16_t NcclGroup::exchange(void* self, char* id, int publish, int64_t timeout_ms, PycommCudaError* error) {
-  static_cast<void>(publish); // rank 0 does, and is the root
-  try {
-    Group& group = *static_cast<NcclGroup*>(self)->group_;
-    Group::Call call;
-    call.schedule.kind = Collective::Broadcast;
-    call.schedule.root = 0;
-    call.schedule.numel = static_cast<int64_t>(kIdNbytes);
-    call.output = {reinterpret_cast<std::byte*>(id), kIdNbytes};
-    call.input = call.output;
-    runOnCpu(group, call, Deadline::after(timeout_ms));
-    return 0;
-  } catch (const Error& caught) {
-    return fillError(caught.record(), error);
-  } catch (const std::exception& caught) {
-    ErrorRecord record;
-    record.code = ErrorCode::Internal;
-    record.summary = caught.what();
-    return fillError(record, error);
-  }
+cuda::NcclUniqueId NcclGroup::exchange(const cuda::NcclUniqueId* own, Deadline deadline) {
+  cuda::NcclUniqueId id = own != nullptr ? *own : cuda::NcclUniqueId{};
+  Group::Call call;
+  call.schedule.kind = Collective::Broadcast;
+  call.schedule.root = 0;
+  call.schedule.numel = static_cast<int64_t>(sizeof(id.bytes));
+  call.output = {reinterpret_cast<std::byte*>(id.bytes), sizeof(id.bytes)};
+  call.input = call.output;
+  runOnCpu(*group_, call, deadline);
+  return id;
 }
 
-int NcclGroup::groupFailure(void* self, PycommCudaError* error) {
-  const NcclGroup& nccl = *static_cast<NcclGroup*>(self);
-  const Group& group = *nccl.group_;
-  auto failure = group.failure();
+std::optional<ErrorRecord> NcclGroup::groupFailure() const {
+  auto failure = group_->failure();
   if (!failure && Interruptible::look()) {
-    failure = interrupted(group);
+    failure = interrupted(*group_);
   }
-  if (!failure && nccl.comm_ == nullptr &&
-      nccl.stopped_.load(std::memory_order_acquire)) { // nobody else can end create()
+  if (!failure && connecting_ && stopped_.load(std::memory_order_acquire)) { // nobody else can end create()
     failure = closedInTheMiddle();
   }
-  if (!failure) {
-    return 0;
-  }
-  static_cast<void>(fillError(*failure, error));
-  return 1;
+  return failure;
 }
 
 /// Has stop() know that a launch is under way, or knows that stop() came first. A launch that stop() has not seen would never end:
@@ -247,7 +214,6 @@ void NcclGroup::launch(
     NcclLaunch& launch,
     const std::vector<Group::Call>& calls,
     const std::vector<std::shared_ptr<Operation>>& operations) {
-  const PycommCudaTable& library = device_->library();
   const Interruptible interruptible(this);
   const Launching launching(*this);
   if (launching.refused()) {
@@ -267,24 +233,15 @@ void NcclGroup::launch(
     for (size_t i = 0; i < calls.size(); ++i) {
       translated.add(calls[i], *operations[i]);
     }
-    PycommCudaNcclWork* raw = nullptr;
-    callCuda(
-        library.nccl_start,
-        comm_,
-        translated.list().data(),
-        translated.list().size(),
-        device_->callersStream(),
-        calls.front().deadline.remainingMs(kDayMs) + kLaterMs,
-        &raw);
-    std::shared_ptr<PycommCudaNcclWork> work(raw, library.nccl_free_work);
+    auto work = comm_->start(translated.list(), device_->callersStream(), Deadline::after(calls.front().deadline.remainingMs(kDayMs) + kLaterMs));
     launch.launched_.store(true, std::memory_order_release);
     const std::lock_guard<std::mutex> lock(mutex_);
     pending_.push_back({std::move(work), operations});
     changed_.notify_all();
   } catch (const std::exception&) {
     ErrorRecord record = caughtOnDevice();
-    PycommCudaError broken = {};
-    if (!group_->failure() && library.nccl_poll(comm_, &broken) != 0) {
+    comm_->poll();
+    if (!group_->failure() && comm_->failure()) {
       record.peer = group_->identity().rank;
       group_->abort(record);
     }
@@ -321,10 +278,9 @@ void NcclGroup::threadMain() noexcept {
 }
 
 void NcclGroup::look() {
-  const PycommCudaTable& library = device_->library();
-  PycommCudaError error = {};
-  if (library.nccl_poll(comm_, &error) != 0) {
-    ErrorRecord record = recordOf(error);
+  comm_->poll();
+  if (const auto failure = comm_->failure()) {
+    ErrorRecord record = *failure;
     if (record.peer < 0) {
       record.peer = group_->identity().rank;
     }
@@ -335,7 +291,7 @@ void NcclGroup::look() {
     return;
   }
   const std::lock_guard<std::mutex> lock(mutex_);
-  while (!pending_.empty() && library.nccl_done(comm_, pending_.front().work.get()) != 0) {
+  while (!pending_.empty() && comm_->done(*pending_.front().work)) {
     for (const auto& operation : pending_.front().operations) {
       group_->followedEnded(operation, std::nullopt);
     }
@@ -374,9 +330,7 @@ void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   thread.join();
   if (!idle) { // its kernels would wait for other ranks while the process ends
     const ErrorRecord reason = closedInTheMiddle();
-    PycommCudaError error = {};
-    static_cast<void>(fillError(reason, &error));
-    device_->library().nccl_abort(comm_, &error);
+    comm_->abort(reason);
     endAll(reason);
   }
 }

@@ -11,11 +11,14 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "c10d/cuda_staging.h"
+#include "device/nccl_api.h"
+#include "device/nccl_comm.h"
 #include "engine/group.h"
 
 namespace pycomm {
@@ -107,20 +110,22 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
   void look();
   void endAll(const ErrorRecord& why);
 
-  static uint16_t exchange(void* self, char* id, int publish, int64_t timeout_ms, PycommCudaError* error);
-  static int groupFailure(void* self, PycommCudaError* error);
+  [[nodiscard]] cuda::NcclUniqueId exchange(const cuda::NcclUniqueId* own, Deadline deadline);
+  [[nodiscard]] std::optional<ErrorRecord> groupFailure() const;
 
   class Launching;
 
   struct Pending {
-    std::shared_ptr<PycommCudaNcclWork> work;
+    std::shared_ptr<cuda::NcclOperation> work;
     std::vector<std::shared_ptr<Operation>> operations;
   };
 
   const std::shared_ptr<Group> group_;
   const std::shared_ptr<CudaDevice> device_;
   const std::atomic<bool>& stopped_;
-  PycommCudaNccl* comm_ = nullptr;
+  bool connecting_ = true; ///< create() has not returned; written by its thread before another one has this object
+  std::unique_ptr<cuda::NcclApi> api_; ///< outlives comm_
+  std::unique_ptr<cuda::NcclComm> comm_;
 
   std::mutex mutex_; ///< guards all below
   std::condition_variable changed_;

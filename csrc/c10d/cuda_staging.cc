@@ -10,10 +10,11 @@
 #include <utility>
 
 #include "c10d/raising.h"
-#include "cuda/c_error_record.h"
 
 namespace pycomm {
 namespace {
+
+using cuda::Stager;
 
 c10::impl::VirtualGuardImpl guardOf(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type());
@@ -23,25 +24,7 @@ void* nativeOf(const c10::Stream& stream) {
   return guardOf(stream.device()).getStreamNativeHandle(stream);
 }
 
-struct Waiting {
-  CudaCopies::Ready ready;
-  size_t calls_left;
-};
-
-/// Called by the library, on its own thread.
-void callReady(void* context, size_t ended, const PycommCudaError* failure) {
-  auto* const waiting = static_cast<Waiting*>(context);
-  std::optional<ErrorRecord> record;
-  if (failure != nullptr) {
-    record = recordOf(*failure);
-  }
-  waiting->ready(ended, record);
-  if (failure != nullptr || --waiting->calls_left == 0) {
-    delete waiting;
-  }
-}
-
-PycommCudaCopy partOf(const PycommCudaCopy& whole, const PieceFlow::Piece& piece) {
+Stager::Copy partOf(const Stager::Copy& whole, const PieceFlow::Piece& piece) {
   return {
       static_cast<std::byte*>(whole.device) + piece.offset,
       static_cast<std::byte*>(whole.host) + piece.offset,
@@ -50,22 +33,22 @@ PycommCudaCopy partOf(const PycommCudaCopy& whole, const PieceFlow::Piece& piece
 
 } // namespace
 
-CudaDevice::CudaDevice(const PycommCudaTable& library, c10::Device device)
-    : library_(library),
+CudaDevice::CudaDevice(cuda::DeviceRuntime& runtime, c10::Device device)
+    : runtime_(runtime),
       device_(device),
       out_(guardOf(device).getStreamFromGlobalPool(device)),
       in_(guardOf(device).getStreamFromGlobalPool(device)) {
   const c10::DeviceGuard guard(device_);
-  callCuda(library_.check_device);
-  callCuda(library_.stager_create, static_cast<int>(device.index()), nativeOf(out_), nativeOf(in_), &stager_);
+  runtime_.checkDevice();
+  stager_ = std::make_unique<Stager>(runtime_, device.index(), nativeOf(out_), nativeOf(in_));
 }
 
 CudaDevice::~CudaDevice() {
-  onDeviceInAnyCase(device_, [this] { library_.stager_destroy(stager_); });
+  onDeviceInAnyCase(device_, [this] { stager_.reset(); });
 }
 
 void CudaDevice::stop(std::chrono::milliseconds drain_for) {
-  library_.stager_stop(stager_, drain_for.count());
+  stager_->stop(drain_for);
 }
 
 void* CudaDevice::sideStream() const {
@@ -78,9 +61,7 @@ void* CudaDevice::callersStream() const {
 
 void CudaDevice::refuseCapture() const {
   const c10::DeviceGuard guard(device_);
-  int capturing = 0;
-  callCuda(library_.is_capturing, callersStream(), &capturing);
-  if (capturing != 0) {
+  if (runtime_.isCapturing(callersStream())) {
     throw Error(
         ErrorCode::Unsupported,
         "A collective of CUDA tensors was called while a CUDA graph is captured: the graph could not repeat what goes over the "
@@ -134,18 +115,19 @@ ErrorRecord caughtOnDevice() {
 CudaCopies::~CudaCopies() {
   onDeviceInAnyCase(device_->device(), [this] {
     for (void* block : blocks_) {
-      PycommCudaError error; // a broken device needs no block back
-      static_cast<void>(device_->library().stager_give(device_->stager(), block, copied_ ? 1 : 0, &error));
+      try {
+        copied_ ? device_->stager().giveAfterCopies(block) : device_->stager().give(block);
+      } catch (const std::exception&) { // a broken device needs no block back
+      }
     }
   });
 }
 
 BufferView CudaCopies::host(BufferView on_device, bool read, bool written) {
   const c10::DeviceGuard guard(device_->device());
-  void* block = nullptr;
-  callCuda(device_->library().stager_take, device_->stager(), on_device.nbytes, &block);
+  void* const block = device_->stager().take(on_device.nbytes);
   blocks_.push_back(block);
-  const PycommCudaCopy copy = {on_device.ptr, block, on_device.nbytes};
+  const Stager::Copy copy = {on_device.ptr, block, on_device.nbytes};
   if (on_device.nbytes > 0) {
     if (read) {
       to_host_.push_back(copy);
@@ -171,49 +153,47 @@ size_t CudaCopies::encodedRoom(Codec codec, int64_t numel, int64_t parts) {
 }
 
 BufferView CudaCopies::encode(Codec codec, std::byte* room, int64_t numel, int64_t parts, bool back) {
-  const PycommCudaTable& library = device_->library();
   const c10::DeviceGuard guard(device_->device());
-  const PycommCudaCopy values = to_host_.front();
+  const Stager::Copy values = to_host_.front();
   const size_t room_nbytes = encodedRoom(codec, numel, parts);
   const size_t count_at = room_nbytes - sizeof(uint64_t);
   // The block that host() took for the plain values is not needed.
   blocks_.erase(std::find(blocks_.begin(), blocks_.end(), values.host));
-  callCuda(library.stager_give, device_->stager(), values.host, 0);
-  void* block = nullptr;
-  callCuda(library.stager_take, device_->stager(), room_nbytes, &block);
+  device_->stager().give(values.host);
+  void* const block = device_->stager().take(room_nbytes);
   blocks_.push_back(block);
   auto* const host = static_cast<std::byte*>(block);
   std::memset(host + count_at, 0, sizeof(uint64_t));
   void* const stream = device_->callersStream();
-  const void* const zero = host + count_at;
-  callCuda(library.copy, static_cast<void*>(room + count_at), zero, sizeof(uint64_t), stream);
-  callCuda(
-      library.encode,
-      static_cast<uint8_t>(codec),
-      static_cast<const float*>(values.device),
-      static_cast<uint64_t>(numel),
-      static_cast<uint64_t>(parts),
-      static_cast<void*>(room),
-      reinterpret_cast<unsigned long long*>(room + count_at),
-      stream);
+  device_->runtime().copy(room + count_at, host + count_at, sizeof(uint64_t), stream);
+  cuda::CodecArgs args;
+  args.codec = codec;
+  args.numel = static_cast<uint64_t>(numel);
+  args.parts = static_cast<uint64_t>(parts);
+  args.values = static_cast<float*>(values.device);
+  args.encoded = reinterpret_cast<uint8_t*>(room);
+  args.overflows = reinterpret_cast<unsigned long long*>(room + count_at);
+  device_->runtime().encode(args, stream);
   to_host_ = {{room, block, room_nbytes}};
   if (back) {
     to_device_ = {{room, block, encodedTotal(codec, numel, parts)}};
   }
-  encoded_ = {codec, back, room, values.device, static_cast<uint64_t>(numel), host + count_at};
+  back_ = back;
+  encoded_ = args;
+  overflows_ = host + count_at;
   return {host, room_nbytes};
 }
 
 size_t CudaCopies::overflows() const {
   uint64_t count = 0;
-  if (encoded_.overflows != nullptr) {
-    std::memcpy(&count, encoded_.overflows, sizeof count);
+  if (overflows_ != nullptr) {
+    std::memcpy(&count, overflows_, sizeof count);
   }
   return count;
 }
 
 void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
-  std::vector<PycommCudaCopy> copies = to_host_;
+  std::vector<Stager::Copy> copies = to_host_;
   if (flow != nullptr) {
     pieces_ = flow->leaving();
     left_.assign(pieces_.size(), false);
@@ -224,17 +204,7 @@ void CudaCopies::toHost(const PieceFlow* flow, Ready ready) {
   }
   const bool apart = flow != nullptr && !copies.empty();
   const c10::DeviceGuard guard(device_->device());
-  auto context = std::make_unique<Waiting>(Waiting{std::move(ready), apart ? copies.size() : 1});
-  callCuda(
-      device_->library().stager_to_host,
-      device_->stager(),
-      static_cast<const PycommCudaCopy*>(copies.data()),
-      copies.size(),
-      device_->callersStream(),
-      apart ? 1 : 0,
-      &callReady,
-      static_cast<void*>(context.get()));
-  static_cast<void>(context.release()); // callReady's now
+  device_->stager().toHost(copies, device_->callersStream(), std::move(ready), apart);
 }
 
 // Not on the lane, as CUDA's calls may take their time; by one thread of the pool at a time, however many pieces there are. The
@@ -283,11 +253,13 @@ void CudaCopies::leave(size_t piece) {
   if (over_ || to_device_.empty()) {
     return;
   }
-  const PycommCudaCopy copy = partOf(to_device_.front(), pieces_[piece]);
   copied_ = true;
-  onDeviceInAnyCase(device_->device(), [&] { // where it fails toDevice() says why
-    PycommCudaError error = {};
-    left_[piece] = device_->library().stager_to_device(device_->stager(), &copy, 1, &error) == 0;
+  onDeviceInAnyCase(device_->device(), [&] {
+    try {
+      device_->stager().toDevice({partOf(to_device_.front(), pieces_[piece])});
+      left_[piece] = true;
+    } catch (const std::exception&) { // toDevice() tries again, and reports why it fails
+    }
   });
 }
 
@@ -295,28 +267,19 @@ void CudaCopies::toDevice() {
   const std::lock_guard<std::mutex> lock(mutex_);
   over_ = true;
   copied_ = true;
-  std::vector<PycommCudaCopy> copies;
+  std::vector<Stager::Copy> copies;
   for (size_t i = 0; !to_device_.empty() && i < pieces_.size(); ++i) {
     if (!left_[i]) {
       copies.push_back(partOf(to_device_.front(), pieces_[i]));
     }
   }
-  const std::vector<PycommCudaCopy>& rest = pieces_.empty() ? to_device_ : copies;
+  const std::vector<Stager::Copy>& rest = pieces_.empty() ? to_device_ : copies;
   const c10::DeviceGuard guard(device_->device());
-  callCuda(
-      device_->library().stager_to_device,
-      device_->stager(),
-      static_cast<const PycommCudaCopy*>(rest.data()),
-      rest.size());
-  if (encoded_.back) {
-    callCuda(
-        device_->library().decode,
-        static_cast<uint8_t>(encoded_.codec),
-        static_cast<const void*>(encoded_.room),
-        encoded_.numel,
-        uint64_t{1},
-        static_cast<float*>(encoded_.values),
-        device_->sideStream());
+  device_->stager().toDevice(rest);
+  if (back_) {
+    cuda::CodecArgs args = encoded_;
+    args.parts = 1;
+    device_->runtime().decode(args, device_->sideStream());
   }
 }
 
@@ -328,7 +291,7 @@ bool CudaCopies::stop() noexcept {
 
 void CudaCopies::orderCaller() const {
   const c10::DeviceGuard guard(device_->device());
-  callCuda(device_->library().stager_wait_on, device_->stager(), device_->callersStream());
+  device_->stager().waitOn(device_->callersStream());
 }
 
 void CudaCopies::keepFor(const std::vector<at::Tensor>& tensors) const {

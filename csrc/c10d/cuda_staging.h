@@ -18,7 +18,8 @@
 #include "base/buffer_view.h"
 #include "base/codec.h"
 #include "base/error.h"
-#include "c10d/cuda_library.h"
+#include "device/device_runtime.h"
+#include "device/stager.h"
 #include "engine/loop/callback_pool.h"
 #include "engine/operation/piece_flow.h"
 
@@ -28,18 +29,18 @@ namespace pycomm {
 /// torch's streams are reached through its device-neutral interface alone, so that the extension needs no CUDA to build or load.
 class CudaDevice {
  public:
-  CudaDevice(const PycommCudaTable& library, c10::Device device);
+  CudaDevice(cuda::DeviceRuntime& runtime, c10::Device device);
   ~CudaDevice();
   /// Ends the stager's thread, after at most `drain_for`; what is copied to the host from then on fails.
   void stop(std::chrono::milliseconds drain_for);
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
-  [[nodiscard]] const PycommCudaTable& library() const noexcept {
-    return library_;
+  [[nodiscard]] cuda::DeviceRuntime& runtime() const noexcept {
+    return runtime_;
   }
-  [[nodiscard]] PycommCudaStager* stager() const noexcept {
-    return stager_;
+  [[nodiscard]] cuda::Stager& stager() const noexcept {
+    return *stager_;
   }
   [[nodiscard]] c10::Device device() const noexcept {
     return device_;
@@ -54,11 +55,11 @@ class CudaDevice {
   void refuseCapture() const; ///< throws Error(Unsupported) while the caller's stream is captured
 
  private:
-  const PycommCudaTable& library_;
+  cuda::DeviceRuntime& runtime_; ///< lives as long as the process
   const c10::Device device_;
   const c10::Stream out_;
   const c10::Stream in_;
-  PycommCudaStager* stager_ = nullptr;
+  std::unique_ptr<cuda::Stager> stager_;
 };
 
 /// What a caller's stream goes on behind: copies to the device, or NCCL's kernels.
@@ -128,8 +129,7 @@ class CudaCopies final : public CudaOrder {
   [[nodiscard]] bool reads() const noexcept {
     return !to_host_.empty();
   }
-  /// `ended` copies have; the last call is that with all of them, or with a failure.
-  using Ready = std::function<void(size_t ended, const std::optional<ErrorRecord>& failure)>;
+  using Ready = cuda::Stager::Ready;
   /// Starts the copies to the host, behind the caller's stream. `ready` is called on another thread: once; of an operation that runs
   /// in pieces (`flow`) for each piece that it reads. Not if this throws.
   void toHost(const PieceFlow* flow, Ready ready);
@@ -155,18 +155,12 @@ class CudaCopies final : public CudaOrder {
   void leave(size_t piece);
 
   const std::shared_ptr<CudaDevice> device_;
-  std::vector<PycommCudaCopy> to_host_;
-  std::vector<PycommCudaCopy> to_device_;
+  std::vector<cuda::Stager::Copy> to_host_;
+  std::vector<cuda::Stager::Copy> to_device_;
   std::vector<void*> blocks_;
-  struct Encoded {
-    Codec codec = Codec::None;
-    bool back = false;
-    std::byte* room = nullptr;
-    void* values = nullptr; ///< on the device
-    uint64_t numel = 0;
-    const std::byte* overflows = nullptr; ///< on the host, behind what is encoded
-  };
-  Encoded encoded_;
+  cuda::CodecArgs encoded_; ///< of encode(); codec None before
+  bool back_ = false; ///< the result comes back encoded
+  const std::byte* overflows_ = nullptr; ///< on the host, after the encoded bytes
   std::mutex mutex_; ///< guards the rest
   bool copied_ = false; ///< copies to the device were started: it may read the blocks
   bool over_ = false; ///< toDevice() or stop() was called

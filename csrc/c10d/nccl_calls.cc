@@ -8,20 +8,15 @@
 namespace pycomm {
 namespace {
 
-using cuda::NcclAlgorithm;
 using cuda::NcclCall;
-using cuda::NcclKind;
-
-NcclAlgorithm algorithmOf(Algorithm algorithm) {
-  return algorithm == Algorithm::Ring ? NcclAlgorithm::Ring
-                                      : (algorithm == Algorithm::Direct ? NcclAlgorithm::Direct : NcclAlgorithm::Nccl);
-}
 
 } // namespace
 
 void NcclCalls::add(const Group::Call& call, const Operation& operation) {
   const ScheduleRequest& schedule = call.schedule;
   NcclCall each;
+  each.kind = schedule.kind;
+  each.algorithm = schedule.algorithm;
   each.input = call.input.ptr;
   each.output = call.output.ptr;
   each.numel = static_cast<uint64_t>(schedule.numel);
@@ -34,32 +29,20 @@ void NcclCalls::add(const Group::Call& call, const Operation& operation) {
   const auto counts = [](const std::vector<int64_t>& given) { return Counts(given.begin(), given.end()); };
   switch (schedule.kind) {
     case Collective::AllReduce:
-      each.kind = NcclKind::AllReduce;
-      each.algorithm = algorithmOf(schedule.algorithm);
-      list_.push_back(each);
-      return;
     case Collective::Reduce:
-      each.kind = NcclKind::Reduce;
-      list_.push_back(each);
-      return;
     case Collective::Broadcast:
-      each.kind = NcclKind::Broadcast;
-      list_.push_back(each);
+      list_.push_back(std::move(each));
       return;
     case Collective::AllGather:
-    case Collective::ReduceScatter: {
-      const bool gathers = schedule.kind == Collective::AllGather;
+    case Collective::ReduceScatter:
       if (schedule.counts.empty()) {
-        each.kind = gathers ? NcclKind::AllGather : NcclKind::ReduceScatter;
-        list_.push_back(each);
+        list_.push_back(std::move(each));
       } else {
-        each.kind = gathers ? NcclKind::Broadcast : NcclKind::Reduce;
-        addParts(each, call);
+        addParts(std::move(each), call);
       }
       return;
-    }
     case Collective::AllToAll:
-      exchange(each, counts(schedule.counts), counts(schedule.recv_counts));
+      exchange(std::move(each), counts(schedule.counts), counts(schedule.recv_counts));
       return;
     case Collective::Gather:
     case Collective::Scatter: {
@@ -67,9 +50,9 @@ void NcclCalls::add(const Group::Call& call, const Operation& operation) {
       own[static_cast<size_t>(schedule.root)] = static_cast<uint64_t>(schedule.counts[static_cast<size_t>(rank_)]);
       Counts all = rank_ == schedule.root ? counts(schedule.counts) : Counts(size, 0);
       if (schedule.kind == Collective::Gather) {
-        exchange(each, std::move(own), std::move(all));
+        exchange(std::move(each), std::move(own), std::move(all));
       } else {
-        exchange(each, std::move(all), std::move(own));
+        exchange(std::move(each), std::move(all), std::move(own));
       }
       return;
     }
@@ -85,6 +68,7 @@ void NcclCalls::add(const Group::Call& call, const Operation& operation) {
 void NcclCalls::addParts(NcclCall each, const Group::Call& call) {
   const size_t element = elementSize(call.schedule.dtype);
   const bool gathers = call.schedule.kind == Collective::AllGather;
+  each.kind = gathers ? Collective::Broadcast : Collective::Reduce;
   uint64_t begin = 0;
   for (int part = 0; part < size_; ++part) {
     const auto numel = static_cast<uint64_t>(call.schedule.counts[static_cast<size_t>(part)]);
@@ -106,13 +90,11 @@ void NcclCalls::addParts(NcclCall each, const Group::Call& call) {
 }
 
 void NcclCalls::exchange(NcclCall each, Counts sent, Counts received) {
-  counts_.push_back(std::move(sent));
-  each.send_counts = {counts_.back().data(), counts_.back().size()};
-  counts_.push_back(std::move(received));
-  each.recv_counts = {counts_.back().data(), counts_.back().size()};
-  each.kind = NcclKind::AllToAll;
+  each.send_counts = std::move(sent);
+  each.recv_counts = std::move(received);
+  each.kind = Collective::AllToAll;
   each.peer = 0;
-  list_.push_back(each);
+  list_.push_back(std::move(each));
 }
 
 } // namespace pycomm

@@ -1,10 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <vector>
 
-#include "cuda/c_api.h"
+#include "device/nccl_call.h"
 #include "engine/group.h"
 
 namespace pycomm {
@@ -29,7 +28,6 @@ class NcclCalls {
   const int rank_;
   const int size_;
   std::vector<cuda::NcclCall> list_;
-  std::deque<Counts> counts_; ///< which list_ points at
 };
 
 } // namespace pycomm

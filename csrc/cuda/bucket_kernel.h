@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/bucket_plan.h"
 #include "cuda/element.h"
+#include "device/kernel_args.h"
 
 // What one thread does in the kernels that pack and unpack a bucket. On the host the same functions are called for every
 // thread in turn.
@@ -24,24 +24,6 @@ namespace pycomm::cuda {
 inline constexpr uint32_t kTile = 8192; ///< elements
 inline constexpr uint32_t kBlockThreads = 256;
 inline constexpr uint32_t kUnroll = 4; ///< loads under way at once in a thread
-
-/// What packing saw. Kept on the device, or in memory it can write; the caller sets it to zero.
-struct PackStats {
-  unsigned long long overflows = 0; ///< finite before, not finite after scaling and rounding
-  uint32_t max_abs_bits = 0; ///< of the gradients, before scaling; NaN counts above infinity, as fp32 bits do
-  uint32_t reserved = 0;
-};
-
-/// All arguments of one launch. `bucket` is where the launch begins, not the bucket.
-struct BucketArgs {
-  void* bucket = nullptr;
-  PackStats* stats = nullptr; ///< may be null
-  uint64_t numel = 0;
-  uint32_t count = 0;
-  float factor = 1.0F;
-  Segment segments[kMaxSegments];
-};
-static_assert(sizeof(BucketArgs) <= 32764, "all of a launch's arguments must fit");
 
 PYCOMM_HD uint64_t tileCount(uint64_t numel) {
   return (numel + kTile - 1) / kTile;

@@ -5,21 +5,12 @@
 
 #include "base/codec.h"
 #include "cuda/element.h"
+#include "device/kernel_args.h"
 
 // What one thread does in the kernels of the wire codecs: the formats of numeric/codec.h, bit by bit. A block of kCodecBlock values is
 // one warp's; in tests "threads" come one after the other.
 
 namespace pycomm::cuda {
-
-/// `parts` runs of `numel` values each, every one encoded from its own first value.
-struct CodecArgs {
-  Codec codec = Codec::None;
-  uint64_t numel = 0;
-  uint64_t parts = 1;
-  float* values = nullptr;
-  uint8_t* encoded = nullptr;
-  unsigned long long* overflows = nullptr; ///< of encoding; added to, may be null
-};
 
 inline constexpr uint32_t kBlockValues = 256;
 static_assert(kBlockValues == kCodecBlock, "the codecs' block");

@@ -1,31 +1,25 @@
-#include "cuda/cudart_runtime.h"
-
+// The table of libpycomm_cuda.so (device/cuda_table.h): each function is one call of CUDA's runtime, which is linked statically.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <memory>
-#include <string>
+#include <cstring>
+#include <new>
 
-#include "base/error.h"
+#include "cuda/dispatch.h"
 #include "cuda/kernels.h"
+#include "device/cuda_table.h"
 
 namespace pycomm::cuda {
 namespace {
 
-void check(cudaError_t result, const char* call) {
-  if (result == cudaSuccess) {
-    return;
+static_assert(kCudaOutOfMemory == cudaErrorMemoryAllocation, "CUDA's number");
+
+int answer(cudaError_t result) {
+  if (result != cudaSuccess) {
+    // An error of the call, and not of a kernel before it, would otherwise be reported again by the next check.
+    static_cast<void>(cudaGetLastError());
   }
-  // An error of the call, and not of a kernel before it, would otherwise be reported again by the next check.
-  static_cast<void>(cudaGetLastError());
-  ErrorRecord record;
-  record.code = result == cudaErrorMemoryAllocation ? ErrorCode::OutOfMemory : ErrorCode::SystemError;
-  record.summary = std::string("CUDA: ") + call + " failed.";
-  record.cause = std::string(cudaGetErrorName(result)) + " (" + cudaGetErrorString(result) + ")";
-  record.hint = result == cudaErrorMemoryAllocation
-      ? "use a smaller batch or fewer buckets; torch.cuda.empty_cache() returns what torch keeps"
-      : "CUDA_LAUNCH_BLOCKING=1 shows which call broke the device; nvidia-smi shows whether it is there";
-  throw Error(record);
+  return static_cast<int>(result);
 }
 
 /// While it lives, this thread may allocate and free although another one captures a graph in global mode, the default of
@@ -45,136 +39,194 @@ class WhileOthersCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+cudaStream_t native(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+
+const char* errorName(int error) {
+  return cudaGetErrorName(static_cast<cudaError_t>(error));
+}
+
+const char* errorText(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+int setDevice(int device) {
+  return answer(cudaSetDevice(device));
+}
+
+int checkDevice(int* has_code, int* device, int* major, int* minor) {
+  const WhileOthersCapture relaxed;
+  *has_code = deviceRunsKernels() ? 1 : 0;
+  cudaError_t result = *has_code != 0 ? cudaSuccess : cudaGetDevice(device);
+  if (*has_code == 0 && result == cudaSuccess) {
+    result = cudaDeviceGetAttribute(major, cudaDevAttrComputeCapabilityMajor, *device);
+  }
+  if (*has_code == 0 && result == cudaSuccess) {
+    result = cudaDeviceGetAttribute(minor, cudaDevAttrComputeCapabilityMinor, *device);
+  }
+  return answer(result);
+}
+
+int deviceUuid(int device, unsigned char* uuid) {
+  cudaDeviceProp properties;
+  const cudaError_t result = cudaGetDeviceProperties(&properties, device);
+  if (result == cudaSuccess) {
+    std::memcpy(uuid, properties.uuid.bytes, sizeof(properties.uuid.bytes));
+  }
+  return answer(result);
+}
+
+int allocatePinned(size_t nbytes, void** ptr) {
+  const WhileOthersCapture relaxed;
+  return answer(cudaHostAlloc(ptr, std::max<size_t>(nbytes, 1), cudaHostAllocPortable));
+}
+
+void freePinned(void* ptr) {
+  const WhileOthersCapture relaxed;
+  static_cast<void>(cudaFreeHost(ptr));
+}
+
+int allocateDevice(size_t nbytes, void** ptr) {
+  const WhileOthersCapture relaxed;
+  return answer(cudaMalloc(ptr, std::max<size_t>(nbytes, 1)));
+}
+
+void freeDevice(void* ptr) {
+  const WhileOthersCapture relaxed;
+  static_cast<void>(cudaFree(ptr));
+}
+
+int copy(void* dst, const void* src, size_t nbytes, void* stream) {
+  return answer(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, native(stream)));
+}
+
+int createEvent(void** event) {
+  cudaEvent_t made = nullptr;
+  const cudaError_t result = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
+  *event = made;
+  return answer(result);
+}
+
+void destroyEvent(void* event) {
+  static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(event)));
+}
+
+int record(void* event, void* stream) {
+  return answer(cudaEventRecord(static_cast<cudaEvent_t>(event), native(stream)));
+}
+
+int streamWait(void* stream, void* event) {
+  return answer(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0));
+}
+
+int createStream(void** stream) {
+  cudaStream_t made = nullptr;
+  const cudaError_t result = cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking);
+  *stream = made;
+  return answer(result);
+}
+
+void destroyStream(void* stream) {
+  static_cast<void>(cudaStreamDestroy(native(stream)));
+}
+
 struct Notice {
-  Reached reached;
+  void (*reached)(void* context, const char* failure);
   void* context;
 };
 
 void CUDART_CB onReached(cudaStream_t /*stream*/, cudaError_t status, void* user) {
-  const std::unique_ptr<Notice> notice(static_cast<Notice*>(user));
-  notice->reached(notice->context, status == cudaSuccess ? nullptr : cudaGetErrorName(status));
+  const Notice notice = *static_cast<Notice*>(user);
+  delete static_cast<Notice*>(user);
+  notice.reached(notice.context, status == cudaSuccess ? nullptr : cudaGetErrorName(status));
 }
 
-class CudartRuntime final : public DeviceRuntime {
- public:
-  void setDevice(int device) override {
-    check(cudaSetDevice(device), "cudaSetDevice");
+int whenReached(void* stream, void (*reached)(void* context, const char* failure), void* context) {
+  auto* const notice = new (std::nothrow) Notice{reached, context};
+  if (notice == nullptr) {
+    return kCudaOutOfMemory;
   }
-  void checkDevice() override {
-    const WhileOthersCapture relaxed;
-    if (deviceRunsKernels()) {
-      return;
-    }
-    int device = 0;
-    int major = 0;
-    int minor = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-    throw Error(
-        ErrorCode::Unsupported,
-        "cuda:" + std::to_string(device) + " has compute capability " + std::to_string(major) + "." +
-            std::to_string(minor) + ", and pycomm's CUDA library was built without code for it.",
-        "build it on this machine with CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=native (8.0 or later), or use tensor.cpu()");
+  // Unlike cudaLaunchHostFunc() it is also called if the device breaks.
+  const cudaError_t result = cudaStreamAddCallback(native(stream), &onReached, notice, 0);
+  if (result != cudaSuccess) {
+    delete notice;
   }
-  std::string deviceUuid(int device) override {
-    cudaDeviceProp properties;
-    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
-    constexpr char kDigits[] = "0123456789abcdef";
-    std::string text;
-    for (const char byte : properties.uuid.bytes) {
-      text += kDigits[static_cast<unsigned char>(byte) >> 4];
-      text += kDigits[static_cast<unsigned char>(byte) & 15];
-    }
-    return text;
-  }
-  void* allocatePinned(size_t nbytes) override {
-    const WhileOthersCapture relaxed;
-    void* ptr = nullptr;
-    check(cudaHostAlloc(&ptr, std::max<size_t>(nbytes, 1), cudaHostAllocPortable), "cudaHostAlloc");
-    return ptr;
-  }
-  void freePinned(void* ptr) noexcept override {
-    const WhileOthersCapture relaxed;
-    static_cast<void>(cudaFreeHost(ptr));
-  }
-  void* allocateDevice(size_t nbytes) override {
-    const WhileOthersCapture relaxed;
-    void* ptr = nullptr;
-    check(cudaMalloc(&ptr, std::max<size_t>(nbytes, 1)), "cudaMalloc");
-    return ptr;
-  }
-  void freeDevice(void* ptr) noexcept override {
-    const WhileOthersCapture relaxed;
-    static_cast<void>(cudaFree(ptr));
-  }
-  void copy(void* dst, const void* src, size_t nbytes, Stream stream) override {
-    check(cudaMemcpyAsync(dst, src, nbytes, cudaMemcpyDefault, native(stream)), "cudaMemcpyAsync");
-  }
-  Event createEvent() override {
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-    return event;
-  }
-  void destroyEvent(Event event) noexcept override {
-    static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(event)));
-  }
-  void record(Event event, Stream stream) override {
-    check(cudaEventRecord(static_cast<cudaEvent_t>(event), native(stream)), "cudaEventRecord");
-  }
-  void streamWait(Stream stream, Event event) override {
-    check(cudaStreamWaitEvent(native(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
-  }
-  Stream createStream() override {
-    cudaStream_t stream = nullptr;
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-    return stream;
-  }
-  void destroyStream(Stream stream) noexcept override {
-    static_cast<void>(cudaStreamDestroy(native(stream)));
-  }
-  void whenReached(Stream stream, Reached reached, void* context) override {
-    auto notice = std::make_unique<Notice>(Notice{reached, context});
-    // Unlike cudaLaunchHostFunc() it is also called if the device breaks.
-    check(cudaStreamAddCallback(native(stream), &onReached, notice.get(), 0), "cudaStreamAddCallback");
-    static_cast<void>(notice.release()); // onReached's now
-  }
-  bool isCapturing(Stream stream) override {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(native(stream), &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-  }
-  void pack(DType grad, DType wire, const BucketArgs& args, Stream stream) override {
-    launchPack(grad, wire, args, stream);
-    check(cudaGetLastError(), "the launch of the pack kernel");
-  }
-  void unpack(DType grad, DType wire, const BucketArgs& args, Stream stream) override {
-    launchUnpack(grad, wire, args, stream);
-    check(cudaGetLastError(), "the launch of the unpack kernel");
-  }
-  void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) override {
-    launchReduce(dtype, op, args, stream);
-    check(cudaGetLastError(), "the launch of the reduce kernel");
-  }
-  void encode(const CodecArgs& args, Stream stream) override {
-    launchEncode(args, stream);
-    check(cudaGetLastError(), "the launch of the encode kernel");
-  }
-  void decode(const CodecArgs& args, Stream stream) override {
-    launchDecode(args, stream);
-    check(cudaGetLastError(), "the launch of the decode kernel");
-  }
+  return answer(result);
+}
 
- private:
-  static cudaStream_t native(Stream stream) {
-    return static_cast<cudaStream_t>(stream);
-  }
-};
+int isCapturing(void* stream, int* capturing) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t result = cudaStreamIsCapturing(native(stream), &status);
+  *capturing = status != cudaStreamCaptureStatusNone ? 1 : 0;
+  return answer(result);
+}
+
+int launched(bool exists) {
+  return exists ? static_cast<int>(cudaGetLastError()) : kCudaNoKernel;
+}
+
+int hasReduce(DType dtype, ReduceOp op) {
+  return hasReduceKernel(dtype, op) ? 1 : 0;
+}
+
+int pack(DType grad, DType wire, const BucketArgs* args, void* stream) {
+  return launched(launchPack(grad, wire, *args, stream));
+}
+
+int unpack(DType grad, DType wire, const BucketArgs* args, void* stream) {
+  return launched(launchUnpack(grad, wire, *args, stream));
+}
+
+int reduce(DType dtype, ReduceOp op, const ReduceArgs* args, void* stream) {
+  return launched(launchReduce(dtype, op, *args, stream));
+}
+
+int encode(const CodecArgs* args, void* stream) {
+  launchEncode(*args, stream);
+  return launched(true);
+}
+
+int decode(const CodecArgs* args, void* stream) {
+  launchDecode(*args, stream);
+  return launched(true);
+}
+
+CudaTable makeTable() {
+  CudaTable table = {};
+  table.version = kPycommCudaVersion;
+  table.nbytes = sizeof(CudaTable);
+  table.error_name = errorName;
+  table.error_text = errorText;
+  table.set_device = setDevice;
+  table.check_device = checkDevice;
+  table.device_uuid = deviceUuid;
+  table.allocate_pinned = allocatePinned;
+  table.free_pinned = freePinned;
+  table.allocate_device = allocateDevice;
+  table.free_device = freeDevice;
+  table.copy = copy;
+  table.create_event = createEvent;
+  table.destroy_event = destroyEvent;
+  table.record = record;
+  table.stream_wait = streamWait;
+  table.create_stream = createStream;
+  table.destroy_stream = destroyStream;
+  table.when_reached = whenReached;
+  table.is_capturing = isCapturing;
+  table.has_reduce = hasReduce;
+  table.pack = pack;
+  table.unpack = unpack;
+  table.reduce = reduce;
+  table.encode = encode;
+  table.decode = decode;
+  return table;
+}
 
 } // namespace
-
-std::unique_ptr<DeviceRuntime> makeCudartRuntime() {
-  return std::make_unique<CudartRuntime>();
-}
-
 } // namespace pycomm::cuda
+
+const pycomm::cuda::CudaTable* pycomm_cuda_table() {
+  static const pycomm::cuda::CudaTable table = pycomm::cuda::makeTable();
+  return &table;
+}

@@ -1,9 +1,6 @@
 #pragma once
 
-#include <string>
-
 #include "base/dtype.h"
-#include "base/error.h"
 #include "base/reduce_op.h"
 #include "cuda/element.h"
 #include "cuda/reduce_kernel.h"
@@ -18,41 +15,26 @@ struct CastPair {
   using WireElement = Wire;
 };
 
-/// Calls `body(CastPair<...>{})`: gradients of fp32 to every wire dtype, of fp16 and bf16 to fp32 and to themselves.
+/// Calls `body(CastPair<...>{})`: gradients of fp32 to every wire dtype, of fp16 and bf16 to fp32 and to themselves. Returns false
+/// for any other pair.
 template <class Body>
-void withCast(DType grad, DType wire, const Body& body) {
-  const auto is = [&](DType g, DType w) { return grad == g && wire == w; };
-  if (is(DType::Float32, DType::Float32)) {
-    return body(CastPair<Float32, Float32>{});
-  }
-  if (is(DType::Float32, DType::Float16)) {
-    return body(CastPair<Float32, Half>{});
-  }
-  if (is(DType::Float32, DType::BFloat16)) {
-    return body(CastPair<Float32, Bfloat16>{});
-  }
-  if (is(DType::Float32, DType::Float8E4M3)) {
-    return body(CastPair<Float32, E4m3>{});
-  }
-  if (is(DType::Float32, DType::Float8E5M2)) {
-    return body(CastPair<Float32, E5m2>{});
-  }
-  if (is(DType::Float16, DType::Float16)) {
-    return body(CastPair<Half, Half>{});
-  }
-  if (is(DType::Float16, DType::Float32)) {
-    return body(CastPair<Half, Float32>{});
-  }
-  if (is(DType::BFloat16, DType::BFloat16)) {
-    return body(CastPair<Bfloat16, Bfloat16>{});
-  }
-  if (is(DType::BFloat16, DType::Float32)) {
-    return body(CastPair<Bfloat16, Float32>{});
-  }
-  throw Error(
-      ErrorCode::Unsupported,
-      std::string("there is no kernel that packs ") + dtypeName(grad) + " gradients as " + dtypeName(wire) + ".",
-      "wire_dtype of the gradients' own type");
+bool withCast(DType grad, DType wire, const Body& body) {
+  const auto when = [&](DType g, DType w, auto pair) {
+    const bool same = grad == g && wire == w;
+    if (same) {
+      body(pair);
+    }
+    return same;
+  };
+  return when(DType::Float32, DType::Float32, CastPair<Float32, Float32>{}) ||
+      when(DType::Float32, DType::Float16, CastPair<Float32, Half>{}) ||
+      when(DType::Float32, DType::BFloat16, CastPair<Float32, Bfloat16>{}) ||
+      when(DType::Float32, DType::Float8E4M3, CastPair<Float32, E4m3>{}) ||
+      when(DType::Float32, DType::Float8E5M2, CastPair<Float32, E5m2>{}) ||
+      when(DType::Float16, DType::Float16, CastPair<Half, Half>{}) ||
+      when(DType::Float16, DType::Float32, CastPair<Half, Float32>{}) ||
+      when(DType::BFloat16, DType::BFloat16, CastPair<Bfloat16, Bfloat16>{}) ||
+      when(DType::BFloat16, DType::Float32, CastPair<Bfloat16, Float32>{});
 }
 
 template <class Element, class Op>
@@ -62,17 +44,21 @@ struct Fold {
 };
 
 template <class Element, class Body>
-void withFoldOf(ReduceOp op, const Body& body) {
+bool withFoldOf(ReduceOp op, const Body& body) {
   switch (op) {
     case ReduceOp::Sum:
     case ReduceOp::Avg:
-      return body(Fold<Element, SumOf>{});
+      body(Fold<Element, SumOf>{});
+      return true;
     case ReduceOp::Product:
-      return body(Fold<Element, ProductOf>{});
+      body(Fold<Element, ProductOf>{});
+      return true;
     case ReduceOp::Min:
-      return body(Fold<Element, MinimumOf>{});
+      body(Fold<Element, MinimumOf>{});
+      return true;
     case ReduceOp::Max:
-      return body(Fold<Element, MaximumOf>{});
+      body(Fold<Element, MaximumOf>{});
+      return true;
     case ReduceOp::None:
     case ReduceOp::Band:
     case ReduceOp::Bor:
@@ -80,18 +66,12 @@ void withFoldOf(ReduceOp op, const Body& body) {
     case ReduceOp::PremulSum:
       break;
   }
-  throw Error(
-      ErrorCode::Unsupported,
-      std::string("the device's reduce kernel has no ") + reduceOpName(op) + ".",
-      "cuda_mode=\"tcp\", which reduces on the CPU");
+  return false;
 }
 
-/// Calls `body(Fold<...>{})` for what NCCL reduces too.
+/// Calls `body(Fold<...>{})` for what NCCL reduces too. Returns false for any other dtype or operation.
 template <class Body>
-void withFold(DType dtype, ReduceOp op, const Body& body) {
-  if (const std::string why = whyUnsupported(op, dtype); !why.empty()) {
-    throw Error(ErrorCode::InvalidArgument, why);
-  }
+bool withFold(DType dtype, ReduceOp op, const Body& body) {
   switch (dtype) {
     case DType::Float16:
       return withFoldOf<Half>(op, body);
@@ -120,10 +100,11 @@ void withFold(DType dtype, ReduceOp op, const Body& body) {
     case DType::Complex128:
       break;
   }
-  throw Error(
-      ErrorCode::Unsupported,
-      std::string("the device's reduce kernel has no ") + dtypeName(dtype) + ".",
-      "cuda_mode=\"tcp\", which reduces on the CPU");
+  return false;
+}
+
+inline bool hasReduceKernel(DType dtype, ReduceOp op) {
+  return withFold(dtype, op, [](auto) {});
 }
 
 } // namespace pycomm::cuda

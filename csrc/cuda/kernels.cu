@@ -5,7 +5,10 @@
 
 #include <algorithm>
 
+#include "cuda/bucket_kernel.h"
+#include "cuda/codec_kernel.h"
 #include "cuda/dispatch.h"
+#include "cuda/reduce_kernel.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -85,42 +88,45 @@ unsigned codecBlocks(const CodecArgs& args) {
   return blocksFor((blocksOfPart(args.numel) * args.parts * kWarp + kBlockThreads - 1) / kBlockThreads);
 }
 
-cudaStream_t native(Stream stream) {
+cudaStream_t native(void* stream) {
   return static_cast<cudaStream_t>(stream);
 }
 
 } // namespace
 
-void launchPack(DType grad, DType wire, const BucketArgs& args, Stream stream) {
-  withCast(grad, wire, [&](auto pair) {
+bool launchPack(DType grad, DType wire, const BucketArgs& args, void* stream) {
+  return withCast(grad, wire, [&](auto pair) {
     using Pair = decltype(pair);
     packKernel<typename Pair::GradElement, typename Pair::WireElement>
         <<<blocksFor(tileCount(args.numel)), kBlockThreads, 0, native(stream)>>>(args);
   });
 }
 
-void launchUnpack(DType grad, DType wire, const BucketArgs& args, Stream stream) {
-  withCast(grad, wire, [&](auto pair) {
+bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream) {
+  return withCast(grad, wire, [&](auto pair) {
     using Pair = decltype(pair);
     unpackKernel<typename Pair::GradElement, typename Pair::WireElement>
         <<<blocksFor(tileCount(args.numel)), kBlockThreads, 0, native(stream)>>>(args);
   });
 }
 
-void launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) {
-  const uint64_t work = std::max(args.vectors, args.numel - args.vectors * (16 / elementSize(dtype)));
-  withFold(dtype, op, [&](auto fold) {
+bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream) {
+  return withFold(dtype, op, [&](auto fold) {
     using Chosen = decltype(fold);
+    constexpr size_t kElement = sizeof(typename Chosen::ElementType::Stored);
+    ReduceArgs split = args;
+    splitForVectors(split, kElement);
+    const uint64_t work = std::max(split.vectors, split.numel - split.vectors * (16 / kElement));
     reduceKernel<typename Chosen::ElementType, typename Chosen::OpType>
-        <<<blocksFor((work + kBlockThreads - 1) / kBlockThreads), kBlockThreads, 0, native(stream)>>>(args);
+        <<<blocksFor((work + kBlockThreads - 1) / kBlockThreads), kBlockThreads, 0, native(stream)>>>(split);
   });
 }
 
-void launchEncode(const CodecArgs& args, Stream stream) {
+void launchEncode(const CodecArgs& args, void* stream) {
   encodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
 }
 
-void launchDecode(const CodecArgs& args, Stream stream) {
+void launchDecode(const CodecArgs& args, void* stream) {
   decodeKernel<<<codecBlocks(args), kBlockThreads, 0, native(stream)>>>(args);
 }
 

@@ -2,21 +2,18 @@
 
 #include "base/dtype.h"
 #include "base/reduce_op.h"
-#include "cuda/bucket_kernel.h"
-#include "cuda/codec_kernel.h"
-#include "cuda/device_runtime.h"
-#include "cuda/reduce_kernel.h"
+#include "device/kernel_args.h"
 
 namespace pycomm::cuda {
 
-// One launch each, on a stream of the calling thread's current device: kernels.cu, the only file that needs nvcc. Whether
-// the device took it, cudaGetLastError() knows. Throw Error(Unsupported) where there is no such kernel.
+// One launch each, on a stream (a cudaStream_t) of the calling thread's current device: kernels.cu. cudaGetLastError() has the
+// launch's result. Those of several dtypes return false if there is no such kernel.
 
-void launchPack(DType grad, DType wire, const BucketArgs& args, Stream stream);
-void launchUnpack(DType grad, DType wire, const BucketArgs& args, Stream stream);
-void launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream);
-void launchEncode(const CodecArgs& args, Stream stream);
-void launchDecode(const CodecArgs& args, Stream stream);
+[[nodiscard]] bool launchPack(DType grad, DType wire, const BucketArgs& args, void* stream);
+[[nodiscard]] bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream);
+[[nodiscard]] bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream);
+void launchEncode(const CodecArgs& args, void* stream);
+void launchDecode(const CodecArgs& args, void* stream);
 
 /// Whether this library holds machine code, or PTX, for the calling thread's current device.
 [[nodiscard]] bool deviceRunsKernels();

@@ -6,27 +6,15 @@
 
 #include "cuda/bucket_kernel.h"
 #include "cuda/element.h"
+#include "device/kernel_args.h"
 
 // What one thread does in the reduce kernel: several ranks' elements, folded in the order given (lower rank first) in
 // one accumulator, fp32 for all floats but fp64, divided once for AVG, and rounded once.
 
 namespace pycomm::cuda {
 
-/// More ranks than that are refused: the pointers are arguments of the kernel.
-inline constexpr uint32_t kMaxSources = 1024;
-
-struct ReduceArgs {
-  void* dst = nullptr; ///< may be one of the sources
-  uint64_t numel = 0;
-  uint64_t head = 0; ///< elements before all pointers are aligned; numel where they never are
-  uint64_t vectors = 0; ///< of 16 bytes, behind the head
-  uint32_t count = 0; ///< of sources
-  uint32_t divisor = 1; ///< AVG: the number of ranks
-  const void* sources[kMaxSources];
-};
-static_assert(sizeof(ReduceArgs) <= 32764, "all of a launch's arguments must fit");
-
-/// Fills in `head` and `vectors`: plain arithmetic on pointers, done once on the host.
+/// Sets `head` and `vectors`: plain arithmetic on pointers, done once per launch on the host. `head` is numel if the pointers are
+/// never aligned together.
 PYCOMM_HD void splitForVectors(ReduceArgs& args, size_t element) {
   const uintptr_t dst = reinterpret_cast<uintptr_t>(args.dst);
   bool alike = true;

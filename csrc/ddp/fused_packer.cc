@@ -13,29 +13,26 @@
 #include <tuple>
 #include <utility>
 
-#include "c10d/cuda_library.h"
 #include "c10d/cuda_staging.h"
 #include "c10d/dtypes.h"
 #include "ddp/grad_streams.h"
 #include "ddp/wire_scale.h"
+#include "device/bucket_plan.h"
+#include "device/cuda_library.h"
 
 namespace pycomm {
 namespace {
 
-constexpr int64_t kStatsNumel = sizeof(PycommCudaPackStats) / sizeof(int32_t);
-static_assert(offsetof(PycommCudaPackStats, max_abs_bits) == BucketKernels::kLargest * sizeof(int32_t));
+constexpr int64_t kStatsNumel = sizeof(cuda::PackStats) / sizeof(int32_t);
+static_assert(offsetof(cuda::PackStats, max_abs_bits) == BucketKernels::kLargest * sizeof(int32_t));
 
-std::vector<PycommCudaGradient> placesOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels) {
-  std::vector<PycommCudaGradient> places;
+cuda::BucketPlan planOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels, DType dtype) {
+  std::vector<cuda::Gradient> places;
   places.reserve(gradients.size());
   for (size_t i = 0; i < gradients.size(); ++i) {
     places.push_back({gradients[i].defined() ? gradients[i].data_ptr() : nullptr, numels[i]});
   }
-  return places;
-}
-
-uint8_t number(at::ScalarType type) {
-  return static_cast<uint8_t>(toDType(type));
+  return cuda::planBucket(places.data(), places.size(), dtype);
 }
 
 void* currentHandle(c10::Device device) {
@@ -59,9 +56,9 @@ at::ScalarType gradientType(const BucketMemory& memory) {
 // --- kernels --------------------------------------------------------------------------------------
 
 BucketKernels::BucketKernels(const std::string& library_path, c10::Device device)
-    : library_(&cudaLibrary(library_path)), device_(device) {
+    : runtime_(&cuda::cudaLibrary(library_path)), device_(device) {
   const c10::DeviceGuard guard(device_);
-  callCuda(library_->check_device);
+  runtime_->checkDevice();
 }
 
 bool BucketKernels::packsAsItIs(at::ScalarType dtype) {
@@ -79,17 +76,16 @@ void BucketKernels::pack(
     const at::Tensor& bucket,
     float factor,
     const at::Tensor& stats) const {
-  const auto places = placesOf(gradients, numels);
+  const DType grad = toDType(dtype);
   const c10::DeviceGuard guard(device_);
-  callCuda(
-      library_->pack,
-      places.data(),
-      places.size(),
-      number(dtype),
-      number(bucket.scalar_type()),
+  cuda::packBucket(
+      *runtime_,
+      planOf(gradients, numels, grad),
+      grad,
+      toDType(bucket.scalar_type()),
       bucket.data_ptr(),
       factor,
-      stats.defined() ? static_cast<PycommCudaPackStats*>(stats.data_ptr()) : nullptr,
+      stats.defined() ? static_cast<cuda::PackStats*>(stats.data_ptr()) : nullptr,
       currentHandle(device_));
 }
 
@@ -99,15 +95,14 @@ void BucketKernels::unpack(
     at::ScalarType dtype,
     const at::Tensor& bucket,
     float factor) const {
-  const auto places = placesOf(gradients, numels);
+  const DType grad = toDType(dtype);
   const c10::DeviceGuard guard(device_);
-  callCuda(
-      library_->unpack,
-      places.data(),
-      places.size(),
-      number(dtype),
-      number(bucket.scalar_type()),
-      static_cast<const void*>(bucket.data_ptr()),
+  cuda::unpackBucket(
+      *runtime_,
+      planOf(gradients, numels, grad),
+      grad,
+      toDType(bucket.scalar_type()),
+      bucket.data_ptr(),
       factor,
       currentHandle(device_));
 }

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/c_api.h"
 #include "ddp/packer.h"
+#include "device/device_runtime.h"
 
 namespace pycomm {
 
@@ -44,7 +44,7 @@ class BucketKernels {
   static constexpr int64_t kLargest = 2;
 
  private:
-  const PycommCudaTable* library_; ///< never unloaded
+  cuda::DeviceRuntime* runtime_; ///< lives as long as the process
   c10::Device device_;
 };
 

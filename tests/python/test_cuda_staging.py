@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ import pycomm
 from pycomm import errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+import native  # of tools, whose path fake_cuda_device adds
 from cuda_table import CudaError, CudaTable
 
 # The first test compiles the library: some ten seconds, minutes on a busy machine.
@@ -210,6 +212,23 @@ def test_a_missing_library_is_named_with_what_to_do(fake_cuda: Path, tmp_path: P
         assert missing in text
         assert "PYCOMM_BUILD_CUDA=1" in text
         assert "tensor.cpu()" in text
+
+
+def test_a_library_of_another_build_is_refused_with_both_versions(
+    fake_cuda: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "libpycomm_cuda.so"
+    source = tmp_path / "old.cc"
+    source.write_text(
+        "static unsigned table[50] = {5, 200};\n"
+        'extern "C" unsigned* pycomm_cuda_table() { return table; }\n'
+    )
+    command = [*native.compiler(), "-shared", "-fPIC", "-o", str(old), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    for text in run_ranks(2, _without_library, args=(str(fake_cuda), str(old))).values():
+        assert f"{old}, which is of another build" in text
+        assert "version 5, this extension's 6" in text
+        assert "PYCOMM_BUILD_CUDA=1" in text
 
 
 def _peer_leaves(rank: int, size: int, library: str) -> str:

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "cuda/bucket_kernel.h"
-#include "cuda/bucket_plan.h"
+#include "device/bucket_plan.h"
 #include "host_device.h"
 #include "numeric/convert.h"
 

@@ -6,9 +6,11 @@
 #include <cstring>
 #include <string>
 
-#include "base/error.h"
-#include "cuda/device_runtime.h"
+#include "cuda/bucket_kernel.h"
+#include "cuda/codec_kernel.h"
 #include "cuda/dispatch.h"
+#include "cuda/reduce_kernel.h"
+#include "device/device_runtime.h"
 
 namespace pycomm::cuda::testing {
 
@@ -58,9 +60,9 @@ class HostDevice : public DeviceRuntime {
   bool isCapturing(Stream) override {
     return false;
   }
-  void pack(DType grad, DType wire, const BucketArgs& args, Stream) override {
+  bool pack(DType grad, DType wire, const BucketArgs& args, Stream) override {
     ++launches;
-    withCast(grad, wire, [&](auto pair) {
+    return withCast(grad, wire, [&](auto pair) {
       using Pair = decltype(pair);
       for (uint32_t thread = 0; thread < threads_; ++thread) {
         Packer<typename Pair::GradElement, typename Pair::WireElement> packer{args.factor};
@@ -74,9 +76,9 @@ class HostDevice : public DeviceRuntime {
       }
     });
   }
-  void unpack(DType grad, DType wire, const BucketArgs& args, Stream) override {
+  bool unpack(DType grad, DType wire, const BucketArgs& args, Stream) override {
     ++launches;
-    withCast(grad, wire, [&](auto pair) {
+    return withCast(grad, wire, [&](auto pair) {
       using Pair = decltype(pair);
       for (uint32_t thread = 0; thread < threads_; ++thread) {
         for (uint64_t tile = 0; tile < tileCount(args.numel); ++tile) {
@@ -85,12 +87,17 @@ class HostDevice : public DeviceRuntime {
       }
     });
   }
+  bool hasReduce(DType dtype, ReduceOp op) override {
+    return hasReduceKernel(dtype, op);
+  }
   void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream) override {
     ++launches;
     withFold(dtype, op, [&](auto fold) {
       using Chosen = decltype(fold);
+      ReduceArgs split = args;
+      splitForVectors(split, sizeof(typename Chosen::ElementType::Stored));
       for (uint32_t thread = 0; thread < threads_; ++thread) {
-        reduceShare<typename Chosen::ElementType, typename Chosen::OpType>(args, thread, threads_);
+        reduceShare<typename Chosen::ElementType, typename Chosen::OpType>(split, thread, threads_);
       }
     });
   }

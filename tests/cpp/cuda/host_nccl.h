@@ -11,7 +11,7 @@
 
 #include "base/deadline.h"
 #include "base/reduce_op.h"
-#include "cuda/nccl_api.h"
+#include "device/nccl_api.h"
 
 namespace pycomm::cuda::testing {
 

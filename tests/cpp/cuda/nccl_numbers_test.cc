@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/nccl_comm.h"
+#include "device/nccl_comm.h"
 #include "host_device.h"
 #include "host_nccl.h"
 #include "numeric/convert.h"
@@ -73,7 +73,7 @@ std::vector<float> normal(size_t numel, uint32_t seed) {
 }
 
 TEST(NcclNumbers, RingAndDirectFollowFloat64AndGiveAllRanksTheSameBits) {
-  for (const NcclAlgorithm algorithm : {NcclAlgorithm::Ring, NcclAlgorithm::Direct}) {
+  for (const Algorithm algorithm : {Algorithm::Ring, Algorithm::Direct}) {
     for (int size = 2; size <= 5; ++size) {
       for (const size_t numel : {size_t{1}, size_t{4}, size_t{1001}}) {
         for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Max}) {
@@ -140,7 +140,7 @@ TEST(NcclNumbers, DirectRoundsHalfOnceAndHasTheCpuPathsBits) {
     call.numel = kNumel;
     call.dtype = DType::Float16;
     call.op = ReduceOp::Avg;
-    call.algorithm = NcclAlgorithm::Direct;
+    call.algorithm = Algorithm::Direct;
     static_cast<void>(comm.start({call}, nullptr, Deadline::after(20000)));
   });
   for (const auto& each : in) {
@@ -154,7 +154,7 @@ TEST(NcclNumbers, AllToAllMovesUnevenParts) {
   std::vector<std::vector<int64_t>> out(kSize);
   onRanks(kSize, [&](NcclComm& comm, int rank) {
     NcclCall call;
-    call.kind = NcclKind::AllToAll;
+    call.kind = Collective::AllToAll;
     call.dtype = DType::Int64;
     call.name = "all_to_all";
     std::vector<int64_t> in;
@@ -165,7 +165,7 @@ TEST(NcclNumbers, AllToAllMovesUnevenParts) {
       received += static_cast<size_t>(rank + peer);
       counts.push_back(static_cast<uint64_t>(rank + peer));
     }
-    call.send_counts = call.recv_counts = {counts.data(), counts.size()};
+    call.send_counts = call.recv_counts = counts;
     auto& own = out[static_cast<size_t>(rank)];
     own.resize(received);
     call.input = in.data();

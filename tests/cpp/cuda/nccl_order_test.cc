@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "cuda/nccl_comm.h"
+#include "device/nccl_comm.h"
 #include "host_device.h"
 
 namespace pycomm::cuda {
@@ -255,10 +255,10 @@ TEST_F(NcclOrder, EventsAreUsedAgain) {
 TEST_F(NcclOrder, SeveralCallsAreOneGroup) {
   const auto comm = made();
   NcclCall broadcast = allReduce(3);
-  broadcast.kind = NcclKind::Broadcast;
+  broadcast.kind = Collective::Broadcast;
   broadcast.peer = 1;
   NcclCall gather = allReduce(5);
-  gather.kind = NcclKind::AllGather;
+  gather.kind = Collective::AllGather;
   gather.dtype = DType::Float8E4M3;
   NcclCall complex = allReduce(2);
   complex.dtype = DType::Complex128;
@@ -281,7 +281,7 @@ TEST_F(NcclOrder, SeveralCallsAreOneGroup) {
 TEST_F(NcclOrder, TheRingSendsAddsAndSendsRound) {
   const auto comm = made(0, 3);
   NcclCall call = allReduce(6); // two elements a part
-  call.algorithm = NcclAlgorithm::Ring;
+  call.algorithm = Algorithm::Ring;
   static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
   const Journal expected = {"record caller", "wait side", //
                             "groupStart",    "send 8 to 1",  "recv 8 from 2", "groupEnd", "reduce side", //
@@ -301,7 +301,7 @@ TEST_F(NcclOrder, ACallWithoutMeaningTouchesNothing) {
       failureOf([&] { static_cast<void>(comm->start({bits}, kCaller, Deadline::never())); }).code,
       ErrorCode::Unsupported);
   NcclCall nobody = allReduce();
-  nobody.kind = NcclKind::Broadcast;
+  nobody.kind = Collective::Broadcast;
   nobody.peer = 2;
   EXPECT_EQ(
       failureOf([&] { static_cast<void>(comm->start({allReduce(), nobody}, kCaller, Deadline::never())); }).code,
@@ -317,7 +317,7 @@ TEST_F(NcclOrder, ACallWithoutMeaningTouchesNothing) {
 
 TEST_F(NcclOrder, AnAlgorithmWithoutAKernelTouchesNothing) {
   for (const DType dtype : {DType::Bool, DType::UInt32, DType::UInt64, DType::Complex64}) {
-    for (const NcclAlgorithm algorithm : {NcclAlgorithm::Ring, NcclAlgorithm::Direct}) {
+    for (const Algorithm algorithm : {Algorithm::Ring, Algorithm::Direct}) {
       const auto comm = made();
       NcclCall call = allReduce();
       call.dtype = dtype;
@@ -332,7 +332,7 @@ TEST_F(NcclOrder, AnAlgorithmWithoutAKernelTouchesNothing) {
   }
   const auto comm = made(0, 1025);
   NcclCall call = allReduce();
-  call.algorithm = NcclAlgorithm::Direct;
+  call.algorithm = Algorithm::Direct;
   EXPECT_THAT(
       failureOf([&] { static_cast<void>(comm->start({call}, kCaller, Deadline::never())); }).summary,
       HasSubstr("1 to 1024 ranks"));
@@ -342,9 +342,9 @@ TEST_F(NcclOrder, AnAlgorithmWithoutAKernelTouchesNothing) {
 TEST_F(NcclOrder, WhatStaysOnARankIsCopiedOutsideOfTheGroup) {
   const auto comm = made();
   NcclCall call = allReduce();
-  call.kind = NcclKind::AllToAll;
+  call.kind = Collective::AllToAll;
   const std::vector<uint64_t> counts = {2, 3};
-  call.send_counts = call.recv_counts = {counts.data(), counts.size()};
+  call.send_counts = call.recv_counts = counts;
   static_cast<void>(comm->start({call}, kCaller, Deadline::never()));
   EXPECT_THAT(
       journal,

@@ -1,5 +1,5 @@
 // The staging of CUDA tensors through pinned memory, on a device whose streams the test moves on by hand.
-#include "cuda/stager.h"
+#include "device/stager.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The library's own calls of CUDA, and the stager over them, on a device that is as strict as CUDA may be.
+// The library's own table and what uses it, on a device that is as strict as CUDA may be.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/cudart_runtime.h"
-#include "cuda/stager.h"
+#include "device/cuda_library.h"
+#include "device/stager.h"
 #include "fake_cudart/device.h"
 
 namespace pycomm::cuda {
@@ -50,7 +50,7 @@ class DeviceFloats {
 
 class StrictDevice : public ::testing::Test {
  protected:
-  const std::unique_ptr<DeviceRuntime> runtime = makeCudartRuntime();
+  const std::unique_ptr<DeviceRuntime> runtime = runtimeOf(*pycomm_cuda_table(), "the fake library");
   Stream const caller = fake_cuda::streamOf(0, 1);
   Stream const out = fake_cuda::streamOf(0, 2);
   Stream const in = fake_cuda::streamOf(0, 3);

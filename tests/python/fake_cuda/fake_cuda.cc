@@ -1,7 +1,5 @@
 // A libpycomm_cuda.so whose CUDA is tests/cpp/cuda/fake_cudart, and the part of torch's device interface that a CUDA build brings: so
 // that everything between torch's collectives and CUDA's runtime is run, with several ranks, where there is no GPU.
-#define PYCOMM_CUDA_LIBRARY
-
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -10,9 +8,6 @@
 #include <cstring>
 #include <new>
 
-#include "cuda/c_api.h"
-#include "cuda/c_table.h"
-#include "cuda/cudart_runtime.h"
 #include "fake_cudart/device.h"
 #include "fake_cudart/memory.h"
 
@@ -120,10 +115,6 @@ c10::Device device(int index) {
 }
 
 } // namespace
-
-const PycommCudaTable* pycomm_cuda_table(void) {
-  return pycomm::cuda::makeTable(pycomm::cuda::makeCudartRuntime);
-}
 
 cudaStream_t fakeCurrentStream(c10::Device on) {
   return native(FakeGuard().getStream(on));

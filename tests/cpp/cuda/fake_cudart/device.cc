@@ -667,35 +667,38 @@ const char* cudaGetErrorString(cudaError_t error) {
 // What kernels.cu is on a GPU.
 namespace pycomm::cuda {
 
-void launchPack(DType grad, DType wire, const BucketArgs& args, Stream stream) {
-  withCast(grad, wire, [](auto) {});
-  launch("pack", stream, [&] {
-    auto on_host = std::make_shared<BucketArgs>(resolved(args, elementSize(grad), elementSize(wire)));
-    return [=] { processor().pack(grad, wire, *on_host, nullptr); };
+bool launchPack(DType grad, DType wire, const BucketArgs& args, void* stream) {
+  return withCast(grad, wire, [&](auto) {
+    launch("pack", stream, [&] {
+      auto on_host = std::make_shared<BucketArgs>(resolved(args, elementSize(grad), elementSize(wire)));
+      return [=] { static_cast<void>(processor().pack(grad, wire, *on_host, nullptr)); };
+    });
   });
 }
-void launchUnpack(DType grad, DType wire, const BucketArgs& args, Stream stream) {
-  withCast(grad, wire, [](auto) {});
-  launch("unpack", stream, [&] {
-    auto on_host = std::make_shared<BucketArgs>(resolved(args, elementSize(grad), elementSize(wire)));
-    return [=] { processor().unpack(grad, wire, *on_host, nullptr); };
+bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream) {
+  return withCast(grad, wire, [&](auto) {
+    launch("unpack", stream, [&] {
+      auto on_host = std::make_shared<BucketArgs>(resolved(args, elementSize(grad), elementSize(wire)));
+      return [=] { static_cast<void>(processor().unpack(grad, wire, *on_host, nullptr)); };
+    });
   });
 }
-void launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) {
-  withFold(dtype, op, [](auto) {});
-  launch("reduce", stream, [&] {
-    auto on_host = std::make_shared<ReduceArgs>(args);
-    on_host->dst = resolved(args.dst, args.numel * elementSize(dtype));
-    for (uint32_t i = 0; i < args.count; ++i) {
-      on_host->sources[i] = resolved(args.sources[i], args.numel * elementSize(dtype));
-    }
-    return [=] { processor().reduce(dtype, op, *on_host, nullptr); };
+bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream) {
+  return withFold(dtype, op, [&](auto) {
+    launch("reduce", stream, [&] {
+      auto on_host = std::make_shared<ReduceArgs>(args);
+      on_host->dst = resolved(args.dst, args.numel * elementSize(dtype));
+      for (uint32_t i = 0; i < args.count; ++i) {
+        on_host->sources[i] = resolved(args.sources[i], args.numel * elementSize(dtype));
+      }
+      return [=] { processor().reduce(dtype, op, *on_host, nullptr); };
+    });
   });
 }
-void launchEncode(const CodecArgs& args, Stream stream) {
+void launchEncode(const CodecArgs& args, void* stream) {
   launch("encode", stream, [&] { return [on_host = resolved(args)] { processor().encode(on_host, nullptr); }; });
 }
-void launchDecode(const CodecArgs& args, Stream stream) {
+void launchDecode(const CodecArgs& args, void* stream) {
   launch("decode", stream, [&] { return [on_host = resolved(args)] { processor().decode(on_host, nullptr); }; });
 }
 bool deviceRunsKernels() {

@@ -1,2 +1,2 @@
-// The library's own calls of CUDA, compiled against this folder's CUDA.
+// The library's table, compiled against this folder's CUDA.
 #include "cuda/cudart_runtime.cu"

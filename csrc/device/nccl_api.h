@@ -8,7 +8,7 @@
 
 #include "base/dtype.h"
 #include "base/reduce_op.h"
-#include "cuda/device_runtime.h"
+#include "device/device_runtime.h"
 
 namespace pycomm::cuda {
 

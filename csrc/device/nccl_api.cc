@@ -1,4 +1,4 @@
-#include "cuda/nccl_api.h"
+#include "device/nccl_api.h"
 
 #include <string>
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "cuda/device_runtime.h"
+#include "device/device_runtime.h"
 
 namespace pycomm::cuda {
 

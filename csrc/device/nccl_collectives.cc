@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/nccl_comm.h"
+#include "device/nccl_comm.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -28,8 +28,8 @@ uint64_t partNumel(uint64_t numel, int part, int size) {
   return partBegin(numel, part + 1, size) - partBegin(numel, part, size);
 }
 
-bool reduces(NcclKind kind) {
-  return kind == NcclKind::AllReduce || kind == NcclKind::Reduce || kind == NcclKind::ReduceScatter;
+bool reduces(Collective kind) {
+  return kind == Collective::AllReduce || kind == Collective::Reduce || kind == Collective::ReduceScatter;
 }
 
 } // namespace
@@ -44,18 +44,17 @@ void NcclComm::validate(const NcclCall& call) const {
   if (reduces(call.kind)) {
     static_cast<void>(ncclReduction(call.dtype, call.op)); // throws where NCCL has none
   }
-  if (call.kind == NcclKind::AllReduce && call.algorithm != NcclAlgorithm::Nccl) {
-    const bool direct = call.algorithm == NcclAlgorithm::Direct;
-    checkReduce(call.dtype, call.op, direct ? static_cast<size_t>(config_.size) : 2);
+  const bool direct = call.algorithm == Algorithm::Direct;
+  if (call.kind == Collective::AllReduce && (direct || call.algorithm == Algorithm::Ring)) {
+    checkReduce(runtime_, call.dtype, call.op, direct ? static_cast<size_t>(config_.size) : 2);
   }
-  const bool named = call.kind == NcclKind::Reduce || call.kind == NcclKind::Broadcast || call.kind == NcclKind::Send ||
-      call.kind == NcclKind::Recv;
+  const bool named = call.kind == Collective::Reduce || call.kind == Collective::Broadcast;
   if (named && (call.peer < 0 || call.peer >= config_.size)) {
     refuse("rank " + std::to_string(call.peer) + " is not in a group of " + std::to_string(config_.size) + ".");
   }
-  if (call.kind == NcclKind::AllToAll &&
-      (call.send_counts.ranks != static_cast<uint64_t>(config_.size) ||
-       call.recv_counts.ranks != static_cast<uint64_t>(config_.size))) {
+  if (call.kind == Collective::AllToAll &&
+      (call.send_counts.size() != static_cast<size_t>(config_.size) ||
+       call.recv_counts.size() != static_cast<size_t>(config_.size))) {
     refuse("a count for each rank is needed.");
   }
 }
@@ -70,42 +69,45 @@ void NcclComm::enqueueMoves(const NcclCall& call) {
   }
   const size_t count = call.numel * how.count_per_element;
   switch (call.kind) {
-    case NcclKind::AllReduce:
+    case Collective::AllReduce:
       return check(api_.allReduce(call.input, call.output, count, how.dtype, how.op, comm_, stream), "ncclAllReduce");
-    case NcclKind::Reduce:
+    case Collective::Reduce:
       return check(
           api_.reduce(call.input, call.output, count, how.dtype, how.op, call.peer, comm_, stream), "ncclReduce");
-    case NcclKind::ReduceScatter:
+    case Collective::ReduceScatter:
       return check(
           api_.reduceScatter(call.input, call.output, count, how.dtype, how.op, comm_, stream), "ncclReduceScatter");
-    case NcclKind::Broadcast:
+    case Collective::Broadcast:
       return check(
           api_.broadcast(call.input, call.output, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclBroadcast");
-    case NcclKind::AllGather:
+    case Collective::AllGather:
       return check(api_.allGather(call.input, call.output, nbytes, kNcclBytes, comm_, stream), "ncclAllGather");
-    case NcclKind::Send:
-      return check(api_.send(call.input, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclSend");
-    case NcclKind::Recv:
-      return check(api_.recv(call.output, nbytes, kNcclBytes, call.peer, comm_, stream), "ncclRecv");
-    case NcclKind::AllToAll:
+    case Collective::AllToAll:
       return allToAll(call);
+    case Collective::Barrier:
+    case Collective::Gather:
+    case Collective::Scatter:
+    case Collective::Send:
+    case Collective::Recv:
+      break;
   }
+  throw Error(ErrorCode::Internal, std::string(call.name) + " is none of those that NCCL runs.");
 }
 
 // Of an all_to_all, what stays here. Before NCCL's group begins: a copy may wait for room on the stream, and what could make
 // some, an abort, waits for the calls of the group.
 void NcclComm::copyOwnPart(const NcclCall& call) {
-  if (call.kind != NcclKind::AllToAll) {
+  if (call.kind != Collective::AllToAll) {
     return;
   }
-  const auto before = [&](const NcclCounts& counts) {
-    return std::accumulate(counts.by_rank, counts.by_rank + config_.rank, uint64_t{0});
+  const auto before = [&](const std::vector<uint64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.begin() + config_.rank, uint64_t{0});
   };
   const size_t element = elementSize(call.dtype);
   runtime_.copy(
       at(call.output, before(call.recv_counts), element),
       at(call.input, before(call.send_counts), element),
-      call.send_counts.by_rank[config_.rank] * element,
+      call.send_counts[static_cast<size_t>(config_.rank)] * element,
       config_.stream);
 }
 
@@ -114,8 +116,8 @@ void NcclComm::allToAll(const NcclCall& call) {
   uint64_t sent = 0;
   uint64_t received = 0;
   for (int peer = 0; peer < config_.size; ++peer) {
-    const uint64_t out = call.send_counts.by_rank[peer];
-    const uint64_t in = call.recv_counts.by_rank[peer];
+    const uint64_t out = call.send_counts[static_cast<size_t>(peer)];
+    const uint64_t in = call.recv_counts[static_cast<size_t>(peer)];
     if (peer != config_.rank && out > 0) {
       const std::byte* const part = at(call.input, sent, element);
       check(api_.send(part, out * element, kNcclBytes, peer, comm_, config_.stream), "ncclSend");

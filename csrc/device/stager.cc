@@ -1,4 +1,4 @@
-#include "cuda/stager.h"
+#include "device/stager.h"
 
 #include <utility>
 

@@ -12,9 +12,9 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
-#include "cuda/c_api.h"
-#include "cuda/device_runtime.h"
-#include "cuda/nccl_api.h"
+#include "device/device_runtime.h"
+#include "device/nccl_api.h"
+#include "device/nccl_call.h"
 
 namespace pycomm::cuda {
 

@@ -1,10 +1,10 @@
-#include "cuda/nccl_comm.h"
+#include "device/nccl_comm.h"
 
 #include <chrono>
 #include <thread>
 #include <utility>
 
-#include "cuda/nccl_operation.h"
+#include "device/nccl_operation.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -164,9 +164,9 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
     runtime_.streamWait(config_.stream, entry_);
     std::vector<NcclCall> together;
     for (const NcclCall& call : calls) {
-      if (call.kind == NcclKind::AllReduce && call.algorithm == NcclAlgorithm::Ring) {
+      if (call.kind == Collective::AllReduce && call.algorithm == Algorithm::Ring) {
         ring(call, deadline, operation->about);
-      } else if (call.kind == NcclKind::AllReduce && call.algorithm == NcclAlgorithm::Direct) {
+      } else if (call.kind == Collective::AllReduce && call.algorithm == Algorithm::Direct) {
         direct(call, deadline, operation->about);
       } else {
         together.push_back(call);

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "cuda/nccl_api.h"
+#include "device/nccl_api.h"
 
 namespace pycomm::cuda {
 namespace {

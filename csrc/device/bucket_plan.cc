@@ -1,5 +1,6 @@
-#include "cuda/bucket_plan.h"
+#include "device/bucket_plan.h"
 
+#include <algorithm>
 #include <string>
 
 #include "base/error.h"
@@ -33,6 +34,13 @@ bool continues(const void* ptr, uint64_t numel, const void* next, size_t element
   return static_cast<const std::byte*>(ptr) + numel * element == next;
 }
 
+[[noreturn]] void refusePair(DType grad, DType wire) {
+  throw Error(
+      ErrorCode::Unsupported,
+      std::string("there is no kernel that packs ") + dtypeName(grad) + " gradients as " + dtypeName(wire) + ".",
+      "wire_dtype of the gradients' own type");
+}
+
 } // namespace
 
 BucketPlan planBucket(const Gradient* gradients, size_t count, DType dtype, size_t max_segments) {
@@ -61,6 +69,54 @@ BucketPlan planBucket(const Gradient* gradients, size_t count, DType dtype, size
     plan.segments.back().end = launch.numel;
   }
   return plan;
+}
+
+BucketArgs argsOf(
+    const BucketPlan& plan,
+    const Launch& launch,
+    void* bucket,
+    size_t wire_element,
+    float factor,
+    PackStats* stats) {
+  BucketArgs args;
+  args.bucket = static_cast<std::byte*>(bucket) + launch.begin * wire_element;
+  args.stats = stats;
+  args.numel = launch.numel;
+  args.count = static_cast<uint32_t>(launch.count);
+  args.factor = factor;
+  std::copy_n(plan.segments.begin() + static_cast<std::ptrdiff_t>(launch.first), launch.count, args.segments);
+  return args;
+}
+
+void packBucket(
+    DeviceRuntime& runtime,
+    const BucketPlan& plan,
+    DType grad,
+    DType wire,
+    void* bucket,
+    float factor,
+    PackStats* stats,
+    Stream stream) {
+  for (const Launch& launch : plan.launches) {
+    if (!runtime.pack(grad, wire, argsOf(plan, launch, bucket, elementSize(wire), factor, stats), stream)) {
+      refusePair(grad, wire);
+    }
+  }
+}
+
+void unpackBucket(
+    DeviceRuntime& runtime,
+    const BucketPlan& plan,
+    DType grad,
+    DType wire,
+    void* bucket,
+    float factor,
+    Stream stream) {
+  for (const Launch& launch : plan.launches) {
+    if (!runtime.unpack(grad, wire, argsOf(plan, launch, bucket, elementSize(wire), factor, nullptr), stream)) {
+      refusePair(grad, wire);
+    }
+  }
 }
 
 } // namespace pycomm::cuda
