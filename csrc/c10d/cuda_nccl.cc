@@ -233,7 +233,10 @@ void NcclGroup::launch(
     for (size_t i = 0; i < calls.size(); ++i) {
       translated.add(calls[i], *operations[i]);
     }
-    auto work = comm_->start(translated.list(), device_->callersStream(), Deadline::after(calls.front().deadline.remainingMs(kDayMs) + kLaterMs));
+    auto work = comm_->start(
+        translated.list(),
+        device_->callersStream(),
+        Deadline::after(calls.front().deadline.remainingMs(kDayMs) + kLaterMs));
     launch.launched_.store(true, std::memory_order_release);
     const std::lock_guard<std::mutex> lock(mutex_);
     pending_.push_back({std::move(work), operations});

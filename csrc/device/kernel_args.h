@@ -46,7 +46,8 @@ inline constexpr uint32_t kMaxSources = 1024;
 struct ReduceArgs {
   void* dst = nullptr; ///< may be one of the sources
   uint64_t numel = 0;
-  uint64_t head = 0; ///< the launch computes this and the next (splitForVectors): elements before all pointers are aligned
+  uint64_t head =
+      0; ///< the launch computes this and the next (splitForVectors): elements before all pointers are aligned
   uint64_t vectors = 0; ///< of 16 bytes, after the head
   uint32_t count = 0; ///< of sources
   uint32_t divisor = 1; ///< AVG: the number of ranks

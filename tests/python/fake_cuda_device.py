@@ -1,7 +1,7 @@
 """CUDA tensors without a GPU: a device that torch takes for CUDA's, as strict as CUDA may be.
 
-``build`` compiles ``fake_cuda`` and the strict device of ``tests/cpp/cuda/fake_cudart`` with the
-CUDA library's own sources into a library with the interface of libpycomm_cuda.so; ``Device`` loads
+``build`` compiles ``fake_cuda`` and the strict device of ``tests/cpp/cuda/fake_cudart``, with the
+CUDA library's own table over it, into a second libpycomm_cuda.so; ``Device`` loads
 it and makes tensors. Who touches their memory from the host dies of a signal. In which order
 streams run is drawn from a seed, which each process prints; ``FAKE_CUDA_SEED`` sets it.
 """
@@ -37,7 +37,6 @@ def build(folder: Path) -> Path:
     sources = [
         *sorted((ROOT / "tests/python/fake_cuda").glob("*.cc")),
         *sorted((ROOT / "tests/cpp/cuda/fake_cudart").glob("*.cc")),
-        *native.sources(ROOT, "cuda"),
         *sorted((ROOT / "csrc/base").glob("*.cc")),
     ]
     includes = ["csrc", "tests/cpp/cuda", "tests/cpp/cuda/fake_cudart"]

@@ -89,8 +89,7 @@ TEST(CudaLibrary, KernelsThatThereAreNotAreRefusedBeforeTheyTouchAnything) {
   EXPECT_EQ(op.summary, "the device's reduce kernel has no BAND.");
   const ErrorRecord dtype = failureOf([&] { checkReduce(*runtime, DType::UInt32, ReduceOp::Sum, 2); });
   EXPECT_EQ(dtype.summary, "the device's reduce kernel has no uint32.");
-  EXPECT_EQ(
-      failureOf([&] { checkReduce(*runtime, DType::Int32, ReduceOp::Avg, 2); }).code, ErrorCode::InvalidArgument);
+  EXPECT_EQ(failureOf([&] { checkReduce(*runtime, DType::Int32, ReduceOp::Avg, 2); }).code, ErrorCode::InvalidArgument);
 }
 
 } // namespace
