@@ -291,6 +291,11 @@ def _kernels(rank: int, size: int, library: str) -> None:
     sources = [device.memory(row) for row in rows]
     table.reduce("float16", "sum", sources[0], sources, 1000)
     assert (device.read(sources[0], rows[0]) == 2050).all(), "added in fp32, rounded once"
+    values, codes = device.memory(flat), device.memory(np.zeros(2 * flat.size, "uint8"))
+    table.encode("bf16", values, flat.size, codes)
+    table.decode("bf16", codes, flat.size, values)
+    rounded = torch.from_numpy(flat).bfloat16().float().numpy()
+    np.testing.assert_array_equal(device.read(values, flat), rounded)
     with pytest.raises(CudaError, match=r"no kernel that packs int32"):
         table.pack([(sources[0], 4)], "int32", "float16", bucket)
     with pytest.raises(
