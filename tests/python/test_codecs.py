@@ -4,7 +4,6 @@ Annotations are not postponed here: torch compares a hook's with its own classes
 """
 
 import copy
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from codec_bounds import BLOCK, BYTES_PER_BLOCK, CODECS, bound, sum_bound
 from ranks import TORCH_DDP, run_ranks
+from small_training import batch_of, digest, make_model, train
 from torch import nn
 
 import pycomm
@@ -25,13 +25,6 @@ NUMEL = 20_000 + 77  # of float32: more than 16 KiB, and no multiple of a block
 def row_of(rank: int, numel: int = NUMEL, scale: float = 1e-6) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(numel, generator=generator) * scale
-
-
-def digest(*tensors: torch.Tensor) -> str:
-    state = hashlib.sha256()
-    for tensor in tensors:
-        state.update(tensor.detach().contiguous().numpy().tobytes())
-    return state.hexdigest()
 
 
 def reduce_all(rank: int, world_size: int) -> dict[str, Any]:
@@ -162,30 +155,6 @@ def test_ranks_with_different_codecs_are_told() -> None:
     for error in results.errors():
         assert "CONFIG_MISMATCH" in error.text
         assert "wire_dtype=int8" in error.text and "wire_dtype=fp16" in error.text
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 200), nn.ReLU(), nn.Linear(200, 200), nn.Linear(200, 8))
-
-
-def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(16, 64, generator=generator)
-    return inputs, torch.tanh(inputs[:, :8] * 2 + inputs[:, 8:16])
-
-
-def train(model: nn.Module, rank: int, steps: int, scale: float = 1.0) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 / scale, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        inputs, targets = batch_of(rank, step)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets) * scale
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss) / scale)
-    return losses
 
 
 def train_ddp(rank: int, world_size: int, wrapper: str, steps: int) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import TORCH_DDP, run_ranks
-from test_codecs import batch_of, digest, make_model, train
+from small_training import batch_of, digest, make_model, train
 from torch import nn
 
 import pycomm
