@@ -78,11 +78,13 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python -m pytest --require-native $(ARGS)
 
-TCP_TESTS = collectives_basic async_work error_contract faults_basic random_programs support torch_ddp life_cycle
+TCP_TESTS = collectives/test_collectives_basic collectives/test_async_work faults/test_error_contract \
+  faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
+  faults/test_life_cycle
 tcp: ## the Python tests whose ranks would share memory, over TCP
 	$(BOOTSTRAP) --group test
 	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py \
-	  $(patsubst %,tests/python/test_%.py,$(TCP_TESTS)) $(ARGS)
+	  $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
 
 faults: ## the Python tests that kill, stop or starve ranks, every case of them
 	$(BOOTSTRAP) --group test

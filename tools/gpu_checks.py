@@ -59,7 +59,7 @@ def checks() -> dict[str, Check]:
     build = {"PYCOMM_BUILD_CUDA": "1", "CMAKE_ARGS": "-DCMAKE_CUDA_ARCHITECTURES=native"}
     build |= {name: os.environ[name] for name in build if name in os.environ}
     tests = [python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    tests.append("tests/python/test_cuda.py")
+    tests.append("tests/python/cuda/test_cuda.py")
     # Starting ranks is most of what their tests take.
     parallel = ["-n", "4"] if importlib.util.find_spec("xdist") else []
 

@@ -2,7 +2,7 @@
 
 python tools/python_tests.py [pytest's arguments]
 
-Several processes run the tests: tests/python/turns.py says which tests may run beside others.
+Several processes run the tests: tests/rig/turns.py says which tests may run beside others.
 `-n 0` is one process. The suite starts thousands of processes and bounds many of them in seconds.
 tools/reruns.py says what may be run again and why; tools/time_bounds.py finds out how each test
 failed.

@@ -36,7 +36,7 @@ BUILD = ROOT / "build" / "seam"
 PACKAGE = BUILD / "pycomm"
 REPORTS = BUILD / "reports"
 TESTS = ROOT / "tests" / "python"
-PLANTED = TESTS / "seam_planted.py"
+PLANTED = TESTS / "tools" / "seam_planted.py"
 
 GIB_PER_COMPILER = 4.0
 GIB_PER_PROCESS = 4.0  # of those that run tests, with the ranks of each
@@ -157,7 +157,7 @@ def main() -> int:
     later = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
     at_least = 0
     if options.all:
-        files = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("test_*.py"))]
+        files = [str(path.relative_to(ROOT)) for path in sorted(TESTS.glob("*/test_*.py"))]
         others = [file for file in files if file not in quick]
         arguments = [*others, *later, "--all-cases", *arguments]
     elif all(each.startswith("-") for each in arguments):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/support.md from what tests/python/test_support.py has seen.
+"""Write the tables of docs/support.md from what tests/python/collectives/test_support.py has seen.
 
-    python -m pytest tests/python/test_support.py --support-json seen.json
+    python -m pytest tests/python/collectives/test_support.py --support-json seen.json
     python tools/support_table.py seen.json
 
 The test fails where the page says something else than what it sees.

@@ -1,7 +1,7 @@
 """A pytest plugin: writes down which tests failed, and whether by a time bound only.
 
 A test counts as too slow if it has the mark `time_bound` and its body, not its set-up or tear-down,
-raised `TookTooLong` (tests/python/time_bound.py). tools/python_tests.py loads this plugin and
+raised `TookTooLong` (tests/rig/time_bound.py). tools/python_tests.py loads this plugin and
 decides by it; the file is $TIME_BOUNDS_FILE. With several processes each sends its reports to the
 one that writes the file.
 """

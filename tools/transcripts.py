@@ -3,8 +3,8 @@
     python tools/transcripts.py            # rewrites the blocks and the table of codes
     python tools/transcripts.py killed     # only prints one
 
-Each scenario is a program that real processes run, one a rank. tests/python/test_troubleshooting.py
-runs them all and compares what comes out with what the document shows.
+Each scenario is a program that real processes run, one per rank. test_troubleshooting.py in
+tests/python/docs runs them all and compares what comes out with what the document shows.
 """
 
 from __future__ import annotations

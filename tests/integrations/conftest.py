@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -20,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from borrow import python_conftest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
-
-from borrow import python_conftest  # noqa: E402
 
 # Nothing here may go and fetch.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -12,20 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-TESTS_DIR = Path(__file__).resolve().parent
-if str(TESTS_DIR) not in sys.path:
-    sys.path.insert(0, str(TESTS_DIR))
 if importlib.util.find_spec("pycomm") is None:
-    sys.path.insert(0, str(TESTS_DIR.parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import fault_report  # noqa: E402
-import ranks  # noqa: E402
-import shares  # noqa: E402
-import turns  # noqa: E402
-import zygote  # noqa: E402
+import fault_report
+import ranks
+import shares
+import turns
+import zygote
 
-from pycomm import _extension  # noqa: E402
-from pycomm._torch_range import torch_minor  # noqa: E402
+from pycomm import _extension
+from pycomm._torch_range import torch_minor
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -150,7 +147,7 @@ def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fake_cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of tests/python/fake_cuda, compiled once, by the first process that needs it."""
+    """The library of tests/rig/fake_cuda, compiled once, by the first process that needs it."""
     import fake_cuda_device
 
     shared = tmp_path_factory.getbasetemp()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
+from borrow import python_conftest
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
-
-from borrow import python_conftest  # noqa: E402
-
 _shared = python_conftest(HERE)
 no_process_left_behind = _shared.no_process_left_behind
 no_pycomm_variables = _shared.no_pycomm_variables

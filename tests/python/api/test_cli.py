@@ -1,0 +1,93 @@
+"""``python -m pycomm``, in a process of its own as users run it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from ranks import run_python
+
+import pycomm
+from pycomm.cli import env, main
+
+
+def test_env_as_json_holds_every_setting_with_its_origin() -> None:
+    result = run_python(
+        ["-m", "pycomm", "env", "--json"],
+        env={"PYCOMM_ALGO": "ring", "NCCL_SOCKET_IFNAME": "^lo"},
+    )
+    report = json.loads(result.stdout)
+    rows = {row["option"]: row for row in report["options"]}
+    assert (rows["algorithm"]["value"], rows["algorithm"]["origin"]) == ("ring", "PYCOMM_ALGO")
+    assert (rows["interface"]["value"], rows["interface"]["origin"]) == (
+        "^lo",
+        "NCCL_SOCKET_IFNAME",
+    )
+    assert (rows["timeout"]["value"], rows["timeout"]["origin"]) == (1800.0, "default")
+    versions = report["versions"]
+    assert versions["pycomm"] == pycomm.__version__
+    assert versions["torch"] == torch.__version__
+    assert versions["numpy"] == numpy.__version__
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert result.returncode == (1 if report["problems"] else 0)
+    assert result.stderr == ""
+
+
+def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
+    result = run_python(
+        ["-m", "pycomm", "env"], env={"PYCOMM_ALOG": "ring", "PYCOMM_DEBUG": "loud"}
+    )
+    assert result.returncode == 1
+    assert "did you mean PYCOMM_ALGO?" in result.stdout
+    assert "PYCOMM_DEBUG='loud'" in result.stdout
+    assert re.search(r"debug +None +not allowed", result.stdout)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_other_package_of_this_name_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        importlib.metadata, "packages_distributions", lambda: {"pycomm": ["pycomm", "torch-pycomm"]}
+    )
+    problems = env.collect({}).problems
+    assert any("'pycomm' has a package named pycomm" in problem for problem in problems)
+    monkeypatch.setattr(
+        importlib.metadata, "packages_distributions", lambda: {"pycomm": ["torch-pycomm"]}
+    )
+    assert not any("has a package" in problem for problem in env.collect({}).problems)
+
+
+@pytest.mark.needs_native
+def test_env_shows_the_native_part() -> None:
+    report = env.collect({})
+    assert report.versions["simd"]
+    assert any(row["loopback"] and row["address"] for row in report.interfaces)
+    assert not [problem for problem in report.problems if "extension" in problem]
+
+
+def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["nonsense"], ["env", "--nonsense"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "usage: python -m pycomm" in capsys.readouterr().err
+
+
+def test_flags_may_have_underscores_but_values_keep_theirs() -> None:
+    from pycomm.cli import _with_dashes
+
+    assert _with_dashes("--nproc_per_node=a_b") == "--nproc-per-node=a_b"
+    assert _with_dashes("a_b") == "a_b"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pycomm {pycomm.__version__}\n"
+    project = Path(__file__).resolve().parents[3] / "pyproject.toml"
+    assert f'\nversion = "{pycomm.__version__}"\n' in project.read_text()

@@ -1,0 +1,300 @@
+"""The backend's name: known to torch by itself, harmless to others, usable on every way in."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import IMPORTED_FROM, LOOPBACK, free_port, mark, run_python, run_ranks, start_ranks
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+import _pycomm_autoload
+import pycomm
+from pycomm.backend import store_host
+
+ROOT = Path(_pycomm_autoload.__file__).resolve().parent
+
+STATE_OF_TORCH = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed import Backend
+print({
+    "defaults": Backend.default_device_backend_map,
+    "backends": Backend.backend_list,
+    "capability": Backend.backend_capability.get("pycomm"),
+    "package": sorted(name for name in sys.modules if name.split(".")[0] == "pycomm"),
+    "modules": len(sys.modules),
+    "autoload": "_pycomm_autoload" in sys.modules,
+})
+"""
+
+
+@pytest.fixture
+def entry_points(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH in which pycomm counts as installed, as by pyproject."""
+    project = (ROOT / "pyproject.toml").read_text()
+    lines = []
+    for group in ("torch.backends", "torch.distributed.backends"):
+        found = re.search(
+            rf'^\[project\.entry-points\."{re.escape(group)}"\]\npycomm = "(.+)"$', project, re.M
+        )
+        assert found, f"pyproject.toml has no entry point {group}"
+        lines += [f"[{group}]", f"pycomm = {found[1]}"]
+    folder = tmp_path / "torch_pycomm-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-pycomm\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return str(tmp_path)
+
+
+def path(*folders: str) -> dict[str, str | None]:
+    return {"PYTHONPATH": ":".join([*folders, *IMPORTED_FROM, str(ROOT)])}
+
+
+def state_of_torch(env: dict[str, str | None]) -> dict[str, Any]:
+    result = run_python(["-c", STATE_OF_TORCH], env=env)
+    assert result.returncode == 0, result.stderr
+    state: dict[str, Any] = ast.literal_eval(result.stdout)
+    return state
+
+
+def test_import_torch_learns_the_name_and_changes_nothing_else(entry_points: str) -> None:
+    without = state_of_torch({**path(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    state = state_of_torch(path(entry_points))
+    assert state["autoload"] and not without["autoload"]
+    assert set(state["backends"]) - set(without["backends"]) == {"pycomm"}
+    assert state["capability"] == ["cpu", "cuda"]
+    assert state["defaults"] == without["defaults"]
+    assert state["defaults"]["cpu"] == "gloo" and state["defaults"]["cuda"] == "nccl"
+    assert state["package"] == []  # neither the package nor its extension
+    # Reading entry points costs torch some modules of the standard library in any case.
+    assert state["modules"] - without["modules"] < 40
+
+
+def test_import_pycomm_first_is_not_circular(entry_points: str) -> None:
+    script = "import pycomm, torch; print(torch.distributed.Backend.PYCOMM)"
+    result = run_python(["-c", script], env=path(entry_points))
+    assert (result.stdout, result.returncode) == ("pycomm\n", 0), result.stderr
+
+
+def test_a_broken_package_does_not_break_import_torch(entry_points: str, tmp_path: Path) -> None:
+    package = tmp_path / "pycomm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
+    (tmp_path / "_pycomm_autoload.py").write_text(Path(_pycomm_autoload.__file__).read_text())
+    script = "import torch; print(torch.ones(2).sum().item())"
+    result = run_python(["-c", script], env=path(entry_points))
+    assert (result.stdout, result.returncode) == ("2.0\n", 0), result.stderr
+
+
+def test_autoload_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("not today")
+
+    monkeypatch.setattr(_pycomm_autoload, "register", refuse)
+    monkeypatch.setattr(_pycomm_autoload, "failure", None)
+    _pycomm_autoload.autoload()
+    assert repr(_pycomm_autoload.failure) == "AssertionError('not today')"
+
+
+def test_registering_again_does_no_harm() -> None:
+    before = dict(dist.Backend._plugins)
+    pycomm.register()
+    _pycomm_autoload.autoload()
+    assert dist.Backend._plugins == before
+    assert dist.Backend.backend_list.count("pycomm") == 1
+
+
+NAME_OF_DEFAULT_BACKEND = """
+import sys, torch.distributed as dist
+if sys.argv[2] == "registered":
+    import _pycomm_autoload
+    _pycomm_autoload.register()
+dist.init_process_group("cpu:gloo", init_method=sys.argv[1], rank=0, world_size=1)
+import torch
+dist.all_reduce(torch.ones(2))
+print(dist.group.WORLD.name())
+dist.destroy_process_group()
+"""
+
+
+def test_any_plugin_makes_the_default_backend_of_cpu_gloo_undefined(tmp_path: Path) -> None:
+    """torch's doing, for whatever plugin. If this fails, torch has mended it: tell users."""
+    names = []
+    for how in ("alone", "registered"):
+        method = f"file://{tmp_path}/{how}"
+        env: dict[str, str | None] = {**path(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        result = run_python(["-c", NAME_OF_DEFAULT_BACKEND, method, how], env=env)
+        assert result.returncode == 0, result.stderr
+        names.append(result.stdout.strip())
+    assert names == ["gloo", "undefined"]
+
+
+def test_the_stores_host_is_found_under_prefixes(tmp_path: Path) -> None:
+    store = TCPStore(LOOPBACK, 0, 1, is_master=True)
+    prefixed = PrefixStore("a", PrefixStore("b", store))
+    assert store_host(store) == store_host(prefixed) == LOOPBACK
+    assert store_host(PrefixStore("a", HashStore())) == ""
+    assert store_host(FileStore(str(tmp_path / "store"), 1)) == ""
+
+
+def sum_of_ranks(rank: int, world_size: int) -> float:
+    tensor = torch.tensor([float(rank + 1)])
+    dist.all_reduce(tensor)
+    assert dist.get_backend() == "pycomm"
+    return float(tensor.item())
+
+
+@pytest.mark.needs_native
+@pytest.mark.parametrize("init", ["file", "tcp", "env"])
+@pytest.mark.parametrize("imported", [True, False], ids=["imported", "autoload"])
+def test_init_methods(init: str, imported: bool, entry_points: str) -> None:
+    results = run_ranks(
+        2,
+        sum_of_ranks,
+        init=init,
+        import_pycomm=imported,
+        env={} if imported else path(entry_points),
+    )
+    assert results.values() == [3.0, 3.0]
+
+
+def join_with_store(rank: int, world_size: int, kind: str, place: str) -> float:
+    store: Store
+    if kind == "tcp":
+        store = TCPStore(LOOPBACK, int(place), world_size, is_master=rank == 0)
+    elif kind == "file":
+        store = FileStore(place, world_size)
+    else:
+        store = HashStore()
+    dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
+    try:
+        return sum_of_ranks(rank, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.needs_native
+@pytest.mark.parametrize(("kind", "world_size"), [("tcp", 2), ("file", 2), ("hash", 1)])
+def test_a_given_store(kind: str, world_size: int, tmp_path: Path) -> None:
+    place = str(free_port()) if kind == "tcp" else str(tmp_path / "store")
+    results = run_ranks(world_size, join_with_store, args=(kind, place), init="none")
+    assert results.values() == [world_size * (world_size + 1) / 2.0] * world_size
+
+
+TORCHRUN_SCRIPT = """
+import json, sys, pathlib, torch, torch.distributed as dist
+dist.init_process_group("pycomm")
+tensor = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(tensor)
+folder = pathlib.Path(sys.argv[1])
+found = [tensor.item(), "pycomm" in sys.modules]
+(folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.needs_native
+def test_torchrun(entry_points: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = run_python([*launcher, str(script), str(tmp_path)], env=path(entry_points))
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [3.0, True]
+
+
+def make_subgroups(rank: int, world_size: int) -> list[float]:
+    found = []
+    for members in ([0, 1], [1, 2], [2, 0]):
+        group = dist.new_group(members)
+        if rank in members:
+            tensor = torch.tensor([float(rank + 1)])
+            dist.all_reduce(tensor, group=group)
+            found.append(tensor.item())
+    return found
+
+
+@pytest.mark.needs_native
+def test_subgroups_and_their_options() -> None:
+    results = run_ranks(3, make_subgroups, pg_options={"algorithm": "ring"})
+    assert results.values() == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
+
+
+def make_groups_of_one(rank: int, world_size: int) -> float:
+    # Both subgroups make a group called "3", each of other ranks.
+    mine, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    alone, _ = dist.new_subgroups(1, group=mine)
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=alone)
+    return float(tensor)
+
+
+@pytest.mark.needs_native
+def test_groups_of_one_in_different_subgroups() -> None:
+    assert list(run_ranks(2, make_groups_of_one).values()) == [0.0, 1.0]
+
+
+def init_twice(rank: int, world_size: int, folder: str) -> list[float]:
+    sums = []
+    for attempt in range(2):
+        dist.init_process_group(
+            "pycomm",
+            init_method=f"file://{folder}/{attempt}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )
+        sums.append(sum_of_ranks(rank, world_size))
+        dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.needs_native
+def test_a_group_after_a_group(tmp_path: Path) -> None:
+    results = run_ranks(2, init_twice, args=(str(tmp_path),), init="none")
+    assert results.values() == [[3.0, 3.0]] * 2
+
+
+def exit_with_the_group_open(rank: int, world_size: int) -> None:
+    sum_of_ranks(rank, world_size)
+    mark("done")
+
+
+@pytest.mark.needs_native
+def test_exit_without_destroy_is_clean() -> None:
+    with start_ranks(2, exit_with_the_group_open, destroy=False, fresh=True) as running:
+        results = running.collect(60).check()
+    assert all("terminate" not in result.stderr for result in results)
+
+
+@pytest.mark.needs_native
+def test_rank_0_says_one_line_and_nobody_else_anything() -> None:
+    first, second = run_ranks(2, make_two_groups)
+    assert len(first.stderr.splitlines()) == 1, first.stderr
+    assert re.match(r"\[rank0@[^]]+\] pycomm INFO: .*2 ranks", first.stderr)
+    assert second.stderr == ""
+    for level in ("WARN", "TRACE"):
+        first, _ = run_ranks(2, make_two_groups, env={"PYCOMM_DEBUG": level})
+        assert bool(first.stderr) == (level == "TRACE"), first.stderr
+
+
+def make_two_groups(rank: int, world_size: int) -> None:
+    sum_of_ranks(rank, world_size)
+    dist.barrier(group=dist.new_group([0, 1]))
+
+
+def test_sys_path_is_not_needed() -> None:
+    """The entry point's module stands beside the package, not in it."""
+    assert "_pycomm_autoload" in sys.modules
+    assert Path(_pycomm_autoload.__file__).parent == Path(str(pycomm.__file__)).parent.parent

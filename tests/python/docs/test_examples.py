@@ -1,0 +1,204 @@
+"""The examples as a user runs them: two real ranks under torchrun, a few steps.
+
+Once each under torchrun; what else they are run for starts its ranks itself, which is cheaper.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import runpy
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import LOOPBACK, TORCH_DDP, child_environment, free_port, run_python, run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+# gloo is here only in the tests of what goes wrong: it aborts at exit now and then, which says
+# nothing of the examples.
+BACKENDS = [pytest.param("pycomm", marks=pytest.mark.needs_native)]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+# With a busy disk a process may stand still for more than the 3 s after which it counts as gone.
+PATIENT = {"PYCOMM_HEARTBEAT_TIMEOUT": "30"}
+
+
+def run_example(
+    name: str, *flags: str, launcher: list[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    arguments = [*(launcher or TORCHRUN), str(EXAMPLES / name), *flags]
+    return run_python(arguments, timeout_s=300.0, env=PATIENT)
+
+
+def run_as_script(rank: int, world_size: int, path: str, flags: list[str]) -> object:
+    """What ``python PATH FLAGS`` would do, in a rank: its exit status."""
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def run_example_without_torchrun(name: str, *flags: str) -> tuple[object, str]:
+    """Exit status and output of rank 0 of two."""
+    port = str(free_port())
+
+    def launched(rank: int) -> dict[str, str | None]:
+        address: dict[str, str | None] = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        return {**PATIENT, **address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+    args = (str(EXAMPLES / name), list(flags))
+    options: dict[str, Any] = {"init": "none", "env": launched, "preload": TORCH_DDP}
+    options["only_pycomm"] = "gloo" not in flags
+    first, second = run_ranks(2, run_as_script, args=args, **options)
+    assert first.value == second.value
+    return first.value, first.stdout
+
+
+def assert_parameters_equal(stdout: str) -> None:
+    match = re.search(
+        r"parameters equal on 2 ranks: sha256 rank 0 (\w+), rank 1 (\w+)$", stdout, re.M
+    )
+    assert match is not None, stdout
+    assert match[1] == match[2]
+    assert re.fullmatch("[0-9a-f]{16}", match[1])
+
+
+@each_backend
+def test_digits_learns(backend: str) -> None:
+    done = run_example("train_digits.py", "--backend", backend, "--epochs", "3", "--target", "0.8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{backend}, wire dtype none: rank 0 on " in done.stdout
+    assert "(local rank 0)" in done.stdout and "(local rank 1)" in done.stdout
+    assert re.search(r"rank 0, last epoch: loss \d\.\d{4}, accuracy \d+\.\d%", done.stdout)
+    assert re.search(r"s a step, exposed communication -?\d+\.\d% of it \(\d+ comp", done.stdout)
+    accuracy = re.search(r"test accuracy (\d+\.\d)% \(target 80\.0% reached\)", done.stdout)
+    assert accuracy is not None and float(accuracy[1]) >= 80.0
+    assert_parameters_equal(done.stdout)
+    assert "[  69/69] epoch 3 loss" in done.stderr  # the plain progress line, off a terminal
+
+
+@pytest.mark.needs_native
+def test_digits_is_deterministic() -> None:
+    flags = ["--epochs", "1", "--target", "0", "--wire-dtype", "fp16"]
+    runs = [run_example_without_torchrun("train_digits.py", *flags) for _ in range(2)]
+    for status, stdout in runs:
+        assert status == 0
+        assert_parameters_equal(stdout)
+    (_, first), (_, second) = runs
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
+def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
+    # torch.distributed.launch passes --local-rank; the other spelling is added by hand.
+    launcher = ["-m", "torch.distributed.launch", *TORCHRUN[2:]]
+    flags = ["--backend", "gloo", "--epochs", "1", "--target", "1.01", "--local_rank", "0"]
+    done = run_example("train_digits.py", *flags, launcher=launcher)
+    assert done.returncode != 0
+    assert "(target 101.0% MISSED)" in done.stdout, done.stdout + done.stderr
+    assert_parameters_equal(done.stdout)
+
+
+@each_backend
+def test_lm_loss_falls(backend: str) -> None:
+    flags = ["--backend", backend, "--steps", "20", "--accumulate", "2", "--wire-dtype", "fp16"]
+    done = run_example("train_lm.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ends = re.search(
+        r"loss fell: first (\d\.\d+), last (\d\.\d+) \(mean of 10 steps\)", done.stdout
+    )
+    assert ends is not None, done.stdout
+    assert 5.0 < float(ends[1]) < 6.5  # about ln 256, before anything is learnt
+    assert float(ends[2]) < float(ends[1]) - 1.0
+    assert_parameters_equal(done.stdout)
+
+
+def test_lm_fails_where_the_loss_does_not_fall() -> None:
+    flags = ["--backend", "gloo", "--steps", "3", "--lr", "0"]
+    status, stdout = run_example_without_torchrun("train_lm.py", *flags)
+    assert status == 1
+    assert "loss DID NOT FALL by 1.0" in stdout
+
+
+@pytest.mark.parametrize("name", ["train_digits.py", "train_lm.py"])
+def test_help_explains_the_exposed_share(name: str) -> None:
+    done = run_python([str(EXAMPLES / name), "--help"])
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "exposed share = median(synchronised - local) / median(whole step)" in text
+
+
+def compare_with_one_bit_changed(rank: int, world_size: int, changed_rank: int) -> tuple[bool, str]:
+    sys.path.append(str(EXAMPLES))
+    from _common import compare_parameters
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(100, 10)
+    if rank == changed_rank:
+        with torch.no_grad():
+            net.bias.view(torch.int32)[3] ^= 1
+    return compare_parameters(net)
+
+
+@each_backend
+@pytest.mark.parametrize("changed_rank", [None, 0, 1])
+def test_one_changed_bit_is_seen_on_every_rank(backend: str, changed_rank: int | None) -> None:
+    args = (-1 if changed_rank is None else changed_rank,)
+    options = {"backend": backend, "import_pycomm": backend == "pycomm"}
+    values = run_ranks(2, compare_with_one_bit_changed, args=args, **options).values()
+    assert values[0] == values[1]
+    equal, line = values[0]
+    assert equal == (changed_rank is None)
+    assert ("DIFFER" in line) == (changed_rank is not None)
+
+
+PROGRESS = """
+import sys
+sys.path.append(sys.argv[1])
+if sys.argv[2] == "without": sys.modules["tqdm"] = None
+from _common import Progress
+progress = Progress(20, enabled=True)
+for step in range(20): progress.advance(f"loss {step}")
+progress.close()
+"""
+
+
+def read_some(terminal: int) -> str:
+    try:
+        return os.read(terminal, 1 << 16).decode()
+    except OSError:  # Linux says EIO once the other end is closed and all is read
+        return ""
+
+
+@pytest.mark.parametrize("tqdm", ["with", "without"])
+def test_progress_on_a_terminal(tqdm: str) -> None:
+    if tqdm == "with":
+        pytest.importorskip("tqdm")
+    terminal, other_end = pty.openpty()
+    fcntl.ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
+    try:
+        command = [sys.executable, "-c", PROGRESS, str(EXAMPLES), tqdm]
+        subprocess.run(command, stderr=other_end, env=child_environment(), timeout=180, check=True)
+        os.close(other_end)
+        other_end = -1
+        shown = "".join(iter(lambda: read_some(terminal), ""))
+    finally:
+        os.close(terminal)
+        if other_end >= 0:
+            os.close(other_end)
+    assert "\r" in shown and "loss 19" in shown
+    assert ("100%" if tqdm == "with" else "[  20/20]") in shown
+    assert shown.count("\n") <= 2  # one line that is rewritten, not one a step

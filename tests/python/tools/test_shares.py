@@ -1,0 +1,86 @@
+"""What the fault tests are made of: shares of the cases, the check of results, the summary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import fault_programs
+import fault_report
+import pytest
+import shares
+import torch
+
+
+def test_every_case_runs_within_five_days(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shares, "ALWAYS", tmp_path / "always.txt")
+    shares.ALWAYS.write_text("# why\n")
+    names = [f"case {number}" for number in range(200)]
+    by_day = []
+    for day in range(shares.SHARES):
+        monkeypatch.setenv("SHARE", str(day))
+        by_day.append(shares.part_of(names, str))
+    assert sorted(name for part in by_day for name in part) == sorted(names)
+    assert all(20 <= len(part) <= 60 for part in by_day)
+    first = by_day[0][0]
+    assert shares.remember([first, first]) == [first] and shares.remember([first]) == []
+    assert first in shares.part_of(names, str) and first not in by_day[4]
+
+
+def test_the_share_is_the_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SHARE", raising=False)
+    monkeypatch.setattr(shares.time, "time", lambda: 86400 * 20_003 - 1.0)
+    assert shares.share() == 20_002 % 5
+    monkeypatch.setenv("SHARE", "5")
+    with pytest.raises(ValueError, match="from 0 to 4"):
+        shares.share()
+
+
+def test_a_result_is_wrong_by_one_element_by_a_step_and_by_a_rank() -> None:
+    wanted = fault_programs.sum_of_values(1000, 3, 7)
+    whole = sum(fault_programs.values(1000, rank, 7) for rank in range(3))
+    fault_programs.check("a sum", torch.as_tensor(whole), wanted)
+    changed = wanted.clone()
+    changed[500] += 1
+    two_ranks = fault_programs.sum_of_values(1000, 2, 7)
+    for wrong in (changed, fault_programs.sum_of_values(1000, 3, 6), two_ranks, wanted.roll(251)):
+        with pytest.raises(AssertionError, match="a sum delivered wrong values"):
+            fault_programs.check("a sum", wrong, wanted)
+
+
+def test_the_summary_counts_who_differed() -> None:
+    rows: list[tuple[str, object]] = []
+    fault_report.agreement(lambda *row: rows.append(row), "a", {0: "x", 2: "x"}, joined=True)
+    fault_report.agreement(lambda *row: rows.append(row), "b", {0: "x", 2: "y"}, joined=True)
+    fault_report.agreement(lambda *row: rows.append(row), "c", {0: "x"}, joined=True)
+    fault_report.took(lambda *row: rows.append(row), "a", 3.0, 2.0)
+    lines = fault_report.lines(rows)  # type: ignore[arg-type]
+    assert lines[:2] == [
+        "2 faults in a group: in 1 the ranks named different causes",
+        "  b: rank 0: x; rank 2: y",
+    ]
+    assert lines[2].startswith("1 faults with a bound in seconds: in 1 an error came later")
+    assert "1.50 times the bound (a)" in lines[2]
+
+
+def test_only_cases_that_come_in_shares_are_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A parameter of another test, such as a number of ranks, would choose nothing."""
+    monkeypatch.setattr(shares, "ALWAYS", tmp_path / "always.txt")
+    shares.ALWAYS.write_text("# why\n")
+    file = "tests/python/faults/test_fault_matrix.py"
+    reports = [
+        SimpleNamespace(nodeid=f"{file}::{test}", when="call", failed=failed, user_properties=kept)
+        for test, failed, kept in (
+            ("test_ranks_that_call_different_things[3]", True, []),
+            ("test_every_rank_gets_the_right_error[killed-3ranks]", True, [("case", "killed")]),
+            ("test_every_rank_gets_the_right_error[stopped-3ranks]", False, [("case", "stopped")]),
+        )
+    ]
+    said: list[str] = []
+    stats = {"passed": reports[2:], "failed": reports[:2]}
+    terminal = SimpleNamespace(stats=stats, section=said.append, write_line=said.append)
+    fault_report.write(terminal, remember=True)
+    assert shares.ALWAYS.read_text() == "# why\nkilled\n"
+    assert said[-1] == "  killed"

@@ -1,0 +1,138 @@
+"""Ports, environments and single processes for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+RIG = Path(__file__).resolve().parent
+_FOLDERS = sorted(path for path in (RIG.parent / "python").iterdir() if path.is_dir())
+IMPORTED_FROM = [str(folder) for folder in (RIG, *_FOLDERS) if folder.name != "__pycache__"]
+"""Ranks import the functions that they run by name: those of the rig, and of any test."""
+
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def free_port_range(count: int) -> tuple[int, int]:
+    """First and last of ``count`` neighbouring ports that were all free a moment ago."""
+    for _ in range(200):
+        first = free_port()
+        if first + count > 65535:
+            continue
+        with contextlib.ExitStack() as probes:
+            try:
+                for port in range(first, first + count):
+                    probes.enter_context(socket.socket()).bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return first, first + count - 1
+    raise RuntimeError(f"no {count} neighbouring free ports on {LOOPBACK}")
+
+
+def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment for a rank or any other child.
+
+    None of the caller's PYCOMM_* or launcher variables, one thread a process, and this very pycomm
+    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT. A value of None in
+    ``extra`` removes a variable.
+    """
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    prefixes = ("PYCOMM_", "TORCHELASTIC_", "GLOO_", "NCCL_")
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in launcher and not name.startswith(prefixes)
+    }
+    env["OMP_NUM_THREADS"] = "1"
+    if transport := os.environ.get("TEST_TRANSPORT"):  # the same tests over TCP
+        env["PYCOMM_TRANSPORT"] = transport
+    paths = list(IMPORTED_FROM)
+    spec = importlib.util.find_spec("pycomm")
+    if spec is not None and spec.origin is not None:
+        # Not resolved: tools/seam.py makes a package of links beside another extension.
+        paths.append(str(Path(spec.origin).absolute().parent.parent))
+    if env.get("PYTHONPATH"):
+        paths.append(env["PYTHONPATH"])
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    for name, value in (extra or {}).items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def run_python(
+    arguments: Sequence[str],
+    *,
+    timeout_s: float = 180.0,
+    env: Mapping[str, str | None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` in a session of its own, which is ended whole when time is up.
+
+    It is asked first and killed 10 s later: torchrun's workers have sessions of their own, and it
+    ends them when it is asked to end.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=child_environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        out, err = _end_session(process)
+        raise AssertionError(f"{arguments} ran longer than {timeout_s} s\n{out}\n{err}") from None
+    except BaseException:
+        _end_session(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _end_session(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ends a process and its session; what they have written."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
+
+
+def open_files() -> dict[int, str]:
+    """What this process's descriptors are open on, as /proc names it.
+
+    The descriptor by which the list is read, and those that close meanwhile, are not in it.
+    """
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def thread_names() -> list[str]:
+    """Of this process. A thread that was joined may be listed a moment longer."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):
+            names.append(Path("/proc/self/task", task, "comm").read_text().strip())
+    return sorted(names)
