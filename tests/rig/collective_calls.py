@@ -215,7 +215,7 @@ def _fold(call: Call, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
             if call.op == "PREMUL_SUM":
                 wide = wide * np.array(_FACTORS[: call.size])[:, None]
             wanted, scale = wide.sum(0), np.abs(wide).sum(0)
-            roundings = call.size + (1 if call.op == "AVG" else 0)
+            roundings = call.size - 1 if call.op == "SUM" else call.size + (call.op == "AVG")
             if call.op == "AVG":
                 wanted, scale = wanted / call.size, scale / call.size
         rounds = call.op == "AVG" or (call.op == "PREMUL_SUM" and dtype.itemsize == 1)

@@ -67,22 +67,6 @@ def exact(tensor: torch.Tensor) -> Any:
     return tensor.to(torch.float64).numpy().astype(np.longdouble)
 
 
-def sums_of_integers(rank: int, world_size: int) -> list[str]:
-    digests = []
-    for dtype in INTEGERS:
-        for numel in NUMELS:
-            inputs = [integers_of(each, numel, dtype) for each in range(world_size)]
-            tensor = inputs[rank].clone()
-            dist.all_reduce(tensor)
-            wanted = np.zeros(numel, exact(tensor).dtype)
-            for each in inputs:
-                wanted += exact(each)
-            np.testing.assert_array_equal(exact(tensor), wanted, f"{dtype} {numel}")
-            digests.append(digest(tensor))
-    assert other_backends_threads() == []
-    return digests
-
-
 def sums_of_floats(rank: int, world_size: int) -> list[str]:
     digests = []
     for dtype, rounding in ROUNDING.items():
@@ -98,6 +82,7 @@ def sums_of_floats(rank: int, world_size: int) -> list[str]:
             error = np.abs(exact(tensor) - terms.sum(0))
             assert (error <= allowed).all(), f"{dtype} {numel}: {error.max()}"
             digests.append(digest(tensor))
+    assert other_backends_threads() == []
     return digests
 
 
@@ -138,11 +123,10 @@ def other_reductions(rank: int, world_size: int) -> list[str]:
     return [*digests, digest(special)]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("target", [sums_of_integers, sums_of_floats, other_reductions])
-def test_all_reduce(target: Any, world_size: int) -> None:
-    digests = run_ranks(world_size, target).values()
-    assert all(other == digests[0] for other in digests), "ranks have different bits"
+def test_other_reductions() -> None:
+    """test_support has every operation and dtype, and `make seam` no time for it: it has this."""
+    first, second = run_ranks(2, other_reductions).values()
+    assert first == second, "ranks have different bits"
 
 
 def same_bits_from_run_to_run(rank: int, world_size: int) -> list[str]:
@@ -202,10 +186,14 @@ def exchange_objects(rank: int, world_size: int) -> None:
         assert objects == ["secret", {"of": root}, list(range(root))]
 
 
+@pytest.mark.parametrize("target", [broadcast_from_everyone, gather_everything])
+def test_moving_bytes(target: Any) -> None:
+    run_ranks(2, target)
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("target", [broadcast_from_everyone, gather_everything, exchange_objects])
-def test_moving_bytes(target: Any, world_size: int) -> None:
-    run_ranks(world_size, target)
+def test_objects(world_size: int) -> None:
+    run_ranks(world_size, exchange_objects)
 
 
 def barriers(rank: int, world_size: int) -> list[tuple[float, float]]:
@@ -226,50 +214,6 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(world_size: int) -> No
         last_entered_s = max(entered_s for entered_s, _ in times)
         first_left_s = min(left_s for _, left_s in times)
         assert first_left_s >= last_entered_s
-
-
-def many_in_flight(rank: int, world_size: int) -> None:
-    group = dist.new_group(list(range(world_size)))
-    tensors = [torch.full((1 + 997 * index,), float(rank + index)) for index in range(40)]
-    works = [
-        dist.all_reduce(tensor, group=group if index % 3 == 0 else None, async_op=True)
-        for index, tensor in enumerate(tensors)
-    ]
-    for index in reversed(range(40)):  # waited for in another order than they were issued
-        works[index].wait()
-        wanted = sum(each + index for each in range(world_size))
-        assert tensors[index].eq(wanted).all()
-        assert works[index].is_completed()
-
-
-def futures(rank: int, world_size: int) -> None:
-    total = float(sum(range(world_size)))
-    work = dist.all_reduce(torch.full((5,), float(rank)), async_op=True)
-    (value,) = work.get_future().wait()
-    assert value.eq(total).all()
-    work = dist.all_reduce(torch.full((50_000,), float(rank)), async_op=True)
-    doubled = work.get_future().then(lambda done: done.value()[0] * 2)
-    assert doubled.wait().eq(2 * total).all()
-
-    def issue_another(done: Any) -> torch.Tensor:
-        inner = dist.all_reduce(done.value()[0], async_op=True).get_future()
-        result: torch.Tensor = inner.wait()[0]  # a future waited for inside another's callback
-        return result
-
-    chains = []
-    for index in range(8):
-        tensor = torch.full((1000,), float(rank + index))
-        first = dist.all_reduce(tensor, async_op=True).get_future()
-        chains.append(first.then(issue_another))
-    for index, chain in enumerate(chains):
-        wanted = world_size * (total + index * world_size)
-        assert chain.wait().eq(wanted).all(), index
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("target", [many_in_flight, futures])
-def test_asynchronous_work(target: Any, world_size: int) -> None:
-    run_ranks(world_size, target)
 
 
 def one_rank_alone(rank: int, world_size: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_rig import all_ranks, wrap
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
@@ -24,19 +25,8 @@ FP16_ROUNDING = 2.0**-11
 BF16_ROUNDING = 2.0**-8
 
 
-@pytest.fixture(params=["pycomm"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def run_ranks(world_size: int, target: Any, **options: Any) -> Any:
     return ranks.run_ranks(world_size, target, timeout_s=180, preload=ranks.TORCH_DDP, **options)
-
-
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
 
 
 def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
@@ -47,13 +37,6 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
 def local_mean_loss(output: Any) -> torch.Tensor:
     tensor = output["out"] if isinstance(output, dict) else output
     return tensor.float().square().mean()
-
-
-def all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    tensor = tensor.contiguous()  # empty_like keeps strides
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return gathered
 
 
 def assert_same_on_all_ranks(module: nn.Module) -> None:
@@ -95,12 +78,12 @@ def parity(rank: int, world_size: int) -> None:
         assert ours.stats().steps == 4
 
 
-def test_every_step_is_that_of_torch(backend: str) -> None:
-    run_ranks(2, parity, backend=backend)
+def test_every_step_is_that_of_torch() -> None:
+    run_ranks(2, parity)
 
 
-def test_three_ranks_agree_with_torch_to_rounding(backend: str) -> None:
-    run_ranks(3, parity, backend=backend)
+def test_three_ranks_agree_with_torch_to_rounding() -> None:
+    run_ranks(3, parity)
 
 
 # Fewer bytes on the wire
@@ -152,8 +135,8 @@ def wire_accuracy(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_mean_is_right_to_the_wires_rounding(backend: str, world_size: int) -> None:
-    run_ranks(world_size, wire_accuracy, backend=backend)
+def test_the_mean_is_right_to_the_wires_rounding(world_size: int) -> None:
+    run_ranks(world_size, wire_accuracy)
 
 
 def wire_bytes(rank: int, world_size: int) -> None:
@@ -252,9 +235,9 @@ def grad_scaler(rank: int, world_size: int) -> list[float]:
 FP16_TARGETS = ["wire_bytes", "fp16_magnitudes", "fp16_extremes", "fp16_non_finite", "grad_scaler"]
 
 
-def test_fp16_on_the_wire(backend: str) -> None:
+def test_fp16_on_the_wire() -> None:
     """Every magnitude arrives, no ranks differ, and what cannot arrive is counted."""
-    first, second = run_ranks(2, in_turn, args=(FP16_TARGETS,), backend=backend).values()
+    first, second = run_ranks(2, in_turn, args=(FP16_TARGETS,)).values()
     assert first == second
     extremes = first["fp16_extremes"]
     assert extremes["tiny"] == pytest.approx([1e-6] * 4, rel=2 * FP16_ROUNDING)
@@ -268,8 +251,8 @@ def test_fp16_on_the_wire(backend: str) -> None:
     assert first["grad_scaler"] == pytest.approx(scaled, rel=2 * FP16_ROUNDING)
 
 
-def test_fp16_on_three_ranks(backend: str) -> None:
-    run_ranks(3, in_turn, args=(["fp16_magnitudes", "wire_bytes"],), backend=backend)
+def test_fp16_on_three_ranks() -> None:
+    run_ranks(3, in_turn, args=(["fp16_magnitudes", "wire_bytes"],))
 
 
 # While backward runs
@@ -313,9 +296,9 @@ def early_launch(rank: int, world_size: int) -> list[list[int]]:
     return found
 
 
-def test_buckets_leave_while_backward_runs(backend: str) -> None:
+def test_buckets_leave_while_backward_runs() -> None:
     # Two buckets a step: the second layer fills the first one, long before backward is over.
-    for found in run_ranks(2, early_launch, backend=backend).values():
+    for found in run_ranks(2, early_launch).values():
         assert found == [[1, 3, 4]] * 2
 
 
@@ -411,9 +394,9 @@ def memory_order(rank: int, world_size: int) -> None:
         assert ours.module.weight.grad.tolist() == rows
 
 
-def test_accumulated_and_unused_gradients_are_those_of_torch(backend: str) -> None:
+def test_accumulated_and_unused_gradients_are_those_of_torch() -> None:
     names = ["accumulation", "unused", "partly_used_output", "memory_order"]
-    run_ranks(2, in_turn, args=(names,), backend=backend)
+    run_ranks(2, in_turn, args=(names,))
 
 
 def missing_gradient(rank: int, world_size: int) -> None:
@@ -423,8 +406,8 @@ def missing_gradient(rank: int, world_size: int) -> None:
     ours(batch)
 
 
-def test_a_parameter_without_a_gradient_is_named(backend: str) -> None:
-    results = run_ranks(2, missing_gradient, backend=backend, check=False)
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    results = run_ranks(2, missing_gradient, check=False)
     for rank, error in enumerate(results.errors()):
         assert error.type_name == "RuntimeError"
         assert f"rank {rank}: the last backward pass gave no gradient to" in error.text
@@ -482,8 +465,8 @@ def all_differences(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_different_models_are_an_error_that_names_the_difference(backend: str) -> None:
-    results = run_ranks(3, all_differences, backend=backend).values()
+def test_different_models_are_an_error_that_names_the_difference() -> None:
+    results = run_ranks(3, all_differences).values()
     assert results[0] == results[1] == results[2]
     for what, text in DIFFERENCES.items():
         assert results[0][what][0] == "ConfigMismatchError"
@@ -553,24 +536,9 @@ def what_a_hook_sees(rank: int, world_size: int) -> list[Any]:
     return seen
 
 
-def power_sgd(rank: int, world_size: int) -> None:
-    ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
-    state = powerSGD_hook.PowerSGDState(
-        dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2
-    )
-    ours.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
-    for step in range(8):
-        optimizer.zero_grad()
-        local_mean_loss(ours(ddp_models.batch_of("buckets", rank, step))).backward()
-        optimizer.step()
-    assert_same_on_all_ranks(ours)
-    assert ours.stats().buckets_reduced >= 8 * 4
-
-
-def test_hooks_see_torchs_buckets_and_reduce_them(backend: str) -> None:
-    names = ["torch_hooks", "what_a_hook_sees", "power_sgd"]
-    for found in run_ranks(2, in_turn, args=(names,), backend=backend).values():
+def test_hooks_see_torchs_buckets_and_reduce_them() -> None:
+    names = ["torch_hooks", "what_a_hook_sees"]
+    for found in run_ranks(2, in_turn, args=(names,)).values():
         assert found["what_a_hook_sees"] == [
             (0, False, ["1.bias", "1.weight"], [(600,), (600, 600)], True),
             (1, True, ["0.bias", "0.weight"], [(600,), (600, 9)], True),
@@ -592,8 +560,8 @@ def raising_hook(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-def test_what_a_hook_raises_backward_raises_and_the_next_forward_remembers(backend: str) -> None:
-    for texts in run_ranks(2, raising_hook, backend=backend).values():
+def test_what_a_hook_raises_backward_raises_and_the_next_forward_remembers() -> None:
+    for texts in run_ranks(2, raising_hook).values():
         assert len(texts) == 2
         assert "this hook is broken" in texts[0]
         assert "an earlier backward pass failed" in texts[1]
@@ -616,8 +584,8 @@ def deserted(rank: int, world_size: int) -> list[str]:
     return texts
 
 
-def test_a_peer_that_leaves_is_an_error_in_backward_and_stays_one(backend: str) -> None:
-    results = run_ranks(2, deserted, backend=backend, check=False)
+def test_a_peer_that_leaves_is_an_error_in_backward_and_stays_one() -> None:
+    results = run_ranks(2, deserted, check=False)
     first, second = results[0].value
     # Through shared memory the peer is missed already where rank 0 says in which order buckets go.
     if "PEER_LEFT" in first and "broadcast" in first:

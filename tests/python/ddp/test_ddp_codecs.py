@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_rig import wrap
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -21,12 +22,6 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 # Inside a host the backend may use shared memory, where nothing needs to be encoded.
 OVER_TCP = {"PYCOMM_TRANSPORT": "tcp"}
 NUMEL = 8192
-
-
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
 
 
 class Slopes(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_rig import wrap
 from time_bound import assert_within
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -23,12 +24,6 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 def run_ranks(world_size: int, target: Any, **options: Any) -> Any:
     options.setdefault("timeout_s", 120)
     return ranks.run_ranks(world_size, target, preload=ranks.TORCH_DDP, **options)
-
-
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
 
 
 def without_annotations(hook: Any) -> Any:

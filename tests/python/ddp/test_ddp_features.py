@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_rig import all_ranks, wrap
 from time_bound import assert_within
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -18,23 +19,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
-
-
 def loss_of(model: nn.Module, name: str, rank: int, step: int) -> torch.Tensor:
     output = model(ddp_models.batch_of(name, rank, step))
     tensor = output["out"] if isinstance(output, dict) else output
     loss: torch.Tensor = tensor.float().square().mean()
     return loss
-
-
-def all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.contiguous())
-    return gathered
 
 
 def mean_gradients(model: Any, name: str, rank: int, step: int) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ddp_rig import wrap
 from torch import nn
 from torch.distributed.algorithms import ddp_comm_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -27,12 +28,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
-
-
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -101,11 +96,14 @@ def power_sgd(rank: int, world_size: int) -> None:
     wrapper.
     """
     ours = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2
+    )
     ours.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     assert len(ours.reducer.bucket_names()) >= 3
-    for step in range(6):
+    for step in range(8):
         assert the_same(gradients(ours, rank, step)), step
+    assert ours.stats().buckets_reduced >= 8 * 3
 
 
 def post_local_sgd(rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from torch import nn
+from ddp_rig import wrap
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -29,12 +29,6 @@ WAYS: list[dict[str, Any]] = [
     {"wire_dtype": "fp16"},
     {"wire_dtype": {"layers.0.*": "bf16", "*": None}},
 ]
-
-
-def wrap(module: nn.Module, **options: Any) -> Any:
-    import pycomm
-
-    return pycomm.DistributedDataParallel(module, **options)
 
 
 def step(model: Any, rank: int, number: int) -> None:

@@ -22,14 +22,7 @@ import torch
 from ranks import LOOPBACK, TORCH_DDP, child_environment, free_port, run_python, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-# gloo is here only in the tests of what goes wrong: it aborts at exit now and then, which says
-# nothing of the examples.
-BACKENDS = [pytest.param("pycomm", marks=pytest.mark.needs_native)]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
-
-
 # With a busy disk a process may stand still for more than the 3 s after which it counts as gone.
 PATIENT = {"PYCOMM_HEARTBEAT_TIMEOUT": "30"}
 
@@ -77,11 +70,11 @@ def assert_parameters_equal(stdout: str) -> None:
     assert re.fullmatch("[0-9a-f]{16}", match[1])
 
 
-@each_backend
-def test_digits_learns(backend: str) -> None:
-    done = run_example("train_digits.py", "--backend", backend, "--epochs", "3", "--target", "0.8")
+@pytest.mark.needs_native
+def test_digits_learns() -> None:
+    done = run_example("train_digits.py", "--epochs", "3", "--target", "0.8")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{backend}, wire dtype none: rank 0 on " in done.stdout
+    assert "pycomm, wire dtype none: rank 0 on " in done.stdout
     assert "(local rank 0)" in done.stdout and "(local rank 1)" in done.stdout
     assert re.search(r"rank 0, last epoch: loss \d\.\d{4}, accuracy \d+\.\d%", done.stdout)
     assert re.search(r"s a step, exposed communication -?\d+\.\d% of it \(\d+ comp", done.stdout)
@@ -112,9 +105,9 @@ def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
     assert_parameters_equal(done.stdout)
 
 
-@each_backend
-def test_lm_loss_falls(backend: str) -> None:
-    flags = ["--backend", backend, "--steps", "20", "--accumulate", "2", "--wire-dtype", "fp16"]
+@pytest.mark.needs_native
+def test_lm_loss_falls() -> None:
+    flags = ["--steps", "20", "--accumulate", "2", "--wire-dtype", "fp16"]
     done = run_example("train_lm.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = re.search(
@@ -153,12 +146,11 @@ def compare_with_one_bit_changed(rank: int, world_size: int, changed_rank: int) 
     return compare_parameters(net)
 
 
-@each_backend
+@pytest.mark.needs_native
 @pytest.mark.parametrize("changed_rank", [None, 0, 1])
-def test_one_changed_bit_is_seen_on_every_rank(backend: str, changed_rank: int | None) -> None:
+def test_one_changed_bit_is_seen_on_every_rank(changed_rank: int | None) -> None:
     args = (-1 if changed_rank is None else changed_rank,)
-    options = {"backend": backend, "import_pycomm": backend == "pycomm"}
-    values = run_ranks(2, compare_with_one_bit_changed, args=args, **options).values()
+    values = run_ranks(2, compare_with_one_bit_changed, args=args).values()
     assert values[0] == values[1]
     equal, line = values[0]
     assert equal == (changed_rank is None)
