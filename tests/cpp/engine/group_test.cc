@@ -389,25 +389,6 @@ TEST(Group, AllGroupsOfALaneKeepPayloadMemoryTogether) {
   });
 }
 
-TEST(StagingPool, PoolsOfOneMemoryKeepNoMoreThanItDoes) {
-  constexpr size_t kPiece = 1 << 20;
-  StagingMemory memory(4 * kPiece);
-  StagingPool one(memory);
-  StagingPool other(memory);
-  std::vector<StagingBuffer> buffers;
-  for (int i = 0; i < 4; ++i) {
-    buffers.push_back(one.take(kPiece));
-    buffers.push_back(other.take(kPiece));
-  }
-  EXPECT_EQ(one.takenNbytes(), 4 * kPiece);
-  EXPECT_EQ(memory.keptNbytes(), 0U);
-  buffers.clear();
-  EXPECT_EQ(one.takenNbytes(), 0U);
-  EXPECT_EQ(memory.keptNbytes(), 4 * kPiece);
-  const StagingBuffer again = other.take(kPiece);
-  EXPECT_EQ(memory.keptNbytes(), 3 * kPiece) << "what one has given back the other takes";
-}
-
 TEST(Group, EndsWhatIsIssuedAfterAFailureThatCameWhileItJoined) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

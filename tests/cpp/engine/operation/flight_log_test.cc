@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "engine/ranks.h"
 #include "engine/report/flight_json.h"
-#include "ranks.h"
 #include "temp_folder.h"
 
 namespace pycomm {

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "allocations.h"
+#include "engine/allocations.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {

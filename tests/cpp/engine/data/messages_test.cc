@@ -5,8 +5,8 @@
 #include <future>
 
 #include "engine/data/point_to_point.h"
-#include "expect_done.h"
-#include "ranks.h"
+#include "engine/expect_done.h"
+#include "engine/ranks.h"
 #include "sanitized.h"
 #include "within.h"
 
