@@ -117,8 +117,8 @@ PYTHON_FLOORS = [
 
 # The only module that may read PYCOMM_* variables.
 ENVIRONMENT_READER = "pycomm/options.py"
-# These may pass os.environ on whole, to functions of that module, and still not ask it for
-# anything.
+# These may pass os.environ on whole and still not ask it for anything. test_options.py looks for
+# names of variables where it arrives.
 ENVIRONMENT_PASSERS = {
     "pycomm/cli/doctor.py",
     "pycomm/cli/env.py",

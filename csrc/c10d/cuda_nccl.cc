@@ -243,8 +243,7 @@ void NcclGroup::launch(
     changed_.notify_all();
   } catch (const std::exception&) {
     ErrorRecord record = caughtOnDevice();
-    comm_->poll();
-    if (!group_->failure() && comm_->failure()) {
+    if (!group_->failure() && hasFailed()) {
       record.peer = group_->identity().rank;
       group_->abort(record);
     }
@@ -280,10 +279,23 @@ void NcclGroup::threadMain() noexcept {
   }
 }
 
+bool NcclGroup::hasFailed() noexcept {
+  try {
+    comm_->poll();
+    return comm_->failure().has_value();
+  } catch (const std::exception&) { // no memory to say how
+    return true;
+  }
+}
+
 void NcclGroup::look() {
-  comm_->poll();
-  if (const auto failure = comm_->failure()) {
-    ErrorRecord record = *failure;
+  if (hasFailed()) {
+    ErrorRecord record;
+    try {
+      record = comm_->failure().value();
+    } catch (const std::exception&) {
+      record = caughtOnDevice();
+    }
     if (record.peer < 0) {
       record.peer = group_->identity().rank;
     }

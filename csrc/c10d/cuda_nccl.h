@@ -107,6 +107,8 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
  private:
   NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device, const std::atomic<bool>& stopped);
   void threadMain() noexcept;
+  /// Whether NCCL or the device has failed, or there is no memory to find out.
+  [[nodiscard]] bool hasFailed() noexcept;
   void look();
   void endAll(const ErrorRecord& why);
 

@@ -145,7 +145,7 @@ void CUDART_CB onReached(cudaStream_t /*stream*/, cudaError_t status, void* user
 int whenReached(void* stream, void (*reached)(void* context, const char* failure), void* context) {
   auto* const notice = new (std::nothrow) Notice{reached, context};
   if (notice == nullptr) {
-    return kCudaOutOfMemory;
+    return kCudaNoHostMemory;
   }
   // Unlike cudaLaunchHostFunc() it is also called if the device breaks.
   const cudaError_t result = cudaStreamAddCallback(native(stream), &onReached, notice, 0);
@@ -182,12 +182,31 @@ int reduce(DType dtype, ReduceOp op, const ReduceArgs* args, void* stream) {
   return launched(launchReduce(dtype, op, *args, stream));
 }
 
+bool hasCodec(Codec codec) {
+  switch (codec) {
+    case Codec::BFloat16:
+    case Codec::Float16:
+    case Codec::Float8:
+    case Codec::Int8:
+      return true;
+    case Codec::None:
+      break;
+  }
+  return false;
+}
+
 int encode(const CodecArgs* args, void* stream) {
+  if (!hasCodec(args->codec)) {
+    return kCudaNoKernel;
+  }
   launchEncode(*args, stream);
   return launched(true);
 }
 
 int decode(const CodecArgs* args, void* stream) {
+  if (!hasCodec(args->codec)) {
+    return kCudaNoKernel;
+  }
   launchDecode(*args, stream);
   return launched(true);
 }

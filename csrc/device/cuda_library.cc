@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <new>
 
 #include "base/error.h"
 
@@ -44,7 +45,7 @@ class LibraryRuntime final : public DeviceRuntime {
     int device = 0;
     int major = 0;
     int minor = 0;
-    check(table_.check_device(&has_code, &device, &major, &minor), "cudaDeviceGetAttribute");
+    check(table_.check_device(&has_code, &device, &major, &minor), "cudaGetDevice or cudaDeviceGetAttribute");
     if (has_code == 0) {
       throw Error(
           ErrorCode::Unsupported,
@@ -106,7 +107,11 @@ class LibraryRuntime final : public DeviceRuntime {
     table_.destroy_stream(stream);
   }
   void whenReached(Stream stream, Reached reached, void* context) override {
-    check(table_.when_reached(stream, reached, context), "cudaStreamAddCallback");
+    const int result = table_.when_reached(stream, reached, context);
+    if (result == kCudaNoHostMemory) {
+      throw std::bad_alloc();
+    }
+    check(result, "cudaStreamAddCallback");
   }
   bool isCapturing(Stream stream) override {
     int capturing = 0;
@@ -136,6 +141,9 @@ class LibraryRuntime final : public DeviceRuntime {
   void check(int result, const char* call) const {
     if (result == 0) {
       return;
+    }
+    if (result == kCudaNoKernel) {
+      throw Error(ErrorCode::Unsupported, std::string("pycomm's CUDA library has no kernel for ") + call + ".");
     }
     ErrorRecord record;
     record.summary = std::string("CUDA: ") + call + " failed.";

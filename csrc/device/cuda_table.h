@@ -12,7 +12,8 @@
 // void*. No CUDA type, no exception and nothing but plain data of fixed widths crosses the table.
 //
 // The library and the extension are built apart (another compiler, another machine), so the table states its version. Every change
-// of this header or of kernel_args.h raises kPycommCudaVersion, also a change of what a field means.
+// of this header, of kernel_args.h, or of the enumerations of base/ that they use (DType, ReduceOp, Codec) raises kPycommCudaVersion,
+// also a change of what a field means.
 
 namespace pycomm::cuda {
 
@@ -21,6 +22,7 @@ inline constexpr const char* kPycommCudaEntry = "pycomm_cuda_table";
 
 inline constexpr int kCudaOutOfMemory = 2; ///< cudaErrorMemoryAllocation
 inline constexpr int kCudaNoKernel = -1; ///< no cudaError_t: this library has no such kernel
+inline constexpr int kCudaNoHostMemory = -2; ///< no cudaError_t: the process has no memory left
 
 /// Functions that return an int return a cudaError_t, 0 for success.
 struct CudaTable {

@@ -38,6 +38,7 @@ Exit codes: 0 ready or not judged, 1 would not start, 2 wrong usage, 3 starts, b
 """
 _HOSTS_HELP = "Run this on host A. It prints the command for each other host."
 _RANKS_HELP = "without a launcher: ranks that the job will have on each host; default: 1"
+_WAIT_HELP = "seconds for all hosts to come; default: 60, with --hosts 600"
 _SECONDS_HELP = """\
 Length of each measurement in the first round; later rounds take half. Default: %(default)s"""
 
@@ -56,7 +57,7 @@ def add_parser(commands: Any) -> None:
     add("--master-addr", metavar="A", help="without a launcher: name or address of host 0")
     add("--master-port", type=_port, default=_PORT, help="of the job; default: %(default)s")
     add("--ranks-per-host", type=_ranks, default=1, metavar="R", help=_RANKS_HELP)
-    add("--wait", type=_wait, metavar="S", help="seconds for all hosts to come; default: 60")
+    add("--wait", type=_wait, metavar="S", help=_WAIT_HELP)
     add("--seconds", type=_seconds, default=1.5, metavar="S", help=_SECONDS_HELP)
     add(
         "--parameters",

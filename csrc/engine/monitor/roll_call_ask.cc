@@ -126,7 +126,7 @@ void RollCall::checkDeadlines(TimePoint now) {
   if (now < next_deadline_) {
     return;
   }
-  next_deadline_ = TimePoint::max();
+  TimePoint next = TimePoint::max();
   for (auto& entry : ops_) {
     Deadline& deadline = entry.second.deadline;
     if (deadline.expired(now)) {
@@ -136,9 +136,10 @@ void RollCall::checkDeadlines(TimePoint now) {
       actions_.push_back(std::move(action));
       deadline = Deadline::never();
     } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
+      next = std::min(next, deadline.instant());
     }
   }
+  next_deadline_ = next; // last: if there was no memory for an action, the next tick looks again
 }
 
 void RollCall::tick(TimePoint now) {

@@ -90,6 +90,12 @@ TEST(CudaLibrary, KernelsThatThereAreNotAreRefusedBeforeTheyTouchAnything) {
   const ErrorRecord dtype = failureOf([&] { checkReduce(*runtime, DType::UInt32, ReduceOp::Sum, 2); });
   EXPECT_EQ(dtype.summary, "the device's reduce kernel has no uint32.");
   EXPECT_EQ(failureOf([&] { checkReduce(*runtime, DType::Int32, ReduceOp::Avg, 2); }).code, ErrorCode::InvalidArgument);
+  CodecArgs unknown;
+  unknown.codec = static_cast<Codec>(9); // of a newer extension
+  const ErrorRecord codec = failureOf([&] { runtime->encode(unknown, nullptr); });
+  EXPECT_EQ(codec.code, ErrorCode::Unsupported);
+  EXPECT_EQ(codec.summary, "pycomm's CUDA library has no kernel for the launch of the encode kernel.");
+  EXPECT_EQ(failureOf([&] { runtime->decode(unknown, nullptr); }).code, ErrorCode::Unsupported);
 }
 
 } // namespace

@@ -238,6 +238,20 @@ def test_segment_sizes_survive(nbytes: int) -> None:
     assert Options(segment_nbytes=str(nbytes)).segment_nbytes == nbytes
 
 
+def test_nothing_else_reads_the_variables() -> None:
+    """One reader: elsewhere in the package a variable's name may only stand in prose.
+
+    tools/check_layers.py finds uses of ``os.environ``; this also finds those of a parameter.
+    """
+    package = Path(str(__import__("pycomm").__file__)).parent
+    readers = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"(environ|getenv)\W+(get\W+)?PYCOMM_", path.read_text())
+    ]
+    assert readers == []
+
+
 def test_a_codec_goes_with_direct_alone() -> None:
     with pytest.raises(ValueError, match="PYCOMM_ALGO='ring' does not go with PYCOMM_WIRE_DTYPE"):
         Options().resolve({"PYCOMM_ALGO": "ring", "PYCOMM_WIRE_DTYPE": "int8"})

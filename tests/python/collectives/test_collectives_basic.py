@@ -186,9 +186,10 @@ def exchange_objects(rank: int, world_size: int) -> None:
         assert objects == ["secret", {"of": root}, list(range(root))]
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("target", [broadcast_from_everyone, gather_everything])
-def test_moving_bytes(target: Any) -> None:
-    run_ranks(2, target)
+def test_moving_bytes(target: Any, world_size: int) -> None:
+    run_ranks(world_size, target)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

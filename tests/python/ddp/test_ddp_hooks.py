@@ -101,9 +101,12 @@ def power_sgd(rank: int, world_size: int) -> None:
     )
     ours.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     assert len(ours.reducer.bucket_names()) >= 3
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.05)
     for step in range(8):
         assert the_same(gradients(ours, rank, step)), step
-    assert ours.stats().buckets_reduced >= 8 * 3
+        optimizer.step()
+    assert the_same([parameter.detach() for parameter in ours.parameters()])
+    assert ours.stats().buckets_reduced >= 8 * 4
 
 
 def post_local_sgd(rank: int, world_size: int) -> None:
