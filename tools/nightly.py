@@ -58,7 +58,7 @@ STEPS = [
     Step("integrations", "{make} integrations", 15),
     Step("torchrec", "{make} torchrec", 15),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
-    Step("tests", "{python} tools/python_tests.py -m nightly", 10),
+    Step("tests", "{python} tools/python_tests.py -m nightly", 15),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
     Step("given_back", "{make} py ARGS='-k test_memory_given_back --repeats 10'", 10),
     Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 10),
