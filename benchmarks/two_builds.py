@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from report import paired_ratio
+
 HERE = Path(__file__).resolve().parent.parent
 # What a pair runs: a script of benchmarks/ and its arguments.
 TABLES = {
@@ -57,13 +59,6 @@ def measure(checkout: Path, table: str, ranks: str) -> tuple[dict[str, float], s
     return medians, report["header"]["commit"]
 
 
-def interval(ratios: list[float], seed: int = 1) -> tuple[float, float]:
-    """The 95 % interval of the median, by resampling."""
-    source = random.Random(seed)
-    medians = sorted(statistics.median(source.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[1949]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,7 +68,6 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--tables", default=",".join(TABLES), help="some of " + ", ".join(TABLES))
     options = parser.parse_args()
-    ratios: dict[str, list[float]] = {}
     times: dict[str, list[tuple[float, float]]] = {}
     commits = {}
     order = random.Random(7)
@@ -84,17 +78,17 @@ def main() -> None:
                 found[checkout], commits[checkout] = measure(checkout, table, options.ranks)
             here, other = found[HERE], found[options.other.resolve()]
             for name in here:
-                ratios.setdefault(name, []).append(here[name] / other[name])
                 times.setdefault(name, []).append((here[name], other[name]))
         print(f"pair {pair + 1} of {options.pairs}", file=sys.stderr, flush=True)
-    theirs = commits[options.other.resolve()]
-    print(f"# this checkout: {commits[HERE]}, the other: {theirs}, {options.pairs} pairs")
+    other_commit = commits[options.other.resolve()]
+    print(f"# this checkout: {commits[HERE]}, the other: {other_commit}, {options.pairs} pairs")
     print(f"{'':44} {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
-    for name, found_ratios in ratios.items():
-        low, high = interval(found_ratios)
-        here_us, other_us = (statistics.median(column) for column in zip(*times[name], strict=True))
-        ratio = f"{statistics.median(found_ratios):.3f} [{low:.3f}, {high:.3f}]"
-        print(f"{name:44} {here_us:10.1f} {other_us:10.1f}   {ratio}")
+    for name, found in times.items():
+        mine, theirs = zip(*found, strict=True)
+        pair = paired_ratio("here", theirs, mine)
+        ratio = f"{pair.ratio:.3f} [{pair.low:.3f}, {pair.high:.3f}]"
+        medians = f"{statistics.median(mine):10.1f} {statistics.median(theirs):10.1f}"
+        print(f"{name:44} {medians}   {ratio}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ MakeOptimizer = Callable[[list[torch.Tensor]], Optimizer]
 _LEAST_ENCODED_NBYTES = 16 << 10  # codecs.all_reduce sends smaller tensors as they are
 
 
+def have_moved(parameters: Mapping[str, nn.Parameter], anchor: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a parameter is not its anchor, bit for bit."""
+    return any(not torch.equal(each.detach(), anchor[name]) for name, each in parameters.items())
+
+
 class Fragment:
     """Some of a model's parameters, and what all ranks have alike of them."""
 
@@ -47,11 +52,7 @@ class Fragment:
         """Whether the anchors of all ranks were equal since they were made or loaded."""
 
     def moved(self) -> bool:
-        """Whether a parameter is not its anchor, bit for bit."""
-        return any(
-            not torch.equal(each.detach(), self.anchor[name])
-            for name, each in self.parameters.items()
-        )
+        return have_moved(self.parameters, self.anchor)
 
     def checksum(self) -> int:
         """Of the anchor; 0 if the ranks have compared it already."""
@@ -86,12 +87,13 @@ def check_places(places: Sequence[Place], op: str) -> None:
         )
     other = first_other([place.checksum for place in places])
     if other is not None:
-        raise anchors_differ(f"fragment {places[0].fragment}", other, op)
+        raise anchors_differ(other, op, f"fragment {places[0].fragment}")
 
 
-def anchors_differ(which: str, rank: int, op: str) -> CollectiveMismatchError:
+def anchors_differ(rank: int, op: str, which: str = "") -> CollectiveMismatchError:
+    began = f"began {which}" if which else "began"
     return CollectiveMismatchError(
-        f"The ranks began {which} with different parameters: rank {rank} is the first that differs."
+        f"The ranks {began} with different parameters: rank {rank} is the first that differs."
         " Nothing was changed. Try: leave init_sync=True, or load checkpoints of one step on all "
         "ranks",
         {"peer": rank, "op": op},

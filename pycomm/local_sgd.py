@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from pycomm._averaging import average_, ring_nbytes
 from pycomm._model_check import checksum_of, first_other, gather_numbers
-from pycomm._outer_step import MakeOptimizer, anchors_differ
+from pycomm._outer_step import MakeOptimizer, anchors_differ, have_moved
 from pycomm._saved_state import check_outer, check_tensors, part_of
 
 __all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
@@ -211,15 +211,12 @@ class DiLoCo(LocalSGD):
 
         The ranks ask each other, and so decide alike: one of them may have had more batches.
         """
-        moved = due or any(
-            not torch.equal(parameter.detach(), self._anchor[name])
-            for name, parameter in self._parameters.items()
-        )
+        moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
         device = next(iter(self._parameters.values())).device
         of_ranks = gather_numbers([moved, checksum], self._group, device)
         if (rank := first_other([other for _, other in of_ranks])) is not None:
-            raise anchors_differ("", rank, "all_gather")
+            raise anchors_differ(rank, "all_gather")
         self._compared = True
         return any(each for each, _ in of_ranks)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm._model_check import check_same_on_all_ranks, checksum_of, first_other
-from pycomm._outer_step import anchors_differ
+from pycomm._outer_step import anchors_differ, have_moved
 from pycomm._saved_state import check_options, check_tensors, part_of
 from pycomm._sparse_rows import GROUP, ROW, pack, rows_of, select, unpack
 from pycomm.errors import CollectiveMismatchError
@@ -154,10 +154,7 @@ class SparseLoCo(LocalSGD):
         The ranks tell each other whether they have, and so decide alike.
         """
         step = self._sync_every if due else 0  # sync() is allowed to ranks that had more batches
-        moved = due or any(
-            not torch.equal(parameter.detach(), self._anchor[name])
-            for name, parameter in self._parameters.items()
-        )
+        moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())
         place = torch.tensor([step, self._version, moved, checksum], device=payload.device)
         header = place.view(torch.uint8)
@@ -179,7 +176,7 @@ class SparseLoCo(LocalSGD):
                 {"peer": rank, "op": "all_gather"},
             )
         if (other := first_other([head[3] for head in heads])) is not None:
-            raise anchors_differ("", other, "all_gather")
+            raise anchors_differ(other, "all_gather")
         self._compared = True
         if not any(head[2] for head in heads):
             return []

@@ -161,7 +161,6 @@ void DataPlane::start(const std::shared_ptr<Operation>& operation) {
     protocol_.posted(request.id, request.descriptor, *request.schedule, now, request.deadline);
   } catch (...) { // nobody would look at its deadline
     transfers_.erase(op_id);
-    protocol_.ended(op_id);
     throw;
   }
   lane_.addBusy(1);

@@ -19,8 +19,14 @@ void Protocol::posted(
     const PreparedSchedule& schedule,
     TimePoint now,
     Deadline deadline) {
-  credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.heardFrom(id.id));
-  roll_call_.entered(id, descriptor, deadline, now);
+  try {
+    credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.heardFrom(id.id));
+    roll_call_.entered(id, descriptor, deadline, now);
+  } catch (...) {
+    roll_call_.forget(id.id);
+    credits_.forget(id.id);
+    throw;
+  }
 }
 
 void Protocol::ended(uint64_t op_id) {

@@ -53,6 +53,7 @@ class Protocol {
   Protocol& operator=(const Protocol&) = delete;
 
   // ---- events
+  /// If it throws, nothing is kept of the operation.
   void posted(
       const OperationId& id,
       const Descriptor& descriptor,

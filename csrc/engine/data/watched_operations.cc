@@ -41,7 +41,6 @@ void WatchedOperations::stuck(std::shared_ptr<Operation> operation) {
     protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now(), deadline);
   } catch (...) { // nobody would look at its deadline
     stuck_.erase(id.id);
-    protocol_.ended(id.id);
     throw;
   }
 }
@@ -71,7 +70,6 @@ void WatchedOperations::follow(const std::shared_ptr<Operation>& operation) {
     protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
   } catch (...) { // nobody would look at its deadline
     followed_.erase(request.id.id);
-    protocol_.ended(request.id.id);
     throw;
   }
 }

@@ -84,6 +84,17 @@ void Credits::ended(uint64_t op_id) {
   ops_.erase(found);
 }
 
+void Credits::forget(uint64_t op_id) noexcept {
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end()) {
+    return;
+  }
+  for (EdgeState& edge : found->second.incoming) {
+    noLongerAhead(edge);
+  }
+  ops_.erase(found);
+}
+
 void Credits::passed(uint64_t op_id) {
   static_cast<void>(takeEarly(op_id));
 }

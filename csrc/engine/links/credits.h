@@ -58,6 +58,8 @@ class Credits {
   /// `message`: a point-to-point operation. `heard_from`: ranks that have posted the operation, as a frame of it shows.
   void posted(uint64_t op_id, const PreparedSchedule& schedule, bool message, const std::vector<int>& heard_from);
   void ended(uint64_t op_id);
+  /// As if it had not been posted. Takes no memory.
+  void forget(uint64_t op_id) noexcept;
   /// The operation has ended on this rank without having been posted here: what was kept for it is dropped.
   void passed(uint64_t op_id);
   /// The header of a data frame has arrived. Null, or why no peer that keeps to the protocol sends it.

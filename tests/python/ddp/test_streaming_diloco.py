@@ -889,6 +889,7 @@ def test_ranks_that_began_with_other_parameters_are_told() -> None:
     for each in first.values():
         assert "with different parameters: rank 1 is the first that differs. Nothing was" in each
         assert "leave init_sync=True, or load checkpoints of one step on all ranks" in each
+        assert "  " not in each
 
 
 def only_orders(rank: int, world_size: int) -> list[int]:

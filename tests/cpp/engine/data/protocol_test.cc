@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "engine/allocations.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {
@@ -66,6 +67,43 @@ std::vector<Protocol::Action> of(ActionKind kind, std::vector<Protocol::Action> 
     }
   }
   return chosen;
+}
+
+TEST(Protocol, AnOperationThatGetsNoMemoryLeavesNothing) {
+  for (const int rank : {0, 1}) { // announces a message, grants credit for one
+    Posted posted = broadcastOf(1, rank, 2, 0, kLarge);
+    posted.descriptor.kind = rank == 0 ? Collective::Send : Collective::Recv;
+    bool struck = true;
+    int refused = 0;
+    for (int64_t nth = 1; struck; ++nth) {
+      ASSERT_LT(nth, 1000);
+      Protocol protocol(protocolConfig(rank, 2));
+      const TimePoint now = Clock::now();
+      const Deadline deadline = Deadline::at(now + std::chrono::seconds(1));
+      testing::failAllocation(nth);
+      bool threw = false;
+      try {
+        protocol.posted(posted.id, posted.descriptor, *posted.schedule, now, deadline);
+      } catch (const std::bad_alloc&) {
+        threw = true;
+      }
+      struck = testing::allocationFailed();
+      testing::failAllocation(0);
+      ASSERT_EQ(threw, struck);
+      if (!threw) {
+        continue;
+      }
+      ++refused;
+      const Protocol::Usage usage = protocol.usage();
+      EXPECT_EQ(usage.operations, 0U) << "rank " << rank << ", allocation " << nth;
+      EXPECT_EQ(usage.ahead, 0U) << "rank " << rank << ", allocation " << nth;
+      protocol.tick(now + std::chrono::seconds(2));
+      EXPECT_TRUE(of(ActionKind::Overdue, protocol.takeActions()).empty());
+      post(protocol, posted, now); // again, with memory
+      EXPECT_EQ(of(ActionKind::Send, protocol.takeActions()).size(), 1U) << "rank " << rank << ", allocation " << nth;
+    }
+    EXPECT_GT(refused, 3);
+  }
 }
 
 TEST(Protocol, CreditOfLessThanNothingIsAViolation) {
