@@ -68,8 +68,7 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 def host_identity() -> str:
     """Equal on two ranks when they run on one host, in one network namespace."""
-    identity: str = _extension.load().host_identity()
-    return identity
+    return _extension.native.host_identity()
 
 
 def host_group(group: Any) -> Any:

@@ -12,17 +12,21 @@ import importlib.machinery
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pycomm import errors
 from pycomm._torch_range import is_newer, module_name, torch_minor, why_unsupported
 from pycomm._version import __version__
+
+if TYPE_CHECKING:
+    from pycomm import _C
+
+    native = _C
 
 CUDA_LIBRARY = Path(__file__).resolve().parent / "libpycomm_cuda.so"
 """What the extension loads when the first CUDA tensor comes; setup.py puts it there."""
@@ -36,122 +40,7 @@ LOG_LEVELS = {"TRACE": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARN
 
 logger = logging.getLogger("pycomm")
 
-_extension: Extension | None = None
-
-
-class Extension(Protocol):
-    """What Python calls in the native module."""
-
-    def create_backend(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        group_name: str,
-        timeout_ms: int,
-        options: dict[str, Any],
-    ) -> Any:
-        """Joins the group: blocks, without the GIL, until all ranks are there."""
-
-    def empty_shared(self, sizes: list[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros in the memory that peers on this host can map."""
-
-    def last_error(self, backend: Any) -> dict[str, Any] | None:
-        """The record of the group's first error. Raises TypeError for another library's backend."""
-
-    def backend_error(self, backend: Any) -> Any:
-        """torch's ``ErrorType``. Raises TypeError for another library's backend."""
-
-    def flight_record(self, backend: Any) -> str:
-        """The flight record of the group alone, as JSON."""
-
-    def write_flight_record(self, path: str) -> None:
-        """Writes the flight record of all groups."""
-
-    def goes_by_nccl(self, backend: Any, device: torch.device) -> bool:
-        """Whether collectives of this device's tensors go by NCCL; collective the first time.
-        Raises TypeError for another library's backend."""
-
-    def rank_hosts(self, backend: Any) -> Sequence[str]:
-        """The host name of each rank."""
-
-    def topology_text(self, backend: Any) -> str:
-        """How the ranks are spread over hosts, in words."""
-
-    def host_identity(self) -> str:
-        """Equal in two processes of one host and network namespace."""
-
-    def describe_backend(self, backend: Any) -> str:
-        """How the ranks reach each other, in a few words."""
-
-    def codec_stats(self, backend: Any) -> Mapping[str, int]:
-        """The fields of ``CodecStats``."""
-
-    def all_reduce_as(
-        self,
-        backend: Any,
-        tensor: torch.Tensor,
-        codec: str,
-        lost: torch.Tensor | None,
-        op: Any,
-        async_op: bool,
-    ) -> Any:
-        """An all_reduce that travels as ``codec``: its Work."""
-
-    def encode(
-        self, codec: str, values: torch.Tensor, error: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, int]:
-        """The codes and how many values overflowed."""
-
-    def encoded_nbytes(self, codec: str, numel: int) -> int:
-        """Of that many encoded values."""
-
-    def sum_decoded(
-        self, codec: str, codes: Sequence[torch.Tensor], output: torch.Tensor, divisor: int = 1
-    ) -> None:
-        """output = sum of the decoded rows / divisor."""
-
-    def set_exception_types(self, types: Mapping[str, type[Exception]]) -> None:
-        """By error code; each is called as ``cls(text, record)``."""
-
-    def set_log_callback(self, callback: Callable[[str, str], None] | None, level: str) -> None:
-        """``callback(level, line)`` is called from a thread that may wait for the GIL."""
-
-    def shutdown_all(self, timeout_ms: int) -> None:
-        """Aborts what is outstanding in all groups and joins all native threads. Idempotent."""
-
-    def arm_fault_points(self, spec: str) -> None:
-        """Raises UnsupportedError unless this is a test build."""
-
-    def fail_future(self, future: Any, error: BaseException) -> None:
-        """Completes a ``torch.futures.Future`` with this very exception."""
-
-    def IssueChain(
-        self, hook_ordinal: int, index: int, codec: str | None = None
-    ) -> AbstractContextManager[object]:
-        """While entered, what this thread and its futures' callbacks issue belongs to one chain,
-        whose sums travel as ``codec``; None: as the group's."""
-
-    def list_interfaces(self) -> Sequence[Mapping[str, Any]]:
-        """``name``, ``address``, ``family`` ("ipv4" or "ipv6") and ``loopback`` of each address."""
-
-    def choose_address(
-        self,
-        interface: str,
-        family: str,
-        store_host: str,
-        everyone: Sequence[tuple[str, str]],
-        rank: int,
-    ) -> Mapping[str, str]:
-        """``address``, ``interface`` and ``why``: what this process would listen on as ``rank`` of
-        ``everyone``, who are pairs of ``host_identity()`` and address. If nobody is known yet, the
-        first guess. Raises NoInterfaceError."""
-
-    def simd_level(self) -> str:
-        """The instructions chosen for reducing, "avx2"."""
-
-    def build_info(self) -> Mapping[str, str]:
-        """Compiler, its version and the language standard."""
+_extension: ModuleType | None = None
 
 
 def built_for() -> list[str]:
@@ -206,8 +95,8 @@ def why_no_nccl() -> str:
     return ""
 
 
-def load() -> Extension:
-    """The extension, loaded and set up.
+def load() -> ModuleType:
+    """The extension, loaded and set up. ``_extension.native`` is the same, with types for mypy.
 
     Raises:
         TorchVersionError: It is not built, or for another torch.
@@ -217,24 +106,29 @@ def load() -> Extension:
         return _extension
     check_torch(built_for(), torch.__version__)
     try:
-        module = importlib.import_module(module_name(torch.__version__))
+        extension = importlib.import_module(module_name(torch.__version__))
     except ImportError as error:
         raise errors.TorchVersionError(
             f"pycomm's extension could not be loaded: {error}. Try: {_REBUILD}"
         ) from error
-    extension = cast(Extension, module)
     extension.set_exception_types(dict(errors.BY_CODE))
     _join_threads_at_exit(extension)
     _extension = extension
     return extension
 
 
-def loaded() -> Extension | None:
+def __getattr__(name: str) -> ModuleType:
+    if name == "native":
+        return load()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def loaded() -> ModuleType | None:
     """The extension if this process uses it already; never loads it."""
     return _extension
 
 
-def set_debug_level(extension: Extension, level: str) -> None:
+def set_debug_level(extension: ModuleType, level: str) -> None:
     """Sends the native part's lines of ``level`` and above to the logger "pycomm"."""
     extension.set_log_callback(_log_line, level)
 
@@ -243,7 +137,7 @@ def _log_line(level: str, line: str) -> None:
     logger.log(LOG_LEVELS.get(level, logging.WARNING), "%s", line)
 
 
-def _join_threads_at_exit(extension: Extension) -> None:
+def _join_threads_at_exit(extension: ModuleType) -> None:
     owner = os.getpid()
 
     def join() -> None:

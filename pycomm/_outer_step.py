@@ -328,5 +328,4 @@ def _encoded_nbytes(wire: torch.Tensor, wire_dtype: str | None) -> int:
     floats = wire.dtype in (torch.float32, torch.float64)
     if wire_dtype in (None, "fp32") or not floats or wire.nbytes < _LEAST_ENCODED_NBYTES:
         return wire.nbytes
-    encoded: int = _extension.load().encoded_nbytes(wire_dtype, wire.numel())
-    return encoded
+    return _extension.native.encoded_nbytes(wire_dtype, wire.numel())

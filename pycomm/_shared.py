@@ -53,6 +53,4 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     costs about as much as writing zeros; make such tensors once, not every step.
     """
     sizes = _sizes(size)
-    native = _extension.load()
-    tensor: torch.Tensor = native.empty_shared(sizes, dtype or torch.get_default_dtype())
-    return tensor
+    return _extension.native.empty_shared(sizes, dtype or torch.get_default_dtype())

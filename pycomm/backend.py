@@ -8,6 +8,7 @@ import socket
 import sysconfig
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -133,8 +134,7 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
         ValueError: The group is not pycomm's, or there is no group.
     """
     backend = native_backend(group)
-    error: ErrorType = _extension.load().backend_error(backend)
-    return error
+    return _extension.native.backend_error(backend)
 
 
 def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
@@ -147,7 +147,7 @@ def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
         ValueError: The group is not pycomm's, or there is no group.
     """
     backend = native_backend(group)
-    (record,) = parse_record(_extension.load().flight_record(backend), "flight_record()").groups
+    (record,) = parse_record(_extension.native.flight_record(backend), "flight_record()").groups
     return record
 
 
@@ -166,7 +166,7 @@ def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
         SystemCallError: It could not be written.
     """
     path = Path(folder) / f"{FLIGHT_RECORD_NAME}{_world_rank(0)}.json"
-    _extension.load().write_flight_record(str(path))
+    _extension.native.write_flight_record(str(path))
     return path
 
 
@@ -179,7 +179,7 @@ def topology_text(group: dist.ProcessGroup | None = None) -> str:
     Raises:
         ValueError: The group is not pycomm's, or there is no group.
     """
-    return _extension.load().topology_text(native_backend(group))
+    return _extension.native.topology_text(native_backend(group))
 
 
 def native_backend(group: dist.ProcessGroup | None = None) -> Any:
@@ -271,7 +271,7 @@ def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _set_up_logging(extension: _extension.Extension, resolved: ResolvedOptions, rank: int) -> None:
+def _set_up_logging(extension: ModuleType, resolved: ResolvedOptions, rank: int) -> None:
     configured = logger.handlers or logging.getLogger().handlers
     chosen = logger.level != logging.NOTSET and logger.level != _level_set_here
     if not configured:
@@ -299,7 +299,7 @@ def _world_rank(rank: int) -> int:
     return dist.get_rank() if dist.is_initialized() else rank
 
 
-def _tell_once(extension: _extension.Extension, backend: Any, rank: int) -> None:
+def _tell_once(extension: ModuleType, backend: Any, rank: int) -> None:
     global _told
     if not _told and _world_rank(rank) == 0:
         logger.info("%s", extension.describe_backend(backend))

@@ -73,7 +73,7 @@ class _Round:
         wait_all_ranks: bool,
     ) -> None:
         self.group = group
-        self.hosts: Sequence[str] = _extension.load().rank_hosts(backend)
+        self.hosts: Sequence[str] = _extension.native.rank_hosts(backend)
         self.store = dist.distributed_c10d._get_process_group_store(group)
         self.number = number
         self.wait_all_ranks = wait_all_ranks

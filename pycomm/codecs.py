@@ -41,7 +41,7 @@ def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
         ValueError: The group is not pycomm's, or there is no group.
     """
     backend = native_backend(group)
-    return CodecStats(**_extension.load().codec_stats(backend))
+    return CodecStats(**_extension.native.codec_stats(backend))
 
 
 def all_reduce(
@@ -79,8 +79,7 @@ def all_reduce(
         InvalidArgumentError: A dtype, shape or operation does not fit, before anything is sent.
         PycommError: The operation failed; with ``async_op`` from ``wait()``.
     """
-    native = _extension.load()
-    work: dist.Work = native.all_reduce_as(
+    work = _extension.native.all_reduce_as(
         native_backend(group), tensor, wire_dtype, lost, op, async_op
     )
     if async_op:
@@ -108,7 +107,7 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
         InvalidArgumentError: An argument does not fit.
     """
     codes: torch.Tensor
-    codes, _ = _extension.load().encode(codec, values, error)
+    codes, _ = _extension.native.encode(codec, values, error)
     return codes
 
 
@@ -126,4 +125,4 @@ def decode_sum(
     Raises:
         InvalidArgumentError: An argument does not fit.
     """
-    _extension.load().sum_decoded(codec, rows, output, divisor)
+    _extension.native.sum_decoded(codec, rows, output, divisor)

@@ -300,10 +300,9 @@ class _Worker:
             backend = None if group is None else group._get_backend(device)
         except RuntimeError:  # it serves no such device: the hook moves the buckets elsewhere
             return False
-        extension = _extension.loaded()
-        if backend is not None and extension is not None:
+        if backend is not None and _extension.loaded() is not None:
             with contextlib.suppress(TypeError):  # another library's
-                return extension.goes_by_nccl(backend, device)
+                return _extension.native.goes_by_nccl(backend, device)
         return backend is not None and backend.name() == "nccl"
 
     def _issue(self, job: _Job) -> Future[torch.Tensor]:
@@ -371,7 +370,6 @@ def _add_note(error: BaseException, note: str) -> None:
 def _issue_chain(
     ordinal: int, index: int, codec: str | None
 ) -> contextlib.AbstractContextManager[object]:
-    extension = _extension.loaded()
-    if extension is None:
+    if _extension.loaded() is None:
         return contextlib.nullcontext()
-    return extension.IssueChain(ordinal, index, codec)
+    return _extension.native.IssueChain(ordinal, index, codec)

@@ -336,7 +336,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        native: Any = _extension.load()
+        native = _extension.native
         if self._sync_every > 1:
             self._host_group = host_group(self.process_group)
         everything = {} if self._use_python_reducer else self._reducible()

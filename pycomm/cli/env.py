@@ -61,7 +61,7 @@ def collect(environ: Mapping[str, str]) -> Report:
     }
     interfaces: list[Mapping[str, Any]] = []
     try:
-        extension = _extension.load()
+        extension = _extension.native
         versions |= {"simd": extension.simd_level(), **extension.build_info()}
         interfaces = [dict(interface) for interface in extension.list_interfaces()]
     except errors.TorchVersionError as error:

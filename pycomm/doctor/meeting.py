@@ -137,7 +137,7 @@ def choose_address(
     if master and not resolve(master):  # the engine would wait for the resolver again
         master = ""
     try:
-        chosen = _extension.load().choose_address(
+        chosen = _extension.native.choose_address(
             settings.interface, settings.socket_family, master, everyone, index
         )
     except ImportError:

@@ -165,7 +165,7 @@ def why_no_extension() -> str:
 def host_identity() -> str:
     """Equal in two processes of one host and network namespace; also without the extension."""
     try:
-        return _extension.load().host_identity()
+        return _extension.native.host_identity()
     except ImportError:
         namespace = os.readlink("/proc/self/ns/net")
         return f"{socket.gethostname()} {_read('/etc/machine-id').strip()} {namespace}"
@@ -274,7 +274,7 @@ def _versions() -> dict[str, str]:
 def _interfaces() -> Iterable[Interface]:
     if why_no_extension():
         return
-    for entry in _extension.load().list_interfaces():
+    for entry in _extension.native.list_interfaces():
         name = str(entry["name"])
         yield Interface(
             name=name,
