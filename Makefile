@@ -66,10 +66,6 @@ fuzz: ## what reads bytes from outside, guided by coverage, with clang; ARGS="--
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/fuzz.py $(ARGS)
 
-torch_minors: ## what sees torch, compiled against the headers of the other minors that are supported
-	$(BOOTSTRAP)
-	@$(BIN)/python tools/torch_minors.py $(ARGS)
-
 wheel: ## one wheel for every supported minor of torch, in dist/; ARGS="2.13.0 2.15.0" names releases
 	$(BOOTSTRAP) --group wheel --no-build
 	@$(BIN)/python tools/build_wheel.py $(ARGS)

@@ -63,7 +63,6 @@ STEPS = [
     Step("given_back", "{make} py ARGS='-k test_memory_given_back --repeats 10'", 10),
     Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 10),
     Step("strict", "{make} strict", 15),
-    Step("torch_minors", "{make} torch_minors", 15),
     Step("wheel", "{make} wheel", 15),
     Step("try_wheel", "{python} tools/try_wheel.py", 10),
     Step("sdist", "{python} tools/try_wheel.py --sdist 2.13.0", 5),
