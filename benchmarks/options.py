@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from exact import REDOPS
 from launching import add_rank_options
 
+from pycomm.cli.bench import list_of, one_of, size_of
+
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int32", "int64", "int8", "uint8"]
-
-
-def parse_size(text: str) -> int:
-    """Read 4, 4K, 1M or 1G, in powers of 1024."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
-    digits = text if factor == 1 else text[:-1]
-    if not digits.isdecimal() or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4, 4K, 1M or 1G")
-    return int(digits) * factor
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
-
-
-def _list_of(item: Callable[[str], object]) -> Callable[[str], list[object]]:
-    return lambda text: [item(part.strip()) for part in text.split(",")]
-
-
-def _one_of(names: Sequence[str]) -> Callable[[str], str]:
-    def pick(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return pick
 
 
 def make_parser(
@@ -50,11 +30,11 @@ def make_parser(
         epilog="benchmarks/README.md explains the columns.",
     )
     add = parser.add_argument
-    add("--backends", type=_list_of(str), default="pycomm,gloo", help="default: %(default)s")
-    add("--ranks", type=_list_of(_positive), default="2,4", help="default: %(default)s")
-    add("--sizes", type=_list_of(parse_size), default=sizes, help="default: %(default)s")
+    add("--backends", type=list_of(str), default="pycomm,gloo", help="default: %(default)s")
+    add("--ranks", type=list_of(_positive), default="2,4", help="default: %(default)s")
+    add("--sizes", type=list_of(size_of), default=sizes, help="default: %(default)s")
     if len(workloads) > 1:
-        add("--only", type=_list_of(_one_of(workloads)), help=f"some of {', '.join(workloads)}")
+        add("--only", type=list_of(one_of(workloads)), help=f"some of {', '.join(workloads)}")
     add("--dtype", choices=DTYPES, default="float32")
     add("--redop", choices=REDOPS, default="sum")
     add("--blocks", type=_positive, default=10, help="blocks a backend and size")

@@ -23,7 +23,6 @@ NAME = "raw"
 _SOURCE = Path(__file__).with_name("raw_ring.c")
 _LIBRARY = _SOURCE.parent.parent / "build" / "raw_ring.so"
 _SMALL_NBYTES = 32 << 10  # up to here rounds of everything beat a ring of parts
-_BUFFER_NBYTES = 4 << 20
 
 
 def build() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add(
         "--collectives",
-        type=_list_of(_one_of(tuple(COLLECTIVES))),
+        type=list_of(one_of(tuple(COLLECTIVES))),
         default="all_reduce",
         help=f"some of {', '.join(COLLECTIVES)}; default: %(default)s",
     )
-    add("--sizes", type=_list_of(_size), default=_SIZES, help="bytes; default: %(default)s")
+    add("--sizes", type=list_of(size_of), default=_SIZES, help="bytes; default: %(default)s")
     add("--dtype", choices=_DTYPES, default="float32")
     add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
     add("--json", type=Path, metavar="FILE", help="also write the rows to this file, on rank 0")
@@ -82,7 +82,7 @@ def _timed(arguments: argparse.Namespace) -> int:
     for name in arguments.collectives:
         for nbytes in arguments.sizes:
             case = Case(name, nbytes, getattr(torch, arguments.dtype))
-            timing = measure(case, None, arguments.seconds)
+            timing = measure(case, arguments.seconds)
             rows.append(_row(case, timing))
             if first:
                 print(_line(rows[-1]), flush=True)
@@ -114,7 +114,8 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _size(text: str) -> int:
+def size_of(text: str) -> int:
+    """Reads 4, 4K, 1M or 1G, in powers of 1024."""
     factor = _FACTORS.get(text[-1:].upper(), 1)
     digits = text if factor == 1 else text[:-1]
     if not digits.isdecimal() or int(digits) == 0:
@@ -134,7 +135,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+def one_of(names: Sequence[str]) -> Callable[[str], str]:
     def pick(text: str) -> str:
         if text not in names:
             raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
@@ -143,5 +144,5 @@ def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
     return pick
 
 
-def _list_of(item: Callable[[str], object]) -> Callable[[str], list[object]]:
+def list_of(item: Callable[[str], object]) -> Callable[[str], list[object]]:
     return lambda text: [item(part.strip()) for part in text.split(",")]

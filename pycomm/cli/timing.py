@@ -50,26 +50,26 @@ class Case:
         self._whole = torch.zeros(self.numel, dtype=dtype)
         self._part = torch.zeros(self.numel // ranks, dtype=dtype) if self._has_parts else None
 
-    def run(self, group: dist.ProcessGroup | None) -> None:
+    def run(self) -> None:
         """Does the operation once, to completion; on zeros it leaves zeros."""
         if self._part is not None and self.collective == "all_gather":
-            dist.all_gather_into_tensor(self._whole, self._part, group=group)
+            dist.all_gather_into_tensor(self._whole, self._part)
         elif self._part is not None:
-            dist.reduce_scatter_tensor(self._part, self._whole, group=group)
+            dist.reduce_scatter_tensor(self._part, self._whole)
         elif self.collective == "all_reduce":
-            dist.all_reduce(self._whole, group=group)
+            dist.all_reduce(self._whole)
         elif self.collective == "broadcast":
-            dist.broadcast(self._whole, 0, group=group)
+            dist.broadcast(self._whole, 0)
         else:
-            dist.reduce(self._whole, 0, group=group)
+            dist.reduce(self._whole, 0)
 
-    def wrong(self, group: dist.ProcessGroup | None) -> int:
+    def wrong(self) -> int:
         """Runs it on small whole numbers, which add up exactly, and counts what is wrong here."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         source = self._part if self.collective == "all_gather" else self._whole
         assert source is not None
         source.fill_(rank + 1)
-        self.run(group)
+        self.run()
         total = ranks * (ranks + 1) // 2
         if self.collective == "all_gather":
             per_rank = self._whole.view(ranks, -1)
@@ -85,21 +85,20 @@ class Case:
         return wrong
 
 
-def measure(case: Case, group: dist.ProcessGroup | None, seconds: float) -> Timing:
+def measure(case: Case, seconds: float) -> Timing:
     """Times a case for about so long; all ranks of the default group call it together.
 
     Args:
         case: What to run.
-        group: On which group; it has all ranks. None: the default group.
         seconds: How long the timed operations shall take together.
     """
-    wrong = _of_all(float(case.wrong(group)), dist.ReduceOp.SUM)
-    trial = _of_all(_median(_times(case, group, _TRIAL)), dist.ReduceOp.MAX)
+    wrong = _of_all(float(case.wrong()), dist.ReduceOp.SUM)
+    trial = _of_all(_median(_times(case, _TRIAL)), dist.ReduceOp.MAX)
     count = max(2, min(_MAX_OPERATIONS, int(seconds / max(trial, 1e-7))))
-    _times(case, group, max(1, count // 10))
+    _times(case, max(1, count // 10))
     dist.barrier()
     cpu = _cpu_seconds()
-    times = torch.tensor(_times(case, group, count), dtype=torch.float64)
+    times = torch.tensor(_times(case, count), dtype=torch.float64)
     cpu = _cpu_seconds() - cpu
     dist.all_reduce(times, op=dist.ReduceOp.MAX)  # an operation has ended when it has everywhere
     return Timing(
@@ -109,11 +108,11 @@ def measure(case: Case, group: dist.ProcessGroup | None, seconds: float) -> Timi
     )
 
 
-def _times(case: Case, group: dist.ProcessGroup | None, count: int) -> list[float]:
+def _times(case: Case, count: int) -> list[float]:
     times = []
     for _ in range(count):
         begin = time.perf_counter()
-        case.run(group)
+        case.run()
         times.append(time.perf_counter() - begin)
     return times
 

@@ -30,7 +30,7 @@ from exact import (  # noqa: E402
     pattern,
     reduced_pattern,
 )
-from options import make_parser, parse_size  # noqa: E402
+from options import make_parser, size_of  # noqa: E402
 from report import paired_ratio  # noqa: E402
 
 NATIVE = pytest.mark.needs_native
@@ -120,7 +120,7 @@ def test_a_wrong_operation_is_counted(tmp_path: Path) -> None:
     script = RIG / "faulty_allreduce.py"
     done, table = run_table(tmp_path, *flags, script=script, fault=",".join(FAULTS))
     assert done.returncode == 1, done.stdout + done.stderr
-    assert [row["size_bytes"] for row in table["rows"]] == list(map(parse_size, FAULTS.values()))
+    assert [row["size_bytes"] for row in table["rows"]] == list(map(size_of, FAULTS.values()))
     wrong = {fault: row["wrong"] for fault, row in zip(FAULTS, table["rows"], strict=True)}
     assert [fault for fault, count in wrong.items() if not count] == ["none"], wrong
     # Two blocks of four checked operations on one rank, and what the timed loops left behind:
@@ -204,7 +204,7 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
 
 
 def test_sizes() -> None:
-    sizes = [parse_size(text) for text in ("4", "4K", "1m", "2G")]
+    sizes = [size_of(text) for text in ("4", "4K", "1m", "2G")]
     assert sizes == [4, 4096, 1 << 20, 2 << 30]
 
 
