@@ -1,6 +1,6 @@
 """Makes the common failures happen and writes what a user sees into docs/troubleshooting.md.
 
-    python tools/transcripts.py            # rewrites the blocks and the table of codes
+    python tools/transcripts.py            # rewrites the blocks
     python tools/transcripts.py killed     # only prints one
 
 Each scenario is a program that real processes run, one per rank. test_troubleshooting.py in
@@ -171,18 +171,6 @@ def _renamed(text: str) -> str:
     return re.sub(rf"(?<![\w.-]){host}(?![\w-])", HOST, text)
 
 
-def codes_table() -> str:
-    """Every code, from the classes that are raised."""
-    sys.path.insert(0, str(ROOT))
-    from pycomm import errors
-
-    rows = ["| code | class | what it means |", "|---|---|---|"]
-    for code, cls in errors.BY_CODE.items():
-        meaning = (cls.__doc__ or "").strip().splitlines()[0]
-        rows.append(f"| `{code}` | `{cls.__name__}` | {meaning} |")
-    return "\n".join(rows)
-
-
 def marked(text: str, name: str) -> re.Match[str]:
     """The block of one marker in the document."""
     found = re.search(rf"(<!-- made: {name} -->\n)(.*?)(<!-- end -->)", text, re.DOTALL)
@@ -209,7 +197,7 @@ def main() -> int:
     for name in SCENARIOS:
         for marker, body in blocks(name, play(name)).items():
             text = replaced(text, marker, f"```text\n{body}\n```")
-    DOCUMENT.write_text(replaced(text, "codes", codes_table()))
+    DOCUMENT.write_text(text)
     return 0
 
 

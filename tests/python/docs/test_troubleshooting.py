@@ -63,8 +63,3 @@ def test_the_transcript_is_what_happens(name: str) -> None:
             kinds = [re.findall(r"^  (\w[\w ]*): ", text, re.M) for text in (body, document)]
             # Who was late by a millisecond in the operations before is chance.
             assert kinds[0] and set(kinds[0]) - {"late"} <= set(kinds[1])
-
-
-def test_the_table_of_codes_is_made_from_the_classes() -> None:
-    tool = transcripts()
-    assert tool.marked(read("docs/troubleshooting.md"), "codes")[2].strip() == tool.codes_table()
