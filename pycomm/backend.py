@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sysconfig
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,8 @@ def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | N
 def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
     """``getError()`` of torch's interface to backends, which torch does not offer in Python.
 
+    Deprecated, and removed in 0.2: ``last_error()`` has the code, the peer and the hint.
+
     Args:
         group: Default: the default group.
 
@@ -133,8 +136,13 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
     Raises:
         ValueError: The group is not pycomm's, or there is no group.
     """
-    backend = native_backend(group)
-    return _extension.native.backend_error(backend)
+    warnings.warn(
+        "pycomm.backend_error will be removed in 0.2. Try: pycomm.last_error(), which is None "
+        "until a failure and then has its code",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return _extension.native.backend_error(native_backend(group))
 
 
 def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import queue
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -101,6 +102,9 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
 def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
     """Averages gradients as int8 with a scale a block of 256, a quarter of fp32's bytes.
 
+    Deprecated, and removed in 0.2: ``pycomm.DistributedDataParallel(module, wire_dtype="int8")``
+    feeds back the same, with one all_reduce, and saves it by parameter name.
+
     Unlike ``Options.wire_dtype="int8"`` it can feed back what is lost, both by a rank's bytes and
     by those of the averages. All ranks hold the same bits.
 
@@ -114,6 +118,12 @@ def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> Com
     Returns:
         As ``top_k``.
     """
+    warnings.warn(
+        "pycomm.comm_hooks.int8 will be removed in 0.2. "
+        'Try: pycomm.DistributedDataParallel(module, wire_dtype="int8")',
+        FutureWarning,
+        stacklevel=2,
+    )
     return CompressedHook(Int8(error_feedback, module), "int8")
 
 

@@ -32,7 +32,10 @@ def add_parser(commands: Any) -> None:
         help="write a trace for chrome://tracing or ui.perfetto.dev",
     )
     parser.add_argument(
-        "--torch", type=Path, metavar="FOLDER", help="write files that torchfrtrace reads"
+        "--torch",
+        type=Path,
+        metavar="FOLDER",
+        help="deprecated: write files that torchfrtrace reads",
     )
     parser.set_defaults(run=run)
 
@@ -44,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.chrome is not None:
             arguments.chrome.write_text(json.dumps(chrome_trace(records.groups)))
         if arguments.torch is not None:
+            print("pycomm trace: --torch will be removed in 0.2; try --chrome", file=sys.stderr)
             write_torch_records(records.processes, arguments.torch)
     except (BadRecordError, OSError) as error:
         print(f"pycomm trace: {error}", file=sys.stderr)

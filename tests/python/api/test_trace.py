@@ -78,6 +78,10 @@ def test_nothing_is_wrong_with_a_healthy_job(
     assert texts(tmp_path) == {}
     assert main(["trace", str(tmp_path)]) == 0
     assert "nothing is wrong here" in capsys.readouterr().out
+    assert main(["trace", str(tmp_path), "--torch", str(tmp_path / "torchs")]) == 0
+    assert capsys.readouterr().err == (
+        "pycomm trace: --torch will be removed in 0.2; try --chrome\n"
+    )
 
 
 def test_a_rank_that_has_not_entered_is_named_with_its_last_operation(tmp_path: Path) -> None:

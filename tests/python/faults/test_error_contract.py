@@ -213,6 +213,11 @@ def test_its_fields_are_the_native_parts() -> None:
 def test_only_a_group_of_pycomms_has_an_error() -> None:
     with pytest.raises(ValueError, match="Default process group"):
         pycomm.last_error()
+    with (
+        pytest.warns(FutureWarning, match=r"removed in 0.2. Try: pycomm.last_error\(\)"),
+        pytest.raises(ValueError, match="Default process group"),
+    ):
+        pycomm.backend_error()
 
 
 # Logging
