@@ -5,7 +5,6 @@
 #include "base/error.h"
 #include "numeric/fp_environment.h"
 #include "numeric/kernels.h"
-#include "numeric/small_float.h"
 
 namespace pycomm {
 namespace {
@@ -47,38 +46,6 @@ void convertScalar(DType to, void* dst, DType from, const void* src, size_t nume
 uint32_t maxAbsBits(const float* values, size_t numel) noexcept {
   const numeric::BlockSummary summary = numeric::activeKernels().summarize(values, numel);
   return summary.special ? kInfinityBits : summary.max_bits;
-}
-
-float halfToFloat(uint16_t bits) noexcept {
-  return numeric::HalfFormat::decode(bits);
-}
-
-uint16_t floatToHalf(float value) noexcept {
-  return numeric::HalfFormat::encode(value);
-}
-
-float bfloat16ToFloat(uint16_t bits) noexcept {
-  return numeric::Bfloat16Format::decode(bits);
-}
-
-uint16_t floatToBfloat16(float value) noexcept {
-  return numeric::Bfloat16Format::encode(value);
-}
-
-float e4m3ToFloat(uint8_t bits) noexcept {
-  return numeric::E4m3Format::decode(bits);
-}
-
-uint8_t floatToE4m3(float value) noexcept {
-  return numeric::E4m3Format::encode(value);
-}
-
-float e5m2ToFloat(uint8_t bits) noexcept {
-  return numeric::E5m2Format::decode(bits);
-}
-
-uint8_t floatToE5m2(float value) noexcept {
-  return numeric::E5m2Format::encode(value);
 }
 
 } // namespace pycomm

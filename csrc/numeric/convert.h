@@ -22,14 +22,4 @@ void convertScalar(DType to, void* dst, DType from, const void* src, size_t nume
 /// chosen by. Bits without their sign order like magnitudes. 0 of no numbers. Any thread, any alignment.
 [[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
 
-// Single values. Unlike the rows above they follow the thread's rounding mode.
-[[nodiscard]] float halfToFloat(uint16_t bits) noexcept;
-[[nodiscard]] uint16_t floatToHalf(float value) noexcept;
-[[nodiscard]] float bfloat16ToFloat(uint16_t bits) noexcept;
-[[nodiscard]] uint16_t floatToBfloat16(float value) noexcept;
-[[nodiscard]] float e4m3ToFloat(uint8_t bits) noexcept;
-[[nodiscard]] uint8_t floatToE4m3(float value) noexcept;
-[[nodiscard]] float e5m2ToFloat(uint8_t bits) noexcept;
-[[nodiscard]] uint8_t floatToE5m2(float value) noexcept;
-
 } // namespace pycomm

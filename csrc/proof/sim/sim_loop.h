@@ -60,9 +60,6 @@ class SimLoop final : public TaskLoop {
   [[nodiscard]] int busy() const noexcept {
     return busy_;
   }
-  [[nodiscard]] size_t watches() const noexcept {
-    return watches_.size();
-  }
 
  private:
   struct Watch {

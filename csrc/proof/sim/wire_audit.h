@@ -26,9 +26,6 @@ class WireAudit final : public Network::Observer {
     on_frame_ = std::move(listener);
   }
   void say(const std::string& line);
-  [[nodiscard]] bool keepsTrace() const noexcept {
-    return keeps_trace_;
-  }
 
   [[nodiscard]] const std::vector<std::string>& trace() const noexcept {
     return trace_;

@@ -10,6 +10,7 @@
 #include "host_device.h"
 #include "numeric/convert.h"
 #include "numeric/reduce.h"
+#include "numeric/small_float.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -85,8 +86,8 @@ TEST(Reduce, AddsSmallFloatsInFp32AndRoundsOnce) {
   }
   HostDevice device;
   reduceInto(device, DType::Float16, ReduceOp::Sum, memory[0].data(), sources.data(), 9, 64, 1, nullptr);
-  EXPECT_EQ(halfToFloat(memory[0][0]), 2056.0F) << "in place";
-  EXPECT_EQ(halfToFloat(memory[0][63]), 2056.0F);
+  EXPECT_EQ(numeric::HalfFormat::decode(memory[0][0]), 2056.0F) << "in place";
+  EXPECT_EQ(numeric::HalfFormat::decode(memory[0][63]), 2056.0F);
 }
 
 TEST(Reduce, FollowsFloat64) {

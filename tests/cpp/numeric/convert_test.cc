@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "numeric/small_float.h"
 #include "numeric_testing.h"
 
 namespace pycomm {
@@ -110,35 +111,35 @@ TEST(Convert, RoundsRandomAndSpecialFloats) {
 }
 
 TEST(Convert, KnownAnswers) {
-  EXPECT_EQ(floatToHalf(65504.0F), 0x7bff);
-  EXPECT_EQ(floatToHalf(65519.0F), 0x7bff);
-  EXPECT_EQ(floatToHalf(65520.0F), 0x7c00); // a tie, and infinity is the even one
-  EXPECT_EQ(floatToHalf(-0.0F), 0x8000);
-  EXPECT_EQ(floatToHalf(std::ldexp(1.0F, -24)), 1);
-  EXPECT_EQ(floatToHalf(std::ldexp(1.0F, -25)), 0); // a tie with zero
-  EXPECT_EQ(floatToHalf(NAN), 0x7e00);
-  EXPECT_EQ(halfToFloat(0x3555), 0.333251953125F);
-  EXPECT_EQ(floatToBfloat16(1.00390625F), 0x3f80); // 1 + 2^-8: a tie
-  EXPECT_EQ(floatToBfloat16(1.01171875F), 0x3f82); // 1 + 3 * 2^-8: a tie
-  EXPECT_EQ(floatToBfloat16(3.4e38F), 0x7f80);
-  EXPECT_EQ(bfloat16ToFloat(0xc049), -3.140625F);
-  EXPECT_EQ(e4m3ToFloat(0x7e), 448.0F);
-  EXPECT_EQ(floatToE4m3(464.0F), 0x7e); // a tie, and 448 is the even one
-  EXPECT_EQ(floatToE4m3(465.0F), 0x7f);
-  EXPECT_EQ(floatToE4m3(-INFINITY), 0x7f);
-  EXPECT_EQ(e4m3ToFloat(0x01), std::ldexp(1.0F, -9));
-  EXPECT_EQ(e5m2ToFloat(0x7b), 57344.0F);
-  EXPECT_EQ(floatToE5m2(61440.0F), 0x7c);
-  EXPECT_EQ(floatToE5m2(-61439.0F), 0xfb);
+  EXPECT_EQ(numeric::HalfFormat::encode(65504.0F), 0x7bff);
+  EXPECT_EQ(numeric::HalfFormat::encode(65519.0F), 0x7bff);
+  EXPECT_EQ(numeric::HalfFormat::encode(65520.0F), 0x7c00); // a tie, and infinity is the even one
+  EXPECT_EQ(numeric::HalfFormat::encode(-0.0F), 0x8000);
+  EXPECT_EQ(numeric::HalfFormat::encode(std::ldexp(1.0F, -24)), 1);
+  EXPECT_EQ(numeric::HalfFormat::encode(std::ldexp(1.0F, -25)), 0); // a tie with zero
+  EXPECT_EQ(numeric::HalfFormat::encode(NAN), 0x7e00);
+  EXPECT_EQ(numeric::HalfFormat::decode(0x3555), 0.333251953125F);
+  EXPECT_EQ(numeric::Bfloat16Format::encode(1.00390625F), 0x3f80); // 1 + 2^-8: a tie
+  EXPECT_EQ(numeric::Bfloat16Format::encode(1.01171875F), 0x3f82); // 1 + 3 * 2^-8: a tie
+  EXPECT_EQ(numeric::Bfloat16Format::encode(3.4e38F), 0x7f80);
+  EXPECT_EQ(numeric::Bfloat16Format::decode(0xc049), -3.140625F);
+  EXPECT_EQ(numeric::E4m3Format::decode(0x7e), 448.0F);
+  EXPECT_EQ(numeric::E4m3Format::encode(464.0F), 0x7e); // a tie, and 448 is the even one
+  EXPECT_EQ(numeric::E4m3Format::encode(465.0F), 0x7f);
+  EXPECT_EQ(numeric::E4m3Format::encode(-INFINITY), 0x7f);
+  EXPECT_EQ(numeric::E4m3Format::decode(0x01), std::ldexp(1.0F, -9));
+  EXPECT_EQ(numeric::E5m2Format::decode(0x7b), 57344.0F);
+  EXPECT_EQ(numeric::E5m2Format::encode(61440.0F), 0x7c);
+  EXPECT_EQ(numeric::E5m2Format::encode(-61439.0F), 0xfb);
 }
 
 TEST(Convert, SingleValuesAreTheScalarReference) {
   for (const float value : randomFloats(20000, 2)) {
     const double exact = static_cast<double>(value);
-    EXPECT_EQ(floatToHalf(value), oracle::formatOf(DType::Float16).encode(exact));
-    EXPECT_EQ(floatToBfloat16(value), oracle::formatOf(DType::BFloat16).encode(exact));
-    EXPECT_EQ(floatToE4m3(value), oracle::formatOf(DType::Float8E4M3).encode(exact));
-    EXPECT_EQ(floatToE5m2(value), oracle::formatOf(DType::Float8E5M2).encode(exact));
+    EXPECT_EQ(numeric::HalfFormat::encode(value), oracle::formatOf(DType::Float16).encode(exact));
+    EXPECT_EQ(numeric::Bfloat16Format::encode(value), oracle::formatOf(DType::BFloat16).encode(exact));
+    EXPECT_EQ(numeric::E4m3Format::encode(value), oracle::formatOf(DType::Float8E4M3).encode(exact));
+    EXPECT_EQ(numeric::E5m2Format::encode(value), oracle::formatOf(DType::Float8E5M2).encode(exact));
   }
 }
 
@@ -191,7 +192,7 @@ TEST(Convert, ScalesBeforeItRounds) {
   float back = 0;
   convert(DType::Float32, &back, DType::Float16, &wire, 1, 1.0F / 65536.0F);
   EXPECT_NEAR(back, gradient, gradient * 5e-4F);
-  EXPECT_GT(std::fabs(halfToFloat(floatToHalf(gradient)) - gradient), gradient * 1e-2F);
+  EXPECT_GT(std::fabs(numeric::HalfFormat::decode(numeric::HalfFormat::encode(gradient)) - gradient), gradient * 1e-2F);
 }
 
 TEST(Convert, FactorsMatchTheOracleOnAllPairs) {

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "numeric/convert.h"
 #include "numeric/reduce.h"
+#include "numeric/small_float.h"
 #include "numeric_testing.h"
 
 namespace pycomm {
@@ -128,16 +128,20 @@ TEST(ReduceMany, RoundsOnce) {
 
 TEST(ReduceMany, AveragesBeforeItRounds) {
   // The sum is beyond fp16, the average is not.
-  const uint16_t big = floatToHalf(60000);
+  const uint16_t big = numeric::HalfFormat::encode(60000);
   const void* pair[] = {&big, &big};
   uint16_t average = 0;
   reduceMany(DType::Float16, ReduceOp::Avg, &average, pair, 2, 1, 2);
   EXPECT_EQ(average, big);
   // (2049 of two roundings would be 2048) 2048 + 1 + 3 + 0 = 2052, a quarter of it is 513.
-  const uint16_t parts[] = {floatToHalf(2048), floatToHalf(1), floatToHalf(3), floatToHalf(0)};
+  const uint16_t parts[] = {
+      numeric::HalfFormat::encode(2048),
+      numeric::HalfFormat::encode(1),
+      numeric::HalfFormat::encode(3),
+      numeric::HalfFormat::encode(0)};
   const void* sources[] = {&parts[0], &parts[1], &parts[2], &parts[3]};
   reduceMany(DType::Float16, ReduceOp::Avg, &average, sources, 4, 1, 4);
-  EXPECT_EQ(halfToFloat(average), 513.0F);
+  EXPECT_EQ(numeric::HalfFormat::decode(average), 513.0F);
 }
 
 TEST(ReduceMany, FoldsInTheOrderGiven) {
