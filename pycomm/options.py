@@ -229,10 +229,10 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
     return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
 
 
-def fault_points(environ: Mapping[str, str] | None = None) -> str:
+def fault_points() -> str:
     """Which faults a test wants: "site:nth:action", several separated by commas. See
     csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
-    return (os.environ if environ is None else environ).get(_FAULT_VARIABLE, "").strip()
+    return os.environ.get(_FAULT_VARIABLE, "").strip()
 
 
 def variables() -> list[str]:

@@ -34,9 +34,9 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def train_alone(steps: int, lr: float = 0.05, seed: int = 0) -> tuple[list[float], nn.Module]:
+def train_alone(steps: int, lr: float = 0.05) -> tuple[list[float], nn.Module]:
     """SGD on the whole batches, in one process. Returns the losses and the trained model."""
-    model = make_model(seed)
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):

@@ -83,7 +83,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(count: int, *, shaped: bool = True) -> Iterator[Cluster]:
+def cluster(count: int) -> Iterator[Cluster]:
     """Hosts node1, node2 ... at 10.77.0.1, 10.77.0.2 ...; skips the test where that cannot be."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -94,7 +94,7 @@ def cluster(count: int, *, shaped: bool = True) -> Iterator[Cluster]:
     made = Cluster(nodes, Host("switch", "", ""))
     try:
         try:
-            _build(made, shaped)
+            _build(made)
         except OSError as error:
             pytest.skip(f"network namespaces are not allowed here: {error}")
         yield made
@@ -103,7 +103,7 @@ def cluster(count: int, *, shaped: bool = True) -> Iterator[Cluster]:
             remove(host)
 
 
-def _build(made: Cluster, shaped: bool) -> None:
+def _build(made: Cluster) -> None:
     switch = made.switch
     run("ip", "netns", "add", switch.namespace)
     switch.ip("link", "add", "br0", "type", "bridge")
@@ -122,6 +122,5 @@ def _build(made: Cluster, shaped: bool) -> None:
         node.ip("addr", "add", f"{node.address}/24", "dev", "eth0")
         node.ip("addr", "add", f"{node.address_v6}/64", "dev", "eth0", "nodad")
         node.ip("link", "set", "eth0", "up")
-        if shaped:
-            made.shape(node, *GIGABIT)
+        made.shape(node, *GIGABIT)
     made.nodes[0].inside("nft", "list", "ruleset")  # not in every container

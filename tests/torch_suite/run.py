@@ -101,15 +101,15 @@ TESTS = {
 Outcomes = dict[str, dict[str, Any]]
 
 
-def run(backend: str, world_size: int, face: str, tests: str, folder: Path) -> Outcomes:
-    """One run in a process of its own, unless the folder has its outcomes already."""
-    out = folder / f"{face}-{world_size}-{backend}.json"
-    if not out.exists():
+def run(backend: str, world_size: int, face: str, tests: str) -> Outcomes:
+    """One run in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcomes.json"
         command = [sys.executable, str(FOLDER / "run_one.py"), "--backend", backend]
         command += ["--world-size", str(world_size), "--face", face]
         command += ["--tests", tests or TESTS[face], "--out", str(out)]
         subprocess.run(command, check=True, timeout=3000)
-    outcomes: Outcomes = json.loads(out.read_text())
+        outcomes: Outcomes = json.loads(out.read_text())
     return outcomes
 
 
@@ -226,11 +226,7 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--face", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--tests", default="", help="regular expression over test names")
-    parser.add_argument("--outcomes", type=Path, help="folder with outcomes to use and to add to")
     arguments = parser.parse_args()
-    scratch = tempfile.TemporaryDirectory()
-    folder = arguments.outcomes or Path(scratch.name)
-    folder.mkdir(exist_ok=True)
     recorded: dict[str, list[str]] = {}
     if RECORDED.exists():
         recorded = json.loads(RECORDED.read_text())
@@ -241,9 +237,9 @@ def main() -> int:
     bad = []
     for face, size in runs:
         key = f"{face}/{size}"
-        pair = {"pycomm": run("pycomm", size, face, arguments.tests, folder)}
+        pair = {"pycomm": run("pycomm", size, face, arguments.tests)}
         if arguments.all or arguments.write or key not in recorded:
-            pair["gloo"] = run("gloo", size, face, arguments.tests, folder)
+            pair["gloo"] = run("gloo", size, face, arguments.tests)
             recorded[key] = [
                 name for name, each in pair["gloo"].items() if each["status"] == "pass"
             ]
