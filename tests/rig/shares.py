@@ -1,8 +1,8 @@
 """A fifth of the cases on each day: all of them run within any five days in a row.
 
-A test suite with many cases runs those of today's share and those in `always.txt`: the fault cases,
-and the parametrised tests with the mark `in_shares`. A case's share depends on its name alone, so a
-new case moves no other one to another day.
+A run has the cases of today's share and those in `always.txt`: of the fault cases, and of the tests
+with the mark `in_shares`, with or without parameters. A case's share depends on its name alone, so
+a new case moves no other one to another day.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def test_it_runs_as_a_step_of_slurm(three: Cluster, tmp_path: Path) -> None:
 # Who reaches whom
 
 
+@pytest.mark.in_shares
 def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_path: Path) -> None:
     node1, node2, node3, node4 = four.nodes
     node1.firewall(f"ip saddr {node4.address} tcp dport 29601-29699 drop")
@@ -199,6 +200,7 @@ def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_p
     assert problems(healed) == []
 
 
+@pytest.mark.in_shares
 def test_what_each_host_lacks_is_found_by_name(four: Cluster, tmp_path: Path) -> None:
     """Another version, low descriptors, an own name on 127.0.1.1, docker0 twins, an open store."""
     for node in four.nodes:

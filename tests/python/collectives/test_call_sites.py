@@ -88,6 +88,7 @@ def reduce_in_helpers_and_callbacks(rank: int, world_size: int) -> list[float]:
     return seen
 
 
+@pytest.mark.in_shares
 def test_what_is_right_stays_right_with_the_check() -> None:
     results = run_ranks(3, reduce_in_helpers_and_callbacks, env=ON, preload=TORCH_DDP)
     first, *others = results.values()

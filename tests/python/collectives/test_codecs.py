@@ -201,6 +201,7 @@ def train_fsdp(rank: int, world_size: int) -> tuple[list[float], int]:
     return losses, pycomm.codec_stats().bytes_saved
 
 
+@pytest.mark.in_shares
 def test_fsdp2_trains_over_an_encoded_group() -> None:
     for losses, saved in run_ranks(2, train_fsdp, pg_options={"wire_dtype": "int8"}).values():
         assert losses[-1] < 0.5 * losses[0] and saved > 0

@@ -238,6 +238,7 @@ def profiled(rank: int, world_size: int) -> list[str]:
     return [event.name for event in profile.events() if event.name.startswith("pycomm:")]
 
 
+@pytest.mark.in_shares
 def test_profiler_events() -> None:
     for names in run_ranks(2, profiled).values():
         assert "pycomm:all_reduce" in names

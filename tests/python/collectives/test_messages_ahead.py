@@ -157,6 +157,7 @@ def test_a_rank_that_cannot_ask_who_is_late_goes_on() -> None:
     assert run_ranks(6, cannot_ask, pg_options=options).values() == [36.0] * 6
 
 
+@pytest.mark.in_shares
 def test_the_benchmark_with_a_slower_receiver() -> None:
     script = ROOT / "benchmarks" / "messages_ahead.py"
     arguments = ["--messages", "3000", "--sizes", "0,4", "--slower-us", "100"]

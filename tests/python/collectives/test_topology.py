@@ -103,6 +103,7 @@ def wired() -> Iterator[tuple[Host, Host]]:
         yield both
 
 
+@pytest.mark.in_shares
 def test_interleaved_ranks_share_their_hosts_slices(
     wired: tuple[Host, Host], tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def _table(rank: int, size: int, library: str, name: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.in_shares
 def test_the_table_of_all_reduce(fake_cuda: Path) -> None:
     first, second = _run(2, _table, fake_cuda, "allreduce")
     assert second == ""
@@ -105,6 +106,7 @@ def test_the_table_of_all_reduce(fake_cuda: Path) -> None:
     ]
 
 
+@pytest.mark.in_shares
 def test_the_table_of_training_steps(fake_cuda: Path) -> None:
     first, second = _run(2, _table, fake_cuda, "ddp")
     assert second == ""
@@ -125,6 +127,7 @@ def _kernels(rank: int, size: int, library: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.in_shares
 def test_the_table_of_kernels(fake_cuda: Path) -> None:
     (text,) = _run(1, _kernels, fake_cuda)
     assert len(re.findall(r" at least [\d.]+: (?:met|MISSED)$", text, re.M)) == 4, text
@@ -142,6 +145,7 @@ def _once(rank: int, size: int, library: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.in_shares
 def test_every_kernel_runs_once(fake_cuda: Path) -> None:
     (text,) = _run(1, _once, fake_cuda)
     assert "every kernel has run" in text

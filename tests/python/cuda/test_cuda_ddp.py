@@ -202,6 +202,7 @@ def _two_streams(rank: int, size: int, library: str, options: dict[str, Any]) ->
     ]
 
 
+@pytest.mark.in_shares
 def test_gradients_stay_until_the_copy_that_converts_them_is_through(fake_cuda: Path) -> None:
     for kept in _run(_two_streams, fake_cuda, {"wire_dtype": "bf16"}):
         assert sorted(kept) == [False, True], "all gradients are copied on one of the two streams"
@@ -237,6 +238,7 @@ def _hook_of_another_group(rank: int, size: int, library: str, nccl: bool) -> li
 
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+@pytest.mark.in_shares
 def test_the_group_in_a_hooks_state_decides_where_it_runs(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone()
     for weights, threads in _run(_hook_of_another_group, fake_cuda, nccl):
@@ -265,6 +267,7 @@ def _hook_without_a_group(rank: int, size: int, library: str, nccl: bool) -> lis
 
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+@pytest.mark.in_shares
 def test_the_default_group_decides_where_torchs_hooks_run_if_the_state_has_none(
     fake_cuda: Path, nccl: bool
 ) -> None:
@@ -336,6 +339,7 @@ def _crossing(rank: int, size: int, library: str, nccl: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("nccl", [False, True], ids=["host", "nccl"])
+@pytest.mark.in_shares
 def test_a_comm_hook_and_autograd_issue_in_one_order(fake_cuda: Path, nccl: bool) -> None:
     alone = _alone(_uncrossed)
     ranks = _run(_crossing, fake_cuda, nccl)
@@ -394,6 +398,7 @@ def _stalled(rank: int, size: int, library: str) -> bool:
     return True
 
 
+@pytest.mark.in_shares
 def test_backward_computes_while_a_comm_hooks_sum_is_under_way(fake_cuda: Path) -> None:
     assert _run(_stalled, fake_cuda) == [True] * RANKS
 
@@ -415,6 +420,7 @@ def _temporaries(rank: int, size: int, library: str) -> list[float]:
     return largest
 
 
+@pytest.mark.in_shares
 def test_what_a_sum_is_encoded_into_stays_until_it_is_decoded(fake_cuda: Path) -> None:
     for largest in _run(_temporaries, fake_cuda):
         assert max(largest) < 0.1, largest
@@ -450,6 +456,7 @@ def _amp(rank: int, size: int, library: str) -> tuple[list[Any], list[float]]:
     return _weights(ddp), scales
 
 
+@pytest.mark.in_shares
 def test_grad_scaler_and_autocast(fake_cuda: Path) -> None:
     alone = _alone()
     ranks = _run(_amp, fake_cuda)

@@ -77,6 +77,7 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
     train({"static_graph": True}, lambda rank, step: 0)
 
 
+@pytest.mark.in_shares
 def test_a_group_that_serves_cuda_only(fake_cuda: Path) -> None:
     run_ranks(
         2,
@@ -99,6 +100,7 @@ def sparse_on_a_device(rank: int, world_size: int, library: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.in_shares
 def test_sparse_gradients_on_cuda_are_refused_when_the_wrapper_is_made(fake_cuda: Path) -> None:
     environment = fake_cuda_device.preloading(fake_cuda)
     results = run_ranks(2, sparse_on_a_device, args=(str(fake_cuda),), env=environment, fresh=True)

@@ -48,6 +48,7 @@ def final(runs: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["torch", "pycomm"])
+@pytest.mark.in_shares
 def test_training_ends_near_fp32_with_the_same_bits(kind: str) -> None:
     exact = run_ranks(2, train_with, args=(kind, "fp32"), preload=TORCH_DDP).values()
     start = exact[0][0][0]
@@ -77,6 +78,7 @@ def reduce_constant(rank: int, world_size: int, name: str) -> list[torch.Tensor]
     return [total, gradient]
 
 
+@pytest.mark.in_shares
 def test_error_feedback_delivers_in_the_end_what_was_held_back() -> None:
     shares = {}
     for name in HOOKS:

@@ -82,6 +82,7 @@ def test_every_step_is_that_of_torch() -> None:
     run_ranks(2, parity)
 
 
+@pytest.mark.in_shares
 def test_three_ranks_agree_with_torch_to_rounding() -> None:
     run_ranks(3, parity)
 
@@ -135,6 +136,7 @@ def wire_accuracy(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.in_shares
 def test_the_mean_is_right_to_the_wires_rounding(world_size: int) -> None:
     run_ranks(world_size, wire_accuracy)
 

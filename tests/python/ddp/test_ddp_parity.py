@@ -139,6 +139,7 @@ def all_shapes_against_the_mean(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.in_shares
 def test_on_more_ranks_each_gradient_is_the_mean_of_the_ranks_own(size: int) -> None:
     results = ranks.run_ranks(
         size, all_shapes_against_the_mean, timeout_s=300, preload=ranks.TORCH_DDP

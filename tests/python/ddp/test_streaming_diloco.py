@@ -454,6 +454,7 @@ def resume_everywhere(rank: int, world_size: int, alpha: float | None) -> list[b
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0], ids=str)
+@pytest.mark.in_shares
 def test_a_run_cut_with_a_fragment_in_flight_continues_bit_by_bit(alpha: float | None) -> None:
     found = run_ranks(2, resume_everywhere, args=(alpha,), preload=ranks.TORCH_DDP).values()
     assert found == [[True, True, False, True]] * 2
@@ -614,6 +615,7 @@ def ends_in_a_step(rank: int, world_size: int) -> None:
     raise SystemExit(3)
 
 
+@pytest.mark.in_shares
 def test_a_program_may_end_in_the_middle_of_an_outer_step() -> None:
     with start_ranks(1, ends_in_a_step, destroy=False, preload=ranks.TORCH_DDP) as running:
         running.wait_for_mark(0, "stepped")
@@ -642,6 +644,7 @@ def uneven(
 
 
 @pytest.mark.parametrize("steps", [[5, 4], [3, 4]], ids=str)
+@pytest.mark.in_shares
 def test_ranks_that_had_more_batches_sync_at_the_end(steps: list[int]) -> None:
     found = {}
     for kind in ("DiLoCo", "StreamingDiLoCo", "SparseLoCo"):

@@ -90,6 +90,7 @@ def test_options(options: dict[str, Any]) -> None:
     run_ranks(2, like_one_process, args=(options, [3, 5]))
 
 
+@pytest.mark.in_shares
 def test_over_another_backend() -> None:
     run_ranks(2, like_one_process, args=({}, [3, 5]), backend="gloo", only_pycomm=False)
 
@@ -119,6 +120,7 @@ def converted(rank: int, size: int) -> None:
     assert torch.isfinite(layer(torch.randn(2, CHANNELS).bfloat16())).all()
 
 
+@pytest.mark.in_shares
 def test_convert() -> None:
     run_ranks(2, converted)
 

@@ -131,6 +131,7 @@ def train_with_powersgd(rank: int, world_size: int, steps: int, how: str) -> str
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.in_shares
 def test_powersgd_ordered(world_size: int, repeats: int) -> None:
     for _ in range(repeats):
         digests = run_ranks(
@@ -140,6 +141,7 @@ def test_powersgd_ordered(world_size: int, repeats: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.in_shares
 def test_powersgd_bare_is_right_or_says_so(world_size: int, repeats: int) -> None:
     """Without ``ordered`` a callback may run inline on the issuing thread, on some ranks only."""
     for _ in range(repeats):

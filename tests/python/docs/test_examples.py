@@ -85,6 +85,7 @@ def test_digits_learns() -> None:
 
 
 @pytest.mark.needs_native
+@pytest.mark.in_shares
 def test_digits_is_deterministic() -> None:
     flags = ["--epochs", "1", "--target", "0", "--wire-dtype", "fp16"]
     runs = [run_example_without_torchrun("train_digits.py", *flags) for _ in range(2)]
@@ -95,6 +96,7 @@ def test_digits_is_deterministic() -> None:
     assert first.splitlines()[-1] == second.splitlines()[-1]
 
 
+@pytest.mark.in_shares
 def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
     # torch.distributed.launch passes --local-rank; the other spelling is added by hand.
     launcher = ["-m", "torch.distributed.launch", *TORCHRUN[2:]]
@@ -106,6 +108,7 @@ def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
 
 
 @pytest.mark.needs_native
+@pytest.mark.in_shares
 def test_lm_loss_falls() -> None:
     flags = ["--steps", "20", "--accumulate", "2", "--wire-dtype", "fp16"]
     done = run_example("train_lm.py", *flags)
@@ -127,6 +130,7 @@ def test_lm_fails_where_the_loss_does_not_fall() -> None:
 
 
 @pytest.mark.parametrize("name", ["train_digits.py", "train_lm.py"])
+@pytest.mark.in_shares
 def test_help_explains_the_exposed_share(name: str) -> None:
     done = run_python([str(EXAMPLES / name), "--help"])
     assert done.returncode == 0, done.stderr
@@ -176,6 +180,7 @@ def read_some(terminal: int) -> str:
 
 
 @pytest.mark.parametrize("tqdm", ["with", "without"])
+@pytest.mark.in_shares
 def test_progress_on_a_terminal(tqdm: str) -> None:
     if tqdm == "with":
         pytest.importorskip("tqdm")

@@ -51,6 +51,7 @@ def test_every_scenario_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.in_shares
 def test_the_transcript_is_what_happens(name: str) -> None:
     tool = transcripts()
     document = read("docs/troubleshooting.md")

@@ -174,6 +174,7 @@ def _name(case: tuple[Trouble, int]) -> str:
 
 
 @pytest.mark.time_bound
+@pytest.mark.in_shares
 def test_networks(
     wired: tuple[Host, Host],
     trouble: Trouble,

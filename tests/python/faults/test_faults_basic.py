@@ -215,6 +215,7 @@ def leave_with_work_outstanding(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.time_bound
 @pytest.mark.parametrize("how", ["works", "futures", "never entered", "dropped"])
+@pytest.mark.in_shares
 def test_exits_with_work_outstanding(how: str, repeats: int) -> None:
     longest_s = 0.0
     for attempt in range(repeats):

@@ -165,6 +165,7 @@ def wired() -> Iterator[tuple[Host, Host]]:
 @pytest.mark.namespaces
 @pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.in_shares
 def test_over_tcp_between_hosts(
     wired: tuple[Host, Host], env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:
@@ -184,6 +185,7 @@ def test_over_tcp_between_hosts(
 
 
 @pytest.mark.parametrize("how", WAYS)
+@pytest.mark.in_shares
 def test_through_shared_memory_within_a_host(
     env: Mapping[str, str], tmp_path: Path, how: str, repeats: int
 ) -> None:

@@ -202,6 +202,7 @@ def test_every_step_exists(nightly: ModuleType) -> None:
     assert "no step is named fuz; --list prints them" in wrong.stderr
 
 
+@pytest.mark.in_shares
 def test_tests_of_the_night_are_left_out_by_day(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/python/faults"]
     command += ["-p", "no:cacheprovider", "-k", "latency"]

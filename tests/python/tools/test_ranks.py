@@ -155,6 +155,7 @@ def own_random_number(rank: int, world_size: int) -> tuple[int, float, float, fl
     return os.getppid(), random.random(), float(np.random.random()), float(torch.rand(1))
 
 
+@pytest.mark.in_shares
 def test_a_forked_rank_finds_what_a_fresh_one_finds() -> None:
     env: dict[str, str | None] = {"PYCOMM_RANKS_TEST": "here", "RANK": None}
     fresh, forked = (
@@ -166,6 +167,7 @@ def test_a_forked_rank_finds_what_a_fresh_one_finds() -> None:
     assert fresh[0].value["pycomm"] == []
 
 
+@pytest.mark.in_shares
 def test_which_ranks_are_forked() -> None:
     (_, *first), (parent, *second) = run_ranks(2, own_random_number, init="none").values()
     assert parent in zygote.zygote_pids()

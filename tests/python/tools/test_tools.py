@@ -360,6 +360,7 @@ def test_torch_never_comes_with_cuda(
     assert bootstrap.torch_arguments() == (expected or index)
 
 
+@pytest.mark.in_shares
 def test_pip_lists_the_versions_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pip's own words, from an index of this test."""
     for name in ("torch-2.13.0+cpu-py3-none-any.whl", "torch-2.15.0-py3-none-any.whl"):
@@ -398,6 +399,7 @@ def write_index(page: Path, links: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.in_shares
 def test_torch_comes_from_its_own_index_where_pypi_has_the_cuda_build_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.slow]
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.in_shares
 def test_whatever_gloo_passes() -> None:
     done = run_python([str(RUN), "--world-size", "2", "--tests", COLLECTIVES], timeout_s=350)
     assert done.returncode == 0, done.stdout + done.stderr
