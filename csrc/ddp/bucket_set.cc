@@ -1,8 +1,12 @@
 #include "ddp/bucket_set.h"
 
 #include <ATen/core/TensorBody.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <optional>
+
+#include "c10d/call_tag.h"
 
 namespace pycomm {
 namespace {
@@ -23,7 +27,10 @@ void BucketSet::cut(
     const BucketOptions& common) {
   std::vector<at::Tensor> tensors;
   std::vector<BucketMember> members;
+  const std::map<std::string, at::Tensor> lost_before = lost();
+  names_.clear();
   for (const ReducedParam& param : params) {
+    names_.push_back(param.name);
     tensors.push_back(param.tensor);
     members.push_back({param.tensor.nbytes(), kindOf(param), param.sparse});
   }
@@ -33,7 +40,6 @@ void BucketSet::cut(
       exponents[slot.index] = bucket.wire().exponent();
     }
   }
-  const std::map<size_t, at::Tensor> lost_before = lost();
   const auto planned = planBuckets(order, members, caps);
   buckets_.clear();
   buckets_.reserve(planned.size());
@@ -65,17 +71,74 @@ void BucketSet::cut(
   }
 }
 
-std::map<size_t, at::Tensor> BucketSet::lost() const {
-  std::map<size_t, at::Tensor> found;
+std::vector<std::vector<std::string>> BucketSet::names() const {
+  std::vector<std::vector<std::string>> names;
+  for (const Bucket& bucket : buckets_) {
+    names.emplace_back();
+    for (const Slot& slot : bucket.slots()) {
+      names.back().push_back(names_[slot.index]);
+    }
+  }
+  return names;
+}
+
+std::vector<size_t> BucketSet::gradientNbytes() const {
+  std::vector<size_t> sizes;
+  for (const Bucket& bucket : buckets_) {
+    sizes.push_back(bucket.memory().gradientNbytes());
+  }
+  return sizes;
+}
+
+size_t BucketSet::sharedNbytes() const {
+  size_t nbytes = 0;
+  for (const Bucket& bucket : buckets_) {
+    nbytes += bucket.memory().sharedNbytes();
+  }
+  return nbytes;
+}
+
+std::vector<uint32_t> BucketSet::tags() const {
+  std::vector<uint32_t> tags;
+  for (const std::vector<std::string>& names : names()) {
+    uint32_t tag = CallTag::of("bucket " + std::to_string(tags.size()));
+    for (const std::string& name : names) {
+      tag = CallTag::of(name, tag);
+    }
+    tags.push_back(tag);
+  }
+  return tags;
+}
+
+std::map<std::string, at::Tensor> BucketSet::lost() const {
+  std::map<std::string, at::Tensor> found;
   for (const Bucket& bucket : buckets_) {
     if (!bucket.wire().lost().defined()) {
       continue;
     }
     for (const Slot& slot : bucket.slots()) {
-      found[slot.index] = bucket.lostOf(slot);
+      found[names_[slot.index]] = bucket.lostOf(slot);
     }
   }
   return found;
+}
+
+bool BucketSet::setLost(const std::map<std::string, at::Tensor>& values, std::string& why) {
+  std::map<std::string, at::Tensor> rooms = lost();
+  for (const auto& [name, tensor] : values) {
+    const auto room = rooms.find(name);
+    if (room == rooms.end() || room->second.sizes() != tensor.sizes()) {
+      why = room == rooms.end() ? "no parameter '" + name + "' has error feedback here"
+                                : "what parameter '" + name + "' has lost is of another shape here";
+      return false;
+    }
+  }
+  const at::NoGradGuard no_grad;
+  for (auto& [name, room] : rooms) {
+    const auto found = values.find(name);
+    found == values.end() ? room.zero_() : room.copy_(found->second);
+  }
+  return true;
 }
 
 } // namespace pycomm

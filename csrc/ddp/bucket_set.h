@@ -2,24 +2,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "ddp/bucket.h"
 #include "ddp/bucket_plan.h"
+#include "ddp/reduced_param.h"
 
 namespace pycomm {
-
-/// One parameter of the model, trainable or frozen.
-struct ReducedParam {
-  at::Tensor tensor;
-  std::string name; ///< for errors
-  std::optional<at::ScalarType> wire_dtype; ///< none: its own
-  Codec codec = Codec::None; ///< with a comm hook what the hook's sums travel as, else with a wire dtype of fp32
-  bool sparse = false; ///< its gradients are sparse
-};
 
 /// All buckets of a reducer, and which parameter lies where.
 ///
@@ -57,13 +49,26 @@ class BucketSet {
     return places_[param];
   }
 
-  /// What error feedback holds, by parameter, in its shape: the wires' own memory.
-  [[nodiscard]] std::map<size_t, at::Tensor> lost() const;
+  /// Names of each bucket's parameters.
+  [[nodiscard]] std::vector<std::vector<std::string>> names() const;
+  /// Bytes of each bucket's gradients in their own dtype.
+  [[nodiscard]] std::vector<size_t> gradientNbytes() const;
+  /// Bytes of all buckets that other ranks reach in place.
+  [[nodiscard]] size_t sharedNbytes() const;
+  /// Of each bucket's index and its parameters' names, the same on all ranks: see CallTag.
+  [[nodiscard]] std::vector<uint32_t> tags() const;
+
+  /// What error feedback holds, by parameter name, in the parameter's shape: the wires' own memory.
+  [[nodiscard]] std::map<std::string, at::Tensor> lost() const;
+  /// Copies values of the form of lost() into it; parameters that they lack get zeros. False if a name or shape is unknown: then
+  /// nothing is done, and `why` says which.
+  [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& values, std::string& why);
 
  private:
   FlatMemory source_{false}; ///< before buckets_, which point to it
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter
+  std::vector<std::string> names_; ///< by parameter
 };
 
 } // namespace pycomm

@@ -1,13 +1,7 @@
 #include "ddp/reducer.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <map>
 #include <utility>
 
-#include "c10d/call_tag.h"
 #include "c10d/raising.h"
 
 namespace pycomm {
@@ -18,44 +12,26 @@ Reducer::Reducer(
     ReducerOptions options,
     const c10::intrusive_ptr<c10d::Backend>& backend,
     c10::intrusive_ptr<c10d::Store> store)
-    : params_(std::move(params)), group_(std::move(group)), options_(std::move(options)), order_(params_.size()) {
-  findBackend(backend);
+    : params_(std::move(params)),
+      group_(std::move(group), backend, params_),
+      options_(std::move(options)),
+      trained_(std::move(store), group_.rank(), params_),
+      order_(params_.size()),
+      pass_(params_.size(), options_.accumulate) {
   TORCH_CHECK_VALUE(!options_.caps.nbytes.empty(), "one bucket cap at least");
   TORCH_CHECK_VALUE(options_.accumulate >= 1, "accumulate is 1 or more");
   if (options_.find_unused_parameters) {
     used_.emplace(params_.size());
   }
-  adoptTrainable();
-  trained_set_.emplace(std::move(store), group_->getRank(), trainable_);
+  buckets_.setSource(FlatMemory(group_.sharesTensors()));
+  cutBuckets();
+  hookGradients();
 }
 
-void Reducer::findBackend(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const bool encodes =
-      std::any_of(params_.begin(), params_.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
-  auto* ours = dynamic_cast<PycommBackend*>(backend.get());
-  TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
-  buckets_.setSource(FlatMemory(ours != nullptr && ours->supportsTensorAlloc(-1)));
-  codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
-}
-
-// Where tensors of the reducer's own are reduced and broadcast: on the CPU, so that reading them waits for no device, unless
-// the group serves only the parameters' device.
-c10::Device Reducer::ownDevice(c10d::ProcessGroup& group) const {
-  const std::vector<c10::Device> served = group.getDeviceTypes();
-  const bool on_cpu = params_.empty() ||
-      std::any_of(served.begin(), served.end(), [](const c10::Device& device) { return device.is_cpu(); });
-  return on_cpu ? c10::Device(c10::DeviceType::CPU) : params_[0].tensor.device();
-}
-
-void Reducer::adoptTrainable() {
-  trainable_.clear();
-  for (const ReducedParam& param : params_) {
-    trainable_.push_back(param.tensor.requires_grad());
-  }
-  buildBuckets();
+void Reducer::hookGradients() {
   std::vector<std::pair<size_t, at::Tensor>> hooked;
   for (size_t index = 0; index < params_.size(); ++index) {
-    if (trainable_[index]) {
+    if (trained_.trained()[index]) {
       hooked.emplace_back(index, params_[index].tensor);
     }
   }
@@ -63,112 +39,92 @@ void Reducer::adoptTrainable() {
   grad_hooks_.emplace(hooked, [this](size_t index) { onGradient(index); });
 }
 
-void Reducer::buildBuckets() {
+void Reducer::cutBuckets() {
   std::vector<size_t> order;
   for (const size_t index : order_.expected()) {
-    if (trainable_[index]) {
+    if (trained_.trained()[index]) {
       order.push_back(index);
     }
   }
   BucketOptions common;
-  common.wire.rank = group_->getRank();
-  common.wire.world_size = group_->getSize();
-  common.wire.backend = codec_backend_;
+  common.wire.rank = group_.rank();
+  common.wire.world_size = group_.size();
+  common.wire.backend = group_.codecBackend();
   common.wire.error_feedback = options_.error_feedback;
   common.wire.hook_averages = hook_ != nullptr;
   common.grads_are_views = options_.gradient_as_bucket_view;
   common.cuda_library = options_.cuda_library;
   buckets_.cut(params_, order, options_.caps, common);
-  if (reduction_ != nullptr) { // a pass that failed has counted, too
-    stats_.add(reduction_->counts());
+  if (pipeline_ != nullptr) { // a pass that failed has counted, too
+    stats_.add(pipeline_->counts());
   }
-  reduction_ = hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_, bucketTags());
+  pipeline_ = std::make_unique<BucketPipeline>(
+      buckets_,
+      hook_ != nullptr ? hookReduction(hook_, buckets_.all().size()) : allReduction(group_.get(), buckets_.tags()),
+      recorder_);
   resetStep();
 }
 
-// Each bucket's index and its parameters' names, the same on all ranks: see CallTag.
-std::vector<uint32_t> Reducer::bucketTags() const {
-  std::vector<uint32_t> tags;
-  for (const Bucket& bucket : buckets_.all()) {
-    uint32_t tag = CallTag::of("bucket " + std::to_string(tags.size()));
-    for (const Slot& slot : bucket.slots()) {
-      tag = CallTag::of(params_[slot.index].name, tag);
-    }
-    tags.push_back(tag);
-  }
-  return tags;
-}
-
 void Reducer::resetStep() {
-  divisor_ = group_->getSize();
-  for (Bucket& bucket : buckets_.all()) {
-    bucket.beginStep(divisor_);
-  }
-  ready_.assign(params_.size(), false);
-  first_unlaunched_ = 0;
-  first_unfinished_ = 0;
-  pass_ = Pass::Idle;
+  pipeline_->begin(group_.size());
+  pass_.reset();
 }
 
 void Reducer::prepareForForward() {
   const std::lock_guard lock(mutex_);
   throwIfUnfinished();
-  for (size_t index = 0; index < params_.size(); ++index) {
-    if (params_[index].tensor.requires_grad() != trainable_[index]) {
-      TORCH_CHECK(
-          !static_graph_.has_value() || stats_.passes == 0,
-          "parameter '",
-          params_[index].name,
-          "' was ",
-          trainable_[index] ? "frozen" : "unfrozen",
-          " after the first backward pass, which static_graph=True does not allow: leave it out");
-      adoptTrainable();
-      trained_set_->change(trainable_);
-      return;
-    }
+  const std::optional<size_t> changed = trained_.changed(params_);
+  if (!changed.has_value()) {
+    return;
   }
+  TORCH_CHECK(
+      !pass_.hasStaticGraph() || stats_.passes == 0,
+      "parameter '",
+      params_[*changed].name,
+      "' was ",
+      trained_.trained()[*changed] ? "frozen" : "unfrozen",
+      " after the first backward pass, which static_graph=True does not allow: leave it out");
+  trained_.read(params_);
+  cutBuckets();
+  hookGradients();
+  trained_.publish();
 }
 
 void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(mutex_);
   throwIfUnfinished();
   resetStep();
-  if (!static_graph_.has_value()) {
-    unreachable_.clear();
-    if (options_.find_unused_parameters && grad_hooks_.has_value()) {
-      unreachable_ = grad_hooks_->unreachableFrom(outputs);
-    }
+  if (!pass_.hasStaticGraph()) {
+    const bool search = options_.find_unused_parameters && grad_hooks_.has_value();
+    pass_.setUnreachable(search ? grad_hooks_->unreachableFrom(outputs) : std::vector<size_t>{});
   }
   recorder_.begin(buckets_.all().size());
-  pass_ = buckets_.all().empty() ? Pass::Idle : Pass::Armed;
+  if (!buckets_.all().empty()) {
+    pass_.arm();
+  }
 }
 
 bool Reducer::rebuildBuckets() {
   return raising([&] {
     const std::lock_guard lock(mutex_);
     // With unused parameters the order may be another one in every pass.
-    const bool stable = !options_.find_unused_parameters || static_graph_.has_value();
-    const bool idle = pass_ != Pass::Reducing && failure_.empty();
+    const bool stable = !options_.find_unused_parameters || pass_.hasStaticGraph();
+    const bool idle = !pass_.reducing() && !failure_.any();
     if (order_.agreed() || order_.open() || !stable || !idle) {
       return false;
     }
-    const std::vector<size_t> seen = order_.seen();
-    at::Tensor order = at::empty({static_cast<int64_t>(params_.size())}, at::kLong);
-    std::copy(seen.begin(), seen.end(), order.mutable_data_ptr<int64_t>());
-    std::vector<at::Tensor> tensors{order.to(ownDevice(*group_))};
-    group_->broadcast(tensors)->wait();
-    order = tensors[0].cpu();
-    const auto* agreed = order.const_data_ptr<int64_t>();
-    order_.agree({agreed, agreed + params_.size()});
-    buildBuckets();
+    order_.agree(group_.fromRank0(order_.seen()));
+    cutBuckets();
     return true;
   });
 }
 
 void Reducer::setStaticGraph() {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(stats_.passes == 0 && pass_ == Pass::Idle, "static_graph must be set before the first backward pass");
-  static_graph_.emplace(params_.size());
+  TORCH_CHECK(
+      stats_.passes == 0 && pass_.phase() == BackwardPass::Phase::Idle,
+      "static_graph must be set before the first backward pass");
+  pass_.setStaticGraph();
   used_.emplace(params_.size());
 }
 
@@ -181,7 +137,7 @@ void Reducer::registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook) {
   const std::lock_guard lock(mutex_);
   checkHookMayBeSet();
   hook_ = std::move(hook);
-  buildBuckets();
+  cutBuckets();
 }
 
 void Reducer::compressToFp16() {
@@ -195,7 +151,7 @@ void Reducer::compressToFp16() {
   for (ReducedParam& param : params_) {
     param.wire_dtype = at::kHalf;
   }
-  buildBuckets();
+  cutBuckets();
 }
 
 void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
@@ -217,27 +173,27 @@ void Reducer::checkFinalized() {
 
 void Reducer::resetState() {
   const std::lock_guard lock(mutex_);
-  failure_.clear();
+  failure_.forget();
   join_work_.reset();
   post_backward_.clear();
   order_.forget();
-  stats_.accumulated = 0;
+  pass_.setAccumulated(0);
   if (used_.has_value()) {
     used_->abandon();
   }
-  for (auto& [index, lost] : buckets_.lost()) {
+  for (auto& [name, lost] : buckets_.lost()) {
     lost.zero_(); // a failed operation may have left anything in it
   }
-  buildBuckets();
+  cutBuckets();
 }
 
 void Reducer::updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group) {
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(pass_ != Pass::Reducing, "the process group cannot change in the middle of a backward pass");
-  findBackend(group->getBackend(ownDevice(*group).type()));
-  group_ = std::move(group);
-  trained_set_.emplace(nullptr, group_->getRank(), trainable_); // other ranks, and no store of theirs
-  buildBuckets();
+  TORCH_CHECK(!pass_.reducing(), "the process group cannot change in the middle of a backward pass");
+  group_ = ReducerGroup::withItsBackend(std::move(group), params_);
+  buckets_.setSource(FlatMemory(group_.sharesTensors()));
+  trained_.changeRanks(group_.rank());
+  cutBuckets();
 }
 
 void Reducer::recordSteps(bool on) {
@@ -253,69 +209,45 @@ std::shared_ptr<const StepRecord> Reducer::lastStep() {
 void Reducer::setAccumulated(int64_t passes) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK_VALUE(passes >= 0 && passes < options_.accumulate, "accumulated is less than accumulate");
-  stats_.accumulated = passes;
+  pass_.setAccumulated(passes);
 }
 
 std::map<std::string, at::Tensor> Reducer::lost() {
   const std::lock_guard lock(mutex_);
-  std::map<std::string, at::Tensor> kept;
-  for (const auto& [index, lost] : buckets_.lost()) {
-    kept[params_[index].name] = lost.clone(at::MemoryFormat::Contiguous);
+  std::map<std::string, at::Tensor> lost = buckets_.lost();
+  for (auto& [name, tensor] : lost) {
+    tensor = tensor.clone(at::MemoryFormat::Contiguous);
   }
-  return kept;
+  return lost;
 }
 
 bool Reducer::setLost(const std::map<std::string, at::Tensor>& lost, std::string& why) {
   const std::lock_guard lock(mutex_);
-  std::map<std::string, at::Tensor> rooms;
-  for (const auto& [index, room] : buckets_.lost()) {
-    rooms[params_[index].name] = room;
-  }
-  for (const auto& [name, tensor] : lost) {
-    const auto room = rooms.find(name);
-    if (room == rooms.end() || room->second.sizes() != tensor.sizes()) {
-      why = room == rooms.end() ? "no parameter '" + name + "' has error feedback here"
-                                : "what parameter '" + name + "' has lost is of another shape here";
-      return false;
-    }
-  }
-  const at::NoGradGuard no_grad;
-  for (auto& [name, room] : rooms) {
-    const auto found = lost.find(name);
-    found == lost.end() ? room.zero_() : room.copy_(found->second);
-  }
-  return true;
+  return buckets_.setLost(lost, why);
 }
 
 ReducerStats Reducer::stats() {
   const std::lock_guard lock(mutex_);
   ReducerStats stats = stats_;
-  stats.add(reduction_->counts()); // of the pass under way
-  for (const Bucket& bucket : buckets_.all()) {
-    stats.shared_nbytes += static_cast<int64_t>(bucket.memory().sharedNbytes());
-  }
+  stats.add(pipeline_->counts()); // of the pass under way
+  stats.accumulated = pass_.accumulated();
+  stats.shared_nbytes = static_cast<int64_t>(buckets_.sharedNbytes());
   return stats;
 }
 
 std::vector<std::vector<std::string>> Reducer::bucketNames() {
   const std::lock_guard lock(mutex_);
-  std::vector<std::vector<std::string>> names;
-  for (const Bucket& bucket : buckets_.all()) {
-    names.emplace_back();
-    for (const Slot& slot : bucket.slots()) {
-      names.back().push_back(params_[slot.index].name);
-    }
-  }
-  return names;
+  return buckets_.names();
 }
 
 std::vector<size_t> Reducer::bucketNbytes() {
   const std::lock_guard lock(mutex_);
-  std::vector<size_t> sizes;
-  for (const Bucket& bucket : buckets_.all()) {
-    sizes.push_back(bucket.memory().gradientNbytes());
-  }
-  return sizes;
+  return buckets_.gradientNbytes();
+}
+
+void Reducer::checkHookMayBeSet() const {
+  TORCH_CHECK(hook_ == nullptr, "a comm hook has been registered already; there can be one");
+  TORCH_CHECK(!pass_.reducing() && stats_.passes == 0, "a comm hook must be registered before the first backward pass");
 }
 
 } // namespace pycomm

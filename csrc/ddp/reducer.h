@@ -10,12 +10,15 @@
 #include <string>
 #include <vector>
 
-#include "c10d/backend.h"
+#include "ddp/backward_pass.h"
+#include "ddp/bucket_pipeline.h"
 #include "ddp/bucket_set.h"
 #include "ddp/grad_hooks.h"
 #include "ddp/gradient_order.h"
-#include "ddp/reduction.h"
-#include "ddp/static_graph.h"
+#include "ddp/pass_failure.h"
+#include "ddp/reduced_param.h"
+#include "ddp/reducer_group.h"
+#include "ddp/reducer_stats.h"
 #include "ddp/step_recorder.h"
 #include "ddp/trained_set.h"
 #include "ddp/used_params.h"
@@ -31,39 +34,12 @@ struct ReducerOptions {
   std::string cuda_library; ///< see makePacker()
 };
 
-struct ReducerStats {
-  int64_t passes = 0; ///< backward passes, but for those in no_sync()
-  int64_t steps = 0; ///< of them, those whose gradients were reduced
-  int64_t buckets_reduced = 0;
-  int64_t wire_nbytes = 0; ///< handed to all_reduce, as they travel, repetitions included; or to the comm hook
-  int64_t gradient_nbytes = 0; ///< what `passes` all_reduces in the parameters' own dtypes would have been handed
-  int64_t exposed_ns = 0; ///< backward was over and waited for the network
-  int64_t overflowed_buckets = 0; ///< fp16 buckets reduced twice because the first scale was too large,
-  int64_t underflowed_buckets = 0; ///< … too small,
-  int64_t nonfinite_buckets = 0; ///< and those that held Inf or NaN before they were packed
-  int64_t accumulated = 0; ///< passes since the last reduction
-  int64_t shared_nbytes = 0; ///< of the buckets as they are, what other ranks reach in place
-
-  void add(const ReductionCounts& counts) noexcept {
-    buckets_reduced += counts.buckets;
-    wire_nbytes += counts.wire_nbytes;
-    exposed_ns += counts.waited_ns;
-    overflowed_buckets += counts.overflowed_buckets;
-    underflowed_buckets += counts.underflowed_buckets;
-    nonfinite_buckets += counts.nonfinite_buckets;
-  }
-};
-
 /// Averages gradients over a process group while backward runs. The methods are those that
 /// torch.nn.parallel.DistributedDataParallel calls on its reducer.
 ///
-/// One backward pass: every accumulated gradient is packed into its bucket by a post hook; the bucket that is complete,
-/// and every bucket before it, is launched at once, in the same order on all ranks; after the last one a callback
-/// queued on the engine waits for the buckets in that order and writes the averages to .grad. Averages that have come
+/// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
+/// the last gradient a callback queued on the engine waits for the buckets and writes the averages to .grad. Averages that have come
 /// before are written when the next gradient comes.
-///
-/// Example, buckets {d, c} {b} {a}, backward produces d, b, c, a: b is packed and waits, c completes the first bucket,
-/// so buckets 0 and 1 leave together, a completes the last, the callback finishes 0, 1, 2.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
@@ -137,70 +113,49 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Bytes of each bucket's gradients in their own dtype.
   [[nodiscard]] std::vector<size_t> bucketNbytes();
   [[nodiscard]] const c10::intrusive_ptr<c10d::ProcessGroup>& group() const noexcept {
-    return group_;
+    return group_.get();
   }
 
  private:
-  enum class Pass {
-    Idle, ///< gradients that come stay local: no_sync(), or a second backward through the same graph
-    Armed, ///< a forward pass asked for a reduction; no gradient has come yet
-    Local, ///< accumulating
-    Reducing,
-  };
-
-  void findBackend(const c10::intrusive_ptr<c10d::Backend>& backend);
-  [[nodiscard]] c10::Device ownDevice(c10d::ProcessGroup& group) const;
-  void adoptTrainable();
-  void buildBuckets();
-  [[nodiscard]] std::vector<uint32_t> bucketTags() const;
+  void hookGradients();
+  void cutBuckets();
   void resetStep();
 
   void onGradient(size_t index);
   void takeGradient(size_t index);
   void beginPass();
-  void takeDivisor();
+  void endCounting();
   void markReady(size_t index);
-  void launchComplete();
+  void launchFull();
   void queueFinish();
   void finish();
-  void finishEarly();
-  void finishBuckets(bool unpack);
-  void finishBucket(size_t index, bool unpack);
+  void finishBuckets(const BucketPipeline::IsWritten& is_written);
+  [[nodiscard]] bool isUsed(size_t index);
+  void reduceZeros();
   void commit();
 
   void fail(const std::string& doing, const std::exception& error);
-  [[nodiscard]] std::string whyMismatched() const;
   void throwIfUnfinished() const;
-  [[nodiscard]] std::string namesOfMissing() const;
-  [[nodiscard]] std::string namesInBucket(size_t bucket) const;
   void checkHookMayBeSet() const;
 
   std::mutex mutex_; ///< guards everything below except params_, of which only a hook's wire dtype ever changes
   std::vector<ReducedParam> params_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  ReducerGroup group_;
   ReducerOptions options_;
   std::shared_ptr<c10d::CommHookInterface> hook_;
-  c10::intrusive_ptr<PycommBackend> codec_backend_; ///< null if nothing is encoded
 
-  std::vector<bool> trainable_; ///< by parameter: is in a bucket
-  std::optional<TrainedSet> trained_set_; ///< trainable_, as all ranks have it
+  TrainedSet trained_; ///< a parameter has a bucket if it is trained
   GradientOrder order_;
   BucketSet buckets_;
-  std::unique_ptr<Reduction> reduction_; ///< of buckets_
-  size_t first_unlaunched_ = 0;
-  size_t first_unfinished_ = 0;
+  StepRecorder recorder_;
+  std::unique_ptr<BucketPipeline> pipeline_; ///< of buckets_, which it borrows, as it does recorder_
 
-  Pass pass_ = Pass::Idle;
-  std::vector<bool> ready_; ///< by parameter, in this pass
-  std::vector<size_t> unreachable_; ///< parameters that this pass's graph does not reach
-  std::optional<StaticGraph> static_graph_;
+  BackwardPass pass_;
+  PassFailure failure_;
   std::optional<UsedParams> used_; ///< with find_unused_parameters or a static graph
   c10::intrusive_ptr<c10d::Work> join_work_;
-  int divisor_ = 1;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
-  std::string failure_; ///< of an earlier pass; sticky until resetState()
 
-  StepRecorder recorder_;
   ReducerStats stats_;
   std::optional<GradHooks> grad_hooks_; ///< last: its hooks hold `this`, and it removes them before anything else goes
 };

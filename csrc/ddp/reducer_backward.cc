@@ -1,13 +1,30 @@
-// One backward pass of a reducer: from the first gradient to the last average.
+// One backward pass of a reducer: from the first gradient to the last average, or to the failure.
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <utility>
 
+#include "c10d/python_errors.h"
 #include "c10d/raising.h"
 #include "ddp/reducer.h"
 
 namespace pycomm {
+namespace {
+
+void checkLayout(const at::Tensor& grad, const ReducedParam& param) {
+  const bool sparse = grad.layout() == at::kSparse;
+  TORCH_CHECK(
+      sparse == param.sparse,
+      "parameter '",
+      param.name,
+      "' got a ",
+      sparse ? "sparse" : "dense",
+      " gradient; every rank expects it to be ",
+      sparse ? "dense: only those of embeddings with sparse=True may be sparse"
+             : "sparse, as those of an embedding with sparse=True are");
+}
+
+} // namespace
 
 void Reducer::onGradient(size_t index) {
   raising([&] {
@@ -24,141 +41,105 @@ void Reducer::onGradient(size_t index) {
 void Reducer::takeGradient(size_t index) {
   const at::Tensor& grad = params_[index].tensor.grad();
   if (grad.defined()) {
-    const bool sparse = grad.layout() == at::kSparse;
-    TORCH_CHECK(
-        sparse == params_[index].sparse,
-        "parameter '",
-        params_[index].name,
-        "' got a ",
-        sparse ? "sparse" : "dense",
-        " gradient; every rank expects it to be ",
-        sparse ? "dense: only those of embeddings with sparse=True may be sparse"
-               : "sparse, as those of an embedding with sparse=True are");
+    checkLayout(grad, params_[index]);
     if (used_.has_value()) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
-  if (pass_ == Pass::Armed) {
+  if (pass_.phase() == BackwardPass::Phase::Armed) {
     beginPass();
   }
-  if (static_graph_.has_value() && static_graph_->counting()) {
-    static_graph_->count(index);
+  if (pass_.counting()) {
+    pass_.count(index);
     order_.came(index);
     return; // delayAllReduce() goes on
   }
-  if (pass_ != Pass::Reducing) {
+  if (!pass_.completes(index)) {
     return;
   }
-  if (static_graph_.has_value() && !static_graph_->isLast(index)) {
-    return;
+  // Averages are written now if they are there. A gradient that travels cast stays in memory of its own until its average is in .grad.
+  // If it is freed now, the next layer's gradient gets that memory while it is still in the cache. If it is freed at the end of backward,
+  // it goes back to the system, and the next step has a page fault for every page of every gradient.
+  if (!used_.has_value() || used_->kept()) {
+    pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
-  finishEarly();
   markReady(index);
-  launchComplete();
-  if (first_unlaunched_ == buckets_.all().size()) {
+  launchFull();
+  if (pipeline_->allLaunched()) {
     queueFinish();
   }
 }
 
 void Reducer::beginPass() {
   ++stats_.passes;
-  for (const Bucket& bucket : buckets_.all()) {
-    stats_.gradient_nbytes += static_cast<int64_t>(bucket.memory().gradientNbytes());
+  for (const size_t nbytes : buckets_.gradientNbytes()) {
+    stats_.gradient_nbytes += static_cast<int64_t>(nbytes);
   }
-  if (++stats_.accumulated < options_.accumulate) {
-    pass_ = Pass::Local;
+  pass_.begin();
+  if (!pass_.reducing()) {
     return;
   }
-  stats_.accumulated =
-      0; // here and not in commit(): if this pass fails, the next one counts from 1 and a saved state can be loaded
-  pass_ = Pass::Reducing;
-  takeDivisor();
-  if (static_graph_.has_value()) {
-    if (static_graph_->counting()) {
-      return;
-    }
-    static_graph_->beginPass();
+  if (join_work_ != nullptr) { // join(): it has summed how many ranks have data
+    const auto future = std::exchange(join_work_, nullptr)->getFuture();
+    future->waitAndThrow();
+    pipeline_->begin(future->value().toTensorVector().at(0).item<int>());
   }
-  for (const size_t unreachable : unreachable_) {
+  if (pass_.counting()) {
+    return;
+  }
+  for (const size_t unreachable : pass_.unreachable()) {
     markReady(unreachable);
-  }
-}
-
-void Reducer::takeDivisor() {
-  if (join_work_ == nullptr) {
-    return;
-  }
-  const auto future = std::exchange(join_work_, nullptr)->getFuture();
-  future->waitAndThrow();
-  divisor_ = future->value().toTensorVector().at(0).item<int>();
-  for (Bucket& bucket : buckets_.all()) {
-    bucket.beginStep(divisor_);
   }
 }
 
 void Reducer::delayAllReduce() {
   raising([&] {
     const std::lock_guard lock(mutex_);
-    if (!static_graph_.has_value() || !static_graph_->counting()) {
-      return;
-    }
-    static_graph_->close();
-    unreachable_.clear();
-    for (size_t index = 0; index < params_.size(); ++index) {
-      if (trainable_[index] && !static_graph_->reaches(index)) {
-        unreachable_.push_back(index);
-      }
-    }
-    if (pass_ != Pass::Reducing) {
-      return; // accumulating, or inside no_sync()
-    }
-    try {
-      for (const Bucket& bucket : buckets_.all()) {
-        for (const Slot& slot : bucket.slots()) {
-          markReady(slot.index);
-        }
-      }
-      launchComplete();
-    } catch (const std::exception& error) {
-      fail("the first gradients of a static graph were being reduced", error);
-      throw;
+    if (pass_.counting()) {
+      endCounting();
     }
   });
   finish();
 }
 
+void Reducer::endCounting() {
+  pass_.endCounting(trained_.trained());
+  if (!pass_.reducing()) {
+    return; // accumulating, or inside no_sync()
+  }
+  try {
+    for (const Bucket& bucket : buckets_.all()) {
+      for (const Slot& slot : bucket.slots()) {
+        markReady(slot.index);
+      }
+    }
+    launchFull();
+  } catch (const std::exception& error) {
+    fail("the first gradients of a static graph were being reduced", error);
+    throw;
+  }
+}
+
 void Reducer::markReady(size_t index) {
   TORCH_CHECK(
-      !ready_[index],
+      pass_.markReady(index),
       "parameter '",
       params_[index].name,
       "' got a second gradient in one backward pass. ",
-      static_graph_.has_value()
+      pass_.hasStaticGraph()
           ? "The graph is not the one of the first pass: leave static_graph=True out."
           : "Either it is used again by a checkpointed part of the model (use torch.utils.checkpoint with "
             "use_reentrant=False, or static_graph=True), or forward's output did not lead to it and "
             "find_unused_parameters=True counted it as unused.");
-  ready_[index] = true;
-  if (order_.open() && !static_graph_.has_value()) {
+  if (order_.open() && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
-  const BucketSet::Place place = buckets_.placeOf(index);
-  recorder_.gradient(place.bucket);
-  buckets_.all()[place.bucket].pack(place.slot);
+  pipeline_->pack(index);
 }
 
-void Reducer::launchComplete() {
-  while (first_unlaunched_ < buckets_.all().size() && buckets_.all()[first_unlaunched_].pending() == 0) {
-    const size_t index = first_unlaunched_++;
-    Bucket& bucket = buckets_.all()[index];
-    bucket.seal();
-    reduction_->launch(bucket, index);
-    if (recorder_.recording()) {
-      recorder_.launched(index, bucket, *reduction_->future(index));
-    }
-    if (first_unlaunched_ == buckets_.all().size() && used_.has_value()) {
-      used_->launch(*group_, ownDevice(*group_));
-    }
+void Reducer::launchFull() {
+  if (pipeline_->launchFull() && used_.has_value()) {
+    used_->launch(*group_.get(), group_.device());
   }
 }
 
@@ -172,38 +153,21 @@ void Reducer::queueFinish() {
 void Reducer::finish() {
   raising([&] {
     const std::lock_guard lock(mutex_);
-    if (pass_ != Pass::Reducing || first_unlaunched_ != buckets_.all().size()) {
+    if (!pass_.reducing() || !pipeline_->allLaunched()) {
       return; // of a static graph whose first pass was local
     }
     recorder_.backwardEnded();
-    finishBuckets(true);
+    finishBuckets([this](size_t param) { return isUsed(param); });
     recorder_.end();
     ++stats_.steps;
     commit();
   });
 }
 
-// Finishes the buckets that the network has done already. A gradient that travels cast stays in memory of its own until its average
-// is in .grad: if it is freed now, the next layer's gradient gets that memory while it is still in the cache. If it is freed at the
-// end of backward, it goes back to the system, and the next step has a page fault for every page of every gradient.
-// Nothing collective happens here: how far each rank comes is an accident.
-void Reducer::finishEarly() {
-  if (used_.has_value() && !used_->kept()) {
-    return;
-  }
-  while (first_unfinished_ < first_unlaunched_ &&
-         reduction_->ended(buckets_.all()[first_unfinished_], first_unfinished_)) {
-    finishBucket(first_unfinished_++, true);
-  }
-}
-
-void Reducer::finishBuckets(bool unpack) {
+void Reducer::finishBuckets(const BucketPipeline::IsWritten& is_written) {
   const at::NoGradGuard no_grad;
-  size_t& bucket = first_unfinished_;
   try {
-    for (; bucket < buckets_.all().size(); ++bucket) {
-      finishBucket(bucket, unpack);
-    }
+    pipeline_->finishAll(is_written);
     if (used_.has_value()) {
       used_->await(); // every rank takes part, also if all parameters were used here
     }
@@ -211,36 +175,29 @@ void Reducer::finishBuckets(bool unpack) {
       future->waitAndThrow();
     }
   } catch (const std::exception& error) {
+    const auto names = buckets_.names();
+    const size_t bucket = pipeline_->firstUnfinished();
     fail(
-        bucket == buckets_.all().size() ? std::string("the end of backward was awaited")
-                                        : "bucket " + std::to_string(bucket) + " of " +
-                std::to_string(buckets_.all().size()) + " (" + namesInBucket(bucket) + ") was being reduced",
+        bucket == names.size() ? std::string("the end of backward was awaited")
+                               : "bucket " + std::to_string(bucket) + " of " + std::to_string(names.size()) + " (" +
+                listed(names[bucket]) + ") was being reduced",
         error);
     throw;
   }
 }
 
-void Reducer::finishBucket(size_t index, bool unpack) {
-  Bucket& bucket = buckets_.all()[index];
-  reduction_->finish(bucket, index);
-  std::vector<size_t> used;
-  for (size_t slot = 0; unpack && slot < bucket.slots().size(); ++slot) {
-    if (!used_.has_value() || used_->anywhere(bucket.slots()[slot].index)) {
-      used.push_back(slot);
-    }
-  }
-  bucket.commit(used);
-  recorder_.unpacked(index);
+bool Reducer::isUsed(size_t index) {
+  return !used_.has_value() || used_->anywhere(index);
 }
 
 // The one place where a step changes what the next one reads, with two exceptions: Bucket::commit() has written averages and scales
 // as each bucket ended, and all-reduces write the loss that error feedback keeps.
 void Reducer::commit() {
-  stats_.add(reduction_->counts());
-  reduction_->clearCounts();
+  stats_.add(pipeline_->counts());
+  pipeline_->clearCounts();
   if (used_.has_value()) {
     stats_.exposed_ns += used_->takeWaitedNs();
-    if (static_graph_.has_value()) {
+    if (pass_.hasStaticGraph()) {
       used_->keep();
     } else {
       used_->clear();
@@ -256,25 +213,53 @@ void Reducer::shadowBackward() {
     throwIfUnfinished();
     resetStep();
     recorder_.drop();
-    if (++stats_.accumulated < options_.accumulate) {
-      return;
+    if (pass_.countPass()) {
+      reduceZeros();
     }
-    stats_.accumulated = 0; // see beginPass()
-    try {
-      for (Bucket& bucket : buckets_.all()) {
-        bucket.beginShadowStep(divisor_);
-      }
-      if (used_.has_value()) {
-        used_->clear();
-      }
-      launchComplete();
-    } catch (const std::exception& error) {
-      fail("a rank without data took part in a reduction", error);
-      throw;
-    }
-    finishBuckets(false);
-    commit();
   });
+}
+
+void Reducer::reduceZeros() {
+  try {
+    pipeline_->beginShadow(group_.size());
+    if (used_.has_value()) {
+      used_->clear();
+    }
+    launchFull();
+  } catch (const std::exception& error) {
+    fail("a rank without data took part in a reduction", error);
+    throw;
+  }
+  finishBuckets([](size_t /*param*/) { return false; });
+  commit();
+}
+
+void Reducer::fail(const std::string& doing, const std::exception& error) {
+  if (!failure_.record(doing, error)) {
+    return;
+  }
+  if (standsFor(error, ErrorCode::CollectiveMismatch)) { // so all ranks are there, and have published their sets
+    const std::optional<std::string> why = trained_.difference(params_, group_.size());
+    if (why.has_value()) {
+      failure_.explain(*why);
+      addNote(error, *why);
+    }
+  }
+  if (hook_ != nullptr) {
+    group_.abort(); // the hook may have raised here alone: the others would wait for its collectives until the deadline
+  }
+}
+
+void Reducer::throwIfUnfinished() const {
+  failure_.raise(group_.rank());
+  if (!pass_.reducing()) {
+    return;
+  }
+  std::vector<std::string> missing;
+  for (const size_t index : pass_.missing(trained_.trained())) {
+    missing.push_back(params_[index].name);
+  }
+  raiseMissing(group_.rank(), missing);
 }
 
 } // namespace pycomm

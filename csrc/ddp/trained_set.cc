@@ -1,6 +1,9 @@
 #include "ddp/trained_set.h"
 
+#include <ATen/core/TensorBody.h>
+
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 namespace pycomm {
@@ -20,23 +23,51 @@ std::string textOf(const std::vector<bool>& trained) {
 
 } // namespace
 
-TrainedSet::TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<bool> trained)
-    : store_(std::move(store)), rank_(rank), at_first_(std::move(trained)), trained_(at_first_) {}
+TrainedSet::TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<ReducedParam>& params)
+    : store_(std::move(store)), rank_(rank) {
+  read(params);
+  at_first_ = trained_;
+}
 
-void TrainedSet::change(std::vector<bool> trained) {
-  trained_ = std::move(trained);
+std::optional<size_t> TrainedSet::changed(const std::vector<ReducedParam>& params) const {
+  for (size_t index = 0; index < params.size(); ++index) {
+    if (params[index].tensor.requires_grad() != trained_[index]) {
+      return index;
+    }
+  }
+  return std::nullopt;
+}
+
+void TrainedSet::read(const std::vector<ReducedParam>& params) {
+  trained_.clear();
+  for (const ReducedParam& param : params) {
+    trained_.push_back(param.tensor.requires_grad());
+  }
+}
+
+void TrainedSet::publish() {
   if (store_ != nullptr) {
     store_->set(keyOf(rank_), textOf(trained_));
   }
 }
 
-std::optional<std::string> TrainedSet::difference(const std::vector<std::string>& names, int world_size) const {
+void TrainedSet::changeRanks(int rank) {
+  store_.reset();
+  rank_ = rank;
+}
+
+std::optional<std::string> TrainedSet::difference(const std::vector<ReducedParam>& params, int world_size) const {
   if (store_ == nullptr) {
     return std::nullopt;
   }
   const std::string mine = textOf(trained_);
   for (int rank = 0; rank < world_size; ++rank) {
-    const std::string theirs = store_->check({keyOf(rank)}) ? store_->get_to_str(keyOf(rank)) : textOf(at_first_);
+    std::string theirs;
+    try {
+      theirs = store_->check({keyOf(rank)}) ? store_->get_to_str(keyOf(rank)) : textOf(at_first_);
+    } catch (const std::exception&) {
+      return std::nullopt;
+    }
     for (size_t index = 0; rank != rank_ && index < std::min(mine.size(), theirs.size()); ++index) {
       if (mine[index] == theirs[index]) {
         continue;
@@ -44,8 +75,8 @@ std::optional<std::string> TrainedSet::difference(const std::vector<std::string>
       const std::string here = "rank " + std::to_string(rank_);
       const std::string there = "rank " + std::to_string(rank);
       const bool trained_here = mine[index] == '1';
-      return "parameter '" + names.at(index) + "' is trained on " + (trained_here ? here : there) + " and frozen on " +
-          (trained_here ? there : here) +
+      return "parameter '" + params.at(index).name + "' is trained on " + (trained_here ? here : there) +
+          " and frozen on " + (trained_here ? there : here) +
           ": freeze and unfreeze parameters on all ranks alike, before the same forward pass";
     }
   }

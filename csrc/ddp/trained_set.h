@@ -6,32 +6,44 @@
 #include <string>
 #include <vector>
 
+#include "ddp/reduced_param.h"
+
 namespace pycomm {
 
-/// Which parameters each rank trains, where ranks may look it up once they disagree.
+/// Which parameters are trained, on this rank and on the others.
 ///
-/// Parameters that are frozen or unfrozen on some ranks only give them other buckets, which shows as operations that do not
-/// match: true, and no help. So a rank whose set changes writes it into the group's store, and a rank whose operation
-/// did not match reads the others'. Nothing is written where nothing changes.
+/// Ranks that freeze or unfreeze different parameters cut different buckets, so their operations do not match. The mismatch itself names
+/// no parameter. So a rank whose set has changed publishes it in the group's store, and a rank whose operation did not match compares
+/// it with the others'. A rank whose set never changes writes nothing.
 ///
 /// Not thread-safe.
 class TrainedSet {
  public:
-  /// `store`: shared by the ranks and by nothing else; null: nobody can look anything up.
-  TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<bool> trained);
+  /// `store`: shared by the ranks and by nothing else; null: sets are neither published nor compared.
+  TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<ReducedParam>& params);
 
-  /// This rank trains others from now on. Throws what the store throws.
-  void change(std::vector<bool> trained);
+  /// By parameter.
+  [[nodiscard]] const std::vector<bool>& trained() const noexcept {
+    return trained_;
+  }
+  /// The first parameter that was frozen or unfrozen since the last read().
+  [[nodiscard]] std::optional<size_t> changed(const std::vector<ReducedParam>& params) const;
+  /// Reads requires_grad of all parameters.
+  void read(const std::vector<ReducedParam>& params);
+  /// Writes this rank's set to the store. Throws the store's errors.
+  void publish();
+  /// The ranks are others from now on, and share no store.
+  void changeRanks(int rank);
 
-  /// Where a rank's parameters are frozen or trained otherwise than here, in words, with the name of the first such
-  /// parameter; nothing if no rank is known to differ.
-  [[nodiscard]] std::optional<std::string> difference(const std::vector<std::string>& names, int world_size) const;
+  /// In words: the name of a parameter that is trained on one rank and frozen on another, one of them this one. Nothing if no difference
+  /// is known, or if the store cannot be read.
+  [[nodiscard]] std::optional<std::string> difference(const std::vector<ReducedParam>& params, int world_size) const;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
-  std::vector<bool> at_first_; ///< the same on all ranks: the wrapper has compared them
   std::vector<bool> trained_;
+  std::vector<bool> at_first_; ///< the same on all ranks: the wrapper has compared them
 };
 
 } // namespace pycomm

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ddp/static_graph.h"
+
+namespace pycomm {
+
+/// The bookkeeping of one backward pass after another: whether gradients are reduced in this pass, and which of them are ready.
+///
+///     reset() -> arm() -> begin() by the first gradient -> completes() and markReady() per gradient -> reset()
+///
+/// It moves no gradient and talks to no rank. Not thread-safe.
+class BackwardPass {
+ public:
+  enum class Phase {
+    Idle, ///< gradients stay local: no_sync(), or a second backward through the same graph
+    Armed, ///< a forward pass asked for a reduction; no gradient has come yet
+    Local, ///< accumulating
+    Reducing,
+  };
+
+  /// `accumulate`: passes per reduction.
+  BackwardPass(size_t param_count, int64_t accumulate) : accumulate_(accumulate), ready_(param_count, false) {}
+
+  [[nodiscard]] Phase phase() const noexcept {
+    return phase_;
+  }
+  [[nodiscard]] bool reducing() const noexcept {
+    return phase_ == Phase::Reducing;
+  }
+
+  /// Idle, and no parameter is ready.
+  void reset() {
+    phase_ = Phase::Idle;
+    ready_.assign(ready_.size(), false);
+  }
+  /// The next gradient begins a pass.
+  void arm() noexcept {
+    phase_ = Phase::Armed;
+  }
+  /// The first gradient of an armed pass has come: the pass is Reducing, or Local if more passes are accumulated first.
+  void begin() {
+    phase_ = countPass() ? Phase::Reducing : Phase::Local;
+    if (reducing() && static_graph_.has_value() && !static_graph_->counting()) {
+      static_graph_->beginPass();
+    }
+  }
+  /// Counts a pass. True if it is the one that reduces.
+  [[nodiscard]] bool countPass() noexcept {
+    if (++accumulated_ < accumulate_) {
+      return false;
+    }
+    accumulated_ =
+        0; // now and not at the end: if this pass fails, the next one counts from 1 and a saved state can be loaded
+    return true;
+  }
+  /// Passes since the last one that reduced.
+  [[nodiscard]] int64_t accumulated() const noexcept {
+    return accumulated_;
+  }
+  void setAccumulated(int64_t passes) noexcept {
+    accumulated_ = passes;
+  }
+
+  /// Whether this gradient is the last that its parameter gets in this reducing pass.
+  [[nodiscard]] bool completes(size_t param) {
+    return reducing() && (!static_graph_.has_value() || static_graph_->isLast(param));
+  }
+  /// False if the parameter was ready before.
+  [[nodiscard]] bool markReady(size_t param) {
+    const bool before = ready_[param];
+    ready_[param] = true;
+    return !before;
+  }
+  /// The trained parameters that are not ready.
+  [[nodiscard]] std::vector<size_t> missing(const std::vector<bool>& trained) const {
+    return trainedIf(trained, [this](size_t param) { return !ready_[param]; });
+  }
+
+  /// The parameters that this pass's graph does not reach: they are ready without a gradient.
+  void setUnreachable(std::vector<size_t> params) {
+    unreachable_ = std::move(params);
+  }
+  [[nodiscard]] const std::vector<size_t>& unreachable() const noexcept {
+    return unreachable_;
+  }
+
+  // A static graph: see StaticGraph. Its first pass counts gradients and completes none.
+  void setStaticGraph() {
+    static_graph_.emplace(ready_.size());
+  }
+  [[nodiscard]] bool hasStaticGraph() const noexcept {
+    return static_graph_.has_value();
+  }
+  [[nodiscard]] bool counting() const noexcept {
+    return static_graph_.has_value() && static_graph_->counting();
+  }
+  void count(size_t param) {
+    static_graph_->count(param);
+  }
+  /// Ends the counting. Trained parameters without a gradient are unreachable from now on.
+  void endCounting(const std::vector<bool>& trained) {
+    static_graph_->close();
+    unreachable_ = trainedIf(trained, [this](size_t param) { return !static_graph_->reaches(param); });
+  }
+
+ private:
+  template <typename Condition>
+  [[nodiscard]] static std::vector<size_t> trainedIf(const std::vector<bool>& trained, const Condition& condition) {
+    std::vector<size_t> params;
+    for (size_t param = 0; param < trained.size(); ++param) {
+      if (trained[param] && condition(param)) {
+        params.push_back(param);
+      }
+    }
+    return params;
+  }
+
+  int64_t accumulate_;
+  int64_t accumulated_ = 0;
+  Phase phase_ = Phase::Idle;
+  std::vector<bool> ready_; ///< by parameter
+  std::vector<size_t> unreachable_;
+  std::optional<StaticGraph> static_graph_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,59 @@
+#include "ddp/reducer_group.h"
+
+#include <ATen/core/TensorBody.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+c10::Device deviceFor(c10d::ProcessGroup& group, const std::vector<ReducedParam>& params) {
+  const std::vector<c10::Device> served = group.getDeviceTypes();
+  const bool on_cpu = params.empty() ||
+      std::any_of(served.begin(), served.end(), [](const c10::Device& device) { return device.is_cpu(); });
+  return on_cpu ? c10::Device(c10::DeviceType::CPU) : params[0].tensor.device();
+}
+
+} // namespace
+
+ReducerGroup::ReducerGroup(
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const c10::intrusive_ptr<c10d::Backend>& backend,
+    const std::vector<ReducedParam>& params)
+    : group_(std::move(group)), device_(deviceFor(*group_, params)) {
+  const bool encodes =
+      std::any_of(params.begin(), params.end(), [](const ReducedParam& param) { return param.codec != Codec::None; });
+  auto* ours = dynamic_cast<PycommBackend*>(backend.get());
+  TORCH_CHECK_VALUE(!encodes || ours != nullptr, "int8 and fp8 on the wire need a process group of pycomm");
+  shares_tensors_ = ours != nullptr && ours->supportsTensorAlloc(-1);
+  codec_backend_ = encodes ? c10::intrusive_ptr<PycommBackend>::reclaim_copy(ours) : nullptr;
+}
+
+ReducerGroup ReducerGroup::withItsBackend(
+    c10::intrusive_ptr<c10d::ProcessGroup> group,
+    const std::vector<ReducedParam>& params) {
+  const auto backend = group->getBackend(deviceFor(*group, params).type());
+  return {std::move(group), backend, params};
+}
+
+std::vector<size_t> ReducerGroup::fromRank0(const std::vector<size_t>& values) const {
+  at::Tensor flat = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
+  std::copy(values.begin(), values.end(), flat.mutable_data_ptr<int64_t>());
+  std::vector<at::Tensor> tensors{flat.to(device_)};
+  group_->broadcast(tensors)->wait();
+  flat = tensors[0].cpu();
+  const auto* received = flat.const_data_ptr<int64_t>();
+  return {received, received + values.size()};
+}
+
+void ReducerGroup::abort() {
+  try {
+    group_->getBackend(c10::DeviceType::CPU)->abort();
+  } catch (const std::exception&) { // a backend that cannot
+  }
+}
+
+} // namespace pycomm
