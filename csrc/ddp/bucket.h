@@ -20,15 +20,15 @@ struct BucketOptions {
   std::string cuda_library; ///< see makePacker()
 };
 
-/// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors, Packer fills and empties
-/// them, Wire says how they travel; what happens to a full bucket is a Reduction.
+/// Gradients of one dtype that are reduced together, and one step of them. BucketMemory has the tensors. Packer fills and empties them.
+/// Wire decides how they travel. A Reduction reduces a full bucket.
 ///
 ///     pack() each slot -> seal() -> [reduced -> judge() -> reduced again] -> commit()
 ///
 /// Not thread-safe; the reducer's mutex guards it.
 class Bucket {
  public:
-  /// As of BucketMemory.
+  /// See BucketMemory.
   Bucket(
       const std::vector<at::Tensor>& params,
       const std::vector<size_t>& indices,
@@ -46,7 +46,7 @@ class Bucket {
   }
   /// The part of wire().lost() that is one slot's, in its parameter's shape.
   [[nodiscard]] at::Tensor lostOf(const Slot& slot) const;
-  /// Bytes that one all-reduce is handed, as they travel.
+  /// The bytes of one all-reduce, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
 
   void beginStep(int divisor);
@@ -56,19 +56,19 @@ class Bucket {
   [[nodiscard]] size_t pending() const noexcept {
     return pending_;
   }
-  /// Takes the gradient of one slot in; a parameter without one counts as zero.
+  /// Packs the gradient of one slot; a parameter without one counts as zero.
   void pack(size_t slot);
   /// After the last pack().
   void seal();
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(c10d::ProcessGroup& group) const;
-  /// What the sums are. If they are to be reduced again, the gradients are packed and sealed for that.
+  /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
-  /// Whether the sums can be averages now: on the CPU, and judge() would take them as they are.
+  /// Whether commit() can follow now: the bucket is on the CPU, and judge() would accept the sums.
   [[nodiscard]] bool settled() const;
-  /// What a comm hook returned becomes the content of home.
+  /// The result of a comm hook becomes the content of home.
   void takeResult(const at::Tensor& result);
-  /// The one place where a step changes what the next one reads of this bucket: writes the averages of these slots to .grad, and takes
-  /// the scale of the next step.
+  /// Writes the averages of these slots to .grad, and takes the scale of the next step. Nothing else in a step changes state of this
+  /// bucket that the next step reads.
   void commit(const std::vector<size_t>& slots);
 
  private:

@@ -34,10 +34,10 @@ class BucketMemory {
     size_t tail = 0; ///< elements that travel behind the gradients
     bool grads_are_views = false;
     bool sparse = false;
-    bool in_place = false; ///< the all-reduce reads and writes the memory itself, so other ranks may
+    bool in_place = false; ///< the all-reduce works in this memory itself, so other ranks may reach it
   };
 
-  /// `source`: where flat memory comes from; outlives this. `params`: all of the reducer's, `indices`: those of this bucket.
+  /// `source`: allocates flat memory; outlives this. `params`: all of the reducer's, `indices`: those of this bucket.
   BucketMemory(
       const std::vector<at::Tensor>& params,
       const std::vector<size_t>& indices,
@@ -65,9 +65,9 @@ class BucketMemory {
     return slots[0].param.device();
   }
 
-  /// The tensor that travels. Complex gradients are seen as pairs of reals.
+  /// The tensor that travels. Complex gradients travel as pairs of reals.
   [[nodiscard]] at::Tensor travelling() const;
-  /// What follows the gradients in cast.
+  /// The elements behind the gradients in cast.
   [[nodiscard]] at::Tensor tail() const;
   /// Bytes of the gradients in their own dtype; of a sparse one, those of the step under way.
   [[nodiscard]] size_t gradientNbytes() const;
@@ -77,7 +77,7 @@ class BucketMemory {
   /// Zeros travel, and no .grad is read or written. Home is replaced if it travels, since .grad may still point into the old one.
   void zero();
 
-  /// Whether a gradient lies in memory as its slot says, in whatever dtype.
+  /// Whether a gradient lies in memory as its slot says, in any dtype.
   [[nodiscard]] static bool isPlain(const at::Tensor& grad, const Slot& slot);
   /// Whether a gradient is the slot's part of home.
   [[nodiscard]] static bool isHome(const at::Tensor& grad, const Slot& slot);

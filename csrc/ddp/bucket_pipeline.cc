@@ -1,6 +1,9 @@
 #include "ddp/bucket_pipeline.h"
 
 #include <utility>
+#include <vector>
+
+#include "ddp/pass_failure.h"
 
 namespace pycomm {
 
@@ -58,6 +61,15 @@ void BucketPipeline::finishAll(const IsWritten& is_written) {
   while (first_unfinished_ < buckets_.all().size()) {
     finishFirst(is_written);
   }
+}
+
+std::string BucketPipeline::awaited() const {
+  const std::vector<std::vector<std::string>> names = buckets_.names();
+  if (first_unfinished_ == names.size()) {
+    return "the end of backward was awaited";
+  }
+  return "bucket " + std::to_string(first_unfinished_) + " of " + std::to_string(names.size()) + " (" +
+      listed(names[first_unfinished_]) + ") was being reduced";
 }
 
 void BucketPipeline::finishFirst(const IsWritten& is_written) {

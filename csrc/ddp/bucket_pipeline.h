@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "ddp/bucket_set.h"
 #include "ddp/reduction.h"
@@ -9,8 +10,8 @@
 
 namespace pycomm {
 
-/// The buckets of a reducer in one step. A bucket is launched when it and all buckets before it are full, and finished in the same
-/// order: all ranks do both alike.
+/// The buckets of a reducer in one step. A bucket is launched when it and all buckets before it are full.
+/// Buckets are finished in the order of launching. All ranks do both in the same order.
 ///
 ///     begin() -> pack() each gradient, launchFull() -> finishAll()
 ///
@@ -40,13 +41,15 @@ class BucketPipeline {
 
   /// Finishes the launched buckets that the network has already done, without waiting for it. It issues nothing collective, since other
   /// ranks may come less far.
+  ///
+  /// A gradient that travels cast stays in memory of its own until its average is in .grad. If it is freed while backward runs, the next
+  /// layer's gradient gets that memory while it is still in the cache. If it is freed at the end of backward, it goes back to the system,
+  /// and the next step has a page fault for every page of every gradient.
   void finishEnded(const IsWritten& is_written);
   /// Waits for all buckets.
   void finishAll(const IsWritten& is_written);
-  /// The first bucket that is not finished; after an error the one that failed.
-  [[nodiscard]] size_t firstUnfinished() const noexcept {
-    return first_unfinished_;
-  }
+  /// For errors, a clause: which bucket is awaited, with its parameters' names, or that all are finished.
+  [[nodiscard]] std::string awaited() const;
 
   [[nodiscard]] const ReductionCounts& counts() const noexcept {
     return reduction_->counts();

@@ -5,7 +5,7 @@
 
 namespace pycomm {
 
-/// What decides with whom a parameter may share a bucket.
+/// The facts that decide which parameters may share a bucket.
 struct BucketMember {
   size_t nbytes = 0;
   int kind = 0; ///< only equal kinds share: dtype and wire dtype
@@ -14,8 +14,8 @@ struct BucketMember {
 
 /// How full buckets get. A bucket is closed by the gradient that brings it to its cap, so it may be larger by that one.
 struct BucketCaps {
-  std::vector<size_t> nbytes; ///< of the first, second … bucket of a kind; the last holds for all that follow
-  size_t last_nbytes = 0; ///< what is left for the bucket that completes last, at most; 0: no rule of its own
+  std::vector<size_t> nbytes; ///< of the first, second … bucket of a kind; the last one holds for all others
+  size_t last_nbytes = 0; ///< cap of the bucket that completes last; 0: no cap of its own
 };
 
 /// Cuts the gradients, in the order in which they come, into buckets: each entry the indices of one bucket, buckets in

@@ -123,6 +123,20 @@ std::map<std::string, at::Tensor> BucketSet::lost() const {
   return found;
 }
 
+std::map<std::string, at::Tensor> BucketSet::copyLost() const {
+  std::map<std::string, at::Tensor> copies = lost();
+  for (auto& [name, tensor] : copies) {
+    tensor = tensor.clone(at::MemoryFormat::Contiguous);
+  }
+  return copies;
+}
+
+void BucketSet::forgetLost() {
+  for (auto& [name, tensor] : lost()) {
+    tensor.zero_();
+  }
+}
+
 bool BucketSet::setLost(const std::map<std::string, at::Tensor>& values, std::string& why) {
   std::map<std::string, at::Tensor> rooms = lost();
   for (const auto& [name, tensor] : values) {

@@ -13,10 +13,10 @@
 
 namespace pycomm {
 
-/// All buckets of a reducer, and which parameter lies where.
+/// All buckets of a reducer, and the place of each parameter in them.
 ///
-/// They are cut again while training goes on. What a bucket's wire keeps from step to step follows its parameters: a new bucket
-/// begins with the least scale of those that its parameters come from, and with what their codec had lost.
+/// They are cut again while training goes on. The state of a bucket's wire follows its parameters: a new bucket begins with the least
+/// scale of the buckets that its parameters come from, and with the loss that error feedback has kept for them.
 class BucketSet {
  public:
   struct Place {
@@ -24,13 +24,13 @@ class BucketSet {
     size_t slot;
   };
 
-  /// Where buckets that are cut from now on get their memory.
+  /// The memory of all buckets that are cut from now on.
   void setSource(FlatMemory source) {
     source_ = source;
   }
 
-  /// `order`: the parameters that have a bucket, as their gradients are expected. `common`: what all buckets share; each bucket's
-  /// wire dtype, codec and kind of gradient are its parameters'.
+  /// `order`: the parameters that have a bucket, as their gradients are expected. `common`: the options that all
+  /// buckets share. Each bucket's wire dtype, codec and kind of gradient are those of its parameters.
   void cut(
       const std::vector<ReducedParam>& params,
       const std::vector<size_t>& order,
@@ -58,13 +58,18 @@ class BucketSet {
   /// Of each bucket's index and its parameters' names, the same on all ranks: see CallTag.
   [[nodiscard]] std::vector<uint32_t> tags() const;
 
-  /// What error feedback holds, by parameter name, in the parameter's shape: the wires' own memory.
-  [[nodiscard]] std::map<std::string, at::Tensor> lost() const;
-  /// Copies values of the form of lost() into it; parameters that they lack get zeros. False if a name or shape is unknown: then
+  /// Copies of the values that error feedback keeps, by parameter name, in the parameters' shapes.
+  [[nodiscard]] std::map<std::string, at::Tensor> copyLost() const;
+  /// Takes values of the form of copyLost(); parameters that they lack get zeros. False if a name or shape is unknown: then
   /// nothing is done, and `why` says which.
   [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& values, std::string& why);
+  /// Error feedback keeps zeros.
+  void forgetLost();
 
  private:
+  /// The wires' own memory.
+  [[nodiscard]] std::map<std::string, at::Tensor> lost() const;
+
   FlatMemory source_{false}; ///< before buckets_, which point to it
   std::vector<Bucket> buckets_;
   std::vector<Place> places_; ///< by parameter

@@ -4,12 +4,12 @@
 
 namespace pycomm {
 
-/// Where buckets get their memory from. Every tensor is flat and zero.
+/// Allocates the memory of buckets. Every tensor is flat and zero.
 class FlatMemory {
  public:
   struct Flat {
     at::Tensor tensor;
-    bool shared = false; ///< the other ranks reach it
+    bool shared = false; ///< the other ranks can reach it
   };
 
   /// `reachable`: the ranks share a host and reach each other's tensors in place. See SharedHeap.

@@ -14,7 +14,7 @@ namespace pycomm {
 /// The CUDA library's bucket kernels, for one device.
 class BucketKernels {
  public:
-  /// Throws Error(Unsupported) if the CUDA library is not there, or has no code for the device.
+  /// Throws Error(Unsupported) if the CUDA library is missing, or has no code for the device.
   BucketKernels(const std::string& library_path, c10::Device device);
 
   /// The dtype that kernels take gradients of `grad` in, for a bucket of `wire`: `grad` itself, else float32.
@@ -31,7 +31,7 @@ class BucketKernels {
       const at::Tensor& bucket,
       float factor,
       const at::Tensor& stats) const;
-  /// The way back; undefined gradients are left out.
+  /// From the bucket to the gradients; undefined gradients are left out.
   void unpack(
       const std::vector<at::Tensor>& gradients,
       const std::vector<size_t>& numels,
@@ -39,7 +39,7 @@ class BucketKernels {
       const at::Tensor& bucket,
       float factor) const;
 
-  /// For pack(): int32 elements, of which the kernels write the largest magnitude's bits to kLargest.
+  /// For pack(): int32 elements. The kernels write the bits of the largest magnitude to element kLargest.
   [[nodiscard]] at::Tensor newStats() const;
   static constexpr int64_t kLargest = 2;
 

@@ -10,13 +10,19 @@ namespace pycomm {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-GradHooks::GradHooks(const std::vector<std::pair<size_t, at::Tensor>>& params, const OnGradient& on_gradient) {
+GradHooks::GradHooks(
+    const std::vector<ReducedParam>& params,
+    const std::vector<bool>& hooked,
+    const OnGradient& on_gradient) {
   hooked_.reserve(params.size());
-  for (const auto& [index, param] : params) {
-    NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
+  for (size_t index = 0; index < params.size(); ++index) {
+    if (!hooked[index]) {
+      continue;
+    }
+    NodePtr accumulator = torch::autograd::impl::grad_accumulator(params[index].tensor);
     TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
     auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [on_gradient, index = index](const variable_list& outputs, const variable_list& /*inputs*/) {
+        [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
           on_gradient(index);
           return outputs;
         },

@@ -6,32 +6,32 @@
 #include <cstdint>
 #include <functional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "c10d/torch_compat.h"
+#include "ddp/reduced_param.h"
 
 namespace pycomm {
 
 /// Calls back when autograd has accumulated a parameter's gradient, and finds parameters that a graph does not reach.
 ///
-/// Each leaf has one gradient accumulator, a graph node that autograd itself holds only weakly: here they are kept
-/// alive, or the hooks would vanish with the first graph.
+/// Each leaf has one gradient accumulator, a graph node that autograd itself holds only weakly. This object keeps
+/// them alive; otherwise the hooks would vanish with the first graph.
 class GradHooks {
  public:
   /// Called with the parameter's index on the thread that runs backward, without the GIL. It may throw: the error comes
   /// out of backward().
   using OnGradient = std::function<void(size_t index)>;
 
-  /// `params`: with the index that each is known by.
-  GradHooks(const std::vector<std::pair<size_t, at::Tensor>>& params, const OnGradient& on_gradient);
+  /// `hooked`: by parameter, whether it gets a hook.
+  GradHooks(const std::vector<ReducedParam>& params, const std::vector<bool>& hooked, const OnGradient& on_gradient);
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
   ~GradHooks();
 
   void remove();
 
-  /// Indices of parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
+  /// Indices of hooked parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
 
  private:

@@ -8,16 +8,16 @@
 
 namespace pycomm {
 
-/// The streams on which the CUDA gradients of a bucket come.
+/// The streams on which autograd makes the CUDA gradients of a bucket.
 ///
-/// note() is called on each one's; join() lets the caller's current stream go on behind all of them, so whatever is put onto it from
-/// there on sees the gradients.
+/// note() is called on the stream of each gradient. join() makes the caller's current stream wait for all of them, so later work on it
+/// sees the gradients.
 class GradStreams {
  public:
   explicit GradStreams(c10::Device device) : device_(device) {}
 
   void note();
-  /// Whether any gradient came on another stream than the current one.
+  /// True if a gradient came on another stream than the current one.
   bool join();
 
  private:
@@ -25,7 +25,7 @@ class GradStreams {
   std::vector<c10::Stream> streams_; ///< since the last join()
 };
 
-/// torch's current stream of a device, whatever its kind.
+/// torch's current stream of a device of any kind.
 [[nodiscard]] c10::Stream currentStream(c10::Device device);
 
 } // namespace pycomm

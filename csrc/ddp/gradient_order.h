@@ -5,9 +5,9 @@
 
 namespace pycomm {
 
-/// The order in which gradients are expected, and the one in which those of the first reduction came.
+/// The order in which gradients are expected, and the order in which those of the first reduction came.
 ///
-/// Expected at first is the reverse order of registration: backward comes to the last registered parameter first, more or less.
+/// The first expectation is the reverse order of registration: backward reaches the last registered parameters first, more or less.
 class GradientOrder {
  public:
   explicit GradientOrder(size_t param_count);
@@ -27,10 +27,10 @@ class GradientOrder {
     return open_;
   }
 
-  /// expected() in the order of came(): the last time counts. Parameters that did not come, because they are frozen or this rank had
-  /// no data, go to the end as they stood.
+  /// expected() in the order of came(): the last time counts. Parameters without a gradient (frozen, or this rank had no
+  /// data) go to the end in their present order.
   [[nodiscard]] std::vector<size_t> seen() const;
-  /// What all ranks go by from now on. Throws unless it is a permutation of all parameters.
+  /// All ranks expect this order from now on. Throws unless it is a permutation of all parameters.
   void agree(std::vector<size_t> order);
   [[nodiscard]] bool agreed() const noexcept {
     return agreed_;

@@ -8,8 +8,8 @@ namespace pycomm {
 
 // The packers that take each gradient when it comes.
 
-/// Gradients in their own dtype. Where .grad is a view of home already, it is scaled in place; else, if gradients are views, .grad
-/// becomes one.
+/// Gradients in their own dtype. If .grad is a view of home already, it is scaled in place. If gradients are to be views and it is
+/// none, it becomes one.
 class HomePacker final : public Packer {
  public:
   void pack(BucketMemory& memory, const Slot& slot, double factor) override;

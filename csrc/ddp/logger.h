@@ -10,8 +10,8 @@
 
 namespace pycomm {
 
-/// What torch.nn.parallel.DistributedDataParallel calls on its logger: keeps a table of facts about one wrapper, under
-/// the names that torch's own logger uses where the meaning is the same. It prints nothing.
+/// The logger that torch.nn.parallel.DistributedDataParallel calls. It keeps a table of facts about one wrapper. A fact that torch's
+/// own logger has, too, has the same name there. It prints nothing.
 class DdpLogger final {
  public:
   explicit DdpLogger(std::shared_ptr<Reducer> reducer);

@@ -11,7 +11,7 @@
 
 namespace pycomm {
 
-/// How a bucket is filled and emptied: moves gradients from parameters' .grad to flat memory, and averages back.
+/// Fills and empties a bucket: moves gradients from parameters' .grad to flat memory, and averages back.
 ///
 ///     packer    gradients                                             packs
 ///     home      in their own dtype, to where .grad may lie itself     each as it comes
@@ -31,7 +31,7 @@ class Packer {
 
   /// Forgets the magnitude of what was packed before.
   virtual void begin() {}
-  /// The gradient of one slot has come; a parameter without one counts as zeros. Multiplied by `factor`.
+  /// The gradient of one slot has come: packs it, times `factor`. A parameter without one counts as zeros.
   virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
   /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
   virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
@@ -47,7 +47,7 @@ class Packer {
   virtual void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const = 0;
 };
 
-/// `measures`: writeSize() will be asked. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
+/// `measures`: writeSize() will be called. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
 [[nodiscard]] std::unique_ptr<Packer> makePacker(
     const BucketMemory& memory,
     bool measures,

@@ -56,6 +56,28 @@ void raiseMissing(int rank, const std::vector<std::string>& names) {
       "the loss.");
 }
 
+void raiseSecondGradient(const std::string& name, bool static_graph) {
+  TORCH_CHECK(
+      false,
+      "parameter '",
+      name,
+      "' got a second gradient in one backward pass. ",
+      static_graph ? "The graph is not the one of the first pass: leave static_graph=True out."
+                   : "Either it is used again by a checkpointed part of the model (use torch.utils.checkpoint with "
+                     "use_reentrant=False, or static_graph=True), or forward's output did not lead to it and "
+                     "find_unused_parameters=True counted it as unused.");
+}
+
+void raiseFrozen(const std::string& name, bool trained) {
+  TORCH_CHECK(
+      false,
+      "parameter '",
+      name,
+      "' was ",
+      trained ? "frozen" : "unfrozen",
+      " after the first backward pass, which static_graph=True does not allow: leave it out");
+}
+
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) {

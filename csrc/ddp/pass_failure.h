@@ -28,6 +28,11 @@ class PassFailure {
 /// Throws: these parameters got no gradient in the last pass, so their buckets were never reduced.
 [[noreturn]] void raiseMissing(int rank, const std::vector<std::string>& names);
 
+/// Throws: a parameter's second gradient in one pass.
+[[noreturn]] void raiseSecondGradient(const std::string& name, bool static_graph);
+/// Throws: a parameter of a static graph, `trained` before, was frozen or unfrozen.
+[[noreturn]] void raiseFrozen(const std::string& name, bool trained);
+
 /// "'a', 'b' and 3 more parameters": the first ten names.
 [[nodiscard]] std::string listed(const std::vector<std::string>& names);
 

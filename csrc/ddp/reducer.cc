@@ -5,6 +5,20 @@
 #include "c10d/raising.h"
 
 namespace pycomm {
+namespace {
+
+void castToFp16(std::vector<ReducedParam>& params) {
+  for (const ReducedParam& param : params) {
+    TORCH_CHECK(
+        !param.wire_dtype.has_value(),
+        "FP16_COMPRESS is wire_dtype=\"fp16\", and wire_dtype has been given: leave one of them out");
+  }
+  for (ReducedParam& param : params) {
+    param.wire_dtype = at::kHalf;
+  }
+}
+
+} // namespace
 
 Reducer::Reducer(
     std::vector<ReducedParam> params,
@@ -29,14 +43,8 @@ Reducer::Reducer(
 }
 
 void Reducer::hookGradients() {
-  std::vector<std::pair<size_t, at::Tensor>> hooked;
-  for (size_t index = 0; index < params_.size(); ++index) {
-    if (trained_.trained()[index]) {
-      hooked.emplace_back(index, params_[index].tensor);
-    }
-  }
   grad_hooks_.reset();
-  grad_hooks_.emplace(hooked, [this](size_t index) { onGradient(index); });
+  grad_hooks_.emplace(params_, trained_.trained(), [this](size_t index) { onGradient(index); });
 }
 
 void Reducer::cutBuckets() {
@@ -77,13 +85,9 @@ void Reducer::prepareForForward() {
   if (!changed.has_value()) {
     return;
   }
-  TORCH_CHECK(
-      !pass_.hasStaticGraph() || stats_.passes == 0,
-      "parameter '",
-      params_[*changed].name,
-      "' was ",
-      trained_.trained()[*changed] ? "frozen" : "unfrozen",
-      " after the first backward pass, which static_graph=True does not allow: leave it out");
+  if (pass_.hasStaticGraph() && stats_.passes > 0) {
+    raiseFrozen(params_[*changed].name, trained_.trained()[*changed]);
+  }
   trained_.read(params_);
   cutBuckets();
   hookGradients();
@@ -95,7 +99,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   throwIfUnfinished();
   resetStep();
   if (!pass_.hasStaticGraph()) {
-    const bool search = options_.find_unused_parameters && grad_hooks_.has_value();
+    const bool search = options_.find_unused_parameters;
     pass_.setUnreachable(search ? grad_hooks_->unreachableFrom(outputs) : std::vector<size_t>{});
   }
   recorder_.begin(buckets_.all().size());
@@ -143,14 +147,7 @@ void Reducer::registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook) {
 void Reducer::compressToFp16() {
   const std::lock_guard lock(mutex_);
   checkHookMayBeSet();
-  for (const ReducedParam& param : params_) {
-    TORCH_CHECK(
-        !param.wire_dtype.has_value(),
-        "FP16_COMPRESS is wire_dtype=\"fp16\", and wire_dtype has been given: leave one of them out");
-  }
-  for (ReducedParam& param : params_) {
-    param.wire_dtype = at::kHalf;
-  }
+  castToFp16(params_);
   cutBuckets();
 }
 
@@ -161,9 +158,7 @@ void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::iva
 
 void Reducer::removeAutogradHooks() {
   const std::lock_guard lock(mutex_);
-  if (grad_hooks_.has_value()) {
-    grad_hooks_->remove();
-  }
+  grad_hooks_->remove();
 }
 
 void Reducer::checkFinalized() {
@@ -181,9 +176,7 @@ void Reducer::resetState() {
   if (used_.has_value()) {
     used_->abandon();
   }
-  for (auto& [name, lost] : buckets_.lost()) {
-    lost.zero_(); // a failed operation may have left anything in it
-  }
+  buckets_.forgetLost(); // a failed operation may have left anything in it
   cutBuckets();
 }
 
@@ -214,11 +207,7 @@ void Reducer::setAccumulated(int64_t passes) {
 
 std::map<std::string, at::Tensor> Reducer::lost() {
   const std::lock_guard lock(mutex_);
-  std::map<std::string, at::Tensor> lost = buckets_.lost();
-  for (auto& [name, tensor] : lost) {
-    tensor = tensor.clone(at::MemoryFormat::Contiguous);
-  }
-  return lost;
+  return buckets_.copyLost();
 }
 
 bool Reducer::setLost(const std::map<std::string, at::Tensor>& lost, std::string& why) {

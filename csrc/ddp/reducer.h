@@ -27,10 +27,10 @@ namespace pycomm {
 
 struct ReducerOptions {
   BucketCaps caps;
-  int64_t accumulate = 1; ///< backward passes to one reduction
+  int64_t accumulate = 1; ///< backward passes per reduction
   bool find_unused_parameters = false;
   bool gradient_as_bucket_view = true;
-  bool error_feedback = true; ///< where there is a codec
+  bool error_feedback = true; ///< of codecs
   std::string cuda_library; ///< see makePacker()
 };
 
@@ -44,13 +44,12 @@ struct ReducerOptions {
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
 /// which gradients came to rank 0. Parameters that are frozen or unfrozen between passes leave or enter the buckets.
 ///
-/// Thread-safe by one mutex. It is held while buckets are launched and awaited, so no caller may hold the GIL.
+/// Thread-safe by one mutex. The mutex is held while buckets are launched and awaited, so no caller may hold the GIL.
 class Reducer final : public std::enable_shared_from_this<Reducer> {
  public:
   /// `params`: in the order of registration, the same on all ranks. Empty if torch's Python reducer does the work.
-  /// `backend`: pycomm's in `group`, or null; needed where a parameter has a codec. Where its ranks reach each other's
-  /// memory, buckets lie there.
-  /// `store`: where ranks write which parameters they freeze and unfreeze, or null. See TrainedSet.
+  /// `backend`: pycomm's in `group`, or null; needed if a parameter has a codec. Buckets lie in memory that its ranks share, if they can.
+  /// `store`: for TrainedSet, or null.
   Reducer(
       std::vector<ReducedParam> params,
       c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -58,47 +57,46 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       const c10::intrusive_ptr<c10d::Backend>& backend = {},
       c10::intrusive_ptr<c10d::Store> store = {});
 
-  /// Throws when the last backward pass did not complete: naming the parameters without a gradient, or its failure.
+  /// Throws if the last backward pass did not complete: the error names the parameters without a gradient, or its failure.
   void prepareForForward();
-  /// The next backward pass reduces. `outputs`: what forward returned, looked at with find_unused_parameters only.
+  /// The next backward pass reduces. `outputs`: of forward, used with find_unused_parameters only.
   void prepareForBackward(const std::vector<at::Tensor>& outputs);
-  /// Cuts the buckets anew in the order that the first reduction showed on rank 0. Collective, once; true when it did.
+  /// Cuts the buckets anew in the order in which the first reduction's gradients came to rank 0. Collective, once; true if it did.
   bool rebuildBuckets();
 
   /// The graph is the same in every pass: the first one shows how often each parameter's gradient comes.
   void setStaticGraph();
-  /// The end of a static graph's first pass, called once the engine has nothing left to do.
+  /// The end of a static graph's first pass: torch's wrapper calls it when the engine has nothing left to do.
   void delayAllReduce();
 
   /// Once, before the first backward pass. Buckets then hold the parameters' own dtype.
   void registerCommHook(std::unique_ptr<c10d::CommHookInterface> hook);
   /// The same, for buckets that travel as fp16 (torch's FP16_COMPRESS).
   void compressToFp16();
-  /// Waited for at the end of the next backward pass.
+  /// The end of the next backward pass waits for these.
   void installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
 
-  // join(): ranks that have run out of data follow the others.
-  /// `work`: an all-reduced 1 of every rank that still has data; the next pass divides by it unless told otherwise.
+  // join(): ranks without data follow the others.
+  /// `work`: sums a 1 of each rank that still has data. The next pass divides by the sum, unless the second argument is true.
   void setForwardPassWork(c10::intrusive_ptr<c10d::Work> work, bool divide_by_initial_world_size);
   /// Takes part in the others' reduction with zeros.
   void shadowBackward();
 
   void removeAutogradHooks();
   void checkFinalized();
-  /// Forgets an unfinished or failed pass; buffers that a lost operation might still write are replaced.
+  /// Forgets an unfinished or failed pass, and replaces buffers that a lost operation might still write.
   void resetState();
   void updateProcessGroup(c10::intrusive_ptr<c10d::ProcessGroup> group);
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
-  /// What error feedback holds on this rank, by parameter name: copies, in float32. Not during a backward pass.
+  /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Not during a backward pass.
   [[nodiscard]] std::map<std::string, at::Tensor> lost();
-  /// Takes what lost() gave; parameters that it lacks begin with zeros. False, and nothing done, where a name or shape is
-  /// unknown, which `why` then says.
+  /// Takes values of the form of lost(): see BucketSet::setLost().
   [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& lost, std::string& why);
 
-  /// Whether steps are recorded from the next forward pass on; the last one is kept.
+  /// From the next forward pass on.
   void recordSteps(bool on);
-  /// Of the last recorded step that has ended; null if there is none.
+  /// The last recorded step that has ended, or null.
   [[nodiscard]] std::shared_ptr<const StepRecord> lastStep();
 
   [[nodiscard]] ReducerStats stats();

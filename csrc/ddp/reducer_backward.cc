@@ -24,6 +24,14 @@ void checkLayout(const at::Tensor& grad, const ReducedParam& param) {
              : "sparse, as those of an embedding with sparse=True are");
 }
 
+std::vector<std::string> namesOf(const std::vector<ReducedParam>& params, const std::vector<size_t>& indices) {
+  std::vector<std::string> names;
+  for (const size_t index : indices) {
+    names.push_back(params[index].name);
+  }
+  return names;
+}
+
 } // namespace
 
 void Reducer::onGradient(size_t index) {
@@ -57,9 +65,6 @@ void Reducer::takeGradient(size_t index) {
   if (!pass_.completes(index)) {
     return;
   }
-  // Averages are written now if they are there. A gradient that travels cast stays in memory of its own until its average is in .grad.
-  // If it is freed now, the next layer's gradient gets that memory while it is still in the cache. If it is freed at the end of backward,
-  // it goes back to the system, and the next step has a page fault for every page of every gradient.
   if (!used_.has_value() || used_->kept()) {
     pipeline_->finishEnded([this](size_t param) { return isUsed(param); });
   }
@@ -121,16 +126,9 @@ void Reducer::endCounting() {
 }
 
 void Reducer::markReady(size_t index) {
-  TORCH_CHECK(
-      pass_.markReady(index),
-      "parameter '",
-      params_[index].name,
-      "' got a second gradient in one backward pass. ",
-      pass_.hasStaticGraph()
-          ? "The graph is not the one of the first pass: leave static_graph=True out."
-          : "Either it is used again by a checkpointed part of the model (use torch.utils.checkpoint with "
-            "use_reentrant=False, or static_graph=True), or forward's output did not lead to it and "
-            "find_unused_parameters=True counted it as unused.");
+  if (!pass_.markReady(index)) {
+    raiseSecondGradient(params_[index].name, pass_.hasStaticGraph());
+  }
   if (order_.open() && !pass_.hasStaticGraph()) {
     order_.came(index);
   }
@@ -175,13 +173,7 @@ void Reducer::finishBuckets(const BucketPipeline::IsWritten& is_written) {
       future->waitAndThrow();
     }
   } catch (const std::exception& error) {
-    const auto names = buckets_.names();
-    const size_t bucket = pipeline_->firstUnfinished();
-    fail(
-        bucket == names.size() ? std::string("the end of backward was awaited")
-                               : "bucket " + std::to_string(bucket) + " of " + std::to_string(names.size()) + " (" +
-                listed(names[bucket]) + ") was being reduced",
-        error);
+    fail(pipeline_->awaited(), error);
     throw;
   }
 }
@@ -197,11 +189,7 @@ void Reducer::commit() {
   pipeline_->clearCounts();
   if (used_.has_value()) {
     stats_.exposed_ns += used_->takeWaitedNs();
-    if (pass_.hasStaticGraph()) {
-      used_->keep();
-    } else {
-      used_->clear();
-    }
+    pass_.hasStaticGraph() ? used_->keep() : used_->clear();
   }
   order_.close();
   resetStep();
@@ -255,11 +243,7 @@ void Reducer::throwIfUnfinished() const {
   if (!pass_.reducing()) {
     return;
   }
-  std::vector<std::string> missing;
-  for (const size_t index : pass_.missing(trained_.trained())) {
-    missing.push_back(params_[index].name);
-  }
-  raiseMissing(group_.rank(), missing);
+  raiseMissing(group_.rank(), namesOf(params_, pass_.missing(trained_.trained())));
 }
 
 } // namespace pycomm

@@ -45,7 +45,7 @@ class ReducerGroup {
     return shares_tensors_;
   }
 
-  /// What rank 0 passes, on all ranks. All pass the same number of values. Collective; throws.
+  /// Returns rank 0's `values` on all ranks. All pass the same number of values. Collective; throws.
   [[nodiscard]] std::vector<size_t> fromRank0(const std::vector<size_t>& values) const;
   /// Fails this group's operations on all ranks, if the backend can; else nothing happens.
   void abort();

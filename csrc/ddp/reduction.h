@@ -11,18 +11,18 @@
 
 namespace pycomm {
 
-/// What reductions have done since the last commit.
+/// Counters of the reductions since the last commit.
 struct ReductionCounts {
   int64_t buckets = 0;
-  int64_t wire_nbytes = 0; ///< handed to all_reduce, repetitions included, or to the comm hook
+  int64_t wire_nbytes = 0; ///< given to all_reduce, repetitions included, or to the comm hook
   int64_t waited_ns = 0; ///< finish() waited for the network
   int64_t overflowed_buckets = 0;
   int64_t underflowed_buckets = 0;
   int64_t nonfinite_buckets = 0;
 };
 
-/// What happens to the full buckets of one reducer: launch() hands one to the network, finish() waits until it holds sums that
-/// Bucket::commit() makes averages of.
+/// Reduces the full buckets of one reducer. launch() gives a bucket to the network. finish() waits until it holds the sums, of which
+/// Bucket::commit() makes averages.
 ///
 /// All ranks launch the same buckets in the same order and finish them in that order. Not thread-safe.
 class Reduction {
@@ -34,11 +34,11 @@ class Reduction {
 
   /// `index`: of the bucket, which is sealed.
   virtual void launch(Bucket& bucket, size_t index) = 0;
-  /// Whether finish() would neither wait, throw nor reduce again. A local matter: other ranks may see it later.
+  /// Whether finish() would neither wait, throw nor reduce again. Another rank may see another answer at the same time.
   [[nodiscard]] virtual bool ended(const Bucket& bucket, size_t index) = 0;
-  /// Throws what became of the reduction, if it failed.
+  /// Throws the reduction's error if it failed.
   virtual void finish(Bucket& bucket, size_t index) = 0;
-  /// Completes when the network has done the bucket that was launched last under this index.
+  /// Completes when the network is done with this bucket's last launch.
   [[nodiscard]] virtual c10::intrusive_ptr<c10::ivalue::Future> future(size_t index) = 0;
 
   [[nodiscard]] const ReductionCounts& counts() const noexcept {
@@ -52,12 +52,12 @@ class Reduction {
   ReductionCounts counts_;
 };
 
-/// An all-reduce by SUM over `group`; once more if the bucket's scale was wrong. `tags`: one per bucket, see CallTag.
+/// By an all-reduce with SUM over `group`; once more if the bucket's scale was wrong. `tags`: one per bucket, see CallTag.
 [[nodiscard]] std::unique_ptr<Reduction> allReduction(
     c10::intrusive_ptr<c10d::ProcessGroup> group,
     std::vector<uint32_t> tags);
 
-/// A comm hook, as torch's wrapper runs it: it gets the plain gradients, and what it returns is final.
+/// By a comm hook, as torch's wrapper runs it: the hook gets the plain gradients, and its result is final.
 [[nodiscard]] std::unique_ptr<Reduction> hookReduction(
     std::shared_ptr<c10d::CommHookInterface> hook,
     size_t bucket_count);

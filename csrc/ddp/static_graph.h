@@ -11,7 +11,7 @@ class StaticGraph {
  public:
   explicit StaticGraph(size_t param_count) : times_(param_count, 0) {}
 
-  /// In the first pass.
+  /// In the first pass: a gradient came.
   void count(size_t index) {
     ++times_[index];
   }

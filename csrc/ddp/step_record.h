@@ -8,20 +8,21 @@
 
 namespace pycomm {
 
-/// Of the steady clock: what Python's time.monotonic_ns() reads.
+/// The steady clock, in the unit and from the origin of Python's time.monotonic_ns().
 [[nodiscard]] inline int64_t nowNs() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
-/// When things happened in one reduced backward pass of this rank: nanoseconds of the steady clock, 0 where they did not.
+/// The times of events in one reduced backward pass of this rank: nanoseconds of the steady clock, 0 for an event that did not happen.
 struct StepRecord {
   struct Bucket {
     int64_t gradient_nbytes = 0;
     int64_t wire_nbytes = 0;
     int64_t first_gradient_ns = 0; ///< its first gradient was packed
-    int64_t launched_ns = 0; ///< handed to the network
-    std::atomic<int64_t> reduced_ns{0}; ///< the network was done with it. Written by the thread that says so
+    int64_t launched_ns = 0; ///< given to the network
+    std::atomic<int64_t> reduced_ns{
+        0}; ///< the network was done with it; written by the thread that completes the future
     int64_t unpacked_ns = 0; ///< averages are in .grad
   };
 

@@ -35,8 +35,8 @@ class TrainedSet {
   /// The ranks are others from now on, and share no store.
   void changeRanks(int rank);
 
-  /// In words: the name of a parameter that is trained on one rank and frozen on another, one of them this one. Nothing if no difference
-  /// is known, or if the store cannot be read.
+  /// A sentence about the first parameter that is trained here and frozen on another rank, or the reverse. Nothing if no difference is
+  /// known, or if the store cannot be read.
   [[nodiscard]] std::optional<std::string> difference(const std::vector<ReducedParam>& params, int world_size) const;
 
  private:

@@ -10,24 +10,24 @@ namespace pycomm {
 
 /// Which parameters had a gradient since the last reduction, on any rank: those that had none anywhere keep their .grad.
 ///
-/// mark() collects on this rank, launch() starts the sum over ranks, anywhere() waits for it if this rank alone cannot tell.
-/// Until keep(), parameters are counted anew for each reduction.
+/// mark() collects on this rank, launch() starts the sum over ranks, anywhere() waits for it if this rank had no gradient itself.
+/// Until keep(), parameters are marked anew for each reduction.
 class UsedParams {
  public:
   explicit UsedParams(size_t param_count);
 
   void mark(size_t index);
-  /// `device`: where the group reduces. Does nothing once the answer is kept.
+  /// `device`: where the group reduces. Does nothing after keep().
   void launch(c10d::ProcessGroup& group, c10::Device device);
   [[nodiscard]] bool anywhere(size_t index);
   /// Waits for the sum that launch() started, if there is one.
   void await();
 
-  /// Forgets what was marked, unless it is kept.
+  /// Forgets the marks, except after keep().
   void clear();
-  /// clear(), and nobody waits for the sum that launch() started.
+  /// clear(), and drops the sum that launch() started.
   void abandon();
-  /// The answer holds for all reductions that follow: the graph is static.
+  /// The answer holds for all later reductions: the graph is static.
   void keep() noexcept {
     kept_ = true;
   }

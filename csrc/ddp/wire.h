@@ -16,7 +16,7 @@ namespace pycomm {
 
 class Packer;
 
-/// What the sums of a bucket turned out to be.
+/// The result of judging the sums of a bucket.
 enum class Verdict {
   Good,
   NonFinite, ///< some rank's gradients held Inf or NaN before they were packed; the result keeps them
@@ -28,16 +28,16 @@ enum class Verdict {
 ///
 ///     wire             packed                 reduced                    average
 ///     own              home = g / N           SUM                        home
-///     own, comm hook   home = g               by the hook                what the hook returned
+///     own, comm hook   home = g               by the hook                the hook's result
 ///     cast             cast = dtype(g)        SUM                        cast / N
 ///     scaled           cast = fp16(g * 2^s)   SUM, and of the tail       cast * 2^-s / N, or all once more
 ///     encoded          as own, or cast        SUM + lost, by a codec     as own, or cast
 ///
-/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Any other kind of wire is one more
+/// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Another kind of wire is one more
 /// class, and a line in makeWire().
 ///
-/// A wire keeps what the next step needs besides averages: the scale's exponent, and what a codec has lost. The first changes in
-/// commit() only. The second is written by the all-reduce, where the sums come into being.
+/// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent changes
+/// in commit() only. The all-reduce itself writes the loss, because it makes the sums.
 class Wire {
  public:
   Wire() = default;
@@ -45,7 +45,7 @@ class Wire {
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
 
-  /// The dtype of memory besides the gradients' own; none: gradients travel from where they are.
+  /// The dtype of the second tensor, which travels; none: gradients travel from their own.
   [[nodiscard]] virtual std::optional<at::ScalarType> castTo() const {
     return std::nullopt;
   }
@@ -53,7 +53,7 @@ class Wire {
   [[nodiscard]] virtual size_t tail() const {
     return 0;
   }
-  /// Whether the all-reduce reads and writes the bucket's memory as it is: then the ranks of a host may do so in place.
+  /// Whether the all-reduce reads and writes the bucket's memory as it is: then the ranks of a host may share that memory.
   [[nodiscard]] virtual bool inPlace() const {
     return true;
   }
@@ -62,7 +62,7 @@ class Wire {
 
   /// After the last gradient was packed: fills the tail in.
   virtual void seal(const at::Tensor& /*tail*/, const Packer& /*packer*/) const {}
-  /// Bytes that an all-reduce of `travelling` is handed, as they travel.
+  /// The bytes of an all-reduce of `travelling`, as they travel.
   [[nodiscard]] virtual size_t nbytes(const at::Tensor& travelling) const;
   [[nodiscard]] virtual c10::intrusive_ptr<c10d::Work> allReduce(
       c10d::ProcessGroup& group,
@@ -71,18 +71,18 @@ class Wire {
   [[nodiscard]] virtual Verdict judge(const at::Tensor& /*tail*/) {
     return Verdict::Good;
   }
-  /// Whether judge() will let the sums be as they are. False also if it would throw.
+  /// Whether judge() would accept the sums. False also if it would throw.
   [[nodiscard]] virtual bool settled(const at::Tensor& /*tail*/) const {
     return true;
   }
-  /// The averages are taken: from here on the next step's scale holds.
+  /// The averages have been written: the next step's scale holds from now on.
   virtual void commit() noexcept {}
 
   /// The s of the fp16 scale, 0 without one.
   [[nodiscard]] virtual int exponent() const {
     return 0;
   }
-  /// What this rank's codec has lost and not sent yet, in the order of the bucket: undefined without error feedback.
+  /// The loss of this rank's codec that has not been sent yet, in the order of the bucket: undefined without error feedback.
   [[nodiscard]] virtual at::Tensor lost() const {
     return {};
   }
@@ -90,12 +90,12 @@ class Wire {
 
 /// Which wire a bucket gets.
 struct WireOptions {
-  std::optional<at::ScalarType> dtype; ///< that gradients are cast to; none: the parameters' own
-  Codec codec = Codec::None; ///< that sums of fp32 are encoded by, inside the all-reduce
+  std::optional<at::ScalarType> dtype; ///< gradients are cast to it; none: the parameters' own
+  Codec codec = Codec::None; ///< encodes sums of fp32, inside the all-reduce
   bool error_feedback = false; ///< the codec's loss is added to the next step's gradients
   bool sparse =
-      false; ///< one parameter, whose gradients are sparse COO tensors: they travel as they are, whatever is asked for
-  bool hook_averages = false; ///< a comm hook gets the plain gradients, and what it returns is final
+      false; ///< one parameter, whose gradients are sparse COO tensors: they travel as they are, whatever the other options say
+  bool hook_averages = false; ///< a comm hook gets the plain gradients, and its result is final
   int exponent = 0; ///< the fp16 scale's first, the same on every rank
   int rank = 0;
   int world_size = 1;

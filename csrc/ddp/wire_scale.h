@@ -14,9 +14,9 @@ namespace pycomm {
 ///     reduced   Q   = q_0 + … + q_(N-1)               (the group's SUM)
 ///     unpacked  g   = fp32(Q) * 2^-s / N
 ///
-/// Multiplying by 2^s rounds nothing, so s only decides what falls off the two ends of fp16: sums of 65520 and more
+/// Multiplying by 2^s rounds nothing, so s only decides which values are outside fp16's range: sums of 65520 and more
 /// become Inf, values under 2^-14 lose bits. With E = max_r e_r and L = ceil(log2 N) every |Q| stays below
-/// 2^(E + L + s). That `top` is what the rule holds in a window:
+/// 2^top with top = E + L + s. The rule keeps `top` in a window:
 ///
 ///     aim at          top = 9           gradients down to 2^(L-23) of the largest keep all 11 bits, growth by 64 fits
 ///     good as it is   0 <= top <= 15    … down to 2^(L-14) at the lower end
@@ -24,12 +24,12 @@ namespace pycomm {
 ///
 /// The first step starts with s = 0; buckets that are cut anew start with the least s of those they come from.
 ///
-/// How the ranks agree on E without another message: a bucket ends with N further elements, one a rank. A rank writes
+/// How the ranks agree on E without another message: a bucket ends with N further elements, one per rank. A rank writes
 /// e_r + kBias into its own and zero into the others, so that the SUM hands every rank all e_r, exactly, whatever the
 /// algorithm: each is an integer below 2048 plus zeros. All decisions follow from these numbers and from s, which all
 /// ranks share, so they need no look at the result, and a cancelling sum (large gradients, small average) cannot
-/// mislead them. Gradients that are Inf or NaN on some rank before packing say so in the same place: no scale can help,
-/// the result keeps its Inf or NaN as an fp32 sum would, s stays, and the step is counted.
+/// mislead them. If a rank's gradients hold Inf or NaN before packing, it writes a code into the same element. No scale
+/// can help then: the result keeps its Inf or NaN as an fp32 sum would, s stays, and the step is counted.
 ///
 /// Example, N = 2, s = 0: rank 0 has a largest gradient 100000 (e = 17), rank 1 has 3 (e = 2). E = 17, L = 1, top = 18:
 /// the fp16 sum holds Inf. Both ranks read 17 and 2, take s = 9 - 17 - 1 = -9, pack again: 100000 * 2^-9 = 195.3 fits.
@@ -41,7 +41,7 @@ class WireScale {
     NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
   };
 
-  /// What slotValue() adds to frexp's exponent, and what it gives for Inf and NaN; 0 for all zeros. Exact in fp16.
+  /// slotValue() adds kBias to frexp's exponent, and returns kNonFiniteCode for Inf and NaN, 0 for all zeros. All are exact in fp16.
   static constexpr int kBias = 200;
   static constexpr int kNonFiniteCode = 1000;
 
@@ -56,13 +56,13 @@ class WireScale {
   /// 2^-s / divisor: the ranks that take part, N, or fewer while others have run out of data.
   [[nodiscard]] float unpackFactor(int divisor) const;
 
-  /// What a rank writes into its own element. `max_abs_bits` as maxAbsBits() gives it. An integer from 0 to 1000.
+  /// The value of a rank's own element, an integer from 0 to 1000. `max_abs_bits`: the fp32 bits of its largest magnitude.
   [[nodiscard]] static float slotValue(uint32_t max_abs_bits);
 
-  /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) when they are not what slotValue() of N
-  /// ranks adds up to: the backend did not sum.
+  /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) if they cannot be the sums of N
+  /// ranks' slotValue(): the backend did not sum.
   [[nodiscard]] Outcome judge(const std::vector<float>& slots);
-  /// The outcome was used up: the next pack takes the exponent that aims at top = 9.
+  /// The averages have been written: the next pack takes the exponent that aims at top = 9.
   void finishStep() noexcept;
 
  private:
