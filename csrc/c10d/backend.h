@@ -26,20 +26,20 @@ namespace pycomm {
 /// torch's view of a Group. One instance serves CPU and CUDA tensors of its process group.
 ///
 /// Every collective checks its tensors before anything moves, starts one or more operations, and returns at once with a PycommWork.
-/// Errors of arguments are raised here; everything later is raised by wait() or through the future.
+/// The call raises errors of its arguments; wait() or the future raises all later ones.
 class PycommBackend final : public c10d::Backend {
  public:
   struct Settings {
-    std::chrono::milliseconds timeout{0}; ///< of every operation that brings none of its own
+    std::chrono::milliseconds timeout{0}; ///< of every operation without a timeout of its own
     Algorithm algorithm = Algorithm::Auto; ///< for all_reduce
     int64_t segment_nbytes = 256 << 10;
-    Codec codec = Codec::None; ///< for what codecFor() says
+    Codec codec = Codec::None; ///< see codecFor()
     CudaDevices::Config cuda;
     bool check_call_sites = false; ///< see CallSites
     std::vector<std::string> skipped_folders; ///< see CallSites
   };
 
-  /// `store` is what the group met in: it is left when the group closes.
+  /// `store`: of the rendezvous; the rank leaves it when the group closes.
   PycommBackend(std::shared_ptr<Store> store, std::shared_ptr<Group> group, Settings settings);
   ~PycommBackend() override;
 
@@ -51,14 +51,14 @@ class PycommBackend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
-  /// Memory that the ranks of this host reach in place. torch asks for it as for a device without a number.
+  /// Memory that the ranks of this host reach in place. torch passes a device without a number.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long numel, at::TensorOptions options)
       override; // NOLINT(google-runtime-int): torch's signature
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
-  /// From here to endCoalescing(), the calling thread's collectives start as ever; endCoalescing() gives one Work for all of them.
+  /// Until endCoalescing(), the calling thread's collectives start as usual; endCoalescing() returns one Work for all of them.
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
 
@@ -121,17 +121,17 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
-  /// all_reduce that travels as `codec`, whatever the group's own: where codecFor() has a meaning for it, else as it is.
-  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call. Where nothing is encoded it is added to the
-  /// tensor here, and is zero from then on.
+  /// all_reduce encoded by `codec` instead of the group's own; plain if codecFor() has no use for a codec.
+  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call. If nothing is encoded, this adds it to the
+  /// tensor and sets it to zero.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allreduceAs(
       Codec codec,
       std::vector<at::Tensor> tensors,
       const at::Tensor& lost,
       const c10d::AllreduceOptions& opts = {});
 
-  /// Whether collectives of this device's tensors go by NCCL, whose futures are complete when the call returns. If that is not settled
-  /// yet, it is now: with all ranks, as the first collective would.
+  /// Whether NCCL runs collectives of this device's tensors; their futures are complete when the call returns. If that is not decided
+  /// yet, this call decides it with all ranks, as the first collective would.
   [[nodiscard]] bool goesByNccl(c10::Device device);
 
   [[nodiscard]] Group& group() noexcept {
@@ -141,13 +141,13 @@ class PycommBackend final : public c10d::Backend {
  private:
   struct Titled {
     c10d::OpType type;
-    const char* title; ///< of the profiler's event
+    const char* title; ///< of the event in the profiler
   };
 
-  /// What a thread has begun since startCoalescing().
+  /// The collectives that a thread has begun since startCoalescing().
   struct Window {
     std::vector<c10::intrusive_ptr<PycommWork>> works;
-    // What NCCL is to run as one of its groups; null: nothing.
+    // The calls for NCCL, which it runs as one of its groups; null: none.
     std::shared_ptr<NcclGroup> nccl;
     std::shared_ptr<NcclLaunch> launch;
     std::vector<Group::Call> calls;
@@ -156,9 +156,9 @@ class PycommBackend final : public c10d::Backend {
     TimePoint opened = Clock::now();
   };
 
-  /// One call of torch's on its way to the engine: nothing has moved yet, so whatever is wrong with it is raised without a trace.
+  /// One call of torch's on its way to the engine. Nothing has moved yet, so an error in it leaves no trace.
   struct Prepared {
-    /// `deadline`: how long to wait for the other ranks where CUDA tensors have yet to find their way.
+    /// `deadline`: for the other ranks, if they have to decide first who runs collectives of CUDA tensors.
     Prepared(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
         : staging(std::move(devices), may_use_nccl, deadline) {}
     std::vector<Group::Call> calls;
@@ -166,17 +166,16 @@ class PycommBackend final : public c10d::Backend {
     PycommWork::Content content;
   };
 
-  /// For a collective. NCCL knows no codecs: what is to be encoded goes through the host.
+  /// For a collective. NCCL knows no codecs: encoded collectives go through the host.
   [[nodiscard]] Prepared prepare(Codec codec = Codec::None) const;
 
-  /// Point a call at a list with a tensor a rank: at the tensors themselves where the engine can take them, else at a temporary. The
-  /// call is complete but for that.
+  /// Sets the views of a call for a list with one tensor per rank: of the tensors themselves if the engine can take them, else of a
+  /// temporary. The rest of the call is complete.
   void readParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const;
   void writeParts(Group::Call& call, Staging& staging, const std::vector<at::Tensor>& parts) const;
 
-  /// The request for one collective, with all that torch's options and the dtype of `like` say. `opts` is any of torch's option
-  /// structs: they share `timeout` and `asyncOp`, and some have a root or a reduce op. What is left for the caller are views and
-  /// sizes.
+  /// The request for one collective, from torch's options and the dtype of `like`. `opts` is any of torch's option structs: they share
+  /// `timeout` and `asyncOp`, and some have a root or a reduce op. The caller fills in views and sizes.
   template <typename Opts>
   [[nodiscard]] Group::Call call(Collective kind, const Opts& opts, const at::Tensor& like) const {
     Group::Call call = this->call(kind, opts);
@@ -202,7 +201,7 @@ class PycommBackend final : public c10d::Backend {
     call.waits = !opts.asyncOp;
     return call;
   }
-  /// pycomm::raising, for errors of this group: they say which it is, and which rank.
+  /// pycomm::raising, for errors of this group: they name the group and the rank.
   template <typename Body>
   auto raising(const Body& body) const -> decltype(body()) {
     return pycomm::raising([&] {
@@ -222,18 +221,17 @@ class PycommBackend final : public c10d::Backend {
   template <typename Opts>
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
-  /// Encodes a request that is otherwise complete, where the codec of the group, or of the chain that it is issued in, has a meaning
-  /// for it.
+  /// Sets the codec of a request that is otherwise complete, if the codec of the group, or of the chain that issues it, applies to it.
   void chooseCodec(Group::Call& call) const;
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);
   [[nodiscard]] std::shared_ptr<Operation> start(const Group::Call& call);
-  /// Has the device encode what is to travel encoded, where it can: then fewer bytes cross the bus.
+  /// Lets the device encode the tensors that travel encoded, if it can: fewer bytes cross the bus then.
   void encodeOnDevice(Group::Call& call, PycommWork::Content& content) const;
-  /// Starts operations whose input is still on a device: each takes its place in the group's order now and begins when its input is
+  /// Starts operations whose input is still on a device: each takes its place in the group's order now, and begins when its input is
   /// in host memory.
   void startBehindCopies(std::vector<Group::Call>& calls, PycommWork::Content& content);
-  /// Has NCCL run the calls; in a coalescing window, when that ends.
+  /// Lets NCCL run the calls; in a coalescing window, when the window ends.
   void startNccl(
       const std::shared_ptr<NcclGroup>& nccl,
       const std::vector<Group::Call>& calls,
@@ -242,9 +240,9 @@ class PycommBackend final : public c10d::Backend {
   /// The tag that ranks compare: the innermost CallTag (DDP's bucket), else the call site's hash (check_call_sites), else 0. Collectives
   /// only.
   [[nodiscard]] uint32_t tagFor() const;
-  /// Every Work is made here, so that a coalescing window sees it: `open`, what window() gave before anything began, or null.
+  /// Makes every Work, so that a coalescing window sees it. `open`: the result of window() before anything began, or null.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> work(Titled titled, PycommWork::Content content, Window* open);
-  /// A message of a tensor that nothing but the engine has to do with.
+  /// A message of a tensor that the engine reads or writes in place.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> plainMessage(
       Titled titled,
       Collective kind,
@@ -266,13 +264,13 @@ class PycommBackend final : public c10d::Backend {
   Settings settings_;
   c10::intrusive_ptr<MessageWork::Owner> owner_;
   std::shared_ptr<CudaDevices> devices_;
-  std::shared_ptr<CallSites> call_sites_; ///< null unless the settings want it
+  std::shared_ptr<CallSites> call_sites_; ///< null unless the settings ask for it
 
-  /// The calling thread's; null: none. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
-  /// operation may take: torch's coalescing manager does not end it if its body raises, and what comes after it would never begin.
-  /// So it is asked for once per call, before anything begins.
+  /// The calling thread's, or null. No other thread uses it. Throws Error(InvalidArgument) if it has been open for longer than an
+  /// operation may take: torch's coalescing manager does not end a window if its body raises, and later operations would never begin.
+  /// Each call asks for it once, before anything begins.
   [[nodiscard]] Window* window();
-  /// Ends a window whose manager's body has raised: what NCCL was to run fails, the rest goes on.
+  /// Ends a window whose manager's body has raised: its calls for NCCL fail, the others go on.
   void abandon(Window window);
   void launch(Window& window);
   std::mutex windows_mutex_; ///< guards windows_

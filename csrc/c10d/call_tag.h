@@ -5,8 +5,8 @@
 
 namespace pycomm {
 
-/// What the operations that this thread issues are about, where the caller knows it: for the descriptor's tag, so that a rank that
-/// takes one of two otherwise equal operations for the other is found out.
+/// The subject of the operations that this thread issues, if the caller knows it. It becomes the descriptor's tag, so that ranks that
+/// issue two otherwise equal operations in different orders get a mismatch.
 class CallTag {
  public:
   explicit CallTag(uint32_t tag) noexcept;
@@ -14,7 +14,7 @@ class CallTag {
   CallTag(const CallTag&) = delete;
   CallTag& operator=(const CallTag&) = delete;
 
-  /// Of the innermost scope on this thread; 0 where there is none.
+  /// Of the innermost scope on this thread; 0 if there is none.
   [[nodiscard]] static uint32_t current() noexcept;
 
   /// A hash that is the same on every rank; never 0. `before` chains several texts.

@@ -10,7 +10,7 @@
 namespace pycomm {
 namespace {
 
-/// The checks of a list with an output a rank, of which `own` is to hold the input.
+/// The checks of a list with one output per rank, of which `own` is to hold the input.
 void checkGathered(
     const std::vector<at::Tensor>& outputs,
     const at::Tensor& input,

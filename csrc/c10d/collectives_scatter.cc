@@ -10,7 +10,7 @@
 namespace pycomm {
 namespace {
 
-/// The checks of a list with an input a rank, of which this rank's is what ends in `output`.
+/// The checks of a list with one input per rank. This rank's input ends in `output`.
 void checkScattered(
     const std::vector<at::Tensor>& inputs,
     const at::Tensor& output,

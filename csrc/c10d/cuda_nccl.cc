@@ -15,10 +15,10 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kCardNbytes = 256; // what a rank says of its device
+constexpr size_t kGpuIdNbytes = 256; // the text that names a rank's GPU
 constexpr char kRefusal = '!';
 constexpr std::chrono::milliseconds kLookEvery{1};
-// NCCL's own deadline comes after the group's, which knows who is missing.
+// NCCL's own deadline comes after the group's, whose error names the missing ranks.
 constexpr int64_t kLaterMs = 5000;
 constexpr int kDayMs = 24 * 3600 * 1000;
 
@@ -55,8 +55,9 @@ void runOnCpu(Group& group, Group::Call call, Deadline deadline) {
   }
 }
 
-/// Which GPU this is, the same for two ranks only if they share it and NCCL can tell that; or kRefusal and why NCCL cannot be used.
-std::string cardOf(const CudaDevice& device, const std::string& host, const std::vector<std::string>& library_paths) {
+/// Names this rank's GPU. Two ranks have the same name only if they share the GPU in a way that NCCL detects. If NCCL cannot be used:
+/// kRefusal and the reason.
+std::string gpuIdOf(const CudaDevice& device, const std::string& host, const std::vector<std::string>& library_paths) {
   try {
     const c10::DeviceGuard guard(device.device());
     const std::string uuid = device.runtime().deviceUuid(device.device().index());
@@ -78,15 +79,15 @@ std::string NcclGroup::whyNot(
   const auto size = static_cast<size_t>(group.identity().size);
   const int rank = group.identity().rank;
   const std::string host = host_id.empty() ? std::to_string(group.topology().hostOf(rank)) : "id " + host_id;
-  std::string card = cardOf(device, host, library_paths);
-  card.resize(kCardNbytes - 1);
-  card.push_back('\0');
-  std::vector<std::byte> cards(size * kCardNbytes);
+  std::string gpu_id = gpuIdOf(device, host, library_paths);
+  gpu_id.resize(kGpuIdNbytes - 1);
+  gpu_id.push_back('\0');
+  std::vector<std::byte> gpu_ids(size * kGpuIdNbytes);
   Group::Call call;
   call.schedule.kind = Collective::AllGather;
-  call.schedule.numel = static_cast<int64_t>(kCardNbytes);
-  call.input = {reinterpret_cast<const std::byte*>(card.data()), kCardNbytes};
-  call.output = {cards.data(), cards.size()};
+  call.schedule.numel = static_cast<int64_t>(kGpuIdNbytes);
+  call.input = {reinterpret_cast<const std::byte*>(gpu_id.data()), kGpuIdNbytes};
+  call.output = {gpu_ids.data(), gpu_ids.size()};
   const Interruptible interruptible(&group);
   std::exception_ptr failure;
   try {
@@ -100,7 +101,7 @@ std::string NcclGroup::whyNot(
   }
   std::map<std::string, size_t> owners;
   for (size_t peer = 0; peer < size; ++peer) {
-    const std::string theirs(reinterpret_cast<const char*>(cards.data() + peer * kCardNbytes));
+    const std::string theirs(reinterpret_cast<const char*>(gpu_ids.data() + peer * kGpuIdNbytes));
     if (theirs.front() == kRefusal) {
       return "rank " + std::to_string(peer) + " cannot use it: " + theirs.substr(1);
     }

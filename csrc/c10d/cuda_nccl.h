@@ -30,14 +30,14 @@ class NcclLaunch final : public CudaOrder {
  public:
   explicit NcclLaunch(std::shared_ptr<NcclGroup> group);
 
-  /// Throws Error(InvalidArgument) before NcclGroup::launch(): a coalescing manager's begin when it ends.
+  /// Throws Error(InvalidArgument) before NcclGroup::launch(): calls in a coalescing manager are launched when it ends.
   void requireLaunched() const;
-  /// NcclGroup::abandon() was called: its operations have failed, which wait() reports.
+  /// NcclGroup::abandon() was called: its operations have failed, and wait() reports that.
   [[nodiscard]] bool abandoned() const noexcept {
     return abandoned_.load(std::memory_order_acquire);
   }
 
-  /// Runs `unpack`, which may be empty, behind NCCL's kernels, and takes note of where the side stream stands then.
+  /// Runs `unpack`, which may be empty, behind NCCL's kernels, and records an event behind it on the side stream.
   void finish(const std::function<void()>& unpack);
 
   void orderCaller() const override;
@@ -55,21 +55,22 @@ class NcclLaunch final : public CudaOrder {
 
 /// The NCCL communicator of one process group, in step with its engine.
 ///
-/// NCCL moves the bytes; the group numbers, compares, records and watches over the operations (Group::follow), so a rank that calls
-/// something else, or nothing, is found as everywhere. The two fail together: what NCCL reports becomes the group's failure, and the
-/// group's failure aborts the communicator. A thread of its own looks every millisecond while something is under way.
+/// NCCL moves the bytes. The group numbers, compares, records and times the operations (Group::follow), so it finds a rank that calls
+/// something else, or nothing, as for any other operation. The two fail together: NCCL's error becomes the group's failure, and the
+/// group's failure aborts the communicator. A thread of its own polls both every millisecond while an operation is under way.
 class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
  public:
-  /// Whether all ranks have a GPU of their own, and NCCL. By an all_gather of the group, so on all ranks at the same place among their
-  /// operations: a rank whose tensor is on the CPU is a mismatch and no silence. Returns why not, empty if so; the same on all ranks.
-  /// `host_id`: what NCCL takes this rank's host for, if not what it is; it refuses a GPU to two ranks of one host alone.
+  /// Asks all ranks whether each has NCCL and a GPU of its own. Returns the reason against NCCL, empty if there is none; the same on all
+  /// ranks. It is an all_gather of the group, at the same place in the order of operations on all ranks. So a rank whose tensor is on
+  /// the CPU gets a mismatch, and the others do not wait for it in vain. `host_id`: NCCL's name for this rank's host, if it has another
+  /// one. NCCL refuses to share a GPU only between ranks of one host.
   [[nodiscard]] static std::string whyNot(
       Group& group,
       const CudaDevice& device,
       const std::vector<std::string>& library_paths,
       const std::string& host_id,
       Deadline deadline);
-  /// All ranks together, after whyNot() was empty. Ends with Error(ShutDown) if `stopped` becomes true meanwhile.
+  /// All ranks together, after whyNot() was empty. Throws Error(ShutDown) if `stopped` becomes true meanwhile.
   [[nodiscard]] static std::shared_ptr<NcclGroup> create(
       std::shared_ptr<Group> group,
       std::shared_ptr<CudaDevice> device,
@@ -84,17 +85,18 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
     return std::make_shared<NcclLaunch>(shared_from_this());
   }
   /// Puts calls, whose operations the group follows already, onto the side stream as one NCCL group, behind the caller's stream. Once
-  /// a launch, and not within another launch: a signal handler that runs in one may only stop(). Throws Error: the operations have ended with it then, and if the communicator is broken the group has failed.
+  /// per `launch`, and not within another launch: a signal handler that runs in one may only stop(). If it throws an Error, the
+  /// operations have ended with that error; if the communicator is broken, the group has failed.
   void launch(
       NcclLaunch& launch,
       const std::vector<Group::Call>& calls,
       const std::vector<std::shared_ptr<Operation>>& operations);
 
-  /// Ends operations of a coalescing manager that are not launched, and never will be.
+  /// Ends operations of a coalescing manager that will never be launched.
   void abandon(NcclLaunch& launch, const std::vector<std::shared_ptr<Operation>>& operations, const ErrorRecord& why);
 
   static constexpr std::chrono::seconds kDrainFor{5};
-  /// Waits up to `drain_for` for what is on the device, and ends the thread; aborts the communicator if it is still not idle, or if a
+  /// Waits up to `drain_for` for the device's work, and ends the thread; aborts the communicator if it is still not idle, or if a
   /// launch waits for other ranks, whose thread may be this one.
   /// No launch begins from then on. Idempotent; before the group is closed.
   void stop(std::chrono::milliseconds drain_for);
@@ -107,7 +109,7 @@ class NcclGroup final : public std::enable_shared_from_this<NcclGroup> {
  private:
   NcclGroup(std::shared_ptr<Group> group, std::shared_ptr<CudaDevice> device, const std::atomic<bool>& stopped);
   void threadMain() noexcept;
-  /// Whether NCCL or the device has failed, or there is no memory to find out.
+  /// Whether NCCL or the device has failed. Also true if there is no memory to find out.
   [[nodiscard]] bool hasFailed() noexcept;
   void look();
   void endAll(const ErrorRecord& why);

@@ -7,12 +7,12 @@
 
 namespace pycomm {
 
-/// While it lives, the calling thread may be interrupted where it waits below an interface that no exception passes, as the CUDA
-/// library's is: what waits calls look() now and then, and gives up when it returns true; rethrow() then raises what Python's signal
-/// handler has raised. Threads without one are never interrupted.
+/// Lets a signal interrupt a wait below an interface that no exception may cross, such as the CUDA library's. The waiting code calls
+/// look() now and then, and gives up when it returns true. rethrow() then raises the exception of Python's signal handler. A thread
+/// without this object is never interrupted.
 ///
-/// The handlers run inside look(): the caller must not hold a lock that a handler may want, such as a handler that destroys the group. `about`
-/// is what the thread is busy with, which a handler must not begin again: see within().
+/// The handlers run inside look(). So the caller must not hold a lock that a handler may want: a handler may destroy the group. `about`
+/// identifies the thread's task, which a handler must not begin again: see within().
 class Interruptible {
  public:
   static constexpr std::chrono::milliseconds kEvery{100}; ///< how often Python's signal handlers are run
@@ -25,7 +25,7 @@ class Interruptible {
   /// Runs Python's signal handlers, once every kEvery at most. Whether the calling thread was interrupted.
   [[nodiscard]] static bool look();
   void rethrow() const; ///< nothing unless it was
-  /// Whether the calling thread is busy with this: then it is a signal handler that asks.
+  /// Whether the calling thread is busy with this task: then the caller is a signal handler.
   [[nodiscard]] static bool within(const void* about) noexcept;
 
  private:

@@ -12,8 +12,8 @@
 
 namespace pycomm {
 
-/// The Work of one message whose tensor the engine reads or writes in place: what PycommWork does, in a quarter of its size. A
-/// program may hold a million of them.
+/// The Work of one message whose tensor the engine reads or writes in place. It does the same as PycommWork in a quarter of its size,
+/// since a program may hold a million of them.
 ///
 /// Holds the tensor until the operation has ended, also when the user drops it before.
 class MessageWork final : public c10d::Work {
@@ -64,7 +64,7 @@ class MessageWork final : public c10d::Work {
   }
 
  private:
-  /// For what is asked rarely. If this one has been waited for, so has that.
+  /// For rare calls. If this Work has been waited for, so has that one.
   PycommWork* whole() const;
 
   const c10::intrusive_ptr<Owner> owner_;

@@ -1,4 +1,4 @@
-// Whether tensors share memory. Lists may hold a tensor a rank, so pairs are found by sorting and not by trying all.
+// Whether tensors share memory. Lists may hold one tensor per rank, so pairs are found by sorting and not by trying all.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/TensorBody.h>
 
@@ -56,7 +56,7 @@ std::vector<Extent> extentsOf(const std::vector<at::Tensor>& tensors) {
   refuse(op, "an input and an output tensor share memory", "pass input.clone()");
 }
 
-bool meet(const Extent& a, const Extent& b) {
+bool overlap(const Extent& a, const Extent& b) {
   return a.begin < b.end && b.begin < a.end;
 }
 
@@ -80,7 +80,7 @@ void checkOutputs(const std::vector<at::Tensor>& tensors, const char* op) {
   }
   const std::vector<Extent> extents = extentsOf(tensors);
   for (size_t i = 1; i < extents.size(); ++i) {
-    if (meet(extents[i - 1], extents[i])) {
+    if (overlap(extents[i - 1], extents[i])) {
       refuse(
           op,
           "output tensors " + std::to_string(std::min(extents[i - 1].index, extents[i].index)) + " and " +
@@ -98,7 +98,7 @@ void checkApart(const std::vector<at::Tensor>& parts, const at::Tensor& tensor, 
   for (const Extent& part : extentsOf(parts)) {
     const bool in_place =
         part.index == static_cast<size_t>(own) && part.begin == single.begin && part.end == single.end;
-    if (meet(part, single) && !in_place) {
+    if (overlap(part, single) && !in_place) {
       refusePair(op);
     }
   }
@@ -109,7 +109,7 @@ void checkDisjoint(const std::vector<at::Tensor>& inputs, const std::vector<at::
   for (const Extent& input : extentsOf(inputs)) {
     const auto at = std::upper_bound(
         written.begin(), written.end(), input.begin, [](uintptr_t begin, const Extent& e) { return begin < e.end; });
-    if (at != written.end() && meet(*at, input)) {
+    if (at != written.end() && overlap(*at, input)) {
       refusePair(op);
     }
   }
@@ -123,7 +123,7 @@ void checkPart(const at::Tensor& whole, const at::Tensor& part, int slot, const 
   const Extent all = extentOf(whole, 0);
   const bool in_place = own.begin == all.begin + static_cast<uintptr_t>(slot) * (own.end - own.begin) &&
       whole.is_contiguous() && part.is_contiguous();
-  if (meet(own, all) && !in_place) {
+  if (overlap(own, all) && !in_place) {
     refusePair(op);
   }
 }

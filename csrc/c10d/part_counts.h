@@ -20,15 +20,15 @@ namespace pycomm {
   return counts;
 }
 
-/// What a rank that is not the root of a gather or scatter knows. The schedule of such a rank needs no more, and the root compares
-/// with each rank what passes between them.
+/// For a rank that is not the root of a gather or scatter: it knows its own part's size only. Its schedule needs no more, and the root
+/// compares with each rank the size that passes between them.
 [[nodiscard]] inline std::vector<int64_t> onlyOwnCount(const at::Tensor& part, int rank, int size) {
   std::vector<int64_t> counts(static_cast<size_t>(size), 0);
   counts[static_cast<size_t>(rank)] = part.numel();
   return counts;
 }
 
-/// For collectives in which every rank knows all sizes. Even parts are asked for as such, since more algorithms serve them.
+/// For collectives in which every rank knows all sizes. Even parts have a form of their own, since more algorithms can run them.
 inline void setParts(ScheduleRequest& schedule, const std::vector<at::Tensor>& parts) {
   std::vector<int64_t> counts = countsOf(parts);
   if (std::all_of(counts.begin(), counts.end(), [&](int64_t count) { return count == counts.front(); })) {

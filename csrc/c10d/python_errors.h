@@ -6,26 +6,26 @@
 
 namespace pycomm {
 
-// Where a torch-free error meets Python. A C++ exception class would arrive in Python as torch's bare base class, and a pybind
-// translator is not asked when the exception comes out of loss.backward(): so the Python object is made here.
+// From a torch-free error to a Python exception. A C++ exception class would arrive in Python as torch's bare base class, and pybind
+// calls no translator for an exception out of loss.backward(): so these functions make the Python object.
 
 /// The exception to throw, or to put into a future, for a record. Takes the interpreter's lock: call it with no lock held and never
 /// on a lane. While the interpreter is ending it is a plain C++ exception.
 [[nodiscard]] std::exception_ptr toException(const ErrorRecord& record);
 
-/// Whether this is the exception of Python's that stands for `code`.
+/// Whether this is the Python exception for `code`.
 [[nodiscard]] bool standsFor(const std::exception& error, ErrorCode code);
 
-/// What BaseException.add_note() does since Python 3.11; before, tracebacks do not show it. Nothing if it is none of Python's.
+/// As BaseException.add_note() of Python 3.11; older tracebacks do not show it. Does nothing to an exception that is not Python's.
 void addNote(const std::exception& error, const std::string& note);
 
 /// Throws toException(record).
 [[noreturn]] void throwToPython(const ErrorRecord& record);
 
-/// Raises KeyboardInterrupt (or whatever a signal handler raised) if a signal waits and this is the main thread.
+/// Runs Python's signal handlers if a signal is pending and this is the main thread. Raises their exception, such as KeyboardInterrupt.
 void checkSignals();
 
-/// Whether the interpreter's lock can be asked for: it runs, and is not ending.
+/// Whether the interpreter's lock can be taken: the interpreter runs, and is not ending.
 [[nodiscard]] bool interpreterIsUsable();
 
 /// Remembers the classes (name of code -> class) that pycomm.errors defines; a Python dict, borrowed. Needs the lock.

@@ -8,11 +8,11 @@
 
 namespace pycomm {
 
-/// What a std::bad_alloc is to the caller.
+/// The record for a std::bad_alloc.
 [[nodiscard]] inline ErrorRecord outOfMemory() noexcept {
   ErrorRecord record;
   record.code = ErrorCode::OutOfMemory;
-  record.summary = "No memory left."; // as long as a string can be without memory of its own
+  record.summary = "No memory left."; // the longest string that needs no memory of its own
   try {
     record.hint = "use a smaller batch, or fewer operations at once";
   } catch (const std::bad_alloc&) {
@@ -20,7 +20,7 @@ namespace pycomm {
   return record;
 }
 
-/// Runs the body of an entry point of torch's; pycomm's errors leave it as Python's exceptions. The caller does not hold the
+/// Runs the body of a function that torch calls; pycomm's errors leave it as Python exceptions. The caller does not hold the
 /// interpreter's lock while the body blocks.
 template <typename Body>
 auto raising(const Body& body) -> decltype(body()) {
@@ -30,7 +30,7 @@ auto raising(const Body& body) -> decltype(body()) {
     throwToPython(error.record());
   } catch (const std::bad_alloc&) {
     throwToPython(outOfMemory());
-  } catch (const std::system_error& error) { // a thread that could not be started, a lock that could not be had
+  } catch (const std::system_error& error) { // a thread could not be started, or a lock not be taken
     ErrorRecord record;
     record.code = ErrorCode::SystemError;
     record.summary = "The system refused what this process needs.";

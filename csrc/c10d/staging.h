@@ -16,16 +16,16 @@ namespace pycomm {
 
 /// The contiguous memory that the engine works in for the tensors of one call: a tensor's own, or a temporary.
 ///
-/// Elements travel in logical (row-major) order whatever the strides, since ranks cannot know each other's. So a tensor whose memory
-/// is not in that order (a transposed or channels-last one) costs a temporary of its size, a copy into it if it is read and a copy
-/// out of it if it is written. A list with a tensor a rank costs the same, unless its tensors lie one behind the other in memory, as
-/// those of torch.split() do.
+/// Elements travel in logical (row-major) order whatever the strides, since ranks cannot know each other's. So a tensor in
+/// another order (transposed, channels-last) costs a temporary of its size, a copy into it if it is read and a copy out of it if it is
+/// written. A list with one tensor per rank costs the same, unless its tensors lie one behind the other in memory, as those of
+/// torch.split() do.
 ///
-/// The engine works in the CPU's memory: of CUDA tensors the views are of pinned memory, and takeCopies() is what moves between the
-/// two. Where NCCL runs the call the views are of the device's memory. All of one call's tensors are on one device.
+/// The engine works in the CPU's memory: the views of CUDA tensors are of pinned memory, and takeCopies() copies between the two. If
+/// NCCL runs the call, the views are of the device's memory. All of one call's tensors are on one device.
 class Staging {
  public:
-  /// `devices` is used where a tensor is on a CUDA device; NCCL only if the call is one for it.
+  /// `devices`: for tensors on a CUDA device; NCCL only if it can run this call.
   Staging(std::shared_ptr<CudaDevices> devices, bool may_use_nccl, Deadline deadline)
       : devices_(std::move(devices)), may_use_nccl_(may_use_nccl), deadline_(deadline) {}
 
@@ -38,10 +38,10 @@ class Staging {
   [[nodiscard]] ConstBufferView in(const std::vector<at::Tensor>& parts);
   [[nodiscard]] BufferView out(const std::vector<at::Tensor>& parts);
 
-  /// A view of each part's own memory, in order; none where a part is not plain, or where one view of all parts is to be had.
+  /// A view of each part's own memory, in order; none if a part is not plain, or if one view covers all parts.
   [[nodiscard]] static std::vector<BufferView> apart(const std::vector<at::Tensor>& parts);
 
-  /// What has to live as long as the views.
+  /// The tensors that have to live as long as the views.
   [[nodiscard]] std::vector<at::Tensor> takeTemporaries() {
     return std::move(temporaries_);
   }
@@ -49,7 +49,7 @@ class Staging {
   [[nodiscard]] std::shared_ptr<CudaCopies> takeCopies() {
     return std::move(cuda_);
   }
-  /// What runs the call; null: the engine.
+  /// The NCCL group that runs the call; null: the engine runs it.
   [[nodiscard]] std::shared_ptr<NcclGroup> takeNccl() {
     return std::move(nccl_);
   }

@@ -6,7 +6,7 @@
 
 namespace pycomm {
 
-/// torch's store as the rendezvous sees it. Blocks without the interpreter's lock, which the caller must not hold: a store may
+/// torch's store behind the rendezvous' interface. Blocks without the interpreter's lock, which the caller must not hold: a store may
 /// be written in Python.
 class StoreAdapter final : public Store {
  public:

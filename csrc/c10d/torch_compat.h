@@ -1,6 +1,6 @@
 #pragma once
 
-// Every difference between the torch minors that pycomm builds against is settled here and nowhere else, by torch's own
+// The only place that knows the differences between the torch minors that pycomm builds against, by torch's own
 // macros. pycomm/_torch_range.py lists those minors; setup.py refuses the others before it starts a compiler.
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-/// What a PREMUL_SUM carries.
+/// The factor of a PREMUL_SUM.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 using PreMulSumSupplement = c10d::PreMulSumSupplement;
 #else

@@ -15,25 +15,25 @@
 
 namespace pycomm {
 
-/// Waits for an operation on behalf of a Work of `rank`; looks for Ctrl-C meanwhile. Throws to Python, also if `deadline` is over, which
-/// `timeout` had made: then the operation goes on.
+/// Waits for an operation on behalf of a Work of `rank`, and checks for Ctrl-C meanwhile. Throws Python exceptions, also if `deadline`
+/// passes, which came from `timeout`: then the operation goes on.
 void waitFor(Group& group, const Operation& operation, int rank, std::chrono::milliseconds timeout, Deadline deadline);
 
-/// What a call to the backend leaves in the user's hands.
+/// The Work that a call to the backend returns.
 ///
 /// Holds every tensor that the engine reads or writes until the operations have ended, also when the user drops it before.
 class PycommWork final : public c10d::Work {
  public:
   struct Content {
-    std::shared_ptr<CallSites> call_sites; ///< explains mismatches; null where calls are not told apart by their line
+    std::shared_ptr<CallSites> call_sites; ///< explains mismatches; null without check_call_sites
     std::vector<std::shared_ptr<Operation>> operations;
-    std::vector<at::Tensor> inputs; ///< also what the profiler shows
+    std::vector<at::Tensor> inputs; ///< the profiler shows them, too
     std::vector<at::Tensor> keep_alive; ///< staging tensors
     std::vector<at::Tensor> outputs; ///< the future's value
-    std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with a list a rank
+    std::vector<std::vector<at::Tensor>> output_lists; ///< instead of `outputs` for collectives with one list per rank
     std::function<void()> unpack; ///< copies staging to outputs after success; may be empty
-    std::shared_ptr<CudaCopies> cuda; ///< this work's own; null where the tensors are on the CPU
-    std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null where the engine runs it
+    std::shared_ptr<CudaCopies> cuda; ///< this work's own; null for tensors on the CPU
+    std::shared_ptr<NcclLaunch> nccl; ///< this work's own, which only orders streams; null if the engine runs it
     std::vector<std::shared_ptr<const CudaOrder>> order_after; ///< wait() makes the caller's stream wait for these
   };
 
@@ -45,11 +45,11 @@ class PycommWork final : public c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  /// Blocks until all operations have ended; raises what made one fail. The engine's deadline ends it in any case. For CUDA tensors it
-  /// blocks until the copies to the device are on their way; the caller's current stream then waits for those. Where NCCL runs them it
-  /// blocks for nothing.
+  /// Blocks until all operations have ended, at the engine's deadline at the latest; raises the error of one that failed. For CUDA
+  /// tensors it blocks until the copies to the device are queued; the caller's current stream then waits for those. It does not block
+  /// for operations that NCCL runs.
   bool wait(std::chrono::milliseconds timeout) override;
-  /// As if wait() had returned or raised: somebody has waited for the operations otherwise.
+  /// As if wait() had returned or raised: the caller has waited for the operations in another way.
   void noteWaited();
   void blockCurrentStream() override;
   void abort() override;
