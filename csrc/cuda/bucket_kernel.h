@@ -6,18 +6,18 @@
 #include "cuda/element.h"
 #include "device/kernel_args.h"
 
-// What one thread does in the kernels that pack and unpack a bucket. On the host the same functions are called for every
-// thread in turn.
+// The work of one thread in the kernels that pack and unpack a bucket. On the host the same functions are called for each thread in
+// turn.
 //
-// The bucket is cut into tiles of kTile elements, a block of threads takes one after the other. A tile's elements come
+// The bucket is cut into tiles of kTile elements. A block of threads does one tile after the other. A tile's elements come
 // from one segment or from several:
 //
 //     segments      |  a  |    b            | c |      d
 //     bucket        0-----5-----------------17--19------ …
 //     tiles         |    0    |    1    |    2    |          (of 8: tile 0 is a[0..5) and b[0..3))
 //
-// For each piece of a segment in the tile, `moveRun` moves elements in vectors of at most 16 bytes where both sides can
-// be aligned at once, and one by one where not (still side by side, so that a warp's accesses join).
+// For each piece of a segment in the tile, `moveRun` moves elements in vectors of at most 16 bytes if both sides can be aligned at once,
+// else one by one (still side by side, so that a warp's accesses join).
 
 namespace pycomm::cuda {
 
@@ -121,7 +121,7 @@ PYCOMM_HD void zeroRun(To* to, uint32_t numel, uint32_t thread, uint32_t threads
   }
 }
 
-/// Scales, rounds once to the wire's dtype, and looks at what it moves.
+/// Scales, rounds once to the wire's dtype, and measures the values.
 template <class Grad, class Wire>
 struct Packer {
   float factor;

@@ -7,7 +7,7 @@
 #include "cuda/element.h"
 #include "device/kernel_args.h"
 
-// What one thread does in the kernels of the wire codecs: the formats of numeric/codec.h, bit by bit. A block of kCodecBlock values is
+// The work of one thread in the kernels of the wire codecs: the formats of numeric/codec.h, bit by bit. A block of kCodecBlock values is
 // one warp's; in tests "threads" come one after the other.
 
 namespace pycomm::cuda {
@@ -15,7 +15,7 @@ namespace pycomm::cuda {
 inline constexpr uint32_t kBlockValues = 256;
 static_assert(kBlockValues == kCodecBlock, "the codecs' block");
 
-/// Which values and bytes are a block's, of all parts' blocks.
+/// The values and bytes of one block, among the blocks of all parts.
 struct CodecBlock {
   uint64_t value = 0; ///< the first one
   uint64_t byte = 0;
@@ -47,10 +47,10 @@ PYCOMM_HD CodecBlock blockAt(const CodecArgs& args, uint64_t block) {
   return at;
 }
 
-/// What an encoder must know of a block; of several threads' shares, the larger and the "or".
+/// The facts about a block that an encoder needs. Those of several threads' shares combine by maximum and by "or".
 struct BlockSummary {
   uint32_t max_bits = 0; ///< of the largest finite magnitude
-  uint32_t special = 0; ///< 1: something is not finite
+  uint32_t special = 0; ///< 1: a value is not finite
 };
 
 PYCOMM_HD BlockSummary summarizeShare(const float* values, uint32_t count, uint32_t lane, uint32_t lanes) {
@@ -135,7 +135,7 @@ PYCOMM_HD float decodeValue(Codec codec, uint32_t header, uint32_t code) {
   return static_cast<float>(number) * floatOf(header << 16);
 }
 
-/// Bytes, as blocks of odd parts begin anywhere; fp16's and bf16's codes are at even places.
+/// By bytes, since blocks of odd parts begin anywhere; codes of fp16 and bf16 are at even places.
 PYCOMM_HD uint32_t codeAt(Codec codec, const uint8_t* codes, uint32_t i) {
   return codeNbytes(codec) == 2 ? reinterpret_cast<const uint16_t*>(codes)[i] : codes[i];
 }

@@ -5,7 +5,7 @@
 #include "cuda/element.h"
 #include "cuda/reduce_kernel.h"
 
-// From run-time dtypes to kernels. One place decides what there is, for the device and for the host alike.
+// From run-time dtypes to kernels: the one list of existing kernels, for the device and for the host.
 
 namespace pycomm::cuda {
 
@@ -69,7 +69,7 @@ bool withFoldOf(ReduceOp op, const Body& body) {
   return false;
 }
 
-/// Calls `body(Fold<...>{})` for what NCCL reduces too. Returns false for any other dtype or operation.
+/// Calls `body(Fold<...>{})` for the dtypes and operations that NCCL reduces, too. Returns false for any other.
 template <class Body>
 bool withFold(DType dtype, ReduceOp op, const Body& body) {
   switch (dtype) {

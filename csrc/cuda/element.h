@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
-// One element of each dtype as kernels read, combine and write it. The same code runs on the device and, in tests and
-// where there is no device, on the host; the numeric floor is what it is compared with, bit by bit.
+// One element of each dtype as kernels read, combine and write it. The same code runs on the device and, in tests and without a device,
+// on the host. Tests compare it bit by bit with csrc/numeric.
 //
 // NaN rule, as everywhere in pycomm: a NaN that is written is the positive quiet one without payload.
 
@@ -37,7 +37,7 @@ PYCOMM_HD uint32_t magnitudeBits(float value) {
 }
 
 /// A format of 1 sign, E exponent and M mantissa bits. Rounds to nearest even by integers alone, so that no
-/// flush-to-zero mode of the host or the device has a say.
+/// flush-to-zero mode of the host or the device changes it.
 template <int E, int M, bool HasInfinity, uint32_t Nan>
 struct SmallFormat {
   static constexpr int kBias = (1 << (E - 1)) - 1;

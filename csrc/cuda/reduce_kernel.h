@@ -8,7 +8,7 @@
 #include "cuda/element.h"
 #include "device/kernel_args.h"
 
-// What one thread does in the reduce kernel: several ranks' elements, folded in the order given (lower rank first) in
+// The work of one thread in the reduce kernel: several ranks' elements, folded in the order given (lower rank first) in
 // one accumulator, fp32 for all floats but fp64, divided once for AVG, and rounded once.
 
 namespace pycomm::cuda {

@@ -10,13 +10,13 @@
 
 namespace pycomm::cuda {
 
-/// Where one gradient lies. A null `ptr` is a parameter without a gradient: zeros are packed, nothing is unpacked.
+/// The place of one gradient in memory. A null `ptr` is a parameter without a gradient: zeros are packed, nothing is unpacked.
 struct Gradient {
   void* ptr = nullptr;
   uint64_t numel = 0;
 };
 
-/// What one kernel launch does: `count` segments from `first` on, for the bucket's elements [begin, begin + numel).
+/// One kernel launch: `count` segments from `first` on, for the bucket's elements [begin, begin + numel).
 struct Launch {
   size_t first = 0;
   size_t count = 0;
@@ -30,7 +30,7 @@ struct BucketPlan {
   uint64_t numel = 0;
 };
 
-/// Lays gradients one behind the other, without gaps, in the order given: what csrc/ddp does with a bucket's slots.
+/// Lays gradients one behind the other, without gaps, in the order given, as csrc/ddp lays out a bucket's slots.
 /// Empty gradients vanish; neighbours in memory, and neighbours without memory, become one segment. Both packBucket() and
 /// unpackBucket() run from one plan, which holds as long as the gradients stay where they are.
 ///
@@ -61,7 +61,7 @@ void packBucket(
     float factor,
     PackStats* stats,
     Stream stream);
-/// The way back; the bucket is only read.
+/// From the bucket to the gradients; the bucket is only read.
 void unpackBucket(
     DeviceRuntime& runtime,
     const BucketPlan& plan,

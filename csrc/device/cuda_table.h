@@ -7,13 +7,13 @@
 #include "base/reduce_op.h"
 #include "device/kernel_args.h"
 
-// libpycomm_cuda.so as the extension sees it: one exported function that returns a table of others. Each is one call of CUDA's
+// The interface of libpycomm_cuda.so: one exported function that returns a table of others. Each is one call of CUDA's
 // runtime or one kernel launch, for the calling thread's current device. Streams and events are cudaStream_t and cudaEvent_t as
-// void*. No CUDA type, no exception and nothing but plain data of fixed widths crosses the table.
+// void*. Only plain data of fixed widths crosses the table: no CUDA type and no exception.
 //
-// The library and the extension are built apart (another compiler, another machine), so the table states its version. Every change
-// of this header, of kernel_args.h, or of the enumerations of base/ that they use (DType, ReduceOp, Codec) raises kPycommCudaVersion,
-// also a change of what a field means.
+// The library and the extension are built apart (another compiler, another machine), so the table states its version. Raise
+// kPycommCudaVersion with every change of this header, of kernel_args.h, or of the enumerations of base/ that they use (DType,
+// ReduceOp, Codec), also if only the meaning of a field changes.
 
 namespace pycomm::cuda {
 
@@ -34,7 +34,7 @@ struct CudaTable {
   const char* (*error_text)(int error);
 
   int (*set_device)(int device);
-  /// Whether this library has code for the current device; if not, which device that is and its compute capability.
+  /// Whether this library has code for the current device; if not, the device's number and compute capability.
   int (*check_device)(int* has_code, int* device, int* major, int* minor);
   int (*device_uuid)(int device, unsigned char* uuid); ///< 16 bytes
 

@@ -15,11 +15,11 @@ using Event = void*; ///< a cudaEvent_t
 /// `failure`: null, or the device's error. Calls nothing of CUDA's, and does not wait: the stream waits for it.
 using Reached = void (*)(void* context, const char* failure);
 
-/// All that pycomm asks of CUDA. In production libpycomm_cuda.so is behind it (cuda_library.h); tests put a recorder, or host
-/// memory and threads, in its place.
+/// All functions of CUDA that pycomm calls. In production libpycomm_cuda.so implements them (cuda_library.h). Tests use a recorder, or
+/// host memory and threads.
 ///
-/// Every call is for the calling thread's current device, and none but setDevice() changes that. Calls that put work onto a
-/// stream return at once, unless the device's queues are full; so callers hold no lock that a Reached takes. Failures are
+/// Every call is for the calling thread's current device, which only setDevice() changes. Calls that put work onto a stream return at
+/// once, unless the device's queues are full; so callers hold no lock that a Reached takes. Failures are
 /// Error(OutOfMemory | SystemError | Unsupported) that name the call and have the runtime's own text.
 class DeviceRuntime {
  public:
@@ -29,7 +29,7 @@ class DeviceRuntime {
   virtual void setDevice(int device) = 0;
   /// Throws Error(Unsupported) if the library has no code for the current device.
   virtual void checkDevice() = 0;
-  /// The same for two processes only if they use the same GPU, or the same part of one.
+  /// Equal in two processes only if they use the same GPU, or the same part of one.
   [[nodiscard]] virtual std::string deviceUuid(int device) = 0;
 
   [[nodiscard]] virtual void* allocatePinned(size_t nbytes) = 0;
@@ -37,19 +37,19 @@ class DeviceRuntime {
   [[nodiscard]] virtual void* allocateDevice(size_t nbytes) = 0;
   virtual void freeDevice(void* ptr) noexcept = 0;
 
-  /// Between any of host and device memory; host memory is pinned, or the call blocks.
+  /// Between host and device memory in any combination. The call blocks if host memory is not pinned.
   virtual void copy(void* dst, const void* src, size_t nbytes, Stream stream) = 0;
 
   [[nodiscard]] virtual Event createEvent() = 0;
   virtual void destroyEvent(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
-  /// Work put onto `stream` from here on waits for `event`. Does not block the caller.
+  /// Later work on `stream` waits for `event`. Does not block the caller.
   virtual void streamWait(Stream stream, Event event) = 0;
 
   /// A stream that waits for no other one unless streamWait() makes it.
   [[nodiscard]] virtual Stream createStream() = 0;
-  virtual void destroyStream(Stream stream) noexcept = 0; ///< its work still happens
-  /// Calls `reached(context, failure)`, once, on a thread of CUDA's when the stream has done its work so far, or never will.
+  virtual void destroyStream(Stream stream) noexcept = 0; ///< its queued work still runs
+  /// Calls `reached(context, failure)`, once, on a thread of CUDA's, when the stream has done its work so far or has failed.
   virtual void whenReached(Stream stream, Reached reached, void* context) = 0;
 
   [[nodiscard]] virtual bool isCapturing(Stream stream) = 0;
@@ -66,7 +66,7 @@ class DeviceRuntime {
   virtual void decode(const CodecArgs& args, Stream stream) = 0;
 };
 
-/// Throws Error(Unsupported) if the device's reduce kernel has no such fold of `count` ranks.
+/// Throws Error(Unsupported) if the device's reduce kernel cannot fold `count` ranks of this dtype and operation.
 void checkReduce(DeviceRuntime& runtime, DType dtype, ReduceOp op, size_t count);
 
 /// dst = the fold of `sources` in their order, divided by `divisor` for AVG. dst may be one of them.

@@ -10,8 +10,8 @@
 
 namespace pycomm::cuda {
 
-/// A run of a bucket that is one run of memory elsewhere: it ends at `end`, counted in elements from where its launch begins,
-/// and begins where the one before it ends. A null `ptr` is gradients that do not exist: zeros are packed, nothing is unpacked.
+/// A part of a bucket that is contiguous in the gradients' memory, too. It begins at the end of the segment before it, and ends at
+/// `end`, in elements from the beginning of its launch. A null `ptr` stands for missing gradients: zeros are packed, nothing is unpacked.
 struct Segment {
   void* ptr = nullptr;
   uint64_t end = 0;
@@ -21,14 +21,14 @@ struct Segment {
 /// later (CUDA C++ Programming Guide, "__global__ function argument processing").
 inline constexpr size_t kMaxSegments = 1900;
 
-/// What packing measures. In memory that the device can write; the caller sets it to zero.
+/// Results of packing, in memory that the device can write. The caller sets them to zero.
 struct PackStats {
   unsigned long long overflows = 0; ///< finite before, not finite after scaling and rounding
   uint32_t max_abs_bits = 0; ///< of the gradients, before scaling; NaN counts above infinity, as fp32 bits do
   uint32_t reserved = 0;
 };
 
-/// One launch of the pack or unpack kernel. `bucket` is where the launch begins, not the bucket.
+/// One launch of the pack or unpack kernel. `bucket` is the launch's first element, not the bucket's.
 struct BucketArgs {
   void* bucket = nullptr;
   PackStats* stats = nullptr; ///< may be null

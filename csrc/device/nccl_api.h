@@ -12,7 +12,7 @@
 
 namespace pycomm::cuda {
 
-// The part of NCCL's ABI that pycomm uses, declared here because NCCL's header need not be where this is built. Numbers
+// The part of NCCL's ABI that pycomm uses, declared here because this is built without NCCL's header. Numbers
 // and layouts are NCCL's own and have not changed since the versions named (NCCL's documentation, "API").
 
 /// ncclResult_t. InProgress: a communicator that was made non-blocking has not finished the call yet.
@@ -27,7 +27,7 @@ enum class NcclResult : int {
   InProgress = 7,
 };
 
-/// "ncclSystemError"; "ncclResult 12" for a number that NCCL has added since.
+/// "ncclSystemError"; "ncclResult 12" for a number that is not in NcclResult.
 [[nodiscard]] std::string ncclResultName(NcclResult result);
 
 struct NcclUniqueId {
@@ -43,13 +43,13 @@ struct NcclReduction {
   size_t count_per_element = 1; ///< 2 for complex numbers, which NCCL adds as pairs
 };
 
-/// What NCCL calls this reduction. Throws Error(Unsupported) where it has none. Bool is reduced as bytes of 0 and 1.
+/// NCCL's numbers for this reduction. Throws Error(Unsupported) if it has none. Bool is reduced as bytes of 0 and 1.
 [[nodiscard]] NcclReduction ncclReduction(DType dtype, ReduceOp op);
 
-inline constexpr int kNcclBytes = 1; ///< ncclUint8: what only moves, moves as bytes
+inline constexpr int kNcclBytes = 1; ///< ncclUint8: operations that add nothing move bytes
 inline constexpr int kNcclOldest = 21400; ///< 2.14: non-blocking communicators
 
-/// NCCL, or what tests put in its place. Nothing here blocks for another rank: communicators are non-blocking.
+/// NCCL, or a test's substitute. No function waits for another rank: communicators are non-blocking.
 class NcclApi {
  public:
   virtual ~NcclApi() = default;
@@ -57,7 +57,7 @@ class NcclApi {
   [[nodiscard]] virtual std::string origin() const = 0; ///< "/…/libnccl.so.2, version 2.27.7"
   virtual NcclResult uniqueId(NcclUniqueId* id) = 0;
   virtual NcclResult init(NcclHandle* comm, int size, const NcclUniqueId& id, int rank) = 0;
-  /// The result of what `comm` has begun, InProgress while that is unknown.
+  /// The result of the last call on `comm`, InProgress until it is known.
   virtual NcclResult asyncError(NcclHandle comm, NcclResult* state) = 0;
   virtual NcclResult abort(NcclHandle comm) = 0;
   virtual NcclResult destroy(NcclHandle comm) = 0;
@@ -104,8 +104,8 @@ class NcclApi {
   virtual NcclResult recv(void* out, size_t count, int dtype, int peer, NcclHandle comm, Stream stream) = 0;
 };
 
-/// Loads NCCL: the one that is in the process already (torch's own), then each of `paths`, then libnccl.so.2 as the
-/// system's loader finds it. Throws Error(Unsupported) that says where it looked and what each place answered.
+/// Loads NCCL. It tries the one that is in the process already (torch's own), then each of `paths`, then libnccl.so.2 as the system's
+/// loader finds it. Throws Error(Unsupported) with each of these places and the loader's answer for it.
 [[nodiscard]] std::unique_ptr<NcclApi> loadNccl(const std::vector<std::string>& paths);
 
 } // namespace pycomm::cuda

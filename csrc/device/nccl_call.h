@@ -9,7 +9,7 @@
 
 namespace pycomm::cuda {
 
-/// What one rank asks NCCL for. Sizes are in elements.
+/// One rank's call of NCCL. Sizes are in elements.
 struct NcclCall {
   /// AllReduce, Reduce, Broadcast, AllGather, ReduceScatter or AllToAll; NCCL runs no other.
   Collective kind = Collective::AllReduce;

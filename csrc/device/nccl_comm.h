@@ -18,21 +18,19 @@
 
 namespace pycomm::cuda {
 
-/// One start(): its own state is for NcclComm, everyone else asks that.
+/// One start(). Only NcclComm reads its state.
 class NcclOperation;
 
-/// One rank's NCCL communicator, driven so that nothing here waits without an end.
+/// One rank's NCCL communicator. Every wait for it ends by a deadline.
 ///
-/// Work goes onto a side stream, where it waits for what the caller's stream holds at the start (an event); the host does
-/// not wait. When it has ended, CUDA notifies by way of a third stream, so that the next operation need not wait for that.
-/// The communicator is non-blocking, so that calls return while other ranks are still missing, and every wait for NCCL
-/// checks the deadline and the group's failure.
+/// Work goes onto a side stream, where it waits for the work that the caller's stream has at the start (an event); the host does
+/// not wait. CUDA notifies of its end by a third stream, so that the next operation need not wait for the notice. The communicator is
+/// non-blocking: calls return while other ranks are still missing, and every wait for NCCL checks the deadline and the group's failure.
 ///
-/// Fails as a whole, once: the first error aborts the communicator, which ends its kernels on this rank, and every
-/// operation, under way or new, ends with that cause. Thread-safe. Someone calls poll() every few milliseconds; it is
-/// what notices errors and deadlines. It calls nothing of CUDA's but the abort itself, as the device may be what another
-/// thread waits for, and holds no lock that another thread holds while it calls CUDA. Threads that call start(), create()
-/// or the destructor have the device as their current one.
+/// Fails as a whole, once: the first error aborts the communicator, which ends its kernels on this rank, and every operation, under way
+/// or new, ends with that cause. Thread-safe. The owner calls poll() every few milliseconds, which notices errors and deadlines. poll()
+/// calls nothing of CUDA's but the abort, since another thread may be waiting for the device, and takes no lock that a thread holds
+/// while it calls CUDA. Threads that call start(), create() or the destructor have the device as their current one.
 class NcclComm {
  public:
   struct Config {
@@ -40,27 +38,27 @@ class NcclComm {
     int size = 1;
     std::string group;
     Stream stream = nullptr; ///< the side stream
-    Deadline deadline = Deadline::never(); ///< of the making
-    /// Rank 0 is given its id to publish; the others are given none and return rank 0's. Blocks until the deadline.
+    Deadline deadline = Deadline::never(); ///< of create()
+    /// Called with rank 0's id on rank 0, which publishes it, and with null on the others; returns rank 0's id. Blocks until the deadline.
     std::function<NcclUniqueId(const NcclUniqueId* own, Deadline deadline)> exchange;
-    /// Whether the group has failed, and why: looked at while waiting.
+    /// The group's failure, if it has failed; called while waiting.
     std::function<std::optional<ErrorRecord>()> group_failure;
   };
 
-  /// Not on a lane: blocks until all ranks have come, the deadline or the group's failure. `api` and `runtime` outlive
-  /// what is made. Throws Error.
+  /// Not on a lane: blocks until all ranks have joined, the deadline or the group's failure. `api` and `runtime` outlive the
+  /// communicator. Throws Error.
   [[nodiscard]] static std::unique_ptr<NcclComm> create(NcclApi& api, DeviceRuntime& runtime, Config config);
   ~NcclComm();
   NcclComm(const NcclComm&) = delete;
   NcclComm& operator=(const NcclComm&) = delete;
 
-  /// Puts the calls onto the side stream, as one NCCL group, behind what `caller` holds. Throws Error for calls without
-  /// meaning (nothing has happened then) and for everything that breaks the communicator.
+  /// Puts the calls onto the side stream, as one NCCL group, behind the work of `caller`. Throws Error for invalid calls (nothing has
+  /// happened then) and for every error that breaks the communicator.
   [[nodiscard]] std::shared_ptr<NcclOperation> start(
       const std::vector<NcclCall>& calls,
       Stream caller,
       Deadline deadline);
-  /// Whether the device is through with it.
+  /// Whether the device is done with it.
   [[nodiscard]] bool done(const NcclOperation& operation) const;
   void poll();
   void abort(const ErrorRecord& reason);
@@ -84,7 +82,7 @@ class NcclComm {
   [[nodiscard]] ErrorRecord about(const NcclCall& call) const;
   [[nodiscard]] std::optional<ErrorRecord> findFailure();
   void throwIfFailed() const;
-  /// The first failure wins: aborts the communicator. Returns what is in force.
+  /// Aborts the communicator; the first failure wins. Returns that one.
   ErrorRecord fail(const ErrorRecord& cause);
 
   NcclApi& api_;
@@ -97,16 +95,16 @@ class NcclComm {
   size_t scratch_nbytes_ = 0;
   Event entry_ = nullptr; ///< of issue_mutex_; these two are used again by each start, which CUDA allows
   Event exit_ = nullptr;
-  Stream watched_ = nullptr; ///< where CUDA notifies of ends
+  Stream watched_ = nullptr; ///< CUDA notifies of ends on it
 
   std::mutex api_mutex_; ///< held for NCCL calls, never while waiting; guards comm_
   NcclHandle comm_ = nullptr; ///< null once aborted
 
-  /// What CUDA's notices share with the communicator, and may outlive it with.
+  /// Shared with CUDA's notices, which may outlive the communicator.
   struct State {
     std::mutex mutex; ///< guards the rest
     std::optional<ErrorRecord> failure;
-    std::optional<ErrorRecord> broken; ///< the device's error, which the next poll() takes up
+    std::optional<ErrorRecord> broken; ///< the device's error, for the next poll()
     std::deque<std::shared_ptr<NcclOperation>> pending; ///< in stream order
   };
   struct Notice {
