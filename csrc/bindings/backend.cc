@@ -150,22 +150,22 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     settings.skipped_folders = options.skipped_folders;
 
     Group::Config config;
-    RendezvousConfig& meeting = config.rendezvous;
-    meeting.rank = rank;
-    meeting.size = size;
-    meeting.group_name = group_name;
-    meeting.store_host = options.store_host;
-    meeting.spec = InterfaceSpec::parse(options.interface);
-    meeting.family = familyNamed(options.socket_family);
-    meeting.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
-    meeting.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
+    RendezvousConfig& rendezvous = config.rendezvous;
+    rendezvous.rank = rank;
+    rendezvous.size = size;
+    rendezvous.group_name = group_name;
+    rendezvous.store_host = options.store_host;
+    rendezvous.spec = InterfaceSpec::parse(options.interface);
+    rendezvous.family = familyNamed(options.socket_family);
+    rendezvous.ports = {static_cast<uint16_t>(options.port_first), static_cast<uint16_t>(options.port_last)};
+    rendezvous.config_text = "algorithm=" + options.algorithm + " transport=" + options.transport +
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
         " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
         " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) + "ms" +
         (options.check_call_sites ? " check_call_sites=1" : "");
-    meeting.config_digest = digestOf(meeting.config_text);
-    meeting.remark = options.why_no_nccl;
-    meeting.deadline = Deadline::after(timeout_ms);
+    rendezvous.config_digest = digestOf(rendezvous.config_text);
+    rendezvous.remark = options.why_no_nccl;
+    rendezvous.deadline = Deadline::after(timeout_ms);
 
     config.transport = transportNamed(options.transport);
     config.streams = options.streams;
