@@ -59,8 +59,8 @@ __all__ = [
 register()
 
 
-# Loaded when first asked for: the wrapper needs the native part, and some need torch.nn, which a
-# program that wants the backend alone should not have to load. The module of each name.
+# The module of each name, imported by its first use: the wrapper needs the native part, and some
+# need torch.nn, which a program that uses only the backend should not load.
 _LATER = {
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",

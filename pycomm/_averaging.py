@@ -1,4 +1,4 @@
-"""Averages whole models between ranks, and finds out which ranks share a host."""
+"""Averages whole models between ranks, and finds the ranks that share a host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL_FLOATS = (torch.float16, torch.bfloat16)
 
 
 def ring_nbytes(nbytes: int, ranks: int) -> int:
-    """What one rank sends when ``nbytes`` go through an all-reduce: 2(N-1)/N times as much."""
+    """The bytes that one rank sends in an all-reduce of ``nbytes``: 2(N-1)/N times as much."""
     return 2 * (ranks - 1) * nbytes // ranks
 
 
@@ -26,7 +26,7 @@ def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
     Small floats are added and divided in fp32.
 
     Returns:
-        The bytes that were handed to all_reduce.
+        The bytes that were given to all_reduce.
     """
     ranks = dist.get_world_size(group)
     nbytes = 0

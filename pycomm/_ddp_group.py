@@ -1,4 +1,4 @@
-"""What a wrapper wants of the process group that it reduces over."""
+"""A wrapper's access to the process group that it reduces over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pycomm_backend(group: Any) -> Any:
 
 
 def need_pycomm(group: Any, what: str) -> Any:
-    """The same, where nothing else will do.
+    """The same; raises if there is none.
 
     Raises:
         UnsupportedError: The group has none.
@@ -38,7 +38,7 @@ def need_pycomm(group: Any, what: str) -> Any:
 
 
 def wrapper_store(group: Any) -> Any:
-    """A store for one wrapper's ranks, or None where the group has none. Call it on all ranks."""
+    """A store for one wrapper's ranks, or None if the group has none. Call it on all ranks."""
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
     except KeyError:

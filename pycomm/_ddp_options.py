@@ -1,4 +1,4 @@
-"""What the wrapper's constructor takes, and what it reads off a model."""
+"""The arguments of the wrapper's constructor, and the facts that it needs about a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycomm.errors import UnsupportedError
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 
-# Options of torch's constructor that the reducer does not have yet: only these values are taken.
+# Options of torch's constructor that the reducer does not have yet: only these values are accepted.
 ONLY = {
     "mixed_precision": None,
     "delay_all_reduce_named_params": None,
@@ -22,7 +22,7 @@ ONLY = {
     "skip_all_reduce_unused_params": False,
     "batched_grad_copy": False,
 }
-# Where torch's wrapper is no way out, on the CPU at least.
+# Options that torch's wrapper has not on the CPU either: the hint is another way.
 _OTHERWISE = {
     "mixed_precision": 'use torch.autocast, with wire_dtype="bf16" for the bytes (torch\'s own '
     "wrapper runs this option on an accelerator only)"
@@ -86,7 +86,7 @@ def check_parameters(
 ) -> None:
     """UnsupportedError for a parameter on a device where its gradients cannot be reduced.
 
-    ``sparse``: whether they are sparse, and pycomm adds them up.
+    ``sparse``: whether gradients are sparse, and pycomm adds them up.
     """
     for name, parameter, is_sparse in zip(names, parameters, sparse, strict=True):
         device = parameter.device
@@ -121,7 +121,7 @@ def expect_sparse(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list
 
 class EndsByItself:
     """Refuses what torch 2.15 added: a backward pass that ends when ``finalize_backward()`` is
-    called. pycomm's reducer ends each pass when its last bucket is there."""
+    called. pycomm's reducer ends each pass when its last bucket has arrived."""
 
     @property
     def require_manual_backward_finalization(self) -> bool:

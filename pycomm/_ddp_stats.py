@@ -1,4 +1,4 @@
-"""What a data-parallel wrapper counts."""
+"""The counters of a data-parallel wrapper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class DDPStats:
-    """What one wrapper's reducer has done on this rank since it was made."""
+    """Counters of one wrapper's reducer on this rank since it was made."""
 
     passes: int
     """Backward passes, but for those in ``no_sync()``."""

@@ -44,7 +44,7 @@ _extension: ModuleType | None = None
 
 
 def built_for() -> list[str]:
-    """The minor versions of torch that there is a module for, in order."""
+    """The minor versions of torch for which a module was built, in order."""
     package = importlib.import_module("pycomm")
     minors = {
         tuple(map(int, file.parent.name.removeprefix("torch_").split("_")))
@@ -87,7 +87,7 @@ def check_torch(built: Sequence[str], installed: str) -> None:
 
 
 def why_no_nccl() -> str:
-    """Why CUDA tensors of this process cannot go by NCCL; empty if they may. Loads nothing."""
+    """Why NCCL cannot run this process's collectives; empty if it may. Loads nothing."""
     if not torch.cuda.is_available():
         return "has no GPU that torch can use"
     if not CUDA_LIBRARY.exists():
@@ -141,7 +141,7 @@ def _join_threads_at_exit(extension: ModuleType) -> None:
     owner = os.getpid()
 
     def join() -> None:
-        # A forked child has no such threads to join, and must not speak for its parent.
+        # A forked child has no such threads to join, and must not abort its parent's operations.
         if os.getpid() == owner:
             extension.shutdown_all(_EXIT_TIMEOUT_MS)
 

@@ -23,7 +23,8 @@ def cut(
         model: Its blocks are the children of the ``ModuleList`` or ``Sequential`` that has the most
             children with parameters, and of all others with as many that are not inside it.
         parameters: The trainable parameters of ``model``, by name.
-        fragments: How many, or the modules of each: then every parameter belongs to exactly one.
+        fragments: Their number, or the modules of each: then every parameter belongs to exactly
+            one.
 
     Parameters outside all blocks go to the fragment that is the lightest so far, the largest first.
     If no list has as many blocks as there are fragments, all parameters do.

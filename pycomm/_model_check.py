@@ -1,4 +1,4 @@
-"""Finds out, before anything is averaged, whether all ranks train the same model."""
+"""Checks, before anything is averaged, that all ranks train the same model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def first_other(numbers: Sequence[int]) -> int | None:
 
 
 def _describe(kind: str, name: str, tensor: torch.Tensor) -> str:
-    """What, its name, its properties, separated by tabs."""
+    """Its kind, name and properties, separated by tabs."""
     strided = tensor.layout == torch.strided
     layout = f"strides {tuple(tensor.stride())}" if strided else str(tensor.layout)
     shape = "×".join(str(size) for size in tensor.shape) or "scalar"
@@ -95,7 +95,7 @@ def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
 
 
 def _first_difference(texts: Sequence[str]) -> str:
-    """What the first rank that differs from rank 0 has otherwise."""
+    """The first difference between rank 0 and the first rank that differs from it."""
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     rank = different[0]
     lines = itertools.zip_longest(texts[0].split("\n"), texts[rank].split("\n"))

@@ -1,12 +1,13 @@
-"""One fragment's outer step: ranks average how far it has moved, an outer optimizer follows.
+"""One fragment's outer step: ranks average its movement, and an outer optimizer applies the mean.
 
     launch   snapshot: moved = anchor - parameters; the sum over the ranks begins
     settle   the sum has arrived: anchor, state <- outer optimizer(anchor, state, moved / ranks)
     land     the parameters take the new anchor
 
-Between launch and land the parameters train on. Only ``settle`` changes what all ranks have alike,
-and only if every operation of the fragment has succeeded. If one fails, anchor and state stay as
-they were before the launch. The parameters still have what they moved; the next launch sends it.
+Between launch and land the parameters train on. Only ``settle`` changes the state that all ranks
+have alike, and only if every operation of the fragment has succeeded. If one fails, anchor and
+state stay as they were before the launch. The parameters keep their movement; the next launch sends
+it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def have_moved(parameters: Mapping[str, nn.Parameter], anchor: Mapping[str, torc
 
 
 class Fragment:
-    """Some of a model's parameters, and what all ranks have alike of them."""
+    """Some of a model's parameters, and the state of them that all ranks have alike."""
 
     def __init__(
         self, index: int, parameters: Mapping[str, nn.Parameter], make_outer: MakeOptimizer
@@ -60,7 +61,7 @@ class Fragment:
 
 
 class Place(NamedTuple):
-    """What ranks compare before an outer step."""
+    """The numbers that ranks compare before an outer step."""
 
     step: int
     """Steps since the round began, 0 in a sync()."""
@@ -168,7 +169,7 @@ class Flight:
             step: Compared between the ranks, as in ``Place``.
 
         Returns:
-            The bytes that were handed to all_reduce, encoded.
+            The bytes that were given to all_reduce, encoded.
         """
         self._chunks = list(self._snapshot())
         self._settled = False
@@ -196,7 +197,7 @@ class Flight:
         return self._error is not None
 
     def wait(self) -> None:
-        """Waits until the outer step has been taken; raises what the sum failed with."""
+        """Waits until the outer step has been taken; raises the error of the sum."""
         self._idle.wait()
         if not self._settled and not self.failed:
             try:
@@ -255,7 +256,7 @@ class Flight:
                     return
                 self._stepping = True
             self._take_step()
-        except BaseException as error:  # raised where somebody waits
+        except BaseException as error:  # wait() raises it
             self._error = error
         finally:
             self._idle.set()

@@ -1,4 +1,4 @@
-"""Checks a saved state before anything of it is taken over."""
+"""Checks a saved state before any of it is loaded."""
 
 from __future__ import annotations
 

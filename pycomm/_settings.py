@@ -1,6 +1,6 @@
-"""The settings of a process group: their names, what they may be, and where they are looked for.
+"""The settings of a process group: their names, allowed values and variables.
 
-``pycomm.options`` reads them; nothing here looks at the environment.
+``pycomm.options`` reads them; this module does not read the environment.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _path_or_off(allowed: str) -> Callable[[str, object], str]:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One thing that can be set."""
+    """One setting."""
 
     field: str
     parse: Callable[[str, object], Any]

@@ -28,11 +28,11 @@ def _sizes(size: tuple[int | Sequence[int], ...]) -> list[int]:
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Makes a tensor that the other ranks of this host reach in place.
 
-    It is an ordinary CPU tensor in every other respect. Where all ranks of a group share a host and
-    all give such a tensor, or whole pages of one, large collectives copy nothing on the way:
+    It is an ordinary CPU tensor in every other respect. If all ranks of a group share a host and
+    all pass such a tensor, or whole pages of one, large collectives make no copies:
     ``all_reduce`` adds from and writes to the ranks' tensors themselves, and
     ``all_gather_into_tensor``, ``reduce_scatter_tensor`` and ``broadcast`` read their inputs there.
-    Anywhere else it is communicated as any tensor is, with the same result.
+    Otherwise it is communicated as any tensor is, with the same result.
 
     Args:
         *size: As for ``torch.empty``.

@@ -32,8 +32,9 @@ def select(rows: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
         top_k: A multiple of 16.
 
     Returns:
-        Positions, (any, top_k) int16, and values, (any, top_k) float32: what ``unpack`` will give.
-        NaN counts as the largest, then infinities; either makes the magnitude of its group one.
+        Positions, (any, top_k) int16, and values, (any, top_k) float32, as ``unpack`` will return
+        them. NaN counts as the largest, then infinities; either makes the magnitude of its group
+        one.
     """
     sizes, positions = rows.abs().topk(top_k, dim=1, sorted=True)
     magnitudes = sizes.view(-1, GROUP).mean(dim=1).bfloat16()
@@ -43,7 +44,7 @@ def select(rows: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack(positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The bytes of what ``select`` has given: ``payload_nbytes``, uint8."""
+    """The bytes of a result of ``select``: ``payload_nbytes``, uint8."""
     first, second = positions.int().view(-1, 2).unbind(1)
     packed = torch.stack([first & 255, first >> 8 | (second & 15) << 4, second >> 4], dim=1)
     bits = torch.arange(8, dtype=torch.int32, device=values.device)

@@ -32,12 +32,12 @@ def requirement() -> str:
 
 
 def is_newer(version: str) -> bool:
-    """Whether this torch came after all that are supported."""
+    """Whether this torch is newer than all supported ones."""
     return _numbers(version) > _numbers(SUPPORTED[-1])
 
 
 def why_unsupported(installed: str) -> str:
-    """What is wrong with the torch of this version, and what to do; empty if it is supported."""
+    """Why a torch of this version is not supported, and what to do; empty if it is."""
     if torch_minor(installed) in SUPPORTED:
         return ""
     newer = "a newer pycomm, or " if is_newer(installed) else ""
@@ -48,7 +48,7 @@ def why_unsupported(installed: str) -> str:
 
 
 def module_folder(version: str) -> str:
-    """Where in the package the module for this torch lies: "2.13.0+cpu" → "torch_2_13"."""
+    """The folder of the module for this torch in the package: "2.13.0+cpu" → "torch_2_13"."""
     return f"torch_{torch_minor(version).replace('.', '_')}"
 
 

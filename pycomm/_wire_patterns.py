@@ -1,4 +1,4 @@
-"""Which parameter's gradient travels as what."""
+"""The wire dtype of each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES_SHOWN = 5
 
 
 def check_wire_dtype(wire_dtype: WireDtype) -> None:
-    """ValueError where a name is no dtype's. Needs no model."""
+    """Raises ValueError if a name is no dtype's. Needs no model."""
     chosen: list[object] = (
         list(wire_dtype.values()) if isinstance(wire_dtype, Mapping) else [wire_dtype]
     )
@@ -43,10 +43,10 @@ def wire_dtypes(
     """Each parameter's wire dtype, None for its own.
 
     Patterns are those of ``fnmatch``, in the mapping's order; the first that matches a name wins,
-    and a name that none matches keeps its own dtype. ``option``: what errors call it.
+    and a name that none matches keeps its own dtype. ``option``: its name in errors.
 
     Raises:
-        ValueError: A pattern decides for no parameter.
+        ValueError: A pattern applies to no parameter.
         UnsupportedError: A parameter is of a dtype that cannot be cast.
     """
     patterns = dict(wire_dtype) if isinstance(wire_dtype, Mapping) else {"*": wire_dtype}

@@ -1,4 +1,4 @@
-"""What torch calls to make a group, and what users ask a group."""
+"""The functions that torch calls to make a group, and those that users call on one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def create_group(group: Any, pg_options: object) -> Any:
 
     Args:
         group: torch's ``_DistributedBackendOptions``.
-        pg_options: What the user passed as ``pg_options``.
+        pg_options: The user's ``pg_options``.
 
     Returns:
         The native backend.
@@ -87,7 +87,7 @@ def create_group(group: Any, pg_options: object) -> Any:
     _timeouts_ms[str(group.group_id)] = timeout_ms
     store = group.store
     if size == 1 and dist.is_initialized():
-        # Nobody to meet. And torch, where new_subgroups(1, group=...) is called in different
+        # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
         # subgroups, gives groups of different ranks one name and so one place in the store.
         store = HashStore()
     backend = extension.create_backend(
@@ -109,8 +109,8 @@ def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | N
         group: Default: the default group.
 
     Returns:
-        What ``PycommError.record`` of the errors that the group raises holds, but for the fields
-        about the operation that met them; None if nothing has failed.
+        The fields of ``PycommError.record`` of the group's errors, without those about the
+        operation that raised them; None if the group has not failed.
 
     Raises:
         ValueError: The group is not pycomm's, or there is no group.
@@ -130,8 +130,8 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
         group: Default: the default group.
 
     Returns:
-        ``SUCCESS`` while all is well; ``TIMEOUT``; ``REMOTE_ERROR`` where another rank is to blame;
-        ``COMM_ERROR`` for all else.
+        ``SUCCESS`` if there is no error; ``TIMEOUT``; ``REMOTE_ERROR`` if another rank is to blame;
+        ``COMM_ERROR`` for all others.
 
     Raises:
         ValueError: The group is not pycomm's, or there is no group.
@@ -146,7 +146,7 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
 
 
 def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
-    """What a group remembers of its last operations on this rank. Blocks nobody.
+    """The flight record of a group: its last operations on this rank. Does not block.
 
     Args:
         group: Default: the default group.
@@ -160,12 +160,12 @@ def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
 
 
 def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
-    """Writes what all groups of this process remember, as happens by itself when a group fails.
+    """Writes the flight record of all groups of this process, as a failing group does by itself.
 
     Any thread may call it, and a signal handler: waiting for an operation lets handlers run.
 
     Args:
-        folder: Where; made if there is none. A file of this rank that is there is replaced.
+        folder: Made if there is none. An older file of this rank is replaced.
 
     Returns:
         The file, which ``python -m pycomm trace`` reads.
@@ -179,7 +179,7 @@ def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
 
 
 def topology_text(group: dist.ProcessGroup | None = None) -> str:
-    """How the ranks of a group are spread, as ``2 hosts with 4 ranks each``.
+    """The distribution of a group's ranks over hosts, as ``2 hosts with 4 ranks each``.
 
     Args:
         group: Default: the default group.
@@ -212,7 +212,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def store_host(store: Any) -> str:
-    """The host of the store's server, as this rank calls it; "" where there is none."""
+    """The host of the store's server, as this rank calls it; "" if there is none."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return str(getattr(store, "host", "") or "")
@@ -221,7 +221,7 @@ def store_host(store: Any) -> str:
 def native_options(
     resolved: ResolvedOptions, store_host: str, global_ranks: list[int]
 ) -> dict[str, Any]:
-    """What ``create_backend`` takes as ``options``."""
+    """The ``options`` of ``create_backend``."""
     return {
         "interface": resolved.interface,
         "interface_origin": resolved.origins["interface"],
@@ -268,8 +268,8 @@ def _options_of(group: Any, pg_options: object) -> Options:
 
 
 def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
-    # torch always passes a timeout; only one that differs from its default was somebody's wish, and
-    # a wish in the program goes before a variable.
+    # torch always passes a timeout; only one that differs from its default was set by
+    # the program, and the program's goes before a variable.
     wished = from_torch != default_pg_timeout
     explicit = resolved.origins["timeout"].startswith("Options.")
     if (wished and not explicit) or resolved.is_default("timeout"):

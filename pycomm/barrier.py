@@ -1,4 +1,4 @@
-"""A barrier that says who is missing, and leaves the group usable."""
+"""A barrier that names missing ranks, and leaves the group usable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycomm import _extension
 from pycomm.backend import group_timeout, last_error, native_backend
 from pycomm.errors import BY_CODE
 
-# How often a waiting rank looks whether the group has failed meanwhile.
+# How often a waiting rank checks whether the group has failed.
 _LOOK_S = 0.25
 _PASSED = "passed"
 
@@ -28,16 +28,16 @@ def monitored_barrier(
 ) -> None:
     """Waits until all ranks of a group have called this; names those that have not.
 
-    The stand-in for ``torch.distributed.monitored_barrier``, which knows gloo alone. Ranks meet in
-    the group's store and not over its connections, so that a rank which is late ends the barrier
-    and not the group: the group can be used afterwards, and the barrier be tried again.
+    Replaces ``torch.distributed.monitored_barrier``, which supports gloo only. Ranks meet in the
+    group's store and not over its connections, so a late rank ends the barrier and not the group:
+    you can use the group afterwards, and try the barrier again.
 
     Args:
         group: A group of pycomm; default: the default group.
         timeout: How long to wait. Default: the group's timeout.
         wait_all_ranks: A rank whose process has died ends the barrier at once, naming that rank.
-            With True the barrier waits for the others all the same, until time is up, and then
-            names every missing rank.
+            With True the barrier waits for the others until time is up, and then names every
+            missing rank.
 
     Raises:
         CollectiveTimeoutError: On every rank that waited: which ranks, on which hosts, were
@@ -45,7 +45,7 @@ def monitored_barrier(
         PycommError: The group has failed; only with ``wait_all_ranks=False``.
         ValueError: The group is not pycomm's.
 
-    Blocks the calling thread. Cost: two store calls a rank, and one for each rank on rank 0.
+    Blocks the calling thread. Cost: two store calls per rank, and one for each rank on rank 0.
     """
     if group is None:
         group = dist.distributed_c10d._get_default_group()
@@ -84,7 +84,7 @@ class _Round:
         rank = self.group.rank()
         self.store.set(self._key("came", rank), "")
         if rank != 0:
-            # A little longer than rank 0 itself waits: its verdict tells more than this rank knows.
+            # A little longer than rank 0 itself waits: its verdict has more than this rank knows.
             grace_s = max(1.0, self.timeout_s * 0.1)
             if self._wait_for(self._key("verdict"), grace_s=grace_s):
                 verdict = bytes(self.store.get(self._key("verdict"))).decode()
@@ -115,7 +115,7 @@ class _Round:
                 self.store.wait([key], timedelta(seconds=max(0.01, min(_LOOK_S, left_s))))
             except dist.DistNetworkError:
                 raise  # the store is lost
-            except RuntimeError:  # time is up; not every store says so by a class of its own
+            except RuntimeError:  # time is up; not every store has an exception class for it
                 self._raise_if_failed()
         return True
 

@@ -1,4 +1,4 @@
-"""Wire codecs: what float32 sums may travel as. Formats and errors: docs/codecs.md."""
+"""Wire codecs: encodings of float32 sums. Formats and errors: docs/codecs.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODECS = ("bf16", "fp16", "fp8", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class CodecStats:
-    """What the codec of a group has done on this rank since the group was made."""
+    """Counters of a group's codec on this rank since the group was made."""
 
     elements_sent: int
     """Values that this rank has sent encoded: contributions and results."""
@@ -32,7 +32,7 @@ class CodecStats:
 
 
 def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
-    """What ``Options.wire_dtype`` of a group has saved and lost on this rank. Blocks nobody.
+    """Bytes saved by a group's ``Options.wire_dtype``, and its loss, on this rank. Does not block.
 
     Args:
         group: Default: the default group.
@@ -53,10 +53,10 @@ def all_reduce(
     lost: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """``dist.all_reduce`` of one tensor that travels as ``wire_dtype``, whatever the group's own.
+    """``dist.all_reduce`` of one tensor that travels as ``wire_dtype`` instead of the group's own.
 
-    What is not encoded in a group with that ``Options.wire_dtype`` (small tensors, other dtypes and
-    operations) is not encoded here. All ranks must pass the same.
+    A call that a group with that ``Options.wire_dtype`` would not encode (a small tensor, another
+    dtype or operation) is not encoded here either. All ranks must pass the same.
 
     Args:
         tensor: As for ``dist.all_reduce``.
@@ -64,9 +64,9 @@ def all_reduce(
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
         lost: (as tensor) float32, contiguous. Error feedback, the same tensor in every call, zeros
-            in the first: what it holds travels with ``tensor``, and then it holds what encoding
-            lost on this rank, of these values and of the sums that the rank made. So nothing is
-            lost for good. For float32 and ``ReduceOp.SUM`` only. Zeros where nothing is encoded.
+            in the first. Its values travel with ``tensor``. Then it holds the loss of encoding on
+            this rank: of these values, and of the sums that the rank made. So nothing is lost
+            for good. For float32 and ``ReduceOp.SUM`` only. Zeros if nothing is encoded.
         async_op: Whether to return at once, with the operation.
 
     Returns:
@@ -97,8 +97,8 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
     Args:
         codec: "bf16", "fp16", "fp8" or "int8".
         values: (any shape) float32, float64, float16 or bfloat16; contiguous, CPU.
-        error: (as values) Takes what the bytes lose, ``values - decode(encode(values))``, and 0
-            where that is not finite; float32, as values must be then. May be ``values``.
+        error: (as values) Gets the loss, ``values - decode(encode(values))``, and 0 if that is not
+            finite; float32, as values must be then. May be ``values``.
 
     Returns:
         uint8, one dimension. A finite value beyond the largest float32 becomes infinite.
@@ -118,7 +118,7 @@ def decode_sum(
 
     Args:
         codec: As for ``encode``.
-        rows: What ``encode`` gave for values of as many elements as output has; one at least.
+        rows: Results of ``encode`` for as many values as output has elements; one row at least.
         output: Same dtypes as for ``encode``; contiguous, CPU.
         divisor: 1 or more.
 

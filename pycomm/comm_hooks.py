@@ -25,8 +25,7 @@ from pycomm.compression import Int8, TopK
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
 
-# Counted where hooks are wrapped, which every rank does in the same order: part of the operations'
-# identity.
+# Counts wrapped hooks, which every rank wraps in the same order: part of the operations' identity.
 _ordinals = itertools.count()
 
 
@@ -41,11 +40,11 @@ def ordered(
 
     A hook that issues collectives from the callbacks of its futures, as torch's PowerSGD hook does,
     races with the backward pass: while a callback issues the second collective of bucket 0,
-    autograd issues the first of bucket 1, on every rank in an order of its own. Here the chain of
+    autograd issues the first of bucket 1, and each rank may have another order. Here the chain of
     bucket 1 starts when that of bucket 0 has ended, so that every rank issues in the same order, on
     any backend. The backward pass goes on meanwhile.
 
-    Buckets on a device whose collectives go by NCCL need no thread: there futures are complete, and
+    Buckets on a device whose collectives NCCL runs need no thread: futures are complete, and
     callbacks run, as soon as a collective is on its stream. NCCL matches collectives by their
     order, so the hook runs where autograd issues its own, on the thread of the backward pass.
 
@@ -56,14 +55,14 @@ def ordered(
 
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
-        group: What the hook's collectives go through. None: the state, or its ``process_group``,
+        group: The group of the hook's collectives. None: the state, or its ``process_group``,
             if that is a group; else the default group.
-        describe: What to call a bucket in a note to the exceptions that ``hook`` raises.
-        codec_of: What the sums that ``hook`` issues for a bucket travel as over pycomm, by the name
-            of a codec; None for what the group's options say.
+        describe: The name of a bucket in a note to the exceptions that ``hook`` raises.
+        codec_of: The name of the codec for the sums that ``hook`` issues for a bucket over pycomm;
+            None for that of the group's options.
 
     Returns:
-        A hook for ``register_comm_hook``. What ``hook`` raises, the backward pass raises.
+        A hook for ``register_comm_hook``. The backward pass raises the exceptions of ``hook``.
     """
     worker = _Worker(hook, next(_ordinals), group, describe, codec_of)
 
@@ -87,7 +86,7 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
 
     Args:
         fraction: More than 0, at most 1. From about 0.5 on fp32 is fewer bytes.
-        module: What is wrapped: needed only to save and load the hook's state.
+        module: The wrapped model: needed only to save and load the hook's state.
 
     Returns:
         A hook for ``register_comm_hook`` of torch's DDP or pycomm's, for float32 gradients on the
@@ -100,18 +99,18 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
 
 
 def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
-    """Averages gradients as int8 with a scale a block of 256, a quarter of fp32's bytes.
+    """Averages gradients as int8 with a scale per block of 256, a quarter of fp32's bytes.
 
     Deprecated, and removed in 0.2: ``pycomm.DistributedDataParallel(module, wire_dtype="int8")``
     feeds back the same, with one all_reduce, and saves it by parameter name.
 
-    Unlike ``Options.wire_dtype="int8"`` it can feed back what is lost, both by a rank's bytes and
-    by those of the averages. All ranks hold the same bits.
+    Unlike ``Options.wire_dtype="int8"`` it can feed back the loss, both of a rank's bytes and of
+    those of the averages. All ranks hold the same bits.
 
         model.register_comm_hook(None, pycomm.comm_hooks.int8())
 
     Args:
-        error_feedback: Whether what is lost is added to the next gradient: one more row of float32
+        error_feedback: Whether the loss is added to the next gradient: one more row of float32
             for the gradients, and one for this rank's slice.
         module: As in ``top_k``.
 
@@ -128,14 +127,14 @@ def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> Com
 
 
 class CompressedHook:
-    """A communication hook with a state to save: what this rank has not sent yet.
+    """A communication hook with a state to save: the values that this rank has not sent yet.
 
     Every rank saves and loads its own: ``state_dict`` differs from rank to rank.
     """
 
     def __init__(self, method: TopK | Int8, name: str) -> None:
         self._method = method
-        self.__qualname__ = self.__name__ = name  # what DDP logs
+        self.__qualname__ = self.__name__ = name  # DDP logs this name
 
         def reduce(state: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
             reduced: Future[torch.Tensor] = Future()
@@ -159,7 +158,7 @@ class CompressedHook:
         return self._method.residuals.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes what ``state_dict`` gave; parameters that are not in it begin with zeros.
+        """Loads the result of ``state_dict``; parameters that are not in it begin with zeros.
 
         Raises:
             RuntimeError: The hook was made without ``module``.
@@ -179,7 +178,7 @@ def group_of(state: Any) -> dist.ProcessGroup | None:
 
 
 def group_of_hook(hook: object, state: object, wrappers: Any) -> Any:
-    """What the hook's collectives go through, as far as one can tell: its state's group.
+    """The group of the hook's collectives, as far as it can be known: its state's group.
 
     Without one there, torch's hooks and ours take the default group. A hook of the user's may have
     its group from anywhere: ``wrappers`` then, the group of the wrapper.
@@ -203,7 +202,7 @@ def _known(hook: object) -> bool:
 
 
 class _Job:
-    """One bucket: what to run, in which surroundings, and where the result goes."""
+    """One bucket: the hook's call, its context, and the future for the result."""
 
     def __init__(self, state: Any, bucket: GradBucket, index: int) -> None:
         buffer = bucket.buffer()
@@ -217,7 +216,7 @@ class _Job:
         self.outcome = _Outcome([buffer.device] if buffer.is_cuda else None)
 
     def surroundings(self, stream: torch.Stream | None) -> contextlib.ExitStack:
-        """Those of the thread that called; ``stream`` continues behind what filled the bucket.
+        """The context of the calling thread; ``stream`` waits for the work that filled the bucket.
 
         Not the caller's own stream: the hook's waits would hold up the backward pass.
         """
@@ -320,7 +319,7 @@ class _Worker:
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
             with _issue_chain(self._ordinal, job.index, codec):
-                # torch's reducer wants a value of Python's, which that of Work.get_future() is not.
+                # torch's reducer needs a Python value, and that of Work.get_future() is none.
                 return self._hook(job.state, job.bucket).then(_value)
         except BaseException as error:
             self._fail(job, error)
@@ -373,7 +372,7 @@ def _value(future: Future[Any]) -> Any:
 
 
 def _add_note(error: BaseException, note: str) -> None:
-    # What add_note() does since Python 3.11; before, tracebacks do not show it.
+    # As add_note() of Python 3.11; older tracebacks do not show it.
     error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), note]
 
 

@@ -1,8 +1,8 @@
-"""Lossy gradient reductions with error feedback: what ``comm_hooks.top_k`` and ``int8`` run.
+"""Lossy gradient reductions with error feedback, for ``comm_hooks.top_k`` and ``int8``.
 
-With error feedback a rank keeps what its bytes lose and adds it to what it sends next time, so that
-nothing is lost for good, only late (Seide et al. 2014; Karimireddy et al. 2019). A hook runs on one
-thread, one bucket at a time (``comm_hooks.ordered``), so it may simply wait.
+With error feedback a rank keeps the loss of its bytes and adds it to the values that it sends next
+time. So nothing is lost for good, only late (Seide et al. 2014; Karimireddy et al. 2019). A hook
+runs on one thread, one bucket at a time (``comm_hooks.ordered``), so it may simply wait.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _INDEX_LIMIT = 2**31
 
 
 class Residuals:
-    """What has not been sent yet, by parameter: buckets may change, parameters stay."""
+    """The values that have not been sent yet, by parameter: buckets may change, parameters stay."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self._module = module
         self._flat: dict[tuple[int, ...], torch.Tensor] = {}
-        self._of: dict[int, torch.Tensor] = {}  # parts of the tensors in _flat, or what was loaded
+        self._of: dict[int, torch.Tensor] = {}  # parts of the tensors in _flat, or loaded tensors
         self._kept: list[torch.Tensor] = []  # so that no other parameter gets their ids
 
     def of(self, parameters: list[torch.Tensor], numel: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ class TopK:
         residual = self.residuals.of(bucket.parameters(), gradient.numel())
         residual += gradient
         count = max(1, math.ceil(self.fraction * gradient.numel()))
-        # NaN counts as the largest, then infinities: they are always among what is sent.
+        # NaN counts as the largest, then infinities: they are always sent.
         indices = residual.abs().topk(count, sorted=False).indices.sort().values
         values = residual[indices]
         residual[indices] = 0.0
@@ -116,15 +116,16 @@ class TopK:
 class Int8:
     """Both halves of an all_reduce as int8, each with a residual of its own.
 
-    A rank sends e(g + r) and keeps r = g + r - d(e(g + r)). The owner of a slice averages what it
-    gets, adds what its last average lost, and sends the sum's bytes to all (Tang et al. 2019).
+    A rank sends e(g + r) and keeps r = g + r - d(e(g + r)). The owner of a slice averages the
+    values that it gets, adds the loss of its last average, and sends the sum's bytes to all (Tang
+    et al. 2019).
     """
 
     def __init__(self, error_feedback: bool, module: nn.Module | None) -> None:
         self.error_feedback = error_feedback
         self.residuals = Residuals(module)
-        # By parameters of a bucket: the row of `residuals`, where in it this rank's slice begins,
-        # what the last average of the slice lost, and the group's size.
+        # By parameters of a bucket: the row of `residuals`, the offset of this rank's slice in
+        # it, the loss of the slice's last average, and the group's size.
         self._owned: dict[tuple[int, ...], tuple[torch.Tensor, int, torch.Tensor, int]] = {}
 
     def reduce(self, group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.Tensor:
@@ -154,7 +155,7 @@ class Int8:
         return gradient
 
     def settle(self) -> None:
-        """Puts what averages lost into the residuals, where it belongs to parameters.
+        """Moves the loss of averages into the residuals, which belong to parameters.
 
         A rank's contribution is divided by the group's size, so it counts that many times as much.
         """

@@ -1,9 +1,8 @@
 """Data-parallel training: torch's wrapper with pycomm's reducer in it.
 
-``DistributedDataParallel`` is a subclass of torch's and inherits its ``forward``, so whatever looks
-for torch's class finds it, and torch.compile treats it alike. What differs is underneath: gradients
-are packed, sent and averaged by a reducer of our own, which can put fewer bytes on the wire than
-the parameters have.
+``DistributedDataParallel`` is a subclass of torch's and inherits its ``forward``, so code that
+looks for torch's class finds it, and torch.compile treats it alike. Only the reducer, which packs,
+sends and averages gradients, is pycomm's own: it can send fewer bytes than the parameters have.
 """
 
 from __future__ import annotations
@@ -53,23 +52,23 @@ _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 class DistributedDataParallel(EndsByItself, _TorchDDP):
     """Averages gradients over the ranks of a group while backward runs.
 
-    Takes what ``torch.nn.parallel.DistributedDataParallel`` takes, and some more. Gradients may be
-    on the CPU or on CUDA devices. An option that is not supported raises an error at construction;
-    none is ignored.
+    Takes the options of ``torch.nn.parallel.DistributedDataParallel``, and some more. Gradients may
+    be on the CPU or on CUDA devices. An option that is not supported raises an error at
+    construction; none is ignored.
 
     Args:
         module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
             ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
-        wire_dtype: What gradients travel as: None for their own dtype, "fp32", "fp16", "bf16",
-            "int8" or "fp8", or a mapping from patterns over parameter names to one of these; the
-            first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``.
-            How fp16 and bf16 sums are rounded is the backend's (pycomm: added in fp32, rounded
-            once); the division by the number of ranks comes after, in fp32. fp16 is scaled by a
-            power of two that follows the gradients' size, so neither 1e-6 nor 1e5 is lost; if the
-            scale of a bucket was wrong, it is reduced again and counted in ``stats()``.
-            int8 and fp8 need a group of pycomm, and send a scale for each 256 elements.
-        error_feedback: Whether what int8 and fp8 lose on a rank is added to its next gradients, for
-            one more float32 per such element. Part of ``communication_state_dict()``.
+        wire_dtype: The dtype that gradients travel in: None for their own dtype, "fp32", "fp16",
+            "bf16", "int8" or "fp8", or a mapping from patterns over parameter names to one of
+            these; the first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``. The backend
+            rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division by the
+            number of ranks comes after, in fp32. fp16 is scaled by a power of two that follows the
+            gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
+            is reduced again and counted in ``stats()``. int8 and fp8 need a group of pycomm, and
+            send a scale for each 256 elements.
+        error_feedback: Whether a rank adds the loss of int8 and fp8 to its next gradients, for one
+            more float32 per such element. Part of ``communication_state_dict()``.
         accumulate: Backward passes per reduction: gradients add up in ``.grad``, and the last
             pass reduces the sum, as with ``no_sync()`` around the others.
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
@@ -84,11 +83,11 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         TypeError, ValueError: As torch's class, for its own arguments; a pattern without a match.
 
     Threads and streams: use a wrapper from one thread at a time. The end of backward blocks,
-    without the interpreter's lock, until averages are there (CPU) or streams are ordered behind.
+    without the interpreter's lock, until averages are written (CPU) or streams wait for them.
 
     Cost: one all-reduce per bucket, launched from backward. At construction an all-gather of 24
-    bytes per rank, and what torch's class does; before the second forward a broadcast of 8 bytes
-    per parameter, rank 0's order of buckets.
+    bytes per rank, and the collectives of torch's class; before the second forward a broadcast of 8
+    bytes per parameter, rank 0's order of buckets.
     """
 
     reducer: Any
@@ -142,12 +141,12 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             self.register_forward_pre_hook(_sync_when_due)
 
     def stats(self) -> DDPStats:
-        """Counters since construction. Blocks while another thread is in the end of backward."""
+        """Counters since construction. Blocks while another thread is at the end of backward."""
         check_python_reducer(self, "stats()")
         raw = self.reducer.stats()
         everyone = self.global_group if self._sync_every > 1 else self.process_group
         world_size = dist.get_world_size(everyone)
-        # Between hosts, where that is another thing than inside them.
+        # Between hosts, if that is not the same as inside them.
         handed = self._sync_wire_nbytes if self._sync_every > 1 else raw.wire_nbytes
         sent = ring_nbytes(handed, world_size)
         exposed = raw.exposed_ns / 1e9 + self._sync_seconds
@@ -194,11 +193,11 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._steps_at_sync = self.reducer.stats().steps
 
     def communication_state_dict(self) -> dict[str, Any]:
-        """How far this wrapper is between reductions and syncs: part of a full checkpoint.
+        """The wrapper's position between reductions and syncs: part of a full checkpoint.
 
-        ``state_dict()`` is torch's and has none of it. Accumulated gradients are in neither: save
-        between steps. With error feedback "lost" has, by parameter name, float32 tensors: what this
-        rank has not sent yet. Save and load it on every rank, since each has its own.
+        ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
+        between steps. With error feedback "lost" has the loss that this rank has not sent yet: a
+        float32 tensor per parameter name. Save and load it on every rank, since each has its own.
         """
         raw = self.reducer.stats()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
@@ -206,7 +205,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         return {**state, "lost": lost} if lost else state
 
     def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``communication_state_dict()`` was taken, on every rank.
+        """Continues from the state of ``communication_state_dict()``, on every rank.
 
         Raises:
             ValueError: Error feedback of a parameter that has none here, or of another shape.
@@ -253,7 +252,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             super()._check_comm_hook(hook)  # type: ignore[no-untyped-call]
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """ALLREDUCE is what happens anyway; FP16_COMPRESS is ``wire_dtype="fp16"``."""
+        """ALLREDUCE is the default; FP16_COMPRESS is ``wire_dtype="fp16"``."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:  # type: ignore[attr-defined]
             check_python_reducer(self, "FP16_COMPRESS")
             dtypes = {name: each.dtype for name, each in self._reducible().items()}
@@ -304,7 +303,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         """Part of ``shadow_backward()``."""
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        # torch calls this before it checks shapes itself, which it does by index, without names.
+        # torch calls this before its own check of shapes, which names parameters by index only.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         check_python_reducer(self)
         names = names_of(self.module, parameters)
@@ -382,7 +381,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         return found
 
     def _bucket_caps(self) -> dict[str, Any]:
-        """Bytes in the first, second … bucket, the last number for all that follow; and the end."""
+        """Caps of the first, second … bucket (the last for all others), and of the last bucket."""
         if listed := list(getattr(self, "bucket_bytes_cap_list", [])):
             return {"bucket_caps": listed, "last_bucket_cap": 0}
         cap = _BUCKET_CAP_NBYTES if self._uses_default_cap else self.bucket_bytes_cap
@@ -392,7 +391,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sync_when_due(model: nn.Module, args: object) -> None:
-    """Before a forward pass that trains, averages parameters once they have gone far enough."""
+    """Before a training forward pass, averages parameters if ``sync_every`` steps are over."""
     assert isinstance(model, DistributedDataParallel)
     if not torch.is_grad_enabled() or not model.module.training:
         return

@@ -2,8 +2,8 @@
 
 Each belongs to one error code and derives from ``PycommError`` and from torch's own
 ``DistBackendError`` or ``DistNetworkError``, so that code which knows only torch catches it too.
-``record`` holds everything that is known about the failure; the text is one sentence, the same
-facts as ``key=value``, and what to try.
+``record`` holds all known facts about the failure. The text is one sentence, the same facts as
+``key=value``, and a hint.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class TorchVersionError(ImportError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ErrorRecord(Mapping[str, Any]):
-    """Everything that is known about one failure.
+    """All known facts about one failure.
 
-    Fields are attributes, None where nothing is known. As a mapping it holds what is known, by
+    Fields are attributes, None if unknown. As a mapping it holds the known fields, by
     name; so it equals a dict, and ``dict(record)`` and ``json.dumps(dict(record))`` work.
     """
 
@@ -119,11 +119,11 @@ class ErrorRecord(Mapping[str, Any]):
 
 
 class PycommError(DistError):
-    """Anything that went wrong in pycomm's native part.
+    """An error of pycomm's native part.
 
     Args:
         text: The whole message.
-        record: What is known, by the names of ``ErrorRecord``'s fields. ``code`` is that of the
+        record: The known facts, by the names of ``ErrorRecord``'s fields. ``code`` is that of the
             class if it is left out.
     """
 
@@ -196,7 +196,7 @@ class InvalidArgumentError(PycommBackendError, ValueError):
 
 
 class UnsupportedError(PycommBackendError, NotImplementedError):
-    """Something that pycomm does not do."""
+    """pycomm does not support this."""
 
 
 class RendezvousTimeoutError(PycommNetworkError):
@@ -252,7 +252,7 @@ class PeerLeftError(PycommNetworkError):
 
 
 class ConnectionBrokenError(PycommNetworkError):
-    """A connection broke, and it is not known why."""
+    """A connection broke for an unknown reason."""
 
 
 class ProtocolViolationError(PycommNetworkError):
@@ -260,7 +260,7 @@ class ProtocolViolationError(PycommNetworkError):
 
 
 class DataCorruptError(PycommNetworkError):
-    """Bytes arrived other than they were sent."""
+    """Bytes changed on the way."""
 
 
 class AbortedError(PycommBackendError):

@@ -1,8 +1,8 @@
-"""What a rank remembers of its last operations, as written by the native part.
+"""A rank's record of its last operations, as the native part writes it.
 
-A dump is one JSON object a process: who it is, and of each of its groups the phases, the failure if
-there was one, and the last operations, oldest first. Times are nanoseconds since 1970 by the
-process's own clock. ``python -m pycomm trace`` puts the dumps of all ranks side by side.
+A dump is one JSON object per process: its identity, and for each of its groups the phases, the
+failure if there was one, and the last operations, oldest first. Times are nanoseconds since 1970 by
+the process's own clock. ``python -m pycomm trace`` puts the dumps of all ranks side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BadRecordError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperationRecord:
-    """One operation of one rank. What does not apply, or has not come to pass, is None."""
+    """One operation of one rank. Fields that do not apply, or have no value yet, are None."""
 
     ticket: int
     """Counts what this rank has issued, in order; numbers may be missing."""
@@ -77,7 +77,7 @@ class OperationRecord:
 
     @property
     def described(self) -> str:
-        """ "SUM, float32 x 1024, ring": what all ranks must agree on, but for the kind."""
+        """ "SUM, float32 x 1024, ring": the facts besides the kind that all ranks must agree on."""
         parts = [self.reduce_op or "", f"{self.dtype} x {self.numel}"]
         parts += [] if self.root is None else [f"root {self.root}"]
         parts += [] if self.wire_dtype is None else [f"wire {self.wire_dtype}"]
@@ -89,7 +89,7 @@ class OperationRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupRecord:
-    """One group as one rank saw it."""
+    """One group, as one rank recorded it."""
 
     name: str
     rank: int
@@ -121,7 +121,7 @@ class GroupRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """One process: what a dump holds."""
+    """One process: the content of a dump."""
 
     rank: int
     """In the world."""

@@ -38,7 +38,7 @@ __all__ = ["DiLoCo", "LocalSGD", "SyncStats"]
 
 @dataclasses.dataclass(frozen=True)
 class SyncStats:
-    """What one ``LocalSGD``, or a class made of it, has done on this rank since it was made."""
+    """Counters of one ``LocalSGD``, or of a derived class, on this rank since it was made."""
 
     steps: int
     syncs: int
@@ -114,7 +114,7 @@ class LocalSGD:
         return True
 
     def sync(self) -> None:
-        """Averages now, whatever the count: before you save or evaluate the model. Collective.
+        """Averages now, at any count: before you save or evaluate the model. Collective.
 
         ``DiLoCo`` and ``SparseLoCo`` do nothing if no rank has trained since the last sync.
         """
@@ -129,7 +129,7 @@ class LocalSGD:
         self._seconds += time.perf_counter() - begin
 
     def _average(self, due: bool) -> bool:
-        """Whether it did anything; it must if it is ``due``. The same on all ranks."""
+        """Syncs, always if it is ``due``. Returns whether it did. The same on all ranks."""
         self._wire_nbytes += average_(self._parameters.values(), self._group)
         return True
 
@@ -150,21 +150,21 @@ class LocalSGD:
         return ring_nbytes(self._wire_nbytes, dist.get_world_size(self._group))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the model's and the optimizer's state, of each rank."""
+        """The state of a checkpoint besides the model's and the optimizer's; save each rank's."""
         return {"since_sync": self._since_sync}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken."""
+        """Continues from the state of ``state_dict()``."""
         self._since_sync = int(part_of(state, "since_sync"))
 
 
 class DiLoCo(LocalSGD):
-    """Every ``sync_every`` steps an outer optimizer follows the mean of what workers have moved.
+    """Every ``sync_every`` steps an outer optimizer applies the mean of the workers' movements.
 
     Args:
         model, sync_every, process_group, init_sync: As ``LocalSGD``.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks. By default
-            SGD with learning rate 0.7 and Nesterov momentum 0.9, as the paper has it.
+            SGD with learning rate 0.7 and Nesterov momentum 0.9, as in the paper.
 
     Raises:
         ValueError: As ``LocalSGD``.
@@ -209,7 +209,7 @@ class DiLoCo(LocalSGD):
     def _anyone_moved(self, due: bool) -> bool:
         """Whether some rank has trained since the last sync, or this sync is ``due`` there.
 
-        The ranks ask each other, and so decide alike: one of them may have had more batches.
+        The ranks compare, and so decide alike: one of them may have had more batches.
         """
         moved = due or have_moved(self._parameters, self._anchor)
         checksum = 0 if self._compared else checksum_of(self._anchor.values())

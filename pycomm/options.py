@@ -1,4 +1,4 @@
-"""What a user may set, and the one reader of ``PYCOMM_*`` variables.
+"""The settings of a user, and the only code that reads ``PYCOMM_*`` variables.
 
 The first of these that sets a setting wins: ``pycomm.Options`` (passed as ``pg_options``), its own
 variable, the variables that gloo and NCCL users have set already, the default. A misspelled name or
@@ -46,7 +46,7 @@ class Options:
             per rank of the host and group. Default: the kernel chooses. ``PYCOMM_PORT_RANGE``.
         timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
             ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
-            goes before the variable.
+            wins over the variable.
         heartbeat_timeout: Seconds of silence, 0.5 to 3600, or a timedelta, after which a rank whose
             connections are open counts as gone: its process is stopped, or its host or network is
             down. A sixth of that is the time between two heartbeats, which a native thread sends.
@@ -54,14 +54,14 @@ class Options:
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct", "hierarchical". ``PYCOMM_ALGO``.
-        transport: "auto": shared memory between ranks of one host, TCP between hosts and where
-            there is none; "shm": shared memory for a group on one host, or an error that says why
+        transport: "auto": shared memory between ranks of one host, TCP between hosts and if there
+            is none; "shm": shared memory for a group on one host, or an error that says why
             not; "tcp". ``PYCOMM_TRANSPORT``.
-        wire_dtype: What large float32 and float64 sums travel as: "fp32" for their own dtype,
+        wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
             the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
-            error that says why not; "auto": NCCL where every rank has a GPU of its own and NCCL
+            error that says why not; "auto": NCCL if every rank has a GPU of its own and NCCL
             loads, else "tcp" (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
         segment_nbytes: Bytes of one pipelined piece of a collective over links, from 4 KiB to
             4 MiB; also "256K", "1M". No effect on collectives that run in the shared memory of one
@@ -72,9 +72,9 @@ class Options:
             equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines. A
             correct program whose ranks issue one operation from different lines fails with it, so
             use it only to find mistakes. ``PYCOMM_CHECK_CALL_SITES``; default: off.
-        flight_recorder_size: How many of its last operations a group remembers; 0 for none.
+        flight_recorder_size: The number of last operations that a group records; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
-        flight_recorder_dir: Folder to which every rank writes what it remembers when a group
+        flight_recorder_dir: Folder to which every rank writes its flight record when a group
             fails. ``PYCOMM_FLIGHT_RECORDER_DIR``, then ``TORCH_FR_DUMP_TEMP_FILE``, which is, as in
             torch, the beginning of the files' names. Default: "off", nothing is written.
 
@@ -107,7 +107,7 @@ class Options:
                 object.__setattr__(self, setting.field, parsed)
 
     def resolve(self, environ: Mapping[str, str] | None = None) -> ResolvedOptions:
-        """Fills what is not set here from the environment and the defaults.
+        """Fills the other fields from the environment and the defaults.
 
         Args:
             environ: Variables to read; default ``os.environ``.
@@ -148,7 +148,7 @@ class Options:
 
 
 def nccl_serves(algorithm: str, wire_dtype: str) -> bool:
-    """Whether NCCL can do what these settings ask for."""
+    """Whether NCCL supports these settings."""
     return algorithm in ("auto", "ring", "direct") and wire_dtype == "fp32"
 
 
@@ -197,7 +197,7 @@ class ResolvedOptions:
 
     @property
     def flight_recorder_prefix(self) -> str:
-        """What the paths of flight records begin with, before the rank; empty: none are written.
+        """The beginning of the paths of flight records, before the rank; empty: none are written.
 
         torch's variables name the beginning of a file, pycomm's own and the option a folder.
         """
@@ -208,7 +208,7 @@ class ResolvedOptions:
         return os.path.join(self.flight_recorder_dir, FLIGHT_RECORD_NAME)
 
     def is_default(self, field: str) -> bool:
-        """Whether nobody has set this field."""
+        """Whether this field is not set."""
         return self.origins[field] == _DEFAULT_ORIGIN
 
 
@@ -219,7 +219,7 @@ def check_variable_names(environ: Iterable[str]) -> None:
 
 
 def variable_error(name: str) -> str:
-    """What is wrong with an unknown name, offering the nearest known one."""
+    """The error about an unknown name, which offers the nearest known one."""
     return f"{name} is not a variable of pycomm{_suggestion(name, variables())}"
 
 
@@ -230,7 +230,7 @@ def unknown_variables(environ: Iterable[str]) -> list[str]:
 
 
 def fault_points() -> str:
-    """Which faults a test wants: "site:nth:action", several separated by commas. See
+    """The faults of a test: "site:nth:action", several separated by commas. See
     csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
     return os.environ.get(_FAULT_VARIABLE, "").strip()
 

@@ -1,4 +1,4 @@
-"""A picture of one training step: backward, buckets, the network, and what of it was exposed.
+"""A picture of one training step: backward, buckets, the network, and the exposed part of it.
 
     recorder = pycomm.report.Recorder(model)
     for batch in first_few:
@@ -29,7 +29,7 @@ _PATIENCE_S = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """When things happened to one bucket, in seconds since the step's first gradient."""
+    """The times of one bucket, in seconds since the step's first gradient."""
 
     gradient_nbytes: int
     wire_nbytes: int
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Nothing was computed: backward was over, the step was not."""
+        """Time without computation: backward was over, the step was not."""
         return self.ended_s - self.backward_s
 
     @property
@@ -65,9 +65,9 @@ class Recorder:
     """Follows the buckets of one wrapper.
 
     Args:
-        model: ``pycomm.DistributedDataParallel`` or torch's. With torch's, a comm hook is
-            registered that does what happens without one, so make the recorder before the first
-            backward pass; there can be no other hook.
+        model: ``pycomm.DistributedDataParallel`` or torch's. With torch's, this
+            registers a comm hook that averages as without one, so make the recorder before the
+            first backward pass; there can be no other hook.
 
     Raises:
         TypeError: The model is not wrapped.
@@ -87,7 +87,7 @@ class Recorder:
                     parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def record(self, step: Callable[[], object]) -> Step:
-        """Runs ``step()``, which holds one forward and one backward pass, and says how it went.
+        """Runs ``step()``, which holds one forward and one backward pass, and returns its record.
 
         Raises:
             RuntimeError: No gradients were reduced in it.
@@ -191,7 +191,7 @@ def picture(steps: Mapping[str, Step]) -> str:
     """Steps under each other on one scale of time, as SVG text.
 
     Args:
-        steps: By what to call them.
+        steps: By their names in the picture.
 
     Raises:
         ValueError: There are none.

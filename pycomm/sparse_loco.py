@@ -34,9 +34,9 @@ _MOST_ENTRIES = 1024
 
 
 class SparseLoCo(LocalSGD):
-    """Every ``sync_every`` steps workers exchange the largest entries of what they have moved.
+    """Every ``sync_every`` steps workers exchange the largest entries of their movements.
 
-    A worker adds what it has moved to its error, sends the ``top_k`` largest of every 4,096
+    A worker adds its movement to its error, sends the ``top_k`` largest of every 4,096
     entries, and subtracts them from the error. There is no outer momentum: the error, which decays,
     has the same effect.
 
@@ -44,9 +44,8 @@ class SparseLoCo(LocalSGD):
         model, sync_every, process_group, init_sync: As ``LocalSGD``. Parameters are real.
         top_k: Entries sent of each 4,096 neighbours of a parameter, a multiple of 16 from 16 to
             1024. A parameter is filled up to a multiple of 4,096: small ones are sent more densely.
-        error_decay: What the error is multiplied by before each sync, from 0 to 1; β in the paper.
-        outer_lr: What the mean of the workers' entries is multiplied by, more than 0; α in the
-            paper.
+        error_decay: The factor of the error before each sync, from 0 to 1; β in the paper.
+        outer_lr: The factor of the mean of the workers' entries, more than 0; α in the paper.
         outer_optimizer: Always None. Here so that a call written for ``DiLoCo`` gets an error that
             explains it.
 
@@ -142,7 +141,7 @@ class SparseLoCo(LocalSGD):
         return True
 
     def _summed(self, name: str) -> torch.Tensor:
-        """(rows, 4096) float32: the error, and what this parameter has moved."""
+        """(rows, 4096) float32: the error, plus this parameter's movement."""
         summed = self._error[name] * self._decay
         moved = (self._anchor[name] - self._parameters[name]).flatten()
         summed.view(-1)[: moved.numel()] += moved.to(summed.device, summed.dtype)
@@ -151,7 +150,7 @@ class SparseLoCo(LocalSGD):
     def _exchange(self, payload: torch.Tensor, due: bool) -> list[torch.Tensor]:
         """Those of all ranks; none if no rank has trained since the last sync.
 
-        The ranks tell each other whether they have, and so decide alike.
+        The ranks compare, and so decide alike.
         """
         step = self._sync_every if due else 0  # sync() is allowed to ranks that had more batches
         moved = due or have_moved(self._parameters, self._anchor)
@@ -205,7 +204,7 @@ class SparseLoCo(LocalSGD):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken.
+        """Continues from the state of ``state_dict()``.
 
         Raises:
             ValueError: The state is that of another model or other options; nothing was changed.

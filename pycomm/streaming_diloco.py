@@ -51,23 +51,23 @@ class StreamingDiLoCo(LocalSGD):
 
     Args:
         model, sync_every, process_group, init_sync: As ``LocalSGD``.
-        fragments: How many; the blocks of the model's longest ``ModuleList`` or ``Sequential`` are
-            dealt out in turn, other parameters to the lightest. Or a list of modules, one for each
-            fragment, which together hold every trainable parameter once. ``sync_every`` is a
+        fragments: Their number; the blocks of the model's longest ``ModuleList`` or ``Sequential``
+            are dealt out in turn, other parameters to the lightest. Or a list of modules, one for
+            each fragment, which together hold every trainable parameter once. ``sync_every`` is a
             multiple of their number.
         fragment_sync_delay: Steps from a fragment's launch to its outer step, less than
             ``sync_every`` / fragments: so one fragment travels at a time.
         fragment_update_alpha: The part of its own parameters that a worker keeps when a fragment
             lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
             took meanwhile. None is 0 without a delay and 0.5 with one.
-        wire_dtype: What float32 and float64 differences travel as: None for the group's own, or
+        wire_dtype: The encoding of float32 and float64 differences: None for the group's own, or
             "fp32", "fp16", "bf16", "fp8", "int8", for which the group must be pycomm's.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks, once for each
             fragment. By default as ``DiLoCo``'s.
 
     Raises:
         ValueError: An option does not fit the model, another option or the group.
-        ConfigMismatchError: Options, or what outer optimizers are set to, differ between ranks.
+        ConfigMismatchError: Options, or settings of outer optimizers, differ between ranks.
         CollectiveMismatchError: In the first launch: parameters differ between ranks, since
             ``init_sync`` was false.
 
@@ -175,7 +175,7 @@ class StreamingDiLoCo(LocalSGD):
         return self._syncs > syncs
 
     def sync(self) -> None:
-        """Lands what is in flight, then syncs every fragment: all ranks have equal parameters.
+        """Lands the fragment in flight, then syncs every fragment: all ranks have equal parameters.
 
         A fragment that no rank has trained since it was last sent is not sent again: its outer step
         would follow momentum alone. So a second ``sync()`` changes nothing. Ranks may have called
@@ -201,7 +201,7 @@ class StreamingDiLoCo(LocalSGD):
     def _trained_fragments(self) -> list[Fragment]:
         """Those that some rank has trained since it sent them last.
 
-        The ranks ask each other, and so decide alike: one that had more batches may have trained a
+        The ranks compare, and so decide alike: one that had more batches may have trained a
         fragment that the others have not, and a launch needs all of them.
         """
         flying = None if self._flight is None else self._flight.fragment
@@ -233,7 +233,7 @@ class StreamingDiLoCo(LocalSGD):
         self._wire_nbytes += nbytes
 
     def _wait(self) -> None:
-        """Until the outer step of the flight has been taken. One that fails is dropped."""
+        """Waits until the flight's outer step has been taken. A flight that fails is dropped."""
         assert self._flight is not None
         try:
             self._flight.wait()
@@ -249,7 +249,7 @@ class StreamingDiLoCo(LocalSGD):
         self._syncs += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs besides the model's and the optimizer's state, of each rank.
+        """The state of a checkpoint besides the model's and the optimizer's; save each rank's.
 
         Tensors, numbers, lists and dicts: ``torch.load(weights_only=True)`` reads it. If a fragment
         is in flight it waits until its outer step has been taken; it is not collective. A run that
@@ -277,7 +277,7 @@ class StreamingDiLoCo(LocalSGD):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict()`` was taken.
+        """Continues from the state of ``state_dict()``.
 
         A fragment in flight here is dropped, once its operations have ended: this waits for them.
 
@@ -287,7 +287,7 @@ class StreamingDiLoCo(LocalSGD):
         """
         self._check_state(state)
         if self._flight is not None:
-            with contextlib.suppress(Exception):  # what is dropped may fail
+            with contextlib.suppress(Exception):  # the dropped flight may fail
                 self._flight.wait()
             self._flight = None
         super().load_state_dict(state)
@@ -342,7 +342,7 @@ class StreamingDiLoCo(LocalSGD):
 
 def _check_steps(sync_every: int, fragments: int, delay: int) -> None:
     if not isinstance(sync_every, int) or sync_every < 1 or fragments == 0:
-        return  # LocalSGD says what is wrong
+        return  # LocalSGD raises the error
     if sync_every % fragments:
         raise ValueError(
             f"sync_every={sync_every} is not a multiple of the {fragments} fragments: one must be "
@@ -380,7 +380,7 @@ def _check_wire(wire_dtype: str | None, group: Any) -> None:
 
 
 def _settings(outer: torch.optim.Optimizer) -> str:
-    """What an outer optimizer is, and what it is set to."""
+    """The class and the settings of an outer optimizer."""
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in outer.param_groups

@@ -17,9 +17,9 @@ class SyncBatchNorm(_BatchNorm):
     No subclass of it, though: torch's DDP refuses those in a model on the CPU.
 
     Normalizes with the mean and variance of the batches of all ranks together, so that training
-    on N ranks equals training one process on the whole batch, also where the ranks' batches have
-    different sizes or are empty. Constructor, state dict and evaluation are torch's; tensors
-    elsewhere than on the CPU go torch's own way.
+    on N ranks equals training one process on the whole batch, also if the ranks' batches have
+    different sizes or are empty. Constructor, state dict and evaluation are torch's; torch
+    itself handles tensors that are not on the CPU.
 
     Each training step costs one all_gather of 2 C + 1 numbers in forward and one all_reduce of
     2 C in backward, for C channels. Statistics are computed in fp32, for fp64 inputs in fp64. They
@@ -54,7 +54,8 @@ class SyncBatchNorm(_BatchNorm):
             input: ``(N, C, ...)``, at least 2-D; N may differ between ranks and may be 0.
 
         Raises:
-            ValueError: The shape does not fit, or all ranks together have only one value a channel.
+            ValueError: The shape does not fit, or all ranks together have only one value per
+                channel.
         """
         group = None
         if self.training and input.device.type == "cpu" and dist.is_initialized():
@@ -92,10 +93,10 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             module: The model. Parameters and buffers are kept, not copied.
-            process_group: Whose batches to normalize together; default: all ranks.
+            process_group: The ranks whose batches are normalized together; default: all.
 
         Returns:
-            The model, or the new layer where ``module`` is a BatchNorm layer itself.
+            The model, or the new layer if ``module`` is a BatchNorm layer itself.
         """
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):

@@ -1,4 +1,4 @@
-"""``python -m pycomm doctor``: why a job would not start, and which host is slow."""
+"""``python -m pycomm doctor``: reports why a job would not start, and which host is slow."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Place | None:
-    """Which rank this process is; None if it is to look at this host alone.
+    """The rank of this process; None if it checks this host alone.
 
     Raises:
         ValueError: The options or variables do not go together.
@@ -139,7 +139,7 @@ def find_place(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Pla
 
 
 def _check_first(host: str) -> None:
-    """Elsewhere, torch would wait for a store that nobody opens."""
+    """On another host, torch would wait for a store that no process opens."""
     addresses = resolve(host)
     if not any(map(is_of_this_host, addresses)):
         known = f"its addresses are {', '.join(addresses)}" if addresses else "it has no address"
@@ -165,7 +165,7 @@ def _by_hand(
 
 
 def _print_lines(arguments: argparse.Namespace, place: Place, variables: list[str]) -> None:
-    """The other options reach the other hosts by the store."""
+    """The other options reach the other hosts through the store."""
     hosts = arguments.hosts
     print(f"pycomm doctor: run this on each host; {hosts[0]} waits here", file=sys.stderr)
     for rank, host in enumerate(hosts[1:], start=1):

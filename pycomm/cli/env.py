@@ -1,4 +1,4 @@
-"""``python -m pycomm env``: what is installed, what is set and where, what does not fit."""
+"""``python -m pycomm env``: installed versions, settings and their sources, and problems."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DISTRIBUTION = "torch-pycomm"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything that the command prints."""
+    """All that the command prints."""
 
     versions: Mapping[str, str]
     interfaces: Sequence[Mapping[str, Any]]
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect(environ: Mapping[str, str]) -> Report:
-    """Gathers the report. Never raises for what it finds: that is what it is there to tell."""
+    """Gathers the report. Problems are part of the report: it never raises for them."""
     problems = [*_registration_problems(), *_name_clashes()]
     versions = {
         "pycomm": __version__,

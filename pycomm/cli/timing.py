@@ -25,7 +25,7 @@ COLLECTIVES: Mapping[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Timing:
-    """What a row says."""
+    """One row of the output."""
 
     seconds: float
     """Of one operation, from call to return on the slowest rank; the median."""
@@ -64,7 +64,7 @@ class Case:
             dist.reduce(self._whole, 0)
 
     def wrong(self) -> int:
-        """Runs it on small whole numbers, which add up exactly, and counts what is wrong here."""
+        """Runs it on small whole numbers, which add up exactly, and counts wrong elements here."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         source = self._part if self.collective == "all_gather" else self._whole
         assert source is not None
@@ -90,7 +90,7 @@ def measure(case: Case, seconds: float) -> Timing:
 
     Args:
         case: What to run.
-        seconds: How long the timed operations shall take together.
+        seconds: The time that the timed operations shall take together.
     """
     wrong = _of_all(float(case.wrong()), dist.ReduceOp.SUM)
     trial = _of_all(_median(_times(case, _TRIAL)), dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""``python -m pycomm trace``: who was where, from the flight records of all ranks."""
+"""``python -m pycomm trace``: each rank's last operations, from the flight records of all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 if something was found wrong, 2 if there is nothing to read."""
+    """Prints the report; 1 if it found a problem, 2 if there is nothing to read."""
     try:
         records = read_records(dump_files(arguments.dumps))
         if arguments.chrome is not None:
