@@ -8,8 +8,8 @@
 
 namespace pycomm {
 
-/// Tells every wait of one group to end, and why. The first reason wins and stays.
-/// Thread-safe; `aborted()` is one load, with acquire: who finds it set also finds the reason.
+/// Ends every wait of one group, and gives the reason. The first reason wins and stays.
+/// Thread-safe. `aborted()` is one acquire load: a thread that reads true also sees the reason.
 class AbortToken {
  public:
   /// True if this call was the first.
@@ -18,7 +18,7 @@ class AbortToken {
   [[nodiscard]] bool aborted() const noexcept {
     return aborted_.load(std::memory_order_acquire);
   }
-  /// The first reason. Call only after aborted() said true.
+  /// The first reason. Call only after aborted() has returned true.
   [[nodiscard]] ErrorRecord reason() const;
 
   /// Throws Error(reason()) once aborted.

@@ -13,14 +13,14 @@ struct BufferView {
   BufferView() = default;
   BufferView(std::byte* start, size_t length) : ptr(start), nbytes(length) {}
   BufferView(const BufferView&) = default;
-  BufferView& operator=(const BufferView&) & = default; // never to a temporary: that would be lost unseen
+  BufferView& operator=(const BufferView&) & = default; // not to a temporary: the assignment would be lost silently
 
   [[nodiscard]] BufferView slice(size_t offset, size_t length) const {
     return {ptr + offset, length};
   }
 };
 
-/// The same, read-only.
+/// Borrowed read-only bytes.
 struct ConstBufferView {
   const std::byte* ptr = nullptr;
   size_t nbytes = 0;

@@ -7,7 +7,7 @@ namespace pycomm {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-/// The steady clock; on a thread that runs a simulation, the simulation's.
+/// The steady clock, or the simulation's clock on a thread that runs a simulation.
 struct Clock {
   using duration = TimePoint::duration;
   using rep = duration::rep;
@@ -18,7 +18,7 @@ struct Clock {
   [[nodiscard]] static TimePoint now() noexcept {
     return simulated_ != nullptr ? *simulated_ : std::chrono::steady_clock::now();
   }
-  /// The calling thread reads `instant` from now on, which stays alive until this is called with null.
+  /// From now on the calling thread reads `instant`, which stays alive until simulate(nullptr).
   static void simulate(const TimePoint* instant) noexcept {
     simulated_ = instant;
   }
@@ -27,15 +27,15 @@ struct Clock {
   static inline thread_local const TimePoint* simulated_ = nullptr;
 };
 
-/// One absolute instant by which something must have ended. A duration is turned into a Deadline once, where
-/// the operation begins; nested calls pass it on, so that waiting in parts never adds up to more than the whole.
+/// One absolute instant by which something must have ended. A duration becomes a Deadline once, when the operation
+/// begins. Nested calls pass it on, so that several waits never add up to more than the whole.
 class Deadline {
  public:
   /// Never expires.
   [[nodiscard]] static Deadline never() noexcept {
     return Deadline(TimePoint::max());
   }
-  /// Expires `timeout_ms` milliseconds from now. Zero or less has expired already.
+  /// Expires `timeout_ms` milliseconds from now; zero or less has expired already.
   [[nodiscard]] static Deadline after(int64_t timeout_ms) noexcept {
     return after(timeout_ms, Clock::now());
   }
@@ -56,7 +56,7 @@ class Deadline {
   [[nodiscard]] bool expired(TimePoint now = Clock::now()) const noexcept {
     return !isNever() && now >= instant_;
   }
-  /// Milliseconds left, rounded up, within [0, `limit_ms`]: what poll() and epoll_wait() take.
+  /// Milliseconds left, rounded up, within [0, `limit_ms`]: an argument for poll() and epoll_wait().
   [[nodiscard]] int remainingMs(int limit_ms, TimePoint now = Clock::now()) const noexcept {
     if (isNever()) {
       return limit_ms;

@@ -31,7 +31,7 @@ inline constexpr int kDTypeCount = 17;
 /// Bytes of one element.
 [[nodiscard]] size_t elementSize(DType dtype) noexcept;
 
-/// The name users know, "float32".
+/// The dtype's name in torch, "float32".
 [[nodiscard]] const char* dtypeName(DType dtype) noexcept;
 
 [[nodiscard]] bool isFloatingPoint(DType dtype) noexcept;

@@ -12,7 +12,8 @@
 namespace pycomm {
 namespace {
 
-/// A text of a record, and how many bytes of it travel: nothing that a peer wrote decides how much memory is taken.
+/// A text of a record, and its maximum length in an error frame: a peer's bytes never decide how much memory is
+/// allocated.
 struct TextField {
   std::string ErrorRecord::* text;
   uint16_t max_nbytes;

@@ -7,13 +7,13 @@
 
 namespace pycomm {
 
-/// What kind of thing went wrong. The numbers travel in error frames: never reuse one.
+/// The kind of a failure. The numbers travel in error frames: never reuse one.
 enum class ErrorCode : uint16_t {
   Ok = 0,
-  // found locally, before anything moves
+  // found locally, before anything is sent
   InvalidArgument = 1,
   Unsupported = 2,
-  // reaching each other
+  // while ranks connect
   RendezvousTimeout = 10,
   StoreLost = 11,
   ConnectFailed = 12,
@@ -25,8 +25,8 @@ enum class ErrorCode : uint16_t {
   // during an operation
   CollectiveMismatch = 30,
   Timeout = 31,
-  PeerDead = 32, ///< the peer's process ended without saying goodbye
-  PeerUnresponsive = 33, ///< the peer is there and silent
+  PeerDead = 32, ///< the peer's process ended without a goodbye
+  PeerUnresponsive = 33, ///< the peer is connected but silent
   PeerLeft = 34, ///< the peer closed its group in good order while we still needed it
   ConnectionReset = 35,
   ProtocolViolation = 36, ///< bytes that no pycomm peer of this version sends
@@ -39,22 +39,22 @@ enum class ErrorCode : uint16_t {
   TooManyFiles = 54,
   SystemError = 55,
   Internal = 56,
-  NoSharedMemory = 57, ///< there is no room for what the ranks of a host share
+  NoSharedMemory = 57, ///< no room for the memory that the ranks of a host share
 };
 
-/// "PEER_DEAD": the name in messages and in Python; "UNKNOWN" for a number that is no code.
+/// "PEER_DEAD": the name in error texts and in Python; "UNKNOWN" for a number that is not a code.
 [[nodiscard]] const char* errorCodeName(ErrorCode code) noexcept;
 
-/// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Fields that are not
-/// known keep their defaults and are left out of the text.
+/// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Unknown fields keep their
+/// defaults and do not appear in the text.
 struct ErrorRecord {
   ErrorCode code = ErrorCode::Internal;
   std::string summary; ///< one plain sentence: what failed
   std::string hint; ///< what to try
-  std::string cause; ///< errno name and text, or the exception underneath
-  int rank = -1; ///< the rank that noticed
+  std::string cause; ///< errno name and text, or the text of the underlying exception
+  int rank = -1; ///< the rank that noticed the failure
   std::string host;
-  int peer = -1; ///< the rank that is to blame, or that was waited for
+  int peer = -1; ///< the rank that caused it, or that this rank waited for
   std::string peer_host;
   std::string group;
   int64_t epoch = -1;
@@ -72,12 +72,12 @@ struct ErrorRecord {
   /// Only the key=value pairs, in a fixed order.
   [[nodiscard]] std::string line() const;
 
-  /// A compact binary form for error frames. Texts that are too long are cut.
+  /// A compact binary form for error frames. Texts that are too long are truncated.
   [[nodiscard]] std::string serialize() const;
-  /// Takes any bytes, and returns nothing if no rank of a group of `size` wrote them: they do not parse, the code is Ok or unknown, or
-  /// `rank` or `peer` is not in [-1, size). Texts come back printable().
+  /// Accepts any bytes. Returns nullopt if no rank of a group of `size` can have written them: they do not parse, the
+  /// code is Ok or unknown, or `rank` or `peer` is not in [-1, size). The texts of the result are printable().
   [[nodiscard]] static std::optional<ErrorRecord> deserialize(const std::string& bytes, int size);
-  /// No serialized record is longer.
+  /// Upper bound of serialize().size().
   static constexpr size_t kMaxSerializedNbytes = 16 << 10;
 };
 
@@ -98,7 +98,7 @@ class Error : public std::runtime_error {
 /// "ECONNRESET (Connection reset by peer)". Thread-safe.
 [[nodiscard]] std::string errnoText(int error_number);
 
-/// The name of this host, as gethostname() tells it.
+/// The name of this host, from gethostname().
 [[nodiscard]] std::string localHostName();
 
 } // namespace pycomm

@@ -130,7 +130,7 @@ ArmedPoint readPoint(const std::string& part) {
   return point;
 }
 
-// What strikes at this visit, if anything does.
+// The armed points that take their action at this visit.
 std::vector<ArmedPoint> struckAt(const char* site) {
   const std::lock_guard<std::mutex> lock(g_mutex);
   std::vector<ArmedPoint> struck;

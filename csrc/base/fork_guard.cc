@@ -12,9 +12,9 @@
 namespace pycomm {
 namespace {
 
-// One bit a descriptor. Linux gives the lowest free number, so that only the first few pages of this are ever touched; a descriptor
-// beyond it (the limit would have to be raised past a million) is not closed in children. Atomics and no lock: the child's handler
-// runs in a copy of a process whose other threads stopped anywhere.
+// One bit per descriptor. Linux assigns the lowest free number, so only the first few pages of this are ever touched. A
+// descriptor beyond it (the limit would have to be raised past a million) is not closed in children. Atomics and no
+// lock: the child's handler runs in a copy of a process whose other threads may have stopped at any instruction.
 constexpr size_t kMaxFds = size_t{1} << 20;
 std::array<std::atomic<uint64_t>, kMaxFds / 64> g_guarded{};
 std::atomic<size_t> g_used_words{0};
@@ -32,7 +32,7 @@ void waitUntilZero(const std::atomic<uint32_t>& count) noexcept {
   }
 }
 
-// A thread that holds forks off itself waits for the other holders, but for those that fork as well: they wait for it.
+// A thread that delays forks itself waits for the other holders, except for those that fork as well: they wait for it.
 void beforeFork() noexcept {
   const bool holds = t_held > 0;
   g_both.fetch_add(holds ? 1 : 0);
@@ -47,7 +47,7 @@ void inParent() noexcept {
   g_forking.fetch_sub(1);
 }
 
-// Only what a handler of fork() may call in a process with threads: close() (man 7 signal-safety).
+// Calls only functions that a handler of fork() may call in a process with threads: close() (man 7 signal-safety).
 void inChild() noexcept {
   g_forking.store(0); // no other thread is here
   g_both.store(0);
@@ -72,7 +72,7 @@ uint32_t forkCount() noexcept {
 
 void installForkGuard() noexcept {
   static std::once_flag once;
-  // Fails only without memory; then children keep the descriptors, as they would of any library.
+  // Fails only if memory runs out; then children keep the descriptors, as they do with any library.
   std::call_once(once, [] { (void)::pthread_atfork(beforeFork, inParent, inChild); });
 }
 

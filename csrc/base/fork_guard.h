@@ -4,20 +4,22 @@
 
 namespace pycomm {
 
-/// How often this process image came out of a fork() since installForkGuard(): 0 in the process that loaded the library. What was made
-/// under another count belongs to the parent.
+/// The number of fork() calls between installForkGuard() and this process image: 0 in the process that loaded the
+/// library. An object that was made under another count belongs to the parent.
 [[nodiscard]] uint32_t forkCount() noexcept;
 
-/// From now on a child of fork() closes, before anything else runs there, every descriptor that a UniqueFd holds. Otherwise a child
-/// keeps its dead parent's connections open, and the other ranks learn of the death only by its silence. Idempotent.
+/// From now on a child of fork() first closes every descriptor that a UniqueFd holds. Otherwise the child would keep
+/// its dead parent's connections open, and the other ranks would detect the death only by silence. Idempotent.
 ///
-/// Not installed by itself: a test may fork in order to part the two ends of a link.
+/// Loading the library does not install the guard: a test may fork in order to separate the two ends of a link.
 void installForkGuard() noexcept;
 
-/// While one exists on any thread, fork() waits on the others; on that thread itself it does not. Two threads that
-/// each hold one may fork at the same time with glibc 2.36 or newer; an older one runs the handlers of one fork at a time. For the few instructions between a
-/// system call that makes or closes a descriptor and the note that is taken of it. Keeps errno. Nothing is held off before
-/// installForkGuard().
+/// Delays fork() on all other threads while it exists, but not on its own thread. Meant for the few instructions
+/// between a system call that opens or closes a descriptor and the guardFd() call that records it. Keeps errno. Has no
+/// effect before installForkGuard().
+///
+/// Two threads that each hold one may fork at the same time with glibc 2.36 or newer; older versions run the handlers
+/// of one fork at a time.
 class ForksHeldOff {
  public:
   ForksHeldOff() noexcept;
@@ -26,7 +28,7 @@ class ForksHeldOff {
   ForksHeldOff& operator=(const ForksHeldOff&) = delete;
 };
 
-/// Called by UniqueFd: `fd` is to be closed in children, or no longer.
+/// UniqueFd calls these: children of fork() close `fd` from guardFd() until unguardFd().
 void guardFd(int fd) noexcept;
 void unguardFd(int fd) noexcept;
 

@@ -7,7 +7,7 @@ unsigned byteAt(std::string_view text, size_t at) noexcept {
   return at < text.size() ? static_cast<unsigned char>(text[at]) : 0U;
 }
 
-// Of the character that begins at `at` and has `length` bytes.
+// For the character of `length` bytes at `at`.
 bool breaksALine(std::string_view text, size_t at, size_t length) noexcept {
   const unsigned first = byteAt(text, at);
   const unsigned second = byteAt(text, at + 1);

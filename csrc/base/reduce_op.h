@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-/// How elements of several ranks become one. The numbers are part of the wire format.
+/// The operation that combines the elements of several ranks. The numbers are part of the wire format.
 enum class ReduceOp : uint8_t {
   None = 0, ///< collectives that only move bytes
   Sum = 1,
@@ -23,8 +23,8 @@ enum class ReduceOp : uint8_t {
 
 [[nodiscard]] const char* reduceOpName(ReduceOp op) noexcept;
 
-/// Why `op` has no meaning on `dtype` ("AVG of int32 is undefined: …"), or "" when it has one.
-/// Pure: every rank that passes the same pair gets the same answer, before anything moves.
+/// The reason why `op` is not defined for `dtype` ("AVG of int32 is undefined: …"), or "" if it is.
+/// Pure: every rank that passes the same pair gets the same result, before anything is sent.
 [[nodiscard]] std::string whyUnsupported(ReduceOp op, DType dtype);
 
 } // namespace pycomm

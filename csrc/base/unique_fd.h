@@ -9,12 +9,12 @@
 
 namespace pycomm {
 
-/// Owns one file descriptor and closes it once. In a child of fork() the parent's descriptors may be closed already
-/// (installForkGuard) and their numbers given out again: what was made before the fork is left alone there.
+/// Owns one file descriptor and closes it once. In a child of fork(), the parent's descriptors may be closed already
+/// (installForkGuard) and their numbers reused. So the child does not close descriptors that were made before the fork.
 class UniqueFd {
  public:
-  /// Owns the descriptor that `make` returns; nothing for -1. No fork() can come between the call that makes it and the moment from
-  /// which children close it. `make` must not wait, and errno stays as it has left it.
+  /// Owns the descriptor that `make` returns; empty for -1. No fork() can come between the system call that makes the
+  /// descriptor and its registration with the fork guard. `make` must not wait; its errno is kept.
   template <typename Make>
   [[nodiscard]] static UniqueFd from(const Make& make) {
     const ForksHeldOff held_off;
@@ -22,7 +22,7 @@ class UniqueFd {
   }
 
   UniqueFd() = default;
-  /// For a descriptor that a fork() may have copied already; use from() to make a new one.
+  /// For a descriptor that a fork() may have copied already; use from() for a new one.
   explicit UniqueFd(int fd) noexcept : fd_(fd), forks_(forkCount()) {
     guardFd(fd_);
   }
@@ -53,9 +53,9 @@ class UniqueFd {
   }
   void reset() noexcept {
     if (fd_ >= 0 && forks_ == forkCount()) {
-      const ForksHeldOff held_off; // a child would keep what is no longer guarded and not closed yet
+      const ForksHeldOff held_off; // otherwise a child would keep a descriptor that is unguarded but still open
       unguardFd(fd_);
-      ::close(fd_); // not retried on EINTR: on Linux the descriptor is gone either way (man 2 close)
+      ::close(fd_); // not retried on EINTR: on Linux the descriptor is closed either way (man 2 close)
     }
     fd_ = -1;
   }
