@@ -26,7 +26,8 @@ constexpr auto kBlock = static_cast<size_t>(kCodecBlock);
   throw Error(ErrorCode::Unsupported, what, "codecs encode float32, float64, float16 and bfloat16");
 }
 
-/// `numel` values as fp32: where they are, or in `room`. Doubles beyond fp32 become infinite and are counted.
+/// `numel` values as fp32: in place if they are fp32 already, or in `room`. Doubles beyond fp32 become infinite and are
+/// counted.
 const float* asFloats(
     const KernelSet& set,
     DType from,
@@ -86,7 +87,8 @@ size_t bytesBefore(Codec codec, size_t at) {
   return static_cast<size_t>(encodedNbytes(codec, static_cast<int64_t>(at)));
 }
 
-/// How many sums are not finite though all that was added is. Only blocks that have such a sum pay for looking.
+/// The number of sums that are not finite although all their operands are. Only blocks with such a sum pay for the
+/// search.
 size_t countOverflownSums(
     const KernelSet& set,
     Codec codec,

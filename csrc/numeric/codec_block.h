@@ -6,15 +6,16 @@
 #include "base/dtype.h"
 #include "numeric/kernels.h"
 
-// One block of a codec: up to kCodecBlock fp32 values and the bytes they travel as. codec.h says what the bytes are. The caller has
-// set up the floating-point environment and knows that the codec is one.
+// One block of a codec: up to kCodecBlock fp32 values and their encoded bytes (format: codec.h). The caller has set up
+// the floating-point environment and checked the codec.
 
 namespace pycomm::numeric {
 
-/// Returns how many finite values became infinite: only possible where the largest has the largest exponent.
+/// Returns the number of finite values that became infinite: only possible if the largest value has the largest
+/// exponent.
 [[nodiscard]] size_t encodeBlock(const KernelSet& set, Codec codec, std::byte* dst, const float* src, size_t numel);
 
-/// And missing[i] = src[i] - what dst gives for it, 0 where that is not finite. `missing` may be `src`.
+/// The same, and missing[i] = src[i] - the decoded value of dst, or 0 if that is not finite. `missing` may be `src`.
 [[nodiscard]] size_t encodeBlockKeeping(
     const KernelSet& set,
     Codec codec,
@@ -25,7 +26,7 @@ namespace pycomm::numeric {
 
 void decodeBlock(const KernelSet& set, Codec codec, float* dst, const std::byte* src, size_t numel);
 
-/// convert(), by this set where it can.
+/// convert(), with this set's kernel if it has one.
 void convertRow(const KernelSet& set, DType to, void* dst, DType from, const void* src, size_t numel, float factor);
 
 } // namespace pycomm::numeric

@@ -11,15 +11,15 @@ namespace pycomm {
 /// with a power of two as `factor`, as in the wire codecs, there is one rounding (except in fp32's own subnormals).
 ///
 /// from/to: any pair of Float32, Float16, BFloat16, Float8E4M3, Float8E5M2 (also equal ones); otherwise Unsupported.
-/// Overflow: to infinity for fp16, bf16 and e5m2; e4m3fn has none, so what would round beyond 448 (more than 464, as in
-/// torch) becomes NaN. NaN becomes the positive quiet NaN without payload. Subnormals are kept, whatever the thread's
-/// flush-to-zero setting. Any thread, any alignment; dst and src do not overlap unless they are equal and the element
-/// sizes are equal too. SIMD paths give the same bits as convertScalar.
+/// Overflow: to infinity for fp16, bf16 and e5m2. e4m3fn has no infinity, so a value that would round beyond 448 (more
+/// than 464, as in torch) becomes NaN. NaN becomes the positive quiet NaN without payload. Subnormals are kept even if
+/// the thread flushes to zero. Any thread, any alignment; dst and src do not overlap unless they are equal and the
+/// element sizes are equal too. SIMD paths give the same bits as convertScalar.
 void convert(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 void convertScalar(DType to, void* dst, DType from, const void* src, size_t numel, float factor = 1.0F);
 
-/// The bits of the largest magnitude of these fp32 numbers, or of infinity where one of them is infinite or NaN: what scales are
-/// chosen by. Bits without their sign order like magnitudes. 0 of no numbers. Any thread, any alignment.
+/// The bits of the largest magnitude of these fp32 numbers, or of infinity if one of them is infinite or NaN. Encoders
+/// choose scales by it. Bits without their sign order like magnitudes. 0 for no numbers. Any thread, any alignment.
 [[nodiscard]] uint32_t maxAbsBits(const float* values, size_t numel) noexcept;
 
 } // namespace pycomm

@@ -7,12 +7,12 @@
 
 #include "numeric/small_float.h"
 
-// How one element of each dtype is read, combined and written. Every operation is commutative to the bit; only the
-// grouping of a fold can change its rounding.
+// Reads, combines and writes one element of each dtype. Every operation is commutative to the bit; only the grouping of
+// a fold can change its rounding.
 
 namespace pycomm::numeric {
 
-/// Stored in memory as `Stored`, computed with as `Acc`. Pointers may have any alignment.
+/// An element stored as `Stored` and computed as `Acc`. Pointers may have any alignment.
 template <class T>
 struct Number {
   using Stored = T;
@@ -89,7 +89,7 @@ template <class Element>
   std::memcpy(static_cast<std::byte*>(to) + index * sizeof value, &value, sizeof value);
 }
 
-/// Unsigned and at least as wide as int: int16 products do not overflow in int, and the others wrap by definition.
+/// Unsigned and at least as wide as int: int16 products do not overflow in int, and wider ones wrap by definition.
 template <class T>
 using Wrapping = std::conditional_t<(sizeof(T) < sizeof(unsigned)), unsigned, std::make_unsigned_t<T>>;
 

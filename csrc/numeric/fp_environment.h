@@ -8,11 +8,11 @@
 
 namespace pycomm::numeric {
 
-/// The IEEE defaults while it lives: round to nearest even, subnormals kept, no traps. Then the caller's settings
-/// again.
+/// Sets the IEEE defaults (round to nearest even, subnormals kept, no traps), and restores the caller's settings when
+/// it is destroyed.
 ///
-/// A thread may have asked for something else (torch.set_flush_denormal, a Fortran library built with -ffast-math), and
-/// callers drive lanes themselves: without this, two ranks that add the same numbers could get other bits.
+/// A thread may have other settings (torch.set_flush_denormal, a Fortran library built with -ffast-math), and callers
+/// drive lanes themselves. Without this class, two ranks that add the same numbers could get different bits.
 class FpEnvironment {
  public:
   FpEnvironment() noexcept : saved_(read()) {

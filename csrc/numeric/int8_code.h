@@ -6,16 +6,16 @@
 #include "numeric/elements.h"
 #include "numeric/kernels.h"
 
-// One value as an int8 code times a scale, and what an encoder must know of a block: the reference that every SIMD path is compared
-// with. Codes: -126 ... 126 are numbers, +-127 the infinities, -128 is NaN.
+// One value as an int8 code times a scale, and the summary of a block that its encoder needs: the reference that every
+// SIMD path is compared with. Codes: -126 ... 126 are numbers, +-127 the infinities, -128 is NaN.
 
 namespace pycomm::numeric {
 
 inline constexpr uint32_t kInfinityBits = 0x7f800000U;
 inline constexpr int32_t kCodeInfinity = 127;
 inline constexpr int32_t kCodeNan = -128;
-/// 1.5 * 2^23: fp32 numbers around it have a step of 1, so adding it rounds to a whole number, to nearest even, and leaves that
-/// number in the low bits of the sum, also a negative one.
+/// 1.5 * 2^23: fp32 numbers around it have a step of 1. Adding it rounds to a whole number, to nearest even, and leaves
+/// that number in the low bits of the sum, also if it is negative.
 inline constexpr float kRounder = 12582912.0F;
 inline constexpr uint32_t kRounderBits = 0x4b400000U;
 

@@ -29,8 +29,8 @@ PYCOMM_SIMD_TARGET inline U32 loadLow16(const std::byte* from) {
   return reinterpret_cast<U32>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-/// Every value fits 16 bits, so packing with saturation changes none. It works in each half by itself; the permutation
-/// brings the two results together.
+/// Every value fits into 16 bits, so packing with saturation changes none. The instruction packs each half separately;
+/// the permutation joins the two results.
 PYCOMM_SIMD_TARGET inline __m128i packLow16(U32 value) {
   const __m256i lanes = reinterpret_cast<__m256i>(value);
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(lanes, lanes), 0x08));

@@ -14,8 +14,8 @@ using numeric::FpEnvironment;
 using numeric::KernelSet;
 using numeric::kScalarKernels;
 
-// What the kernels are asked for: factors aside, Avg and PremulSum are sums, and a complex sum is a sum of twice as
-// many reals.
+// The arguments for the kernels: apart from their factors, Avg and PremulSum are sums, and a complex sum is a sum of
+// twice as many reals.
 struct Loop {
   DType dtype;
   ReduceOp op;

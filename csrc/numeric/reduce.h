@@ -14,14 +14,14 @@ namespace pycomm {
 /// grouping of a fold can change its rounding. `dst` may be `a` or `b` itself, else it does not overlap them.
 ///
 /// fp16, bf16 and fp8 are computed in fp32 and rounded once (to nearest even). Avg and PremulSum reduce like Sum;
-/// their factors are applied by `scale` and `divide`. Integers wrap around. A bool is true when its byte is not zero;
-/// its Sum is "any" and its Product "all", as in torch. A NaN result is the positive quiet NaN without payload
-/// (0x7fc00000 in fp32, 0x7f in both fp8), whichever operand was NaN. Min and Max return NaN when either operand is
-/// NaN, and take -0 to be below +0. A complex product is the plain formula, without C's repair of infinities.
+/// `scale` and `divide` apply their factors. Integers wrap around. A bool is true if its byte is not zero; its Sum is
+/// "any" and its Product "all", as in torch. A NaN result is the positive quiet NaN without payload (0x7fc00000 in
+/// fp32, 0x7f in both fp8), independent of the operands' NaNs. Min and Max return NaN if either operand is NaN, and
+/// order -0 below +0. A complex product is the plain formula, without C's repair of infinities.
 ///
-/// Throws Error(Unsupported) where whyUnsupported(op, dtype) says so, Error(InvalidArgument) for None. Pure apart from
-/// that, also of the thread's rounding and flush-to-zero settings; any thread; any alignment. SIMD is picked at run
-/// time and gives the same bits as the scalar reference (reduceScalar).
+/// Throws Error(Unsupported) if whyUnsupported(op, dtype) gives a reason, Error(InvalidArgument) for None. Otherwise
+/// pure, and independent of the thread's rounding and flush-to-zero settings; any thread; any alignment. SIMD is picked
+/// at run time and gives the same bits as the scalar reference (reduceScalar).
 void reduce(DType dtype, ReduceOp op, void* dst, const void* a, const void* b, size_t numel);
 
 /// The reference that every SIMD path is compared with.

@@ -4,8 +4,8 @@
 #include "numeric/int8_code.h"
 #include "numeric/kernels.h"
 
-// Loops that any processor runs, and the definition of every result. Plain enough for the compiler to vectorise with
-// the base instruction set.
+// Loops for any processor, and the definition of every result. Simple enough for the compiler to vectorise with the
+// base instruction set.
 
 // dst may be one of the sources, but then element i meets only itself: no iteration depends on another.
 #if defined(__clang__)
@@ -244,7 +244,7 @@ ScaleKernel findDivide(DType dtype) {
   return visitFloat(dtype, [](auto element) -> ScaleKernel { return divideLoop<decltype(element)>; });
 }
 
-// fp64 is not on the wire formats' list.
+// The wire formats do not include fp64.
 template <class To, class From>
 ConvertKernel convertBetween() {
   if constexpr (std::is_same_v<typename To::Acc, float> && std::is_same_v<typename From::Acc, float>) {

@@ -8,7 +8,7 @@
 namespace pycomm::numeric {
 namespace {
 
-/// Reads and writes codes; the scale is applied between fp32 and them.
+/// Reads and writes int8 codes; the scale is applied in fp32.
 struct QuantizeLanes {
   PYCOMM_LANES void store(std::byte* to, F32 value, float scale) {
     const U32 bits = reinterpret_cast<U32>(value);
@@ -54,7 +54,7 @@ PYCOMM_SIMD_TARGET void dequantizeVectors(void* dst, const void* src, size_t num
   dequantizeScalar(out, in, numel, scale);
 }
 
-// Four vectors at a time: one chain of maxima would wait for itself.
+// Four vectors at a time: in a single chain, each maximum would wait for the one before it.
 PYCOMM_SIMD_TARGET BlockSummary summarizeVectors(const void* src, size_t numel) {
   const auto* in = static_cast<const std::byte*>(src);
   I32 largest[4] = {};

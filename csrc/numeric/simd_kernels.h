@@ -2,12 +2,12 @@
 // PYCOMM_SIMD_TARGET (the attribute that lets a function use the set), loadHalf, storeHalf, and the loads and stores of
 // the low 8 and 16 bits of 32-bit lanes.
 //
-// Written with the vector types of GCC and Clang, so one text serves AVX2, AVX-512 and NEON. Everything is in an
-// unnamed namespace and carries the target itself: code for a newer processor can never be what the linker picks for
-// an inline function that an older one runs.
+// Written with the vector types of GCC and Clang, so that one text serves AVX2, AVX-512 and NEON. Everything is in an
+// unnamed namespace and has the target attribute itself. Otherwise the linker could pick code for a newer processor as
+// the one copy of an inline function, and an older processor would run it.
 //
-// Bit-equality with the scalar loops: IEEE fixes every result except which NaN, and each store writes the one NaN of
-// small_float.h. So loads may leave NaNs as they are.
+// Bit-equality with the scalar loops: IEEE fixes every result except the choice of NaN, and each store writes the one
+// NaN of small_float.h. So loads may leave NaNs as they are.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@ struct Shape {
   static constexpr size_t kVectorStride = kWidth * kStride;
 };
 
-// The last elements of a row, fewer than a vector, go through a vector with zeros behind them.
+// The last elements of a row, fewer than a vector, go through a vector that is padded with zeros.
 template <class Lanes>
 PYCOMM_SIMD_TARGET typename Lanes::Acc loadPart(const std::byte* from, size_t count) {
   std::byte padded[Shape<Lanes>::kVectorStride] = {};
@@ -59,8 +59,8 @@ PYCOMM_SIMD_TARGET void reduceVectors(void* dst, const void* a, const void* b, s
   }
 }
 
-// Four vectors at a time, so that the chain of one vector's additions hides behind the others'. All sources of a group
-// are read before it is written, since dst may be one of them.
+// Four vectors at a time, to hide the latency of each vector's chain of additions. All sources of a group are read
+// before it is written, since dst may be one of them.
 template <class Lanes, class Op>
 PYCOMM_SIMD_TARGET void reduceManyVectors(
     void* dst,
@@ -126,7 +126,7 @@ struct OverLanes {
   }
 };
 
-/// Scaling, division and conversion are one loop. `Op` is TimesLanes or OverLanes.
+/// The one loop for scaling, division and conversion. `Op` is TimesLanes or OverLanes.
 template <class To, class From, class Op, class Factor>
 PYCOMM_SIMD_TARGET void mapVectors(void* dst, const void* src, size_t numel, Factor factor) {
   constexpr size_t kWidth = Shape<To>::kWidth;

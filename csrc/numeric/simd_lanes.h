@@ -1,5 +1,5 @@
-// No #pragma once: first part of simd_kernels.h. How vectors of each dtype are read, combined and written: what
-// elements.h says of one element.
+// No #pragma once: first part of simd_kernels.h. Reads, combines and writes vectors of each dtype, as elements.h does
+// for one element.
 
 #include <cstddef>
 #include <cstdint>
@@ -85,8 +85,8 @@ struct Bfloat16Lanes {
   }
 };
 
-/// SmallFloat's steps, as small_float.h explains them, on all lanes at once. Compared as signed numbers, which is one
-/// instruction where unsigned is three; nothing compared has its top bit set.
+/// SmallFloat's steps (see small_float.h) on all lanes at once. Signed comparisons take one instruction, unsigned ones
+/// three; no compared value has its top bit set.
 template <class Format, class ScalarElement>
 struct Float8Lanes {
   using Element = ScalarElement;
@@ -149,8 +149,8 @@ PYCOMM_LANES U64 bitsOf(F64 value) {
   return reinterpret_cast<U64>(value);
 }
 
-// As in elements.h: or-ed or and-ed bits where neither is less, which settles the sign of zeros. NaNs come there too:
-// a | b of two NaNs is one, but a NaN with a number must be found by itself.
+// As in elements.h: if neither operand is less, the bits are or-ed or and-ed, which settles the sign of zeros. NaNs
+// take this path too: a | b of two NaNs is a NaN, but a NaN with a number needs a comparison of its own.
 struct MinimumLanes {
   template <class V>
   PYCOMM_LANES V apply(V a, V b) {

@@ -1,4 +1,4 @@
-// No #pragma once: last part of simd_kernels.h. Which of its loops serves a dtype and op.
+// No #pragma once: last part of simd_kernels.h. Picks the loop for a dtype and op.
 
 namespace pycomm::numeric {
 namespace {
@@ -34,7 +34,7 @@ auto pickOp(ReduceOp op) -> std::decay_t<decltype(Pick<Lanes, AddLanes>::value)>
   return nullptr;
 }
 
-// Calls `visit` with the lanes that `dtype` has, if it has any.
+// Calls `visit` with the lanes of `dtype`, if it has any.
 template <class Visit>
 auto visitLanes(DType dtype, Visit visit) -> decltype(visit(HalfLanes{})) {
   switch (dtype) {
@@ -84,7 +84,7 @@ ScaleKernel findDivide(DType dtype) {
       dtype, [](auto lanes) -> ScaleKernel { return mapVectors<decltype(lanes), decltype(lanes), OverLanes>; });
 }
 
-// fp64 is not on the wire formats' list.
+// The wire formats do not include fp64.
 template <class To, class From>
 ConvertKernel convertBetween() {
   if constexpr (std::is_same_v<typename To::Acc, F32> && std::is_same_v<typename From::Acc, F32>) {

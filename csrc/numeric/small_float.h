@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <cstring>
 
-// One element of fp16, bf16 or fp8, to fp32 and back: the reference that every SIMD path is compared with. Written as
-// selections between 32-bit numbers, without tables or loops, so that vectors can take the same steps.
+// Converts one element of fp16, bf16 or fp8 to fp32 and back: the reference that every SIMD path is compared with.
+// Written as selections between 32-bit numbers, without tables or loops, so that vectors can take the same steps.
 //
-// NaN rule of the numeric floor: a NaN result is always the one below; sign and payload are not carried. Which
-// operand's payload survives an addition differs between x86 and Arm, and compilers may swap the operands; this way
-// all processors agree, at one compare and one blend a vector.
+// NaN rule of the numeric layer: a NaN result is always the constant below; sign and payload are not carried. x86 and
+// Arm keep different operands' payloads in an addition, and compilers may swap the operands. With this rule all
+// processors agree, for one compare and one blend per vector.
 
 namespace pycomm::numeric {
 
@@ -16,7 +16,7 @@ inline constexpr uint32_t kFloatNan = 0x7fc00000;
 inline constexpr uint64_t kDoubleNan = 0x7ff8000000000000;
 inline constexpr uint16_t kHalfNan = 0x7e00;
 inline constexpr uint16_t kBfloat16Nan = 0x7fc0;
-inline constexpr uint8_t kFloat8Nan = 0x7f; // both formats; e4m3fn has no other, bar the sign
+inline constexpr uint8_t kFloat8Nan = 0x7f; // both formats; e4m3fn has no other except for the sign
 
 template <class To, class From>
 [[gnu::always_inline]] inline To bitCast(From from) noexcept {
@@ -40,7 +40,7 @@ template <class Bits, int ExpBits, int ManBits, bool HasInfinity, uint32_t Nan>
 struct SmallFloat {
   static constexpr bool kHasInfinity = HasInfinity;
   static constexpr int kBias = (1 << (ExpBits - 1)) - 1;
-  static constexpr int kShift = 23 - ManBits; // mantissa bits that fp32 has more
+  static constexpr int kShift = 23 - ManBits; // mantissa bits of fp32 beyond this format's
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
   static constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23; // as fp32 bits
   static constexpr uint32_t kStep = static_cast<uint32_t>(151 - kBias - ManBits) << 23; // c below, as fp32 bits
@@ -85,7 +85,7 @@ using HalfFormat = SmallFloat<uint16_t, 5, 10, true, kHalfNan>;
 using E4m3Format = SmallFloat<uint8_t, 4, 3, false, kFloat8Nan>;
 using E5m2Format = SmallFloat<uint8_t, 5, 2, true, kFloat8Nan>;
 
-/// The upper half of an fp32: fp32's own subnormals are bf16's, so there is nothing to rebias and no float arithmetic.
+/// The upper half of an fp32: its subnormals are fp32's own, so nothing is rebiased and no float arithmetic is needed.
 struct Bfloat16Format {
   [[gnu::always_inline]] static uint16_t encode(float value) noexcept {
     const uint32_t bits = bitCast<uint32_t>(value);
