@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-/// The algorithm of this name, of those that users may ask for; "auto" is one.
+/// The algorithm of this name, among those that users may select; "auto" is one.
 [[nodiscard]] inline std::optional<Algorithm> algorithmNamed(const std::string& name) {
   for (const Algorithm algorithm :
        {Algorithm::Auto,

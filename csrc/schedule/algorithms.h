@@ -4,7 +4,7 @@
 
 namespace pycomm {
 
-// One function an algorithm. The request has been checked, and size is at least 2. Only makeSchedule() calls these.
+// One function per algorithm. The request has been checked, and size is at least 2. Only makeSchedule() calls these.
 
 [[nodiscard]] Schedule ringAllReduce(const ScheduleRequest& request);
 [[nodiscard]] Schedule ringReduceScatter(const ScheduleRequest& request);
@@ -22,12 +22,12 @@ namespace pycomm {
 [[nodiscard]] Schedule chainReduce(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule directAllReduce(const ScheduleRequest& request);
-/// Over request.topology.
+/// The hierarchical ones use request.topology.
 [[nodiscard]] Schedule hierarchicalAllReduce(const ScheduleRequest& request);
 [[nodiscard]] Schedule hierarchicalReduceScatter(const ScheduleRequest& request);
 [[nodiscard]] Schedule hierarchicalAllGather(const ScheduleRequest& request);
 [[nodiscard]] Schedule directReduceScatter(const ScheduleRequest& request);
-/// Both of them, for requests with a codec.
+/// For requests with a codec: all_reduce and reduce_scatter.
 [[nodiscard]] Schedule encodedDirect(const ScheduleRequest& request);
 
 [[nodiscard]] Schedule pairwiseAllToAll(const ScheduleRequest& request);

@@ -2,18 +2,18 @@
 // parts of the 2^k ranks from its own on; it sends them to the rank 2^k before it and receives as many from the one 2^k
 // behind it (in the last round, as many as are missing).
 //
-// Five ranks with parts a, b, c, d, e. What rank 3 holds:
+// Five ranks with parts a, b, c, d, e. The contents of rank 3:
 //
 //   start      d
 //   distance 1 d e          from 4; sent d to 2
 //   distance 2 d e a b      from 0; sent d e to 1
 //   distance 4 d e a b c    from 2, which has c d e a and sends c alone; sent d alone to 4
 //
-// Parts go straight to their places in Output, so that nothing has to be rotated in the end. What lies on both sides of
-// the place where the ring wraps from the last rank to rank 0 is two runs of Output, and so two frames.
+// Parts go straight to their places in Output, so that nothing has to be rotated in the end. A block that spans the
+// place where the ring wraps from the last rank to rank 0 is two runs of Output, and so two frames.
 //
 // Every rank sends each part log2(size) times at most and the bytes are the ring's; but a round moves as many bytes as
-// all rounds before it together, and nothing overlaps. So: for small parts.
+// all rounds before it together, and rounds do not overlap. So Bruck's algorithm is for small parts.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

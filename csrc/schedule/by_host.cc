@@ -1,13 +1,12 @@
-// A launcher may number ranks as it likes: two hosts with two ranks each may be 0 1 | 2 3, or 0 2 | 1 3. A ring by
-// number enters and leaves each host once in the first case and twice in the second, where each network card then
-// carries twice the bytes. So ranks are put into places, host by host; the algorithm is made for places as if they were
-// ranks, and in the end every place is written as its rank again:
+// A launcher may number ranks in any order: two hosts with two ranks each may be 0 1 | 2 3, or 0 2 | 1 3. A ring in
+// rank order enters and leaves each host once in the first case and twice in the second, where each NIC then carries
+// twice the bytes. So ranks are put into places, host by host. The algorithm is built for places as if they were ranks,
+// and in the end every place is replaced by its rank:
 //
 //   hosts 0 2 | 1 3     places 0 1 2 3 are the ranks 0 2 1 3     ring 0 -> 2 -> 1 -> 3 -> 0
 //
-// What the algorithm is proved to do for ranks it does for places, but for one thing: parts of an all_gather or a
-// reduce_scatter lie in rank order. The algorithms here touch one part a step, so each region is moved to where its
-// part lies.
+// Proofs about the algorithm's ranks hold for places, with one exception: parts of an all_gather or a reduce_scatter
+// are in rank order. The algorithms here touch one part per step, so each region is moved to the place of its part.
 #include "schedule/by_host.h"
 
 #include <algorithm>
@@ -38,7 +37,7 @@ class Parts {
 
   void move(Region& region) const {
     if (region.buffer == buffer_) {
-      // The last part that begins here or before: those before it that begin at the same offset are empty.
+      // The last part that begins at or before this offset: earlier ones that begin at the same offset are empty.
       const auto after = std::upper_bound(begins_.begin(), begins_.end(), region.offset);
       region.offset += shifts_[static_cast<size_t>(after - begins_.begin()) - 1];
     }
@@ -46,7 +45,7 @@ class Parts {
 
  private:
   const Buffer buffer_; ///< the one that holds all parts
-  std::vector<int64_t> begins_; ///< by place
+  std::vector<int64_t> begins_; ///< one per place
   std::vector<int64_t> shifts_;
 };
 

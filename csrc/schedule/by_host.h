@@ -4,12 +4,12 @@
 
 namespace pycomm {
 
-/// Whether an algorithm is made host by host: those whose neighbours matter, and that do not need the parts of
-/// neighbouring ranks to lie side by side.
+/// True if the algorithm is built host by host. It is if its cost depends on which ranks are neighbours, and if it does
+/// not need the parts of neighbouring ranks to be adjacent in memory.
 [[nodiscard]] bool goesByHost(Collective kind, Algorithm algorithm) noexcept;
 
-/// The schedule that `make` makes, with the ranks taken host by host instead of by number; that of `make` itself where
-/// the request has no topology. The request's algorithm goesByHost().
+/// The schedule of `make`, with the ranks in host order instead of rank order. Without a topology in the request, the
+/// same as make(request). Requires goesByHost() for the request's algorithm.
 [[nodiscard]] Schedule makeByHost(const ScheduleRequest& request, Schedule (*make)(const ScheduleRequest&));
 
 } // namespace pycomm

@@ -1,8 +1,8 @@
-// Direct all_reduce: each rank owns one slice of the tensor, gets everyone's contribution to it, adds all of them up
-// at once and sends the result to everyone. Two hops whatever the size, and one rounding of the sum in one fp32
+// Direct all_reduce: each rank owns one slice of the tensor, receives every rank's contribution to it, adds all of them
+// at once and sends the result to all ranks. It takes two hops for any size, and the sum is rounded once, from one fp32
 // accumulator (ReduceMany).
 //
-// Three ranks with inputs a, b, c. What rank 1, the owner of slice 1, does:
+// Three ranks with inputs a, b, c. The steps of rank 1, the owner of slice 1:
 //
 //   contribute  Send b0 to rank 0 and b2 to rank 2
 //   arrive      Recv a1 from rank 0 and c1 from rank 2
@@ -11,8 +11,8 @@
 //   collect     Recv from ranks 0 and 2 their results into Output's slices 0 and 2
 //
 // Slices are cut into segments. Contributions are listed `pipeline_frames` segments ahead of results, since a result
-// has to wait for the slowest rank's contribution. Scratch has one slot for each of those segments and is used again
-// after that: up to (pipeline_frames + 1) * size segments.
+// has to wait for the slowest rank's contribution. Scratch has one slot for each of those segments and is reused after
+// that: up to (pipeline_frames + 1) * size segments.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -51,7 +51,7 @@ class DirectAllReduce {
   }
 
  private:
-  /// The last steps that used one slot's scratch: what uses it next has to wait for them.
+  /// The last steps that used one slot's scratch: the next user of the slot waits for them.
   struct Slot {
     explicit Slot(size_t size) : arrived(size, kNoStep) {}
     std::vector<StepId> arrived; ///< by rank: Recv of a contribution
@@ -115,7 +115,7 @@ class DirectAllReduce {
   const int64_t ahead_; ///< segments between a contribution and its result in the list
   const int64_t segment_numel_; ///< the longest segment
   std::vector<Slot> slots_;
-  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's slice, by contributor
+  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's slice, one place per contributor
 };
 
 } // namespace

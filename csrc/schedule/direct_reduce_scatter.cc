@@ -1,15 +1,15 @@
-// Direct reduce_scatter: every rank sends to every other one its contribution to that one's part, and each adds all of
-// them up at once. One hop, one fp32 accumulator and one rounding (ReduceMany), where a ring would round at every hop.
-// The bytes are the ring's, in as many messages as there are other ranks.
+// Direct reduce_scatter: every rank sends to every other one its contribution to the other's part, and each adds all of
+// them at once. One hop, one fp32 accumulator and one rounding (ReduceMany), while a ring would round at every hop. The
+// bytes are the ring's, in one message per other rank.
 //
-// What rank 1 of three does, inputs a, b, c:
+// The steps of rank 1 of three, with inputs a, b, c:
 //
 //   contribute  Send b2 to rank 2 and b0 to rank 0
 //   arrive      Recv a1 from rank 0 and c1 from rank 2
 //   reduce      ReduceMany, in rank order: Output = a1 + b1 + c1, divided before rounding for Avg
 //
-// Parts are cut into segments, `pipeline_frames` of which are listed ahead of their sums. Scratch has a slot for each of
-// those and is used again after that, so it does not grow with the tensor.
+// Parts are cut into segments, `pipeline_frames` of which are listed ahead of their sums. Scratch has a slot for each
+// of those and is reused after that, so it does not grow with the tensor.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -57,7 +57,7 @@ class DirectReduceScatter {
 
  private:
   struct Slot {
-    std::vector<StepId> arrived; ///< by rank
+    std::vector<StepId> arrived; ///< one per contributing rank
     StepId reduced = kNoStep; ///< the last step that read this slot
   };
 
@@ -110,11 +110,11 @@ class DirectReduceScatter {
   const Partition parts_;
   const Run own_;
   const int64_t segments_; ///< of this rank's part
-  const int64_t segment_numel_; ///< the longest of them
+  const int64_t segment_numel_; ///< the longest segment
   int64_t rounds_ = 0; ///< segments of the longest part
   int64_t ahead_ = 0; ///< segments between a contribution and its sum in the list
   std::vector<Slot> slots_;
-  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's part, by contributor
+  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's part, one place per contributor
 };
 
 } // namespace

@@ -1,8 +1,9 @@
-// Direct all_reduce and reduce_scatter of encoded values: every rank owns one part, gets everyone's contribution to it, decodes them
-// and adds them up in fp32, lower rank first. In an all_reduce it then encodes the sum once and sends it to everyone. So a value is
-// rounded once as a contribution and once as a result, however many ranks there are; a ring would round at every hop.
+// Direct all_reduce and reduce_scatter of encoded values: every rank owns one part, receives every rank's contribution
+// to it, decodes them and adds them in fp32, lower rank first. In an all_reduce it then encodes the sum once and sends
+// it to all ranks. So a value is rounded once as a contribution and once as a result, for any number of ranks; a ring
+// would round at every hop.
 //
-// What rank 1 of three does with inputs a, b, c; e() encodes, d() decodes:
+// The steps of rank 1 of three, with inputs a, b, c; e() encodes, d() decodes:
 //
 //   contribute  Encode and Send e(b0) to rank 0 and e(b2) to rank 2; Encode its own e(b1) as well
 //   arrive      Recv e(a1) from rank 0 and e(c1) from rank 2
@@ -10,9 +11,10 @@
 //   result      r = e(x); Send r to ranks 0 and 2; Decode r into Output's part 1
 //   collect     Recv from ranks 0 and 2 their results, Decode them into Output's parts 0 and 2
 //
-// The owner, too, takes e(b1) for its own contribution and d(r) for the result. So all ranks hold the same bits, and these do not
-// depend on who owns what: the result of an all_reduce is d(e(sum of d(e(x)))) for any number of ranks and any cut, since parts and
-// segments of an all_reduce are whole blocks of the codec. In a reduce_scatter blocks count from the start of each part.
+// The owner, too, takes e(b1) for its own contribution and d(r) for the result. So all ranks hold the same bits, and
+// these do not depend on the owners: the result of an all_reduce is d(e(sum of d(e(x)))) for any number of ranks and
+// any cut, since parts and segments of an all_reduce are whole blocks of the codec. In a reduce_scatter blocks count
+// from the start of each part.
 //
 // As in direct.cc, contributions are listed `pipeline_frames` segments ahead of sums, and scratch has a slot for each of those.
 #include <algorithm>
@@ -72,7 +74,7 @@ class EncodedDirect {
   }
 
  private:
-  /// The last steps that used one slot's scratch, by rank: what uses it next has to wait for them.
+  /// The last steps that used one slot's scratch, by rank: the next user of the slot waits for them.
   struct Slot {
     explicit Slot(size_t size)
         : contributed(size, kNoStep), arrived(size, kNoStep), shared(size, kNoStep), collected(size, kNoStep) {}
@@ -175,15 +177,15 @@ class EncodedDirect {
 
   const ScheduleRequest& request_; ///< outlives this object, which lives within one makeSchedule()
   ScheduleBuilder builder_;
-  const bool shares_; ///< all_reduce: sums are sent to everyone
+  const bool shares_; ///< all_reduce: sums are sent to all ranks
   const Partition given_; ///< a reduce_scatter's parts
-  int64_t rounds_ = 1; ///< segments of the part that has most
+  int64_t rounds_ = 1; ///< segments of the longest part
   int64_t stride_ = 0; ///< bytes of the longest segment
   int64_t ahead_ = 0; ///< segments between a contribution and its sum in the list
   std::vector<Slot> slots_;
-  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's part, by contributor
-  Buffer outgoing_ = Buffer::None; ///< contributions to others, by owner
-  Buffer results_ = Buffer::None; ///< by owner
+  Buffer arrivals_ = Buffer::None; ///< contributions to this rank's part, one place per contributor
+  Buffer outgoing_ = Buffer::None; ///< contributions to others, one place per owner
+  Buffer results_ = Buffer::None; ///< one place per owner
 };
 
 } // namespace

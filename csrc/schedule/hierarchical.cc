@@ -1,6 +1,6 @@
-// all_reduce where hosts have several ranks: every byte crosses each network card once, and all local ranks share the
-// work. The tensor is cut into one slice for each rank of the host that has the fewest; slice k is carried by rank k of
-// every host. For each slice:
+// all_reduce over hosts with several ranks: every byte crosses each NIC once, and all local ranks share the work. The
+// tensor is cut into one slice for each rank of the host that has the fewest; rank k of every host carries slice k. For
+// each slice:
 //
 //   gather    the other ranks of a host send the slice to its carrier, which adds them up in scratch
 //   ring      the carriers run a ring (ring.cc) over the hosts: chunk h of the slice becomes complete on host h
@@ -12,19 +12,20 @@
 //   ring      0 <-A-> 2, 1 <-B-> 3               half of each chunk one way, half the other: 2 * (hosts - 1) / hosts
 //   spread    0 -A-> 1, 1 -B-> 0                 2 -A-> 3, 3 -B-> 2
 //
-// A flat ring over all ranks sends 2 * (ranks - 1) / ranks of the tensor through each card: half as much again here.
+// A flat ring over all ranks sends 2 * (ranks - 1) / ranks of the tensor through each NIC: half as much again here.
 //
-// reduce_scatter is the first half: where every host has as many ranks, slice k is the parts of rank k of every host, and a
-// part becomes complete on the rank that it belongs to. all_gather is the other half.
+// reduce_scatter is the first half. If every host has the same number of ranks, slice k is the parts of rank k of every
+// host, and a part becomes complete on the rank that it belongs to. all_gather is the other half.
 //
-// Bits: one carrier makes each sum and all ranks copy it. Small floats are rounded once a local rank and once a host.
+// Bits: one carrier makes each sum and all ranks copy it. Small floats are rounded once per local rank and once per
+// host.
 //
-// Output is written by the ring's complete sums and what is copied from them, so only when every rank is among the
+// Output is written only by the ring's complete sums and by copies of them, so only after every rank is among the
 // causes. In place: a rank's input is overwritten only by a sum that contains it.
 //
-// Order of the steps: waves of `pipeline_frames` segments of each chunk, as in the ring, and the gathering of a wave is
-// listed before the ring of the wave before it: so the ring never waits for the host, and frames that both ways send
-// over one edge are in the same order at both ends. Scratch holds two waves: a wave's sums are written when the ring has
+// Order of the steps: waves of `pipeline_frames` segments of each chunk, as in the ring. The gathering of a wave is
+// listed before the ring of the wave before it. So the ring never waits for the host, and the frames of both directions
+// of an edge are in the same order at both ends. Scratch holds two waves: a wave's sums are written after the ring has
 // read those of two waves ago.
 #include <algorithm>
 #include <cstdint>
@@ -87,7 +88,7 @@ class Hierarchical {
       }
     }
     if (!adds) {
-      builder_.copy(inputRegion({0, parts_[rank_].numel}), outputRegion(parts_[rank_])); // nobody waits for this
+      builder_.copy(inputRegion({0, parts_[rank_].numel}), outputRegion(parts_[rank_])); // no step waits for this
     }
     return std::move(builder_).finish();
   }
@@ -117,11 +118,11 @@ class Hierarchical {
     }
     return longest;
   }
-  /// Where Input or Output is this rank's part alone.
+  /// The place of a segment if Input or Output is this rank's part alone.
   [[nodiscard]] Run withinOwn(Run segment) const {
     return {segment.offset - parts_[rank_].offset, segment.numel};
   }
-  /// Where a complete sum goes.
+  /// The destination of a complete sum.
   [[nodiscard]] Region result(Run segment) const {
     return outputRegion(kind_ == Collective::ReduceScatter ? withinOwn(segment) : segment);
   }
@@ -261,7 +262,7 @@ class Hierarchical {
   const DType dtype_;
   const int32_t rank_;
   const int32_t host_;
-  const int32_t slice_; ///< the one that this rank carries, if there are so many
+  const int32_t slice_; ///< the slice that this rank carries, if it carries one
   const int32_t slices_;
   const int32_t hosts_;
   const int64_t most_segments_; ///< of a chunk
@@ -272,7 +273,7 @@ class Hierarchical {
   std::vector<StepId> read_by_; ///< the ring's step that reads such a sum
 };
 
-/// Where hosts have different numbers of ranks, their parts make no slices.
+/// If hosts have different numbers of ranks, their parts do not form slices.
 Schedule partsOrRing(const ScheduleRequest& request, Schedule (*ring)(const ScheduleRequest&)) {
   const TopologyView* topology = request.topology;
   if (topology == nullptr || topology->fewestRanks() != topology->mostRanks()) {

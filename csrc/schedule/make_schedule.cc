@@ -79,7 +79,7 @@ const Entry& findEntry(const ScheduleRequest& request, Algorithm algorithm) {
   refuseAlgorithm(request, algorithm, others);
 }
 
-/// One rank alone: what it has is the result. Nothing travels, so nothing is encoded either.
+/// One rank alone: its operand is the result. Nothing is sent, so nothing is encoded either.
 Schedule makeForOneRank(const ScheduleRequest& request, Algorithm algorithm) {
   ScheduleBuilder builder(request, algorithm);
   if (request.kind == Collective::Barrier) {
@@ -108,8 +108,8 @@ Schedule makeSchedule(const ScheduleRequest& request) {
   Algorithm algorithm = request.algorithm;
   if (algorithm == Algorithm::Auto) {
     algorithm = selectAlgorithm(selectionKey(request));
-    // A rank with an empty part must be heard all the same, or its mistakes would go unseen: rings send an empty frame for it, the
-    // others nothing.
+    // A rank with an empty part must send a frame all the same, or its mistakes would go unnoticed: rings send an empty
+    // frame for it, the other algorithms send none.
     if (request.kind == Collective::AllGather && !request.counts.empty() && algorithm != Algorithm::Hierarchical) {
       algorithm = Algorithm::Ring;
     }

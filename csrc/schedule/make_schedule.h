@@ -10,13 +10,13 @@ namespace pycomm {
 /// Pure: no I/O, no clock, no global state. Throws Error(InvalidArgument | Unsupported) for requests without meaning.
 /// Cost: O(steps), which is O(size * segments of a chunk).
 ///
-/// The result is in Output on every rank that the collective gives one, also on a broadcast's root and for a rank's
-/// own part (a Copy step, which does nothing where both are the same memory). Input is never written. These may be in
-/// place: all_reduce, reduce and broadcast with Input and Output the same memory; all_gather with Input this rank's
+/// After the collective, Output holds the result on every rank that gets one. This includes a broadcast's root and each
+/// rank's own part (a Copy step, which does nothing if both are the same memory). Input is never written. These may be
+/// in place: all_reduce, reduce and broadcast with Input and Output the same memory; all_gather with Input this rank's
 /// part of Output; reduce_scatter with Output this rank's part of Input.
 [[nodiscard]] Schedule makeSchedule(const ScheduleRequest& request);
 
-/// Elements of this rank's Input and Output; 0 where the collective does not use the buffer on this rank.
+/// Elements of this rank's Input and Output; 0 if the collective does not use the buffer on this rank.
 [[nodiscard]] int64_t inputNumel(const ScheduleRequest& request);
 [[nodiscard]] int64_t outputNumel(const ScheduleRequest& request);
 

@@ -4,12 +4,12 @@
 
 namespace pycomm {
 
-/// Who takes part in the rounds of an algorithm that needs a power of two. Where size is none, the first ranks go in
-/// pairs: the odd one gives what it has to the even one before the rounds and gets its result after them, so that each
-/// member stands for one rank or two consecutive ones. Six ranks: members {0, 1}, {2, 3}, {4}, {5}.
+/// The participants in the rounds of an algorithm that needs a power of two. If size is not a power of two, the first
+/// ranks form pairs. The odd rank of a pair gives its operand to the even one before the rounds and gets its result
+/// after them. So each member stands for one rank or two consecutive ones. Six ranks: members {0, 1}, {2, 3}, {4}, {5}.
 struct Members {
-  int32_t count = 1; ///< the largest power of two that is not above size
-  int32_t pairs = 0; ///< ranks 0 .. 2 * pairs - 1 share a member, two by two
+  int32_t count = 1; ///< the largest power of two that does not exceed size
+  int32_t pairs = 0; ///< ranks 0 .. 2 * pairs - 1 form one member per two ranks
 
   explicit Members(int32_t size) {
     while (count * 2 <= size) {

@@ -1,8 +1,8 @@
 // Collectives that only move blocks between pairs of ranks, and point-to-point. Every pair exchanges at least one
-// frame, also an empty one: that is what lets each side find that the other expects another count.
+// frame, even if it is empty: so each side can detect that the other expects another count.
 //
 // all_to_all of three ranks: distance 1: 0 -> 1, 1 -> 2, 2 -> 0; distance 2: 0 -> 2, 1 -> 0, 2 -> 1. So at every
-// distance each rank sends to one and receives from one, and nobody is everybody's first target.
+// distance each rank sends to one and receives from one, and no rank is the first target of all others.
 #include <cstdint>
 
 #include "schedule/algorithms.h"

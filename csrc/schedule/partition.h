@@ -16,12 +16,12 @@ struct Run {
 /// Part `index` of `whole` cut into `parts`, whose lengths differ by at most one element; the longer ones come first.
 [[nodiscard]] constexpr Run splitBalanced(Run whole, int64_t parts, int64_t index) noexcept {
   const int64_t shortest = whole.numel / parts;
-  const int64_t longer = whole.numel % parts; // so many parts have one element more
+  const int64_t longer = whole.numel % parts; // number of parts with one more element
   const int64_t before = index * shortest + (index < longer ? index : longer);
   return {whole.offset + before, shortest + (index < longer ? 1 : 0)};
 }
 
-/// Which elements of a tensor belong to which rank: one run a rank, in rank order, without gaps.
+/// The elements of a tensor that belong to each rank: one run per rank, in rank order, without gaps.
 class Partition {
  public:
   [[nodiscard]] static Partition balanced(int64_t numel, int32_t size) {
@@ -32,7 +32,7 @@ class Partition {
     return Partition(std::move(runs));
   }
 
-  /// `counts` where given, else `numel` for each of `size` ranks.
+  /// Parts of `counts` elements, or of `numel` each for `size` ranks if `counts` is empty.
   [[nodiscard]] static Partition ofParts(int64_t numel, int32_t size, const std::vector<int64_t>& counts) {
     std::vector<Run> runs;
     int64_t offset = 0;

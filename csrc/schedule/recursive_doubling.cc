@@ -1,6 +1,6 @@
 // Recursive doubling: few rounds for small tensors. In each round a rank exchanges its whole partial sum with one
-// partner, twice as far away as in the round before, and both compute op(lower, higher), so both hold the same bits;
-// after log2(size) rounds all ranks do. Where size is not a power of two, ranks are folded into members (members.h).
+// partner, twice as far away as in the round before. Both compute op(lower, higher), so both hold the same bits; after
+// log2(size) rounds all ranks do. If size is not a power of two, ranks are folded into members (members.h).
 //
 // Three ranks with inputs a, b, c. Two members: rank 0 (for ranks 0 and 1) and rank 2.
 //
@@ -8,11 +8,11 @@
 //   round 0  ranks 0 and 2 exchange            both: Output = (a+b)+c, final
 //   return   rank 0 sends Output to rank 1     rank 1: Output
 //
-// Only the last round writes Output, because only there the sum contains every rank; until then it is in scratch. A
-// round's receive waits for its send: it writes over what the send reads, which in the last round may be Input itself
-// (in place).
+// Only the last round writes Output, because only its sum contains every rank; until then the sum is in scratch. A
+// round's receive waits for its send: it overwrites the send's source, which in the last round may be Input itself (in
+// place).
 //
-// The sum is a balanced tree over consecutive ranks, the lower half always first. The small floats are rounded once a
+// The sum is a balanced tree over consecutive ranks, the lower half always first. The small floats are rounded once per
 // round.
 #include <cstdint>
 
@@ -35,7 +35,7 @@ Schedule recursiveDoublingAllReduce(const ScheduleRequest& request) {
       builder.send(local.region, partner, {local.ready});
     }
     for (int64_t s = 0; s < segments; ++s) {
-      builder.recv(partner, outputRegion(segmentAt(s))); // made from what was sent, so Input is no longer needed
+      builder.recv(partner, outputRegion(segmentAt(s))); // made from the sent frame, so Input is no longer needed
     }
     return std::move(builder).finish();
   }
@@ -76,8 +76,8 @@ Schedule recursiveDoublingAllReduce(const ScheduleRequest& request) {
   return std::move(builder).finish();
 }
 
-// Dissemination: in round k each rank tells the one 2^k further on that it, and all it has heard of, have entered.
-// After ceil(log2(size)) rounds everyone has heard of everyone, for any size. Frames are empty.
+// Dissemination: in round k each rank reports to the rank 2^k further on that it, and all ranks that have reported to
+// it, have entered. After ceil(log2(size)) rounds every rank knows of every other, for any size. Frames are empty.
 Schedule disseminationBarrier(const ScheduleRequest& request) {
   ScheduleBuilder builder(request, Algorithm::RecursiveDoubling);
   const Region nothing;

@@ -1,6 +1,6 @@
-// Recursive doubling all_gather: in each round a rank exchanges all it has with one partner, twice as far away as in the
-// round before. Partners differ in one bit of their number, so what a rank has is always a run of consecutive ranks'
-// parts, one piece of Output. Where size is not a power of two, ranks are folded into members (members.h).
+// Recursive doubling all_gather: in each round a rank exchanges all its parts with one partner, twice as far away as in
+// the round before. Partners differ in one bit of their number, so a rank always has the parts of consecutive ranks,
+// one piece of Output. If size is not a power of two, ranks are folded into members (members.h).
 //
 // Three ranks with parts a, b, c; members {0, 1} and {2}:
 //
@@ -8,7 +8,8 @@
 //   round 0  ranks 0 and 2 exchange            both:   a b c
 //   return   rank 0 sends a and c to rank 1    rank 1: a b c
 //
-// A power of two takes as many rounds as Bruck's, with one frame a round always; any other size takes two rounds more.
+// A power of two takes as many rounds as Bruck's, with always one frame per round; any other size takes two rounds
+// more.
 #include <cstdint>
 
 #include "schedule/algorithms.h"
@@ -38,7 +39,7 @@ Schedule recursiveDoublingAllGather(const ScheduleRequest& request) {
       written.add(segment, builder.recv(from, outputRegion(segment)));
     }
   };
-  // What goes back to an odd rank: all but its own part.
+  // An odd rank gets back all but its own part.
   const auto before = [&](int32_t odd) { return parts.span(0, odd); };
   const auto behind = [&](int32_t odd) { return parts.span(odd + 1, request.size - odd - 1); };
 

@@ -1,7 +1,7 @@
-// Recursive halving reduce_scatter: log2(size) rounds that move half as much each time, so every rank sends
-// (size - 1) / size of the tensor, like the ring, in fewer rounds. In each round two partners split the block that both
-// have partial sums of: each sends the other's half and keeps its own, adding what arrives. Partners are half the
-// members away at first, neighbours in the last round. Where size is not a power of two, ranks are folded into members
+// Recursive halving reduce_scatter: log2(size) rounds that move half as much each time, so every rank sends (size - 1)
+// / size of the tensor, like the ring, in fewer rounds. In each round two partners split the block of which both have
+// partial sums: each sends the other's half and keeps its own, adding the arriving half to it. Partners are half the
+// members away at first, neighbours in the last round. If size is not a power of two, ranks are folded into members
 // (members.h), which costs the odd ranks' whole tensor twice.
 //
 // Three ranks with inputs a, b, c; a1 is the part of a that belongs to rank 1. Members {0, 1} and {2}:
@@ -11,10 +11,11 @@
 //            rank 2 sends c0, c1 to 0      rank 0: Output = (a+b)0 + c0, scratch = (a+b)1 + c1, both final
 //   return   rank 0 sends that to rank 1   rank 1: Output
 //
-// One rank makes each sum. It folds a balanced tree over the members, the farthest first: for four ranks
-// (0 + 2) + (1 + 3), the lower of two partners always first. The small floats are rounded once a round.
+// One rank makes each sum. It folds a balanced tree over the members, the farthest first: for four ranks (0 + 2) + (1 +
+// 3), the lower of two partners always first. The small floats are rounded once per round.
 //
-// In place: the first round reads what it keeps before anything writes there, and what it sends it never writes.
+// In place: the first round reads the half that it keeps before any step writes there, and never writes the half that
+// it sends.
 #include <cstdint>
 #include <vector>
 
@@ -81,7 +82,7 @@ class RecursiveHalving {
     const int32_t rank = members_.rankOf(first);
     return parts_.span(rank, members_.rankOf(first + count) - rank);
   }
-  /// The same, cut where the two ranks of a paired member part ways: those results go to different places.
+  /// The same, cut between the two ranks of a paired member: their results go to different places.
   [[nodiscard]] std::vector<Run> piecesOf(int32_t first, int32_t count) const {
     const int32_t rank = members_.rankOf(first);
     if (count == 1 && members_.paired(rank)) {
@@ -95,7 +96,8 @@ class RecursiveHalving {
         run, [&](Run segment) { builder_.send(bufferRegion(partial_, segment), to, written_.writersOf(segment)); });
   }
 
-  /// Adds what arrives to the partial sums of `run`: into Output where that is this rank's result, else into scratch.
+  /// Adds the arriving frames to the partial sums of `run`: into Output if that is this rank's result, else into
+  /// scratch.
   void reduce(Run run, int32_t from, bool final, WriteLog& sums) {
     const Run own = parts_[request_.rank];
     const bool result = final && run.offset == own.offset && run.numel == own.numel;
@@ -131,7 +133,7 @@ class RecursiveHalving {
   const Partition parts_;
   Buffer scratch_ = Buffer::None;
   Buffer partial_ = Buffer::Input; ///< where the partial sums are, with the input's offsets
-  WriteLog written_; ///< who wrote them
+  WriteLog written_; ///< the steps that wrote them
 };
 
 } // namespace

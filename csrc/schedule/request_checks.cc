@@ -108,7 +108,7 @@ void checkDTypes(const ScheduleRequest& request) {
   }
 }
 
-/// Adds `numel` to `total`; refuses what is negative or does not fit 63 bits in bytes.
+/// Adds `numel` to `total`. Refuses negative numbers and sums whose bytes do not fit into 63 bits.
 void addNumel(const ScheduleRequest& request, const char* name, int64_t numel, int64_t& total) {
   if (numel < 0) {
     refuse(request, std::string(name) + " is " + std::to_string(numel), "a number of elements is not negative");

@@ -1,6 +1,6 @@
 // The ring: every rank sends only to its right neighbour and receives only from its left one, and every link carries
-// the same number of bytes all the time. The tensor is cut into one chunk a rank; rank r owns chunk r, which means
-// that the chunk's sum becomes complete there.
+// the same number of bytes all the time. The tensor is cut into one chunk per rank; rank r owns chunk r, so that the
+// chunk's sum becomes complete there.
 //
 // all_reduce of three ranks, whose inputs a, b and c have the chunks 0, 1 and 2. In round k rank r handles
 // chunk (r - 1 - k) mod 3:
@@ -16,19 +16,19 @@
 // started with a Send of one's own part, is an all_gather.
 //
 // Bits: one rank makes each sum and all others copy it, so all ranks hold the same bits. Chunk c is folded along the
-// ring from rank c + 1 to rank c: ascending, but for the one place where the ring wraps from the last rank to rank 0.
-// There rank 0's operand is taken first. Chunk size - 1 is folded strictly as 0, 1, 2, ... . The small floats are
-// rounded once a hop.
+// ring from rank c + 1 to rank c: in ascending order, except at the place where the ring wraps from the last rank to
+// rank 0. There rank 0's operand is taken first. Chunk size - 1 is folded strictly as 0, 1, 2, ... . The small floats
+// are rounded once per hop.
 //
-// In place: a rank's input chunk is overwritten only by a sum that contains it. What was sent of it has arrived by
-// then, so that no explicit dependency is needed. Partial sums only travel, they are never written.
+// In place: a rank's input chunk is overwritten only by a sum that contains it. The frames sent from it have arrived by
+// then, so no explicit dependency is needed. Partial sums are only sent, never written.
 //
-// Order of the steps: a chunk is cut into segments, and segments go in waves of `pipeline_frames`: for every wave,
-// for every round, for every segment of the wave. A frame of round k needs the one of round k - 1 that arrived a
-// whole wave earlier, so the link has that many frames to go on with; the next wave begins with Sends that need
-// nothing, so there is no gap between waves. One wave for all segments would be just as fast and never end on links
-// that hold fewer frames than a chunk has segments: every rank would wait to send its own segments before it forwards
-// the first one.
+// Order of the steps: a chunk is cut into segments, and segments go in waves of `pipeline_frames`: for every wave, for
+// every round, for every segment of the wave. A frame of round k needs the one of round k - 1 that arrived a whole wave
+// earlier, so the link always has that many frames to send. The next wave begins with Sends that depend on nothing, so
+// there is no gap between waves. One wave for all segments would be just as fast, but would deadlock on links that hold
+// fewer frames than a chunk has segments: every rank would wait to send its own segments before it forwards the first
+// one.
 #include <algorithm>
 #include <cstdint>
 
@@ -55,8 +55,7 @@ void forEachStep(
   const int64_t wave = builder.pipelineFrames();
   for (int64_t begin = 0; begin < most_segments; begin += wave) {
     for (int32_t round = 0; round < rounds; ++round) {
-      // Chunks of an uneven collective end in different waves. Sender and receiver look at the same chunk, so they
-      // agree.
+      // Chunks of an uneven collective end in different waves. Sender and receiver use the same chunk, so they agree.
       const Run chunk = chunks[chunkAt(round)];
       const int64_t segments = builder.segmentCount(chunk.numel, request.dtype);
       for (int64_t s = begin; s < std::min(begin + wave, segments); ++s) {
@@ -133,7 +132,7 @@ Schedule ringAllGather(const ScheduleRequest& request) {
     }
   };
   forEachStep(builder, request, parts, request.size, chunkAt, emit);
-  // Listed last: the neighbours wait for the sends, and nobody waits for this.
+  // Listed last: the neighbours wait for the sends, but no step waits for this.
   builder.copy(inputRegion({0, own.numel}), outputRegion(own));
   return std::move(builder).finish();
 }

@@ -9,7 +9,8 @@
 namespace pycomm {
 namespace {
 
-// 4 Mi steps are 320 MiB of schedule. More is a mistake in segment_nbytes, and would run out of memory first.
+// 4 Mi steps are 320 MiB of schedule. A larger schedule means a mistake in segment_nbytes, and would run out of memory
+// first.
 constexpr size_t kMaxSteps = size_t{4} << 20;
 
 } // namespace

@@ -14,10 +14,10 @@ using StepId = uint32_t;
 inline constexpr StepId kNoStep = UINT32_MAX;
 using Deps = std::vector<StepId>; ///< kNoStep entries are skipped
 
-/// Bytes of one edge that an executor always takes from the sender, whatever has become of the steps that receive them.
-/// The ring needs this promise: there everybody waits for everybody's room.
+/// Bytes of one edge that an executor always accepts from the sender, even if the steps that receive them have not
+/// started. The ring needs this promise, because each of its ranks waits until the next one has room.
 inline constexpr int64_t kEdgeRoomNbytes = 2 << 20;
-/// No segment is larger, whatever the request says: one under way and one more have room.
+/// Upper bound of a segment, also if the request asks for more: one in flight and one more fit into the edge's room.
 inline constexpr int64_t kMaxSegmentNbytes = kEdgeRoomNbytes / 2;
 
 [[nodiscard]] constexpr Region inputRegion(Run run) noexcept {
@@ -30,10 +30,10 @@ inline constexpr int64_t kMaxSegmentNbytes = kEdgeRoomNbytes / 2;
   return {buffer, run.offset, run.numel};
 }
 
-/// Lists the steps of one rank. One function a step kind, so that no algorithm fills a Step by hand.
+/// Lists the steps of one rank. There is one function per step kind, so that no algorithm fills in a Step by hand.
 ///
-/// One rule for the order of operands, everywhere: where an arriving and a local operand meet, that of the lower rank
-/// comes first, counting as the arriving operand's rank the one that sent it.
+/// The order of operands is the same everywhere: of an arriving and a local operand, the one of the lower rank comes
+/// first. An arriving operand counts as that of the rank that sent it.
 class ScheduleBuilder {
  public:
   ScheduleBuilder(const ScheduleRequest& request, Algorithm algorithm);
@@ -47,19 +47,20 @@ class ScheduleBuilder {
   /// The rank `distance` places further round the ring; negative distances go back.
   [[nodiscard]] int32_t around(int64_t distance) const noexcept;
 
-  /// Segments that `numel` elements of `dtype` travel in: at least one, since an empty frame is still a frame. What
-  /// two ranks exchange is cut the same way on both, because this depends on nothing else.
+  /// Number of segments for `numel` elements of `dtype`: at least one, since an empty frame is still a frame. It
+  /// depends on nothing else, so both ends of an edge cut their data alike.
   [[nodiscard]] int64_t segmentCount(int64_t numel, DType dtype) const noexcept;
 
   /// Elements of the longest segment.
   [[nodiscard]] int64_t segmentNumel(DType dtype) const noexcept;
 
-  /// Frames of one edge to keep under way: what the request says, but so few that they and one more have room.
+  /// Frames of one edge to keep in flight: the request's number, limited so that these and one more have room.
   [[nodiscard]] int64_t pipelineFrames() const noexcept;
 
   [[nodiscard]] Buffer addScratch(DType dtype, int64_t numel);
 
-  /// This rank's contribution to a sum: the input, or for PremulSum its scaled copy. Ask once for each element.
+  /// This rank's contribution to a sum: the input, or its scaled copy for PremulSum. Call operand() once for each
+  /// element.
   struct Operand {
     Region region;
     StepId ready = kNoStep; ///< the step that made it
@@ -75,7 +76,7 @@ class ScheduleBuilder {
   StepId recvReduceCopySend(int32_t from, const Operand& local, Region dst, int32_t to, const Deps& deps = {});
   /// All regions have the dtype of `dst`. The value is complete: Avg divides here.
   StepId reduceMany(const std::vector<Region>& sources, Region dst, const Deps& deps);
-  /// The same over encoded regions; `dst` may be encoded, too. `output`: where in Output the sums belong.
+  /// The same over encoded regions; `dst` may be encoded, too. `output` is the place of the sums in Output.
   StepId reduceEncoded(const std::vector<Region>& sources, Region dst, Region output, const Deps& deps);
   StepId copy(Region src, Region dst, bool final = false);
   StepId scale(Region src, Region dst, bool final = false);

@@ -9,30 +9,31 @@
 namespace pycomm {
 namespace {
 
-// Up to here a round costs latency, not bandwidth: log2(size) rounds of everything beat 2 * size - 2 of a part.
+// Up to this size a round costs latency, not bandwidth: log2(size) rounds of the whole beat 2 * size - 2 rounds of a
+// part.
 constexpr int64_t kSmallAllReduceNbytes = 32 << 10;
 
-// The same for parts of all_gather and reduce_scatter, all together. Large ones gain nothing from fewer rounds: what a
-// ring sends in one round overlaps with what it receives in the one before.
+// The same for the parts of all_gather and reduce_scatter, all together. Large ones gain nothing from fewer rounds: a
+// ring sends the bytes of one round while it receives those of the next.
 constexpr int64_t kSmallPartsNbytes = 64 << 10;
 
 constexpr int32_t kMaxDirectSize = 64;
-// Up to here as many small messages at once cost less than log2(size) rounds that wait for each other.
+// Up to this many ranks, small messages sent at once cost less than log2(size) rounds that wait for each other.
 constexpr int32_t kFewRanks = 4;
 
-// Where hosts are this uneven, the few ranks that carry slices would be busy handing them to all others.
+// If hosts are this uneven, the few ranks that carry slices would be busy sending them to all others.
 constexpr int32_t kMostUneven = 4;
 
 constexpr bool severalRanksOnSeveralHosts(const SelectionKey& key) noexcept {
   return key.hosts > 1 && key.most_ranks > 1 && key.most_ranks <= kMostUneven * key.fewest_ranks;
 }
 
-/// Where the parts of all hosts make as many slices.
+/// True if all hosts have the same number of ranks, so that their parts form slices.
 constexpr bool equalHostsOfSeveralRanks(const SelectionKey& key) noexcept {
   return key.hosts > 1 && key.fewest_ranks > 1 && key.fewest_ranks == key.most_ranks;
 }
 
-/// Elements that the choice of an algorithm goes by: the same on all ranks.
+/// The number of elements that the choice of an algorithm depends on: the same on all ranks.
 int64_t wholeNumel(const ScheduleRequest& request) {
   const bool parts = request.kind == Collective::AllGather || request.kind == Collective::ReduceScatter;
   return parts ? Partition::ofParts(request.numel, request.size, request.counts).numel() : request.numel;
@@ -88,8 +89,8 @@ std::string whySelected(const SelectionKey& key) {
 Algorithm selectAlgorithm(const SelectionKey& key) noexcept {
   switch (key.kind) {
     case Collective::AllReduce:
-      // One fp32 accumulator and one rounding, where the ring would round at each of its size - 1 hops. The bytes are the
-      // ring's; the messages are size times as many and the scratch grows with them, hence the bound.
+      // One fp32 accumulator and one rounding, while the ring would round at each of its size - 1 hops. The bytes are
+      // the ring's, but there are size times as many frames and the scratch grows with them: hence the bound.
       if (key.encoded || (key.small_float_sum && key.size > 2 && key.size <= kMaxDirectSize)) {
         return Algorithm::Direct;
       }

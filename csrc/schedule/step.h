@@ -12,7 +12,7 @@ namespace pycomm {
 
 class TopologyView;
 
-/// Which collective an operation is. Part of the wire format: never reuse a number.
+/// The collective of an operation. Part of the wire format: never reuse a number.
 enum class Collective : uint8_t {
   AllReduce = 1,
   Broadcast = 2,
@@ -28,7 +28,7 @@ enum class Collective : uint8_t {
 };
 [[nodiscard]] const char* collectiveName(Collective kind) noexcept; // "all_reduce"
 
-/// How it is done. Part of the wire format.
+/// The algorithm of a collective. Part of the wire format.
 enum class Algorithm : uint16_t {
   Auto = 0,
   Ring = 1,
@@ -38,7 +38,7 @@ enum class Algorithm : uint16_t {
   Pairwise = 5,
   Bruck = 6,
   RecursiveHalving = 7,
-  SharedMemory = 8, ///< no schedule: the ranks of one host meet in memory that they share (engine/host/host_plane.h)
+  SharedMemory = 8, ///< no schedule: the ranks of one host exchange data in shared memory (engine/host/host_plane.h)
   Hierarchical = 9,
   Nccl = 10, ///< no schedule: NCCL moves the bytes (Group::follow)
 };
@@ -54,16 +54,16 @@ struct Region {
   int64_t numel = 0;
 };
 
-/// What a step does. `src`, `dst` are local; `recv_peer`, `send_peer` are ranks of the group.
-/// An edge a -> b carries its frames in order: the k-th frame that a's schedule sends to b is the k-th that b's
-/// receives from a, and both have the same number of elements.
+/// The action of a step. `src`, `dst` are local; `recv_peer`, `send_peer` are ranks of the group. An edge a -> b
+/// carries its frames in order: the k-th frame that a's schedule sends to b is the k-th that b's receives from a, and
+/// both have the same number of elements.
 enum class StepKind : uint8_t {
   Send, ///< src -> send_peer
   Recv, ///< recv_peer -> dst
   RecvReduce, ///< dst = op(arriving, src), ordered by `local_first`
-  RecvReduceSend, ///< op(arriving, src) goes on to send_peer; nothing local is written
-  RecvReduceCopySend, ///< dst = op(arriving, src), which also goes on to send_peer
-  RecvCopySend, ///< recv_peer -> dst, which also goes on to send_peer
+  RecvReduceSend, ///< op(arriving, src) is sent on to send_peer; nothing local is written
+  RecvReduceCopySend, ///< dst = op(arriving, src), which is also sent on to send_peer
+  RecvCopySend, ///< recv_peer -> dst, which is also sent on to send_peer
   ReduceMany, ///< dst = op over all of `sources`, in their order, one rounding; divides for Avg when `final`
   Copy, ///< dst = src
   Scale, ///< dst = src * the operation's premul factor
@@ -84,7 +84,7 @@ enum class StepKind : uint8_t {
 struct Step {
   StepKind kind = StepKind::Copy;
   bool local_first = false; ///< the local operand belongs to a lower rank than the arriving one
-  bool final = false; ///< the value that it makes is complete: Avg divides here, once, before rounding where it can
+  bool final = false; ///< the resulting value is complete: Avg divides here, once, before rounding if the step kind can
   int32_t recv_peer = -1;
   int32_t send_peer = -1;
   Region src;
@@ -93,9 +93,9 @@ struct Step {
   uint32_t sources_begin = 0, sources_end = 0; ///< range in Schedule::sources, for ReduceMany and ReduceEncoded
 };
 
-/// What one rank does in one collective: plain data, made by a pure function, cached and shared. Steps are listed so
-/// that every dependency comes earlier; a step with recv_peer gets the next frame of that edge in the order in which
-/// the steps are listed, a step with send_peer likewise sends in listed order.
+/// The steps of one rank in one collective: plain data, made by a pure function, cached and shared. Every dependency of
+/// a step comes earlier in the list. The frames of each edge are received, and sent, in the order in which the steps
+/// are listed.
 struct Schedule {
   Collective kind = Collective::Barrier;
   Algorithm algorithm = Algorithm::Auto;
@@ -106,12 +106,13 @@ struct Schedule {
   std::vector<Region> sources;
   std::vector<int64_t> scratch_numel; ///< elements of scratch k
   std::vector<DType> scratch_dtype;
-  DType dtype = DType::UInt8; ///< of Input and Output
-  /// Other than None: scratch of UInt8 holds encoded values, and regions in it count bytes. Input and Output are no bytes then.
+  DType dtype = DType::UInt8; ///< dtype of Input and Output
+  /// Other than None: scratch of UInt8 holds encoded values, and regions in it count bytes. Input and Output are not
+  /// UInt8 then.
   Codec codec = Codec::None;
 };
 
-/// What is asked for; the same on all ranks but for `rank`. Equal requests give equal schedules.
+/// The parameters of a collective; the same on all ranks but for `rank`. Equal requests give equal schedules.
 struct ScheduleRequest {
   Collective kind = Collective::Barrier;
   Algorithm algorithm = Algorithm::Auto;
@@ -119,19 +120,19 @@ struct ScheduleRequest {
   int32_t size = 1;
   int32_t root = -1;
   DType dtype = DType::UInt8;
-  Codec codec = Codec::None; ///< how values travel; all_reduce and reduce_scatter
+  Codec codec = Codec::None; ///< encoding on the wire; all_reduce and reduce_scatter
   ReduceOp reduce_op = ReduceOp::None;
-  /// all_reduce, broadcast, reduce, send, recv: of the tensor; the others: of one rank's part, unused where `counts`
-  /// is given
+  /// all_reduce, broadcast, reduce, send, recv: elements of the tensor. Others: elements of one rank's part; unused if
+  /// `counts` is given.
   int64_t numel = 0;
   int64_t segment_nbytes = 256 << 10;
   std::vector<int64_t> counts; ///< uneven collectives: elements per rank (all_to_all: to each rank); empty: even
-  std::vector<int64_t> recv_counts; ///< uneven all_to_all: what I receive from each rank
-  /// Frames of one edge that the ring keeps under way, fewer where they would be more than 2 MiB. It never waits for
-  /// ever where an edge holds this many unread frames beside the one that a step is working on, so where the sender
-  /// may be this many and one more frames ahead of the steps that have ended. The other algorithms need room for one.
+  std::vector<int64_t> recv_counts; ///< uneven all_to_all: elements that this rank receives from each rank
+  /// Frames of one edge that the ring keeps in flight, or fewer if these would exceed 2 MiB. The ring cannot deadlock
+  /// if an edge holds this many unread frames beside the one that a step is working on. That is so if the sender may be
+  /// this many frames, and one more, ahead of the steps that have ended. The other algorithms need room for one.
   int32_t pipeline_frames = 4;
-  /// Which ranks share a host. Not owned: it outlives the request and its copies. Null: each has a host of its own.
+  /// Maps ranks to hosts. Not owned: it outlives the request and its copies. Null: each rank has a host of its own.
   const TopologyView* topology = nullptr;
 };
 

@@ -5,12 +5,12 @@
 // and a place p has the children p + 1, p + 2, p + 4, ... below p's lowest set bit. For three ranks with root 0: 0 ->
 // 2, 0 -> 1; for eight: 0 -> 4, 2, 1; 4 -> 6, 5; 2 -> 3; 6 -> 7.
 //
-// Chain, for large ones: place 0 -> 1 -> 2 -> ... cut into segments; every link carries the tensor once, all at the
-// same time, where the root of a tree would send it log2(size) times.
+// Chain, for large tensors: place 0 -> 1 -> 2 -> ... cut into segments. Every link carries the tensor once, all at the
+// same time, while the root of a tree would send it log2(size) times.
 //
-// A reduction goes the same edges backwards. Partial sums are in scratch or travel; only the root's last step writes
-// Output. The tree folds a subtree's consecutive places, nearest child first; the chain folds from the last place to
-// the root. Either is a fixed order for a given size and root. The small floats are rounded once a fold.
+// A reduction uses the same edges backwards. Partial sums are in scratch or on the wire; only the root's last step
+// writes Output. The tree folds a subtree's consecutive places, nearest child first; the chain folds from the last
+// place to the root. Either is a fixed order for a given size and root. The small floats are rounded once per fold.
 #include <cstdint>
 #include <vector>
 
@@ -39,7 +39,7 @@ struct Tree {
   }
 };
 
-/// Neighbours in the chain; -1 where there is none.
+/// Neighbours in the chain; -1 if there is none.
 struct Chain {
   int32_t toward_root = -1;
   int32_t away = -1;
@@ -66,7 +66,7 @@ Schedule binomialBroadcast(const ScheduleRequest& request) {
     const Run segment = splitBalanced(whole, segments, s);
     const bool root = tree.parent < 0;
     const StepId arrived = root ? kNoStep : builder.recv(tree.parent, outputRegion(segment));
-    // The farthest child has the deepest subtree, so it is served first.
+    // The farthest child has the deepest subtree, so its frames are sent first.
     for (auto child = tree.children.rbegin(); child != tree.children.rend(); ++child) {
       builder.send(root ? inputRegion(segment) : outputRegion(segment), *child, {arrived});
     }

@@ -8,8 +8,8 @@
 
 namespace pycomm {
 
-/// Which step wrote which elements of a buffer, for algorithms in which one round sends what several earlier ones wrote,
-/// cut in other places. Cost: a look at each entry.
+/// Records which step wrote which elements of a buffer. For algorithms in which one round sends elements that several
+/// earlier rounds wrote, cut at other places. Cost: one comparison per entry and call.
 class WriteLog {
  public:
   void add(Run run, StepId step) {
@@ -17,7 +17,7 @@ class WriteLog {
       entries_.push_back({run, step});
     }
   }
-  /// The steps that a reader of `run` must wait for. For an empty run: all steps so far. Without them, a rank whose part is
+  /// The steps that a reader of `run` must wait for. For an empty run: all steps so far. Otherwise a rank whose part is
   /// empty would end before all ranks have entered.
   [[nodiscard]] Deps writersOf(Run run) const {
     Deps deps;
