@@ -11,7 +11,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int kWaitSliceMs = 50; // how long a wait goes without looking at the abort token
+constexpr int kWaitSliceMs = 50; // longest wait without a check of the abort token
 constexpr int kGentleCloseMs = 20;
 
 struct Transfer {
@@ -29,7 +29,7 @@ ErrorRecord broken(const Link& link, const Transfer& transfer, ErrorCode code, c
   return record;
 }
 
-// Called between two tries: throws at the deadline or when aborted, and waits a slice where the last try moved nothing.
+// Called between two tries: throws at the deadline or when aborted, and waits a slice if the last try moved nothing.
 void wait(
     const Link& link,
     bool reads,
@@ -43,7 +43,7 @@ void wait(
   }
   if (!moved) {
     pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? short{POLLIN} : link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries and comes back
+    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries again
   }
 }
 
@@ -56,7 +56,7 @@ bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
       return false;
     }
     pollfd ready{link.writeFd(), link.roomEvent(), 0};
-    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: it is asked again
+    (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller polls again
   }
   return true;
 }
@@ -90,7 +90,8 @@ void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& a
 }
 
 void Link::closeGently() noexcept {
-  // A socket closed with unread bytes sends a reset, and on a reset the peer's kernel drops what it had not read yet.
+  // If a socket is closed with unread bytes, it sends a reset, and the peer's kernel then drops the bytes that the peer
+  // has not read.
   shutdownWrite();
   const Deadline end = Deadline::after(kGentleCloseMs);
   std::array<std::byte, 4096> dropped; // NOLINT: only written

@@ -13,7 +13,7 @@
 
 namespace pycomm {
 
-/// What one try moved.
+/// The result of one tryRead or tryWrite.
 struct Progress {
   size_t nbytes = 0;
   bool would_block = false; ///< the kernel has no room, or nothing has arrived
@@ -22,16 +22,16 @@ struct Progress {
 
 /// A connected, reliable, ordered, full-duplex byte stream to one peer.
 ///
-/// Two ways of use: `tryWrite`/`tryRead` never block and belong to the lane that owns the link; the blocking forms are
-/// for handshakes and tests. One thread at a time may read and one may write. Failures throw Error(ConnectionReset),
-/// with errno's name in `cause`; the caller adds who and where.
+/// There are two ways to use it. `tryWrite`/`tryRead` never block and belong to the lane that owns the link; the
+/// blocking forms are for handshakes and tests. One thread at a time may read and one may write. Failures throw
+/// Error(ConnectionReset), with errno's name in `cause`; the caller adds the ranks and the operation.
 class Link {
  public:
   virtual ~Link() = default;
 
-  /// What epoll waits on. Owned by the link.
+  /// A descriptor for epoll. Owned by the link.
   [[nodiscard]] virtual int fd() const noexcept = 0;
-  /// What epoll waits on before the next tryRead, tryWrite or finishConnect; a try may change it.
+  /// The descriptor to poll before the next tryRead, tryWrite or finishConnect; a try may change it.
   [[nodiscard]] virtual int readFd() const noexcept {
     return fd();
   }
@@ -39,16 +39,16 @@ class Link {
     return fd();
   }
 
-  /// What writeFd() is polled for by who waits for room, or for finishConnect().
+  /// The event to poll for on writeFd() before the next tryWrite() or finishConnect().
   [[nodiscard]] virtual short roomEvent() const noexcept {
     return POLLOUT;
   }
-  /// A tryRead() costs no system call where something has arrived: nothing is gained by reading more than is needed now.
+  /// True if tryRead() makes no system call while bytes are available. Then reading ahead gains nothing.
   [[nodiscard]] virtual bool readsAreCheap() const noexcept {
     return false;
   }
-  /// It is known without a system call that a try would move nothing now. The owner of a link that may say so looks again before it
-  /// sleeps: see SharedLink.
+  /// True if a try would move nothing now; makes no system call. If a link can return true, its owner checks again
+  /// before it sleeps: see SharedLink.
   [[nodiscard]] virtual bool knownEmpty() const noexcept {
     return false;
   }
@@ -63,16 +63,18 @@ class Link {
   /// Ends the write side: the peer reads to the end and then sees `closed`.
   virtual void shutdownWrite() noexcept = 0;
 
-  /// For a link that is still being made: true once connected. Throws Error(ConnectFailed); the link is of no use then.
+  /// For a link that is still connecting: returns true once it is connected. Throws Error(ConnectFailed); the link is
+  /// unusable then.
   [[nodiscard]] virtual bool finishConnect() {
     return true;
   }
 
-  /// Closing without losing what is queued: ends the write side, then reads and drops until the peer closes too or 20 ms.
+  /// Closes without losing queued bytes: ends the write side, then reads and drops bytes until the peer closes too, for
+  /// at most 20 ms.
   virtual void closeGently() noexcept;
 
-  /// Of a link of several connections: the interface of the one that the next byte comes by, or leaves by. Where that one has gone
-  /// silent, all others wait for it. Empty for a link of one connection.
+  /// If the link has several connections: the interface of the one that the next byte arrives on, or leaves on. If that
+  /// connection stalls, all others wait for it. Empty for a link of one connection.
   [[nodiscard]] virtual std::string readsFrom() const {
     return "";
   }
@@ -80,20 +82,20 @@ class Link {
     return "";
   }
 
-  /// "10.0.0.1:29600 -> 10.0.0.2:29601", for messages.
+  /// "10.0.0.1:29600 -> 10.0.0.2:29601", for error texts.
   [[nodiscard]] virtual std::string describe() const = 0;
 };
 
-/// Waits until finishConnect() says true; false at the deadline, after which it may be called again. Throws what that throws, and the
-/// token's reason when aborted.
+/// Waits until finishConnect() returns true. Returns false at the deadline; it may be called again after that. Throws
+/// what finishConnect() throws, and the token's reason when aborted.
 [[nodiscard]] bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort);
 
 /// Moves exactly the view's bytes, or throws: Error(Timeout) at the deadline, the token's reason when aborted,
-/// Error(ConnectionReset) when the peer closes early.
+/// Error(ConnectionReset) if the peer closes early.
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort);
 void readAll(Link& link, BufferView into, Deadline deadline, const AbortToken& abort);
 
-/// closeGently() of several links at once: 20 ms for all of them together.
+/// closeGently() for several links at once: 20 ms for all of them together.
 void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept;
 
 } // namespace pycomm

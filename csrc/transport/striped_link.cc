@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxStripeViews = 64; // more views simply take another call
+constexpr size_t kMaxStripeViews = 64; // more views take another call
 
 } // namespace
 
@@ -24,7 +24,7 @@ void StripedLink::Place::advance(size_t nbytes, size_t parts) noexcept {
   }
 }
 
-// Runs `body` on one of the connections; what it throws says which one that was.
+// Runs `body` on one of the connections; an error from it names that connection.
 template <typename Body>
 auto StripedLink::naming(size_t part, const Body& body) {
   try {
@@ -68,7 +68,8 @@ void StripedLink::shutdownWrite() noexcept {
 }
 
 bool StripedLink::finishConnect() {
-  // All of them are asked, so that they connect at the same time; the first that is not connected yet is what is waited for.
+  // Every connection is polled, so that they connect at the same time; the caller waits for the first that is not
+  // connected yet.
   bool all = true;
   for (size_t part = connected_; part < parts_.size(); ++part) {
     all = naming(part, [](Link& link) { return link.finishConnect(); }) && all;

@@ -9,24 +9,29 @@
 
 namespace pycomm {
 
-/// One byte stream over several connections to one peer, which may use an interface each. Chunk k travels on connection k modulo their
-/// number. Both ends count bytes, so nothing on the wire says where a chunk belongs, and reading in order puts it together:
+/// One byte stream over several connections to one peer; each connection may use an interface of its own. Chunk k
+/// travels on connection k modulo their number. Both ends count bytes, so the frames need no chunk numbers: the reader
+/// takes the chunks from the connections in order.
 ///
-///   chunk        0    1    2    3    4         chunks are small beside the kernel's buffers: while this end waits for room on
-///   connection   0    1    0    1    0         one connection, the others still have something to send
+///   chunk        0    1    2    3    4
+///   connection   0    1    0    1    0
 ///
-/// It is as fast as its slowest connection times their number, and it breaks where one of them does: then the error says which.
+/// Chunks are small beside the kernel's buffers: while this end waits for room on one connection, the others still have
+/// bytes to send.
+///
+/// Its speed is that of its slowest connection times their number. It breaks if one of them does; the error then names
+/// that connection.
 class StripedLink final : public Link {
  public:
   static constexpr size_t kChunkNbytes = 64 << 10;
 
   struct Part {
     std::unique_ptr<Link> link;
-    std::string interface_name; ///< for messages
+    std::string interface_name; ///< for error texts
   };
 
   enum class State { Connecting, Connected };
-  /// At least one part; the same number, in the same order, at both ends. The end that connects calls finishConnect().
+  /// At least one part; the same number, in the same order, at both ends. The connecting end calls finishConnect().
   StripedLink(std::vector<Part> parts, State state);
 
   [[nodiscard]] int fd() const noexcept override {
@@ -57,10 +62,10 @@ class StripedLink final : public Link {
  private:
   struct Place {
     size_t part = 0;
-    size_t left = kChunkNbytes; ///< of the chunk under way
+    size_t left = kChunkNbytes; ///< of the current chunk
     void advance(size_t nbytes, size_t parts) noexcept;
   };
-  /// The part that connects, or else the one that the next byte leaves by.
+  /// The part that is connecting, or else the one that sends the next byte.
   [[nodiscard]] const Link& turn() const noexcept {
     return *parts_[connected_ < parts_.size() ? connected_ : writing_.part].link;
   }
@@ -68,7 +73,7 @@ class StripedLink final : public Link {
   auto naming(size_t part, const Body& body);
 
   std::vector<Part> parts_;
-  size_t connected_; ///< parts before this one are
+  size_t connected_; ///< the parts before this index are connected
   Place reading_;
   Place writing_;
 };

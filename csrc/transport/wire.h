@@ -4,21 +4,21 @@
 
 namespace pycomm {
 
-/// What a frame is for. Part of the wire format: never reuse a number.
+/// The purpose of a frame. Part of the wire format: never reuse a number.
 enum class FrameType : uint8_t {
   Hello = 1, ///< first frame of every connection, from the side that connected; payload: see hello.h
-  HelloReply = 2, ///< accepts, or carries the error record that says why not
+  HelloReply = 2, ///< accepts, or carries the error record with the reason for the refusal
   Data = 3, ///< payload: one step's bytes
   Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
   Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload
-  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here
+  NotEntered = 6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here
   Failure = 7, ///< payload: ErrorRecord::serialize()
   Heartbeat = 8,
-  Goodbye = 9, ///< orderly end: nothing more will come, and nothing more is expected
+  Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
 };
 
 /// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.
-/// Frames of an operation carry its whole descriptor, so that a rank that receives any of them can compare it with its own.
+/// Frames of an operation carry its whole descriptor, so that a rank can compare any of them with its own.
 struct FrameHeader {
   uint16_t magic = kMagic;
   uint8_t version = kVersion;
@@ -27,7 +27,7 @@ struct FrameHeader {
   uint64_t op_id = 0;
   int64_t numel = 0; ///< elements of the operation (not of this frame)
   uint32_t group = 0; ///< hash of the group's name and nonce
-  uint32_t index = 0; ///< which frame of the edge this is, counted from 0
+  uint32_t index = 0; ///< number of this frame on its edge, counted from 0
   uint8_t kind = 0; ///< Collective
   uint8_t dtype = 0; ///< DType
   uint8_t reduce_op = 0; ///< ReduceOp
@@ -38,14 +38,14 @@ struct FrameHeader {
   uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
   uint32_t digest = 0; ///< selection table and split sizes
   uint32_t reserved = 0;
-  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that answers one
+  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that replies to one
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
-  static constexpr uint8_t kVersion = 2; ///< 2: who connects waits for the HelloReply; Waiting may answer Waiting
+  static constexpr uint8_t kVersion = 2; ///< 2: the connecting side waits for HelloReply; Waiting may reply to Waiting
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 
-/// No frame is larger: whatever a stranger writes into payload_nbytes, no more than this is ever read for it.
+/// Upper bound of payload_nbytes: no more than this is ever read, also if a stranger writes a larger number.
 inline constexpr uint32_t kMaxPayloadNbytes = 4U << 20;
 
 } // namespace pycomm

@@ -31,11 +31,11 @@
 namespace pycomm {
 namespace {
 
-constexpr uint32_t kWaiters = 0x80000000U; // FUTEX_WAITERS: without it the kernel marks the word and wakes nobody
+constexpr uint32_t kWaiters = 0x80000000U; // FUTEX_WAITERS: without it the kernel marks the word but wakes no waiter
 constexpr uint32_t kOwnerDied = 0x40000000U; // FUTEX_OWNER_DIED
 constexpr uint32_t kThreadId = 0x3fffffffU; // FUTEX_TID_MASK
 constexpr size_t kMaxWaits = 128; // of one futex_waitv
-constexpr long kPollMs = 20; // where that call does not exist, or there are more words than it takes
+constexpr long kPollMs = 20; // without that call, or with more words than it takes
 constexpr int kMaxFailures = 8;
 
 // struct futex_waitv, of Linux 5.16: older headers lack it.
@@ -104,7 +104,7 @@ void DeathWatch::openWords() {
   if (!words_fd_) {
     throw Error(systemError(ErrorCode::SystemError, "no shared memory (memfd_create)", errno));
   }
-  // Pages that exist: a word that the kernel had to find memory for as the process dies would stay as it is.
+  // Allocates the pages: if the kernel needed memory for a word while the process dies, the word would stay as it is.
   const int error_number = ::posix_fallocate(words_fd_.get(), 0, kNbytes);
   if (error_number != 0) {
     throw Error(systemError(ErrorCode::SystemError, "no shared memory (fallocate)", error_number));
@@ -114,9 +114,9 @@ void DeathWatch::openWords() {
     throw Error(systemError(ErrorCode::SystemError, "no shared memory (mmap)", errno));
   }
   words_ = static_cast<std::byte*>(mapped);
-  // A child of fork() has no part in its parent's life: it neither keeps nor touches the words.
+  // A child of fork() is not the watched process: it neither keeps nor touches the words.
   (void)::madvise(words_, kNbytes, MADV_DONTFORK);
-  // A process that gets the descriptor can only read, and never finds the file shorter than it was.
+  // A process that gets the descriptor can only read, and the file never becomes shorter.
   constexpr int kSize = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   if (::fcntl(words_fd_.get(), F_ADD_SEALS, kSize | F_SEAL_FUTURE_WRITE) != 0 &&
       ::fcntl(words_fd_.get(), F_ADD_SEALS, kSize) != 0) {
@@ -181,8 +181,8 @@ void DeathWatch::unwatch(uint64_t watch) noexcept {
   const auto found =
       std::find_if(watched_.begin(), watched_.end(), [&](const Watched& entry) { return entry.id == watch; });
   if (found != watched_.end()) {
-    // The thread may be about to sleep on this address. The kernel compares first: it finds no such memory, or another value, and
-    // the thread looks again.
+    // The thread may be about to sleep on this address. The kernel compares first: it finds no memory there, or another
+    // value, and the thread checks again.
     ::munmap(found->page, kNbytes);
     watched_.erase(found);
   }
@@ -204,7 +204,8 @@ void DeathWatch::stop() noexcept {
   thread_.join();
 }
 
-// What has changed since the last look. One at a time: this thread allocates nothing and holds no lock while it tells.
+// Reports the changes since the last call, one at a time: during a report this thread allocates nothing and holds no
+// lock.
 void DeathWatch::look() noexcept {
   for (;;) {
     Watched ended;
@@ -257,7 +258,7 @@ void DeathWatch::sleep(uint32_t seen) noexcept {
   if (woken >= 0 || errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT) {
     failures_ = 0;
   } else if (errno == ENOSYS || errno == EPERM || ++failures_ >= kMaxFailures) {
-    wait_many_ = false; // an older kernel, or a sandbox that knows no newer one
+    wait_many_ = false; // an older kernel, or a sandbox that does not know newer system calls
   } // else EFAULT: see unwatch()
 }
 
@@ -278,7 +279,7 @@ void DeathWatch::threadMain(std::atomic<int>& started) noexcept {
       sleep(seen);
     }
   }
-  // The end of this thread alone would mark the words, too: first none of them is this thread's any more.
+  // The end of this thread alone would mark the words, too: so this thread first gives up all of them.
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (uint32_t index = 0; index < kWords; ++index) {

@@ -14,8 +14,8 @@ namespace pycomm {
 
 static_assert(sizeof(std::atomic<uint32_t>) == 4 && std::atomic<uint32_t>::is_always_lock_free, "a futex is a word");
 
-/// Sleeps while `word` has the value `seen`, at most so long. Returns early for any reason, a signal among them: the caller looks
-/// again. The word may lie in memory that processes share.
+/// Sleeps while `word` has the value `seen`, for at most `timeout_us`. May return early for any reason, such as a
+/// signal: the caller checks the word again. The word may be in memory that processes share.
 inline void futexWait(const std::atomic<uint32_t>& word, uint32_t seen, int64_t timeout_us) noexcept {
   timespec pause{};
   pause.tv_sec = static_cast<time_t>(timeout_us / 1000000);

@@ -30,8 +30,9 @@ SharedArena::SharedArena(UniqueFd fd, size_t nbytes) : fd_(std::move(fd)), nbyte
     throw Error(systemError(ErrorCode::SystemError, "shared memory cannot be mapped", errno));
   }
   base_ = static_cast<std::byte*>(mapped);
-  (void)::madvise(base_, nbytes, MADV_DONTFORK); // a child has no part in the group
-  // For a core file the kernel would make every page of a sparse mapping exist, and a heap is as large as the machine's memory.
+  (void)::madvise(base_, nbytes, MADV_DONTFORK); // a child is not a member of the group
+  // For a core file the kernel would allocate every page of a sparse mapping, and a heap is as large as the machine's
+  // memory.
   (void)::madvise(base_, nbytes, MADV_DONTDUMP);
 }
 

@@ -7,17 +7,19 @@
 
 namespace pycomm {
 
-/// Memory that the processes of one host share: a memfd without a name, mapped here for as long as this object lives. It is passed to
-/// others as a descriptor (unix_passing.h), and gone with the last process that has it.
+/// Memory that the processes of one host share: a memfd without a name, mapped here for as long as this object lives.
+/// It is passed to other processes as a descriptor (unix_passing.h). The kernel frees it when the last process that has
+/// it ends.
 ///
-/// Its size is sealed, so that nobody can take pages away from under another's mapping. Pages exist only where commit() has had them
-/// made, so that a lack of memory is an error there and not a signal (SIGBUS) at the first touch: a writer commits before it writes.
-/// A child of fork() does not inherit the mapping, and a core file holds nothing of it.
+/// Its size is sealed, so that no process can truncate it under another's mapping. Only commit() makes pages exist, so
+/// a lack of memory is an error there and not a signal (SIGBUS) at the first touch. A writer commits before it writes.
+/// A child of fork() does not inherit the mapping, and a core file does not contain it.
 class SharedArena {
  public:
-  /// Throws Error(Unsupported) where a sandbox forbids it, SystemError or TooManyFiles.
+  /// Throws Error(Unsupported) if a sandbox forbids it, SystemError or TooManyFiles.
   [[nodiscard]] static SharedArena create(size_t nbytes);
-  /// Maps what another process has passed. Throws Error(ProtocolViolation) unless it is sealed, and of this size if one is given.
+  /// Maps a descriptor that another process has passed. Throws Error(ProtocolViolation) unless the memfd is sealed, and
+  /// of this size if one is given.
   [[nodiscard]] static SharedArena attach(UniqueFd fd, std::optional<size_t> nbytes);
 
   SharedArena(SharedArena&& other) noexcept;
@@ -26,7 +28,8 @@ class SharedArena {
   SharedArena& operator=(const SharedArena&) = delete;
   ~SharedArena();
 
-  /// Makes the pages of a range exist. Throws Error(NoSharedMemory) if there is no room for them. Any process, any number of times.
+  /// Allocates the pages of a range. Throws Error(NoSharedMemory) if there is no room for them. Any process, any number
+  /// of times.
   void commit(size_t offset, size_t nbytes) const;
 
   [[nodiscard]] std::byte* at(size_t offset) const noexcept {
@@ -38,7 +41,7 @@ class SharedArena {
   [[nodiscard]] int fd() const noexcept {
     return fd_.get();
   }
-  /// The mapping stays; nothing can be committed any more.
+  /// Keeps the mapping, but commit() fails from now on.
   void closeFd() noexcept {
     fd_.reset();
   }

@@ -16,7 +16,8 @@
 namespace pycomm {
 namespace {
 
-// Address space of peers: 64 ranks of a host, each with 64 mapped, stay far below the 128 TiB that a process has.
+// Limits the address space of peers: 64 ranks on a host, each of which maps 64 heaps, stay far below the 128 TiB per
+// process.
 constexpr size_t kMostNbytes = size_t{256} << 30;
 
 size_t pageNbytes() noexcept {
@@ -77,8 +78,8 @@ void SharedHeap::giveRoom(size_t offset, size_t room) {
   free_[offset] = room;
 }
 
-// To make or free the pages of a large block takes the kernel long. That is done without the lock, which every large collective takes in
-// placeOf(): meanwhile the block's room is neither free nor anybody's.
+// The kernel takes long to make or free the pages of a large block. That is done without the lock, which every large
+// collective takes in placeOf(): meanwhile the block's room is neither free nor owned.
 void* SharedHeap::allocate(size_t nbytes) {
   const size_t room = wholePages(nbytes);
   std::unique_lock<std::mutex> lock(mutex_);
@@ -166,7 +167,7 @@ bool SharedHeap::detach(const void* buffer, size_t nbytes) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blockOf(buffer, nbytes);
     if (found == blocks_.end()) {
-      return true; // not here, so nobody reaches it
+      return true; // not in this heap, so no peer reaches it
     }
     blocks_.find(found->first)->second.detached = true;
   }

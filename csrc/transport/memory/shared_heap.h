@@ -14,39 +14,40 @@
 
 namespace pycomm {
 
-/// Memory of this process that processes on its host may map: tensors that lie here are read and written by peers in place, without
-/// copies in between.
+/// Memory of this process that other processes of its host may map: peers read and write tensors in it in place,
+/// without intermediate copies.
 ///
-/// One sparse memfd of a fixed, sealed size, which costs address space alone; pages exist for what is allocated. So a peer maps it once,
-/// and an offset is all that it needs to be told of a tensor.
+/// It is one sparse memfd of a fixed, sealed size, which reserves only address space; pages exist for allocated blocks.
+/// So a peer maps it once, and an offset identifies a tensor.
 ///
-/// Any thread. A child of fork() shares what it inherits with its parent, and frees nothing of it.
+/// Any thread. After fork(), parent and child share the inherited memory; the child frees none of it.
 class SharedHeap {
  public:
-  /// Room for as much as the machine has memory. Throws what SharedArena::create throws.
+  /// As large as the machine's memory. Throws what SharedArena::create throws.
   [[nodiscard]] static std::shared_ptr<SharedHeap> create();
   explicit SharedHeap(SharedArena arena);
-  /// After the last release().
+  /// Call after the last release().
   ~SharedHeap() = default;
   SharedHeap(const SharedHeap&) = delete;
   SharedHeap& operator=(const SharedHeap&) = delete;
 
-  /// Whole pages, zeroed. Throws Error(NoSharedMemory).
+  /// Allocates whole pages, zeroed. Throws Error(NoSharedMemory).
   [[nodiscard]] void* allocate(size_t nbytes);
   void release(void* begin) noexcept;
 
-  /// Where peers find a buffer: nothing unless it lies here and shares no page with other data, so that its pages can be taken away from
-  /// peers without touching anything else.
+  /// The offset of a buffer for peers. Nullopt if the buffer is not in this heap, or if it shares a page with other
+  /// data: its pages must be removable from peers without touching anything else.
   [[nodiscard]] std::optional<uint64_t> placeOf(const void* buffer, size_t nbytes) const;
 
-  /// Gives the buffer pages of its own, with what is in them; what peers have mapped is another memory from then on. For a buffer that a
-  /// silent peer could write into later. False if there is no memory for it. Nothing of its allocation is found by placeOf() again.
+  /// Moves the buffer to new pages and keeps its contents; peers keep the old pages mapped. For a buffer that a silent
+  /// peer could still write into. Returns false if there is no memory for the copy. placeOf() never again finds a
+  /// buffer of this allocation.
   bool detach(const void* buffer, size_t nbytes) noexcept;
 
   [[nodiscard]] std::byte* base() const noexcept {
     return arena_.at(0);
   }
-  /// All of it, as this process has it mapped.
+  /// The whole heap, as mapped in this process.
   [[nodiscard]] BufferView range() const noexcept {
     return {arena_.at(0), arena_.nbytes()};
   }
@@ -56,8 +57,8 @@ class SharedHeap {
 
  private:
   struct Block {
-    size_t nbytes = 0; ///< as asked for
-    size_t room = 0; ///< whole pages
+    size_t nbytes = 0; ///< the requested size
+    size_t room = 0; ///< rounded up to whole pages
     bool detached = false;
   };
   using Blocks = std::map<size_t, Block>;
@@ -68,10 +69,10 @@ class SharedHeap {
 
   const SharedArena arena_;
   const int process_;
-  std::atomic<size_t> live_{0}; ///< blocks, read without the lock
-  mutable std::mutex mutex_; ///< guards the rest
+  std::atomic<size_t> live_{0}; ///< number of blocks, read without the lock
+  mutable std::mutex mutex_; ///< guards the members below
   Blocks blocks_; ///< by offset
-  std::map<size_t, size_t> free_; ///< offset: length, never adjacent
+  std::map<size_t, size_t> free_; ///< offset: length; free ranges are never adjacent
 };
 
 } // namespace pycomm

@@ -12,13 +12,13 @@
 namespace pycomm {
 namespace {
 
-// A long write is shown to the reader in parts of this size, so that both ends copy at the same time.
+// A long write is published in parts of this size, so that both ends copy at the same time.
 constexpr size_t kPublishNbytes = 128 << 10;
 
 } // namespace
 
-SharedLink::SharedLink(std::unique_ptr<Link> bell, Rings rings, State state)
-    : bell_(std::move(bell)), arena_(std::move(rings.arena)), connected_(state == State::Connected) {
+SharedLink::SharedLink(std::unique_ptr<Link> doorbell, Rings rings, State state)
+    : doorbell_(std::move(doorbell)), arena_(std::move(rings.arena)), connected_(state == State::Connected) {
   if (rings.out) {
     writer_.emplace(*rings.out);
   }
@@ -28,7 +28,7 @@ SharedLink::SharedLink(std::unique_ptr<Link> bell, Rings rings, State state)
 }
 
 SharedLink::~SharedLink() {
-  bell_.reset(); // first: who wakes this end from now on finds it gone
+  doorbell_.reset(); // first: an end that rings from now on finds it closed
   if (reader_) {
     reader_->leave();
   }
@@ -38,7 +38,7 @@ void SharedLink::ringBell(bool asleep) {
   if (asleep) {
     constexpr std::byte kBell{1};
     const ConstBufferView one(&kBell, 1);
-    static_cast<void>(bell_->tryWrite(&one, 1)); // no room: then there are bells enough already
+    static_cast<void>(doorbell_->tryWrite(&one, 1)); // no room: enough wake-ups are queued already
   }
 }
 
@@ -48,9 +48,9 @@ bool SharedLink::hearBell() noexcept {
   }
   std::array<std::byte, 64> bells; // NOLINT: only written
   try {
-    ended_ = bell_->tryRead({bells.data(), bells.size()}).closed;
+    ended_ = doorbell_->tryRead({bells.data(), bells.size()}).closed;
   } catch (const Error& error) {
-    // A peer that closed before it heard its last bell: nothing that was written is lost by that.
+    // The peer closed before it read its last wake-up: that loses no data.
     ended_ = error.record().cause.rfind("ECONNRESET", 0) == 0;
     broken_ = ended_ ? nullptr : std::current_exception();
   } catch (...) {
@@ -60,7 +60,7 @@ bool SharedLink::hearBell() noexcept {
 }
 
 void SharedLink::refuseWrite() const {
-  // Where bytes also come in, the peer may have ended only its own side.
+  // If the link has both directions, the peer may have ended only its own side.
   if (broken_ != nullptr || (ended_ && !reader_)) {
     throw Error(systemError(ErrorCode::ConnectionReset, "writing failed on " + describe(), EPIPE));
   }
@@ -99,7 +99,7 @@ Progress SharedLink::tryWrite(const ConstBufferView* views, size_t count) {
     }
     hearBell();
     refuseWrite();
-    ringBell(ended_); // to learn whether it is gone
+    ringBell(ended_); // to find out whether it is gone
     if (writer_->sleep()) {
       progress.would_block = true;
       return progress;
@@ -140,7 +140,7 @@ Progress SharedLink::tryRead(BufferView into) {
       }
       return progress;
     }
-    // What was written before the end is in the ring by the time that the end is seen.
+    // All bytes written before the end are in the ring when the end is seen.
     if (!std::exchange(asked, true)) {
       hearBell();
       continue;
@@ -157,16 +157,16 @@ Progress SharedLink::tryRead(BufferView into) {
 }
 
 void SharedLink::shutdownWrite() noexcept {
-  bell_->shutdownWrite();
+  doorbell_->shutdownWrite();
 }
 
 bool SharedLink::finishConnect() {
-  connected_ = connected_ || bell_->finishConnect();
+  connected_ = connected_ || doorbell_->finishConnect();
   return connected_;
 }
 
 std::string SharedLink::describe() const {
-  return bell_->describe() + ", through shared memory";
+  return doorbell_->describe() + ", through shared memory";
 }
 
 } // namespace pycomm

@@ -13,17 +13,18 @@
 
 namespace pycomm {
 
-/// A Link between two processes of one host: the bytes go through rings in memory that both have mapped, and a connection beside them
-/// wakes an end that sleeps, one byte each time, and ends when the peer ends, however it does.
+/// A Link between two processes of one host. The bytes go through rings in memory that both have mapped. A connection
+/// beside the rings, the doorbell, wakes an end that sleeps, with one byte per wake-up. It also ends when the peer ends
+/// for any reason.
 ///
-/// What was written before the end is read before it, also when the writer was killed.
+/// The reader gets all bytes that were written before the end, also if the writer was killed.
 ///
-/// Who polls need not ask the kernel: canRead() and canWrite() only look at memory. The connection tells only an end that has said
-/// that it sleeps: by a try that moved nothing, or by readSleeps() and writeSleeps(). Who waits for both directions tries both after
-/// each wake-up.
+/// A polling caller makes no system calls: canRead() and canWrite() only read memory. The doorbell wakes only an end
+/// that has announced that it sleeps: by a try that moved nothing, or by readSleeps() and writeSleeps(). A caller that
+/// waits for both directions tries both after each wake-up.
 class SharedLink final : public Link {
  public:
-  /// Which rings there are, in memory that `arena` keeps mapped. Their pages exist.
+  /// The rings of this link, in memory that `arena` keeps mapped. Their pages exist.
   struct Rings {
     std::shared_ptr<const SharedArena> arena;
     std::optional<RingMemory> out;
@@ -31,15 +32,15 @@ class SharedLink final : public Link {
   };
 
   enum class State { Connecting, Connected };
-  /// The end that connects calls finishConnect(), which is the bell's.
-  SharedLink(std::unique_ptr<Link> bell, Rings rings, State state = State::Connected);
+  /// The connecting end calls finishConnect(), which connects the doorbell.
+  SharedLink(std::unique_ptr<Link> doorbell, Rings rings, State state = State::Connected);
   ~SharedLink() override;
 
   [[nodiscard]] int fd() const noexcept override {
-    return bell_->fd();
+    return doorbell_->fd();
   }
   [[nodiscard]] short roomEvent() const noexcept override {
-    return connected_ ? short{POLLIN} : bell_->roomEvent();
+    return connected_ ? short{POLLIN} : doorbell_->roomEvent();
   }
   [[nodiscard]] bool readsAreCheap() const noexcept override {
     return true;
@@ -56,34 +57,35 @@ class SharedLink final : public Link {
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override;
 
-  /// A try may move something.
+  /// True if a try may move bytes.
   [[nodiscard]] bool canRead() const noexcept {
     return reader_ && reader_->hasBytes();
   }
   [[nodiscard]] bool canWrite() const noexcept {
     return writer_ && writer_->hasRoom();
   }
-  /// fd() becomes readable when canRead() or canWrite() will be true; false if it is already.
+  /// Announces the sleep: fd() becomes readable when canRead() or canWrite() becomes true. Returns false if it is true
+  /// already.
   [[nodiscard]] bool readSleeps() noexcept {
     return reader_->sleep();
   }
   [[nodiscard]] bool writeSleeps() noexcept {
     return writer_->sleep();
   }
-  /// fd() is readable, and nobody is about to try. True if the peer has closed: then a write will fail.
+  /// Call if fd() is readable and no try follows. True if the peer has closed: then a write will fail.
   bool hearBell() noexcept;
 
  private:
   void ringBell(bool asleep);
-  void refuseWrite() const; ///< throws Error(ConnectionReset) if nobody will read it
+  void refuseWrite() const; ///< throws Error(ConnectionReset) if the peer can no longer read
 
-  std::unique_ptr<Link> bell_;
+  std::unique_ptr<Link> doorbell_;
   std::shared_ptr<const SharedArena> arena_;
   std::optional<RingWriter> writer_;
   std::optional<RingReader> reader_;
   bool connected_;
   bool ended_ = false; ///< the peer has ended its write side
-  std::exception_ptr broken_; ///< how the connection ended otherwise
+  std::exception_ptr broken_; ///< the error that ended the connection, if it did not end in order
 };
 
 } // namespace pycomm

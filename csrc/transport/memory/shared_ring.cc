@@ -10,12 +10,12 @@
 namespace pycomm {
 namespace {
 
-// A writer that waits goes on when so much of the ring is free: one part of this many.
+// A waiting writer resumes when one part of this many of the ring is free.
 constexpr size_t kResumeShare = 4;
-// A reader gives room back at the latest after so many bytes, so that both ends copy at the same time.
+// A reader returns room after at most this many bytes, so that both ends copy at the same time.
 constexpr size_t kTakeNbytes = 128 << 10;
 
-// Whose ring it is, and so the sentence, is for those to say who know of ranks.
+// The ring knows no ranks: the caller completes the record with the peer and the summary.
 [[noreturn]] void throwImpossible(const char* which) {
   ErrorRecord record;
   record.code = ErrorCode::ProtocolViolation;
@@ -24,7 +24,8 @@ constexpr size_t kTakeNbytes = 128 << 10;
   throw Error(record);
 }
 
-// What the other end is shown of a counter: tests break it, or end the process here, between moving bytes and saying so.
+// The counter as published to the other end. Tests break it, or end the process here, between the copy and its
+// publication.
 uint64_t shown(const Fault& fault, uint64_t counter) noexcept {
   if (fault.flip) {
     flipBit(&counter, sizeof counter);
@@ -70,12 +71,12 @@ bool RingWriter::publish() {
 
 bool RingWriter::hasRoom() const noexcept {
   const uint64_t used = written_ - memory_.words().taken.load(std::memory_order_seq_cst);
-  // A broken counter counts as room: put() says so.
+  // An impossible counter counts as room: put() then reports it.
   return used > memory_.nbytes || memory_.nbytes - static_cast<size_t>(used) >= memory_.nbytes / kResumeShare;
 }
 
 bool RingWriter::sleep() noexcept {
-  // Stored also where it was before: the reader may have woken this end since, for room that is gone again.
+  // Stored even if it was 0 before: the reader may have woken this end since, for room that is gone again.
   memory_.words().writer_awake.store(0, std::memory_order_seq_cst);
   asleep_ = true;
   return !hasRoom();

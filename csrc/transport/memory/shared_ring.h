@@ -8,30 +8,32 @@
 
 namespace pycomm {
 
-// A ring of bytes in memory that two processes share: one writes, the other reads. It begins zeroed. Both counters only rise; a byte's
-// place is its number modulo the size.
+// A ring of bytes in memory that two processes share: one writes, the other reads. It begins zeroed. Both counters only
+// rise; a byte's place is its number modulo the size.
 //
-// An end that is about to sleep says so and then looks once more. An end that has moved bytes looks whether the other sleeps, and wakes it.
-// All four steps are sequentially consistent, so one of the two sees the other. How the other is woken is not the ring's business.
+// An end that is about to sleep sets its flag and then checks the counters once more. An end that has moved bytes
+// checks the other's flag, and wakes it if it sleeps. All four steps are sequentially consistent, so at least one of
+// the two sees the other's step. The caller implements the wake-up itself.
 //
-// Neither end trusts what the other has written: a counter that cannot be is Error(ProtocolViolation), and no byte outside the ring is
-// ever touched.
+// Neither end trusts the other's counter: an impossible value raises Error(ProtocolViolation), and no byte outside the
+// ring is ever touched.
 
 struct RingWords {
-  alignas(128) std::atomic<uint64_t> written; ///< the writer's
-  alignas(128) std::atomic<uint64_t> taken; ///< the reader's
-  /// 0: asleep, or about to be. Set to 0 by its end, to 1 by the end that wakes it. A reader begins asleep: the first byte wakes it.
+  alignas(128) std::atomic<uint64_t> written; ///< only the writer writes it
+  alignas(128) std::atomic<uint64_t> taken; ///< only the reader writes it
+  /// 0: asleep, or about to be. An end sets its own flag to 0; the end that wakes it sets it to 1. A reader begins
+  /// asleep, so the first byte wakes it.
   alignas(128) std::atomic<uint32_t> reader_awake;
   alignas(128) std::atomic<uint32_t> writer_awake;
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
-/// Where a ring lies.
+/// The memory of a ring.
 struct RingMemory {
   std::byte* base = nullptr;
-  size_t nbytes = 0; ///< of the bytes behind the words; a power of two
+  size_t nbytes = 0; ///< size of the byte area after the words; a power of two
 
-  /// The words take a page, so that the bytes begin on one.
+  /// The words take a whole page, so that the byte area is page-aligned.
   static constexpr size_t kWordsNbytes = 4096;
   [[nodiscard]] static constexpr size_t totalNbytes(size_t nbytes) noexcept {
     return kWordsNbytes + nbytes;
@@ -45,50 +47,50 @@ struct RingMemory {
 };
 static_assert(sizeof(RingWords) <= RingMemory::kWordsNbytes, "the words fit into their page");
 
-/// The end that writes. One thread.
+/// The writing end. One thread.
 class RingWriter {
  public:
   explicit RingWriter(RingMemory memory) noexcept;
 
-  /// Copies as much as fits. The reader sees it after publish().
+  /// Copies as many bytes as fit. The reader sees them after publish().
   [[nodiscard]] size_t put(ConstBufferView bytes);
-  /// Whether the reader has to be woken.
+  /// Returns true if the caller must wake the reader.
   [[nodiscard]] bool publish();
   [[nodiscard]] size_t unpublished() const noexcept {
     return static_cast<size_t>(written_ - published_);
   }
 
-  /// There is enough room to go on with: a part of the ring, so that a writer does not wake for every few bytes.
+  /// True if enough room is free: a part of the ring, so that a writer does not wake for every few bytes.
   [[nodiscard]] bool hasRoom() const noexcept;
-  /// From now on the reader wakes this end when there is. False if there is already.
+  /// Announces that the writer sleeps: the reader wakes it once hasRoom(). Returns false if there is room already.
   [[nodiscard]] bool sleep() noexcept;
-  /// No longer; true if the reader has done it.
+  /// Withdraws the announcement; returns true if the reader has withdrawn it already.
   [[nodiscard]] bool wake() noexcept;
 
  private:
   RingMemory memory_;
   uint64_t written_ = 0;
   uint64_t published_ = 0;
-  uint64_t taken_ = 0; ///< as last seen
+  uint64_t taken_ = 0; ///< the reader's counter as last read
   bool asleep_ = false;
 };
 
-/// The end that reads. One thread.
+/// The reading end. One thread.
 class RingReader {
  public:
   explicit RingReader(RingMemory memory) noexcept : memory_(memory) {}
 
-  /// Copies as much as there is, and no more than a part of the ring. The writer sees its room after publish().
+  /// Copies the available bytes, but at most a part of the ring. The writer sees the freed room after publish().
   [[nodiscard]] size_t take(BufferView into);
-  /// Whether the writer has to be woken.
+  /// Returns true if the caller must wake the writer.
   [[nodiscard]] bool publish();
 
   [[nodiscard]] bool hasBytes() const noexcept;
-  /// From now on the writer wakes this end when there are some. False if there are already.
+  /// Announces that the reader sleeps: the writer wakes it once hasBytes(). Returns false if there are bytes already.
   [[nodiscard]] bool sleep() noexcept;
-  /// No longer; true if the writer has done it.
+  /// Withdraws the announcement; returns true if the writer has withdrawn it already.
   [[nodiscard]] bool wake() noexcept;
-  /// Asleep for good: a writer to an end that has gone tries to wake it, and learns of it.
+  /// Marks the reader as asleep for good: a writer then tries to wake it, and so finds that it has gone.
   void leave() noexcept {
     memory_.words().reader_awake.store(0, std::memory_order_seq_cst);
   }
@@ -96,7 +98,7 @@ class RingReader {
  private:
   RingMemory memory_;
   uint64_t taken_ = 0;
-  uint64_t written_ = 0; ///< as last seen
+  uint64_t written_ = 0; ///< the writer's counter as last read
   bool asleep_ = true;
 };
 

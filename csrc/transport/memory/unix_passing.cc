@@ -14,7 +14,8 @@ namespace {
 
 constexpr uint64_t kAllUsers = UINT32_MAX; // as many as there are; the last number, -1, is none
 
-// Whether every user of the host has a number of its own here (man 7 user_namespaces). False if the kernel does not say.
+// True if every user of the host has its own number in this user namespace (man 7 user_namespaces). False if the kernel
+// does not report it.
 bool mapsAllUsers() {
   std::ifstream map("/proc/self/uid_map");
   uint64_t users = 0;
@@ -24,7 +25,7 @@ bool mapsAllUsers() {
   return users >= kAllUsers;
 }
 
-// What the kernel calls users that have no number here.
+// The number that the kernel reports for unmapped users.
 uid_t overflowUser() {
   uid_t user = 65534;
   std::ifstream("/proc/sys/kernel/overflowuid") >> user;
@@ -73,7 +74,7 @@ ssize_t takeMessage(int socket, void* message, size_t nbytes, UniqueFd& fd) {
   header.msg_iovlen = 1;
   header.msg_control = control.data();
   header.msg_controllen = CMSG_LEN(sizeof(int)); // with the padding of CMSG_SPACE there would be room for two
-  const ForksHeldOff held_off; // until a descriptor that comes has its owner
+  const ForksHeldOff held_off; // until the received descriptor has an owner
   const ssize_t got = ::recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
   if (got < 0) {
     return got;

@@ -47,8 +47,8 @@ Acceptor::~Acceptor() = default;
 
 std::vector<Accepted> Acceptor::poll(TimePoint now) {
   keepSpare();
-  // First those who wait: one that has said everything by now must not give way to a newcomer. All of them, not only those that epoll
-  // names: there are few, and no descriptor outlives its stranger this way.
+  // Waiting strangers come first: one whose Hello is complete by now must not give way to a newcomer. All of them are
+  // served, not only those that epoll reports: there are few, and so no descriptor outlives its stranger.
   for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
     stranger = serve(*stranger, now) ? strangers_.erase(stranger) : std::next(stranger);
   }
@@ -82,10 +82,10 @@ void Acceptor::introduce(Stranger& stranger) {
   try {
     Accepted peer;
     peer.hello = decodeHello({stranger.bytes.data(), stranger.nbytes}).hello;
-    (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr); // fails for one that never waited
+    (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr); // fails if it never waited
     const std::string reply = encodeHelloAccepted(config_.group);
     const ssize_t sent = ::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent != static_cast<ssize_t>(reply.size())) { // a fresh connection has room: it is gone
+    if (sent != static_cast<ssize_t>(reply.size())) { // a fresh connection has room, so this one is gone
       throw Error(systemError(ErrorCode::ConnectionReset, "no reply to the hello of " + stranger.remote.text(), errno));
     }
     peer.link = std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp);
@@ -108,7 +108,7 @@ TimePoint Acceptor::nextDeadline() const noexcept {
 
 void Acceptor::acceptNew(TimePoint now) {
   bool accepted = false;
-  // At most one round of places at a time, so that a flood cannot keep the caller here.
+  // At most one round of slots per call, so that a flood cannot keep the caller here.
   for (size_t i = 0; i < kMaxStrangers; ++i) {
     std::optional<Listener::Incoming> incoming;
     try {
@@ -119,7 +119,7 @@ void Acceptor::acceptNew(TimePoint now) {
         continue;
       }
       if (accepted) {
-        return; // whom the reserve let in is heard first; most of them go again
+        return; // the stranger on the reserve descriptor is read first; most close again
       }
       if (!trouble_) {
         log(LogLevel::Warn, std::string("connections wait: ") + error.what());
@@ -172,7 +172,7 @@ Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
 Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
   using State = HelloReading::State;
   for (;;) {
-    // Never more than the hello: what follows belongs to the owner of the link.
+    // Reads no more than the Hello: the bytes after it belong to the owner of the link.
     const ssize_t got = ::recv(
         stranger.fd.get(),
         stranger.bytes.data() + stranger.nbytes,
@@ -184,7 +184,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
     if (got < 0 && errno == EAGAIN) {
       return Verdict::Wait;
     }
-    if (got <= 0) { // the end or a reset, after nothing but the beginning of a hello
+    if (got <= 0) { // the end or a reset, after at most the beginning of a Hello
       return giveUp("hung up before saying who it is", true);
     }
     PYCOMM_FAULT_POINT("hello.received");
@@ -248,7 +248,7 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
   }
   const std::string reply = encodeHelloRefused(reason);
   (void)giveUp(why);
-  // Once, and as far as it goes: a fresh connection has room for a few hundred bytes.
+  // One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
   if (::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     return Verdict::Drop;
   }

@@ -21,7 +21,7 @@ class SocketAddress {
 
   /// From a literal: "10.0.0.1", "fe80::1%eth0", "[::1]". Names are for resolve(). Throws Error(InvalidArgument).
   [[nodiscard]] static SocketAddress parse(const std::string& ip, uint16_t port);
-  /// The same; empty for what is no literal.
+  /// The same; nullopt if `ip` is not a literal.
   [[nodiscard]] static std::optional<SocketAddress> tryParse(const std::string& ip, uint16_t port);
   /// Empty for families other than IPv4 and IPv6.
   [[nodiscard]] static SocketAddress fromSockaddr(const sockaddr* address, socklen_t length);
@@ -44,9 +44,9 @@ class SocketAddress {
   /// "10.0.0.1:29600", "[fe80::1%eth0]:29600"; "(none)" when empty.
   [[nodiscard]] std::string text() const;
 
-  /// What is told to other hosts: text() without the scope, which has no meaning there.
+  /// The text for other hosts: text() without the scope, which has no meaning there.
   [[nodiscard]] std::string wireText() const;
-  /// Reads wireText() of any length and content; empty for anything else.
+  /// Reads wireText(). Accepts any text; nullopt for anything else.
   [[nodiscard]] static std::optional<SocketAddress> fromWireText(const std::string& text);
 
   [[nodiscard]] bool isLoopback() const noexcept;

@@ -45,7 +45,7 @@ bool GreetedLink::finishConnect() {
     }
     pausing_ = false;
     connected_ = false;
-    link_ = startConnect(local_, remote_); // nobody watches the one before any more
+    link_ = startConnect(local_, remote_); // no loop watches the old one any more
     introduction_ = Introduction(hello_);
   }
   if (accepted_) {

@@ -9,22 +9,24 @@
 
 namespace pycomm {
 
-/// A connection that this rank opens. finishConnect() connects, introduces this rank and reads the peer's reply; the link is up only
-/// then. A peer may drop a connection before it replies (too many strangers at its port), and that says nothing about the peer: the link
-/// connects again, after a pause of 5 ms that doubles up to 250 ms. A peer that has gone refuses the next connection, which ends it.
+/// A connection that this rank opens. finishConnect() connects, introduces this rank and reads the peer's reply; only
+/// then is the link up. A peer may drop a connection before it replies (too many strangers at its port); this does not
+/// mean that the peer is faulty. The link then reconnects after a pause of 5 ms that doubles up to 250 ms. If the peer
+/// has gone, the next connection is refused and the link fails.
 class GreetedLink final : public Link {
  public:
-  /// Begins to connect. Throws what startConnect() throws.
+  /// Starts to connect. Throws what startConnect() throws.
   GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello);
-  /// The same over a first connection, which exists already.
+  /// The same over a first connection that exists already.
   GreetedLink(
       std::unique_ptr<TcpLink> first,
       const SocketAddress& local,
       const SocketAddress& remote,
       const Hello& hello);
 
-  /// Changes with each connection. What is watched is open until finishConnect() has returned with another one: a number that is
-  /// closed earlier may be given out again at once, to another connection of the same StripedLink, whose loop would take it for watched.
+  /// Changes with each connection. The old descriptor stays open until finishConnect() has returned and fd() has
+  /// changed. If it were closed earlier, its number could be reused at once by another connection of the same
+  /// StripedLink, whose loop would take it for the watched one.
   [[nodiscard]] int fd() const noexcept override {
     return pausing_ ? pause_.get() : link_->fd();
   }
@@ -38,13 +40,14 @@ class GreetedLink final : public Link {
   void shutdownWrite() noexcept override {
     link_->shutdownWrite();
   }
-  /// Throws Error(ConnectFailed) if there is nobody to connect to, and what Introduction::advance() throws but for a drop.
+  /// Throws Error(ConnectFailed) if no process listens at the address, and what Introduction::advance() throws except
+  /// for a drop.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override {
     return link_->describe();
   }
 
-  /// Connections that the peer has dropped before it replied.
+  /// Number of connections that the peer dropped before it replied.
   [[nodiscard]] int drops() const noexcept {
     return drops_;
   }
@@ -55,9 +58,9 @@ class GreetedLink final : public Link {
   const SocketAddress local_;
   const SocketAddress remote_;
   const Hello hello_;
-  std::unique_ptr<TcpLink> link_; ///< while pausing: the one that was dropped
+  std::unique_ptr<TcpLink> link_; ///< during a pause: the dropped one
   Introduction introduction_;
-  UniqueFd pause_; ///< a timer, once there was a drop
+  UniqueFd pause_; ///< a timer, created at the first drop
   bool pausing_ = false;
   bool connected_ = false;
   bool accepted_ = false;

@@ -52,7 +52,7 @@ std::string encodeHello(const Hello& hello) {
 HelloReading decodeHello(ConstBufferView bytes) {
   using State = HelloReading::State;
   FrameHeader header;
-  // What has not arrived keeps the value that a good Hello has, so that only bytes received can be wrong.
+  // Bytes that have not arrived get the values of a valid Hello, so that only received bytes can be wrong.
   header.type = FrameType::Hello;
   header.payload_nbytes = kHelloPayloadNbytes;
   std::memcpy(static_cast<void*>(&header), bytes.ptr, std::min(bytes.nbytes, sizeof header));

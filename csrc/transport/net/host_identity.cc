@@ -23,7 +23,7 @@ std::string firstLine(const char* path) {
   return line;
 }
 
-// 0 where the namespace is hidden from us, as in some sandboxes: then everybody there agrees on 0.
+// 0 if the namespace is hidden, as in some sandboxes: then all processes there agree on 0.
 uint64_t namespaceInode(const char* path) {
   struct stat status{};
   return ::stat(path, &status) == 0 ? static_cast<uint64_t>(status.st_ino) : 0;
@@ -114,13 +114,13 @@ ProcessIdentity ProcessIdentity::ofThisProcess() {
 
 bool ProcessIdentity::mayBeAlive() const {
   if (pid_namespace != namespaceInode("/proc/self/ns/pid") || pid <= 0) {
-    return true; // its pid means nothing here
+    return true; // its pid has no meaning here
   }
   if (::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH) {
     return false;
   }
   const uint64_t ticks = startTicks(std::to_string(pid));
-  return ticks == 0 || ticks == start_ticks; // another start: the pid was given out again
+  return ticks == 0 || ticks == start_ticks; // another start: the pid was reused
 }
 
 std::string ProcessIdentity::wireText() const {

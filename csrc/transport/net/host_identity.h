@@ -6,9 +6,9 @@
 
 namespace pycomm {
 
-/// Which running kernel and network namespace a process lives in. Equal identities reach each other over loopback.
-/// The host's name counts too: cloned virtual machines can wake with the same boot id, and a wrong "different" only
-/// costs the detour over a real interface, while a wrong "same" fails.
+/// The running kernel and network namespace of a process. Processes with equal identities reach each other over
+/// loopback. The host's name counts too, because cloned virtual machines can start with the same boot id. A wrong
+/// "different" only costs the detour over a real interface, while a wrong "same" fails.
 struct HostIdentity {
   std::string boot_id; ///< /proc/sys/kernel/random/boot_id
   uint64_t network_namespace = 0; ///< inode of /proc/self/ns/net
@@ -18,7 +18,7 @@ struct HostIdentity {
 
   /// One token without spaces.
   [[nodiscard]] std::string wireText() const;
-  /// Reads wireText() of any content; empty for anything else.
+  /// Reads wireText(). Accepts any text; nullopt for anything else.
   [[nodiscard]] static std::optional<HostIdentity> fromWireText(const std::string& text);
 
   friend bool operator==(const HostIdentity& a, const HostIdentity& b) {
@@ -29,14 +29,14 @@ struct HostIdentity {
   }
 };
 
-/// One process, told apart from any other on its host, also from a later one with the same pid.
+/// Identifies one process of a host, also against a later one with the same pid.
 struct ProcessIdentity {
   int64_t pid = 0;
   uint64_t pid_namespace = 0;
   uint64_t start_ticks = 0; ///< since boot, from /proc/self/stat
 
   [[nodiscard]] static ProcessIdentity ofThisProcess();
-  /// False only when the process certainly has ended. Call for processes of this host.
+  /// False only if the process has certainly ended. Call for processes of this host.
   [[nodiscard]] bool mayBeAlive() const;
 
   [[nodiscard]] std::string wireText() const;

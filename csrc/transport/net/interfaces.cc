@@ -33,7 +33,7 @@ std::vector<Interface> listInterfaces() {
   const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(found, &::freeifaddrs);
   std::vector<Interface> interfaces;
   for (const ifaddrs* entry = found; entry != nullptr; entry = entry->ifa_next) {
-    // getifaddrs gives one entry an address, and one of family AF_PACKET for an interface without any.
+    // getifaddrs gives one entry per address, and one of family AF_PACKET for an interface without any.
     const std::string name = entry->ifa_name;
     auto same = std::find_if(interfaces.begin(), interfaces.end(), [&](const Interface& i) { return i.name == name; });
     if (same == interfaces.end()) {

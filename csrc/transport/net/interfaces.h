@@ -22,11 +22,11 @@ struct Interface {
 /// "eth0 (10.0.0.1, fe80::1%eth0), eth1 (down), lo (127.0.0.1, ::1)": for errors and reports.
 [[nodiscard]] std::string describeInterfaces(const std::vector<Interface>& interfaces);
 
-/// Which interfaces a user allows, in the syntax of NCCL_SOCKET_IFNAME: "eth0,eth1" names that begin so, "=eth0"
-/// exactly that, "^docker,lo" all but those that begin so, "^=docker0" all but exactly that. Spaces around names do not
-/// count.
+/// The interfaces that a user allows, in the syntax of NCCL_SOCKET_IFNAME. "eth0,eth1": names with these prefixes;
+/// "=eth0": exactly this name; "^docker,lo": all names without these prefixes; "^=docker0": all but exactly this name.
+/// Spaces around names do not count.
 struct InterfaceSpec {
-  std::vector<std::string> patterns; ///< empty: no choice was made
+  std::vector<std::string> patterns; ///< empty: the user made no choice
   bool exclude = false;
   bool exact = false;
 
@@ -37,8 +37,8 @@ struct InterfaceSpec {
     return patterns.empty();
   }
   [[nodiscard]] bool matches(const std::string& name) const;
-  /// The allowed ones, best first: a list's own order counts, and a name met exactly goes before one met by its
-  /// beginning ("eth1" before "eth10"). Throws Error(NoInterface) listing what exists when none is left.
+  /// The allowed ones, best first: in the order of the list, and exact names before names with a prefix ("eth1" before
+  /// "eth10"). Throws Error(NoInterface) listing what exists if none is left.
   [[nodiscard]] std::vector<Interface> select(const std::vector<Interface>& interfaces) const;
   [[nodiscard]] std::string text() const;
 };

@@ -11,16 +11,16 @@
 
 namespace pycomm {
 
-/// The side that connects: it sends its Hello, then reads the reply. One object per connection.
+/// The connecting side of the handshake: sends its Hello, then reads the reply. One object per connection.
 class Introduction {
  public:
   explicit Introduction(const Hello& hello) : size_(hello.size), group_(hello.group), bytes_(encodeHello(hello)) {}
 
-  /// Goes on as far as `link` allows; true once the peer has accepted. Nothing beyond the reply is read.
-  /// Throws Error(ConnectionReset) if the peer dropped the connection before it replied, the reason if it refused,
-  /// Error(VersionMismatch) if another version of pycomm replied, and Error(ProtocolViolation) if the reply is none.
+  /// Makes as much progress as `link` allows; true once the peer has accepted. Reads nothing beyond the reply. Throws
+  /// Error(ConnectionReset) if the peer dropped the connection before it replied, the peer's reason if it refused,
+  /// Error(VersionMismatch) if another version of pycomm replied, and Error(ProtocolViolation) if the reply is invalid.
   [[nodiscard]] bool advance(Link& link);
-  /// What link.fd() is polled for before the next advance().
+  /// The event to poll for on link.fd() before the next advance().
   [[nodiscard]] short event() const noexcept {
     return !refused_ && written_ < bytes_.size() ? POLLOUT : POLLIN;
   }
@@ -35,7 +35,7 @@ class Introduction {
   std::array<std::byte, sizeof(FrameHeader)> header_{}; ///< of the reply
   size_t header_got_ = 0;
   size_t payload_got_ = 0;
-  bool refused_ = false; ///< bytes_ is the payload, of which payload_got_ bytes are there
+  bool refused_ = false; ///< bytes_ is the refusal's payload; payload_got_ bytes of it have arrived
 };
 
 } // namespace pycomm

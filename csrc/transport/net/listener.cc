@@ -17,7 +17,7 @@ namespace {
 constexpr int kBacklog = 1024; // the kernel caps it at net.core.somaxconn
 constexpr int kSilentSeconds = 2;
 
-// One port. Returns errno, 0 when it listens.
+// Listens on one port. Returns errno, or 0 if it succeeded.
 int listenOn(const UniqueFd& fd, const SocketAddress& address) {
   const Fault fault = PYCOMM_FAULT("listener.bind");
   if (fault.error_number != 0) {
@@ -101,7 +101,7 @@ Listener Listener::bind(const SocketAddress& local, PortRange ports) {
 }
 
 void Listener::deferSilent() noexcept {
-  // It only saves work: a kernel that refuses leaves a listener that works.
+  // A pure optimisation: if a kernel refuses it, the listener still works.
   (void)::setsockopt(fd_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &kSilentSeconds, sizeof kSilentSeconds);
 }
 

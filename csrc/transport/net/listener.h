@@ -23,7 +23,7 @@ struct PortRange {
 /// A listening socket, on exactly the given address. Movable; empty after a move.
 class Listener {
  public:
-  /// A connection nobody has spoken on yet. The descriptor is nonblocking and closed on exec.
+  /// A connection from which nothing has been read. The descriptor is nonblocking and closed on exec.
   struct Incoming {
     UniqueFd fd;
     SocketAddress remote;
@@ -31,9 +31,9 @@ class Listener {
 
   Listener() = default;
 
-  /// Takes the first free port of the range. Throws Error(PortsExhausted) naming range, address and the errors met,
-  /// Error(NoInterface) if the address is not one of this host, Error(InvalidArgument) for an unspecified address (it
-  /// would listen to the whole world) or a range that runs backwards.
+  /// Takes the first free port of the range. Throws Error(PortsExhausted) naming the range, the address and the errors,
+  /// Error(NoInterface) if the address is not one of this host, or Error(InvalidArgument) for an unspecified address
+  /// (it would listen on all interfaces) or a range that runs backwards.
   [[nodiscard]] static Listener bind(const SocketAddress& local, PortRange ports);
 
   [[nodiscard]] int fd() const noexcept {
@@ -42,18 +42,18 @@ class Listener {
   [[nodiscard]] explicit operator bool() const noexcept {
     return static_cast<bool>(fd_);
   }
-  /// With the port that was taken.
+  /// The listening address, with the port that was taken.
   [[nodiscard]] const SocketAddress& address() const noexcept {
     return address_;
   }
 
-  /// From now on a connection waits in the kernel until its client has sent something, for 2 s at most (TCP_DEFER_ACCEPT): a client that
-  /// only connects costs this process nothing.
+  /// From now on a connection waits in the kernel until its client has sent something, for 2 s at most
+  /// (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing.
   void deferSilent() noexcept;
 
-  /// The next waiting connection, or nothing. Never blocks. Throws Error(TooManyFiles) when this process may open no
-  /// more files: the connection stays in the kernel's queue and keeps fd() readable, so the caller must pause, not
-  /// retry.
+  /// The next waiting connection, or nullopt. Never blocks. Throws Error(TooManyFiles) if this process may open no more
+  /// files. The connection then stays in the kernel's queue and keeps fd() readable, so the caller must pause instead
+  /// of retrying at once.
   [[nodiscard]] std::optional<Incoming> accept();
 
  private:

@@ -9,10 +9,10 @@
 #include "base/error.h"
 #include "base/unique_fd.h"
 
-// Which of a host's addresses the other ranks can reach cannot be seen from its list: a host has Docker bridges, VPNs
-// and a name that Debian maps to 127.0.1.1. But every rank reaches the store's host, so the address that the kernel
-// would use towards it is reachable from there. On the store's host itself that answer is loopback; it asks instead for
-// the way to a rank elsewhere. Three ranks, MASTER_ADDR=alpha:
+// The list of a host's addresses does not show which of them other ranks can reach: a host has Docker bridges, VPNs and
+// a name that Debian maps to 127.0.1.1. But every rank reaches the store's host, so the address that the kernel would
+// use towards it is reachable from there. On the store's host itself this address is loopback; that host uses its route
+// to a rank elsewhere instead. Three ranks, MASTER_ADDR=alpha:
 //
 //   rank 0 on alpha: alpha is 127.0.1.1 -> first guess loopback -> way to rank 1's 10.0.0.2 -> 10.0.0.1
 //   rank 1 on beta:  alpha is 10.0.0.1 -> 10.0.0.2, kept
@@ -29,7 +29,7 @@ bool familyFits(AddressFamily wanted, const SocketAddress& address) {
   return wanted == AddressFamily::Any || wanted == address.family();
 }
 
-// Bridges and pipes to containers and virtual machines: up, with an address, and leading nowhere else.
+// Bridges and pipes to containers and virtual machines: up, with an address, but without a route to other hosts.
 bool looksVirtual(const std::string& name) {
   constexpr std::array<const char*, 6> kPrefixes = {"docker", "br-", "veth", "virbr", "cni", "lxc"};
   return std::any_of(
@@ -104,7 +104,7 @@ std::optional<AddressChoice> towards(
   }
   for (const Interface& interface : network.interfaces) {
     for (const SocketAddress& address : interface.addresses) {
-      // Not by the interface: routed networks put a host's own address on lo.
+      // Not compared by interface: routed networks put a host's own address on lo.
       if (address.sameIp(*source) && allowed(policy.spec, interface)) {
         return AddressChoice{address, interface.name, why};
       }
@@ -202,7 +202,7 @@ HostNetwork HostNetwork::ofThisHost() {
     try {
       return resolve(host);
     } catch (const Error&) {
-      return {}; // the store was reached by other means; a missing name only means one hint less
+      return {}; // the store was reached by other means; without the name there is only one hint less
     }
   };
   return network;
@@ -248,14 +248,14 @@ AddressChoice chooseAddress(
     const HostNetwork& network,
     const std::vector<RankRoute>& everyone,
     size_t rank) {
-  // All ranks must speak one family. Unless the user chose it, the first rank with a routable address decides.
+  // All ranks must use one family. Unless the user chose it, the first rank with a routable address decides.
   const auto first = std::find_if(everyone.begin(), everyone.end(), [](const RankRoute& route) {
     return !route.route.empty() && !route.route.isLoopback();
   });
   if (policy.family == AddressFamily::Any && first != everyone.end() && !onOneHost(everyone)) {
     AddressPolicy agreed = policy;
     agreed.family = first->route.family();
-    // Where this host lacks that family, it takes what it has; all compare once everybody has bound.
+    // If this host lacks that family, it binds one that it has; the ranks compare families after all have bound.
     try {
       const AddressChoice choice = chooseOfFamily(agreed, network, everyone, rank);
       if (!choice.address.isLinkLocal() || first->route.isLinkLocal()) {

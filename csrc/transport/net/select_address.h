@@ -11,43 +11,44 @@
 
 namespace pycomm {
 
-/// What the user wishes.
+/// The user's settings.
 struct AddressPolicy {
   InterfaceSpec spec;
   AddressFamily family = AddressFamily::Any;
   std::string store_host; ///< as the user wrote it (MASTER_ADDR); empty for a file store
 };
 
-/// What this host offers. Functions, so that tests can describe any host.
+/// The network of this host. Functions, so that tests can simulate any host.
 struct HostNetwork {
   std::vector<Interface> interfaces;
   /// The source address that the routing table gives for a destination. Sends nothing.
   std::function<std::optional<SocketAddress>(const SocketAddress& destination)> sourceTo;
-  /// All addresses of a name; empty when it has none.
+  /// All addresses of a name; empty if it has none.
   std::function<std::vector<SocketAddress>(const std::string& host)> lookUp;
 
   [[nodiscard]] static HostNetwork ofThisHost();
 };
 
-/// A local address to bind (port 0), and what led to it, for reports.
+/// A local address to bind (port 0), and the reason for it, for reports.
 struct AddressChoice {
   SocketAddress address;
   std::string interface_name;
   std::string why; ///< "route to the store's host 10.0.0.1"
 };
 
-/// One rank as the others see it before anybody has bound a port.
+/// One rank's first guess, published before any rank has bound a port.
 struct RankRoute {
   HostIdentity identity;
   SocketAddress route; ///< its chooseRoute(); may be loopback
 };
 
 /// First guess, made before the other ranks are known: the spec's interface, else the source address of the route to
-/// the store's host. Loopback means "I am the store's host, or nothing tells". Throws Error(NoInterface).
+/// the store's host. Loopback means that this is the store's host, or that there is no better guess. Throws
+/// Error(NoInterface).
 [[nodiscard]] AddressChoice chooseRoute(const AddressPolicy& policy, const HostNetwork& network);
 
 /// The address to bind, once every rank's first guess is known. `everyone` holds all ranks, this one at index `rank`.
-/// Loopback only when all ranks are on this host. Throws Error(NoInterface).
+/// Loopback only if all ranks are on this host. Throws Error(NoInterface).
 [[nodiscard]] AddressChoice chooseAddress(
     const AddressPolicy& policy,
     const HostNetwork& network,
@@ -57,8 +58,8 @@ struct RankRoute {
 /// True if all ranks can reach each other over loopback.
 [[nodiscard]] bool onOneHost(const std::vector<RankRoute>& everyone);
 
-/// Where the user lists several interfaces: an address of the family of `first` on each other one of them, in the list's order. What
-/// is missing or down is left out.
+/// If the user lists several interfaces: on each of the others, an address of the family of `first`, in the list's
+/// order. Interfaces that are missing or down are left out.
 [[nodiscard]] std::vector<AddressChoice> chooseFurther(
     const AddressPolicy& policy,
     const HostNetwork& network,

@@ -14,7 +14,7 @@
 
 namespace pycomm {
 
-/// One attempt to connect: either `link` is set, connected or on its way, or `error_number` says why not.
+/// One attempt to connect: either `link` is set, connected or connecting, or `error_number` gives the reason.
 class TcpConnector {
  public:
   TcpConnector(const SocketAddress& local, const SocketAddress& remote, const TcpOptions& options) {
@@ -59,7 +59,7 @@ class TcpConnector {
 
 namespace {
 
-constexpr int kConnectSliceMs = 50; // how long a wait goes without looking at the abort token
+constexpr int kConnectSliceMs = 50; // longest wait without a check of the abort token
 constexpr int kFirstConnectPauseMs = 5; // between attempts, doubled up to kLastConnectPauseMs
 constexpr int kLastConnectPauseMs = 250;
 

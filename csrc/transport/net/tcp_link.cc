@@ -104,7 +104,7 @@ Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
 Progress TcpLink::tryRead(BufferView into) {
   Progress progress;
   if (into.nbytes == 0) {
-    return progress; // recv would return 0, which elsewhere means the end
+    return progress; // recv would return 0, which otherwise means the end
   }
   for (;;) {
     const Fault fault = PYCOMM_FAULT("tcp.read");
@@ -130,7 +130,7 @@ Progress TcpLink::tryRead(BufferView into) {
 }
 
 void TcpLink::shutdownWrite() noexcept {
-  (void)::shutdown(fd_.get(), SHUT_WR); // fails only where the connection is gone already
+  (void)::shutdown(fd_.get(), SHUT_WR); // fails only if the connection is gone already
 }
 
 std::string TcpLink::describe() const {
@@ -145,7 +145,7 @@ int TcpLink::connectStatus() noexcept {
   if (::poll(&wait, 1, 0) <= 0) {
     return EINPROGRESS;
   }
-  // Asked only after poll(): a refusal that arrived between the two would otherwise pass for a connection.
+  // Read only after poll(): otherwise a refusal that arrives between the two would look like a connection.
   int error_number = 0;
   socklen_t length = sizeof error_number;
   if (::getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error_number, &length) != 0) {
@@ -156,7 +156,7 @@ int TcpLink::connectStatus() noexcept {
   }
   connecting_ = false;
   local_ = addressOf(fd_.get(), ::getsockname);
-  // A port nobody listens on can be drawn as the socket's own local port; TCP then connects it to itself.
+  // A port without a listener can be drawn as the socket's own local port; TCP then connects the socket to itself.
   return local_ == remote_ ? ECONNREFUSED : 0;
 }
 

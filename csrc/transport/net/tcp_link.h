@@ -10,15 +10,15 @@
 namespace pycomm {
 
 struct TcpOptions {
-  bool keepalive = true; ///< probe an idle peer: its host may have vanished without a word
+  bool keepalive = true; ///< probe an idle peer: its host may have vanished silently
   int keepalive_idle_s = 10;
   int keepalive_interval_s = 5;
   int keepalive_count = 3;
   int user_timeout_ms = 0; ///< TCP_USER_TIMEOUT: unacknowledged data ends the link after this; 0: the kernel's default
 };
 
-/// A Link over one TCP socket. `would_block` and `closed` are reported only where the kernel says so: a short read or
-/// write implies neither. Interrupted calls are repeated.
+/// A Link over one TCP socket. `would_block` and `closed` are set only if the kernel reports so: a short read or write
+/// implies neither. Interrupted calls are repeated.
 class TcpLink final : public Link {
  public:
   /// Takes over a connected socket. Sets it nonblocking, closed on exec, TCP_NODELAY.
@@ -32,11 +32,10 @@ class TcpLink final : public Link {
   void shutdownWrite() noexcept override;
   [[nodiscard]] std::string describe() const override;
 
-  /// For a link of startConnect(): true once connected, false while the kernel is still trying; wait for fd() to
-  /// become writable before asking again. Throws Error(ConnectFailed) with errno's name in `cause`; the link is of no
-  /// use then.
+  /// For a link of startConnect(): true once connected, false while the kernel is still trying. Poll fd() for writing
+  /// before the next call. Throws Error(ConnectFailed) with errno's name in `cause`; the link is unusable then.
   [[nodiscard]] bool finishConnect() override;
-  /// The same as a number: 0, EINPROGRESS, or why it failed (once; the kernel forgets it).
+  /// The same as a number: 0, EINPROGRESS, or the errno of the failure (once; the kernel forgets it).
   [[nodiscard]] int connectStatus() noexcept;
 
   [[nodiscard]] const SocketAddress& local() const noexcept {
@@ -55,15 +54,15 @@ class TcpLink final : public Link {
   bool connecting_ = false;
 };
 
-/// Begins to connect and returns at once. `local` is the address to connect from (its port does not count), empty for
-/// the kernel's choice. A link-local `remote` without a scope takes that of `local`. Throws Error(ConnectFailed),
+/// Starts to connect and returns at once. `local` is the address to connect from (its port does not count); if empty,
+/// the kernel chooses. A link-local `remote` without a scope gets that of `local`. Throws Error(ConnectFailed),
 /// Error(TooManyFiles).
 [[nodiscard]] std::unique_ptr<TcpLink> startConnect(
     const SocketAddress& local,
     const SocketAddress& remote,
     const TcpOptions& options = {});
 
-/// Connects, trying again while the peer refuses or cannot be reached, until the deadline. Throws Error(ConnectFailed)
+/// Connects, and retries until the deadline while the peer refuses or is unreachable. Throws Error(ConnectFailed)
 /// naming both addresses, the interface, the number of attempts and the last errno; the token's reason when aborted.
 [[nodiscard]] std::unique_ptr<TcpLink> connectTcp(
     const SocketAddress& local,

@@ -11,22 +11,22 @@
 #include "transport/net/host_identity.h"
 #include "transport/rendezvous/rank_record.h"
 
-// The store counts claims of a rank, and each claim leaves who made it and, later, how it ended:
+// The store counts the claims of each rank. Each claim leaves its owner and, later, its end:
 //
 //   claim/1 = 3      owner/1/1 = "1 <host> <process A>"   end/1/1 = "left"
 //                    owner/1/2 (none)                     end/1/2 = "refused"
 //                    owner/1/3 = "2 <host> <process A>"
 //
-// Here A held rank 1 of generation 1 and gave it back, B came while A was there and was refused, and A holds it again.
+// Here A held rank 1 of generation 1 and gave it back. B came while A held it and was refused; now A holds it again.
 // Refused claims do not count, so all ranks arrive at the same generation however often strangers try.
 
 namespace pycomm {
 namespace {
 
-constexpr int kOwnerTimeoutMs = 5000; // between counting and telling who one is lie two calls
+constexpr int kOwnerTimeoutMs = 5000; // two calls lie between counting a claim and naming its owner
 constexpr int kClaimSliceMs = 20;
 constexpr int64_t kMaxLookBack = 10000;
-constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond what anybody counts to
+constexpr int64_t kMaxGeneration = int64_t{1} << 53; // far beyond any real count
 constexpr const char* kLeft = "left";
 constexpr const char* kRefused = "refused";
 
@@ -62,7 +62,7 @@ std::string keyOf(const RankClaim& claim, const char* what, int64_t number) {
   return claim.prefix + what + "/" + std::to_string(claim.rank) + "/" + std::to_string(number);
 }
 
-// How an earlier claim stands, once it can be told.
+// The state of an earlier claim, once it is known.
 struct Predecessor {
   bool refused = false;
   bool left = false;
@@ -151,7 +151,7 @@ void leave(Store& store, const RankClaim& claim) noexcept {
   try {
     store.set(keyOf(claim, "end", claim.number), kLeft);
   } catch (const std::exception&) {
-    // the store is gone, and with it everybody who could have asked
+    // the store is gone, and so is every process that could have asked
   }
 }
 

@@ -9,17 +9,17 @@
 
 namespace pycomm {
 
-/// This process's right to be its rank of its group. Kept until leave().
+/// This process's claim to its rank in its group. Held until leave().
 struct RankClaim {
-  std::string prefix; ///< of the group's keys in the store
+  std::string prefix; ///< prefix of the group's keys in the store
   int rank = -1;
-  int64_t number = 0; ///< which claim of this rank it is, counted by the store from 1
-  int64_t generation = 0; ///< which group of this name on this store; the same on all ranks
+  int64_t number = 0; ///< number of this claim among those of this rank, counted by the store from 1
+  int64_t generation = 0; ///< number of this group among those of its name on this store; the same on all ranks
 };
 
-/// Takes `rank` of the group whose keys begin with `prefix`. A rank may be taken again by the process that had it, or
-/// by any once it was given back; that begins the next generation. Otherwise Error(DuplicateRank) names both processes,
-/// and the holder notices nothing.
+/// Claims `rank` of the group whose keys begin with `prefix`. The process that held a rank may claim it again; any
+/// process may once it was given back. That starts the next generation. Otherwise throws Error(DuplicateRank) naming
+/// both processes; the holder is not affected.
 [[nodiscard]] RankClaim claimRank(
     Store& store,
     const std::string& prefix,

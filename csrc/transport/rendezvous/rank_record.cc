@@ -37,7 +37,7 @@ std::optional<uint64_t> parseNumber(const std::string& text, uint64_t limit) {
       "is the store shared with another program, or its key overwritten?");
 }
 
-// Words of `text` that `other` lacks.
+// The words of `text` that `other` lacks.
 std::string onlyIn(const std::string& text, const std::string& other) {
   std::istringstream in(text);
   std::string word;

@@ -15,15 +15,15 @@
 #include "transport/socket_error.h"
 #include "transport/wire.h"
 
-// Two rounds, because the address to listen on can only be chosen once everybody is known:
+// Two rounds, because an address to listen on can only be chosen after all ranks are known:
 //
 //   1. every rank writes  member/<rank>  = who and where I am;  rank 0 reads them all and writes  member/all
 //   2. every rank binds and writes  address/<rank>;             rank 0 reads them all and writes  address/all
 //
-// So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list and
-//  error, with pauses of 1 to 100 ms, and ranks other than 0 look for up to 32 single records each time, so that a
-// difference in what is already there is found without waiting for a late rank. Whatever ends the rendezvous on one rank
-// is written to  error  and ends it on all.
+// So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list
+// and `error`, with pauses of 1 to 100 ms. Ranks other than 0 also poll up to 32 single records each time, so that they
+// find a mismatch with an existing record without waiting for a late rank. An error that ends the rendezvous on one
+// rank is written to `error` and ends it on all.
 
 namespace pycomm {
 namespace {
@@ -95,7 +95,7 @@ std::vector<RankRecord> introduce(const StoreRound& round, const RankRecord& min
   return records;
 }
 
-// With spaces between, at least one.
+// Separated by spaces; at least one address.
 std::vector<SocketAddress> readAddresses(int rank, const std::string& text) {
   std::vector<SocketAddress> addresses;
   size_t begin = 0;
@@ -114,7 +114,7 @@ std::vector<SocketAddress> readAddresses(int rank, const std::string& text) {
   return addresses;
 }
 
-// A rank that has fewer interfaces than the others decides: all see the same list.
+// The rank with the fewest interfaces decides: all ranks use the same list.
 void keepCommon(std::vector<Member>& members) {
   size_t common = kMaxAddresses;
   for (const Member& member : members) {
@@ -125,8 +125,8 @@ void keepCommon(std::vector<Member>& members) {
   }
 }
 
-// Whether all can connect to all, said now and not by connections that never come. Every rank looks at the whole list,
-// so that all come to the same verdict.
+// Checks now that all ranks can connect to all, instead of failing later in connections. Every rank checks the whole
+// list, so that all come to the same result.
 void checkReachable(const std::vector<Member>& members) {
   const auto where = [](const Member& member) {
     return "rank " + std::to_string(member.rank) + " (host " + member.host + ") listens on " + member.address.text();
@@ -216,7 +216,7 @@ std::string keysOf(const RankClaim& claim) {
   return claim.prefix + std::to_string(claim.generation) + "/";
 }
 
-// What stopped this rank, with everything that it knows about itself.
+// The error that stopped this rank, with everything that it knows about itself.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
   ErrorRecord record;
   if (const auto* error = dynamic_cast<const Error*>(&exception)) {
@@ -242,7 +242,7 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     checkConfig(config);
     claim = claimRank(store, prefix, config.rank, config.deadline, abort);
   } catch (const std::exception& exception) {
-    throw Error(describe(exception, config, begin)); // no concern of the ranks that meet
+    throw Error(describe(exception, config, begin)); // does not concern the ranks that met
   }
   const StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
   try {

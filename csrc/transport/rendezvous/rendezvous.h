@@ -23,33 +23,33 @@ struct RendezvousConfig {
   InterfaceSpec spec;
   AddressFamily family = AddressFamily::Any;
   PortRange ports;
-  uint32_t config_digest = 0; ///< of every option that must be the same on all ranks
+  uint32_t config_digest = 0; ///< digest of every option that must be the same on all ranks
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
-  std::string watch_name; ///< where processes of this host may watch this one; empty: nowhere
+  std::string watch_name; ///< address at which processes of this host may watch this one; empty: none
   std::string remark; ///< one line that all ranks get (Member::remark)
   Deadline deadline = Deadline::never();
 };
 
-/// One rank, as it presented itself.
+/// One rank, from its own records.
 struct Member {
   int rank = -1;
   std::string host;
   HostIdentity identity;
   int64_t pid = 0;
-  SocketAddress address; ///< where it listens
-  std::vector<SocketAddress> further; ///< and besides, on as many interfaces as every rank has
+  SocketAddress address; ///< listening address
+  std::vector<SocketAddress> further; ///< further listening addresses, on as many interfaces as every rank has
   std::string watch_name;
   std::string remark;
 };
 
 struct Rendezvous {
-  std::vector<Member> members; ///< by rank
+  std::vector<Member> members; ///< one per rank, in rank order
   uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0
-  uint64_t run = 0; ///< as random, and no key to anything: tells this group from others in what is written to disk
+  uint64_t run = 0; ///< as random, but grants no access: identifies this group in files
   uint32_t group_hash = 0; ///< of the group's name and the nonce
   SocketAddress local_address;
   std::string interface_name;
-  std::string address_reason; ///< why this address: "route to the store's host 10.0.0.1"
+  std::string address_reason; ///< the reason for this address: "route to the store's host 10.0.0.1"
   Listener listener;
   /// The further interfaces that the user listed: as many as all ranks have.
   struct Further {
@@ -60,20 +60,20 @@ struct Rendezvous {
   RankClaim claim;
 };
 
-/// Meets the other ranks of a group in the store. Blocks until all are there. leave(store, claim) ends it in good order
-/// (rank_claim.h).
+/// Finds the other ranks of a group through the store. Blocks until all have arrived. leave(store, claim) ends it in
+/// good order (rank_claim.h).
 ///
 /// Throws Error: InvalidArgument (rank, size), DuplicateRank, ConfigMismatch, VersionMismatch (both values printed),
-/// NoInterface, PortsExhausted, RendezvousTimeout naming who is missing and who is there, StoreLost, or the token's
-/// reason. What one rank finds ends the rendezvous on all, with the same record.
+/// NoInterface, PortsExhausted, RendezvousTimeout naming the missing and the present ranks, StoreLost, or the token's
+/// reason. An error that one rank finds ends the rendezvous on all ranks, with the same record.
 /// Cost: O(size) store calls on rank 0, O(1) plus polling on the others.
 [[nodiscard]] Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort);
 
-/// For what comes between meet() and the first connections: a rank that cannot go on says why, and those that wait for it look.
-/// `tellFailure` returns the record that counts, which is another rank's if that came first.
+/// Reports a failure between meet() and the first connections: the ranks that wait for this one read it. Returns the
+/// record that counts, which is another rank's if that came first.
 [[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept;
-/// One more round between the ranks that met: gives `mine` under `key` and returns the texts of all, by rank, printable() and up to 512 bytes of
-/// each. Throws as meet() does.
+/// One more exchange between the ranks that met: publishes `mine` under `key` and returns the texts of all ranks, in
+/// rank order, printable() and at most 512 bytes each. Throws as meet() does.
 [[nodiscard]] std::vector<std::string> exchangeTexts(
     Store& store,
     const RankClaim& claim,
@@ -82,7 +82,7 @@ struct Rendezvous {
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort);
-/// Throws what another rank has told.
+/// Throws a failure that another rank has reported with tellFailure().
 void throwIfFailed(Store& store, const RankClaim& claim);
 
 } // namespace pycomm

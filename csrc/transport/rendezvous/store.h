@@ -8,7 +8,8 @@
 
 namespace pycomm {
 
-/// The key/value store that ranks meet in. torch's c10d::Store is adapted to it above; tests use a map in memory.
+/// The key/value store that ranks use for the rendezvous. The c10d layer adapts torch's c10d::Store to it; tests use a
+/// map in memory.
 /// Every call may block; failures are Error(StoreLost) or, past the deadline, Error(RendezvousTimeout).
 class Store {
  public:

@@ -11,11 +11,11 @@
 namespace pycomm {
 namespace {
 
-constexpr int kFirstRoundPauseMs = 1; // between looks into the store, doubled up to kLastRoundPauseMs
+constexpr int kFirstRoundPauseMs = 1; // between two polls of the store, doubled up to kLastRoundPauseMs
 constexpr int kLastRoundPauseMs = 100;
-constexpr int kRoundSliceMs = 50; // how long a pause goes without looking at the abort token
+constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
 constexpr int kReadTimeoutMs = 10000; // for a key that is known to exist
-constexpr int kLooksOfRankZero = 256; // single texts looked for between two pauses
+constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
 constexpr int kLooksOfOthers = 32;
 constexpr size_t kMaxNamed = 16; // ranks listed one by one in a report
 
@@ -90,7 +90,7 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
     return false;
   }
   const auto all = splitTexts(store.get(prefix + key + "/all", Deadline::after(kReadTimeoutMs)));
-  // Judged before counted: with another world size it is the single records that say what is wrong.
+  // Judged before counted: if the world sizes differ, only the single records show the mismatch.
   for (size_t other = 0; all && other < all->size(); ++other) {
     if (other != static_cast<size_t>(rank)) {
       judge(static_cast<int>(other), (*all)[other]);
@@ -132,7 +132,7 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
       present.push_back(name(static_cast<int>(other), texts[other]));
     }
   }
-  if (missing.empty()) { // everybody came, so rank 0 is the one that did not go on
+  if (missing.empty()) { // all ranks arrived, so rank 0 is the one that did not continue
     missing.emplace_back("0 (it came, but does not go on)");
     record.peer = 0;
   }
@@ -152,10 +152,10 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
       store.set(prefix + "error", record.serialize());
       return record;
     }
-    // A rank that was told to stop is told why, whatever the others met.
+    // An aborted rank reports the abort, independent of the other ranks' errors.
     return abort.aborted() ? record : readError();
   } catch (const std::exception&) {
-    return record; // without the store everybody finds out alone
+    return record; // without the store every rank finds out by itself
   }
 }
 

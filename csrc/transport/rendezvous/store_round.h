@@ -11,15 +11,15 @@
 
 namespace pycomm {
 
-/// No world is larger.
+/// Upper bound of the world size.
 inline constexpr int kMaxRanks = 1 << 20;
 
-/// The ranks of one generation of a group, exchanging texts in the store. Borrows what it refers to for one call of
-/// meet().
+/// Exchanges texts in the store between the ranks of one generation of a group. Its references are valid for one call
+/// of meet().
 struct StoreRound {
   Store& store;
   const AbortToken& abort;
-  std::string prefix; ///< of this generation's keys
+  std::string prefix; ///< prefix of this generation's keys
   int rank = -1;
   int size = 0;
   Deadline deadline = Deadline::never();
@@ -30,24 +30,23 @@ struct StoreRound {
   /// Names a rank in a report: "rank 1 (host b, pid 77)".
   using Name = std::function<std::string(int rank, const std::string& text)>;
 
-  /// Gives `mine` under `key` and returns the texts of all ranks. Throws what `judge` throws, what another rank
-  /// reported with failTogether(), Error(RendezvousTimeout) naming who is missing and who is there, or the token's
-  /// reason.
+  /// Publishes `mine` under `key` and returns the texts of all ranks. Throws what `judge` throws, an error that another
+  /// rank reported with failTogether(), Error(RendezvousTimeout) naming the missing and the present ranks, or the
+  /// token's reason.
   [[nodiscard]] std::vector<std::string> gather(
       const std::string& key,
       const std::string& mine,
       const Judge& judge,
       const Name& name) const;
 
-  /// Makes `record` the end of this generation on all ranks, unless another one came first. Returns the one that
-  /// counts.
+  /// Ends this generation with `record` on all ranks, unless another record came first. Returns the record that counts.
   [[nodiscard]] ErrorRecord failTogether(const ErrorRecord& record) const noexcept;
-  /// Throws what another rank reported with failTogether(), or the token's reason. Ranks of different world sizes may meet here, so a
-  /// record may name a rank that this one's world does not have.
+  /// Throws an error that another rank reported with failTogether(), or the token's reason. Ranks of different world
+  /// sizes may take part, so a record may name a rank that this rank's world does not have.
   void throwIfFailed() const;
 
  private:
-  using Texts = std::vector<std::string>; // by rank; empty: not seen yet
+  using Texts = std::vector<std::string>; // by rank; empty: not read yet
 
   [[nodiscard]] ErrorRecord readError() const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
