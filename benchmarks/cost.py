@@ -29,7 +29,7 @@ class Network:
     """A switch with hosts on it. The defaults are about a gigabit; ranks of a host meet by TCP."""
 
     latency_s: float = 50e-6
-    card_bytes_per_s: float = 119e6
+    nic_bytes_per_s: float = 119e6
     local_latency_s: float = 10e-6
     local_bytes_per_s: float = 3e9
     message_s: float = 3e-6
@@ -40,8 +40,8 @@ class Network:
 class Cost:
     seconds: float
     algorithm: str
-    card_nbytes: int
-    """Sent through the busiest card."""
+    nic_nbytes: int
+    """Sent through the busiest NIC."""
 
 
 @functools.cache
@@ -58,8 +58,8 @@ def cost(algorithm: str, hosts: Sequence[int], nbytes: int, network: Network) ->
     """Run an all_reduce of fp32 in virtual time."""
     words = [algorithm, ",".join(map(str, hosts)), str(nbytes), *map(str, astuple(network))]
     done = subprocess.run([program(), *words], stdout=subprocess.PIPE, text=True, check=True)
-    seconds, chosen, card_nbytes = done.stdout.split()
-    return Cost(float(seconds), chosen, int(card_nbytes))
+    seconds, chosen, nic_nbytes = done.stdout.split()
+    return Cost(float(seconds), chosen, int(nic_nbytes))
 
 
 def spread(hosts: int, ranks_a_host: int) -> list[int]:
@@ -93,7 +93,7 @@ def small_table(most_ranks: int, network: Network) -> dict[str, list[tuple[float
 def large_table(
     most_ranks: int, nbytes: int, network: Network
 ) -> dict[str, list[tuple[float, float]]]:
-    print(f"\n{nbytes} B: bytes through the busiest card, and how many that is over the bound")
+    print(f"\n{nbytes} B: bytes through the busiest NIC, and how many that is over the bound")
     print(
         f"{'hosts':>6} {'a host':>6} {'ranks':>6} {'algorithm':>20} {'bytes':>12} {'over':>7} "
         f"{'ms':>9} {'flat ring':>10}"
@@ -105,7 +105,7 @@ def large_table(
         bound = 2 * (hosts - 1) / hosts * nbytes
         print(
             f"{hosts:>6} {local:>6} {len(where):>6} {found.algorithm:>20} "
-            f"{found.card_nbytes:>12} {found.card_nbytes / bound - 1:>7.2%} "
+            f"{found.nic_nbytes:>12} {found.nic_nbytes / bound - 1:>7.2%} "
             f"{found.seconds * 1e3:>9.1f} {flat.seconds * 1e3:>10.1f}"
         )
         lines.setdefault(f"{local} a host", []).append((len(where), found.seconds * 1e3))

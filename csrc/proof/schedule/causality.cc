@@ -79,7 +79,7 @@ void checkOutputsHearAll(const GlobalGraph& graph, const std::vector<NodeId>& or
   }
 }
 
-/// Pairs of this rank's steps that touch the same bytes, one of them writing.
+/// Pairs of this rank's steps that touch the same bytes, if one of them writes.
 std::vector<std::pair<NodeId, NodeId>> conflictsOf(const GlobalGraph& graph, int32_t rank, const RankImage& image) {
   struct Use {
     Access access;

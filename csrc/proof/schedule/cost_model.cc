@@ -1,6 +1,6 @@
 // A discrete event simulation. A step is ready when its dependencies have ended, the step before it on each of its
 // edges has ended, and its frame has arrived. Then it takes its rank's processor, one step at a time in order of
-// readiness; what it sends takes the card of its host, and that of the other host, as they come free.
+// readiness. A frame that it sends takes the NIC of its host, and that of the other host, as they become free.
 #include "proof/schedule/cost_model.h"
 
 #include <algorithm>
@@ -18,11 +18,11 @@ namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
 
-/// A step with no more than its cost needs.
+/// The fields of a step that its cost needs.
 struct Node {
   int32_t rank = 0;
   int32_t send_peer = -1;
-  uint32_t waits_for = 0; ///< how many things it still waits for
+  uint32_t waits_for = 0; ///< number of dependencies, predecessors and frames it still waits for
   uint32_t next_in = kNone; ///< the step after it on its incoming edge
   uint32_t next_out = kNone; ///< and on its outgoing one
   uint32_t receiver = kNone; ///< the step that gets its frame
@@ -36,7 +36,7 @@ struct CostEdge {
   uint32_t last_receiver = kNone;
   std::vector<uint32_t> unmatched; ///< senders without a receiver yet, or receivers without a sender
   size_t matched = 0;
-  bool of_senders = false; ///< what `unmatched` has
+  bool of_senders = false; ///< `unmatched` has senders
 };
 
 class Simulation {
@@ -145,7 +145,7 @@ class Simulation {
     return work;
   }
 
-  /// A step is the next one on an edge: it comes after the one before, and belongs to the frame of the other end.
+  /// A step is the next one on an edge: it follows the previous one there, and its frame is that of the other end.
   void join(int32_t from, int32_t to, uint32_t node, bool sender) {
     CostEdge& edge = edges_[(static_cast<uint64_t>(static_cast<uint32_t>(from)) << 32) | static_cast<uint32_t>(to)];
     uint32_t& last = sender ? edge.last_sender : edge.last_receiver;
@@ -202,7 +202,7 @@ class Simulation {
     } else {
       cost_.sent_nbytes[from] += sender.frame_nbytes;
       cost_.received_nbytes[to] += sender.frame_nbytes;
-      const double took = nbytes / network_.card_bytes_per_s;
+      const double took = nbytes / network_.nic_bytes_per_s;
       const double begin = std::max(out_free_[from], time);
       out_free_[from] = begin + took;
       in_free_[to] = std::max(in_free_[to], begin + network_.latency_s) + took;

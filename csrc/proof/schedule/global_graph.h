@@ -19,7 +19,7 @@ inline constexpr NodeId kNoNode = UINT32_MAX;
 [[nodiscard]] constexpr bool usesDst(StepKind kind) noexcept {
   return kind != StepKind::Send && kind != StepKind::RecvReduceSend;
 }
-/// The region that has the shape of what arrives, or of what is sent.
+/// The region with the shape of the arriving frame, or of the frame that is sent.
 [[nodiscard]] constexpr const Region& arrivingShape(const Step& step) noexcept {
   return step.kind == StepKind::Recv || step.kind == StepKind::RecvCopySend ? step.dst : step.src;
 }
@@ -27,12 +27,12 @@ inline constexpr NodeId kNoNode = UINT32_MAX;
   return step.kind == StepKind::Send || step.kind == StepKind::RecvReduceSend ? step.src : step.dst;
 }
 
-/// The dtype of a buffer's elements. The buffer exists: GlobalGraph has checked it.
+/// The dtype of a buffer's elements. The buffer must exist, as GlobalGraph has checked.
 [[nodiscard]] DType dtypeOf(const Schedule& schedule, Buffer buffer) noexcept;
 
 /// All ranks' schedules as one graph: steps, joined by dependencies within a rank and by frames between ranks. The
-/// constructor throws Error(Internal) where they do not fit together: a dependency that does not point back, a peer
-/// or buffer that does not exist, an edge whose two ends list different frames.
+/// constructor throws Error(Internal) if they do not fit together: a dependency that does not point back, a peer or
+/// buffer that does not exist, an edge whose two ends list different frames.
 class GlobalGraph {
  public:
   /// `schedules` outlives the graph.
@@ -66,14 +66,14 @@ class GlobalGraph {
   [[nodiscard]] const std::vector<Edge>& edges() const noexcept {
     return edges_;
   }
-  /// Indices into edges(); only for steps that receive, or send.
+  /// Indices into edges(); only for steps that receive, or that send.
   [[nodiscard]] size_t inEdge(NodeId node) const {
     return in_edge_[node];
   }
   [[nodiscard]] size_t outEdge(NodeId node) const {
     return out_edge_[node];
   }
-  /// The step whose frame this one receives; kNoNode where it receives none.
+  /// The step that sends the frame that this one receives; kNoNode if it receives none.
   [[nodiscard]] NodeId frameSource(NodeId node) const {
     return frame_source_[node];
   }
@@ -89,7 +89,7 @@ class GlobalGraph {
 
   /// "rank 2, step 17 (recv_reduce_send 1 -> 2 -> 3, 64 elements)".
   [[nodiscard]] std::string describe(NodeId node) const;
-  /// Throws Error(Internal) about one step.
+  /// Throws Error(Internal) that names this step.
   [[noreturn]] void fail(NodeId node, const std::string& why) const;
 
  private:
@@ -98,9 +98,9 @@ class GlobalGraph {
   void checkRegion(NodeId node, const char* name, const Region& region) const;
   void joinEdges();
 
-  const std::vector<Schedule>& schedules_; ///< outlives the graph, as the constructor says
-  std::vector<NodeId> first_node_; ///< by rank
-  std::vector<int32_t> rank_of_; ///< by node, like all that follow
+  const std::vector<Schedule>& schedules_; ///< must outlive the graph
+  std::vector<NodeId> first_node_; ///< one per rank
+  std::vector<int32_t> rank_of_; ///< one per node, as in all members below
   std::vector<size_t> in_edge_;
   std::vector<size_t> out_edge_;
   std::vector<NodeId> frame_source_;

@@ -1,7 +1,7 @@
-// The interpreter runs a marked graph: every edge is a queue with one writer and one reader, both in fixed orders.
-// Which steps can end therefore does not depend on the order in which they are tried, so one run decides whether a
-// schedule can wait for ever. The values, however, could depend on the order where steps race for memory;
-// checkCausality() excludes that.
+// The interpreter runs a marked graph: every edge is a queue with one writer and one reader, both in fixed orders. So
+// the set of steps that can end does not depend on the order in which they are tried, and one run decides whether a
+// schedule can wait for ever. The values, however, could depend on the order if steps race for memory; checkCausality()
+// excludes that.
 #include "proof/schedule/interpreter.h"
 
 #include <cstring>
@@ -95,7 +95,7 @@ class Interpretation {
     }
   }
 
-  /// Begins a receiving step if its frame is the next one of its edge.
+  /// Starts a receiving step if its frame is the next one of its edge.
   bool take(NodeId node) {
     const GlobalGraph::Edge& edge = graph_.edges()[graph_.inEdge(node)];
     Queue& queue = queues_[graph_.inEdge(node)];
@@ -153,7 +153,7 @@ class Interpretation {
     }
   }
 
-  /// What a receiving step does with its frame: afterwards held_ is what it passes on.
+  /// Applies a receiving step to its frame: afterwards held_ is the frame that it passes on.
   void receive(NodeId node) {
     const Step& step = graph_.step(node);
     Bytes& frame = held_[node];
@@ -212,7 +212,7 @@ class Interpretation {
     foldElements(dtypeOf(schedule, shape.buffer), op_, dst, operands, static_cast<size_t>(shape.numel), divisor);
   }
 
-  /// Through fp32 whatever the dtype, as the executor does.
+  /// Through fp32 for any dtype, as in the executor.
   void foldEncoded(NodeId node) {
     const Step& step = graph_.step(node);
     const Schedule& schedule = graph_.scheduleOf(node);
@@ -246,7 +246,7 @@ class Interpretation {
 
   [[noreturn]] void failStuck() const {
     NodeId stuck = 0;
-    // A rank's first step that has not ended waits for another rank, except where it waits for its turn to send.
+    // A rank's first step that has not ended waits for another rank, unless it waits for its turn to send.
     while (state_[stuck] == State::Ended) {
       ++stuck;
     }
@@ -271,7 +271,7 @@ class Interpretation {
   std::vector<std::vector<NodeId>> dependents_;
   std::vector<Bytes> held_;
   std::vector<Queue> queues_; ///< by edge
-  std::deque<NodeId> ready_; ///< steps that may be able to advance; being here twice does no harm
+  std::deque<NodeId> ready_; ///< steps that may be able to advance; duplicates do no harm
   std::vector<NodeId> ended_;
 };
 

@@ -18,7 +18,7 @@ RankImage::RankImage(const Schedule& schedule, const RankMemory& memory, bool in
   std::copy(memory.input.begin(), memory.input.end(), spaces_[0].begin() + input_.begin);
   spaces_.emplace_back(in_place ? std::vector<std::byte>() : memory.output);
   for (size_t k = 0; k < schedule.scratch_numel.size(); ++k) {
-    // Filled with what no test computes, so that reading before writing shows.
+    // Filled with a value that no test computes, so that reads before writes are detected.
     spaces_.emplace_back(
         static_cast<size_t>(schedule.scratch_numel[k]) * elementSize(schedule.scratch_dtype[k]), std::byte{0xa5});
   }

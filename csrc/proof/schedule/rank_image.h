@@ -9,9 +9,9 @@
 
 namespace pycomm {
 
-/// Bytes of one allocation.
+/// A range of bytes in one allocation.
 struct Extent {
-  size_t space = 0; ///< which allocation
+  size_t space = 0; ///< index of the allocation
   int64_t begin = 0;
   int64_t end = 0;
 
@@ -28,20 +28,20 @@ struct Access {
   bool writes = false;
 };
 
-/// One rank's buffers while it is interpreted. In place, Input and Output are parts of one allocation.
+/// One rank's buffers during the interpretation. In place, Input and Output are parts of one allocation.
 class RankImage {
  public:
-  /// `own_offset`: where, in place, the smaller of Input and Output begins in the larger, in elements.
+  /// `own_offset`: in place, the element of the larger of Input and Output at which the smaller begins.
   RankImage(const Schedule& schedule, const RankMemory& memory, bool in_place, int64_t own_offset);
 
-  /// Throws Error(Internal) where a step of this rank leaves its buffers, writes Input out of place, or overlaps
+  /// Throws Error(Internal) if a step of this rank leaves its buffers, writes Input out of place, or overlaps itself.
   /// itself.
   void check(const GlobalGraph& graph, NodeId node) const;
 
   [[nodiscard]] Extent extent(const Schedule& schedule, const Region& region) const;
   [[nodiscard]] std::byte* at(const Schedule& schedule, const Region& region);
 
-  /// What a step reads and writes. Nothing for a Copy of memory onto itself.
+  /// The reads and writes of a step. Empty for a Copy of memory onto itself.
   [[nodiscard]] std::vector<Access> accesses(const Schedule& schedule, const Step& step) const;
 
   void copyTo(RankMemory& memory) const;

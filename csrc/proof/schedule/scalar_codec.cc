@@ -49,8 +49,8 @@ constexpr Format kBfloat16 = {8, 8, -126};
 constexpr Format kHalf = {11, 5, -14};
 constexpr Format kE4m3 = {4, 4, -6};
 
-/// The code of a finite value that the format can hold (or rounds to twice its largest power): its place in the list of the
-/// format's numbers.
+/// The code of a finite value that the format can hold (or rounds to twice its largest power): its index in the list of
+/// the format's numbers.
 uint32_t codeOf(const Format& format, double value) {
   const double magnitude = std::fabs(value);
   const int exponent = magnitude == 0 ? format.lowest : std::max(std::ilogb(magnitude), format.lowest);
@@ -199,7 +199,7 @@ void decodeElements(Codec codec, DType dtype, std::byte* dst, const std::byte* s
   for (size_t i = 0; i < numel; ++i) {
     const size_t begin = i / kCodecBlock * kCodecBlock;
     const double value = decodeOne(codec, src + encodedNbytes(codec, static_cast<int64_t>(begin)), i - begin);
-    // Through fp32, as the product with a scale is there.
+    // Through fp32, as in the codec's product with a scale.
     writeValue(dtype, dst, i, std::isnan(value) ? kNan : static_cast<double>(toFloat(value)));
   }
 }

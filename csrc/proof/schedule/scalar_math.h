@@ -9,11 +9,11 @@
 
 namespace pycomm {
 
-// The interpreter's arithmetic: plain loops, written apart from numeric/ so that one can find the other's mistakes.
-// float16 and bfloat16 are computed in float32 and rounded once, to nearest even. Integers wrap. Min and Max return
-// NaN where an operand is one. Throws Error(Unsupported) for other dtypes and for what whyUnsupported() refuses.
+// The interpreter's arithmetic: plain loops, written independently of numeric/ so that each can reveal the other's
+// mistakes. float16 and bfloat16 are computed in float32 and rounded once, to nearest even. Integers wrap. Min and Max
+// return NaN if an operand is one. Throws Error(Unsupported) for other dtypes and if whyUnsupported() gives a reason.
 
-/// dst[i] = op over sources[k][i], folded from k = 0 up in the accumulation type, divided by `divisor` (1: not),
+/// dst[i] = op over sources[k][i], folded from k = 0 up in the accumulation type, divided by `divisor` unless it is 1,
 /// rounded once. dst may be one of the sources.
 void foldElements(
     DType dtype,

@@ -6,7 +6,7 @@
 namespace pycomm::sim {
 namespace {
 
-/// The group's own number of a rank of the cluster; -1 if it is not in it.
+/// The group's own number of a rank of the cluster; -1 if the rank is not in the group.
 int memberOf(const ClusterPlan::Group& group, int rank) {
   const auto found = std::find(group.members.begin(), group.members.end(), rank);
   return found == group.members.end() ? -1 : static_cast<int>(found - group.members.begin());
@@ -23,7 +23,7 @@ Cluster::Cluster(ClusterPlan plan, bool keeps_trace) : plan_(std::move(plan)) {
     Shared shared;
     shared.timeline = &timeline_;
     shared.wires = &wires_;
-    shared.first_fd = static_cast<int>(runs_.size()) * Wires::kFdsANetwork;
+    shared.first_fd = static_cast<int>(runs_.size()) * Wires::kFdsPerNetwork;
     for (const int rank : group.members) {
       shared.processes.push_back(processes_[static_cast<size_t>(rank)].get());
     }
@@ -52,7 +52,7 @@ void Cluster::strike(const ClusterPlan::Group& drawn_for, const FaultPlan& fault
     FaultPlan theirs = fault;
     theirs.rank = memberOf(plan_.groups[i], rank);
     theirs.other = other < 0 ? -1 : memberOf(plan_.groups[i], other);
-    if (fault.kind == FaultKind::Sleep) { // of everybody: any rank stands for it that is still there
+    if (fault.kind == FaultKind::Sleep) { // of all ranks: any rank that is still alive represents it
       const auto& ranks = runs_[i]->ranks();
       const auto open = std::find_if(ranks.begin(), ranks.end(), [](const auto& each) { return !each.user->closed(); });
       theirs.rank = open == ranks.end() ? -1 : static_cast<int>(open - ranks.begin());

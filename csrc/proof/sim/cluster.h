@@ -11,7 +11,7 @@ namespace pycomm::sim {
 /// Several groups of the same ranks.
 struct ClusterPlan {
   struct Group {
-    std::vector<int> members; ///< the cluster's ranks, by the group's
+    std::vector<int> members; ///< the cluster's rank of each of the group's ranks
     Plan plan;
   };
   uint64_t seed = 0;
@@ -23,8 +23,8 @@ struct ClusterPlan {
 
 [[nodiscard]] ClusterPlan makeClusterPlan(uint64_t seed);
 
-/// Runs the groups of a plan at once. A rank's groups share its process and its native threads, and what strikes the process or its
-/// host; connections and programs are a group's own, and what goes wrong with them is no other group's business.
+/// Runs the groups of a plan at once. A rank's groups share its process and its native threads, and so the faults of
+/// its process or host. Each group has its own connections and programs; their faults do not affect other groups.
 class Cluster {
  public:
   Cluster(ClusterPlan plan, bool keeps_trace);
@@ -45,7 +45,7 @@ class Cluster {
   const ClusterPlan plan_;
   Timeline timeline_;
   Wires wires_;
-  std::vector<std::unique_ptr<SimProcess>> processes_; ///< before the runs, which use them
+  std::vector<std::unique_ptr<SimProcess>> processes_; ///< destroyed after the runs, which use them
   std::vector<std::unique_ptr<Run>> runs_;
 };
 

@@ -11,7 +11,7 @@ namespace pycomm::sim {
 /// Follows a byte stream and finds the headers of its frames.
 class FrameCutter {
  public:
-  /// Calls `frame(header)` for each header that `bytes` complete; payloads are passed over.
+  /// Calls `frame(header)` for each header that `bytes` complete; skips payloads.
   template <typename Frame>
   void feed(const std::byte* bytes, size_t nbytes, const Frame& frame) {
     while (nbytes > 0) {

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__has_feature) // clang's way of saying it
+#if defined(__has_feature) // clang's test for it
 #if __has_feature(address_sanitizer)
 #define PYCOMM_SIM_ASAN 1
 #endif
@@ -19,9 +19,9 @@
 
 namespace pycomm::sim {
 
-/// The memory of an operation that has ended, as a program that uses it for something else: it holds a pattern. A byte that arrives late
-/// spoils the pattern. A byte that leaves late carries the pattern into another rank's result, which the oracle does not expect.
-/// AddressSanitizer reports either at once.
+/// The memory of an operation that has ended, as reused by the program: it holds a pattern. A byte that arrives late
+/// destroys the pattern. A byte that is sent late carries the pattern into another rank's result, which the oracle does
+/// not expect. AddressSanitizer reports either at once.
 class GivenBack {
  public:
   explicit GivenBack(std::vector<std::byte> memory) : memory_(std::move(memory)) {
@@ -30,13 +30,13 @@ class GivenBack {
     ASAN_POISON_MEMORY_REGION(memory_.data(), memory_.size());
 #endif
   }
-  GivenBack(GivenBack&&) noexcept = default; // a vector that moves keeps its place
+  GivenBack(GivenBack&&) noexcept = default; // a vector that moves keeps its memory
   GivenBack& operator=(GivenBack&&) = delete;
   ~GivenBack() {
     allowAccess();
   }
 
-  /// Call when the run is over.
+  /// Call at the end of the run. True if the pattern was overwritten.
   [[nodiscard]] bool written() const {
     allowAccess();
     return std::any_of(memory_.begin(), memory_.end(), [](std::byte byte) { return byte != kPattern; });

@@ -32,7 +32,7 @@ int Network::makeConnection(int from, int to, LinkPurpose purpose) {
   connection->ends[0].rank = connection->ends[1].peer = from;
   connection->ends[0].peer = connection->ends[1].rank = to;
   for (Pipe& pipe : connection->pipes) {
-    // A Hello is taken whole by any kernel, and so are heartbeats and reports.
+    // Any kernel accepts a whole Hello at once, and also heartbeats and reports.
     const int64_t least = purpose == LinkPurpose::Control ? 16384 : 256;
     pipe.room = std::max(least, random_.scaled(weather_.room_low, weather_.room_high));
   }
@@ -161,7 +161,7 @@ Progress Network::write(int fd, const ConstBufferView* views, size_t count) {
   return progress;
 }
 
-// Bytes up to `upto` set out; they arrive in order, whatever their delays.
+// Sends bytes up to `upto`; they arrive in order even if their delays differ.
 void Network::deliver(int fd, int64_t upto, bool fin) {
   Pipe& pipe = out(fd);
   const TimePoint instant = arrival(end(fd).rank, end(fd).peer);
@@ -173,7 +173,7 @@ void Network::deliver(int fd, int64_t upto, bool fin) {
   timeline_.at(pipe.last_arrival, [this, fd, upto, fin] {
     Pipe& pipe = out(fd);
     const TimePoint blocked = blockedUntil(end(fd).rank, end(fd).peer);
-    if (blocked > timeline_.now()) { // the blockade began while they were under way
+    if (blocked > timeline_.now()) { // the blockade began while they were in flight
       deliver(fd, upto, fin);
       return;
     }
@@ -282,7 +282,7 @@ void Network::drainAndClose(int fd) {
   timeline_.after(kLinger, [this, fd] { close(fd); });
 }
 
-// On its way it may overtake what this end had still to send, which is then lost.
+// It may overtake bytes that this end has not sent yet; these are then lost.
 void Network::sendReset(int fd) {
   Pipe& pipe = out(fd);
   TimePoint instant = arrival(end(fd).rank, end(fd).peer);

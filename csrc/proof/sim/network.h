@@ -13,21 +13,22 @@
 
 namespace pycomm::sim {
 
-/// Connections in virtual time: each direction a first-in-first-out stream of bytes with delay, and with room for
-/// only so many bytes that the reader has not taken. Different connections overtake each other. What sockets do at
-/// the end of a connection is imitated: an orderly end follows the bytes; an end with unread bytes, or bytes for a
-/// socket that is closed, bring a reset, which may swallow bytes under way.
+/// Connections in virtual time. Each direction is a first-in-first-out stream of bytes with a delay and with limited
+/// room for unread bytes. Different connections overtake each other. The end of a connection behaves as with sockets.
+/// An orderly end follows the bytes. An end with unread bytes, or bytes for a closed socket, cause a reset, which may
+/// lose bytes in flight.
 class Network final : public Readiness {
  public:
   struct Weather {
     Nanos latency_low = microseconds(20);
     Nanos latency_high = microseconds(200);
-    int64_t room_low = 256; ///< bytes of one direction
+    int64_t room_low = 256; ///< bytes per direction
     int64_t room_high = 16384;
-    int short_write_percent = 20; ///< of writes that are cut short although there is room
+    int short_write_percent = 20; ///< share of writes that are cut short although there is room
     double nanos_per_byte = 0;
   };
-  /// Sees each frame when the sender's kernel has taken its header, and when that has reached the receiver's.
+  /// Called for each frame when the sender's kernel has taken its header, and when the header has reached the
+  /// receiver's kernel.
   class Observer {
    public:
     virtual ~Observer() = default;
@@ -37,29 +38,27 @@ class Network final : public Readiness {
   };
   using Listener = std::function<void(std::unique_ptr<Link>)>;
 
-  /// Descriptors count from `first_fd`, which is even: several networks may be one loop's.
+  /// Descriptors count from `first_fd`, which is even: one loop may serve several networks.
   Network(Timeline& timeline, Random random, int ranks, const Weather& weather, int first_fd = 0);
 
   void setObserver(Observer* observer) noexcept {
     observer_ = observer;
   }
-  /// Who takes connections to `rank`; null: they are refused.
+  /// Sets the receiver of connections to `rank`; null: they are refused.
   void listen(int rank, Listener listener) {
     listeners_[static_cast<size_t>(rank)] = std::move(listener);
   }
-  /// Begins to connect.
+  /// Starts to connect.
   [[nodiscard]] std::unique_ptr<Link> connect(int from, int to);
-  /// Both ends of a connection that is there already: control links at the beginning of a run.
+  /// Both ends of an existing connection: control links at the beginning of a run.
   [[nodiscard]] std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> pair(int a, int b);
 
   // ---- faults
-  /// Nothing gets from `from` to `to` until then; it waits as in TCP, and so do acknowledgements of the other
-  /// direction.
+  /// Delays all bytes from `from` to `to` until then, as TCP would, and the acknowledgements of the other direction.
   void block(int from, int to, TimePoint until);
-  /// A reset in the middle of the network ends the connections that `from` has opened to `to`, for both. False if
-  /// there is none.
+  /// A reset in the network ends the connections that `from` has opened to `to`, at both ends. False if there is none.
   bool resetConnections(int from, int to);
-  /// The kernel closes what the process of `rank` had open, and refuses what comes.
+  /// Closes all connections of the process of `rank`, as its kernel would, and refuses new ones.
   void closeAllOf(int rank);
 
   // Readiness
@@ -75,11 +74,11 @@ class Network final : public Readiness {
     int64_t written = 0;
     int64_t arrived = 0;
     int64_t read = 0;
-    int64_t acknowledged = 0; ///< the writer knows that so many were read
+    int64_t acknowledged = 0; ///< bytes that the writer knows to be read
     int64_t room = 0;
-    bool fin = false; ///< the writer ended its side
+    bool fin = false; ///< the writer has ended its side
     bool fin_arrived = false;
-    bool lost = false; ///< a reset swallowed the rest
+    bool lost = false; ///< a reset has lost the remaining bytes
     TimePoint last_arrival{};
     FrameCutter sent;
     FrameCutter received;
@@ -91,7 +90,7 @@ class Network final : public Readiness {
     bool refused = false;
     bool reset = false;
     bool closed = false;
-    bool drains = false; ///< closing gently: what arrives is dropped
+    bool drains = false; ///< closing gently: arriving bytes are dropped
     SimLoop* watcher = nullptr;
   };
   struct Connection {
@@ -123,14 +122,14 @@ class Network final : public Readiness {
   void sendReset(int fd);
   void becomeReset(int fd);
   void changed(int fd);
-  /// When something sent now gets there; TimePoint::max() if it never will.
+  /// The arrival time of a byte sent now; TimePoint::max() if it never arrives.
   [[nodiscard]] TimePoint arrival(int from, int to);
   [[nodiscard]] TimePoint& blockedUntil(int from, int to) {
     return blocked_[static_cast<size_t>(from * ranks_ + to)];
   }
   void finishAccept(int fd);
 
-  Timeline& timeline_; ///< the run's, which outlives this
+  Timeline& timeline_; ///< the run's, which outlives this network
   Random random_;
   const int ranks_;
   const Weather weather_;
@@ -138,7 +137,7 @@ class Network final : public Readiness {
   Observer* observer_ = nullptr; ///< the run's
   std::vector<std::unique_ptr<Connection>> connections_;
   std::vector<Listener> listeners_;
-  std::vector<TimePoint> blocked_; ///< by (from, to)
+  std::vector<TimePoint> blocked_; ///< one per (from, to)
   std::vector<bool> dead_;
 };
 

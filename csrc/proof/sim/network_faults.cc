@@ -1,4 +1,4 @@
-// What goes wrong in the network, and how a dead process leaves it.
+// Faults of the network, and the connections of a dead process.
 #include <algorithm>
 
 #include "proof/sim/network.h"

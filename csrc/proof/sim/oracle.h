@@ -7,12 +7,12 @@
 
 namespace pycomm::sim {
 
-/// The bytes of a rank's input: a function of the call, the rank and the place alone. Numbers are small integers, so
-/// that sums are exact in every order and every dtype drawn here.
+/// The bytes of a rank's input: a function of the call, the rank and the index alone. Numbers are small integers, so
+/// that sums are exact in every order and every dtype of the simulation.
 [[nodiscard]] std::vector<std::byte> inputOf(const CallPlan& call, int rank);
 
-/// What the call has to leave in a rank's output if all ranks made it: a plain loop over the ranks, elements one by
-/// one. `call.request.rank` says whose output.
+/// The expected output of rank `call.request.rank` if all ranks made the call: a plain loop over the ranks, element by
+/// element.
 [[nodiscard]] std::vector<std::byte> expectedOutput(const CallPlan& call);
 
 } // namespace pycomm::sim

@@ -23,7 +23,7 @@ Network::Weather drawWeather(Random& random, bool prompt) {
   return weather;
 }
 
-// The proportions of the real limits, in small: the pool is a quarter of the window, an edge's room is half of it.
+// The same proportions as the real limits: the pool is a quarter of the window, an edge's room is half of it.
 Protocol::Config drawLimits(Random& random) {
   Protocol::Config limits;
   limits.window_nbytes = int64_t{512} << random.below(5);

@@ -11,40 +11,40 @@
 namespace pycomm::sim {
 
 inline constexpr int kNoPeer = -2;
-/// From here on a seed draws messages and codecs, too.
+/// Seeds from here on also draw messages and codecs.
 inline constexpr uint64_t kRichSeeds = 1000000000000;
-/// From here on a rank leaves besides, in the middle of whatever it does.
+/// Seeds from here on also draw a rank that leaves while operations are in flight.
 inline constexpr uint64_t kLeavingSeeds = 1500000000000;
-/// From here on it draws several groups of the same ranks.
+/// Seeds from here on draw several groups of the same ranks.
 inline constexpr uint64_t kGroupSeeds = 2000000000000;
 
 /// One call of one rank's program.
 struct CallPlan {
-  int key = -1; ///< which operation of the common program it is: says what the data are. -1: one that the others lack
+  int key = -1; ///< operation of the common program: determines the data. -1: an operation that the other ranks lack
   ScheduleRequest request;
   uint32_t tag = 0;
-  int peer = kNoPeer; ///< of a message: a rank, or PointToPoint::kAnyRank
-  bool altered = false; ///< not what the common program says
+  int peer = kNoPeer; ///< of a message: the peer's rank, or PointToPoint::kAnyRank
+  bool altered = false; ///< differs from the common program
   bool in_place = false;
-  bool waits = true; ///< for its end before the next call
-  Nanos think{0}; ///< before it
+  bool waits = true; ///< waits for its end before the next call
+  Nanos think{0}; ///< pause before the call
   int64_t timeout_ms = 20000;
 };
 
 enum class FaultKind : uint8_t {
   Kill, ///< the process ends; its links close after `duration`
-  Sleep, ///< all ranks at once have no turns for `duration`: their host slept, their containers were paused
-  Stop, ///< no turns for `duration`, then it goes on
+  Sleep, ///< all ranks have no turns for `duration`: their host slept, their containers were paused
+  Stop, ///< no turns for `duration`, then it continues
   Reset, ///< connections between `rank` and `other` are reset
-  BlockPair, ///< nothing passes between the two for `duration`
+  BlockPair, ///< bytes between the two are delayed for `duration`
   BlockOut, ///< nothing that `rank` sends arrives
   BlockIn, ///< nothing arrives at `rank`
-  Isolate, ///< both
-  Late, ///< comes too late to an operation
-  Mismatch, ///< its program differs
+  Isolate, ///< BlockOut and BlockIn
+  Late, ///< enters an operation too late
+  Mismatch, ///< its program differs from the common one
   Leave, ///< closes its group before one of its calls
-  Abort, ///< ends everything on purpose
-  LeaveNow, ///< closes its group, whatever it waits for
+  Abort, ///< aborts the group on purpose
+  LeaveNow, ///< closes its group, also while its operations are in flight
 };
 [[nodiscard]] const char* faultName(FaultKind kind) noexcept;
 
@@ -52,29 +52,29 @@ struct FaultPlan {
   FaultKind kind = FaultKind::Kill;
   int rank = 0;
   int other = -1;
-  Nanos at{0}; ///< since the beginning, or
-  int64_t after_frames = -1; ///< once so many frames have been sent
+  Nanos at{0}; ///< since the beginning, unless `after_frames` is set
+  int64_t after_frames = -1; ///< after this many frames have been sent
   Nanos duration{0};
-  std::string text; ///< what differs, for a mismatch
+  std::string text; ///< for a mismatch: the difference
 };
 
 struct RankPlan {
   std::vector<CallPlan> calls;
   SimLoop::Pace lane_pace;
-  bool goes_on_after_error = false; ///< its user issues the rest nevertheless
+  bool goes_on_after_error = false; ///< its user issues the remaining calls after an error
   Nanos closes_after{0}; ///< after the last operation, or after an error
   int leaves_before = -1; ///< the call before which it closes; -1: none
   int aborts_before = -1;
 };
 
-/// Everything that a seed decides.
+/// All decisions that follow from a seed.
 struct Plan {
   uint64_t seed = 0;
   int size = 2;
-  bool prompt = true; ///< delays are far below the merge window: then all ranks must agree on the cause
+  bool prompt = true; ///< delays are far below the merge window, so all ranks must agree on the cause
   Network::Weather weather;
   Protocol::Config limits;
-  std::vector<CallPlan> program; ///< the common one
+  std::vector<CallPlan> program; ///< the program of all ranks
   std::vector<RankPlan> ranks;
   std::vector<FaultPlan> faults;
 
@@ -83,12 +83,12 @@ struct Plan {
 
 [[nodiscard]] Plan makePlan(uint64_t seed);
 
-/// What a group of several does not draw by itself.
+/// The settings that a group of a cluster gets instead of drawing them itself.
 struct GroupFrame {
   int size = 2;
   bool prompt = true;
   Network::Weather weather;
-  bool faulty = false; ///< the one whose draw of faults counts
+  bool faulty = false; ///< true for the one group whose faults are used
 };
 [[nodiscard]] Plan makePlan(uint64_t seed, const GroupFrame& frame);
 

@@ -1,4 +1,4 @@
-// How calls are drawn.
+// Draws the calls of a plan.
 #include <algorithm>
 
 #include "engine/operation/issue_context.h"
@@ -98,7 +98,7 @@ CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes) {
   call.in_place = random.chance(50) && (request.kind == Collective::AllReduce || request.kind == Collective::Broadcast);
   if (parts && random.chance(30)) {
     if (request.kind == Collective::AllToAll) {
-      request.counts = request.recv_counts = allToAllCounts(key, 0, size, false); // each rank gets its own later
+      request.counts = request.recv_counts = allToAllCounts(key, 0, size, false); // each rank gets its own counts later
       request.recv_counts = allToAllCounts(key, 0, size, true);
     } else {
       for (int rank = 0; rank < size; ++rank) {

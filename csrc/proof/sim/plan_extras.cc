@@ -1,5 +1,5 @@
-// What seeds from kRichSeeds on draw besides: messages between ranks, and codecs. Drawn last and from a stream of its own, so that the
-// plans of smaller seeds, among them those of bugs long mended, stay what they were.
+// Additions for seeds from kRichSeeds on: messages between ranks, and codecs. They are drawn last and from a separate
+// stream, so that the plans of smaller seeds, among them those of bugs fixed long ago, do not change.
 #include <algorithm>
 
 #include "base/codec.h"
@@ -30,19 +30,20 @@ void insertBefore(RankPlan& plan, int key, CallPlan call) {
   plan.calls.insert(at, std::move(call));
 }
 
-/// One rank hears from one to three others under one tag, all before the same call of the common program: a program that blocks for
-/// each message in turn ends. Where several send, or by chance, it takes them from any rank.
+/// One rank receives from one to three others under one tag, all before the same call of the common program. So a
+/// program that blocks for each message in turn ends. If several ranks send, or by chance, it receives them from any
+/// rank.
 void drawMessages(Random& random, Plan& plan, int key) {
   const auto receiver = static_cast<int>(random.below(plan.size));
   const auto senders = static_cast<int>(std::min<int64_t>(plan.size - 1, random.scaled(1, 3)));
   const auto first = static_cast<int>(random.below(plan.size - 1));
-  // Where a rank leaves, nobody can know that it was the one that an open receive would have heard.
+  // If a rank leaves, it is not known whether an open receive would have received from it.
   const bool from_any = !has(plan, FaultKind::Leave) && !has(plan, FaultKind::LeaveNow) && random.chance(50);
   const bool waits = random.chance(60);
   const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
   CallPlan call;
   call.key = key;
-  call.tag = static_cast<uint32_t>(random.chance(50) ? 7 : key); // under one tag they are told apart by their order
+  call.tag = static_cast<uint32_t>(random.chance(50) ? 7 : key); // under one tag, their order distinguishes them
   call.waits = waits;
   call.request.size = plan.size;
   call.request.dtype = random.pick({DType::Float32, DType::Int64, DType::UInt8});
@@ -50,7 +51,7 @@ void drawMessages(Random& random, Plan& plan, int key) {
   call.request.numel = random.scaled(0, plan.limits.window_nbytes);
   if (from_any) {
     call.tag = static_cast<uint32_t>(key); // or else it might take what was meant for another receive
-    // The engine cuts what comes from any rank by itself, in pieces that are larger than windows are here.
+    // The engine itself segments receives from any rank, in pieces that are larger than the windows here.
     const auto element = static_cast<int64_t>(elementSize(call.request.dtype));
     call.request.numel = std::min(call.request.numel, call.request.segment_nbytes / element);
   }
@@ -72,11 +73,12 @@ void drawMessages(Random& random, Plan& plan, int key) {
   }
 }
 
-/// One rank is far ahead of another: many small messages under one tag or two, or broadcasts, which their root need not wait for.
-/// Several times as many as the pool holds, so a bound on what may be ahead is met, and room and credit come late.
+/// One rank is far ahead of another: many small messages under one tag or two, or broadcasts, which their root need not
+/// wait for. There are several times as many as the pool holds, so the bound on the lead is reached, and room and
+/// credit come late.
 void drawLead(Random& random, Plan& plan) {
   const bool messages = random.chance(60);
-  // Sometimes more than the protocol keeps of what has ended here (Protocol's kRecent).
+  // Sometimes more than the number of ended operations that the protocol keeps (Protocol's kRecent).
   const auto many = static_cast<int>(random.chance(20) ? random.within(300, 400) : random.within(20, 80));
   const auto ahead = static_cast<int>(random.below(plan.size));
   const auto behind = static_cast<int>((ahead + 1 + random.below(plan.size - 1)) % plan.size);
@@ -128,7 +130,7 @@ void drawLead(Random& random, Plan& plan) {
   }
 }
 
-/// A message to oneself whose receive is posted first, and often so long before the send that it asks for it.
+/// A message to oneself. Its receive is posted first, often so long before the send that it asks for it.
 void drawMessageToOneself(Random& random, Plan& plan, int key) {
   const auto rank = static_cast<int>(random.below(plan.size));
   const auto before = static_cast<int>(random.below(static_cast<int64_t>(plan.program.size()) + 1));
@@ -157,7 +159,7 @@ void encode(Random& random, Plan& plan, int key) {
     ScheduleRequest request = call.request;
     request.codec = codec;
     request.algorithm = Algorithm::Auto;
-    static_cast<void>(makeSchedule(request)); // throws where the two do not go together: a mistake of this file
+    static_cast<void>(makeSchedule(request)); // throws if the two do not fit together: a mistake in this file
     call.request = request;
   };
   for (RankPlan& rank : plan.ranks) {
@@ -179,7 +181,7 @@ bool takesCodec(const ScheduleRequest& request) {
 
 void drawExtras(Random& random, Plan& plan) {
   if (has(plan, FaultKind::Mismatch)) {
-    return; // which call differs, and what a rank then waits for, is drawn for the common program alone
+    return; // the call that differs, and the call that then waits, are drawn for the common program alone
   }
   if (plan.faults.empty() && random.chance(30)) {
     FaultPlan sleep;
@@ -188,7 +190,7 @@ void drawExtras(Random& random, Plan& plan) {
     sleep.duration = milliseconds(random.within(100, 15000)); // deadlines are 20 s away
     plan.faults.push_back(sleep);
   }
-  // Limits are small here, and a block of a codec is not: a window always has room for a frame.
+  // Limits are small here, unlike a codec's block: a window must have room for a frame.
   const bool fits = plan.limits.window_nbytes >= encodedNbytes(Codec::Float16, kCodecBlock);
   for (const CallPlan& call : std::vector<CallPlan>(plan.program)) {
     if (takesCodec(call.request) && random.chance(60) && fits) {

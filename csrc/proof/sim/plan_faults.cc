@@ -1,4 +1,4 @@
-// How faults are drawn.
+// Draws the faults of a plan.
 #include <algorithm>
 #include <utility>
 
@@ -18,7 +18,7 @@ bool accepted(const ScheduleRequest& request) {
   }
 }
 
-/// Changes one field of a call; says which, or nothing if that changes nothing here.
+/// Changes one field of a call; returns the field's name, or "" if the change has no effect.
 std::string alterField(Random& random, CallPlan& call) {
   ScheduleRequest changed = call.request;
   std::string what;
@@ -90,8 +90,7 @@ std::string alterProgram(Random& random, Plan& plan, int rank) {
   const std::string where = " of call " + std::to_string(at + 1);
   const int64_t dice = random.below(10);
   if (dice >= 7) {
-    // Without names, a call that is left out or swapped with an equal one is an honest program that computes
-    // something else.
+    // Without names, a call that is left out or swapped with an equal one is a valid program with a different result.
     for (RankPlan& each : plan.ranks) {
       for (CallPlan& call : each.calls) {
         call.tag = 1000 + static_cast<uint32_t>(call.key);

@@ -1,4 +1,4 @@
-// How several groups of the same ranks are drawn: as data, tensor and pipeline parallel training has them.
+// Draws several groups of the same ranks, as data, tensor and pipeline parallel training has them.
 #include <algorithm>
 #include <utility>
 
@@ -8,7 +8,7 @@
 namespace pycomm::sim {
 namespace {
 
-/// `count` ranks from `first` on, so far apart.
+/// `count` ranks from `first` on, `step` apart.
 std::vector<int> every(int step, int first, int count) {
   std::vector<int> members;
   for (int i = 0; i < count; ++i) {

@@ -7,15 +7,15 @@
 
 namespace pycomm::sim {
 
-/// A call that makeSchedule accepts, on any rank.
+/// Draws a call that makeSchedule() accepts on every rank.
 [[nodiscard]] CallPlan drawCall(Random& random, int key, int size, int64_t window_nbytes);
-/// What `rank` sends to each rank in an uneven all_to_all, or receives from each.
+/// The elements that `rank` sends to each rank in an uneven all_to_all, or receives from each.
 [[nodiscard]] std::vector<int64_t> allToAllCounts(int key, int rank, int size, bool receives);
-/// Adds one fault to the plan, and changes the programs where it is one of theirs.
+/// Adds one fault to the plan, and changes the programs if the fault is in a program.
 void drawFault(Random& random, Plan& plan);
-/// A rank that leaves while operations are under way.
+/// Adds a rank that leaves while operations are in flight.
 void drawLeaving(Random& random, Plan& plan);
-/// Messages between ranks, and codecs.
+/// Adds messages between ranks, and codecs.
 void drawExtras(Random& random, Plan& plan);
 [[nodiscard]] std::string callText(const CallPlan& call);
 

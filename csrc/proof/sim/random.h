@@ -5,8 +5,8 @@
 
 namespace pycomm::sim {
 
-/// The only source of chance in a simulation: SplitMix64 (Steele, Lea, Flood 2014). The same seed gives the same
-/// numbers with every compiler and library, which the distributions of <random> do not promise.
+/// The only source of randomness in a simulation: SplitMix64 (Steele, Lea, Flood 2014). The same seed gives the same
+/// numbers with every compiler and library, unlike the distributions of <random>.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
@@ -42,7 +42,7 @@ class Random {
   [[nodiscard]] T pick(const T (&values)[N]) noexcept {
     return values[static_cast<size_t>(below(static_cast<int64_t>(N)))];
   }
-  /// A stream of its own, so that drawing more in one place changes nothing in another.
+  /// An independent stream, so that drawing more numbers in one place changes nothing in another.
   [[nodiscard]] Random fork() noexcept {
     return Random(next());
   }

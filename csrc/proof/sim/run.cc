@@ -85,7 +85,7 @@ void Run::execute() {
 }
 
 void Run::order(const FaultPlan& fault) {
-  // Connections are a group's own, a process and its host are all groups'.
+  // Connections belong to one group, but a process and its host to all groups.
   if (shared_.strike && fault.kind != FaultKind::Reset) {
     shared_.strike(fault);
   } else {

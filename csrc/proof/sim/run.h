@@ -11,11 +11,11 @@
 
 namespace pycomm::sim {
 
-/// Virtual time in which every run must have come to its end, and events.
+/// The virtual time in which every run must end.
 inline constexpr Nanos kHorizon = std::chrono::seconds(300);
 inline constexpr int64_t kMostEvents = 3000000;
 
-/// A fault that has happened.
+/// A fault that has been injected.
 struct FaultRecord {
   FaultPlan plan;
   TimePoint at{};
@@ -23,18 +23,18 @@ struct FaultRecord {
 
 /// One rank after the run.
 struct RankState {
-  std::unique_ptr<SimProcess> own_process; ///< of a run by itself
+  std::unique_ptr<SimProcess> own_process; ///< null in a cluster, which owns the processes
   std::unique_ptr<SimGroup> group;
   std::unique_ptr<User> user;
 };
 
-/// What the groups of a cluster have in common.
+/// The parts that the groups of a cluster share.
 struct Shared {
   Timeline* timeline = nullptr;
   Wires* wires = nullptr;
   std::vector<SimProcess*> processes; ///< by the group's rank
   int first_fd = 0;
-  /// What strikes processes and hosts, and so all their groups.
+  /// Injects a fault into a process or host, and so into all their groups.
   std::function<void(const FaultPlan&)> strike;
 };
 
@@ -42,16 +42,16 @@ struct Shared {
 class Run {
  public:
   Run(const Plan& plan, bool keeps_trace);
-  /// One group of several: the cluster calls begin() and lets time pass.
+  /// One group of a cluster, which calls begin() and runs the timeline.
   Run(const Plan& plan, bool keeps_trace, Shared shared);
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
   void execute();
-  /// Starts the programs and sets the faults going.
+  /// Starts the programs and schedules the faults.
   void begin();
-  /// Everybody has closed, or is dead.
+  /// True if every rank has closed or is dead.
   [[nodiscard]] bool allClosed() const;
   void strike(const FaultPlan& fault);
 
@@ -73,7 +73,7 @@ class Run {
   [[nodiscard]] int64_t events() const noexcept {
     return timeline_->eventsRun();
   }
-  /// It came to an end by itself.
+  /// True if the run ended by itself.
   [[nodiscard]] bool cameToRest() const noexcept {
     return allClosed();
   }
@@ -83,12 +83,12 @@ class Run {
 
   const Plan plan_;
   const Shared shared_;
-  std::unique_ptr<Timeline> own_timeline_; ///< of a run by itself
-  Timeline* const timeline_; ///< its own, or the cluster's
+  std::unique_ptr<Timeline> own_timeline_; ///< null in a cluster
+  Timeline* const timeline_; ///< own_timeline_, or the cluster's
   Random random_;
   Network network_;
   WireAudit audit_;
-  std::vector<RankState> ranks_; ///< before the network goes
+  std::vector<RankState> ranks_; ///< destroyed before the network
   std::vector<FaultRecord> faults_;
 };
 

@@ -8,11 +8,11 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kGoodbyeTime = milliseconds(20); // Group::close waits so long for the readers of the control links
+constexpr Nanos kGoodbyeTime = milliseconds(20); // Group::close waits this long for the readers of the control links
 
 } // namespace
 
-/// A connection whose Hello has not been read yet: what Acceptor does for one.
+/// A connection whose Hello has not been read yet; does the work of Acceptor for it.
 class SimGroup::Stranger final : public Loop::Handler {
  public:
   Stranger(SimGroup& group, std::unique_ptr<Link> accepted) : link(std::move(accepted)), group_(group) {}
@@ -100,7 +100,7 @@ void SimGroup::introduce(Stranger& stranger) {
   control_loop_.unwatch(fd);
   auto found = strangers_.find(fd);
   const std::unique_ptr<Stranger> known =
-      std::move(found->second); // its handler runs: it goes at the end of this function
+      std::move(found->second); // its handler is running: destroyed at the end of this function
   strangers_.erase(found);
   const HelloReading reading = known->reading();
   const bool ours = reading.state == HelloReading::State::Complete && reading.hello.nonce == identity_.nonce &&

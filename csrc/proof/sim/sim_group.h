@@ -26,20 +26,20 @@ class SimGroup final {
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
 
-  /// A control link, there from the beginning.
+  /// Adds a control link that exists from the beginning.
   void adopt(int peer, std::unique_ptr<Link> link);
 
   void post(std::shared_ptr<Operation> operation);
   void abort(ErrorRecord reason);
-  /// Leaves; `closed` is called when that is done.
+  /// Closes the group; `closed` is called at the end.
   void close(std::function<void()> closed);
 
   void stop();
   void resume();
-  /// The process ends now; its kernel closes what was open when Network::closeAllOf says so.
+  /// Ends the process now; its kernel closes its connections when Network::closeAllOf() is called.
   void kill();
 
-  /// What the group died of, as the ranks agreed.
+  /// The group's failure, as the ranks agreed on it.
   [[nodiscard]] const std::optional<ErrorRecord>& failure() const noexcept {
     return failure_;
   }
@@ -49,9 +49,9 @@ class SimGroup final {
   [[nodiscard]] bool dead() const noexcept {
     return dead_;
   }
-  /// Nothing once the data plane is gone.
+  /// Nullopt after the data plane has been destroyed.
   [[nodiscard]] std::optional<DataPlane::Usage> usage() const;
-  /// Called when the group has failed.
+  /// Sets a listener that is called when the group fails.
   void onFailure(std::function<void(const ErrorRecord&)> listener) {
     on_failure_ = std::move(listener);
   }
@@ -69,10 +69,10 @@ class SimGroup final {
   const Settings settings_;
   const GroupIdentity& identity_; ///< in settings_
   SimProcess& process_;
-  SimLoop& lane_; ///< the process's, as is the other
+  SimLoop& lane_; ///< the process's, as is control_loop_
   SimLoop& control_loop_;
   Planes planes_;
-  std::map<int, std::unique_ptr<Stranger>> strangers_; ///< by descriptor
+  std::map<int, std::unique_ptr<Stranger>> strangers_; ///< keyed by descriptor
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};
   std::function<void(const ErrorRecord&)> on_failure_;

@@ -31,8 +31,8 @@ class SimLink final : public Link {
   void shutdownWrite() noexcept override {
     network_.shutdown(fd_);
   }
-  /// Does not block: virtual time goes on when the caller returns. The end itself lives on until the peer closes, or
-  /// 20 ms.
+  /// Does not block: virtual time advances only after the caller returns. The end stays open until the peer closes, for
+  /// at most 20 ms.
   void closeGently() noexcept override {
     gentle_ = true;
     network_.drainAndClose(fd_);

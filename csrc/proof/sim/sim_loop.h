@@ -10,18 +10,18 @@
 
 namespace pycomm::sim {
 
-/// Says what epoll would say of a descriptor.
+/// Replaces epoll: reports the events of a descriptor.
 class Readiness {
  public:
   virtual ~Readiness() = default;
-  /// The loop that watches `fd` wants to be told (SimLoop::changed) when something happens to it; null: no longer.
+  /// From now on `loop`, which watches `fd`, gets SimLoop::changed() on every change of it; null: no loop.
   virtual void setWatcher(int fd, class SimLoop* loop) = 0;
   [[nodiscard]] virtual uint32_t eventsOf(int fd) const = 0;
 };
 
-/// A native thread in virtual time. A turn does what EventLoop's does, in its order: ready descriptors (here in
-/// random order), then tasks, then ticks that are due; level-triggered. A turn takes time, sleeps end up to 2 ms
-/// late, as epoll's do, and a stopped or dead process has no turns.
+/// A native thread in virtual time. A turn does the same as EventLoop's, in the same order: ready descriptors (here in
+/// random order), then tasks, then ticks that are due; level-triggered. A turn takes time, and sleeps end up to 2 ms
+/// late, as epoll's do. A stopped or dead process has no turns.
 class SimLoop final : public TaskLoop {
  public:
   struct Pace {
@@ -33,18 +33,18 @@ class SimLoop final : public TaskLoop {
   SimLoop(Timeline& timeline, Readiness& readiness, Random random) noexcept
       : timeline_(timeline), readiness_(readiness), random_(random) {}
 
-  /// Something happened to a watched descriptor.
+  /// Reports a change of a watched descriptor.
   void changed(int fd);
 
   void setPace(const Pace& pace) noexcept {
     pace_ = pace;
   }
-  /// SIGSTOP and SIGCONT.
+  /// Simulates SIGSTOP and, with resume(), SIGCONT.
   void stop() noexcept {
     stopped_ = true;
   }
   void resume();
-  /// SIGKILL.
+  /// Simulates SIGKILL.
   void kill() noexcept;
 
   // TaskLoop
@@ -71,17 +71,17 @@ class SimLoop final : public TaskLoop {
   void wake(TimePoint instant);
   [[nodiscard]] uint32_t ready(int fd) const;
 
-  Timeline& timeline_; ///< these two outlive all loops: the run owns them
+  Timeline& timeline_; ///< the run owns both, and they outlive all loops
   Readiness& readiness_;
   Random random_;
   Pace pace_;
   std::map<int, Watch> watches_;
   std::set<int> maybe_ready_;
   std::vector<Task> tasks_;
-  std::vector<Ticker*> tickers_; ///< each alive until removeTicker
+  std::vector<Ticker*> tickers_; ///< each alive until removeTicker()
   TimePoint busy_until_{};
   TimePoint next_turn_ = TimePoint::max();
-  int64_t turn_serial_ = 0; ///< an older wake-up is void
+  int64_t turn_serial_ = 0; ///< number of the next turn: wake-ups for an older one do nothing
   bool stopped_ = false;
   bool dead_ = false;
   int busy_ = 0;

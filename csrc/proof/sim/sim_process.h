@@ -6,12 +6,12 @@
 
 namespace pycomm::sim {
 
-/// The networks of several groups, for loops that serve them all. Each has descriptors of its own.
+/// The networks of several groups, for the loops that serve all of them. Each has its own range of descriptors.
 class Wires final : public Readiness {
  public:
-  static constexpr int kFdsANetwork = 1 << 20;
+  static constexpr int kFdsPerNetwork = 1 << 20;
 
-  /// Its descriptors begin at kFdsANetwork times the number of networks before it.
+  /// The network's descriptors must begin at kFdsPerNetwork times the number of networks before it.
   void add(Readiness& network) {
     networks_.push_back(&network);
   }
@@ -24,12 +24,12 @@ class Wires final : public Readiness {
 
  private:
   [[nodiscard]] Readiness& of(int fd) const {
-    return *networks_[static_cast<size_t>(fd / kFdsANetwork)];
+    return *networks_[static_cast<size_t>(fd / kFdsPerNetwork)];
   }
   std::vector<Readiness*> networks_; ///< each lives as long as the loops
 };
 
-/// The native threads of one simulated process, which all its groups share, as those of Engine.
+/// The native threads of one simulated process; as in Engine, all its groups share them.
 struct SimProcess {
   SimProcess(Timeline& timeline, Readiness& readiness, Random random)
       : lane(timeline, readiness, random.fork()), control(timeline, readiness, random.fork()) {}

@@ -13,8 +13,8 @@ using Nanos = std::chrono::nanoseconds;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-/// Virtual time: events in the order of their instants, and among equals in the order in which they were added.
-/// While one exists, Clock::now() of its thread is its time.
+/// Virtual time: runs events in the order of their instants, and equal instants in the order in which they were added.
+/// While a Timeline exists, Clock::now() of its thread returns its time.
 class Timeline {
  public:
   using Event = std::function<void()>;
@@ -31,16 +31,16 @@ class Timeline {
   [[nodiscard]] TimePoint now() const noexcept {
     return now_;
   }
-  /// Since the beginning.
+  /// Virtual time since the beginning.
   [[nodiscard]] Nanos elapsed() const noexcept {
     return now_ - TimePoint(kBeginning);
   }
-  /// An instant that has passed counts as now.
+  /// An instant in the past counts as now.
   void at(TimePoint instant, Event event);
   void after(Nanos delay, Event event) {
     at(now_ + delay, std::move(event));
   }
-  /// Runs the next event; false if there is none, or none before `horizon`.
+  /// Runs the next event. False if there is none, or none before `horizon`.
   [[nodiscard]] bool step(TimePoint horizon);
   [[nodiscard]] int64_t eventsRun() const noexcept {
     return events_run_;

@@ -140,7 +140,7 @@ void User::issue(const CallPlan& call) {
   group_.post(operation);
 }
 
-// As Group::fillMessage does it: both sides have the descriptor of the send, and the lane settles which message it is.
+// As in Group::fillMessage: both sides have the descriptor of the send, and the lane matches messages.
 void User::nameMessage(Operation::Request& request, const CallPlan& call) const {
   request.receives = call.request.kind == Collective::Recv;
   request.peer = call.peer;
@@ -166,7 +166,7 @@ void User::ended(size_t index) {
     outcome.sender = operations_[index]->request().descriptor.root;
   }
   const std::unique_ptr<Memory> memory = std::move(memory_[index]);
-  outcome.output = memory->output; // a copy: the memory itself is used for something else now
+  outcome.output = memory->output; // a copy: the memory itself is reused now
   outcome.input_altered = memory->input != inputOf(outcome.call, rank_);
   outcome.memory.emplace_back(std::move(memory->input));
   outcome.memory.emplace_back(std::move(memory->output));

@@ -13,7 +13,7 @@
 namespace pycomm::sim {
 namespace {
 
-/// What an operation's success says about the others: all of them were in the same one.
+/// True if an operation's success implies that all other ranks were in the same operation.
 bool needsEveryone(Collective kind) noexcept {
   return kind == Collective::AllReduce || kind == Collective::ReduceScatter || kind == Collective::AllGather ||
       kind == Collective::AllToAll || kind == Collective::Barrier;
@@ -72,7 +72,7 @@ class Checks {
     }
     const auto& usage = state.user->usageAtEnd();
     const bool clean = run_.faults().empty();
-    // To ranks that it only wanted to ask something, and that have not accepted yet.
+    // Hellos to ranks that this one only wanted to query, and that have not accepted yet.
     const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
     if (clean && usage &&
         (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings ||
@@ -131,7 +131,7 @@ class Checks {
       }
     }
     if (outcome.call.altered) {
-      return; // it alone knows what it wanted; what needs everyone was refused above
+      return; // no expected output; a mismatched collective that needs all ranks is a violation above
     }
     CallPlan call = outcome.call;
     call.request.rank = rank;
@@ -203,7 +203,7 @@ Report simulateGroups(uint64_t seed, bool keeps_trace) {
     for (const std::string& line : run.audit().trace()) {
       report.trace.push_back(line.substr(0, WireAudit::kTimeNchars) + group + line.substr(WireAudit::kTimeNchars));
     }
-    // A fault of all has struck each: what the group says that it was drawn for.
+    // A fault of the host has struck each group; the report names the group for which it was drawn.
     if (!cluster.plan().groups[i].plan.faults.empty()) {
       report.first_fault = nameOf(run.faults());
     }

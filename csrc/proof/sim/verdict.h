@@ -8,16 +8,16 @@
 
 namespace pycomm::sim {
 
-/// What a run must not have done; empty if it kept every promise.
+/// The promises that a run broke; empty if it kept all.
 [[nodiscard]] std::vector<std::string> violationsOf(const Run& run);
 
-/// One seed, from plan to verdict.
+/// The result of one seed, from plan to verdict.
 struct Report {
   uint64_t seed = 0;
   std::vector<std::string> violations;
-  std::vector<std::string> trace; ///< in words, where asked for
+  std::vector<std::string> trace; ///< in words; empty unless requested
   std::string plan;
-  std::string first_fault; ///< its name, "none", or "several"
+  std::string first_fault; ///< the name of the fault, "none", or "several"
   bool group_failed = false; ///< on some rank
   int64_t operations = 0;
   int64_t succeeded = 0;

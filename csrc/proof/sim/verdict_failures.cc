@@ -1,4 +1,4 @@
-// Who may be blamed for what, and how soon.
+// Checks the culprit of each failure, and the time until it is reported.
 #include <algorithm>
 #include <optional>
 #include <set>
@@ -12,14 +12,14 @@ constexpr Nanos kForLong =
     milliseconds(3700); // longer than silence may last: 3 s, and half a second until somebody looks
 constexpr Nanos kBriefly = milliseconds(2400); // shorter
 
-/// What one fault may end in.
+/// The permitted results of one fault.
 struct Expectation {
   std::set<int> culprits;
   std::set<ErrorCode> codes;
-  std::optional<TimePoint> due; ///< by then every rank that is still open must have failed
+  std::optional<TimePoint> due; ///< every rank that is still open must have failed by then
   bool harmless = false; ///< no rank may fail at all
-  bool ambiguous = false; ///< a blockade that ends while ranks count the silence: who is heard first is chance
-  bool splits = false; ///< the two sides cannot talk: each agrees for itself
+  bool ambiguous = false; ///< a blockade ends while ranks count the silence: chance decides the first heartbeat
+  bool splits = false; ///< the two sides cannot communicate: each agrees for itself
 };
 
 Expectation expectationOf(const Run& run, const FaultRecord& fault) {
@@ -33,10 +33,10 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.due = fault.at + plan.duration + slack;
       break;
     case FaultKind::Reset:
-      // Left: what it sent before it left went down with the link. Reset: a link that nothing waited for.
+      // PeerLeft: the peer's last frames were lost with the link. ConnectionReset: no operation waited for the link.
       expected.codes = {ErrorCode::PeerDead, ErrorCode::PeerLeft, ErrorCode::ConnectionReset};
       expected.culprits.insert(plan.other);
-      expected.splits = run.plan().size == 2; // nobody is left between the two
+      expected.splits = run.plan().size == 2; // no rank is left between the two
       break;
     case FaultKind::Stop:
     case FaultKind::BlockPair:
@@ -48,13 +48,13 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       expected.codes = {ErrorCode::PeerUnresponsive};
       if (plan.kind == FaultKind::BlockPair) {
         expected.culprits.insert(plan.other);
-        expected.codes.insert(ErrorCode::Timeout); // no heartbeats between ranks that are no neighbours
+        expected.codes.insert(ErrorCode::Timeout); // no heartbeats between ranks that are not neighbours
         expected.splits = run.plan().size == 2;
       } else if (plan.duration > kForLong) {
         expected.due = fault.at + kForLong + slack;
       }
       if (plan.kind == FaultKind::BlockIn && run.plan().size == 2) {
-        expected.culprits.insert(1 - plan.rank); // of two, who hears nothing cannot know whose fault it is
+        expected.culprits.insert(1 - plan.rank); // with two ranks, the one that receives nothing cannot know the cause
       }
       if (plan.kind == FaultKind::Isolate) {
         expected.splits = true;
@@ -69,13 +69,13 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       break;
     case FaultKind::Mismatch:
       expected.codes = {ErrorCode::CollectiveMismatch};
-      // One side ran out of calls, or the other rank's own call ended early (a root's does) and it left before
-      // anybody compared.
+      // One side ran out of calls. Or the other rank's own call ended early (a root's does) and it left before any rank
+      // compared the calls.
       expected.codes.insert(ErrorCode::PeerLeft);
       break;
     case FaultKind::Leave:
     case FaultKind::LeaveNow:
-      // Who has no control link to it only sees that nobody listens there any more.
+      // A rank without a control link to it only finds that its port no longer accepts connections.
       expected.codes = {ErrorCode::PeerLeft, ErrorCode::ConnectFailed};
       break;
     case FaultKind::Abort:
@@ -83,7 +83,7 @@ Expectation expectationOf(const Run& run, const FaultRecord& fault) {
       break;
   }
   if (run.ranks()[static_cast<size_t>(plan.rank)].user->closingSince() < fault.at) {
-    expected.due.reset(); // it was leaving in order, and who has its goodbye need not miss it
+    expected.due.reset(); // it was leaving in order, and a rank that has its goodbye need not report it missing
     if (plan.kind == FaultKind::Kill) {
       expected.codes.insert(ErrorCode::PeerLeft);
     }
@@ -102,7 +102,7 @@ class Failures {
 
   std::vector<std::string> take() {
     std::vector<FaultRecord> faults = run_.faults();
-    // What is over before anybody could notice counts as no fault.
+    // A fault that is over before any rank could notice it does not count.
     const auto harmless = [&](const FaultRecord& fault) { return expectationOf(run_, fault).harmless; };
     faults.erase(std::remove_if(faults.begin(), faults.end(), harmless), faults.end());
     if (unclear()) {
@@ -126,7 +126,7 @@ class Failures {
   void add(std::string what) {
     violations_.push_back(std::move(what));
   }
-  /// What the rank's user saw its group die of; nothing where it had finished and was leaving already.
+  /// The error with which the rank's user saw its group fail; nullopt if the user had finished and was leaving already.
   [[nodiscard]] const std::optional<ErrorRecord>& causeOf(int rank) const {
     static const std::optional<ErrorRecord> kNothing;
     const RankState& state = run_.ranks()[static_cast<size_t>(rank)];
@@ -136,9 +136,9 @@ class Failures {
     return seen ? state.group->failure() : kNothing;
   }
 
-  /// Ranks that left in order make some ends ambiguous by nature:
-  ///  - where a rank has no control link to the others that are still there, news reaches it as the end of bulk links;
-  ///  - a goodbye that is under way in a blockade is lost when its sender's kernel gives the connection up.
+  /// Ranks that left in order make some results ambiguous by nature:
+  ///  - if a rank has no control link to the others that are still there, it learns of events by the end of bulk links;
+  ///  - a goodbye that is in flight during a blockade is lost when its sender's kernel gives the connection up.
   [[nodiscard]] bool unclear() const {
     bool somebody_left = false;
     for (int rank = 0; rank < run_.plan().size; ++rank) {
@@ -222,7 +222,7 @@ class Failures {
     }
   }
 
-  /// A deadline that says who has not entered tells the truth.
+  /// A timeout that names the ranks that have not entered must name the right ones.
   void checkTimeout(const std::string& who, const ErrorRecord& cause) {
     if (cause.phase != "not_entered" || cause.peer < 0 || cause.sequence <= 0) {
       return;
@@ -251,7 +251,7 @@ class Failures {
       if (!cause || anything || !run_.plan().prompt) {
         continue;
       }
-      // Who hears nobody says so of itself; it cannot know that all its neighbours are gone.
+      // A rank that receives no heartbeat at all reports itself; it cannot know that all its neighbours are gone.
       const bool lonely = cause->code == ErrorCode::PeerUnresponsive && cause->peer == cause->rank;
       const bool named = lonely || faulty.count(cause->peer) != 0 || faulty.count(cause->rank) != 0;
       if (!named && cause->code != ErrorCode::Timeout) {

@@ -7,7 +7,7 @@
 
 namespace pycomm::sim {
 
-/// Whether groups failed only where they may, soon enough, and of the right cause, the same on all ranks.
+/// Checks that groups failed only if they may, soon enough, and with the right cause, the same on all ranks.
 [[nodiscard]] std::vector<std::string> failureViolations(const Run& run);
 
 } // namespace pycomm::sim

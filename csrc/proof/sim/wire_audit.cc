@@ -123,7 +123,7 @@ void WireAudit::frameArrived(int from, int to, LinkPurpose purpose, const FrameH
   } else {
     Edge& books = edge(to, from, header.op_id);
     books.limit = std::max(books.limit, nbytes);
-    // Not more than a window ahead of what the receiver can have used at all.
+    // At most one window ahead of the bytes that the receiver can have used.
     if (books.limit > books.sent + limits_.window_nbytes) {
       violation(from, to, header, "credit for more than a window beyond the " + std::to_string(books.sent) + " B sent");
     }

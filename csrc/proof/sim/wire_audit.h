@@ -10,10 +10,10 @@
 
 namespace pycomm::sim {
 
-/// Keeps the books of flow control from outside, by the frames alone: no rank may send what it was not given room for.
+/// Checks flow control from outside, from the frames alone: no rank may send bytes that it was not granted room for.
 class WireAudit final : public Network::Observer {
  public:
-  static constexpr size_t kTimeNchars = 15; ///< of a line of the trace: "%10d us  "
+  static constexpr size_t kTimeNchars = 15; ///< length of the time in a line of the trace: "%10d us  "
 
   WireAudit(Timeline& timeline, int ranks, const Protocol::Config& limits, bool keeps_trace);
 
@@ -21,7 +21,7 @@ class WireAudit final : public Network::Observer {
   void frameArrived(int from, int to, LinkPurpose purpose, const FrameHeader& header) override;
   void linkChanged(int from, int to, LinkPurpose purpose, const char* what) override;
 
-  /// Called with the number of frames sent so far.
+  /// Sets a listener that gets the number of frames sent so far.
   void onFrame(std::function<void(int64_t)> listener) {
     on_frame_ = std::move(listener);
   }
@@ -36,7 +36,7 @@ class WireAudit final : public Network::Observer {
   [[nodiscard]] int64_t frames() const noexcept {
     return frames_;
   }
-  /// Of everything that happened on the wire, and when: equal for equal runs.
+  /// A hash of every event on the wire and its time: equal for equal runs.
   [[nodiscard]] uint64_t fingerprint() const noexcept {
     return fingerprint_;
   }
@@ -57,8 +57,8 @@ class WireAudit final : public Network::Observer {
   const int ranks_;
   const Protocol::Config limits_;
   const bool keeps_trace_;
-  std::unordered_map<uint64_t, Edge> edges_; ///< looked up only
-  std::vector<int64_t> in_pool_; ///< by (from, to): eager bytes that `to` has not given room back for, as `from` knows
+  std::unordered_map<uint64_t, Edge> edges_; ///< for look-ups only: its order is not deterministic
+  std::vector<int64_t> in_pool_; ///< per (from, to): eager bytes that `to` has not credited back, as `from` knows
   int64_t frames_ = 0;
   uint64_t fingerprint_ = 0;
   std::function<void(int64_t)> on_frame_;

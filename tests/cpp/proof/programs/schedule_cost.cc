@@ -57,7 +57,7 @@ int main(int argc, char** argv) {
   NetworkModel network;
   if (argc == 10) {
     network.latency_s = numberIn(argv[4]);
-    network.card_bytes_per_s = numberIn(argv[5]);
+    network.nic_bytes_per_s = numberIn(argv[5]);
     network.local_latency_s = numberIn(argv[6]);
     network.local_bytes_per_s = numberIn(argv[7]);
     network.message_s = numberIn(argv[8]);

@@ -33,11 +33,11 @@ Cost costOn(const TopologyView& where, Algorithm algorithm, int64_t numel, const
 TEST(Cost, OfTwoRanksThatExchangeOneFrame) {
   NetworkModel network;
   network.latency_s = 1.0;
-  network.card_bytes_per_s = 100.0;
+  network.nic_bytes_per_s = 100.0;
   network.message_s = 0.125;
   network.reduce_bytes_per_s = 400.0;
   network.header_nbytes = 0;
-  // 400 bytes: sent after 0.125, 4 s on the card, 1 s under way; received in 0.125 and added in 1 s.
+  // 400 bytes: sent after 0.125, 4 s on the NIC, 1 s in flight; received in 0.125 and added in 1 s.
   const Cost cost = costOn(topology(2, 1), Algorithm::RecursiveDoubling, 100, network);
   EXPECT_DOUBLE_EQ(cost.seconds, 0.125 + 4.0 + 1.0 + 0.125 + 1.0);
   EXPECT_EQ(cost.sent_nbytes, (std::vector<int64_t>{400, 400}));
@@ -74,7 +74,7 @@ TEST(Cost, LargeTensorsCrossEachCardOnce) {
       EXPECT_NEAR(static_cast<double>(nbytes), bound, 0.01 * bound) << where.text();
     }
     if (shape.hosts <= 16) { // where chunks are large enough for their latency to hide
-      EXPECT_LT(cost.seconds, 1.1 * bound / NetworkModel().card_bytes_per_s) << where.text();
+      EXPECT_LT(cost.seconds, 1.1 * bound / NetworkModel().nic_bytes_per_s) << where.text();
     }
   }
 }
