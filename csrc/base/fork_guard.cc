@@ -20,7 +20,8 @@ std::array<std::atomic<uint64_t>, kMaxFds / 64> g_guarded{};
 std::atomic<size_t> g_used_words{0};
 std::atomic<uint32_t> g_forks{0};
 
-// Atomics and no lock here too: a lock's owner is a thread, and the child's thread is another one. Both waits last a few system calls.
+// Atomics and no lock here too: a thread owns a lock, and the child's thread is a different one. Both waits last a few
+// system calls.
 std::atomic<uint32_t> g_holders{0}; // threads inside of a ForksHeldOff
 std::atomic<uint32_t> g_forking{0}; // threads between beforeFork() and inParent()
 std::atomic<uint32_t> g_both{0}; // threads that are both

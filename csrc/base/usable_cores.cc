@@ -52,7 +52,8 @@ unsigned quotaCores(const std::string& memberships, const std::string& root) {
       continue;
     }
     const std::string mount = root + (controllers.empty() ? "" : "/" + controllers);
-    // Each group above has a quota of its own. In a container the path may be the host's; then only its mount's root is found.
+    // Each group above has its own quota. In a container the path may be the host's; then only the root of the mount is
+    // found.
     for (std::string path = line.substr(second + 1);; path.erase(path.rfind('/'))) {
       path.erase(path.find_last_not_of('/') + 1);
       const unsigned cores = quotaOf(mount + path);

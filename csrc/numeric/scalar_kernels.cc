@@ -7,7 +7,7 @@
 // Loops for any processor, and the definition of every result. Simple enough for the compiler to vectorise with the
 // base instruction set.
 
-// dst may be one of the sources, but then element i meets only itself: no iteration depends on another.
+// dst may be one of the sources, but element i depends only on itself: iterations are independent.
 #if defined(__clang__)
 #define PYCOMM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else

@@ -1,4 +1,4 @@
-// Bruck's all_gather: ceil(log2(size)) rounds for any size, where the ring takes size - 1. In round k each rank has the
+// Bruck's all_gather: ceil(log2(size)) rounds for any size, while the ring takes size - 1. In round k each rank has the
 // parts of the 2^k ranks from its own on; it sends them to the rank 2^k before it and receives as many from the one 2^k
 // behind it (in the last round, as many as are missing).
 //

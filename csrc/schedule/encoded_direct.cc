@@ -16,7 +16,8 @@
 // any cut, since parts and segments of an all_reduce are whole blocks of the codec. In a reduce_scatter blocks count
 // from the start of each part.
 //
-// As in direct.cc, contributions are listed `pipeline_frames` segments ahead of sums, and scratch has a slot for each of those.
+// As in direct.cc, contributions are listed `pipeline_frames` segments ahead of sums, and scratch has a slot for each
+// of those.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

@@ -38,7 +38,7 @@ std::shared_ptr<SharedHeap> SharedHeap::create() {
 }
 
 SharedHeap::SharedHeap(SharedArena arena) : arena_(std::move(arena)), process_(::getpid()) {
-  // Tensors outlive a fork in both processes: a data loader's worker may look at one.
+  // Tensors outlive a fork in both processes: a data loader's worker may read one.
   (void)::madvise(arena_.at(0), arena_.nbytes(), MADV_DOFORK);
   free_[0] = arena_.nbytes();
 }
@@ -121,7 +121,7 @@ void SharedHeap::release(void* begin) noexcept {
       static_cast<off_t>(offset),
       static_cast<off_t>(block.room));
   if (block.detached) {
-    // Never used again: a peer that sleeps may still write there one day. Only address space is lost, and only after a failure.
+    // Never used again: a sleeping peer may still write there. Only address space is lost, and only after a failure.
     (void)::mmap(begin, block.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     return;
   }

@@ -26,7 +26,7 @@ class SharedHeap {
   /// As large as the machine's memory. Throws what SharedArena::create throws.
   [[nodiscard]] static std::shared_ptr<SharedHeap> create();
   explicit SharedHeap(SharedArena arena);
-  /// Call after the last release().
+  /// Destroy it only after the last release().
   ~SharedHeap() = default;
   SharedHeap(const SharedHeap&) = delete;
   SharedHeap& operator=(const SharedHeap&) = delete;

@@ -47,8 +47,8 @@ struct RankRoute {
 /// Error(NoInterface).
 [[nodiscard]] AddressChoice chooseRoute(const AddressPolicy& policy, const HostNetwork& network);
 
-/// The address to bind, once every rank's first guess is known. `everyone` holds all ranks, this one at index `rank`.
-/// Loopback only if all ranks are on this host. Throws Error(NoInterface).
+/// The address to bind, once every rank's first guess is known. `everyone` has one entry per rank, this one at index
+/// `rank`. Loopback only if all ranks are on this host. Throws Error(NoInterface).
 [[nodiscard]] AddressChoice chooseAddress(
     const AddressPolicy& policy,
     const HostNetwork& network,
