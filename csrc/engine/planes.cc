@@ -17,6 +17,9 @@ void Planes::openData(DataPlane::Options options) {
   events.doubted = [this](ErrorRecord record) {
     onControl([record = std::move(record)](ControlPlane& control) { control.doubt(record); });
   };
+  events.ask = [this](std::vector<Question> questions) {
+    onControl([questions = std::move(questions)](ControlPlane& control) { control.ask(questions); });
+  };
   events.left = [this](int peer) { onControl([peer](ControlPlane& control) { control.peerLeft(peer); }); };
   data_ = std::make_unique<DataPlane>(identity_, lane_, std::move(events), std::move(options));
 }
@@ -25,6 +28,9 @@ void Planes::openControl(std::vector<Listener> listeners, Membership::Config mem
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
   events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) { adoptBulkLink(hello, std::move(link)); };
+  events.asked = [this](int from, const FrameHeader& question) {
+    onData([from, question](DataPlane& data) { data.heardQuestion(from, question); });
+  };
   events.left = [this](int peer) { onData([peer](DataPlane& data) { data.peerLeft(peer); }); };
   control_ = std::make_unique<ControlPlane>(
       identity_, control_loop_, std::move(listeners), std::move(membership), std::move(events));

@@ -10,11 +10,12 @@ enum class FrameType : uint8_t {
   HelloReply = 2, ///< accepts, or carries the error record with the reason for the refusal
   Data = 3, ///< payload: one step's bytes
   Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
-  Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload
-  NotEntered = 6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here
+  Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload; see Route
+  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here; see Route
   Failure = 7, ///< payload: ErrorRecord::serialize()
   Heartbeat = 8,
-  Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
+  Goodbye = 9, ///< orderly end: nothing more will come, and nothing more is expected
+  Left = 10, ///< on control links: rank `root` has said goodbye to a rank that passes this on
 };
 
 /// The 64 bytes before every payload. Little-endian, as on every machine pycomm supports.
@@ -27,7 +28,7 @@ struct FrameHeader {
   uint64_t op_id = 0;
   int64_t numel = 0; ///< elements of the operation (not of this frame)
   uint32_t group = 0; ///< hash of the group's name and nonce
-  uint32_t index = 0; ///< number of this frame on its edge, counted from 0
+  uint32_t index = 0; ///< which frame of the edge this is, counted from 0; on control links see Route
   uint8_t kind = 0; ///< Collective
   uint8_t dtype = 0; ///< DType
   uint8_t reduce_op = 0; ///< ReduceOp
@@ -37,15 +38,34 @@ struct FrameHeader {
   int32_t root = -1;
   uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
   uint32_t digest = 0; ///< selection table and split sizes
-  uint32_t reserved = 0;
-  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that replies to one
+  uint32_t route = 0; ///< on control links, of questions and answers: see Route
+  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that answers one
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
-  static constexpr uint8_t kVersion = 2; ///< 2: the connecting side waits for HelloReply; Waiting may reply to Waiting
+  /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.
+  /// 3: questions about collectives may travel over control links, from neighbour to neighbour; Left.
+  static constexpr uint8_t kVersion = 3;
 };
 static_assert(sizeof(FrameHeader) == 64, "the header is part of the wire format");
 
-/// Upper bound of payload_nbytes: no more than this is ever read, also if a stranger writes a larger number.
+/// Between which two ranks a question (Waiting) or its answer (NotEntered) travels over control links. A rank has control links to few
+/// others, so a frame may pass through some of them (ControlPlane::towards).
+struct Route {
+  int from = -1;
+  int to = -1;
+  uint32_t hops = 0; ///< links that the frame has passed
+  static constexpr int kMaxRanks = 1 << 16;
+
+  [[nodiscard]] static Route of(const FrameHeader& header) noexcept {
+    return {static_cast<int>(header.route & 0xffff), static_cast<int>(header.route >> 16), header.index};
+  }
+  void writeTo(FrameHeader& header) const noexcept {
+    header.route = static_cast<uint32_t>(from) | static_cast<uint32_t>(to) << 16;
+    header.index = hops;
+  }
+};
+
+/// No frame is larger: whatever a stranger writes into payload_nbytes, no more than this is ever read for it.
 inline constexpr uint32_t kMaxPayloadNbytes = 4U << 20;
 
 } // namespace pycomm

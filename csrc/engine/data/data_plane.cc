@@ -273,7 +273,11 @@ void DataPlane::act() {
     for (Protocol::Action& action : actions) {
       switch (action.kind) {
         case Protocol::Action::Kind::Send:
-          send(action.peer, action.header);
+          if (action.way == RollCall::Way::BulkLink) {
+            send(action.peer, action.header);
+          } else {
+            ask(action.peer, action.header);
+          }
           break;
         case Protocol::Action::Kind::Pump: {
           const auto found = transfers_.find(action.op_id);
@@ -323,6 +327,26 @@ void DataPlane::send(int peer, const FrameHeader& header) {
   } else if (end_.running()) {
     links_.ask(peer, std::move(frame));
   }
+}
+
+void DataPlane::ask(int peer, const FrameHeader& question) {
+  if (!links_.isWriting(peer)) {
+    questions_.push_back(Question{peer, question});
+  } else if (end_.running()) {
+    OutFrame frame;
+    frame.header = question;
+    links_.ask(peer, std::move(frame));
+  }
+}
+
+void DataPlane::sendQuestions() {
+  if (!questions_.empty() && end_.running()) {
+    events_.ask(std::exchange(questions_, {}));
+  }
+}
+
+void DataPlane::heardQuestion(int peer, const FrameHeader& question) {
+  guarded(peer, [&] { static_cast<void>(onHeader(peer, question)); });
 }
 
 void DataPlane::deliverToSelf() {

@@ -23,6 +23,7 @@
 #include "engine/loop/loop.h"
 #include "engine/loop/staging_pool.h"
 #include "engine/monitor/departures.h"
+#include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 
@@ -49,6 +50,8 @@ class DataPlane final : public Loop::Ticker,
     std::function<void(int peer)> left;
     /// A link broke a while ago that nothing waits for, and no goodbye has come: trouble if that peer is still there.
     std::function<void(ErrorRecord)> doubted;
+    /// For other ranks, over control links.
+    std::function<void(std::vector<Question>)> ask;
   };
 
   /// What a simulator puts in other's place.
@@ -87,6 +90,8 @@ class DataPlane final : public Loop::Ticker,
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
+  /// A question or an answer has arrived on a control link.
+  void heardQuestion(int peer, const FrameHeader& question);
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under way, and later ones,
   /// end with `reason`; if there were some, the other ranks are told.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
@@ -194,6 +199,9 @@ class DataPlane final : public Loop::Ticker,
   /// Ranks ask each other what they wait in so that an error can name who has not entered it. Nothing else depends on that; but it
   /// does on a message that is announced.
   [[nodiscard]] bool isQuestion(const FrameHeader& header) const noexcept;
+  /// Over the bulk link if there is one, else over control links: see RollCall::Way.
+  void ask(int peer, const FrameHeader& question);
+  void sendQuestions();
   void actOnDepartures();
   void overdue(uint64_t op_id);
   /// Every entry from the loop goes through here: whatever is thrown becomes the group's failure (`peer` to blame, -1 for nobody),
@@ -203,6 +211,7 @@ class DataPlane final : public Loop::Ticker,
     try {
       body();
       flush();
+      sendQuestions();
     } catch (...) {
       report(peer, std::current_exception());
     }
@@ -233,6 +242,7 @@ class DataPlane final : public Loop::Ticker,
   Protocol protocol_;
   StagingPool staging_; ///< before everything that holds its buffers
   std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
+  std::vector<Question> questions_; ///< that have not left yet
   std::deque<OutFrame> to_self_; ///< frames between a send to this rank and its receive
   std::unordered_map<uint64_t, std::vector<HeldFrame>> held_;
   PeerLinks links_;

@@ -78,6 +78,7 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     case FrameType::Failure:
     case FrameType::Heartbeat:
     case FrameType::Goodbye:
+    case FrameType::Left:
       break;
   }
   roll_call_.violated(
@@ -137,6 +138,7 @@ std::vector<Protocol::Action> Protocol::takeActions() {
         break;
     }
     action.peer = said.peer;
+    action.way = said.way;
     action.op_id = said.op_id;
     action.header = said.header;
     action.record = std::move(said.record);

@@ -43,6 +43,7 @@ class Protocol {
     };
     Kind kind = Kind::Send;
     int peer = -1;
+    RollCall::Way way = RollCall::Way::BulkLink;
     uint64_t op_id = 0;
     FrameHeader header;
     ErrorRecord record;
@@ -75,8 +76,9 @@ class Protocol {
   void asked(int peer) {
     roll_call_.asksForMessages(peer);
   }
+  /// Of messages.
   void answerNotEntered(int peer, uint64_t op_id) {
-    roll_call_.answerNotEntered(peer, op_id);
+    roll_call_.answerNotEntered(peer, op_id, RollCall::Way::BulkLink);
   }
   void tick(TimePoint now) {
     roll_call_.tick(now);

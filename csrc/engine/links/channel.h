@@ -40,6 +40,9 @@ class OutChannel {
   [[nodiscard]] bool empty() const noexcept {
     return frames_.empty();
   }
+  [[nodiscard]] size_t size() const noexcept {
+    return frames_.size();
+  }
   /// Writes up to a bounded number of bytes, so that reading gets its turn. Appends the frames that the kernel has taken whole
   /// to `sent`. Returns true while frames are left.
   [[nodiscard]] bool flush(std::vector<OutFrame>& sent);

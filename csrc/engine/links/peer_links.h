@@ -95,7 +95,12 @@ class PeerLinks final : private PortOwner {
   [[nodiscard]] bool isOpened(int peer) const noexcept {
     return in_[static_cast<size_t>(peer)] != nullptr;
   }
-  /// That link may still bring something.
+  /// This rank has opened a link to the peer, and frames can leave on it.
+  [[nodiscard]] bool isWriting(int peer) const noexcept {
+    const std::unique_ptr<OutPort>& port = out_[static_cast<size_t>(peer)];
+    return port != nullptr && (port->state() == OutPort::State::Open || port->state() == OutPort::State::Full);
+  }
+  /// The link that the peer opened may still bring something.
   [[nodiscard]] bool isReading(int peer) const noexcept {
     return isOpened(peer) && !in_[static_cast<size_t>(peer)]->ended;
   }

@@ -129,6 +129,7 @@ void ControlPlane::doubt(const ErrorRecord& record) {
 
 void ControlPlane::peerLeft(int peer) {
   membership_.saidGoodbye(peer);
+  act();
 }
 
 void ControlPlane::onThrown(const std::exception_ptr& exception) noexcept {
@@ -184,7 +185,7 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   }
   try {
     if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
-      dropLink(link, "the connection was closed");
+      dropLink(link, "the connection was closed", false);
     }
     if (!link.down && (events & EPOLLOUT) != 0) {
       flush(link);
@@ -192,12 +193,13 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   } catch (const Error& error) {
     linkBroke(link, error);
   }
+  flushAll(); // what it brought may be for others
   act();
 }
 
 void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   if (error.record().code == ErrorCode::ConnectionReset) {
-    dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause);
+    dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause, true);
     return;
   }
   link.down = true;
@@ -210,10 +212,10 @@ void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   membership_.noticed(std::move(record), Clock::now());
 }
 
-void ControlPlane::dropLink(ControlLink& link, const std::string& cause) {
+void ControlPlane::dropLink(ControlLink& link, const std::string& cause, bool broke) {
   link.down = true;
   loop_.unwatch(link.link->fd());
-  membership_.controlClosed(link.peer, cause, Clock::now());
+  membership_.controlClosed(link.peer, cause, Clock::now(), broke);
 }
 
 void ControlPlane::sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload) {
@@ -262,11 +264,13 @@ void ControlPlane::act() {
         continue;
       }
       const bool flood = action.kind == Membership::Action::Kind::Flood;
-      const FrameHeader head = header(flood ? FrameType::Failure : FrameType::Heartbeat);
+      const bool left = action.kind == Membership::Action::Kind::Left;
+      FrameHeader head = header(flood ? FrameType::Failure : left ? FrameType::Left : FrameType::Heartbeat);
+      head.root = left ? action.left : -1;
       const std::string payload = flood ? action.record.serialize() : "";
       for (const auto& entry : links_) {
         ControlLink& link = *entry.second;
-        if (link.down || entry.first == action.except) {
+        if (link.down || entry.first == action.except || (left && entry.first == action.left)) {
           continue;
         }
         try {

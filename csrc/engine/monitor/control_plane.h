@@ -14,6 +14,7 @@
 #include "engine/links/channel.h"
 #include "engine/loop/loop.h"
 #include "engine/monitor/membership.h"
+#include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "transport/net/acceptor.h"
 
@@ -28,8 +29,10 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
     std::function<void(const ErrorRecord&)> failed;
     /// A peer opened a bulk link.
     std::function<void(const Hello& hello, std::unique_ptr<Link>)> bulk_link;
-    /// A peer said goodbye on its control link.
+    /// A peer said goodbye on its control link, or to a rank that passed that on.
     std::function<void(int peer)> left;
+    /// A rank asks this one who has entered an operation, or answers.
+    std::function<void(int from, const FrameHeader& question)> asked;
   };
 
   ControlPlane(
@@ -51,6 +54,10 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void doubt(const ErrorRecord& record);
   /// A peer said goodbye on its bulk link.
   void peerLeft(int peer);
+  /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, so no connection is opened
+  /// for them: log2 N links at the most, and some more around ranks that are silent or have left. Nothing may depend on them: a frame is
+  /// lost if its goal has left, and may be if a rank on its way stops just then.
+  void ask(const std::vector<Question>& questions);
   /// The process of a neighbour on this host has ended, as its DeathWatch says.
   void died(int peer);
   /// Says goodbye on all links and stops. The links, for closeAllGently() on another thread: the loop serves other groups.
@@ -77,9 +84,13 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void tellFailure();
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
+  /// Where a frame for `rank` goes next; it came from neighbour `from`, or from this rank itself. Null if there is nobody else.
+  [[nodiscard]] ControlLink* towards(int rank, int from);
+  void passOn(Route route, const FrameHeader& question, int from);
+  void flushAll();
   void flush(ControlLink& link);
   void linkBroke(ControlLink& link, const Error& error);
-  void dropLink(ControlLink& link, const std::string& cause);
+  void dropLink(ControlLink& link, const std::string& cause, bool broke);
   /// Throw Error(ProtocolViolation) for what no pycomm of this group sends.
   void checkHeader(int peer, const FrameHeader& header) const;
   void onFrame(int peer, const FrameHeader& header, ConstBufferView payload);

@@ -7,6 +7,9 @@
 namespace pycomm {
 namespace {
 
+// A rank that leaves says goodbye on its bulk links, and 20 ms later on its control links. Other ranks pass on either.
+constexpr std::chrono::milliseconds kGoodbyeWithin(40);
+
 // Lower comes first. What a rank can only see when it is itself the cause outranks what follows from it.
 int causeClass(ErrorCode code) {
   switch (code) {
@@ -55,9 +58,13 @@ bool blamesHangingUp(ErrorCode code) {
 } // namespace
 
 Membership::Membership(Config config, TimePoint now)
-    : config_(std::move(config)), heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
+    : config_(std::move(config)),
+      left_(config_.hosts.size(), false),
+      heartbeat_at_(now + std::chrono::milliseconds(config_.heartbeat_every_ms)) {
   for (const int rank : config_.neighbours) {
-    neighbours_.push_back(Neighbour{rank, now, false, false, false});
+    Neighbour& entry = neighbours_.emplace_back();
+    entry.rank = rank;
+    entry.heard_at = now;
   }
 }
 
@@ -83,12 +90,15 @@ Membership::Neighbour* Membership::neighbour(int rank) {
   return nullptr;
 }
 
-void Membership::learn(ErrorRecord record, int from, TimePoint now) {
+void Membership::learn(ErrorRecord record, int from, TimePoint now, bool doubtful) {
   if (failure_) {
     return;
   }
   spoke_.insert(record.rank);
   spoke_.insert(from); // a rank that passes news on hangs up because of it
+  if (isExplained(record)) {
+    return;
+  }
   if (now >= decide_at_) {
     return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
   }
@@ -103,21 +113,25 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
   flood.record = record;
   candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
   actions_.push_back(std::move(flood));
-  if (decide_at_ == TimePoint::max()) {
+  if (decide_at_ == TimePoint::max() || doubtful_) {
     const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
-    decide_at_ = now + std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
+    const auto merge = std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
+    decide_at_ = std::min(decide_at_, now + (doubtful ? kGoodbyeWithin : merge));
+    doubtful_ = doubtful;
   }
   candidates_.push_back(std::move(record));
 }
 
+// Who has said goodbye has left in order, also where a link of another thread ended before its own could be said or read: a rank that
+// does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
+bool Membership::isExplained(const ErrorRecord& record) const {
+  return record.code == ErrorCode::PeerDead && record.peer >= 0 && record.peer != config_.rank && hasLeft(record.peer);
+}
+
 void Membership::noticed(ErrorRecord record, TimePoint now) {
-  // Who has said goodbye here has left in order, also where a link of another thread ended before its own could be said or read: a
-  // rank that does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
-  const Neighbour* const blamed = record.peer == config_.rank ? nullptr : neighbour(record.peer);
-  if (blamed != nullptr && blamed->said_goodbye && record.code == ErrorCode::PeerDead) {
-    return;
+  if (!isExplained(record)) {
+    learn(std::move(record), -1, now);
   }
-  learn(std::move(record), -1, now);
 }
 
 void Membership::doubted(ErrorRecord record, TimePoint now) {
@@ -139,13 +153,30 @@ void Membership::alive(int from, TimePoint now) {
   }
 }
 
-void Membership::saidGoodbye(int peer) {
-  if (Neighbour* entry = neighbour(peer)) {
-    entry->left = entry->said_goodbye = true;
+bool Membership::saidGoodbye(int peer, int from) {
+  if (hasLeft(peer)) {
+    return false;
   }
+  left_[static_cast<size_t>(peer)] = true; // before anything that needs memory: it must not be lost
+  if (Neighbour* entry = neighbour(peer)) {
+    entry->left = true;
+  }
+  Action news;
+  news.kind = Action::Kind::Left;
+  news.except = from;
+  news.left = peer;
+  actions_.push_back(std::move(news));
+  return true;
 }
 
-void Membership::controlClosed(int peer, const std::string& cause, TimePoint now) {
+bool Membership::isSilent(int peer, TimePoint now) const noexcept {
+  const auto longest = std::chrono::milliseconds(2 * config_.heartbeat_every_ms);
+  return std::any_of(neighbours_.begin(), neighbours_.end(), [&](const Neighbour& entry) {
+    return entry.rank == peer && now - entry.heard_at > longest;
+  });
+}
+
+void Membership::controlClosed(int peer, const std::string& cause, TimePoint now, bool broke) {
   Neighbour* entry = neighbour(peer);
   if (entry == nullptr || entry->left) {
     return;
@@ -164,10 +195,17 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   record.hint =
       "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
       "out-of-memory killer";
-  noticed(std::move(record), now);
+  if (!isExplained(record)) {
+    learn(std::move(record), -1, now, broke);
+  }
 }
 
 void Membership::tick(TimePoint now) {
+  if (!failure_ && decide_at_ <= now) {
+    const auto explained = [this](const ErrorRecord& record) { return isExplained(record); };
+    candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), explained), candidates_.end());
+    decide_at_ = candidates_.empty() ? TimePoint::max() : decide_at_;
+  }
   if (!failure_ && decide_at_ <= now) {
     // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
     const auto was_silent = [&](int rank) {

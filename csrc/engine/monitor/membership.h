@@ -19,6 +19,9 @@ namespace pycomm {
 ///
 /// Heartbeats: a control link that was silent for `dead_after_ms` makes its rank unresponsive. The peer's heartbeats come from a
 /// native thread, so a held interpreter lock does not silence them.
+///
+/// Goodbyes: a rank passes each one on to its neighbours, once. So a goodbye that a link loses comes another way, and ranks without a link
+/// to the one that left hear of it, too. A report that such a rank is dead counts no more: whoever wrote it has not heard the goodbye yet.
 class Membership {
  public:
   struct Config {
@@ -36,10 +39,12 @@ class Membership {
     enum class Kind {
       Flood, ///< send `record` to every neighbour but `except`
       Heartbeat, ///< send a heartbeat to every neighbour
+      Left, ///< tell every neighbour but `except` that rank `left` has left in order
       Fail, ///< the group has failed with `record`
     };
     Kind kind = Kind::Flood;
     int except = -1;
+    int left = -1;
     ErrorRecord record;
   };
 
@@ -53,13 +58,23 @@ class Membership {
   void reported(int from, ErrorRecord record, TimePoint now);
   /// A neighbour sent something, anything.
   void alive(int from, TimePoint now);
-  /// A control link ended; after a goodbye that is no fault.
-  void controlClosed(int peer, const std::string& cause, TimePoint now);
-  void saidGoodbye(int peer);
+  /// A control link ended; after a goodbye that is no fault. `broke`: it was reset, which may have swallowed the goodbye. Then this rank
+  /// waits for up to 40 ms before it believes in a death that no other rank reports.
+  void controlClosed(int peer, const std::string& cause, TimePoint now, bool broke = false);
+  /// A rank said goodbye to this one, on a link of any kind, or to others: `from` passes that on. False if it was known.
+  bool saidGoodbye(int peer) {
+    return saidGoodbye(peer, peer);
+  }
+  bool saidGoodbye(int peer, int from);
 
   void tick(TimePoint now);
   [[nodiscard]] TimePoint nextTick() const noexcept;
 
+  [[nodiscard]] bool hasLeft(int peer) const {
+    return left_[static_cast<size_t>(peer)];
+  }
+  /// The neighbour has missed a heartbeat: it may be stopped. No failure yet, but nothing should be sent by way of it.
+  [[nodiscard]] bool isSilent(int peer, TimePoint now) const noexcept;
   [[nodiscard]] const std::optional<ErrorRecord>& failure() const noexcept {
     return failure_;
   }
@@ -67,24 +82,26 @@ class Membership {
 
  private:
   struct Neighbour {
-    int rank;
+    int rank = -1;
     TimePoint heard_at;
     bool connected = false; ///< heard at least once: before that, the code that connects knows better why it is silent
     bool left = false; ///< nothing more is expected from it
-    bool said_goodbye = false;
   };
 
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
-  void learn(ErrorRecord record, int from, TimePoint now);
+  void learn(ErrorRecord record, int from, TimePoint now, bool doubtful = false);
+  [[nodiscard]] bool isExplained(const ErrorRecord& record) const;
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
   Neighbour* neighbour(int rank);
 
   const Config config_;
   std::vector<Neighbour> neighbours_;
   std::vector<ErrorRecord> candidates_;
+  std::vector<bool> left_; ///< by rank, neighbour or not: said goodbye
   std::set<int> spoke_; ///< ranks that reported a cause, their own or another's; -1 for none is harmless
   TimePoint decide_at_ = TimePoint::max();
+  bool doubtful_ = false; ///< all of candidates_ are links that broke
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;
   std::vector<Action> actions_;

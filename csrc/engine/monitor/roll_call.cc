@@ -11,10 +11,11 @@ constexpr size_t kRecent = 256;
 
 } // namespace
 
-void RollCall::send(int peer, const FrameHeader& header) {
+void RollCall::send(int peer, const FrameHeader& header, Way way) {
   Action action;
   action.kind = Action::Kind::Send;
   action.peer = peer;
+  action.way = way;
   action.header = header;
   actions_.push_back(std::move(action));
 }
@@ -87,11 +88,9 @@ void RollCall::entered(const OperationId& id, const Descriptor& descriptor, Dead
 // A message concerns two ranks only, so nobody else is ever asked about it. One that cannot go eagerly is announced at once: its
 // receiver could not find it otherwise.
 void RollCall::announce(Op& op) {
-  op.told_everyone = true;
-  op.told_again = true;
   for (const int peer : credits_.withoutRoom(op.id.id)) {
     op.told_waiting = true;
-    send(peer, headerFor(op.id.id, FrameType::Waiting, peer));
+    ask(op, peer);
   }
 }
 

@@ -28,7 +28,7 @@ namespace pycomm {
 /// there is one. Schedules may differ between the two sides of a mistake, so frames on edges alone do not find every mistake: a rank
 /// that has waited 2 ms sends a question (Waiting) to the ranks it waits for, and they compare, or answer that they have not entered
 /// the operation (NotEntered). After 200 ms it asks all ranks, so that an error names the rank that is late and not a neighbour that
-/// waits as well. If many operations are under way, only the oldest ask: questions about hundreds would keep data waiting on a slow
+/// waits as well. It asks them again later: an answer may be lost on its way, or be true no more. If many operations are under way, only the oldest ask: questions about hundreds would keep data waiting on a slow
 /// link.
 ///
 /// Of each peer, so many collectives are remembered as there are places for, and as many messages: any number of the former may be
@@ -55,6 +55,12 @@ class RollCall {
     Past, ///< it has ended here, not long ago
   };
 
+  /// How a frame travels.
+  enum class Way {
+    BulkLink, ///< opened if there is none. Messages: both ranks have or need it. And an edge that cannot go on without credit
+    OpenLink, ///< any way that needs no new connection, over control links if need be; it may be lost, since nothing depends on it
+  };
+
   struct Action {
     enum class Kind {
       Send, ///< a frame without payload to `peer`
@@ -63,6 +69,7 @@ class RollCall {
     };
     Kind kind = Kind::Send;
     int peer = -1;
+    Way way = Way::BulkLink;
     uint64_t op_id = 0;
     FrameHeader header;
     ErrorRecord record;
@@ -97,7 +104,7 @@ class RollCall {
     ++peers_[static_cast<size_t>(peer)].asked;
   }
   /// Answers a rank that waits in something that this rank has not entered: says what this rank entered last.
-  void answerNotEntered(int peer, uint64_t op_id);
+  void answerNotEntered(int peer, uint64_t op_id, Way way);
   /// The peer broke the protocol: the group fails.
   void violated(int peer, const FrameHeader& header, const std::string& what);
   void tick(TimePoint now);
@@ -146,8 +153,7 @@ class RollCall {
     Deadline deadline = Deadline::never(); ///< never once it has been reported
     TimePoint since; ///< entered, or last byte moved
     bool told_waiting = false; ///< the ranks on unfinished edges know
-    bool told_everyone = false;
-    bool told_again = false; ///< the same once more, after standoff_after_ms
+    int rounds = 0; ///< how often all ranks have been asked
     std::vector<Missing> missing;
   };
   /// What has been heard of an operation that is not entered here.
@@ -173,8 +179,11 @@ class RollCall {
   [[nodiscard]] std::map<int, Descriptor> takeHeard(uint64_t op_id);
   void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
   void fail(ErrorRecord record);
-  void send(int peer, const FrameHeader& header);
+  void send(int peer, const FrameHeader& header, Way way);
+  void ask(const Op& op, int peer);
   void tellWaiting(Op& op, TimePoint now);
+  [[nodiscard]] bool asksEveryone(const Op& op) const noexcept;
+  [[nodiscard]] std::chrono::milliseconds nextRound(const Op& op) const noexcept;
   void checkDeadlines(TimePoint now);
   void standOff(const Op& op, int peer, TimePoint now);
   [[nodiscard]] ErrorRecord violation(int peer, const FrameHeader& header, const std::string& what) const;

@@ -8,8 +8,17 @@
 namespace pycomm {
 namespace {
 
-constexpr int kAskEveryoneAfterMs = 200;
 constexpr int kAskEveryoneMaxSize = 256;
+
+// When an operation that waits asks all ranks. The first answers may be lost, or be true no more: so once more. And for the last time a
+// little later than the patience of standOff(), so that the answers find it over.
+constexpr std::chrono::milliseconds kFirstRound(200);
+constexpr std::chrono::milliseconds kSecondRound(2000);
+constexpr std::chrono::milliseconds kAfterPatience(50);
+constexpr int kRounds = 3;
+
+// Not this shortly before the deadline: the answers that are there must do.
+constexpr std::chrono::milliseconds kAnswerWithin(200);
 
 } // namespace
 
@@ -20,7 +29,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
     if (header.aux == 0 && credits_.lacksCredit(header.op_id, peer)) {
       FrameHeader answer = headerFor(header.op_id, FrameType::Waiting, peer);
       answer.aux = 1;
-      send(peer, answer);
+      send(peer, answer, Way::BulkLink);
     }
     return;
   }
@@ -41,19 +50,19 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   if (has_place && !remember(peer, header, now)) {
     return;
   }
-  answerNotEntered(peer, header.op_id);
+  answerNotEntered(peer, header.op_id, message ? Way::BulkLink : Way::OpenLink);
 }
 
 void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
   const auto found = ops_.find(header.op_id);
-  // A frame of the peer shows that it has entered the operation since.
+  // Answers travel another way than the frames of the operation, and may come later than those: then the peer has entered it since.
   if (found != ops_.end() && !credits_.hasShown(header.op_id, peer)) {
     found->second.missing.push_back(Missing{peer, lastText(header)});
     standOff(found->second, peer, now);
   }
 }
 
-void RollCall::answerNotEntered(int peer, uint64_t op_id) {
+void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
   FrameHeader reply;
   reply.type = FrameType::NotEntered;
   reply.group = config_.group;
@@ -63,7 +72,7 @@ void RollCall::answerNotEntered(int peer, uint64_t op_id) {
   }
   reply.op_id = op_id;
   reply.aux = last_entered_.id;
-  send(peer, reply);
+  send(peer, reply, way);
 }
 
 std::string RollCall::lastText(const FrameHeader& not_entered) {
@@ -98,25 +107,41 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   }
 }
 
+// An edge that cannot go on without credit needs its own link; and the peer grants that once it knows that this rank waits.
+void RollCall::ask(const Op& op, int peer) {
+  const bool needed = op.descriptor.kind == Collective::Send || credits_.lacksCredit(op.id.id, peer);
+  send(peer, headerFor(op.id.id, FrameType::Waiting, peer), needed ? Way::BulkLink : Way::OpenLink);
+}
+
+bool RollCall::asksEveryone(const Op& op) const noexcept {
+  return op.rounds < kRounds && config_.size <= kAskEveryoneMaxSize && op.descriptor.kind != Collective::Send;
+}
+
+std::chrono::milliseconds RollCall::nextRound(const Op& op) const noexcept {
+  return op.rounds == 0 ? kFirstRound
+      : op.rounds == 1  ? kSecondRound
+                        : std::chrono::milliseconds(config_.standoff_after_ms) + kAfterPatience;
+}
+
 void RollCall::tellWaiting(Op& op, TimePoint now) {
   const auto waited = now - op.since;
   if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
     op.told_waiting = true;
     for (const int peer : credits_.unfinished(op.id.id)) {
-      send(peer, headerFor(op.id.id, FrameType::Waiting, peer));
+      ask(op, peer);
     }
   }
-  const auto due = [&](bool told, int after_ms) {
-    return !told && config_.size <= kAskEveryoneMaxSize && waited >= std::chrono::milliseconds(after_ms);
-  };
-  const bool again = due(op.told_again, config_.standoff_after_ms + 50);
-  if (again || due(op.told_everyone, kAskEveryoneAfterMs)) {
-    op.told_everyone = true;
-    op.told_again = again;
+  bool due = false;
+  while (asksEveryone(op) && waited >= nextRound(op)) {
+    due = due || op.rounds == 0 || op.deadline.instant() > now + kAnswerWithin;
+    ++op.rounds;
+  }
+  if (due) {
     op.missing.clear();
     for (int peer = 0; peer < config_.size; ++peer) {
-      if (peer != config_.rank) {
-        send(peer, headerFor(op.id.id, FrameType::Waiting, peer));
+      const bool known = op.rounds == 2 && credits_.hasShown(op.id.id, peer); // to have entered it
+      if (peer != config_.rank && !known) {
+        ask(op, peer);
       }
     }
   }
@@ -162,11 +187,8 @@ void RollCall::tick(TimePoint now) {
     tellWaiting(op, now);
     if (!op.told_waiting) {
       next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));
-    } else if (!op.told_everyone && config_.size <= kAskEveryoneMaxSize) {
-      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(kAskEveryoneAfterMs));
-    } else if (!op.told_again && config_.size <= kAskEveryoneMaxSize) {
-      // A little later than the patience, so that the answer finds it over.
-      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.standoff_after_ms + 50));
+    } else if (asksEveryone(op)) {
+      next_tick_ = std::min(next_tick_, op.since + nextRound(op));
     }
   }
 }

@@ -28,6 +28,8 @@ const char* typeText(FrameType type) noexcept {
       return "heartbeat";
     case FrameType::Goodbye:
       return "goodbye";
+    case FrameType::Left:
+      return "news of a goodbye";
   }
   return "unknown";
 }
@@ -40,6 +42,8 @@ std::string frameText(const FrameHeader& header) {
   if (header.type == FrameType::Data) {
     out += " #" + std::to_string(header.index) + ", " + std::to_string(header.payload_nbytes) + " B" +
         ((header.aux & kEagerFlag) != 0 ? ", eager" : "");
+  } else if (header.type == FrameType::Left) {
+    out += " of rank " + std::to_string(header.root);
   } else if (header.type == FrameType::Credit) {
     out += ": " + std::to_string(header.aux) + " B";
   }

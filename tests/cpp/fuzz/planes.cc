@@ -63,6 +63,11 @@ struct Control {
       }
     };
     events.left = [](int) {};
+    events.asked = [](int from, const FrameHeader& question) {
+      promise(from >= 0 && from < kRanks && from != kSelf, "a question of nobody");
+      promise(question.type == FrameType::Waiting || question.type == FrameType::NotEntered, "a question that is none");
+      promise(question.payload_nbytes == 0, "a question with a payload");
+    };
     plane = std::make_unique<ControlPlane>(identity(), loop, std::vector<Listener>(), membership, std::move(events));
     plane->open();
   }
@@ -124,6 +129,11 @@ struct Data {
     events.noticed = [&said](ErrorRecord record) { said.records.push_back(std::move(record)); };
     events.left = [](int) {};
     events.doubted = events.noticed;
+    events.ask = [](const std::vector<Question>& questions) {
+      for (const Question& question : questions) {
+        promise(question.to >= 0 && question.to < kRanks && question.to != kSelf, "a question to nobody");
+      }
+    };
     DataPlane::Options options;
     options.connect = [this](int) { return std::make_unique<BytesLink>(nullptr, 0, 1, --next_fd_); };
     options.read_buffer_nbytes = 256;
@@ -168,6 +178,12 @@ Hello hello() {
 
 // ---- control links
 
+FrameHeader routed(int from, int to) {
+  FrameHeader header = headerOf(FrameType::Waiting);
+  Route{from, to}.writeTo(header);
+  return header;
+}
+
 std::vector<uint8_t> controlSample() {
   ErrorRecord record;
   record.code = ErrorCode::PeerDead;
@@ -177,7 +193,8 @@ std::vector<uint8_t> controlSample() {
   record.host = "host0";
   return bytesOf(
       std::string("\x63\0", 2) + frame(headerOf(FrameType::Heartbeat)) +
-      frame(headerOf(FrameType::Failure), record.serialize()) + frame(headerOf(FrameType::Goodbye)));
+      frame(headerOf(FrameType::Failure), record.serialize()) + frame(routed(0, kSelf)) + frame(routed(0, 2)) +
+      frame(headerOf(FrameType::Goodbye)));
 }
 
 bool readControl(const uint8_t* bytes, size_t nbytes) {

@@ -230,7 +230,7 @@ FIGURES = [
     ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
     ("architecture", "Ctrl-C every 100 ms", "c10d", "kSignalCheckMs = 100"),
     ("architecture", "waited 2 ms", "engine", "waiting_after_ms = 2"),
-    ("architecture", "after 200 ms", "engine", "kAskEveryoneAfterMs = 200"),
+    ("architecture", "after 200 ms", "engine", "kFirstRound(200)"),
     ("architecture", "(up to 256)", "engine", "kAskEveryoneMaxSize = 256"),
     ("architecture", "first 64 KiB of an edge", "engine", "eager_nbytes = 64 << 10"),
     ("architecture", "pool of 1 MiB", "engine", "eager_pool_nbytes = 16 * ((64 << 10)"),

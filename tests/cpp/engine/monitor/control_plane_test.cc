@@ -7,7 +7,10 @@
 
 #include <cstring>
 #include <future>
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "engine/loop/event_loop.h"
 #include "transport/net/tcp_link.h"
@@ -44,6 +47,7 @@ class Plane {
     events.failed = [this](const ErrorRecord& record) { failed_.set_value(record); };
     events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) { ++bulk_links; };
     events.left = [](int) {};
+    events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
     int ends[2] = {-1, -1};
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     peer = std::make_unique<TcpLink>(UniqueFd(ends[0]));
@@ -92,6 +96,7 @@ class Plane {
 
   std::unique_ptr<TcpLink> peer;
   int bulk_links = 0;
+  std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
 
  private:
   EventLoop loop_;
@@ -104,6 +109,13 @@ FrameHeader header(FrameType type) {
   header.type = type;
   header.group = kPlaneGroup;
   return header;
+}
+
+FrameHeader question(int from, int to) {
+  FrameHeader question = header(FrameType::Waiting);
+  question.op_id = 5;
+  Route{from, to}.writeTo(question);
+  return question;
 }
 
 ErrorRecord report() {
@@ -160,6 +172,8 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
   large.payload_nbytes = ErrorRecord::kMaxSerializedNbytes + 1;
   FrameHeader loaded = header(FrameType::Heartbeat);
   loaded.payload_nbytes = 1;
+  FrameHeader of_nobody = header(FrameType::Left);
+  of_nobody.root = kSize;
   struct Case {
     FrameHeader header;
     const char* says;
@@ -169,6 +183,10 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
       {other_epoch, "another group or epoch"},
       {large, "a payload of"},
       {loaded, "a payload of 1 bytes"},
+      {question(0, 0), "a question between ranks that do not exist"},
+      {question(0, kSize), "a question between ranks that do not exist"},
+      {question(kSize, 1), "a question between ranks that do not exist"},
+      {of_nobody, "the goodbye of a rank that does not exist"},
       {header(FrameType::Data), "type 3 on a control link"},
       {header(FrameType::HelloReply), "type 2 on a control link"},
       {header(static_cast<FrameType>(200)), "type 200 on a control link"}};
@@ -180,6 +198,171 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
     EXPECT_EQ(failure.peer, 0) << one.says;
     EXPECT_THAT(failure.summary, HasSubstr(one.says));
   }
+}
+
+TEST(ControlPlane, GivesAQuestionForThisRankToItsGroup) {
+  Plane plane;
+  plane.send(question(3, 1)); // rank 0 has passed it on
+  plane.send(header(FrameType::Failure), report().serialize());
+  EXPECT_EQ(plane.failure().code, ErrorCode::PeerDead); // so the question has been read
+  ASSERT_EQ(plane.asked.size(), 1U);
+  EXPECT_EQ(plane.asked[0].first, 3);
+  EXPECT_EQ(plane.asked[0].second.op_id, 5U);
+}
+
+/// Rank 0 of 16, with control links to all its neighbours, whose ends are the test's.
+class Crossroads {
+ public:
+  static constexpr int kRanks = 16;
+
+  explicit Crossroads(int heartbeat_every_ms = 500) : loop_("test") {
+    GroupIdentity self = identity();
+    self.rank = 0;
+    self.size = kRanks;
+    self.hosts.assign(kRanks, "host");
+    Membership::Config membership;
+    membership.rank = 0;
+    membership.hosts = self.hosts;
+    membership.neighbours = controlNeighbours(0, kRanks);
+    membership.heartbeat_every_ms = heartbeat_every_ms;
+    membership.dead_after_ms = 60000;
+    ControlPlane::Events events;
+    events.failed = [](const ErrorRecord& record) { ADD_FAILURE() << record.text(); };
+    events.bulk_link = [](const Hello&, std::unique_ptr<Link>) {};
+    events.left = [this](int peer) { left.push_back(peer); };
+    events.asked = [](int, const FrameHeader&) { ADD_FAILURE() << "a question for rank 0"; };
+    loop_.run([&] {
+      plane_ = std::make_unique<ControlPlane>(self, loop_, std::vector<Listener>(), membership, std::move(events));
+      plane_->open();
+      for (const int peer : membership.neighbours) {
+        int ends[2] = {-1, -1};
+        EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+        links_[peer] = std::make_unique<TcpLink>(UniqueFd(ends[0]));
+        plane_->adopt(peer, std::make_unique<TcpLink>(UniqueFd(ends[1])));
+      }
+    });
+  }
+  ~Crossroads() {
+    loop_.run([&] { plane_.reset(); });
+    loop_.stop();
+  }
+
+  void send(int from, const FrameHeader& header) {
+    const AbortToken none;
+    writeAll(
+        *links_.at(from), {reinterpret_cast<const std::byte*>(&header), sizeof header}, Deadline::after(5000), none);
+  }
+  void ask(int to) {
+    loop_.run([&] { plane_->ask({Question{to, header(FrameType::Waiting)}}); });
+  }
+  /// The frame that comes next at that neighbour, but for heartbeats; nothing within `timeout_ms`: of type Hello.
+  FrameHeader next(int at, int timeout_ms = 5000) {
+    const AbortToken none;
+    FrameHeader frame;
+    try {
+      do {
+        readAll(
+            *links_.at(at), {reinterpret_cast<std::byte*>(&frame), sizeof frame}, Deadline::after(timeout_ms), none);
+      } while (frame.type == FrameType::Heartbeat);
+    } catch (const Error&) {
+      frame = header(FrameType::Hello);
+    }
+    return frame;
+  }
+  /// Which neighbour gets a question for `to`; -1 for none.
+  int way(int to) {
+    ask(to);
+    for (const auto& entry : links_) {
+      const FrameHeader frame = next(entry.first, 1);
+      if (frame.type == FrameType::Waiting) {
+        EXPECT_EQ(Route::of(frame).from, 0);
+        EXPECT_EQ(Route::of(frame).to, to);
+        EXPECT_EQ(Route::of(frame).hops, 1U);
+        return entry.first;
+      }
+    }
+    return -1;
+  }
+
+  std::vector<int> left; ///< of the loop's thread
+  void sync() {
+    loop_.run([] {});
+  }
+
+ private:
+  EventLoop loop_;
+  std::unique_ptr<ControlPlane> plane_;
+  std::map<int, std::unique_ptr<TcpLink>> links_;
+};
+
+TEST(ControlPlane, AQuestionGoesByTheNeighbourThatIsClosestToItsGoal) {
+  Crossroads self;
+  EXPECT_EQ(self.way(8), 8);
+  EXPECT_EQ(self.way(5), 4);
+  EXPECT_EQ(self.way(7), 8);
+  EXPECT_EQ(self.way(11), 12);
+  EXPECT_EQ(self.way(13), 12) << "the lower of two";
+  self.send(14, question(13, 5)); // passed on
+  const FrameHeader passed = self.next(4);
+  EXPECT_EQ(passed.op_id, 5U);
+  EXPECT_EQ(Route::of(passed).from, 13);
+  EXPECT_EQ(Route::of(passed).hops, 1U);
+}
+
+TEST(ControlPlane, AQuestionGoesAroundARankThatHasLeftAndIsDroppedIfItsGoalHas) {
+  Crossroads self;
+  self.send(4, header(FrameType::Goodbye));
+  EXPECT_EQ(self.next(1).type, FrameType::Left); // so it has been read
+  EXPECT_EQ(self.way(4), -1);
+  EXPECT_EQ(self.way(5), 2);
+  self.send(2, question(9, 5));
+  EXPECT_EQ(Route::of(self.next(8)).to, 5) << "it does not go back where it came from";
+}
+
+TEST(ControlPlane, AQuestionGoesAroundARankThatIsSilent) {
+  Crossroads self(20);
+  const Deadline soon = Deadline::after(10000);
+  int way = self.way(5);
+  while (way != 2 && !soon.expired()) { // rank 4 is stopped, the others send heartbeats
+    for (const int peer : {1, 2, 8, 12, 14, 15}) {
+      self.send(peer, header(FrameType::Heartbeat));
+    }
+    way = self.way(5);
+  }
+  EXPECT_EQ(way, 2);
+  EXPECT_EQ(self.way(4), 4) << "it may continue";
+}
+
+TEST(ControlPlane, AQuestionThatFindsNoWayEndsSomewhere) {
+  Crossroads self;
+  FrameHeader lost = question(13, 5);
+  lost.index = 32; // hops
+  self.send(14, lost);
+  FrameHeader last = question(13, 6);
+  last.index = 31;
+  self.send(14, last);
+  EXPECT_EQ(Route::of(self.next(4)).to, 6);
+}
+
+TEST(ControlPlane, AGoodbyeIsPassedOnOnceToAllOthers) {
+  Crossroads self;
+  FrameHeader news = header(FrameType::Left);
+  news.root = 7; // no neighbour
+  self.send(1, news);
+  for (const int peer : {2, 4, 8, 12, 14, 15}) {
+    const FrameHeader passed = self.next(peer);
+    EXPECT_EQ(passed.type, FrameType::Left) << peer;
+    EXPECT_EQ(passed.root, 7) << peer;
+  }
+  self.send(2, news); // by another way
+  news.root = 0; // comes back to who said it
+  self.send(2, news);
+  self.send(2, header(FrameType::Goodbye));
+  const FrameHeader passed = self.next(1);
+  EXPECT_EQ(passed.type, FrameType::Left);
+  EXPECT_EQ(passed.root, 2) << "rank 7's is not told to who told it, nor twice";
+  self.sync();
+  EXPECT_EQ(self.left, (std::vector<int>{7, 2}));
 }
 
 // Of each pair of neighbours the lower rank opens the control link.

@@ -152,6 +152,48 @@ TEST(Membership, AGoodbyeIsNoDeath) {
   EXPECT_FALSE(membership.failure());
 }
 
+TEST(Membership, AGoodbyeIsPassedOnOnce) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 16), start);
+  EXPECT_TRUE(membership.saidGoodbye(5, 1)); // no neighbour
+  EXPECT_FALSE(membership.saidGoodbye(5, 2));
+  EXPECT_TRUE(membership.saidGoodbye(2));
+  const std::vector<Membership::Action> actions = membership.takeActions();
+  ASSERT_EQ(actions.size(), 2U);
+  EXPECT_EQ(actions[0].kind, Membership::Action::Kind::Left);
+  EXPECT_EQ(actions[0].left, 5);
+  EXPECT_EQ(actions[0].except, 1);
+  EXPECT_EQ(actions[1].left, 2);
+  EXPECT_EQ(actions[1].except, 2);
+  EXPECT_TRUE(membership.hasLeft(5));
+  EXPECT_FALSE(membership.hasLeft(1));
+}
+
+// A reset swallowed the goodbye on its way to whoever reports a death.
+TEST(Membership, AReportOfADeathDoesNotCountIfTheGoodbyeComesAnotherWay) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 3), start);
+  membership.controlClosed(1, "reset", start);
+  membership.saidGoodbye(1, 2); // rank 2 passes it on
+  membership.tick(start + milliseconds(5));
+  EXPECT_FALSE(membership.failure());
+  membership.reported(2, record(ErrorCode::PeerDead, 2, 1), start + milliseconds(6));
+  membership.tick(start + milliseconds(11));
+  EXPECT_FALSE(membership.failure());
+  membership.reported(2, record(ErrorCode::PeerLeft, 2, 1), start + milliseconds(12));
+  membership.tick(start + milliseconds(17));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->code, ErrorCode::PeerLeft);
+}
+
+TEST(Membership, ANeighbourThatMissesHeartbeatsIsSilent) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 3), start);
+  membership.alive(1, start + milliseconds(100));
+  EXPECT_FALSE(membership.isSilent(1, start + milliseconds(1100)));
+  EXPECT_TRUE(membership.isSilent(1, start + milliseconds(1101)));
+}
+
 TEST(Membership, WhoSaidGoodbyeIsNotBlamedForALinkThatEnded) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 3), start);

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+#include <set>
+
 namespace pycomm {
 namespace {
 
@@ -101,6 +104,52 @@ TEST_F(RollCallTest, AsksTheRanksThatItWaitsForAfter2MsAndAllRanksAfter200) {
   EXPECT_EQ(askedRanks(), std::vector<int>());
   roll.tick(at(200));
   EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3}));
+}
+
+TEST_F(RollCallTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
+  enter(1, Deadline::at(at(2201)));
+  enter(2, Deadline::at(at(2200)));
+  for (const int ms : {2, 200}) {
+    roll.tick(at(ms));
+    static_cast<void>(roll.takeActions());
+  }
+  FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
+  roll.answered(2, answer, at(201));
+  answer.op_id = 2;
+  roll.answered(2, answer, at(201));
+  EXPECT_EQ(roll.nextTick(), at(2000));
+  roll.tick(at(2000));
+  EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3})) << "of one operation only";
+  EXPECT_FALSE(roll.missing(1)) << "it may have entered since";
+  EXPECT_TRUE(roll.missing(2)) << "the first answer must do";
+}
+
+TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
+  PreparedSchedule schedule;
+  for (const int peer : {1, 2}) {
+    Edge edge;
+    edge.peer = peer;
+    edge.nbytes = 100;
+    edge.steps.resize(1);
+    (peer == 1 ? schedule.incoming : schedule.outgoing).push_back(edge);
+  }
+  credits.posted(1, schedule, false, {});
+  roll.entered(OperationId{1, 1}, barrierOf(), Deadline::never(), at(0));
+  roll.tick(at(200));
+  std::map<int, std::set<RollCall::Way>> ways;
+  for (const RollCall::Action& action : taken(Kind::Send)) {
+    ways[action.peer].insert(action.way);
+  }
+  EXPECT_EQ(ways[1], std::set<RollCall::Way>{RollCall::Way::OpenLink});
+  EXPECT_EQ(ways[2], std::set<RollCall::Way>{RollCall::Way::BulkLink});
+  EXPECT_EQ(ways[3], std::set<RollCall::Way>{RollCall::Way::OpenLink});
+
+  roll.asked(1, rollFrame(7, barrierOf()), at(200));
+  roll.asked(1, rollFrame(kDerivedIdBit | 8, someMessage()), at(200));
+  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  ASSERT_EQ(answers.size(), 2U);
+  EXPECT_EQ(answers[0].way, RollCall::Way::OpenLink);
+  EXPECT_EQ(answers[1].way, RollCall::Way::BulkLink) << "a message";
 }
 
 TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {

@@ -116,8 +116,7 @@ MUTATIONS = [
     Mutation(
         "no merge window",
         "membership.cc",
-        "decide_at_ = now + std::chrono::milliseconds(mismatch ? "
-        "config_.merge_mismatches_ms : config_.merge_ms);",
+        "decide_at_ = std::min(decide_at_, now + (doubtful ? kGoodbyeWithin : merge));",
         "decide_at_ = now;",
     ),
     Mutation(
@@ -159,8 +158,24 @@ MUTATIONS = [
     Mutation(
         "a goodbye does not count",
         "membership.cc",
-        "entry->left = entry->said_goodbye = true;",
+        "  left_[static_cast<size_t>(peer)] = true; "
+        "// before anything that needs memory: it must not be lost\n"
+        "  if (Neighbour* entry = neighbour(peer)) {\n    entry->left = true;\n  }\n",
         "",
+    ),
+    Mutation(
+        "goodbyes are not passed on",
+        "membership.cc",
+        "  news.except = from;\n  news.left = peer;\n  actions_.push_back(std::move(news));\n",
+        "",
+        kept=1500000007326,
+    ),
+    Mutation(
+        "a reset is a death at once",
+        "membership.cc",
+        "(doubtful ? kGoodbyeWithin : merge)",
+        "merge",
+        kept=1500000007326,
     ),
     Mutation(
         "no deadlines",
@@ -308,8 +323,8 @@ MUTATIONS = [
     Mutation(
         "a stuck rank does not ask everybody",
         "roll_call_ask.cc",
-        "if (peer != config_.rank) {\n        send(peer, headerFor(",
-        "if (false) {\n        send(peer, headerFor(",
+        "if (peer != config_.rank && !known) {\n        ask(op, peer);",
+        "if (false) {\n        ask(op, peer);",
         survives="who is waited for is asked after 2 ms; only operations without edges need more",
     ),
     Mutation(

@@ -155,7 +155,14 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{1500000004153, "the simulator wanted the death of a rank noticed that had said goodbye before"},
         Regression{1500000004628, "a receive from a rank that had left blamed the last rank that left"},
         Regression{2000000000363, "room that came back went to the newest of many broadcasts, and the oldest waited"},
-        Regression{2000000013246, "the same, in two groups at once"}),
+        Regression{2000000013246, "the same, in two groups at once"},
+        Regression{1500000007326, "a goodbye was lost to a reset, and nobody passed it on"},
+        Regression{
+            3037,
+            "two ranks waited for a lost goodbye until the rank between them was gone, and blamed each other"},
+        Regression{1000000005066, "a send waited for a question that a sleeping rank was to pass on"},
+        Regression{1000000006384, "the same"},
+        Regression{1000000009796, "the same"}),
     [](const ::testing::TestParamInfo<Regression>& each) { return "seed" + std::to_string(each.param.seed); });
 
 } // namespace

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// A question or an answer of the roll call (see RollCall), for rank `to`. It travels over control links.
+struct Question {
+  int to = -1;
+  FrameHeader header;
+};
+
+} // namespace pycomm
