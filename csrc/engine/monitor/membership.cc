@@ -90,36 +90,56 @@ Membership::Neighbour* Membership::neighbour(int rank) {
   return nullptr;
 }
 
-void Membership::learn(ErrorRecord record, int from, TimePoint now, bool doubtful) {
-  if (failure_) {
+void Membership::flood(const ErrorRecord& record, int except) {
+  Action flood;
+  flood.kind = Action::Kind::Flood;
+  flood.except = except;
+  flood.record = record;
+  actions_.push_back(std::move(flood));
+}
+
+void Membership::learn(ErrorRecord record, int from, TimePoint now) {
+  if (failure_ || isExplained(record)) {
     return;
   }
   spoke_.insert(record.rank);
   spoke_.insert(from); // a rank that passes news on hangs up because of it
-  if (isExplained(record)) {
-    return;
-  }
-  if (now >= decide_at_) {
+  if (now >= decideAt()) {
     return; // the choice is due: a rank whose thread comes to it late must not choose from more than the others
   }
-  for (const ErrorRecord& known : candidates_) {
-    if (known.code == record.code && known.rank == record.rank && known.peer == record.peer) {
-      return; // the same news by another way
+  for (Candidate& known : candidates_) {
+    if (known.record.code == record.code && known.record.rank == record.rank && known.record.peer == record.peer) {
+      if (known.isDoubtful() && !doubtful(record)) {
+        confirm(known, from, now);
+      }
+      return; // else it is the same news by another way
     }
   }
-  Action flood;
-  flood.kind = Action::Kind::Flood;
-  flood.except = from;
-  flood.record = record;
+  const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
+  const auto merge = std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
+  const TimePoint due = now + (doubtful(record) ? kGoodbyeWithin : merge);
   candidates_.reserve(candidates_.size() + 1); // all or nothing, also without memory
-  actions_.push_back(std::move(flood));
-  if (decide_at_ == TimePoint::max() || doubtful_) {
-    const bool mismatch = record.code == ErrorCode::CollectiveMismatch;
-    const auto merge = std::chrono::milliseconds(mismatch ? config_.merge_mismatches_ms : config_.merge_ms);
-    decide_at_ = std::min(decide_at_, now + (doubtful ? kGoodbyeWithin : merge));
-    doubtful_ = doubtful;
+  flood(record, from);
+  candidates_.push_back(Candidate{std::move(record), due});
+}
+
+// The other ranks have had time for their own news since the doubtful report: so this makes the choice earlier and never later.
+void Membership::confirm(Candidate& known, int from, TimePoint now) {
+  ErrorRecord certain = known.record;
+  certain.phase.clear();
+  flood(certain, from);
+  known.due = std::min(decideAt(), now + std::chrono::milliseconds(config_.merge_ms));
+  known.record = std::move(certain);
+}
+
+// The first certain candidate opens the merge window, and later ones do not extend it. If all are in doubt, the oldest has had its time.
+TimePoint Membership::decideAt() const noexcept {
+  if (failure_ || candidates_.empty()) {
+    return TimePoint::max();
   }
-  candidates_.push_back(std::move(record));
+  const auto certain = std::find_if(
+      candidates_.begin(), candidates_.end(), [](const Candidate& candidate) { return !candidate.isDoubtful(); });
+  return certain == candidates_.end() ? candidates_.front().due : certain->due;
 }
 
 // Who has said goodbye has left in order, also where a link of another thread ended before its own could be said or read: a rank that
@@ -128,10 +148,22 @@ bool Membership::isExplained(const ErrorRecord& record) const {
   return record.code == ErrorCode::PeerDead && record.peer >= 0 && record.peer != config_.rank && hasLeft(record.peer);
 }
 
-void Membership::noticed(ErrorRecord record, TimePoint now) {
-  if (!isExplained(record)) {
-    learn(std::move(record), -1, now);
+void Membership::dropExplained() noexcept {
+  const auto explained = [this](const Candidate& candidate) { return isExplained(candidate.record); };
+  candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), explained), candidates_.end());
+  if (candidates_.empty()) {
+    spoke_.clear(); // of what follows they are not excused
   }
+}
+
+bool Membership::doubts(int peer) const noexcept {
+  return std::any_of(candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
+    return candidate.isDoubtful() && candidate.record.rank == config_.rank && candidate.record.peer == peer;
+  });
+}
+
+void Membership::noticed(ErrorRecord record, TimePoint now) {
+  learn(std::move(record), -1, now);
 }
 
 void Membership::doubted(ErrorRecord record, TimePoint now) {
@@ -161,6 +193,10 @@ bool Membership::saidGoodbye(int peer, int from) {
   if (Neighbour* entry = neighbour(peer)) {
     entry->left = true;
   }
+  if (failure_) {
+    return true; // nobody chooses any more
+  }
+  dropExplained();
   Action news;
   news.kind = Action::Kind::Left;
   news.except = from;
@@ -178,10 +214,10 @@ bool Membership::isSilent(int peer, TimePoint now) const noexcept {
 
 void Membership::controlClosed(int peer, const std::string& cause, TimePoint now, bool broke) {
   Neighbour* entry = neighbour(peer);
-  if (entry == nullptr || entry->left) {
-    return;
+  if (entry == nullptr || hasLeft(peer) || (entry->left && (broke || !doubts(peer)))) {
+    return; // a neighbour that has left, or whose end has been reported
   }
-  entry->left = true; // said once
+  entry->left = true;
   ErrorRecord record;
   record.code = ErrorCode::PeerDead;
   record.rank = config_.rank;
@@ -195,57 +231,58 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   record.hint =
       "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
       "out-of-memory killer";
-  if (!isExplained(record)) {
-    learn(std::move(record), -1, now, broke);
+  record.phase = broke ? kDoubt : "";
+  learn(std::move(record), -1, now);
+}
+
+void Membership::choose() {
+  // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
+  const auto was_silent = [&](int rank) {
+    return std::any_of(candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
+      const ErrorRecord& r = candidate.record;
+      return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;
+    });
+  };
+  const auto excused = [&](const ErrorRecord& r) {
+    return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
+        (spoke_.count(r.peer) != 0 || was_silent(r.rank));
+  };
+  // Where one rank calls something else than all others, they all blame it, and it blames any of them.
+  const auto blamed = [&](const ErrorRecord& of) {
+    return std::count_if(candidates_.begin(), candidates_.end(), [&](const Candidate& candidate) {
+      return candidate.record.code == of.code && candidate.record.peer == of.peer;
+    });
+  };
+  const auto before = [&](const ErrorRecord& a, const ErrorRecord& b) {
+    const bool disagree = a.code == ErrorCode::CollectiveMismatch && b.code == a.code && blamed(a) != blamed(b);
+    return disagree ? blamed(a) > blamed(b) : precedes(a, b);
+  };
+  const ErrorRecord* best = nullptr;
+  for (const Candidate& candidate : candidates_) {
+    if (!excused(candidate.record) && (best == nullptr || before(candidate.record, *best))) {
+      best = &candidate.record;
+    }
   }
+  // Ranks that blame each other for silence, and nothing else: then the order alone decides.
+  for (const Candidate& candidate : candidates_) {
+    if (best == nullptr || (excused(*best) && precedes(candidate.record, *best))) {
+      best = &candidate.record;
+    }
+  }
+  Action fail;
+  fail.kind = Action::Kind::Fail;
+  fail.record = *best;
+  if (doubtful(fail.record)) {
+    fail.record.phase.clear(); // no goodbye came
+  }
+  ErrorRecord chosen = fail.record;
+  actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
+  failure_ = std::move(chosen);
 }
 
 void Membership::tick(TimePoint now) {
-  if (!failure_ && decide_at_ <= now) {
-    const auto explained = [this](const ErrorRecord& record) { return isExplained(record); };
-    candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), explained), candidates_.end());
-    decide_at_ = candidates_.empty() ? TimePoint::max() : decide_at_;
-  }
-  if (!failure_ && decide_at_ <= now) {
-    // A rank that was stopped finds, when it wakes, that everybody has gone: because of its own silence.
-    const auto was_silent = [&](int rank) {
-      return std::any_of(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
-        return r.code == ErrorCode::PeerUnresponsive && r.peer == rank && r.rank != rank;
-      });
-    };
-    const auto excused = [&](const ErrorRecord& r) {
-      return blamesHangingUp(r.code) && r.peer >= 0 && r.peer != r.rank &&
-          (spoke_.count(r.peer) != 0 || was_silent(r.rank));
-    };
-    // Where one rank calls something else than all others, they all blame it, and it blames any of them.
-    const auto blamed = [&](const ErrorRecord& of) {
-      return std::count_if(candidates_.begin(), candidates_.end(), [&](const ErrorRecord& r) {
-        return r.code == of.code && r.peer == of.peer;
-      });
-    };
-    const auto before = [&](const ErrorRecord& a, const ErrorRecord& b) {
-      const bool disagree = a.code == ErrorCode::CollectiveMismatch && b.code == a.code && blamed(a) != blamed(b);
-      return disagree ? blamed(a) > blamed(b) : precedes(a, b);
-    };
-    const ErrorRecord* best = nullptr;
-    for (const ErrorRecord& record : candidates_) {
-      if (!excused(record) && (best == nullptr || before(record, *best))) {
-        best = &record;
-      }
-    }
-    // Ranks that blame each other for silence, and nothing else: then the order alone decides.
-    for (const ErrorRecord& record : candidates_) {
-      if (best == nullptr || (excused(*best) && precedes(record, *best))) {
-        best = &record;
-      }
-    }
-    Action fail;
-    fail.kind = Action::Kind::Fail;
-    fail.record = *best;
-    ErrorRecord chosen = *best;
-    actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more
-    failure_ = std::move(chosen);
-    decide_at_ = TimePoint::max();
+  if (decideAt() <= now) {
+    choose();
   }
   if (heartbeat_at_ <= now) {
     // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and
@@ -309,7 +346,7 @@ ErrorRecord Membership::cutOff(ErrorRecord record, TimePoint::duration silence) 
 }
 
 TimePoint Membership::nextTick() const noexcept {
-  return std::min(decide_at_, heartbeat_at_);
+  return std::min(decideAt(), heartbeat_at_);
 }
 
 std::vector<Membership::Action> Membership::takeActions() {

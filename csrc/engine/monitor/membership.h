@@ -17,6 +17,10 @@ namespace pycomm {
 /// passes on at once over its control links, waits 5 ms for the others' news, and then picks by a fixed order (`precedes`). A rank
 /// that reported a cause is never blamed for hanging up afterwards: its silence is a consequence.
 ///
+/// Doubt. A control link that was reset may have swallowed a goodbye. So the report of that death says so (its phase is "reset"), and every
+/// rank that has it waits up to 40 ms for the goodbye. If another sign of the death is found, the rank reports the same cause without
+/// doubt, and the ranks choose at once.
+///
 /// Heartbeats: a control link that was silent for `dead_after_ms` makes its rank unresponsive. The peer's heartbeats come from a
 /// native thread, so a held interpreter lock does not silence them.
 ///
@@ -58,10 +62,11 @@ class Membership {
   void reported(int from, ErrorRecord record, TimePoint now);
   /// A neighbour sent something, anything.
   void alive(int from, TimePoint now);
-  /// A control link ended; after a goodbye that is no fault. `broke`: it was reset, which may have swallowed the goodbye. Then this rank
-  /// waits for up to 40 ms before it believes in a death that no other rank reports.
+  /// A control link ended; after a goodbye that is no fault. `broke`: it was reset, which may have swallowed the goodbye: see Doubt. Else the
+  /// end proves a death, also of a peer whose link was reset before.
   void controlClosed(int peer, const std::string& cause, TimePoint now, bool broke = false);
-  /// A rank said goodbye to this one, on a link of any kind, or to others: `from` passes that on. False if it was known.
+  /// A rank said goodbye to this one, on a link of any kind, or to others: `from` passes that on. It is passed on once, and not after the
+  /// group has failed. False if it was known.
   bool saidGoodbye(int peer) {
     return saidGoodbye(peer, peer);
   }
@@ -87,21 +92,38 @@ class Membership {
     bool connected = false; ///< heard at least once: before that, the code that connects knows better why it is silent
     bool left = false; ///< nothing more is expected from it
   };
+  struct Candidate {
+    ErrorRecord record;
+    TimePoint due; ///< when this rank chooses, if this is the only candidate
+    [[nodiscard]] bool isDoubtful() const noexcept {
+      return doubtful(record);
+    }
+  };
 
   /// Whether `a` is the deeper cause of the two. Strict, total over what ranks can notice, and the same on all ranks.
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
-  void learn(ErrorRecord record, int from, TimePoint now, bool doubtful = false);
+  /// The report of a link that was reset; no other one has that phase.
+  [[nodiscard]] static bool doubtful(const ErrorRecord& record) noexcept {
+    return record.code == ErrorCode::PeerDead && record.phase == kDoubt;
+  }
+  void learn(ErrorRecord record, int from, TimePoint now);
+  void confirm(Candidate& known, int from, TimePoint now);
+  void flood(const ErrorRecord& record, int except);
+  void dropExplained() noexcept;
+  void choose();
   [[nodiscard]] bool isExplained(const ErrorRecord& record) const;
+  [[nodiscard]] bool doubts(int peer) const noexcept;
+  [[nodiscard]] TimePoint decideAt() const noexcept;
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
   Neighbour* neighbour(int rank);
 
+  static constexpr const char* kDoubt = "reset";
+
   const Config config_;
   std::vector<Neighbour> neighbours_;
-  std::vector<ErrorRecord> candidates_;
+  std::vector<Candidate> candidates_; ///< in the order in which they came
   std::vector<bool> left_; ///< by rank, neighbour or not: said goodbye
-  std::set<int> spoke_; ///< ranks that reported a cause, their own or another's; -1 for none is harmless
-  TimePoint decide_at_ = TimePoint::max();
-  bool doubtful_ = false; ///< all of candidates_ are links that broke
+  std::set<int> spoke_; ///< ranks that reported one of candidates_, their own or another's; -1 for none is harmless
   TimePoint heartbeat_at_;
   std::optional<ErrorRecord> failure_;
   std::vector<Action> actions_;

@@ -32,6 +32,7 @@ using testing::Process;
 using testing::view;
 
 constexpr uint64_t kNonce = 77;
+const std::string kOurVersion = std::to_string(FrameHeader::kVersion);
 
 AcceptorConfig config() {
   AcceptorConfig result;
@@ -162,7 +163,8 @@ TEST(Acceptor, TellsAnotherVersionWhy) {
   ASSERT_TRUE(reason);
   EXPECT_EQ(reason->code, ErrorCode::VersionMismatch);
   EXPECT_THAT(
-      reason->summary, HasSubstr("the connecting rank speaks pycomm wire version 9 and the listening rank version 2"));
+      reason->summary,
+      HasSubstr("the connecting rank speaks pycomm wire version 9 and the listening rank version " + kOurVersion));
   EXPECT_TRUE(desk.serve([&] { return isClosed(*link); }));
 }
 
@@ -179,12 +181,14 @@ TEST(Acceptor, TellsAPeerOfTheFirstVersionWhy) {
   ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
   std::string header(64, '\0');
   readAll(*link, {reinterpret_cast<std::byte*>(header.data()), header.size()}, Deadline::after(5000), kNoAbort);
-  EXPECT_EQ(header.substr(0, 4), "cy\x02\x02") << "version 2, a reply";
+  EXPECT_EQ(header.substr(0, 4), std::string("cy") + static_cast<char>(FrameHeader::kVersion) + '\x02') << "a reply";
   const auto nbytes = static_cast<size_t>(static_cast<uint8_t>(header[4])) + 256U * static_cast<uint8_t>(header[5]);
   EXPECT_EQ(header.substr(6, 2), std::string(2, '\0'));
   std::string reason(nbytes, '\0');
   readAll(*link, {reinterpret_cast<std::byte*>(reason.data()), reason.size()}, Deadline::after(5000), kNoAbort);
-  EXPECT_THAT(reason, HasSubstr("the connecting rank speaks pycomm wire version 1 and the listening rank version 2"));
+  EXPECT_THAT(
+      reason,
+      HasSubstr("the connecting rank speaks pycomm wire version 1 and the listening rank version " + kOurVersion));
   EXPECT_EQ(decodeHelloReply(view(reason), 4)->code, ErrorCode::VersionMismatch);
   EXPECT_TRUE(desk.accepted.empty());
 }

@@ -114,13 +114,13 @@ TEST(CheckCompatible, PrintsBothValues) {
   EXPECT_THAT(errorOf([&] { checkCompatible(mine, other); }).summary, HasSubstr("digest 100"));
 
   // Another version may have other fields; only its header and host are understood.
-  for (const char* version : {"1", "3"}) {
-    const std::string text = std::string("pycomm ") + version + "\nhost=beta\nranks=0-7\n";
+  for (const int version : {1, FrameHeader::kVersion + 1}) {
+    const std::string text = "pycomm " + std::to_string(version) + "\nhost=beta\nranks=0-7\n";
     const RankRecord another = RankRecord::fromWireText(text, 1);
     record = errorOf([&] { checkCompatible(mine, another); });
     EXPECT_EQ(record.code, ErrorCode::VersionMismatch);
-    EXPECT_THAT(record.summary, HasSubstr(" speaks pycomm wire version 2 and "));
-    EXPECT_THAT(record.summary, HasSubstr(std::string("rank 1 (host beta) version ") + version));
+    EXPECT_THAT(record.summary, HasSubstr(" speaks pycomm wire version " + std::to_string(FrameHeader::kVersion) + " and "));
+    EXPECT_THAT(record.summary, HasSubstr("rank 1 (host beta) version " + std::to_string(version)));
   }
 }
 

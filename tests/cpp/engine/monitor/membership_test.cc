@@ -173,17 +173,143 @@ TEST(Membership, AGoodbyeIsPassedOnOnce) {
 TEST(Membership, AReportOfADeathDoesNotCountIfTheGoodbyeComesAnotherWay) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 3), start);
-  membership.controlClosed(1, "reset", start);
+  membership.controlClosed(1, "reset", start, true);
+  EXPECT_EQ(membership.nextTick(), start + milliseconds(40));
+  membership.tick(start + milliseconds(39));
+  EXPECT_FALSE(membership.failure());
   membership.saidGoodbye(1, 2); // rank 2 passes it on
-  membership.tick(start + milliseconds(5));
+  membership.tick(start + milliseconds(40));
   EXPECT_FALSE(membership.failure());
-  membership.reported(2, record(ErrorCode::PeerDead, 2, 1), start + milliseconds(6));
-  membership.tick(start + milliseconds(11));
+  EXPECT_EQ(membership.nextTick(), start + milliseconds(500)) << "nothing is to be chosen";
+  membership.reported(2, record(ErrorCode::PeerDead, 2, 1), start + milliseconds(46));
+  membership.tick(start + milliseconds(51));
   EXPECT_FALSE(membership.failure());
-  membership.reported(2, record(ErrorCode::PeerLeft, 2, 1), start + milliseconds(12));
-  membership.tick(start + milliseconds(17));
+  membership.reported(2, record(ErrorCode::PeerLeft, 2, 1), start + milliseconds(52));
+  membership.tick(start + milliseconds(57));
   ASSERT_TRUE(membership.failure());
   EXPECT_EQ(membership.failure()->code, ErrorCode::PeerLeft);
+}
+
+TEST(Membership, AResetIsADeathAfter40MsWithoutAGoodbye) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 3), start);
+  membership.controlClosed(1, "reset", start, true);
+  membership.tick(start + milliseconds(39));
+  EXPECT_FALSE(membership.failure());
+  membership.tick(start + milliseconds(40));
+  ASSERT_TRUE(membership.failure());
+  EXPECT_EQ(membership.failure()->code, ErrorCode::PeerDead);
+  EXPECT_EQ(membership.failure()->phase, "") << "the doubt is over";
+}
+
+// Else a rank that hears of the reset has failed, when the one whose link it was gets the goodbye and goes on.
+TEST(Membership, TheDoubtOfAResetIsPassedOn) {
+  const TimePoint start = Clock::now();
+  Membership whose(membershipConfig(0, 4), start);
+  whose.controlClosed(1, "reset", start, true);
+  const std::vector<Membership::Action> news = whose.takeActions();
+  ASSERT_EQ(news.size(), 1U);
+
+  Membership hears(membershipConfig(2, 4), start);
+  hears.reported(0, news[0].record, start);
+  hears.tick(start + milliseconds(39));
+  EXPECT_FALSE(hears.failure());
+  const std::vector<Membership::Action> passed = hears.takeActions();
+  ASSERT_EQ(passed.size(), 1U);
+  EXPECT_EQ(passed[0].record.phase, news[0].record.phase) << "and so it goes on";
+  hears.saidGoodbye(1, 3);
+  hears.tick(start + milliseconds(10000));
+  EXPECT_FALSE(hears.failure());
+}
+
+// The kernel of the same host says that the process is gone, or its bulk link ends: nobody waits for a goodbye any more.
+TEST(Membership, AProofOfTheDeathEndsTheDoubtHereAndElsewhere) {
+  const TimePoint start = Clock::now();
+  Membership whose(membershipConfig(0, 3), start);
+  Membership hears(membershipConfig(2, 3), start);
+  whose.controlClosed(1, "reset", start, true);
+  whose.controlClosed(1, "reset", start + milliseconds(9), true); // no proof
+  EXPECT_EQ(whose.nextTick(), start + milliseconds(40));
+  whose.controlClosed(1, "its process has ended", start + milliseconds(10));
+  EXPECT_EQ(whose.nextTick(), start + milliseconds(15));
+  const std::vector<Membership::Action> news = whose.takeActions();
+  ASSERT_EQ(news.size(), 2U);
+  EXPECT_EQ(news[1].kind, Membership::Action::Kind::Flood);
+
+  hears.reported(0, news[0].record, start);
+  hears.reported(0, news[1].record, start + milliseconds(11));
+  EXPECT_EQ(hears.nextTick(), start + milliseconds(16));
+  hears.reported(1, news[1].record, start + milliseconds(12));
+  const std::vector<Membership::Action> passed = hears.takeActions();
+  ASSERT_EQ(passed.size(), 2U) << "each report once";
+  EXPECT_NE(passed[0].record.phase, "");
+  EXPECT_EQ(passed[1].record.phase, "");
+
+  Membership late(membershipConfig(0, 3), start);
+  late.controlClosed(1, "reset", start, true);
+  late.noticed(record(ErrorCode::PeerDead, 0, 1), start + milliseconds(39));
+  EXPECT_EQ(late.nextTick(), start + milliseconds(40)) << "it does not make the choice later";
+}
+
+TEST(Membership, TheMergeWindowBeginsWithTheFirstReportThatIsCertain) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 4), start);
+  membership.controlClosed(1, "reset", start, true);
+  membership.reported(2, record(ErrorCode::PeerDead, 2, 3), start + milliseconds(39));
+  EXPECT_EQ(membership.nextTick(), start + milliseconds(44)) << "the others have as long as ever";
+  membership.reported(2, record(ErrorCode::Timeout, 2, 3), start + milliseconds(41));
+  EXPECT_EQ(membership.nextTick(), start + milliseconds(44));
+
+  Membership sooner(membershipConfig(0, 4), start);
+  sooner.controlClosed(1, "reset", start, true);
+  sooner.reported(2, record(ErrorCode::Timeout, 2, 3), start + milliseconds(1));
+  EXPECT_EQ(sooner.nextTick(), start + milliseconds(6));
+  sooner.saidGoodbye(1);
+  sooner.tick(start + milliseconds(6));
+  ASSERT_TRUE(sooner.failure());
+  EXPECT_EQ(sooner.failure()->code, ErrorCode::Timeout);
+}
+
+// What is explained takes its due time with it: the doubt about another rank has its own 40 ms.
+TEST(Membership, AGoodbyeOfOneRankLeavesTheOthersTheirTime) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 4), start);
+  membership.controlClosed(1, "reset", start, true);
+  membership.controlClosed(2, "reset", start + milliseconds(30), true);
+  membership.saidGoodbye(1, 3);
+  EXPECT_EQ(membership.nextTick(), start + milliseconds(70));
+}
+
+// A rank that passes on what has an explanation does not hang up because of it, and is blamed as ever.
+TEST(Membership, AnExplainedReportExcusesNobody) {
+  for (const bool goodbye_first : {true, false}) {
+    const TimePoint start = Clock::now();
+    Membership membership(membershipConfig(0, 5), start);
+    if (goodbye_first) {
+      membership.saidGoodbye(1);
+    }
+    membership.reported(2, record(ErrorCode::PeerDead, 2, 1), start);
+    if (!goodbye_first) {
+      membership.saidGoodbye(1);
+    }
+    membership.tick(start + milliseconds(10));
+    membership.noticed(record(ErrorCode::PeerDead, 0, 2), start + milliseconds(20));
+    membership.noticed(record(ErrorCode::Timeout, 0, 3), start + milliseconds(20));
+    membership.tick(start + milliseconds(25));
+    ASSERT_TRUE(membership.failure());
+    EXPECT_EQ(membership.failure()->peer, 2) << goodbye_first;
+  }
+}
+
+TEST(Membership, AGoodbyeAfterAFailureIsNotPassedOn) {
+  const TimePoint start = Clock::now();
+  Membership membership(membershipConfig(0, 4), start);
+  membership.noticed(record(ErrorCode::Timeout, 0, 2), start);
+  membership.tick(start + milliseconds(5));
+  static_cast<void>(membership.takeActions());
+  EXPECT_TRUE(membership.saidGoodbye(1));
+  EXPECT_TRUE(membership.hasLeft(1));
+  EXPECT_TRUE(membership.takeActions().empty());
 }
 
 TEST(Membership, ANeighbourThatMissesHeartbeatsIsSilent) {

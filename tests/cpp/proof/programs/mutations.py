@@ -116,19 +116,19 @@ MUTATIONS = [
     Mutation(
         "no merge window",
         "membership.cc",
-        "decide_at_ = std::min(decide_at_, now + (doubtful ? kGoodbyeWithin : merge));",
-        "decide_at_ = now;",
+        "const TimePoint due = now + (doubtful(record) ? kGoodbyeWithin : merge);",
+        "const TimePoint due = now + 0 * merge;",
     ),
     Mutation(
         "do not pass news on",
         "membership.cc",
-        "actions_.push_back(std::move(flood));",
-        "if (from < 0) { actions_.push_back(std::move(flood)); }",
+        "  flood(record, from);\n",
+        "  if (from < 0) { flood(record, from); }\n",
     ),
     Mutation(
         "do not flood at all",
         "membership.cc",
-        "actions_.push_back(std::move(flood));",
+        "  actions_.push_back(std::move(flood));\n",
         "",
     ),
     Mutation(
@@ -173,7 +173,7 @@ MUTATIONS = [
     Mutation(
         "a reset is a death at once",
         "membership.cc",
-        "(doubtful ? kGoodbyeWithin : merge)",
+        "(doubtful(record) ? kGoodbyeWithin : merge)",
         "merge",
         kept=1500000007326,
     ),
