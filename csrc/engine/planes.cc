@@ -3,6 +3,30 @@
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
+namespace {
+
+// The lane may be busy for long while peers ask: what it cannot take meanwhile is dropped, and asked again (RollCall).
+constexpr size_t kMostQuestions = 64 << 10;
+
+} // namespace
+
+/// Counts a question for as long as it lives.
+class Planes::QuestionInFlight {
+ public:
+  explicit QuestionInFlight(std::atomic<size_t>& count) noexcept : count_(&count) {
+    count_->fetch_add(1, std::memory_order_relaxed);
+  }
+  QuestionInFlight(QuestionInFlight&& other) noexcept : count_(std::exchange(other.count_, nullptr)) {}
+  QuestionInFlight& operator=(QuestionInFlight&&) = delete;
+  ~QuestionInFlight() {
+    if (count_ != nullptr) {
+      count_->fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  std::atomic<size_t>* count_; ///< the planes', which outlive their tasks
+};
 
 Planes::Planes(const GroupIdentity& identity, TaskLoop& lane, TaskLoop& control, Events events)
     : identity_(identity), lane_(lane), control_loop_(control), events_(std::move(events)) {}
@@ -28,9 +52,7 @@ void Planes::openControl(std::vector<Listener> listeners, Membership::Config mem
   ControlPlane::Events events;
   events.failed = [this](const ErrorRecord& cause) { onFailed(cause); };
   events.bulk_link = [this](const Hello& hello, std::unique_ptr<Link> link) { adoptBulkLink(hello, std::move(link)); };
-  events.asked = [this](int from, const FrameHeader& question) {
-    onData([from, question](DataPlane& data) { data.heardQuestion(from, question); });
-  };
+  events.asked = [this](int from, const FrameHeader& question) { onAsked(from, question); };
   events.left = [this](int peer) { onData([peer](DataPlane& data) { data.peerLeft(peer); }); };
   control_ = std::make_unique<ControlPlane>(
       identity_, control_loop_, std::move(listeners), std::move(membership), std::move(events));
@@ -49,6 +71,14 @@ void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps,
   auto host = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
   data_->accompany(host.get());
   host_ = std::move(host);
+}
+
+void Planes::onAsked(int from, const FrameHeader& question) {
+  if (questions_.load(std::memory_order_relaxed) < kMostQuestions) {
+    onData([from, question, counted = QuestionInFlight(questions_)](DataPlane& data) {
+      data.heardQuestion(from, question);
+    });
+  }
 }
 
 void Planes::adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -27,7 +29,8 @@ namespace pycomm {
 class Planes final : public Loop::Owner {
  public:
   struct Events {
-    /// The group has failed. On the control loop, once, before any operation ends with the cause.
+    /// The group has failed. On the control loop, before any operation ends with the cause; once, unless it throws. Must post nothing to
+    /// the lane: if the lane's task of the failure finds no memory, this is called again, and what it posted would run twice.
     std::function<void(const ErrorRecord& cause)> failed;
     /// Per plane, before its operations end with the cause: the error of the oldest one. Any thread; may be null, as `ended`.
     std::function<void(const ErrorRecord& oldest)> ending;
@@ -93,14 +96,18 @@ class Planes final : public Loop::Owner {
   void onThrown(const std::exception_ptr& exception) noexcept override;
 
  private:
+  class QuestionInFlight;
+
   void onFailed(const ErrorRecord& cause);
   void failOnLane(const ErrorRecord& cause);
   void adoptBulkLink(const Hello& hello, std::unique_ptr<Link> link);
+  void onAsked(int from, const FrameHeader& question);
 
   const GroupIdentity& identity_;
   TaskLoop& lane_;
   TaskLoop& control_loop_;
   const Events events_;
+  std::atomic<size_t> questions_{0}; ///< on their way from the control loop to the lane
   std::unique_ptr<ControlPlane> control_; ///< the control loop's
   std::unique_ptr<DataPlane> data_; ///< the lane's
   std::unique_ptr<HostPlane> host_;

@@ -92,7 +92,7 @@ void DataPlane::post(const std::shared_ptr<Operation>& operation) {
     PYCOMM_FAULT_POINT("operation.post");
     if (operation->request().descriptor.kind == Collective::Send) {
       messages_.post(operation);
-      departures_.posted(Clock::now(), operation->request().receives);
+      departures_.posted(operation->request().schedule.get(), operation->request().receives, Clock::now());
       actOnDepartures();
     } else {
       start(operation);
@@ -171,7 +171,7 @@ void DataPlane::start(const std::shared_ptr<Operation>& operation) {
   }
   running.start();
   replayHeld(running);
-  departures_.posted(now, false);
+  departures_.posted(request.schedule.get(), false, now);
   actOnDepartures();
   act();
   settle(op_id);

@@ -180,10 +180,10 @@ void Messages::checkDeadlines(TimePoint now) {
   if (now < next_deadline_) {
     return;
   }
-  next_deadline_ = TimePoint::max();
+  TimePoint next = TimePoint::max();
   const auto isOver = [&](const Operation& message) {
     const Deadline deadline = message.request().deadline;
-    next_deadline_ = deadline.expired(now) ? next_deadline_ : std::min(next_deadline_, deadline.instant());
+    next = std::min(next, deadline.expired(now) ? now + kReportAgain : deadline.instant());
     return deadline.expired(now);
   };
   for (const auto& entry : sends_) {
@@ -198,6 +198,7 @@ void Messages::checkDeadlines(TimePoint now) {
       owner_.notice(noMessage(*entry.second, entry.first));
     }
   }
+  next_deadline_ = next; // last: if a report was lost for want of memory, the next tick looks again
 }
 
 ErrorRecord Messages::noMessage(const Operation& operation, uint64_t ticket) const {

@@ -68,8 +68,7 @@ class PointToPoint {
   /// A send to oneself and its receive are two operations of one rank, so they cannot share an id: the receive's differs in this bit,
   /// which a frame flips on its way from one to the other.
   static constexpr uint64_t kSelfBit = 1;
-  /// In the frames by which a receiver asks for messages under a tag, and in the answers. No message has it.
-  static constexpr uint64_t kAskId = kDerivedIdBit | 2;
+  static constexpr uint64_t kAskId = kAskForMessagesId;
 
  private:
   struct Message {

@@ -123,27 +123,7 @@ Protocol::Usage Protocol::usage() const {
 }
 
 std::vector<Protocol::Action> Protocol::takeActions() {
-  std::vector<Action> actions;
-  for (RollCall::Action& said : roll_call_.takeActions()) {
-    Action action;
-    switch (said.kind) {
-      case RollCall::Action::Kind::Send:
-        action.kind = Action::Kind::Send;
-        break;
-      case RollCall::Action::Kind::Fail:
-        action.kind = Action::Kind::Fail;
-        break;
-      case RollCall::Action::Kind::Overdue:
-        action.kind = Action::Kind::Overdue;
-        break;
-    }
-    action.peer = said.peer;
-    action.way = said.way;
-    action.op_id = said.op_id;
-    action.header = said.header;
-    action.record = std::move(said.record);
-    actions.push_back(std::move(action));
-  }
+  std::vector<Action> actions = roll_call_.takeActions();
   for (const Credits::Action& given : credits_.takeActions()) {
     if (given.op_id != 0 && !roll_call_.isEntered(given.op_id)) {
       continue; // it has ended since

@@ -34,20 +34,7 @@ class Protocol {
     Ignore, ///< nothing more to do; drop a payload
   };
 
-  struct Action {
-    enum class Kind {
-      Send, ///< a frame without payload to `peer`
-      Fail, ///< the group has failed: `record`
-      Pump, ///< operation `op_id` may be able to send to `peer` now
-      Overdue, ///< the deadline of operation `op_id` has passed
-    };
-    Kind kind = Kind::Send;
-    int peer = -1;
-    RollCall::Way way = RollCall::Way::BulkLink;
-    uint64_t op_id = 0;
-    FrameHeader header;
-    ErrorRecord record;
-  };
+  using Action = RollCall::Action;
 
   explicit Protocol(const Config& config);
   Protocol(const Protocol&) = delete; ///< its parts know each other

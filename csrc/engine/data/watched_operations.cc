@@ -140,15 +140,17 @@ std::vector<ErrorRecord> WatchedOperations::overdueHeld(TimePoint now) {
   if (now < next_deadline_) {
     return late;
   }
-  next_deadline_ = TimePoint::max();
+  TimePoint next = TimePoint::max();
   for (const auto& operation : held_) {
     const Deadline deadline = operation->request().deadline;
     if (deadline.expired(now)) {
       late.push_back(inputLate(*operation, 0, identity_));
+      next = std::min(next, now + kReportAgain);
     } else {
-      next_deadline_ = std::min(next_deadline_, deadline.instant());
+      next = std::min(next, deadline.instant());
     }
   }
+  next_deadline_ = next; // last: if there was no memory for a record, the next tick looks again
   return late;
 }
 

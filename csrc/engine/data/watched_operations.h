@@ -58,7 +58,7 @@ class WatchedOperations {
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   /// The error of an operation whose deadline has passed, as RollCall reports; nothing if it is none of these or has ended.
   [[nodiscard]] std::optional<ErrorRecord> overdue(uint64_t op_id) const;
-  /// The errors of held ones whose deadline has passed.
+  /// The errors of held ones whose deadline has passed, again each second while they are held.
   [[nodiscard]] std::vector<ErrorRecord> overdueHeld(TimePoint now);
   [[nodiscard]] TimePoint nextDeadline() const noexcept {
     return next_deadline_;
@@ -74,7 +74,7 @@ class WatchedOperations {
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> stuck_;
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> followed_;
   int64_t recalled_ = 0; ///< the protocol knows those of the HostPlane up to this number
-  TimePoint next_deadline_ = TimePoint::max(); ///< no held one's is earlier
+  TimePoint next_deadline_ = TimePoint::max(); ///< no held one's is earlier, but for those that have been reported
 };
 
 } // namespace pycomm

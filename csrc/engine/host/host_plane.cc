@@ -332,14 +332,11 @@ TimePoint HostPlane::tellStuck(TimePoint now) {
   TimePoint next = TimePoint::max();
   for (size_t i = head_; i < queue_.size(); ++i) {
     HostTransfer& transfer = queue_[i];
-    if (transfer.told) {
-      continue;
+    if (transfer.tell_at <= now || (!transfer.told && transfer.astray())) {
+      transfer.told = said([&] { events_.stuck(transfer.operation()); }) || transfer.told;
+      transfer.tell_at = now + kReportAgain; // the lane may have had no memory for it
     }
-    if (transfer.tell_at <= now || transfer.astray()) {
-      transfer.told = said([&] { events_.stuck(transfer.operation()); });
-    } else {
-      next = std::min(next, transfer.tell_at);
-    }
+    next = std::min(next, transfer.tell_at);
   }
   return next;
 }

@@ -48,7 +48,7 @@ class HostPlane {
   struct Events {
     /// Any thread, with run_mutex_ held: must not block.
     std::function<void(ErrorRecord)> notice;
-    std::function<void(std::shared_ptr<Operation>)> stuck;
+    std::function<void(std::shared_ptr<Operation>)> stuck; ///< again each second while it waits
     std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
   };
   struct Config {

@@ -85,7 +85,7 @@ class HostTransfer {
     return published_;
   }
 
-  TimePoint tell_at; ///< when the lane is told that this one waits
+  TimePoint tell_at; ///< when the lane is told, or told again, that this one waits
   bool told = false;
 
  private:

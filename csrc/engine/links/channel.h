@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -46,6 +47,14 @@ class OutChannel {
   /// Writes up to a bounded number of bytes, so that reading gets its turn. Appends the frames that the kernel has taken whole
   /// to `sent`. Returns true while frames are left.
   [[nodiscard]] bool flush(std::vector<OutFrame>& sent);
+  /// Forgets these frames, but for one that the kernel has a part of.
+  template <typename Unwanted>
+  void drop(const Unwanted& unwanted) noexcept {
+    const auto first = frames_.begin() + (written_ > 0 ? 1 : 0);
+    frames_.erase(
+        std::remove_if(first, frames_.end(), [&](const OutFrame& frame) { return unwanted(frame.header); }),
+        frames_.end());
+  }
   /// Forgets every frame, so that no memory which a frame borrows is read again. A frame without a payload stays if the kernel has a part
   /// of it: then a goodbye can follow.
   void stopTouchingMemory() noexcept {

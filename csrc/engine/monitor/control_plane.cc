@@ -74,6 +74,9 @@ std::vector<std::unique_ptr<Link>> ControlPlane::close() noexcept {
     link.down = true;
     loop_.unwatch(link.link->fd());
     try {
+      link.out.drop([](const FrameHeader& queued) { // else they might leave no room for the goodbye
+        return queued.type == FrameType::Waiting || queued.type == FrameType::NotEntered;
+      });
       sendTo(link, header(FrameType::Goodbye), "");
       std::vector<OutFrame> sent;
       static_cast<void>(link.out.flush(sent));
@@ -197,6 +200,20 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
   act();
 }
 
+// What the peer wrote before its end can still be read: a goodbye, or a report that tells more than the end does.
+void ControlPlane::writingBroke(ControlLink& link, const Error& error) {
+  try {
+    while (link.in.read() && link.in.moved()) {
+    }
+  } catch (const Error& last) {
+    if (last.record().code != ErrorCode::ConnectionReset) {
+      linkBroke(link, last);
+      return;
+    }
+  }
+  linkBroke(link, error);
+}
+
 void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
   if (error.record().code == ErrorCode::ConnectionReset) {
     dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause, true);
@@ -260,26 +277,30 @@ void ControlPlane::act() {
     }
     tellFailure();
     for (const Membership::Action& action : actions) {
-      if (action.kind == Membership::Action::Kind::Fail) {
-        continue;
+      if (action.kind != Membership::Action::Kind::Fail) {
+        tell(action);
       }
-      const bool flood = action.kind == Membership::Action::Kind::Flood;
-      const bool left = action.kind == Membership::Action::Kind::Left;
-      FrameHeader head = header(flood ? FrameType::Failure : left ? FrameType::Left : FrameType::Heartbeat);
-      head.root = left ? action.left : -1;
-      const std::string payload = flood ? action.record.serialize() : "";
-      for (const auto& entry : links_) {
-        ControlLink& link = *entry.second;
-        if (link.down || entry.first == action.except || (left && entry.first == action.left)) {
-          continue;
-        }
-        try {
-          sendTo(link, head, payload);
-          flush(link);
-        } catch (const Error& error) {
-          linkBroke(link, error);
-        }
-      }
+    }
+    flushAll();
+  }
+}
+
+void ControlPlane::tell(const Membership::Action& action) {
+  const bool flood = action.kind == Membership::Action::Kind::Flood;
+  const bool left = action.kind == Membership::Action::Kind::Left;
+  FrameHeader head = header(flood ? FrameType::Failure : left ? FrameType::Left : FrameType::Heartbeat);
+  head.root = left ? action.left : -1;
+  const std::string payload = flood ? action.record.serialize() : "";
+  for (const auto& entry : links_) {
+    ControlLink& link = *entry.second;
+    const bool gone = left && membership_.hasLeft(entry.first); // who has left needs no goodbyes
+    if (link.down || entry.first == action.except || gone) {
+      continue;
+    }
+    try {
+      sendTo(link, head, payload);
+    } catch (const Error& error) {
+      linkBroke(link, error);
     }
   }
 }

@@ -56,7 +56,8 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void peerLeft(int peer);
   /// Sends questions and answers of the roll call to other ranks. They are passed from neighbour to neighbour, so no connection is opened
   /// for them: log2 N links at the most, and some more around ranks that are silent or have left. Nothing may depend on them: a frame is
-  /// lost if its goal has left, and may be if a rank on its way stops just then.
+  /// lost if its goal has left, and may be if a rank on its way stops just then. A rank on the way is trusted to pass on what it was given,
+  /// as all ranks of a group trust each other with their results.
   void ask(const std::vector<Question>& questions);
   /// The process of a neighbour on this host has ended, as its DeathWatch says.
   void died(int peer);
@@ -81,6 +82,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
 
   void poll();
   void act();
+  void tell(const Membership::Action& action);
   void tellFailure();
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
@@ -89,6 +91,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void passOn(Route route, const FrameHeader& question, int from);
   void flushAll();
   void flush(ControlLink& link);
+  void writingBroke(ControlLink& link, const Error& error);
   void linkBroke(ControlLink& link, const Error& error);
   void dropLink(ControlLink& link, const std::string& cause, bool broke);
   /// Throw Error(ProtocolViolation) for what no pycomm of this group sends.

@@ -7,6 +7,8 @@
 #include "base/fault_point.h"
 #include "engine/monitor/control_link.h"
 #include "engine/monitor/control_plane.h"
+#include "engine/operation/issue_context.h"
+#include "schedule/step.h"
 
 namespace pycomm {
 namespace {
@@ -72,6 +74,11 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
       if (!identity_.isRank(route.from) || !identity_.isRank(route.to) || route.from == route.to) {
         throw violation(peer, "a question between ranks that do not exist");
       }
+      const bool of_messages = header.op_id == kAskForMessagesId ||
+          (header.type == FrameType::Waiting && header.kind == static_cast<uint8_t>(Collective::Send));
+      if (header.op_id == 0 || of_messages) { // see RollCall::Way
+        throw violation(peer, "a question that belongs on a bulk link");
+      }
       if (route.to == identity_.rank) {
         events_.asked(route.from, header);
       } else {
@@ -90,7 +97,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
 
 void ControlPlane::ask(const std::vector<Question>& questions) {
   for (const Question& question : questions) {
-    if (question.to < Route::kMaxRanks) { // nobody asks in a larger group
+    if (identity_.size <= Route::kMaxRanks) { // in a larger group questions go over bulk links: see RollCall
       passOn(Route{identity_.rank, question.to}, question.header, identity_.rank);
     }
   }
@@ -137,7 +144,7 @@ void ControlPlane::flushAll() {
     try {
       flush(link);
     } catch (const Error& error) {
-      linkBroke(link, error);
+      writingBroke(link, error);
     }
   }
 }

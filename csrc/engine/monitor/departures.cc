@@ -51,15 +51,23 @@ void Departures::writingBroke(int peer, ErrorRecord gone, TimePoint now) {
   }
 }
 
-void Departures::posted(TimePoint now, bool receives) {
+void Departures::posted(const PreparedSchedule* schedule, bool receives, TimePoint now) {
   if (away_ == 0) {
     return;
   }
+  const auto needs = [&](int peer) {
+    const auto to = [&](const Edge& edge) { return edge.peer == peer; };
+    return schedule != nullptr &&
+        (std::any_of(schedule->incoming.begin(), schedule->incoming.end(), to) ||
+         std::any_of(schedule->outgoing.begin(), schedule->outgoing.end(), to));
+  };
   int first = -1;
   for (int peer = 0; peer < identity_.size; ++peer) {
     if (isAway(peer)) {
       first = first < 0 ? peer : first;
-      check(peer, now);
+      if (needs(peer)) { // what earlier operations need was checked when they were posted, or when the peer went
+        check(peer, now);
+      }
     }
   }
   if (receives) { // else a receive that waits has been checked: again, it would take a lost peer for one that left

@@ -13,6 +13,7 @@
 namespace pycomm {
 
 class Operation;
+struct PreparedSchedule;
 
 /// Which ranks have left the group, which links broke, and when either is a failure. Events in, actions out: no I/O and no clock of its
 /// own, like Membership.
@@ -66,8 +67,9 @@ class Departures {
   void readingEnded(int peer, ErrorRecord gone, TimePoint now);
   /// The link that this rank opened to the peer broke.
   void writingBroke(int peer, ErrorRecord gone, TimePoint now);
-  /// An operation was posted: it may need a rank that has left. `receives`: it is a receive, which may be from any rank.
-  void posted(TimePoint now, bool receives);
+  /// An operation was posted: its schedule (null: it has none yet) may need a rank that has left. `receives`: it is a receive, which may be
+  /// from any rank.
+  void posted(const PreparedSchedule* schedule, bool receives, TimePoint now);
   void tick(TimePoint now);
 
   // ---- questions

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/operation/operation.h"
 #include "engine/report/mismatch.h"
 
 namespace pycomm {
@@ -78,6 +79,7 @@ void RollCall::entered(const OperationId& id, const Descriptor& descriptor, Dead
   next_tick_ = std::min(next_tick_, now + std::chrono::milliseconds(config_.waiting_after_ms));
   next_deadline_ = std::min(next_deadline_, deadline.instant());
   for (const auto& entry : takeHeard(id.id)) {
+    noteCame(op, entry.first);
     compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
   }
   if (descriptor.kind == Collective::Send) {
@@ -161,6 +163,9 @@ void RollCall::compare(const Descriptor& mine, int peer, const Descriptor& their
 RollCall::Standing RollCall::compared(int peer, const FrameHeader& header) {
   const auto found = ops_.find(header.op_id);
   if (found != ops_.end()) {
+    if (header.type != FrameType::Data) { // else its bytes count: see hasCome() and progressed()
+      noteCame(found->second, peer);
+    }
     compare(expectedFrom(found->second, peer), peer, Descriptor::readFrom(header), found->second.id);
     return Standing::Entered;
   }
@@ -181,6 +186,7 @@ bool RollCall::remember(int peer, const FrameHeader& header, TimePoint now) {
   if (heard.ranks.empty()) {
     heard.since = now;
   }
+  heard.last = now;
   const auto inserted = heard.ranks.emplace(peer, theirs);
   if (inserted.second) {
     ++peers_[static_cast<size_t>(peer)].heard(theirs.kind == Collective::Send);
@@ -217,6 +223,55 @@ ErrorRecord RollCall::violation(int peer, const FrameHeader& header, const std::
   record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
   return record;
 }
+
+// ---- time
+
+void RollCall::checkDeadlines(TimePoint now) {
+  if (now < next_deadline_) {
+    return;
+  }
+  TimePoint next = TimePoint::max();
+  for (auto& entry : ops_) {
+    Deadline& deadline = entry.second.deadline;
+    if (deadline.expired(now)) {
+      Action action;
+      action.kind = Action::Kind::Overdue;
+      action.op_id = entry.first;
+      actions_.push_back(std::move(action));
+      deadline = Deadline::at(now + kReportAgain);
+    }
+    next = std::min(next, deadline.instant());
+  }
+  next_deadline_ = next; // last: if there was no memory for an action, the next tick looks again
+}
+
+void RollCall::tick(TimePoint now) {
+  checkDeadlines(now);
+  next_tick_ = TimePoint::max();
+  next_asks_ = TimePoint::max();
+  if (failed_) {
+    return;
+  }
+  size_t asking = 0;
+  for (auto at = ops_.begin(); at != ops_.end(); ++at) {
+    if ((at->first & kDerivedIdBit) == 0 && asking++ == config_.max_asking) {
+      next_asks_ = at->second.since + std::chrono::milliseconds(config_.waiting_after_ms);
+      at = ops_.lower_bound(kDerivedIdBit); // these do not wait for each other in order
+      if (at == ops_.end()) {
+        break;
+      }
+    }
+    Op& op = at->second;
+    tellWaiting(op, now);
+    if (!op.told_waiting) {
+      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));
+    } else if (asksEveryone(op)) {
+      next_tick_ = std::min(next_tick_, op.since + nextRound(op));
+    }
+  }
+}
+
+// ---- questions about operations
 
 std::optional<Missing> RollCall::missing(uint64_t op_id, int peer) const {
   const auto found = ops_.find(op_id);

@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -28,8 +29,8 @@ namespace pycomm {
 /// there is one. Schedules may differ between the two sides of a mistake, so frames on edges alone do not find every mistake: a rank
 /// that has waited 2 ms sends a question (Waiting) to the ranks it waits for, and they compare, or answer that they have not entered
 /// the operation (NotEntered). After 200 ms it asks all ranks, so that an error names the rank that is late and not a neighbour that
-/// waits as well. It asks them again later: an answer may be lost on its way, or be true no more. If many operations are under way, only the oldest ask: questions about hundreds would keep data waiting on a slow
-/// link.
+/// waits as well. It asks them again later: an answer may be lost on its way, or be true no more. If many operations are under way, only
+/// the oldest ask: questions about hundreds would keep data waiting on a slow link.
 ///
 /// Of each peer, so many collectives are remembered as there are places for, and as many messages: any number of the former may be
 /// ahead, and the sender of the latter keeps to the bound.
@@ -65,7 +66,8 @@ class RollCall {
     enum class Kind {
       Send, ///< a frame without payload to `peer`
       Fail, ///< the group has failed: `record`
-      Overdue, ///< the deadline of operation `op_id` has passed
+      Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
+      Pump, ///< Protocol's, never the roll call's: operation `op_id` may be able to send to `peer` now
     };
     Kind kind = Kind::Send;
     int peer = -1;
@@ -150,16 +152,18 @@ class RollCall {
   struct Op {
     OperationId id;
     Descriptor descriptor;
-    Deadline deadline = Deadline::never(); ///< never once it has been reported
+    Deadline deadline = Deadline::never(); ///< once it has been reported: when it is reported again
     TimePoint since; ///< entered, or last byte moved
     bool told_waiting = false; ///< the ranks on unfinished edges know
     int rounds = 0; ///< how often all ranks have been asked
-    std::vector<Missing> missing;
+    std::set<int> came; ///< ranks that have entered it, as a frame of theirs shows
+    std::vector<Missing> missing; ///< ranks that said that they have not entered it, each once
   };
   /// What has been heard of an operation that is not entered here.
   struct Heard {
     std::map<int, Descriptor> ranks; ///< the lowest that differs is named
     TimePoint since; ///< first heard of
+    TimePoint last; ///< heard of again
   };
   struct Peer {
     size_t collectives = 0; ///< entries of heard_ that it is in
@@ -181,6 +185,11 @@ class RollCall {
   void fail(ErrorRecord record);
   void send(int peer, const FrameHeader& header, Way way);
   void ask(const Op& op, int peer);
+  static void noteCame(Op& op, int peer);
+  [[nodiscard]] bool hasCome(const Op& op, int peer) const {
+    return op.came.count(peer) != 0 || credits_.hasShown(op.id.id, peer);
+  }
+  [[nodiscard]] Way wayOfQuestions() const noexcept;
   void tellWaiting(Op& op, TimePoint now);
   [[nodiscard]] bool asksEveryone(const Op& op) const noexcept;
   [[nodiscard]] std::chrono::milliseconds nextRound(const Op& op) const noexcept;

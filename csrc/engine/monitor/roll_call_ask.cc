@@ -1,5 +1,4 @@
-// The questions of the roll call: an operation that waits says so to other ranks, and they answer if they have not entered it. And its
-// deadlines.
+// The questions of the roll call: an operation that waits says so to other ranks, and they answer if they have not entered it.
 #include <algorithm>
 
 #include "engine/monitor/roll_call.h"
@@ -11,10 +10,10 @@ namespace {
 constexpr int kAskEveryoneMaxSize = 256;
 
 // When an operation that waits asks all ranks. The first answers may be lost, or be true no more: so once more. And for the last time a
-// little later than the patience of standOff(), so that the answers find it over.
+// little later than the patience of standOff(), so that the answers find it over, also where the other rank counts from the first round.
 constexpr std::chrono::milliseconds kFirstRound(200);
 constexpr std::chrono::milliseconds kSecondRound(2000);
-constexpr std::chrono::milliseconds kAfterPatience(50);
+constexpr std::chrono::milliseconds kAfterPatience = kFirstRound + std::chrono::milliseconds(50);
 constexpr int kRounds = 3;
 
 // Not this shortly before the deadline: the answers that are there must do.
@@ -50,16 +49,29 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   if (has_place && !remember(peer, header, now)) {
     return;
   }
-  answerNotEntered(peer, header.op_id, message ? Way::BulkLink : Way::OpenLink);
+  answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfQuestions());
 }
 
 void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
   const auto found = ops_.find(header.op_id);
   // Answers travel another way than the frames of the operation, and may come later than those: then the peer has entered it since.
-  if (found != ops_.end() && !credits_.hasShown(header.op_id, peer)) {
-    found->second.missing.push_back(Missing{peer, lastText(header)});
-    standOff(found->second, peer, now);
+  if (found == ops_.end() || hasCome(found->second, peer)) {
+    return;
   }
+  std::vector<Missing>& missing = found->second.missing;
+  const auto earlier = std::find_if(missing.begin(), missing.end(), [&](const Missing& one) { return one.peer == peer; });
+  if (earlier == missing.end()) {
+    missing.push_back(Missing{peer, lastText(header)});
+  } else {
+    earlier->last = lastText(header);
+  }
+  standOff(found->second, peer, now);
+}
+
+void RollCall::noteCame(Op& op, int peer) {
+  op.came.insert(peer);
+  const auto same = [&](const Missing& one) { return one.peer == peer; };
+  op.missing.erase(std::remove_if(op.missing.begin(), op.missing.end(), same), op.missing.end());
 }
 
 void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
@@ -85,6 +97,9 @@ std::string RollCall::lastText(const FrameHeader& not_entered) {
 // Two ranks wait, each in an operation that the other has not entered, and one of the two was issued by a callback: most likely a
 // callback ran inline on one rank and later on the other, so that the same operation has two names. After 10 s this is reported instead
 // of leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
+//
+// The other rank's operation may have ended without this rank, as that of a root does, or its question may have come very late. So one that
+// was not heard of lately is answered once more: if that rank still waits in it, this answer makes that rank find the two.
 void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
   if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
@@ -95,6 +110,10 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
     if (theirs == entry.second.ranks.end() || theirs->second.kind == Collective::Send || !derived ||
         now - entry.second.since < patience) {
+      continue;
+    }
+    if (now - entry.second.last > patience) {
+      answerNotEntered(peer, entry.first, wayOfQuestions());
       continue;
     }
     ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);
@@ -110,7 +129,12 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
 // An edge that cannot go on without credit needs its own link; and the peer grants that once it knows that this rank waits.
 void RollCall::ask(const Op& op, int peer) {
   const bool needed = op.descriptor.kind == Collective::Send || credits_.lacksCredit(op.id.id, peer);
-  send(peer, headerFor(op.id.id, FrameType::Waiting, peer), needed ? Way::BulkLink : Way::OpenLink);
+  send(peer, headerFor(op.id.id, FrameType::Waiting, peer), needed ? Way::BulkLink : wayOfQuestions());
+}
+
+// In a group so large that nobody asks all ranks, an operation asks once, and only along its edges: that question must not be lost.
+RollCall::Way RollCall::wayOfQuestions() const noexcept {
+  return config_.size > kAskEveryoneMaxSize ? Way::BulkLink : Way::OpenLink;
 }
 
 bool RollCall::asksEveryone(const Op& op) const noexcept {
@@ -137,58 +161,11 @@ void RollCall::tellWaiting(Op& op, TimePoint now) {
     ++op.rounds;
   }
   if (due) {
-    op.missing.clear();
     for (int peer = 0; peer < config_.size; ++peer) {
-      const bool known = op.rounds == 2 && credits_.hasShown(op.id.id, peer); // to have entered it
+      const bool known = op.rounds == 2 && hasCome(op, peer); // to have entered it
       if (peer != config_.rank && !known) {
         ask(op, peer);
       }
-    }
-  }
-}
-
-void RollCall::checkDeadlines(TimePoint now) {
-  if (now < next_deadline_) {
-    return;
-  }
-  TimePoint next = TimePoint::max();
-  for (auto& entry : ops_) {
-    Deadline& deadline = entry.second.deadline;
-    if (deadline.expired(now)) {
-      Action action;
-      action.kind = Action::Kind::Overdue;
-      action.op_id = entry.first;
-      actions_.push_back(std::move(action));
-      deadline = Deadline::never();
-    } else {
-      next = std::min(next, deadline.instant());
-    }
-  }
-  next_deadline_ = next; // last: if there was no memory for an action, the next tick looks again
-}
-
-void RollCall::tick(TimePoint now) {
-  checkDeadlines(now);
-  next_tick_ = TimePoint::max();
-  next_asks_ = TimePoint::max();
-  if (failed_) {
-    return;
-  }
-  size_t asking = 0;
-  for (auto at = ops_.begin(); at != ops_.end(); ++at) {
-    if ((at->first & kDerivedIdBit) == 0 && asking++ == config_.max_asking) {
-      next_asks_ = at->second.since + std::chrono::milliseconds(config_.waiting_after_ms);
-      at = ops_.lower_bound(kDerivedIdBit); // these do not wait for each other in order
-      if (at == ops_.end()) {
-        break;
-      }
-    }
-    Op& op = at->second;
-    tellWaiting(op, now);
-    if (!op.told_waiting) {
-      next_tick_ = std::min(next_tick_, op.since + std::chrono::milliseconds(config_.waiting_after_ms));
-    } else if (asksEveryone(op)) {
-      next_tick_ = std::min(next_tick_, op.since + nextRound(op));
     }
   }
 }

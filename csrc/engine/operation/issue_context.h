@@ -67,6 +67,9 @@ struct OperationId {
 
 inline constexpr uint64_t kDerivedIdBit = 1ULL << 63;
 
+/// In the frames by which a receive asks for messages under a tag, and in the answers. No operation has it.
+inline constexpr uint64_t kAskForMessagesId = kDerivedIdBit | 2;
+
 /// The id of the operation that the calling thread issues now. `counter` is the group's.
 [[nodiscard]] OperationId takeOperationId(std::atomic<int64_t>& counter, uint32_t group) noexcept;
 

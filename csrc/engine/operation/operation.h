@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,6 +19,10 @@
 #include "engine/operation/prepared_schedule.h"
 
 namespace pycomm {
+
+/// An operation that waits for long, or whose deadline has passed, is reported again so much later: a report may be lost for want of
+/// memory.
+inline constexpr std::chrono::seconds kReportAgain(1);
 
 /// One collective on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and
 /// the lane that runs it; the lane alone calls `finish`, once.

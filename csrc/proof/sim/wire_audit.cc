@@ -70,7 +70,8 @@ void WireAudit::say(const std::string& line) {
 void WireAudit::note(const char* verb, int from, int to, LinkPurpose purpose, const FrameHeader& header) {
   fingerprint_ = mix64(
       fingerprint_ ^ static_cast<uint64_t>(timeline_.elapsed().count()) ^ header.op_id << 40 ^ header.aux << 20 ^
-      static_cast<uint64_t>(header.type) << 56 ^ static_cast<uint64_t>(from * ranks_ + to) << 48 ^ header.index);
+      static_cast<uint64_t>(header.type) << 56 ^ static_cast<uint64_t>(from * ranks_ + to) << 48 ^ header.index ^
+      mix64(static_cast<uint64_t>(header.route) << 32 | static_cast<uint32_t>(header.root)));
   if (keeps_trace_) {
     const bool sent = verb[0] == 's';
     say("rank " + std::to_string(sent ? from : to) + ' ' + verb + ' ' + frameText(header) + (sent ? " to " : " from ") +

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 
 #include "engine/operation/operation.h"
 
@@ -30,6 +31,13 @@ std::unique_ptr<Operation> someOperation(int64_t sequence) {
   return std::make_unique<Operation>(std::move(request));
 }
 
+PreparedSchedule scheduleWith(int peer) {
+  PreparedSchedule schedule;
+  schedule.outgoing.emplace_back();
+  schedule.outgoing.back().peer = peer;
+  return schedule;
+}
+
 ErrorRecord peerDead(int peer) {
   ErrorRecord record;
   record.code = ErrorCode::PeerDead;
@@ -46,6 +54,7 @@ struct OpenDealings final : Departures::Dealings {
   std::map<int, const Operation*> sends;
   std::map<int, const Operation*> receives;
   const Operation* from_anyone = nullptr;
+  mutable std::set<int> asked; ///< peers that owing() was asked about
 
   static const Operation* of(const std::map<int, const Operation*>& some, int peer) {
     const auto found = some.find(peer);
@@ -56,6 +65,7 @@ struct OpenDealings final : Departures::Dealings {
     return found == links.end() ? Reading::NotOpened : found->second;
   }
   [[nodiscard]] const Operation* owing(int peer) const noexcept override {
+    asked.insert(peer);
     return of(sends, peer);
   }
   [[nodiscard]] const Operation* awaiting(int peer) const noexcept override {
@@ -87,6 +97,7 @@ class DeparturesTest : public ::testing::Test {
   OpenDealings open;
   const std::unique_ptr<Operation> first = someOperation(1);
   const std::unique_ptr<Operation> second = someOperation(2);
+  const PreparedSchedule with_rank_1 = scheduleWith(1);
 
  private:
   const TimePoint start_ = Clock::now();
@@ -165,8 +176,20 @@ TEST_F(DeparturesTest, AnOperationThatNeedsALostPeerLaterFailsWithWhatBroke) {
   departures.tick(at(40));
   ASSERT_TRUE(quiet());
   open.sends[1] = second.get();
-  departures.posted(at(50), false);
+  departures.posted(&with_rank_1, false, at(50));
   EXPECT_EQ(action().record.code, ErrorCode::ConnectionReset);
+}
+
+// Else each call would look through all operations for each rank that has left.
+TEST_F(DeparturesTest, AnOperationThatIsPostedIsCheckedForTheRanksOfItsScheduleOnly) {
+  departures.saidGoodbye(1, at(0));
+  departures.saidGoodbye(2, at(0));
+  open.asked.clear();
+  const PreparedSchedule with_rank_2 = scheduleWith(2);
+  departures.posted(&with_rank_2, false, at(1));
+  EXPECT_EQ(open.asked, std::set<int>{2});
+  departures.posted(nullptr, true, at(2));
+  EXPECT_EQ(open.asked, std::set<int>{2}) << "a receive from any rank";
 }
 
 TEST_F(DeparturesTest, AGoodbyeStillCountsAfterAPeerWasLost) {
@@ -176,7 +199,7 @@ TEST_F(DeparturesTest, AGoodbyeStillCountsAfterAPeerWasLost) {
   departures.saidGoodbye(1, at(60));
   EXPECT_EQ(departures.nextTick(), TimePoint::max());
   open.sends[1] = second.get();
-  departures.posted(at(70), false);
+  departures.posted(&with_rank_1, false, at(70));
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
 
@@ -213,7 +236,7 @@ TEST_F(DeparturesTest, AGoodbyeMayOvertakeTheHelloOfTheLinkThatTheBytesComeOn) {
   EXPECT_TRUE(quiet()) << "the link has come";
 
   open.links.clear();
-  departures.posted(at(3000), false);
+  departures.posted(&with_rank_1, false, at(3000));
   departures.tick(at(6000));
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
@@ -256,7 +279,7 @@ TEST_F(DeparturesTest, OnlyAReceiveMakesAReceiveFromAnyRankGiveUpOnALostPeer) {
   ASSERT_TRUE(quiet());
   open.links[2] = Reading::Ended;
   open.from_anyone = first.get();
-  departures.posted(at(50), false); // say, a message to oneself
+  departures.posted(&with_rank_1, false, at(50)); // say, a message to oneself
   departures.tick(at(3040));
   EXPECT_EQ(action().kind, Kind::Doubt) << "rank 1 is lost, and has not said that it leaves";
 }

@@ -179,7 +179,7 @@ MUTATIONS = [
     ),
     Mutation(
         "no deadlines",
-        "roll_call_ask.cc",
+        "roll_call.cc",
         "    if (deadline.expired(now)) {\n",
         "    if (false) {\n",
     ),
