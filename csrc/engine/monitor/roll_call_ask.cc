@@ -16,6 +16,9 @@ constexpr std::chrono::milliseconds kSecondRound(2000);
 constexpr std::chrono::milliseconds kAfterPatience = kFirstRound + std::chrono::milliseconds(50);
 constexpr int kRounds = 3;
 
+// How long ago a rank may have asked that is taken to wait still.
+constexpr std::chrono::seconds kLately(1);
+
 // Not this shortly before the deadline: the answers that are there must do.
 constexpr std::chrono::milliseconds kAnswerWithin(200);
 
@@ -99,7 +102,8 @@ std::string RollCall::lastText(const FrameHeader& not_entered) {
 // of leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
 //
 // The other rank's operation may have ended without this rank, as that of a root does, or its question may have come very late. So one that
-// was not heard of lately is answered once more: if that rank still waits in it, this answer makes that rank find the two.
+// was not heard of lately is answered once more: if that rank still waits in it, this answer makes that rank find the two. It has heard of
+// this rank's operation a moment ago, by the question whose answer led here.
 void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
   if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
@@ -112,7 +116,7 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
         now - entry.second.since < patience) {
       continue;
     }
-    if (now - entry.second.last > patience) {
+    if (now - entry.second.last > kLately) {
       answerNotEntered(peer, entry.first, wayOfQuestions());
       continue;
     }

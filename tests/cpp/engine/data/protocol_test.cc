@@ -369,6 +369,85 @@ TEST(Protocol, TwoNamesForOneOperationEndInAMismatchNotAtTheDeadline) {
   }
 }
 
+/// Two ranks that wait in different operations, in steps of 50 ms.
+class StandOff {
+ public:
+  explicit StandOff() {
+    late_one_.id = {kDerivedIdBit | 77, -1};
+  }
+  void enterInline() {
+    post(inline_rank, counted_, now_);
+  }
+  void enterLate() {
+    post(late_rank, late_one_, now_);
+  }
+  void endLate() {
+    late_rank.ended(late_one_.id.id);
+  }
+  void run(int ms) {
+    for (const TimePoint end = now_ + std::chrono::milliseconds(ms); now_ < end;
+         now_ += std::chrono::milliseconds(50)) {
+      inline_rank.tick(now_);
+      late_rank.tick(now_);
+      exchange(inline_rank, 0, late_rank);
+      exchange(late_rank, 1, inline_rank);
+      exchange(inline_rank, 0, late_rank);
+    }
+  }
+  [[nodiscard]] bool failed() const noexcept {
+    return failures_ != 0;
+  }
+
+  Protocol inline_rank{protocolConfig(0, 2)};
+  Protocol late_rank{protocolConfig(1, 2)};
+
+ private:
+  void exchange(Protocol& from, int from_rank, Protocol& to) {
+    for (const auto& action : from.takeActions()) {
+      if (action.kind == ActionKind::Fail) {
+        EXPECT_EQ(action.record.code, ErrorCode::CollectiveMismatch);
+        ++failures_;
+      } else if (action.kind == ActionKind::Send) {
+        static_cast<void>(to.arrived(from_rank, action.header, now_));
+      }
+    }
+  }
+
+  Posted counted_ = broadcastOf(2, 0, 2, 1, 100);
+  Posted late_one_ = broadcastOf(3, 1, 2, 0, 100);
+  TimePoint now_ = Clock::now();
+  int failures_ = 0;
+};
+
+// The first has asked all it asks. The second finds no fresh question, and answers the old one once more.
+TEST(Protocol, AStandOffIsFoundAlsoIfOneRankHasWaitedForLong) {
+  for (const int earlier_ms : {0, 150, 5000, 60000}) {
+    for (const bool inline_first : {true, false}) {
+      StandOff ranks;
+      inline_first ? ranks.enterInline() : ranks.enterLate();
+      ranks.run(earlier_ms);
+      inline_first ? ranks.enterLate() : ranks.enterInline();
+      ranks.run(9000);
+      EXPECT_FALSE(ranks.failed()) << earlier_ms;
+      ranks.run(2000);
+      EXPECT_TRUE(ranks.failed()) << earlier_ms << " " << inline_first;
+    }
+  }
+}
+
+// As that of a root does. The other rank is only late for it, because it waits in one that this rank is late for.
+TEST(Protocol, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
+  for (const int ended_after_ms : {1000, 5000}) {
+    StandOff ranks;
+    ranks.enterInline();
+    ranks.enterLate();
+    ranks.run(ended_after_ms);
+    ranks.endLate();
+    ranks.run(30000);
+    EXPECT_FALSE(ranks.failed()) << ended_after_ms;
+  }
+}
+
 TEST(Protocol, WhatNoPeerSendsIsAViolation) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const auto failsWith = [&](FrameHeader header, bool posted_before) {

@@ -95,9 +95,9 @@ class Host {
     EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20), [&] { return noticed_.has_value(); }));
     return noticed_.value_or(ErrorRecord());
   }
-  void waitUntilStuck(int rank) {
+  void waitUntilStuck(int rank, int times = 1) {
     std::unique_lock<std::mutex> lock(mutex_);
-    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20), [&] { return stuck_[rank] > 0; }));
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(20), [&] { return stuck_[rank] >= times; }));
   }
   void failAll(const ErrorRecord& cause) {
     for (const auto& plane : planes_) {
@@ -460,6 +460,25 @@ TEST(HostPlane, DifferentCallsAreAMismatchAndNothingIsWritten) {
       EXPECT_EQ(values, before);
     });
   }
+}
+
+// The lane watches over its deadline, and may have had no memory for the first report.
+TEST(HostPlane, AnOperationThatWaitsIsReportedAgain) {
+  Host host(2);
+  std::vector<float> values(1, 1.0F);
+  std::atomic<int64_t> counter{0};
+  const auto operation =
+      post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
+  std::thread waiter([&] { finish(host.plane(0), *operation); });
+  const TimePoint begin = Clock::now();
+  host.waitUntilStuck(0, 3);
+  EXPECT_GE(Clock::now() - begin, std::chrono::seconds(1)) << "not without a pause";
+  EXPECT_LT(Clock::now() - begin, std::chrono::seconds(15));
+  ErrorRecord cause;
+  cause.code = ErrorCode::PeerDead;
+  cause.peer = 1;
+  failNow(host.plane(0), cause);
+  waiter.join();
 }
 
 TEST(HostPlane, AFailureEndsACallerThatWaits) {

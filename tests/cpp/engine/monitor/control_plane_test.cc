@@ -12,7 +12,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/fault_point.h"
 #include "engine/loop/event_loop.h"
+#include "engine/operation/issue_context.h"
+#include "schedule/step.h"
 #include "transport/net/tcp_link.h"
 
 namespace pycomm::testing {
@@ -174,6 +177,13 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
   loaded.payload_nbytes = 1;
   FrameHeader of_nobody = header(FrameType::Left);
   of_nobody.root = kSize;
+  FrameHeader announcement = question(0, 1);
+  announcement.kind = static_cast<uint8_t>(Collective::Send);
+  FrameHeader of_nothing = question(0, 1);
+  of_nothing.op_id = 0;
+  FrameHeader has_no_message = question(0, 2); // a rank that would pass it on finds it, too
+  has_no_message.type = FrameType::NotEntered;
+  has_no_message.op_id = kAskForMessagesId;
   struct Case {
     FrameHeader header;
     const char* says;
@@ -187,6 +197,9 @@ TEST(ControlPlane, TheSenderOfAFrameThatDoesNotBelongHereIsTheCulprit) {
       {question(0, kSize), "a question between ranks that do not exist"},
       {question(kSize, 1), "a question between ranks that do not exist"},
       {of_nobody, "the goodbye of a rank that does not exist"},
+      {announcement, "a question that belongs on a bulk link"},
+      {of_nothing, "a question that belongs on a bulk link"},
+      {has_no_message, "a question that belongs on a bulk link"},
       {header(FrameType::Data), "type 3 on a control link"},
       {header(FrameType::HelloReply), "type 2 on a control link"},
       {header(static_cast<FrameType>(200)), "type 200 on a control link"}};
@@ -215,15 +228,15 @@ class Crossroads {
  public:
   static constexpr int kRanks = 16;
 
-  explicit Crossroads(int heartbeat_every_ms = 500) : loop_("test") {
+  explicit Crossroads(int heartbeat_every_ms = 500, int ranks = kRanks) : loop_("test") {
     GroupIdentity self = identity();
     self.rank = 0;
-    self.size = kRanks;
-    self.hosts.assign(kRanks, "host");
+    self.size = ranks;
+    self.hosts.assign(static_cast<size_t>(ranks), "host");
     Membership::Config membership;
     membership.rank = 0;
     membership.hosts = self.hosts;
-    membership.neighbours = controlNeighbours(0, kRanks);
+    membership.neighbours = controlNeighbours(0, ranks);
     membership.heartbeat_every_ms = heartbeat_every_ms;
     membership.dead_after_ms = 60000;
     ControlPlane::Events events;
@@ -285,6 +298,11 @@ class Crossroads {
   }
 
   std::vector<int> left; ///< of the loop's thread
+  /// Runs on the loop's thread, with the plane and the test's ends of the links.
+  template <typename Body>
+  void onLoop(const Body& body) {
+    loop_.run([&] { body(*plane_, links_); });
+  }
   void sync() {
     loop_.run([] {});
   }
@@ -363,6 +381,105 @@ TEST(ControlPlane, AGoodbyeIsPassedOnOnceToAllOthers) {
   EXPECT_EQ(passed.root, 2) << "rank 7's is not told to who told it, nor twice";
   self.sync();
   EXPECT_EQ(self.left, (std::vector<int>{7, 2}));
+}
+
+TEST(ControlPlane, GoodbyesAreNotPassedOnToRanksThatHaveLeft) {
+  Crossroads self;
+  self.send(4, header(FrameType::Goodbye));
+  EXPECT_EQ(self.next(1).root, 4);
+  FrameHeader news = header(FrameType::Left);
+  news.root = 7;
+  self.send(1, news);
+  EXPECT_EQ(self.next(2).root, 4);
+  EXPECT_EQ(self.next(2).root, 7); // so it has been passed on
+  EXPECT_EQ(self.next(4, 1).type, FrameType::Hello) << "nothing";
+}
+
+// Many ranks leave at once, and each one's goodbye goes to all neighbours: one system call per link, not one per goodbye.
+TEST(ControlPlane, GoodbyesThatArriveTogetherAreWrittenTogether) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs PYCOMM_FAULT_POINTS, to count writes";
+  }
+  Crossroads self(60000);
+  armFaultPoints("control.send:1000000:delay=0");
+  self.onLoop([](ControlPlane&, auto& links) {
+    std::string bytes;
+    for (const int rank : {3, 5, 6, 7, 9, 10, 11, 13}) {
+      FrameHeader news = header(FrameType::Left);
+      news.root = rank;
+      bytes.append(reinterpret_cast<const char*>(&news), sizeof news);
+    }
+    const AbortToken none;
+    writeAll(*links.at(1), {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, Deadline::after(5000), none);
+  });
+  for (const int peer : {2, 4, 8, 12, 14, 15}) {
+    for (int i = 0; i < 8; ++i) {
+      EXPECT_EQ(self.next(peer).type, FrameType::Left);
+    }
+  }
+  self.sync();
+  const int64_t writes = faultPointTallies().at(0).visits;
+  armFaultPoints("");
+  EXPECT_LE(writes, 6);
+}
+
+// Its goodbye and the end of its link are there, but this rank writes before it reads.
+TEST(ControlPlane, AFailingWriteDoesNotThrowAwayAGoodbyeThatHasArrived) {
+  for (const bool by_question : {true, false}) {
+    Crossroads self;
+    self.onLoop([&](ControlPlane& plane, auto& links) {
+      const FrameHeader goodbye = header(FrameType::Goodbye);
+      const AbortToken none;
+      writeAll(
+          *links.at(4), {reinterpret_cast<const std::byte*>(&goodbye), sizeof goodbye}, Deadline::after(5000), none);
+      links.erase(4);
+      if (by_question) {
+        plane.ask({Question{4, header(FrameType::Waiting)}});
+      } else {
+        plane.peerLeft(7); // passed on to all
+      }
+    });
+    self.sync();
+    EXPECT_EQ(self.left, std::vector<int>{4}) << by_question;
+  }
+}
+
+// A link that is not read takes no more than its buffer: questions would leave no room for the goodbye, and the rank would look dead.
+TEST(ControlPlane, AGoodbyeDoesNotWaitBehindQuestions) {
+  Crossroads self(60000);
+  FrameHeader last;
+  self.onLoop([&](ControlPlane& plane, auto& links) {
+    for (int i = 0; i < 10000; ++i) { // more than the queue and the socket hold
+      FrameHeader asked = header(FrameType::Waiting);
+      asked.op_id = 5;
+      plane.ask({Question{4, asked}});
+    }
+    std::string bytes;
+    const auto readAll = [&] {
+      std::vector<std::byte> some(1 << 16);
+      for (Progress got = links.at(4)->tryRead({some.data(), some.size()}); got.nbytes > 0;
+           got = links.at(4)->tryRead({some.data(), some.size()})) {
+        bytes.append(reinterpret_cast<const char*>(some.data()), got.nbytes);
+      }
+    };
+    readAll();
+    const size_t before = bytes.size();
+    EXPECT_LT(before, 10000 * sizeof(FrameHeader)) << "some wait for room";
+    static_cast<void>(plane.close());
+    readAll();
+    EXPECT_LE(bytes.size(), before + 2 * sizeof(FrameHeader)) << "one that had begun, and the goodbye";
+    ASSERT_EQ(bytes.size() % sizeof(FrameHeader), 0U);
+    std::memcpy(static_cast<void*>(&last), bytes.data() + bytes.size() - sizeof last, sizeof last);
+  });
+  EXPECT_EQ(last.type, FrameType::Goodbye);
+}
+
+// A route has 16 bits for each rank.
+TEST(ControlPlane, InAGroupOfMoreThan65536RanksQuestionsDoNotTravelHere) {
+  Crossroads largest(60000, 65536);
+  EXPECT_EQ(largest.way(32768), 32768);
+  Crossroads larger(60000, 65537);
+  EXPECT_EQ(larger.way(8), -1);
 }
 
 // Of each pair of neighbours the lower rank opens the control link.

@@ -120,8 +120,45 @@ TEST_F(RollCallTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
   EXPECT_EQ(roll.nextTick(), at(2000));
   roll.tick(at(2000));
   EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3})) << "of one operation only";
-  EXPECT_FALSE(roll.missing(1)) << "it may have entered since";
+  EXPECT_TRUE(roll.missing(1)) << "until it says otherwise: the second answer may be lost";
   EXPECT_TRUE(roll.missing(2)) << "the first answer must do";
+}
+
+TEST_F(RollCallTest, ALaterAnswerOfARankReplacesItsFirst) {
+  enter(1);
+  FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
+  answer.aux = 12;
+  roll.answered(2, answer, at(200));
+  answer.aux = 13;
+  roll.answered(2, answer, at(2000));
+  ASSERT_TRUE(roll.missing(1, 2));
+  EXPECT_NE(roll.missing(1, 2)->last.find("#13"), std::string::npos) << roll.missing(1, 2)->last;
+}
+
+TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
+  enter(1); // no bytes are due from rank 2
+  const FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
+  roll.answered(2, answer, at(3));
+  roll.answered(3, answer, at(3));
+  ASSERT_EQ(roll.missing(1)->peer, 2);
+  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::Standing::Entered); // its question
+  EXPECT_EQ(roll.missing(1)->peer, 3);
+  roll.answered(2, answer, at(5)); // which was on its way for longer
+  EXPECT_EQ(roll.missing(1)->peer, 3);
+  EXPECT_FALSE(roll.missing(1, 2));
+  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::Standing::Entered);
+  EXPECT_FALSE(roll.missing(1));
+  roll.tick(at(200));
+  static_cast<void>(roll.takeActions());
+  roll.tick(at(2000));
+  EXPECT_EQ(askedRanks(), std::vector<int>{1}) << "the others have entered it";
+}
+
+TEST_F(RollCallTest, ARankThatCameFirstIsNotMissing) {
+  EXPECT_TRUE(roll.remember(2, rollFrame(1, barrierOf()), at(0)));
+  enter(1);
+  roll.answered(2, rollFrame(1, barrierOf(), FrameType::NotEntered), at(1));
+  EXPECT_FALSE(roll.missing(1));
 }
 
 TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
@@ -152,6 +189,77 @@ TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
   EXPECT_EQ(answers[1].way, RollCall::Way::BulkLink) << "a message";
 }
 
+// Nobody asks a second time there.
+TEST(RollCallOfALargeGroup, QuestionsAndAnswersAreNotLost) {
+  for (const int size : {256, 257}) {
+    Credits credits{Credits::Config(), size};
+    RollCall roll{rollConfig(size), credits, kPlaces};
+    PreparedSchedule schedule;
+    schedule.incoming.emplace_back();
+    schedule.incoming.back().peer = 1;
+    schedule.incoming.back().steps.resize(1);
+    const TimePoint start = Clock::now();
+    credits.posted(1, schedule, false, {});
+    roll.entered(OperationId{1, 1}, barrierOf(), Deadline::never(), start);
+    roll.tick(start + milliseconds(2));
+    roll.asked(1, rollFrame(7, barrierOf()), start + milliseconds(2));
+    const std::vector<RollCall::Action> actions = roll.takeActions();
+    ASSERT_EQ(actions.size(), 2U);
+    for (const RollCall::Action& action : actions) {
+      EXPECT_EQ(action.way, size > 256 ? RollCall::Way::BulkLink : RollCall::Way::OpenLink) << size;
+    }
+  }
+}
+
+/// Two ranks in operations of two names: what rank 0, which waits in #1, hears of rank 1's.
+class StandOffTest : public RollCallTest {
+ protected:
+  static constexpr uint64_t kTheirs = kDerivedIdBit | 8;
+  void hearOfTheirs(int ms) {
+    EXPECT_TRUE(roll.remember(1, rollFrame(kTheirs, barrierOf()), at(ms)));
+  }
+  void answer(int ms) {
+    static_cast<void>(roll.takeActions());
+    roll.answered(1, rollFrame(1, barrierOf(), FrameType::NotEntered), at(ms));
+  }
+};
+
+TEST_F(StandOffTest, TwoThatWaitInDifferentOperationsFor10SecondsAreAMismatch) {
+  enter(1);
+  hearOfTheirs(200);
+  hearOfTheirs(9900);
+  answer(10199);
+  EXPECT_FALSE(roll.failed());
+  answer(10200);
+  const std::vector<RollCall::Action> failures = taken(Kind::Fail);
+  ASSERT_EQ(failures.size(), 1U);
+  EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
+}
+
+// The last question to all comes when the other has heard of this operation for that long, also if it heard of it in the first round.
+TEST_F(StandOffTest, TheLastQuestionFindsItOver) {
+  enter(1);
+  for (const int ms : {2, 200, 2000}) {
+    roll.tick(at(ms));
+    static_cast<void>(roll.takeActions());
+  }
+  EXPECT_EQ(roll.nextTick(), at(10250));
+}
+
+// A root has left its operation long ago, or its question was very late: this rank cannot know. The other does.
+TEST_F(StandOffTest, WhatWasNotHeardOfLatelyIsNoMismatchButIsAnsweredOnceMore) {
+  enter(1);
+  hearOfTheirs(0);
+  hearOfTheirs(9000);
+  answer(10250);
+  EXPECT_FALSE(roll.failed());
+  const std::vector<RollCall::Action> answers = taken(Kind::Send);
+  ASSERT_EQ(answers.size(), 1U);
+  EXPECT_EQ(answers[0].peer, 1);
+  EXPECT_EQ(answers[0].header.type, FrameType::NotEntered);
+  EXPECT_EQ(answers[0].header.op_id, kTheirs);
+}
+
 TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {
   enter(1);
   FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
@@ -168,6 +276,21 @@ TEST_F(RollCallTest, TheLowestRankThatHasNotEnteredIsMissing) {
   EXPECT_FALSE(roll.missing(2)) << "it is not entered here";
   roll.progressed(1, at(4));
   EXPECT_FALSE(roll.missing(1)) << "bytes have come";
+}
+
+// Its first report may be lost for want of memory on its way to the control plane.
+TEST_F(RollCallTest, AnOverdueOperationIsReportedEachSecondUntilItHasEnded) {
+  enter(1, Deadline::at(at(50)));
+  for (const int ms : {50, 1050, 2050}) {
+    roll.tick(at(ms - 1));
+    EXPECT_TRUE(taken(Kind::Overdue).empty()) << ms;
+    roll.tick(at(ms));
+    EXPECT_EQ(taken(Kind::Overdue).size(), 1U) << ms;
+    EXPECT_LE(roll.nextTick(), at(ms + 1000));
+  }
+  end(1);
+  roll.tick(at(3050));
+  EXPECT_TRUE(taken(Kind::Overdue).empty());
 }
 
 TEST_F(RollCallTest, ADeadlineIsReportedOnceWhenItHasPassed) {
