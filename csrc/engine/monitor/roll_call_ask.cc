@@ -62,7 +62,8 @@ void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
     return;
   }
   std::vector<Missing>& missing = found->second.missing;
-  const auto earlier = std::find_if(missing.begin(), missing.end(), [&](const Missing& one) { return one.peer == peer; });
+  const auto earlier =
+      std::find_if(missing.begin(), missing.end(), [&](const Missing& one) { return one.peer == peer; });
   if (earlier == missing.end()) {
     missing.push_back(Missing{peer, lastText(header)});
   } else {

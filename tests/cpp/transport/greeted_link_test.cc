@@ -320,8 +320,9 @@ TEST(GreetedLink, NamesBothVersionsToAnOlderOrNewerPeer) {
       EXPECT_EQ(record.code, ErrorCode::VersionMismatch) << record.text();
       EXPECT_THAT(
           record.summary,
-          HasSubstr("the peer speaks pycomm wire version " + std::to_string(version) + " and this rank version " +
-                    std::to_string(FrameHeader::kVersion)));
+          HasSubstr(
+              "the peer speaks pycomm wire version " + std::to_string(version) + " and this rank version " +
+              std::to_string(FrameHeader::kVersion)));
       EXPECT_THAT(record.summary, HasSubstr(peer.address().text()));
       EXPECT_EQ(record.hint, "install the same pycomm on all hosts");
       EXPECT_EQ(peer.connections(), 1U) << "it is final";

@@ -119,7 +119,8 @@ TEST(CheckCompatible, PrintsBothValues) {
     const RankRecord another = RankRecord::fromWireText(text, 1);
     record = errorOf([&] { checkCompatible(mine, another); });
     EXPECT_EQ(record.code, ErrorCode::VersionMismatch);
-    EXPECT_THAT(record.summary, HasSubstr(" speaks pycomm wire version " + std::to_string(FrameHeader::kVersion) + " and "));
+    EXPECT_THAT(
+        record.summary, HasSubstr(" speaks pycomm wire version " + std::to_string(FrameHeader::kVersion) + " and "));
     EXPECT_THAT(record.summary, HasSubstr("rank 1 (host beta) version " + std::to_string(version)));
   }
 }

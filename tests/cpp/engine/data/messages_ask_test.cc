@@ -78,6 +78,44 @@ size_t questionsIn(const std::string& written) {
   return count;
 }
 
+// Its first report may be lost for want of memory on its way to the control plane.
+TEST(Asks, AReceiveThatIsOverdueIsReportedEachSecond) {
+  GroupIdentity identity;
+  identity.rank = 0;
+  identity.size = 2;
+  identity.name = "test";
+  identity.hash = 7;
+  identity.hosts = {"alpha", "beta"};
+  std::string written;
+  StillLoop loop;
+  DataPlane::Events events;
+  std::vector<ErrorRecord> noticed;
+  events.noticed = [&](ErrorRecord record) { noticed.push_back(std::move(record)); };
+  events.doubted = events.noticed;
+  events.left = [](int) {};
+  DataPlane::Options options;
+  options.connect = [&](int) { return std::make_unique<KeepingLink>(written); };
+  DataPlane plane(identity, loop, std::move(events), std::move(options));
+  const TimePoint deadline = Clock::now() + std::chrono::seconds(60);
+  Operation::Request request;
+  request.descriptor.kind = Collective::Send;
+  request.receives = true;
+  request.peer = PointToPoint::kAnyRank;
+  request.deadline = Deadline::at(deadline);
+  plane.post(std::make_shared<Operation>(std::move(request)));
+  for (size_t times = 1; times <= 3; ++times) {
+    const TimePoint due = deadline + std::chrono::seconds(times - 1);
+    plane.tick(due - milliseconds(1));
+    EXPECT_EQ(noticed.size(), times - 1);
+    plane.tick(due);
+    ASSERT_EQ(noticed.size(), times);
+    EXPECT_EQ(noticed.back().code, ErrorCode::Timeout) << noticed.back().text();
+  }
+  ErrorRecord end;
+  end.code = ErrorCode::ShutDown;
+  plane.fail(end);
+}
+
 // 256 in 10 ms: else the questions of a rank with many receives would take the time of its lane, and of the rank that answers.
 TEST(Asks, ManyReceivesAskAFewAtATime) {
   constexpr size_t kReceives = 2000;

@@ -410,7 +410,8 @@ TEST(ControlPlane, GoodbyesThatArriveTogetherAreWrittenTogether) {
       bytes.append(reinterpret_cast<const char*>(&news), sizeof news);
     }
     const AbortToken none;
-    writeAll(*links.at(1), {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, Deadline::after(5000), none);
+    writeAll(
+        *links.at(1), {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, Deadline::after(5000), none);
   });
   for (const int peer : {2, 4, 8, 12, 14, 15}) {
     for (int i = 0; i < 8; ++i) {

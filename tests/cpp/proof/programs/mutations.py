@@ -256,7 +256,7 @@ MUTATIONS = [
     Mutation(
         "news counts although the choice is due",
         "membership.cc",
-        "if (now >= decide_at_) {",
+        "if (now >= decideAt()) {",
         "if (false) {",
         survives="Membership.NewsThatComesWhenTheChoiceIsDueDoesNotCount notices it, a unit test",
     ),

@@ -8,6 +8,7 @@
 #include "proof/sim/oracle.h"
 #include "proof/sim/plan_parts.h"
 #include "proof/sim/verdict.h"
+#include "proof/sim/wire_audit.h"
 
 namespace pycomm::sim {
 namespace {
@@ -39,6 +40,22 @@ TEST(Simulator, TheSameSeedIsTheSameRunOfSeveralGroups) {
     EXPECT_EQ(first.events, second.events) << seed;
     EXPECT_EQ(first.plan, second.plan) << seed;
   }
+}
+
+// Two runs that differ only in the way that questions go, or in whose goodbye is passed on, are not the same.
+TEST(Simulator, TheFingerprintOfARunHasTheRoutesOfFrames) {
+  std::set<uint64_t> fingerprints;
+  for (int other = 0; other < 3; ++other) {
+    Timeline timeline;
+    WireAudit audit(timeline, 4, Protocol::Config(), false);
+    FrameHeader header;
+    header.type = FrameType::Waiting;
+    Route{0, other == 1 ? 2 : 3}.writeTo(header);
+    header.root = other == 2 ? 1 : -1;
+    audit.frameSent(0, 1, LinkPurpose::Control, header);
+    fingerprints.insert(audit.fingerprint());
+  }
+  EXPECT_EQ(fingerprints.size(), 3U);
 }
 
 TEST(Simulator, AKilledProcessIsDeadInAllItsGroups) {
