@@ -158,10 +158,8 @@ MUTATIONS = [
     Mutation(
         "a goodbye does not count",
         "membership.cc",
-        "  left_[static_cast<size_t>(peer)] = true; "
-        "// before anything that needs memory: it must not be lost\n"
-        "  if (Neighbour* entry = neighbour(peer)) {\n    entry->left = true;\n  }\n",
-        "",
+        "if (entry == nullptr || hasLeft(peer) || (entry->left && (broke || !doubts(peer)))) {",
+        "left_.assign(left_.size(), false);\n  if (entry == nullptr) {",
     ),
     Mutation(
         "goodbyes are not passed on",
