@@ -173,7 +173,7 @@ MUTATIONS = [
         "membership.cc",
         "(doubtful(record) ? kGoodbyeWithin : merge)",
         "merge",
-        kept=1500000007326,
+        kept=1500000027443,
     ),
     Mutation(
         "no deadlines",

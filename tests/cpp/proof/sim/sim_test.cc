@@ -174,6 +174,7 @@ INSTANTIATE_TEST_SUITE_P(
         Regression{2000000000363, "room that came back went to the newest of many broadcasts, and the oldest waited"},
         Regression{2000000013246, "the same, in two groups at once"},
         Regression{1500000007326, "a goodbye was lost to a reset, and nobody passed it on"},
+        Regression{1500000027443, "ranks chose before the goodbye of a rank whose link was reset had come another way"},
         Regression{
             3037,
             "two ranks waited for a lost goodbye until the rank between them was gone, and blamed each other"},
