@@ -145,7 +145,7 @@ TimePoint Membership::decideAt() const noexcept {
 // Who has said goodbye has left in order, also where a link of another thread ended before its own could be said or read: a rank that
 // does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
 bool Membership::isExplained(const ErrorRecord& record) const {
-  return record.code == ErrorCode::PeerDead && record.peer >= 0 && record.peer != config_.rank && hasLeft(record.peer);
+  return record.code == ErrorCode::PeerDead && record.peer != config_.rank && hasLeft(record.peer);
 }
 
 void Membership::dropExplained() noexcept {

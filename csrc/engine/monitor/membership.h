@@ -75,8 +75,9 @@ class Membership {
   void tick(TimePoint now);
   [[nodiscard]] TimePoint nextTick() const noexcept;
 
+  /// False for a rank that does not exist: a report may name any.
   [[nodiscard]] bool hasLeft(int peer) const {
-    return left_[static_cast<size_t>(peer)];
+    return peer >= 0 && static_cast<size_t>(peer) < left_.size() && left_[static_cast<size_t>(peer)];
   }
   /// The neighbour has missed a heartbeat: it may be stopped. No failure yet, but nothing should be sent by way of it.
   [[nodiscard]] bool isSilent(int peer, TimePoint now) const noexcept;

@@ -180,6 +180,7 @@ Hello hello() {
 
 FrameHeader routed(int from, int to) {
   FrameHeader header = headerOf(FrameType::Waiting);
+  header.op_id = 5;
   Route{from, to}.writeTo(header);
   return header;
 }
