@@ -11,10 +11,10 @@ enum class FrameType : uint8_t {
   Data = 3, ///< payload: one step's bytes
   Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
   Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload; see Route
-  NotEntered = 6, ///< answer to Waiting: aux = my last operation's id; the operation is not posted here; see Route
+  NotEntered = 6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here; see Route
   Failure = 7, ///< payload: ErrorRecord::serialize()
   Heartbeat = 8,
-  Goodbye = 9, ///< orderly end: nothing more will come, and nothing more is expected
+  Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
   Left = 10, ///< on control links: rank `root` has said goodbye to a rank that passes this on
 };
 
@@ -28,7 +28,7 @@ struct FrameHeader {
   uint64_t op_id = 0;
   int64_t numel = 0; ///< elements of the operation (not of this frame)
   uint32_t group = 0; ///< hash of the group's name and nonce
-  uint32_t index = 0; ///< which frame of the edge this is, counted from 0; on control links see Route
+  uint32_t index = 0; ///< number of this frame on its edge, counted from 0; on control links see Route
   uint8_t kind = 0; ///< Collective
   uint8_t dtype = 0; ///< DType
   uint8_t reduce_op = 0; ///< ReduceOp
@@ -65,7 +65,7 @@ struct Route {
   }
 };
 
-/// No frame is larger: whatever a stranger writes into payload_nbytes, no more than this is ever read for it.
+/// Upper bound of payload_nbytes: no more than this is ever read, also if a stranger writes a larger number.
 inline constexpr uint32_t kMaxPayloadNbytes = 4U << 20;
 
 } // namespace pycomm
