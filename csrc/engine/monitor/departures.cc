@@ -8,9 +8,6 @@
 namespace pycomm {
 namespace {
 
-// After a link breaks, how long the peer's goodbye may take on another link. On the control link the peer says it 20 ms after those on
-// its bulk links.
-constexpr std::chrono::milliseconds kGoodbyeWithin(40);
 // How long a link may take that the peer opened before it left.
 constexpr std::chrono::milliseconds kLinkWithin(3000);
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <map>
 #include <unordered_map>
@@ -14,6 +15,10 @@ namespace pycomm {
 
 class Operation;
 struct PreparedSchedule;
+
+/// After a link breaks, how long the peer's goodbye may take on another link. A rank that leaves says goodbye on its bulk links, and 20
+/// ms later on its control links. Other ranks pass either on.
+inline constexpr std::chrono::milliseconds kGoodbyeWithin(40);
 
 /// Which ranks have left the group, which links broke, and when either is a failure. Events in, actions out: no I/O and no clock of its
 /// own, like Membership.

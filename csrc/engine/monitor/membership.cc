@@ -4,11 +4,10 @@
 #include <tuple>
 #include <utility>
 
+#include "engine/monitor/departures.h"
+
 namespace pycomm {
 namespace {
-
-// A rank that leaves says goodbye on its bulk links, and 20 ms later on its control links. Other ranks pass on either.
-constexpr std::chrono::milliseconds kGoodbyeWithin(40);
 
 // Lower comes first. What a rank can only see when it is itself the cause outranks what follows from it.
 int causeClass(ErrorCode code) {
