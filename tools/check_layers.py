@@ -32,7 +32,7 @@ CPP_ROOMS = {
         {""},
     ],
     "proof": [{"schedule"}, {"sim"}],
-    "transport": [{""}, {"net", "memory"}, {"rendezvous"}],
+    "transport": [{""}, {"secure"}, {"net", "memory"}, {"rendezvous"}],
 }
 
 # Headers that only some kinds of folder (csrc/floors.txt) may include: (pattern, what it is,
