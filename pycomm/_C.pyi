@@ -17,6 +17,7 @@ __all__: list[str] = [
     "IssueChain",
     "Reducer",
     "ReducerStats",
+    "Secret",
     "all_reduce_as",
     "arm_fault_points",
     "backend_error",
@@ -150,6 +151,16 @@ class DdpLogger:
     ) -> None: ...
     def set_error_and_log(self, arg0: str) -> None: ...
     def set_runtime_stats_and_log(self) -> None: ...
+
+class Secret:
+    @staticmethod
+    def generate_file(path: str) -> Secret: ...
+    @staticmethod
+    def parse(text: str, where: str) -> Secret: ...
+    @staticmethod
+    def read_file(path: str) -> Secret: ...
+    @property
+    def key_id(self) -> str: ...
 
 def all_reduce_as(
     backend: torch._C._distributed_c10d.Backend,

@@ -23,6 +23,10 @@ FLIGHT_RECORD_NAME = "pycomm_rank_"
 # setup.py and tools/ read them; left in a shell they do no harm.
 _BUILD_VARIABLES = {"PYCOMM_BUILD_CUDA", "PYCOMM_UNITY", "PYCOMM_UNTESTED_TORCH"}
 _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
+# No settings: those are printed, and published to the other ranks. Two to choose from at most.
+_SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"
+_SECRET_VARIABLE = "PYCOMM_SECRET"
+_SECRET_FILE = "~/.config/pycomm/secret"
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -118,6 +122,13 @@ class Options:
         """
         environ = os.environ if environ is None else environ
         check_variable_names(environ)
+        for name in (_SECRET_FILE_VARIABLE, _SECRET_VARIABLE):
+            if environ.get(name, "").strip():
+                # Ignored, it would leave a job open that its user takes for closed.
+                raise ValueError(
+                    f"{name} is set, but this version cannot protect a group with a secret yet: "
+                    "unset it, and keep the job on a private network"
+                )
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
         for setting in SETTINGS:
@@ -226,6 +237,7 @@ def variable_error(name: str) -> str:
 def unknown_variables(environ: Iterable[str]) -> list[str]:
     """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
     known = {*variables(), *_BUILD_VARIABLES, _FAULT_VARIABLE}
+    known |= {_SECRET_FILE_VARIABLE, _SECRET_VARIABLE}
     return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
 
 
@@ -233,6 +245,30 @@ def fault_points() -> str:
     """The faults of a test: "site:nth:action", several separated by commas. See
     csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
     return os.environ.get(_FAULT_VARIABLE, "").strip()
+
+
+def secret_file(environ: Mapping[str, str] | None = None) -> str:
+    """The file that holds the secret: ``PYCOMM_SECRET_FILE``, else ``~/.config/pycomm/secret``."""
+    environ = os.environ if environ is None else environ
+    named = environ.get(_SECRET_FILE_VARIABLE, "").strip()
+    return os.path.abspath(os.path.expanduser(named or _SECRET_FILE))
+
+
+def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """``PYCOMM_SECRET``, which is for tests, and its name; ("", "") if it is not set.
+
+    Other processes of the user, and whoever describes the container, can read it.
+
+    Raises:
+        ValueError: There is also ``PYCOMM_SECRET_FILE``.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get(_SECRET_VARIABLE, "").strip()
+    if text and environ.get(_SECRET_FILE_VARIABLE, "").strip():
+        raise ValueError(
+            f"both {_SECRET_VARIABLE} and {_SECRET_FILE_VARIABLE} are set: unset {_SECRET_VARIABLE}"
+        )
+    return (text, _SECRET_VARIABLE) if text else ("", "")
 
 
 def variables() -> list[str]:

@@ -100,6 +100,7 @@ PYTHON_FLOORS = [
     {"errors", "flight_record"},
     {"_extension", "_model_check", "_saved_state", "_wire_patterns", "_ddp_options", "_ddp_stats"},
     {"options", "_averaging", "_exit", "_fragments", "_sparse_rows"},
+    {"_secret"},
     {"backend"},
     {"_ddp_group", "_shared", "barrier", "codecs", "sync_batch_norm"},
     {"compression"},

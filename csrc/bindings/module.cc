@@ -5,6 +5,7 @@
 #include "bindings/ddp.h"
 #include "bindings/futures.h"
 #include "bindings/process.h"
+#include "bindings/secret.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "pycomm's native part. Internal: use the pycomm package.";
@@ -13,4 +14,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bindFutures(m);
   pycomm::bindCodecs(m);
   pycomm::bindDdp(m);
+  pycomm::bindSecret(m);
 }

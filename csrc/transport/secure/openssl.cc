@@ -11,13 +11,13 @@
 namespace pycomm {
 namespace {
 
-constexpr const char* kLibrary = "libssl.so.3"; // libssl3.so is Mozilla's NSS
+constexpr const char* kLibraryName = "libssl.so.3"; // libssl3.so is Mozilla's NSS
 constexpr unsigned long kOldestVersion = 0x30000000;
-constexpr const char* kHint =
+constexpr const char* kInstallHint =
     "apt install libssl3, or dnf install openssl-libs, or conda install \"openssl>=3\"; without a secret, pycomm needs no OpenSSL";
 
 template <class Function>
-void find(void* library, const char* name, Function& function, std::string& missing) {
+void findFunction(void* library, const char* name, Function& function, std::string& missing) {
   // Also looks into libcrypto, which libssl depends on: so the two always fit each other.
   function = reinterpret_cast<Function>(::dlsym(library, name));
   if (function == nullptr) {
@@ -25,22 +25,22 @@ void find(void* library, const char* name, Function& function, std::string& miss
   }
 }
 
-void* open() {
+void* openLibrary() {
   // Two versions of one library in a process are trouble: conda's _ssl, for one, fails if the system's libssl came first.
-  if (void* const loaded = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD); loaded != nullptr) {
+  if (void* const loaded = ::dlopen(kLibraryName, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD); loaded != nullptr) {
     return loaded;
   }
   // An interpreter that has OpenSSL linked into itself may export its symbols, and without RTLD_DEEPBIND those of the library would be
   // bound to them. A sanitizer's run time ends the process if it sees that flag.
   const bool sanitized = ::dlsym(RTLD_DEFAULT, "__sanitizer_print_stack_trace") != nullptr;
-  void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL | (sanitized ? 0 : RTLD_DEEPBIND));
+  void* const library = ::dlopen(kLibraryName, RTLD_NOW | RTLD_LOCAL | (sanitized ? 0 : RTLD_DEEPBIND));
   if (library == nullptr) {
     const char* const why = ::dlerror();
     throw Error(
         ErrorCode::Unsupported,
-        std::string("a secret needs OpenSSL 3, and ") + kLibrary +
+        std::string("a secret needs OpenSSL 3, and ") + kLibraryName +
             " could not be loaded: " + (why == nullptr ? "no reason given" : why),
-        kHint);
+        kInstallHint);
   }
   return library;
 }
@@ -50,7 +50,7 @@ void* open() {
 OpenSsl takeOpenSsl(void* library, const char* name) {
   OpenSsl f;
   std::string missing;
-#define PYCOMM_FIND(function) find(library, #function, f.function, missing)
+#define PYCOMM_FIND(function) findFunction(library, #function, f.function, missing)
   PYCOMM_FIND(OpenSSL_version_num);
   PYCOMM_FIND(OpenSSL_version);
   PYCOMM_FIND(ERR_clear_error);
@@ -114,19 +114,21 @@ OpenSsl takeOpenSsl(void* library, const char* name) {
 #undef PYCOMM_FIND
   if (!missing.empty()) {
     throw Error(
-        ErrorCode::Unsupported, std::string("a secret needs OpenSSL 3, and ") + name + " lacks " + missing, kHint);
+        ErrorCode::Unsupported,
+        std::string("a secret needs OpenSSL 3, and ") + name + " lacks " + missing,
+        kInstallHint);
   }
   if (f.OpenSSL_version_num() < kOldestVersion) {
     throw Error(
         ErrorCode::Unsupported,
         std::string("a secret needs OpenSSL 3, and ") + name + " is " + f.OpenSSL_version(0),
-        kHint);
+        kInstallHint);
   }
   return f;
 }
 
 const OpenSsl& openSsl() {
-  static const OpenSsl functions = takeOpenSsl(open(), kLibrary);
+  static const OpenSsl functions = takeOpenSsl(openLibrary(), kLibraryName);
   return functions;
 }
 

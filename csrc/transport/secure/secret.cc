@@ -21,12 +21,12 @@
 namespace pycomm {
 namespace {
 
-constexpr std::string_view kMark = "pycomm-secret-1:";
+constexpr std::string_view kSecretMark = "pycomm-secret-1:";
 constexpr std::string_view kAlphabet =
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"; // RFC 4648, 5
 constexpr size_t kKeyChars = 43;
 constexpr size_t kCheckChars = 4;
-constexpr size_t kChars = kMark.size() + kKeyChars + kCheckChars;
+constexpr size_t kSecretChars = kSecretMark.size() + kKeyChars + kCheckChars;
 constexpr size_t kMaxFileNbytes = 4096;
 constexpr size_t kKeyIdNbytes = 4;
 constexpr const char* kGenerate = "make one with: python -m pycomm secret --generate";
@@ -39,7 +39,7 @@ struct Wiped {
   }
 };
 
-void encode(std::string& out, std::string_view bytes) {
+void toBase64(std::string& out, std::string_view bytes) {
   uint32_t bits = 0;
   int count = 0;
   for (const char c : bytes) {
@@ -53,7 +53,7 @@ void encode(std::string& out, std::string_view bytes) {
   }
 }
 
-bool decode(std::string_view text, Key& key) {
+bool fromBase64(std::string_view text, Key& key) {
   uint32_t bits = 0;
   int count = 0;
   size_t done = 0;
@@ -75,16 +75,16 @@ bool decode(std::string_view text, Key& key) {
 // Of the 43 characters: the check is of what was copied.
 std::string checkOf(std::string_view key_chars) {
   std::string check;
-  encode(check, viewOf(sha256(key_chars)).substr(0, 3));
+  toBase64(check, viewOf(sha256(key_chars)).substr(0, 3));
   return check;
 }
 
 Wiped textOf(const Key& key) {
   Wiped text;
-  text.text.reserve(kChars + 1); // so that no copy is left behind in memory given back
-  text.text += kMark;
-  encode(text.text, key.view());
-  text.text += checkOf(std::string_view(text.text).substr(kMark.size()));
+  text.text.reserve(kSecretChars + 1); // so that no copy is left behind in memory given back
+  text.text += kSecretMark;
+  toBase64(text.text, key.view());
+  text.text += checkOf(std::string_view(text.text).substr(kSecretMark.size()));
   return text;
 }
 
@@ -134,26 +134,29 @@ Secret Secret::generate() {
 Secret Secret::parse(std::string_view text, const std::string& where) {
   const std::string_view line = stripped(text);
   const std::string not_one = "is not a pycomm secret";
-  const auto counted = [&] { return std::to_string(line.size()) + " of " + std::to_string(kChars) + " characters"; };
+  const auto counted = [&] {
+    return std::to_string(line.size()) + " of " + std::to_string(kSecretChars) + " characters";
+  };
   if (line.empty()) {
     throw refused(where, "is empty");
   }
   if (line.find('\n') != std::string_view::npos) {
     throw refused(where, not_one + " (it has more than one line)", "put one secret into one file");
   }
-  if (line.substr(0, kMark.size()) != kMark.substr(0, line.size())) {
-    throw refused(where, not_one + " (line 1 does not begin with \"" + std::string(kMark) + "\")");
+  if (line.substr(0, kSecretMark.size()) != kSecretMark.substr(0, line.size())) {
+    throw refused(where, not_one + " (line 1 does not begin with \"" + std::string(kSecretMark) + "\")");
   }
-  if (line.size() != kChars) {
+  if (line.size() != kSecretChars) {
     throw refused(
         where,
         not_one + " (line 1, " + counted() +
-            (line.size() < kChars ? ": cut off in copying?)" : ": something was added)"),
+            (line.size() < kSecretChars ? ": cut off in copying?)" : ": something was added)"),
         "copy the file again: scp -p");
   }
   Key key;
-  const std::string_view key_chars = line.substr(kMark.size(), kKeyChars);
-  if (!decode(key_chars, key) || !equalInConstantTime(checkOf(key_chars), line.substr(kMark.size() + kKeyChars))) {
+  const std::string_view key_chars = line.substr(kSecretMark.size(), kKeyChars);
+  if (!fromBase64(key_chars, key) ||
+      !equalInConstantTime(checkOf(key_chars), line.substr(kSecretMark.size() + kKeyChars))) {
     throw refused(
         where,
         not_one + " (line 1, " + counted() + ", but the last four, which check the others, do not fit)",

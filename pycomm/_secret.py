@@ -1,0 +1,43 @@
+"""Finds the secret of a job. Its bytes stay in the native part: nothing here can print them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from pycomm import _extension, options
+
+
+def read(environ: Mapping[str, str] | None = None) -> tuple[Any, str]:
+    """The secret and where it comes from, a path or the name of a variable.
+
+    Raises:
+        ValueError: There is none, it is not a secret, or other users may read its file.
+        pycomm.errors.UnsupportedError: OpenSSL 3 is not installed.
+    """
+    text, variable = options.secret_text(environ)
+    if text:
+        return _native().parse(text, variable), variable
+    return read_file(options.secret_file(environ))
+
+
+def read_file(path: str) -> tuple[Any, str]:
+    """The secret in this file, and the path. Raises as ``read``."""
+    return _native().read_file(path), path
+
+
+def generate_file(path: str) -> Any:
+    """Writes a new secret to a new file that only this user may read, and returns it.
+
+    Raises:
+        ValueError: The file exists.
+    """
+    return _native().generate_file(path)
+
+
+def _native() -> Any:
+    # The interpreter's own OpenSSL comes first: conda's _ssl fails if the system's is loaded.
+    with contextlib.suppress(ImportError):
+        import ssl  # noqa: F401
+    return _extension.load().Secret

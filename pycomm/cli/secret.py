@@ -1,0 +1,65 @@
+"""``python -m pycomm secret``: makes the secret of a job, or prints the public id of one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from pycomm import _secret, errors, options
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the parser of ``pycomm.cli``."""
+    text = "make the secret that the processes of a job share, or print its public id"
+    parser = commands.add_parser(
+        "secret",
+        help=text,
+        description=text.capitalize()
+        + ". PATH: $PYCOMM_SECRET_FILE if set, else ~/.config/pycomm/secret.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--generate",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="write a new secret to a new file that only you may read",
+    )
+    what.add_argument(
+        "--id",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="print 8 digits that are equal on two hosts if their secrets are",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what was asked; 1 if it cannot."""
+    try:
+        if arguments.generate is not None:
+            _generate(_path(arguments.generate) or options.secret_file())
+        else:
+            path = _path(arguments.id)
+            secret, origin = _secret.read_file(path) if path else _secret.read()
+            print(f"{secret.key_id}  {origin}")
+    except (ValueError, OSError, errors.PycommError) as error:
+        print(f"pycomm secret: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _path(given: str) -> str:
+    return os.path.abspath(os.path.expanduser(given)) if given else ""
+
+
+def _generate(path: str) -> None:
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    key_id = _secret.generate_file(path).key_id
+    print(f"wrote {path}, key id {key_id}")
+    print("Copy it to every host of the job; -p keeps it private:")
+    print(f"  scp -p {path} HOST:{path}")
+    print("One secret per user or per job, not one per cluster: who has it can read the job.")

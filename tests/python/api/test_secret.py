@@ -1,0 +1,154 @@
+"""``python -m pycomm secret``, and that a secret never shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+from ranks import run_python
+
+from pycomm import _secret, options
+from pycomm.options import Options
+
+pytestmark = pytest.mark.needs_native
+
+_BYTES = bytes(range(32))
+_CHARS = base64.urlsafe_b64encode(_BYTES).rstrip(b"=")
+_CHECK = base64.urlsafe_b64encode(hashlib.sha256(_CHARS).digest()[:3])
+_TEXT = f"pycomm-secret-1:{_CHARS.decode()}{_CHECK.decode()}"
+
+
+def _key_id(secret: bytes) -> str:
+    return hmac.new(secret, b"pycomm key id", hashlib.sha256).hexdigest()[:8]
+
+
+def _file(folder: Path, text: str = _TEXT, mode: int = 0o600) -> Path:
+    path = folder / "secret"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "secret"
+    made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    assert (made.returncode, made.stderr) == (0, "")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    line = path.read_text()
+    assert line.startswith("pycomm-secret-1:")
+    key_id = _key_id(base64.urlsafe_b64decode(line.strip()[16:59] + "="))
+    assert f"wrote {path}, key id {key_id}" in made.stdout
+    assert line.strip()[16:] not in made.stdout
+    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
+    assert (shown.stdout, shown.stderr) == (f"{key_id}  {path}\n", "")
+
+
+def test_generate_never_overwrites(tmp_path: Path) -> None:
+    path = _file(tmp_path)
+    made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    assert made.returncode == 1
+    assert f"{path} exists already, and is left as it is" in made.stderr
+    assert "Traceback" not in made.stderr
+    assert path.read_text() == _TEXT
+
+
+def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    assert run_python(["-m", "pycomm", "secret", "--generate"], env=home).returncode == 0
+    default = tmp_path / ".config" / "pycomm" / "secret"
+    assert str(default) in run_python(["-m", "pycomm", "secret", "--id"], env=home).stdout
+    named = _file(tmp_path)
+    chosen = home | {"PYCOMM_SECRET_FILE": str(named)}
+    shown = run_python(["-m", "pycomm", "secret", "--id"], env=chosen)
+    assert shown.stdout == f"{_key_id(_BYTES)}  {named}\n"
+    shown = run_python(["-m", "pycomm", "secret", "--id"], env=home | {"PYCOMM_SECRET": _TEXT})
+    assert shown.stdout == f"{_key_id(_BYTES)}  PYCOMM_SECRET\n"
+    both = run_python(["-m", "pycomm", "secret", "--id"], env=chosen | {"PYCOMM_SECRET": _TEXT})
+    assert both.returncode == 1
+    assert "both PYCOMM_SECRET and PYCOMM_SECRET_FILE are set" in both.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        (
+            _TEXT[:44],
+            0o600,
+            "not a pycomm secret (line 1, 44 of 63 characters: cut off in copying?)",
+        ),
+        ("swordfish", 0o600, 'does not begin with "pycomm-secret-1:"'),
+        (_TEXT, 0o666, "has mode 0666: other users may"),
+    ],
+)
+def test_a_bad_file_ends_with_1_and_one_line(
+    tmp_path: Path, text: str, mode: int, why: str
+) -> None:
+    shown = run_python(["-m", "pycomm", "secret", "--id", str(_file(tmp_path, text, mode))])
+    assert shown.returncode == 1
+    assert why in shown.stderr
+    assert shown.stdout == ""
+    assert len(shown.stderr.splitlines()) == 1
+    assert "swordfish" not in shown.stderr
+
+
+def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
+    shown = run_python(["-m", "pycomm", "secret", "--id", str(tmp_path / "none")])
+    assert shown.returncode == 1
+    assert "python -m pycomm secret --generate" in shown.stderr
+
+
+def test_python_cannot_show_it(tmp_path: Path) -> None:
+    secret, origin = _secret.read_file(str(_file(tmp_path)))
+    assert origin == str(tmp_path / "secret")
+    shown = f"{secret!r} {secret} {dir(secret)} {vars(type(secret))}"
+    for form in (_CHARS.decode(), _BYTES.hex(), str(_BYTES)):
+        assert form not in shown
+    assert secret.key_id == _key_id(_BYTES)
+    with pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(secret)
+
+
+def test_the_interpreters_own_openssl_is_used() -> None:
+    """Where the interpreter's is a shared libssl.so.3, no second one is loaded."""
+    program = (
+        "import ssl\n"
+        "maps = lambda: [line.split()[-1] for line in open('/proc/self/maps')]\n"
+        "mapped = lambda: {path for path in maps() if 'libssl' in path}\n"
+        "before = mapped()\n"
+        "from pycomm import _secret\n"
+        f"assert _secret._native().parse({_TEXT!r}, 'it').key_id == {_key_id(_BYTES)!r}\n"
+        "after = mapped()\n"
+        "assert len(after) == 1, after\n"
+        "assert not before or after == before, (before, after)\n"
+    )
+    result = run_python(["-c", program])
+    assert result.returncode == 0, result.stderr
+
+
+def test_env_does_not_print_it() -> None:
+    shown = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_SECRET": _TEXT})
+    assert _CHARS.decode() not in shown.stdout + shown.stderr
+    assert "PYCOMM_SECRET is not a variable" not in shown.stdout
+
+
+@pytest.mark.parametrize("name", ["PYCOMM_SECRET", "PYCOMM_SECRET_FILE"])
+def test_no_group_ignores_a_secret(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"{name} is set, but this version cannot protect"
+    ) as caught:
+        Options().resolve({name: _TEXT})
+    assert _TEXT not in str(caught.value)
+
+
+def test_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert options.secret_file({}) == "/home/somebody/.config/pycomm/secret"
+    assert options.secret_file({"PYCOMM_SECRET_FILE": "~/s"}) == "/home/somebody/s"
+    assert options.secret_file({"PYCOMM_SECRET_FILE": "s"}) == os.path.abspath("s")
