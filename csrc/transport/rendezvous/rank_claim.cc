@@ -69,17 +69,19 @@ struct Predecessor {
   std::optional<Owner> owner;
 };
 
-Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadline deadline, const AbortToken& abort) {
-  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
+// Waits for it until `end`.
+Predecessor lookAt(Store& store, const RankClaim& claim, int64_t number, Deadline end, const AbortToken& abort) {
   Predecessor found;
   for (;;) {
     abort.throwIfAborted();
-    if (store.has(keyOf(claim, "end", number))) {
-      found.refused = store.get(keyOf(claim, "end", number), Deadline::after(kOwnerTimeoutMs)) == kRefused;
+    if (const auto how = store.find(keyOf(claim, "end", number))) {
+      found.refused = *how == kRefused;
       found.left = !found.refused;
     }
-    if (!found.refused && store.has(keyOf(claim, "owner", number))) {
-      found.owner = Owner::fromWireText(store.get(keyOf(claim, "owner", number), Deadline::after(kOwnerTimeoutMs)));
+    if (!found.refused) {
+      if (const auto owner = store.find(keyOf(claim, "owner", number))) {
+        found.owner = Owner::fromWireText(*owner);
+      }
     }
     if (found.refused || found.owner || end.expired()) {
       return found;
@@ -129,9 +131,11 @@ RankClaim claimRank(Store& store, const std::string& prefix, int rank, Deadline 
   me.host = HostIdentity::ofThisProcess();
   me.process = ProcessIdentity::ofThisProcess();
   const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
   for (int64_t number = claim.number - 1; number >= oldest; --number) {
-    const Predecessor before = lookAt(store, claim, number, deadline, abort);
-    if (before.refused) {
+    const Predecessor before = lookAt(store, claim, number, end, abort);
+    // Anybody can count a sealed store's claims up, so a claim is one only if its owner signed it.
+    if (before.refused || (store.sealed() && !before.owner)) {
       continue;
     }
     const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;

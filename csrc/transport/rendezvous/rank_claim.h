@@ -15,6 +15,7 @@ struct RankClaim {
   int rank = -1;
   int64_t number = 0; ///< number of this claim among those of this rank, counted by the store from 1
   int64_t generation = 0; ///< number of this group among those of its name on this store; the same on all ranks
+  std::string binding = {}; ///< StoreRound::binding of the rounds after the first
 };
 
 /// Claims `rank` of the group whose keys begin with `prefix`. The process that held a rank may claim it again; any

@@ -12,6 +12,7 @@
 #include "transport/net/select_address.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
+#include "transport/secure/crypto.h"
 #include "transport/socket_error.h"
 #include "transport/wire.h"
 
@@ -24,6 +25,10 @@
 // and `error`, with pauses of 1 to 100 ms. Ranks other than 0 also poll up to 32 single records each time, so that they
 // find a mismatch with an existing record without waiting for a late rank. An error that ends the rendezvous on one
 // rank is written to `error` and ends it on all.
+//
+// In a sealed store (SealedStore) a record of another job, which the same secret has sealed, might be put in place of one. Each member
+// record therefore has a fresh random number, every rank looks for its own record in the list, and the keys of the second round and of all
+// later ones contain the hash of the list. So nothing sealed before this list was complete counts after it.
 
 namespace pycomm {
 namespace {
@@ -63,7 +68,7 @@ void checkConfig(const RendezvousConfig& config) {
   }
 }
 
-RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route) {
+RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route, bool sealed) {
   RankRecord record;
   record.version = FrameHeader::kVersion;
   record.rank = config.rank;
@@ -74,25 +79,34 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route)
   record.route = route;
   record.config_digest = config.config_digest;
   record.config_text = config.config_text;
-  record.nonce = config.rank == 0 ? randomNumber() : 0;
+  record.nonce = config.rank == 0 || sealed ? randomNumber() : 0;
   record.run = config.rank == 0 ? randomNumber() : 0;
   record.watch_name = config.watch_name;
   record.remark = config.remark;
   return record;
 }
 
-std::vector<RankRecord> introduce(const StoreRound& round, const RankRecord& mine) {
+struct Introduced {
+  std::vector<RankRecord> records;
+  std::string transcript; ///< Rendezvous::transcript
+};
+
+Introduced introduce(const StoreRound& round, const RankRecord& mine) {
   const auto judge = [&](int rank, const std::string& text) {
     checkCompatible(mine, RankRecord::fromWireText(text, rank));
   };
   const auto name = [&](int rank, const std::string& text) {
     return text.empty() ? "rank " + std::to_string(rank) : RankRecord::fromWireText(text, rank).who();
   };
-  std::vector<RankRecord> records;
-  for (const std::string& text : round.gather("member", mine.wireText(), judge, name)) {
-    records.push_back(RankRecord::fromWireText(text, static_cast<int>(records.size())));
+  const std::vector<std::string> texts = round.gather("member", mine.wireText(), judge, name);
+  Introduced introduced;
+  for (const std::string& text : texts) {
+    introduced.records.push_back(RankRecord::fromWireText(text, static_cast<int>(introduced.records.size())));
   }
-  return records;
+  if (round.store.sealed()) {
+    introduced.transcript = hexOf(viewOf(sha256(joinTexts(texts))));
+  }
+  return introduced;
 }
 
 // Separated by spaces; at least one address.
@@ -175,14 +189,19 @@ std::vector<Member> exchangeAddresses(
   return members;
 }
 
-Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
+std::string bindingOf(const std::string& transcript) {
+  return transcript.empty() ? "" : transcript + "/";
+}
+
+Rendezvous meetAs(StoreRound round, const RendezvousConfig& config) {
   AddressPolicy policy;
   policy.spec = config.spec;
   policy.family = config.family;
   policy.store_host = config.store_host;
   const HostNetwork network = HostNetwork::ofThisHost();
-  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address);
-  const std::vector<RankRecord> records = introduce(round, mine);
+  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address, round.store.sealed());
+  const auto [records, transcript] = introduce(round, mine);
+  round.binding = bindingOf(transcript);
 
   std::vector<RankRoute> routes;
   for (const RankRecord& record : records) {
@@ -192,6 +211,7 @@ Rendezvous meetAs(const StoreRound& round, const RendezvousConfig& config) {
   Rendezvous met;
   met.nonce = records.front().nonce;
   met.run = records.front().run;
+  met.transcript = transcript;
   met.group_hash = hashOf(config.group_name, met.nonce);
   met.interface_name = choice.interface_name;
   met.address_reason = choice.why;
@@ -247,6 +267,7 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   const StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
   try {
     Rendezvous met = meetAs(round, config);
+    claim.binding = bindingOf(met.transcript);
     met.claim = claim;
     return met;
   } catch (const std::exception& exception) {
@@ -269,7 +290,7 @@ std::vector<std::string> exchangeTexts(
     const std::string& mine,
     Deadline deadline,
     const AbortToken& abort) {
-  const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now()};
+  const StoreRound round{store, abort, keysOf(claim), claim.rank, size, deadline, Clock::now(), claim.binding};
   std::vector<std::string> texts = round.gather(
       key,
       mine,

@@ -46,6 +46,9 @@ struct Rendezvous {
   std::vector<Member> members; ///< one per rank, in rank order
   uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0
   uint64_t run = 0; ///< as random, but grants no access: identifies this group in files
+  /// In a sealed store, the SHA-256 of all member records in the order of ranks, 64 hexadecimal digits. It is no secret; nobody could
+  /// have known it before all ranks had written theirs. Empty in any other store.
+  std::string transcript;
   uint32_t group_hash = 0; ///< of the group's name and the nonce
   SocketAddress local_address;
   std::string interface_name;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "base/abort_token.h"
@@ -25,6 +26,20 @@ class Store {
 
   /// Adds to a counter that starts at 0 and returns the new value, atomically.
   [[nodiscard]] virtual int64_t add(const std::string& key, int64_t amount) = 0;
+
+  /// Every value was written by a process that has the secret of this one, or get() throws (SealedStore). Counters are not: anybody
+  /// may have added to one.
+  [[nodiscard]] virtual bool sealed() const noexcept {
+    return false;
+  }
+  /// The value of a key that anybody may have written, if there is one now. A sealed store returns only what a holder of the secret
+  /// wrote, and logs what it passes over.
+  [[nodiscard]] virtual std::optional<std::string> find(const std::string& key) {
+    return has(key) ? std::optional<std::string>(get(key, Deadline::after(kReadTimeoutMs))) : std::nullopt;
+  }
+
+  /// How long get() may take for a key that is known to exist.
+  static constexpr int kReadTimeoutMs = 10000;
 };
 
 } // namespace pycomm

@@ -7,6 +7,7 @@
 
 #include "base/fault_point.h"
 #include "transport/rendezvous/rank_record.h"
+#include "transport/rendezvous/sealed_store.h"
 
 namespace pycomm {
 namespace {
@@ -14,7 +15,6 @@ namespace {
 constexpr int kFirstRoundPauseMs = 1; // between two polls of the store, doubled up to kLastRoundPauseMs
 constexpr int kLastRoundPauseMs = 100;
 constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
-constexpr int kReadTimeoutMs = 10000; // for a key that is known to exist
 constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
 constexpr int kLooksOfOthers = 32;
 constexpr size_t kMaxNamed = 16; // ranks listed one by one in a report
@@ -34,10 +34,11 @@ std::string keyOf(const std::string& prefix, const std::string& key, size_t rank
 } // namespace
 
 std::vector<std::string> StoreRound::gather(
-    const std::string& key,
+    const std::string& round,
     const std::string& mine,
     const Judge& judge,
     const Name& name) const {
+  const std::string key = binding + round;
   Texts texts(static_cast<size_t>(size));
   texts[static_cast<size_t>(rank)] = mine;
   PYCOMM_FAULT_POINT("rendezvous.publish");
@@ -69,14 +70,22 @@ std::vector<std::string> StoreRound::gather(
 
 void StoreRound::throwIfFailed() const {
   abort.throwIfAborted();
-  if (store.has(prefix + "error")) {
-    throw Error(readError());
+  if (const auto record = findError()) {
+    throw Error(*record);
   }
 }
 
-ErrorRecord StoreRound::readError() const {
-  if (auto record = ErrorRecord::deserialize(store.get(prefix + "error", Deadline::after(kReadTimeoutMs)), kMaxRanks)) {
+std::optional<ErrorRecord> StoreRound::findError() const {
+  const std::optional<std::string> text = store.find(prefix + "error");
+  return text ? std::optional<ErrorRecord>(errorIn(*text)) : std::nullopt;
+}
+
+ErrorRecord StoreRound::errorIn(const std::string& text) const {
+  if (auto record = ErrorRecord::deserialize(text, kMaxRanks)) {
     return *std::move(record);
+  }
+  if (!store.sealed()) {
+    refuseSealed(prefix + "error", text);
   }
   ErrorRecord broken;
   broken.code = ErrorCode::ProtocolViolation;
@@ -85,11 +94,19 @@ ErrorRecord StoreRound::readError() const {
   return broken;
 }
 
+std::string StoreRound::read(const std::string& key) const {
+  std::string text = store.get(key, Deadline::after(Store::kReadTimeoutMs));
+  if (!store.sealed()) {
+    refuseSealed(key, text);
+  }
+  return text;
+}
+
 bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judge) const {
   if (!store.has(prefix + key + "/all")) {
     return false;
   }
-  const auto all = splitTexts(store.get(prefix + key + "/all", Deadline::after(kReadTimeoutMs)));
+  const auto all = splitTexts(read(prefix + key + "/all"));
   // Judged before counted: if the world sizes differ, only the single records show the mismatch.
   for (size_t other = 0; all && other < all->size(); ++other) {
     if (other != static_cast<size_t>(rank)) {
@@ -102,6 +119,13 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
         "rank 0's list of " + key + " records in the store cannot be read",
         "is the store shared with another program?");
   }
+  if ((*all)[static_cast<size_t>(rank)] != texts[static_cast<size_t>(rank)]) {
+    // Of another job, perhaps: what this rank has just written is the part that nobody could have prepared.
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "the list of " + key + " records in the store does not have the record that this rank wrote",
+        "does another job use the same store and group name, or does somebody else write to the store?");
+  }
   texts = *all;
   return true;
 }
@@ -113,7 +137,7 @@ void StoreRound::look(const std::string& key, int budget, size_t& next, Texts& t
     }
     --budget;
     if (store.has(keyOf(prefix, key, next))) {
-      const std::string text = store.get(keyOf(prefix, key, next), Deadline::after(kReadTimeoutMs));
+      const std::string text = read(keyOf(prefix, key, next));
       judge(static_cast<int>(next), text);
       texts[next] = text;
     }
@@ -148,12 +172,19 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
 
 ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
   try {
-    if (store.add(prefix + "errors", 1) == 1) {
-      store.set(prefix + "error", record.serialize());
-      return record;
-    }
     // An aborted rank reports the abort, independent of the other ranks' errors.
-    return abort.aborted() ? record : readError();
+    if (!store.sealed()) {
+      if (store.add(prefix + "errors", 1) != 1) {
+        const ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(Store::kReadTimeoutMs)));
+        return abort.aborted() ? record : first;
+      }
+    } else if (const auto first = findError()) {
+      // A counter elects nobody here: whoever reaches the store can add to it, and then nobody would write. Two ranks may both write;
+      // then the later record counts.
+      return abort.aborted() ? record : *first;
+    }
+    store.set(prefix + "error", record.serialize());
+    return record;
   } catch (const std::exception&) {
     return record; // without the store every rank finds out by itself
   }

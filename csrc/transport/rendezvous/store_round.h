@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,9 @@ struct StoreRound {
   int size = 0;
   Deadline deadline = Deadline::never();
   TimePoint begin{};
+  /// Begins the name of every key that gather() uses. In a sealed store it has the hash of all member records, which have something
+  /// fresh of each rank: so the seal of a record of another job does not fit.
+  std::string binding = {};
 
   /// Throws Error if the text of a rank is not what this rank expects.
   using Judge = std::function<void(int rank, const std::string& text)>;
@@ -48,7 +52,9 @@ struct StoreRound {
  private:
   using Texts = std::vector<std::string>; // by rank; empty: not read yet
 
-  [[nodiscard]] ErrorRecord readError() const;
+  [[nodiscard]] std::optional<ErrorRecord> findError() const;
+  [[nodiscard]] ErrorRecord errorIn(const std::string& text) const;
+  [[nodiscard]] std::string read(const std::string& key) const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
