@@ -29,6 +29,11 @@ ErrorRecord broken(const Link& link, const Transfer& transfer, ErrorCode code, c
   return record;
 }
 
+// What to wait for before a tryRead(), which also sends what is unsent.
+short readEvents(const Link& link) {
+  return static_cast<short>(POLLIN | (link.unsent() ? POLLOUT : 0));
+}
+
 // Called between two tries: throws at the deadline or when aborted, and waits a slice if the last try moved nothing.
 void wait(
     const Link& link,
@@ -42,7 +47,7 @@ void wait(
     throw Error(broken(link, transfer, ErrorCode::Timeout, "did not end in time"));
   }
   if (!moved) {
-    pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? short{POLLIN} : link.roomEvent(), 0};
+    pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? readEvents(link) : link.roomEvent(), 0};
     (void)::poll(&ready, 1, deadline.remainingMs(kWaitSliceMs)); // EINTR: the caller tries again
   }
 }
@@ -64,11 +69,11 @@ bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
 void writeAll(Link& link, ConstBufferView bytes, Deadline deadline, const AbortToken& abort) {
   Transfer transfer{"writing", 0, bytes.nbytes};
   abort.throwIfAborted();
-  while (transfer.done < transfer.total) {
+  while (transfer.done < transfer.total || link.unsent()) {
     const ConstBufferView rest = bytes.slice(transfer.done, transfer.total - transfer.done);
     const Progress progress = link.tryWrite(&rest, 1);
     transfer.done += progress.nbytes;
-    if (transfer.done < transfer.total) {
+    if (transfer.done < transfer.total || link.unsent()) {
       wait(link, false, progress.nbytes > 0, transfer, deadline, abort);
     }
   }
@@ -102,7 +107,7 @@ void Link::closeGently() noexcept {
         return;
       }
       if (progress.would_block) {
-        pollfd ready{readFd(), POLLIN, 0};
+        pollfd ready{readFd(), readEvents(*this), 0};
         (void)::poll(&ready, 1, end.remainingMs(kGentleCloseMs));
       }
     }
@@ -129,6 +134,9 @@ void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept {
   const Deadline end = Deadline::after(kGentleCloseMs);
   std::array<std::byte, 4096> dropped; // NOLINT: only written
   for (size_t left = open.size(); left > 0 && !end.expired();) {
+    for (size_t i = 0; i < open.size(); ++i) {
+      open[i].events = readEvents(*links[i]);
+    }
     if (::poll(open.data(), open.size(), end.remainingMs(kGentleCloseMs)) <= 0) {
       continue; // interrupted, or the time is up
     }
@@ -138,7 +146,9 @@ void closeAllGently(const std::vector<std::unique_ptr<Link>>& links) noexcept {
       }
       bool closed = true;
       try {
-        closed = links[i]->tryRead({dropped.data(), dropped.size()}).closed;
+        do {
+          closed = links[i]->tryRead({dropped.data(), dropped.size()}).closed;
+        } while (!closed && links[i]->buffered() && !end.expired());
       } catch (const std::exception&) { // the peer was faster
       }
       if (closed) {

@@ -23,7 +23,8 @@ struct Progress {
 /// A connected, reliable, ordered, full-duplex byte stream to one peer.
 ///
 /// There are two ways to use it. `tryWrite`/`tryRead` never block and belong to the lane that owns the link; the
-/// blocking forms are for handshakes and tests. One thread at a time may read and one may write. Failures throw
+/// blocking forms are for handshakes and tests. One thread at a time may read and one may write; of a
+/// TlsLink, one thread may use it. Failures throw
 /// Error(ConnectionReset), with errno's name in `cause`; the caller adds the ranks and the operation.
 class Link {
  public:
@@ -56,11 +57,21 @@ class Link {
     return false;
   }
 
+  /// A tryRead() would move something although readFd() may not be readable: the bytes have been taken from the kernel. The owner looks
+  /// again before it sleeps.
+  [[nodiscard]] virtual bool buffered() const noexcept {
+    return false;
+  }
+  /// The kernel has not taken all that tryWrite() has: tryWrite() of nothing goes on, when writeFd() has room.
+  [[nodiscard]] virtual bool unsent() const noexcept {
+    return false;
+  }
+
   /// Writes from up to `count` views in order, as one system call. Partial writes are normal.
   [[nodiscard]] virtual Progress tryWrite(const ConstBufferView* views, size_t count) = 0;
   [[nodiscard]] virtual Progress tryRead(BufferView into) = 0;
 
-  /// Ends the write side: the peer reads to the end and then sees `closed`.
+  /// Ends the write side: the peer reads to the end and then sees `closed`. What is unsent() must still be sent.
   virtual void shutdownWrite() noexcept = 0;
 
   /// For a link that is still connecting: returns true once it is connected. Throws Error(ConnectFailed); the link is
@@ -69,7 +80,7 @@ class Link {
     return true;
   }
 
-  /// Closes without losing queued bytes: ends the write side, then reads and drops bytes until the peer closes too, for
+  /// Closes without losing bytes that the kernel has taken: ends the write side, then reads and drops bytes until the peer closes too, for
   /// at most 20 ms.
   virtual void closeGently() noexcept;
 

@@ -119,17 +119,25 @@ TEST_P(LinkConformance, EndsWithin100MsOfAnAbort) {
 
 TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
   constexpr size_t kMost = 64U << 20;
+  constexpr size_t kPart = 1U << 20;
   LinkPair pair = connect(*this);
+  SharedFlag unsent;
   SharedFlag closed;
-  // The peer has sent what nobody reads, which alone would turn the close into a reset, and reads only after it.
-  Peer peer(placeOf(*this), pair, [&closed](Link& link) {
+  // The peer has sent what nobody reads, which alone would turn the close into a reset, and reads only after it; or a part before, if
+  // the link has bytes that the kernel has no room for.
+  Peer peer(placeOf(*this), pair, [&closed, &unsent](Link& link) {
     writeAll(link, view(pattern(5000, 6)), soon(), kNoAbort);
+    if (!unsent.wait()) {
+      return false;
+    }
+    Bytes got = readExactly(link, unsent.value() == 2 ? kPart : 0);
     if (!closed.wait()) {
       return false;
     }
     const auto nbytes = static_cast<size_t>(closed.value());
-    const Bytes whole = pattern(nbytes, 8);
-    return readExactly(link, nbytes) == whole && readsEnd(link);
+    const Bytes rest = readExactly(link, nbytes - got.size());
+    got.insert(got.end(), rest.begin(), rest.end());
+    return got == pattern(nbytes, 8) && readsEnd(link);
   });
   pollfd ready{pair.first->fd(), POLLIN, 0};
   ASSERT_EQ(::poll(&ready, 1, 20000), 1);
@@ -141,6 +149,11 @@ TEST_P(LinkConformance, ClosesGentlyWithoutLosingWhatIsQueued) {
     queued += progress.nbytes;
     full = progress.would_block;
   }
+  const bool had_unsent = pair.first->unsent();
+  unsent.raise(had_unsent ? 2 : 1);
+  writeAll(*pair.first, {}, soon(), kNoAbort);
+  EXPECT_TRUE(!had_unsent || queued > kPart);
+  EXPECT_FALSE(pair.first->unsent());
   const TimePoint begin = Clock::now();
   pair.first->closeGently();
   EXPECT_WITHIN_MS(elapsedMs(begin), kSlackMs);

@@ -1,0 +1,402 @@
+#include "transport/secure/tls_link.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fork_guard.h"
+#include "transport/secure/tls_callbacks.h"
+
+namespace pycomm {
+namespace {
+
+// OpenSSL's numbers (openssl/ssl.h).
+constexpr int kErrorWantRead = 2;
+constexpr int kErrorZeroReturn = 6;
+constexpr int kKeyUpdateNotRequested =
+    0; // an answer would have to travel against the stream, where perhaps nothing is ever written
+
+constexpr size_t kRecordNbytes = 16 << 10; // of plain text
+constexpr size_t kRecordRoomNbytes =
+    kRecordNbytes + 512; // with its header and tag, a key update before it, an alert after it
+constexpr size_t kOutNbytes = 64 << 10; // no further record is made while so many bytes wait
+constexpr size_t kSmallInNbytes = 4 << 10; // enough for handshakes and control frames
+constexpr size_t kInNbytes = 64 << 10; // from the first read that fills the small buffer
+constexpr size_t kTlsTurnNbytes = 1 << 20;
+constexpr size_t kMaxHandshakeNbytes = 4 << 10; // of one side; about 400 are usual
+constexpr size_t kRecordHeaderNbytes = 5;
+constexpr size_t kFirstNbytes = 2;
+constexpr std::string_view kPlainFirst = "cy"; // FrameHeader::kMagic: a pycomm that speaks without TLS
+
+} // namespace
+
+std::unique_ptr<TlsLink> TlsLink::connect(
+    std::shared_ptr<const TlsContext> context,
+    std::unique_ptr<Link> under,
+    ProcessId server) {
+  PskIdentity identity{context->secret().keyId(), context->self(), std::move(server)};
+  return std::unique_ptr<TlsLink>(
+      new TlsLink(std::move(context), std::move(under), TlsContext::Role::Client, std::move(identity)));
+}
+
+std::unique_ptr<TlsLink> TlsLink::accept(std::shared_ptr<const TlsContext> context, std::unique_ptr<Link> under) {
+  return std::unique_ptr<TlsLink>(new TlsLink(std::move(context), std::move(under), TlsContext::Role::Server, {}));
+}
+
+TlsLink::TlsLink(
+    std::shared_ptr<const TlsContext> context,
+    std::unique_ptr<Link> under,
+    TlsContext::Role role,
+    PskIdentity identity)
+    : context_(std::move(context)),
+      ssl_(context_->ssl()),
+      under_(std::move(under)),
+      role_(role),
+      forks_(forkCount()),
+      identity_(std::move(identity)),
+      identity_text_(identity_.text()),
+      in_(kSmallInNbytes) {
+  Bio* const bio = context_->newBio();
+  ssl_.BIO_set_data(bio, this);
+  ssl_.BIO_set_init(bio, 1);
+  handle_ = context_->newSsl(role);
+  ssl_.SSL_set_bio(handle_, bio, bio); // which frees it
+  if (ssl_.SSL_set_ex_data(handle_, 0, this) != 1) {
+    ssl_.SSL_free(handle_);
+    throw std::bad_alloc();
+  }
+}
+
+TlsLink::~TlsLink() {
+  if (forks_ == forkCount()) { // OpenSSL's locks may have been held when the parent forked
+    ssl_.SSL_free(handle_);
+  }
+}
+
+short TlsLink::roomEvent() const noexcept {
+  if (!under_up_) {
+    return under_->roomEvent();
+  }
+  return up_ || unsent() ? POLLOUT : POLLIN;
+}
+
+bool TlsLink::buffered() const noexcept {
+  if (!up_) {
+    return false;
+  }
+  if ((ended_ && !end_reported_) || ssl_.SSL_pending(handle_) > 0) {
+    return true;
+  }
+  if (inNbytes() < kRecordHeaderNbytes) {
+    return false;
+  }
+  // OpenSSL stops between two records if it has not been asked for more, so the next bytes are a header.
+  const auto* const header = reinterpret_cast<const unsigned char*>(in_.data() + in_begin_);
+  const size_t body = (size_t{header[3]} << 8) | header[4];
+  return inNbytes() >= kRecordHeaderNbytes + body;
+}
+
+bool TlsLink::finishConnect() {
+  if (up_) {
+    return true;
+  }
+  if (!under_->finishConnect()) {
+    return false;
+  }
+  under_up_ = true;
+  try {
+    flush();
+    ssl_.ERR_clear_error();
+    const int done = ssl_.SSL_do_handshake(handle_);
+    const int error = done == 1 ? 0 : ssl_.SSL_get_error(handle_, done);
+    const bool waits = error == kErrorWantRead && failure_ == nullptr && !under_ended_;
+    if (done != 1 && !waits) {
+      const Error failed = handshakeFailed();
+      try {
+        flush(); // the alert, so that the peer need not guess
+      } catch (const Error&) {
+      }
+      throw failed;
+    }
+    flush();
+    if (waits) {
+      return false;
+    }
+  } catch (const Error& error) {
+    ssl_.ERR_clear_error();
+    if (error.record().code != ErrorCode::ConnectionReset) {
+      throw;
+    }
+    ErrorRecord record = error.record();
+    record.code = ErrorCode::ConnectFailed;
+    throw Error(record);
+  }
+  checkHandshake();
+  peer_ = role_ == TlsContext::Role::Client ? identity_.server : identity_.client;
+  up_ = true;
+  return true;
+}
+
+// A handshake that has succeeded need not have used the key: OpenSSL falls back to certificates.
+void TlsLink::checkHandshake() const {
+  const SslCipher* const cipher = ssl_.SSL_get_current_cipher(handle_);
+  if (ssl_.SSL_session_reused(handle_) != 1 || ssl_.SSL_version(handle_) != kTlsVersion || cipher == nullptr ||
+      ssl_.SSL_CIPHER_get_protocol_id(cipher) != kTlsCipher) {
+    throw Error(
+        ErrorCode::ConnectFailed,
+        "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted");
+  }
+}
+
+std::string TlsLink::reason() const {
+  const unsigned long error = ssl_.ERR_peek_error();
+  const char* const text = error == 0 ? nullptr : ssl_.ERR_reason_error_string(error);
+  return text == nullptr ? "" : std::string("OpenSSL: ") + text;
+}
+
+Error TlsLink::handshakeFailed() const {
+  ErrorRecord record;
+  record.code = ErrorCode::ConnectFailed;
+  record.cause = reason();
+  record.summary = "the TLS handshake failed on " + under_->describe();
+  if (failure_ != nullptr) {
+    try {
+      std::rethrow_exception(failure_);
+    } catch (const Error& error) {
+      record.summary += ": " + error.record().summary;
+      record.cause = error.record().cause;
+    } catch (const std::exception& error) {
+      record.summary += std::string(": ") + error.what();
+    }
+  } else if (first_ == kPlainFirst) {
+    record.code = ErrorCode::ConfigMismatch;
+    record.summary += ": the peer has no secret, and this process has one (key id " + context_->secret().keyId() + ")";
+    record.hint = "give every rank the same secret file";
+  } else if (!refusal_.empty()) {
+    record.summary += ": " + refusal_;
+    record.hint = "give every rank the same secret file, and each job its own port";
+  } else if (under_ended_) {
+    record.summary += ": the peer closed the connection";
+  } else if (role_ == TlsContext::Role::Client) {
+    record.summary +=
+        ": process " + identity_.server + " with the secret of key id " + identity_.key_id + " does not listen there";
+    record.hint =
+        "another process has taken its port, or one with another secret: \"python -m pycomm secret --id\" on both hosts";
+  }
+  return Error(record);
+}
+
+void TlsLink::throwBroken(const char* what) const {
+  ErrorRecord record;
+  record.code = ErrorCode::ConnectionReset;
+  record.summary = std::string(what) + " failed on " + describe();
+  record.cause = reason();
+  ssl_.ERR_clear_error(); // the thread may be a user's, whose next call of OpenSSL must not find it
+  throw Error(record);
+}
+
+void TlsLink::flush() {
+  if (unsent()) {
+    const ConstBufferView rest(out_.data() + out_begin_, out_.size() - out_begin_);
+    out_begin_ += under_->tryWrite(&rest, 1).nbytes;
+    if (!unsent()) {
+      out_.clear();
+      out_begin_ = 0;
+    }
+  }
+  if (ending_ && !shut_ && !unsent()) {
+    shut_ = true;
+    under_->shutdownWrite();
+  }
+}
+
+void TlsLink::encrypt(ConstBufferView bytes) {
+  ssl_.ERR_clear_error();
+  if (records_ >= context_->options().records_per_key) {
+    if (ssl_.SSL_key_update(handle_, kKeyUpdateNotRequested) != 1) {
+      throwBroken("changing the key");
+    }
+    records_ = 0;
+  }
+  if (ssl_.SSL_write(handle_, bytes.ptr, static_cast<int>(bytes.nbytes)) != static_cast<int>(bytes.nbytes)) {
+    throwBroken("writing");
+  }
+  ++records_;
+}
+
+Progress TlsLink::tryWrite(const ConstBufferView* views, size_t count) {
+  Progress progress;
+  if (!up_) {
+    progress.would_block = true;
+    return progress;
+  }
+  flush();
+  std::array<std::byte, kRecordNbytes> together; // NOLINT: filled below as far as it is used
+  size_t view = 0;
+  size_t offset = 0;
+  const auto rest = [&] { return views[view].slice(offset, views[view].nbytes - offset); };
+  const auto skipEmpty = [&] {
+    while (view < count && offset == views[view].nbytes) {
+      ++view;
+      offset = 0;
+    }
+    return view < count;
+  };
+  const bool wanted = skipEmpty();
+  while (progress.nbytes < kTlsTurnNbytes && skipEmpty()) {
+    if (out_.size() - out_begin_ >= kOutNbytes) {
+      flush();
+      if (out_.size() - out_begin_ >= kOutNbytes) {
+        break;
+      }
+    }
+    ConstBufferView record = rest();
+    if (record.nbytes >= kRecordNbytes || view + 1 == count) {
+      record = record.slice(0, std::min(record.nbytes, kRecordNbytes));
+      offset += record.nbytes;
+    } else { // several small views share a record: a frame's header and its payload
+      size_t filled = 0;
+      while (filled < kRecordNbytes && skipEmpty()) {
+        const ConstBufferView part = rest().slice(0, std::min(rest().nbytes, kRecordNbytes - filled));
+        std::memcpy(together.data() + filled, part.ptr, part.nbytes);
+        filled += part.nbytes;
+        offset += part.nbytes;
+      }
+      record = {together.data(), filled};
+    }
+    encrypt(record);
+    progress.nbytes += record.nbytes;
+  }
+  flush();
+  progress.would_block = wanted && progress.nbytes == 0;
+  return progress;
+}
+
+Progress TlsLink::tryRead(BufferView into) {
+  Progress progress;
+  if (into.nbytes == 0 || !up_) {
+    progress.would_block = into.nbytes != 0;
+    return progress;
+  }
+  while (progress.nbytes < into.nbytes && !ended_) {
+    constexpr size_t kMost = 1U << 30;
+    const int wanted = static_cast<int>(std::min(into.nbytes - progress.nbytes, kMost));
+    ssl_.ERR_clear_error(); // what another user of OpenSSL left on this thread would pass for an error of this call
+    const int got = ssl_.SSL_read(handle_, into.ptr + progress.nbytes, wanted);
+    if (got > 0) {
+      progress.nbytes += static_cast<size_t>(got);
+      continue;
+    }
+    const int error = ssl_.SSL_get_error(handle_, got);
+    if (error == kErrorWantRead && failure_ == nullptr) {
+      break;
+    }
+    if (failure_ != nullptr) {
+      if (progress.nbytes > 0) {
+        break; // reported by the next call
+      }
+      ssl_.ERR_clear_error();
+      std::rethrow_exception(failure_);
+    }
+    ended_ = error == kErrorZeroReturn || under_ended_;
+    if (!ended_ && progress.nbytes == 0) {
+      throwBroken("reading");
+    }
+    if (!ended_) {
+      break; // OpenSSL fails again in the next call
+    }
+    ssl_.ERR_clear_error();
+  }
+  try {
+    flush();
+  } catch (const Error&) {
+    // whoever writes finds out, and here there may still be something to read
+  }
+  progress.closed = ended_ && progress.nbytes == 0;
+  end_reported_ = end_reported_ || progress.closed;
+  progress.would_block = progress.nbytes == 0 && !ended_;
+  return progress;
+}
+
+void TlsLink::shutdownWrite() noexcept {
+  try {
+    if (up_ && !ending_) {
+      ssl_.ERR_clear_error();
+      (void)ssl_.SSL_shutdown(handle_); // puts a record into out_
+      ssl_.ERR_clear_error();
+    }
+    ending_ = true;
+    flush();
+  } catch (const std::exception&) {
+    // the connection is gone already
+  }
+}
+
+// Throws nothing: OpenSSL's frames are above.
+SslSession* TlsLink::sessionFor(std::string_view identity) {
+  const auto theirs = PskIdentity::parse(identity);
+  if (!theirs) {
+    refusal_ = "it came from no process of pycomm";
+  } else if (theirs->key_id != context_->secret().keyId()) {
+    refusal_ = "the peer has another secret (key id " + theirs->key_id + ", here " + context_->secret().keyId() + ")";
+  } else if (theirs->server != context_->self()) {
+    refusal_ = "the peer looks for process " + theirs->server + ", and this is " + context_->self();
+  } else if (theirs->client == context_->self()) {
+    refusal_ = "this process connected to itself";
+  } else {
+    identity_ = *theirs;
+    return context_->newSession(handle_, identity_);
+  }
+  return nullptr;
+}
+
+int TlsLink::take(const char* bytes, size_t nbytes) {
+  if (out_.size() - out_begin_ + nbytes > kOutNbytes + kRecordRoomNbytes) {
+    return -1; // only a peer that makes OpenSSL answer again and again while it reads nothing
+  }
+  try {
+    if (out_begin_ > 0 && out_.size() + nbytes > out_.capacity()) {
+      out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_begin_));
+      out_begin_ = 0;
+    }
+    const auto* const begin = reinterpret_cast<const std::byte*>(bytes);
+    out_.insert(out_.end(), begin, begin + nbytes);
+    return static_cast<int>(nbytes);
+  } catch (...) {
+    failure_ = std::current_exception();
+    return -1;
+  }
+}
+
+int TlsLink::give(char* into, size_t nbytes, bool& retry) {
+  if (inNbytes() == 0 && !under_ended_ && failure_ == nullptr) {
+    try {
+      if (up_ && in_end_ == in_.size() && in_.size() < kInNbytes) {
+        in_.resize(kInNbytes);
+      }
+      in_begin_ = in_end_ = 0;
+      const Progress progress = under_->tryRead({in_.data(), in_.size()});
+      in_end_ = progress.nbytes;
+      under_ended_ = progress.closed;
+      if (first_.size() < kFirstNbytes) {
+        first_.append(reinterpret_cast<const char*>(in_.data()), std::min(in_end_, kFirstNbytes - first_.size()));
+      }
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+  }
+  const size_t given = std::min(nbytes, inNbytes());
+  handshake_nbytes_ += up_ ? 0 : given;
+  if (failure_ != nullptr || handshake_nbytes_ > kMaxHandshakeNbytes) {
+    return -1;
+  }
+  std::memcpy(into, in_.data() + in_begin_, given);
+  in_begin_ += given;
+  retry = given == 0 && !under_ended_;
+  return retry ? -1 : static_cast<int>(given);
+}
+
+} // namespace pycomm

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "transport/link.h"
+#include "transport/secure/tls_context.h"
+
+namespace pycomm {
+
+/// A Link in TLS over another Link, which is usually a TcpLink. OpenSSL never sees the socket: it reads from and writes to two buffers of
+/// this object.
+///
+/// What tryWrite() takes is encrypted at once and no longer needed, so a caller may go on with other bytes after any partial write. It
+/// takes nothing if the encrypted bytes would not fit: OpenSSL never waits in the middle of a record.
+///
+/// A bad record, a reset and an end without a word are alike: ConnectionReset or `closed`. An end says nothing about good order; the
+/// engine's Goodbye frame does.
+///
+/// One thread at a time, for reading and writing together. Not to be used in a forked child.
+class TlsLink final : public Link {
+ public:
+  /// finishConnect() of both ends makes the connection: `under` may still be connecting. The client says which process it looks for.
+  [[nodiscard]] static std::unique_ptr<TlsLink> connect(
+      std::shared_ptr<const TlsContext> context,
+      std::unique_ptr<Link> under,
+      ProcessId server);
+  [[nodiscard]] static std::unique_ptr<TlsLink> accept(
+      std::shared_ptr<const TlsContext> context,
+      std::unique_ptr<Link> under);
+  ~TlsLink() override;
+  TlsLink(const TlsLink&) = delete;
+  TlsLink& operator=(const TlsLink&) = delete;
+
+  [[nodiscard]] int fd() const noexcept override {
+    return under_->fd();
+  }
+  [[nodiscard]] int readFd() const noexcept override {
+    return under_->readFd();
+  }
+  [[nodiscard]] int writeFd() const noexcept override {
+    return under_->writeFd();
+  }
+  /// During the handshake mostly POLLIN.
+  [[nodiscard]] short roomEvent() const noexcept override;
+  [[nodiscard]] bool buffered() const noexcept override;
+  [[nodiscard]] bool unsent() const noexcept override {
+    return out_.size() > out_begin_;
+  }
+  /// At most 1 MiB. Of no views: sends what is unsent().
+  [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
+  /// Reads until `into` is full or nothing is left, so a short read means that all has been read. Also sends what is unsent().
+  [[nodiscard]] Progress tryRead(BufferView into) override;
+  void shutdownWrite() noexcept override;
+  /// Throws Error(ConnectFailed), or Error(ConfigMismatch) if the peer has no secret. True at the client does not mean that the server has
+  /// seen the key: only an answer of the server shows that it has not refused.
+  [[nodiscard]] bool finishConnect() override;
+  [[nodiscard]] std::string describe() const override {
+    return under_->describe() + " (TLS)";
+  }
+
+  /// The process at the other end, which has proved that it has the secret. Empty before finishConnect() has returned true.
+  [[nodiscard]] const ProcessId& peer() const noexcept {
+    return peer_;
+  }
+
+ private:
+  friend int useTlsSession(Ssl*, const EvpMd*, const unsigned char**, size_t*, SslSession**);
+  friend int findTlsSession(Ssl*, const unsigned char*, size_t, SslSession**);
+  friend int writeTlsBio(Bio*, const char*, int);
+  friend int readTlsBio(Bio*, char*, int);
+  friend long controlTlsBio(Bio*, int, long, void*);
+
+  TlsLink(
+      std::shared_ptr<const TlsContext> context,
+      std::unique_ptr<Link> under,
+      TlsContext::Role role,
+      PskIdentity identity);
+
+  // What the callbacks do.
+  [[nodiscard]] SslSession* sessionFor(std::string_view identity);
+  [[nodiscard]] int take(const char* bytes, size_t nbytes);
+  [[nodiscard]] int give(char* into, size_t nbytes, bool& retry);
+
+  [[nodiscard]] size_t inNbytes() const noexcept {
+    return in_end_ - in_begin_;
+  }
+  void flush();
+  void encrypt(ConstBufferView bytes);
+  void checkHandshake() const;
+  [[nodiscard]] std::string reason() const;
+  [[nodiscard]] Error handshakeFailed() const;
+  [[noreturn]] void throwBroken(const char* what) const;
+
+  const std::shared_ptr<const TlsContext> context_;
+  const OpenSsl& ssl_; ///< the context's
+  const std::unique_ptr<Link> under_;
+  const TlsContext::Role role_;
+  const uint32_t forks_;
+  PskIdentity identity_; ///< a server's is known once the client has sent it
+  std::string identity_text_; ///< OpenSSL borrows it during the handshake
+  Ssl* handle_ = nullptr;
+
+  // Encrypted bytes that OpenSSL has written and the kernel has not taken, and that the kernel has given and OpenSSL has not read.
+  std::vector<std::byte> out_;
+  size_t out_begin_ = 0;
+  std::vector<std::byte> in_;
+  size_t in_begin_ = 0;
+  size_t in_end_ = 0;
+
+  uint64_t records_ = 0; ///< written with the present key
+  size_t handshake_nbytes_ = 0; ///< read before the handshake was done
+  std::string first_; ///< the first two bytes of the peer
+  ProcessId peer_;
+  std::string refusal_; ///< why this server knows no key for the client
+  std::exception_ptr failure_; ///< of the link below, while OpenSSL read from it
+  bool under_up_ = false; ///< the link below is connected
+  bool up_ = false;
+  bool ending_ = false; ///< shutdownWrite() was called
+  bool shut_ = false; ///< and has reached the link below
+  bool under_ended_ = false; ///< the link below has nothing more to read
+  bool ended_ = false; ///< the peer has ended its side
+  bool end_reported_ = false;
+};
+
+} // namespace pycomm
