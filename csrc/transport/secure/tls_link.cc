@@ -29,7 +29,6 @@ constexpr size_t kTlsTurnNbytes = 1 << 20;
 constexpr size_t kMaxHandshakeNbytes = 4 << 10; // of one side; about 400 are usual
 constexpr size_t kRecordHeaderNbytes = 5;
 constexpr size_t kFirstNbytes = 2;
-constexpr std::string_view kPlainFirst = "cy"; // FrameHeader::kMagic: a pycomm that speaks without TLS
 
 } // namespace
 
@@ -99,94 +98,10 @@ bool TlsLink::buffered() const noexcept {
   return inNbytes() >= kRecordHeaderNbytes + body;
 }
 
-bool TlsLink::finishConnect() {
-  if (up_) {
-    return true;
-  }
-  if (!under_->finishConnect()) {
-    return false;
-  }
-  under_up_ = true;
-  try {
-    flush();
-    ssl_.ERR_clear_error();
-    const int done = ssl_.SSL_do_handshake(handle_);
-    const int error = done == 1 ? 0 : ssl_.SSL_get_error(handle_, done);
-    const bool waits = error == kErrorWantRead && failure_ == nullptr && !under_ended_;
-    if (done != 1 && !waits) {
-      const Error failed = handshakeFailed();
-      try {
-        flush(); // the alert, so that the peer need not guess
-      } catch (const Error&) {
-      }
-      throw failed;
-    }
-    flush();
-    if (waits) {
-      return false;
-    }
-  } catch (const Error& error) {
-    ssl_.ERR_clear_error();
-    if (error.record().code != ErrorCode::ConnectionReset) {
-      throw;
-    }
-    ErrorRecord record = error.record();
-    record.code = ErrorCode::ConnectFailed;
-    throw Error(record);
-  }
-  checkHandshake();
-  peer_ = role_ == TlsContext::Role::Client ? identity_.server : identity_.client;
-  up_ = true;
-  return true;
-}
-
-// A handshake that has succeeded need not have used the key: OpenSSL falls back to certificates.
-void TlsLink::checkHandshake() const {
-  const SslCipher* const cipher = ssl_.SSL_get_current_cipher(handle_);
-  if (ssl_.SSL_session_reused(handle_) != 1 || ssl_.SSL_version(handle_) != kTlsVersion || cipher == nullptr ||
-      ssl_.SSL_CIPHER_get_protocol_id(cipher) != kTlsCipher) {
-    throw Error(
-        ErrorCode::ConnectFailed,
-        "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted");
-  }
-}
-
 std::string TlsLink::reason() const {
   const unsigned long error = ssl_.ERR_peek_error();
   const char* const text = error == 0 ? nullptr : ssl_.ERR_reason_error_string(error);
   return text == nullptr ? "" : std::string("OpenSSL: ") + text;
-}
-
-Error TlsLink::handshakeFailed() const {
-  ErrorRecord record;
-  record.code = ErrorCode::ConnectFailed;
-  record.cause = reason();
-  record.summary = "the TLS handshake failed on " + under_->describe();
-  if (failure_ != nullptr) {
-    try {
-      std::rethrow_exception(failure_);
-    } catch (const Error& error) {
-      record.summary += ": " + error.record().summary;
-      record.cause = error.record().cause;
-    } catch (const std::exception& error) {
-      record.summary += std::string(": ") + error.what();
-    }
-  } else if (first_ == kPlainFirst) {
-    record.code = ErrorCode::ConfigMismatch;
-    record.summary += ": the peer has no secret, and this process has one (key id " + context_->secret().keyId() + ")";
-    record.hint = "give every rank the same secret file";
-  } else if (!refusal_.empty()) {
-    record.summary += ": " + refusal_;
-    record.hint = "give every rank the same secret file, and each job its own port";
-  } else if (under_ended_) {
-    record.summary += ": the peer closed the connection";
-  } else if (role_ == TlsContext::Role::Client) {
-    record.summary +=
-        ": process " + identity_.server + " with the secret of key id " + identity_.key_id + " does not listen there";
-    record.hint =
-        "another process has taken its port, or one with another secret: \"python -m pycomm secret --id\" on both hosts";
-  }
-  return Error(record);
 }
 
 void TlsLink::throwBroken(const char* what) const {
@@ -333,24 +248,6 @@ void TlsLink::shutdownWrite() noexcept {
   } catch (const std::exception&) {
     // the connection is gone already
   }
-}
-
-// Throws nothing: OpenSSL's frames are above.
-SslSession* TlsLink::sessionFor(std::string_view identity) {
-  const auto theirs = PskIdentity::parse(identity);
-  if (!theirs) {
-    refusal_ = "it came from no process of pycomm";
-  } else if (theirs->key_id != context_->secret().keyId()) {
-    refusal_ = "the peer has another secret (key id " + theirs->key_id + ", here " + context_->secret().keyId() + ")";
-  } else if (theirs->server != context_->self()) {
-    refusal_ = "the peer looks for process " + theirs->server + ", and this is " + context_->self();
-  } else if (theirs->client == context_->self()) {
-    refusal_ = "this process connected to itself";
-  } else {
-    identity_ = *theirs;
-    return context_->newSession(handle_, identity_);
-  }
-  return nullptr;
 }
 
 int TlsLink::take(const char* bytes, size_t nbytes) {
