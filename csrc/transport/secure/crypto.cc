@@ -15,7 +15,7 @@
 namespace pycomm {
 namespace {
 
-size_t pageNbytes() {
+size_t keyPageNbytes() {
   static const auto nbytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   return nbytes;
 }
@@ -31,18 +31,18 @@ const unsigned char* bytesOf(std::string_view text) {
 } // namespace
 
 Key::Key() {
-  void* const page = ::mmap(nullptr, pageNbytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const page = ::mmap(nullptr, keyPageNbytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) {
     throw Error(systemError(ErrorCode::OutOfMemory, "there is no memory for a key", errno));
   }
-  (void)::madvise(page, pageNbytes(), MADV_DONTDUMP);
+  (void)::madvise(page, keyPageNbytes(), MADV_DONTDUMP);
   page_ = static_cast<unsigned char*>(page);
 }
 
 Key::~Key() {
   if (page_ != nullptr) {
     ::explicit_bzero(page_, kNbytes);
-    (void)::munmap(page_, pageNbytes());
+    (void)::munmap(page_, keyPageNbytes());
   }
 }
 

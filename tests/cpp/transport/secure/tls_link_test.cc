@@ -38,14 +38,14 @@ using testing::PeerPlace;
 using testing::readExactly;
 using testing::soon;
 
-std::shared_ptr<const Secret> secretOfTheJob() {
+std::shared_ptr<const Secret> secretOfTheLinks() {
   static const auto secret = std::make_shared<const Secret>(Secret::generate());
   return secret;
 }
 
 using Context = std::shared_ptr<const TlsContext>;
 
-Context contextOf(const std::shared_ptr<const Secret>& secret = secretOfTheJob(), const TlsOptions& options = {}) {
+Context contextOf(const std::shared_ptr<const Secret>& secret = secretOfTheLinks(), const TlsOptions& options = {}) {
   return std::make_shared<const TlsContext>(secret, newProcessId(), options);
 }
 
@@ -107,7 +107,7 @@ TlsPair unconnected(const Context& client, const Context& server) {
 }
 
 TlsPair connected(const TlsOptions& options = {}) {
-  TlsPair pair = unconnected(contextOf(secretOfTheJob(), options), contextOf(secretOfTheJob(), options));
+  TlsPair pair = unconnected(contextOf(secretOfTheLinks(), options), contextOf(secretOfTheLinks(), options));
   const Handshake result = shake(*pair.client, *pair.server);
   if (!result.good()) {
     throw std::runtime_error(result.client.text() + "\n" + result.server.text());
@@ -156,7 +156,8 @@ TEST(TlsLink, AnotherSecretIsRefusedAndNamed) {
   EXPECT_EQ(result.server.code, ErrorCode::ConnectFailed);
   EXPECT_THAT(
       result.server.summary,
-      HasSubstr("the peer has another secret (key id " + other->keyId() + ", here " + secretOfTheJob()->keyId() + ")"));
+      HasSubstr(
+          "the peer has another secret (key id " + other->keyId() + ", here " + secretOfTheLinks()->keyId() + ")"));
   EXPECT_EQ(result.client.code, ErrorCode::ConnectFailed);
   EXPECT_THAT(
       result.client.summary, HasSubstr("with the secret of key id " + other->keyId() + " does not listen there"));
@@ -207,7 +208,7 @@ const OpenSsl* misbehaving(const std::function<void(OpenSsl&)>& change) {
 }
 
 Context contextWith(const OpenSsl* ssl, const TlsOptions& options = {}) {
-  return std::make_shared<const TlsContext>(secretOfTheJob(), newProcessId(), options, *ssl);
+  return std::make_shared<const TlsContext>(secretOfTheLinks(), newProcessId(), options, *ssl);
 }
 
 // It knows the key id, but not the key.
@@ -425,7 +426,7 @@ TEST(TlsLink, APeerWithoutASecretIsNamed) {
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       record.summary,
-      HasSubstr("the peer has no secret, and this process has one (key id " + secretOfTheJob()->keyId() + ")"));
+      HasSubstr("the peer has no secret, and this process has one (key id " + secretOfTheLinks()->keyId() + ")"));
 }
 
 TEST(TlsLink, StrangersAreRefused) {
