@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pycomm import _extension, options
 
+if TYPE_CHECKING:
+    from pycomm import _C
 
-def read(environ: Mapping[str, str] | None = None) -> tuple[Any, str]:
+
+def read(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret, str]:
     """The secret and where it comes from, a path or the name of a variable.
 
     Raises:
@@ -22,12 +25,12 @@ def read(environ: Mapping[str, str] | None = None) -> tuple[Any, str]:
     return read_file(options.secret_file(environ))
 
 
-def read_file(path: str) -> tuple[Any, str]:
+def read_file(path: str) -> tuple[_C.Secret, str]:
     """The secret in this file, and the path. Raises as ``read``."""
     return _native().read_file(path), path
 
 
-def generate_file(path: str) -> Any:
+def generate_file(path: str) -> _C.Secret:
     """Writes a new secret to a new file that only this user may read, and returns it.
 
     Raises:
@@ -36,8 +39,8 @@ def generate_file(path: str) -> Any:
     return _native().generate_file(path)
 
 
-def _native() -> Any:
+def _native() -> type[_C.Secret]:
     # The interpreter's own OpenSSL comes first: conda's _ssl fails if the system's is loaded.
     with contextlib.suppress(ImportError):
         import ssl  # noqa: F401
-    return _extension.load().Secret
+    return _extension.native.Secret

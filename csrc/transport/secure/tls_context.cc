@@ -1,6 +1,7 @@
 #include "transport/secure/tls_context.h"
 
 #include <array>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
