@@ -26,7 +26,8 @@ struct RankRecord {
   SocketAddress route;
   uint32_t config_digest = 0;
   std::string config_text;
-  uint64_t nonce = 0; ///< rank 0's value is used; in a sealed store every rank has one, so that no record can be prepared
+  uint64_t nonce =
+      0; ///< rank 0's value is used; in a sealed store every rank has one, so that no record can be prepared
   uint64_t run = 0; ///< rank 0's value is used
   std::string watch_name; ///< where processes of its host may watch it (engine/monitor/host_mates.h); empty: none
   std::string remark; ///< text that the layers above publish to all ranks
