@@ -11,7 +11,8 @@ enum class FrameType : uint8_t {
   Data = 3, ///< payload: one step's bytes
   Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
   Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload; see Route
-  NotEntered = 6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here; see Route
+  NotEntered =
+      6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here; see Route
   Failure = 7, ///< payload: ErrorRecord::serialize()
   Heartbeat = 8,
   Goodbye = 9, ///< orderly end: the sender sends nothing more and expects nothing more
