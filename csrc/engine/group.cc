@@ -1,11 +1,8 @@
 #include "engine/group.h"
 
 #include <algorithm>
-#include <chrono>
-#include <future>
 #include <utility>
 
-#include "base/fault_point.h"
 #include "base/log.h"
 #include "engine/host/host_transfer.h"
 #include "engine/report/failure_text.h"
@@ -18,8 +15,6 @@ namespace {
 
 // A training step has a few tens of distinct calls; a schedule of a large ring takes some hundred kilobytes.
 constexpr size_t kCachedSchedules = 64;
-// How often close() looks whether the lane has been stopped, so that nothing would ever say that the links are down.
-constexpr std::chrono::milliseconds kLook{50};
 
 bool same(const ScheduleRequest& a, const ScheduleRequest& b) {
   return a.kind == b.kind && a.algorithm == b.algorithm && a.root == b.root && a.dtype == b.dtype &&
@@ -34,10 +29,6 @@ bool hasExtras(const Group::Call& call) {
 }
 
 } // namespace
-
-Group::~Group() {
-  close();
-}
 
 std::shared_ptr<const PreparedSchedule> Group::scheduleFor(const ScheduleRequest& request) {
   const std::lock_guard<std::mutex> lock(cache_mutex_);
@@ -270,61 +261,6 @@ bool Group::wait(const Operation& operation, Deadline deadline) {
   }
   lane.nudge();
   return operation.wait(deadline);
-}
-
-void Group::close() {
-  if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
-    planes_.abandon(); // see Engine::shutdown
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(close_mutex_);
-  if (std::exchange(closed_, true)) {
-    return;
-  }
-  log_->reached(GroupPhase::Closed);
-  static_cast<void>(PYCOMM_FAULT("group.close"));
-  if (crowds_) {
-    engine_.lane().addCrowded(-1);
-  }
-  ErrorRecord reason;
-  reason.code = ErrorCode::ShutDown;
-  reason.rank = identity_.rank;
-  reason.summary = "The process group was closed while the operation was under way.";
-  reason.hint = "wait for every operation before destroy_process_group()";
-  if (HostPlane* const host = planes_.host()) {
-    if (abort_.aborted()) { // the plane is told of the failure first, so that operations end with its cause
-      engine_.control().run([] {});
-      engine_.lane().run([] {});
-    }
-    host->close(reason);
-  }
-  if (DataPlane* const data = planes_.data()) {
-    std::promise<void> down;
-    const std::future<void> is_down = down.get_future();
-    engine_.lane().post([&] { data->close(reason, [&] { down.set_value(); }); });
-    while (is_down.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
-    }
-  }
-  static_cast<void>(PYCOMM_FAULT("group.said_goodbye"));
-  if (planes_.control() != nullptr) {
-    std::vector<std::unique_ptr<Link>> links;
-    engine_.control().run([&] {
-      for (const uint64_t watch : watches_) {
-        engine_.hostMates().unwatch(watch);
-      }
-      links = planes_.control()->close();
-      planes_.dropControl();
-    });
-    closeAllGently(links);
-    static_cast<void>(PYCOMM_FAULT("group.links_closed"));
-  }
-  // After the goodbyes on control links: on a bulk link none can be said to a rank that does not read, and if it met the end of that
-  // link first it would take it for a death.
-  engine_.lane().run([&] { planes_.dropData(); });
-  // The loops may still hold tasks of ours: after this they have run.
-  engine_.lane().run([] {});
-  engine_.control().run([] {});
-  leave(store_, claim_);
 }
 
 } // namespace pycomm

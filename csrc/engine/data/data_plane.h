@@ -191,6 +191,7 @@ class DataPlane final : public Loop::Ticker,
       const;
   /// `why` gets a null transfer for a receive without a sender.
   using Why = std::function<ErrorRecord(const Operation&, const Transfer*)>;
+  /// The one way in which operations end together: first nothing touches their memory any more, then they end.
   void endAll(const Why& why) noexcept;
   void end(Operation& operation, const Transfer* transfer, const Why& why) const noexcept;
   void endInProtocol(uint64_t op_id) noexcept;

@@ -30,7 +30,15 @@ void DataPlane::end(Operation& operation, const Transfer* transfer, const Why& w
   operation.finish(recordInAnyCase(identity_, [&] { return why(operation, transfer); }));
 }
 
+// Everything that holds a view of an operation's memory lets go of it: frames on their way out, to other ranks and to this one, and the
+// places that arriving payloads go to. Links stay open, so that goodbyes are still sent and read.
+void DataPlane::stopTouchingMemory() noexcept {
+  to_self_.clear();
+  links_.stopTouchingMemory();
+}
+
 void DataPlane::endAll(const Why& why) noexcept {
+  stopTouchingMemory();
   const auto transfers = std::exchange(transfers_, {});
   watched_.endAll([&](Operation& operation) {
     endInProtocol(operation.request().id.id);
@@ -68,7 +76,6 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   }
   end_.failure = recordInAnyCase(identity_, [&] { return cause; });
   end_.failed_at = Clock::now();
-  stopTouchingMemory();
   links_.stop();
   const auto oldest = std::min_element(transfers_.begin(), transfers_.end(), [](const auto& a, const auto& b) {
     return a.second->operation().issuedAt() < b.second->operation().issuedAt();
@@ -86,13 +93,6 @@ void DataPlane::fail(const ErrorRecord& cause, const std::function<void(const Er
   } catch (...) { // no memory to say it: the group's cause itself is known
   }
   endAll([&](const Operation& operation, const Transfer* transfer) { return errorIn(operation, transfer, cause); });
-}
-
-// Everything that holds a view of an operation's memory lets go of it: frames on their way out, to other ranks and to this one, and the
-// places that arriving payloads go to. Links stay open, so that goodbyes are still sent and read. Operations may end only after this.
-void DataPlane::stopTouchingMemory() noexcept {
-  to_self_.clear();
-  links_.stopTouchingMemory();
 }
 
 void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) noexcept {
@@ -115,7 +115,6 @@ void DataPlane::close(const ErrorRecord& reason, std::function<void()> closed) n
     end_.close_at = std::max(end_.close_at, end_.failed_at + std::chrono::milliseconds(kNewsMs));
     return;
   }
-  stopTouchingMemory();
   endAll([&](const Operation& operation, const Transfer*) { return errorOf(operation, reason, identity_); });
   if (links_.sayGoodbyes()) {
     end_.close_at = Clock::now() + std::chrono::milliseconds(links_.isClosing() ? kLastWordsMs : kGoodbyeMs);

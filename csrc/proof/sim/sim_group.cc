@@ -8,7 +8,7 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kGoodbyeTime = milliseconds(20); // Group::close waits this long for the readers of the control links
+constexpr Nanos kGoodbyeTime = milliseconds(20); // closeAllGently() waits this long for the readers of the control links
 
 } // namespace
 
@@ -119,32 +119,43 @@ void SimGroup::abort(ErrorRecord reason) {
 }
 
 void SimGroup::close(std::function<void()> closed) {
-  planes_.onData([this, closed = std::move(closed)](DataPlane& data) {
-    ErrorRecord reason;
-    reason.code = ErrorCode::ShutDown;
-    reason.rank = identity_.rank;
-    data.close(reason, [this, closed] {
-      planes_.onControl([this, closed](ControlPlane& control) { closeControl(control, closed); });
-    });
-  });
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.rank = identity_.rank;
+  Closing::Steps& steps = *this;
+  closing_.emplace(planes_, steps, std::move(reason));
+  closing_->begin(failure_.has_value(), std::move(closed));
 }
 
-void SimGroup::closeControl(ControlPlane& control, const std::function<void()>& closed) {
-  for (const std::unique_ptr<Link>& link : control.close()) {
+void SimGroup::onLane(Closing::Body body, Closing::Body then) {
+  lane_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] {
+    body();
+    then();
+  }));
+}
+
+void SimGroup::onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) {
+  lane_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] { body(then); }));
+}
+
+void SimGroup::onControl(Closing::Body body, Closing::Body then) {
+  control_loop_.post(Loop::owned(planes_, [body = std::move(body), then = std::move(then)] {
+    body();
+    then();
+  }));
+}
+
+void SimGroup::closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) {
+  for (const std::unique_ptr<Link>& link : links) {
     link->closeGently();
   }
-  planes_.dropControl();
+  links.clear();
   network_.listen(identity_.rank, nullptr);
   for (const auto& entry : strangers_) {
     control_loop_.unwatch(entry.first);
   }
   strangers_.clear();
-  timeline_.after(kGoodbyeTime, [this, closed] {
-    lane_.post(Loop::owned(planes_, [this, closed] {
-      planes_.dropData();
-      closed();
-    }));
-  });
+  timeline_.after(kGoodbyeTime, std::move(then));
 }
 
 void SimGroup::stop() {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "engine/closing.h"
 #include "engine/planes.h"
 #include "proof/sim/network.h"
 #include "proof/sim/sim_process.h"
@@ -12,7 +13,7 @@
 namespace pycomm::sim {
 
 /// A process group on one simulated rank: the engine's own Planes on simulated loops and links.
-class SimGroup final {
+class SimGroup final : private Closing::Steps {
  public:
   struct Settings {
     GroupIdentity identity;
@@ -22,7 +23,7 @@ class SimGroup final {
   };
 
   SimGroup(Timeline& timeline, Network& network, SimProcess& process, Settings settings);
-  ~SimGroup();
+  ~SimGroup() override;
   SimGroup(const SimGroup&) = delete;
   SimGroup& operator=(const SimGroup&) = delete;
 
@@ -60,7 +61,13 @@ class SimGroup final {
   class Stranger;
 
   [[nodiscard]] Planes::Events planeEvents();
-  void closeControl(ControlPlane& control, const std::function<void()>& closed);
+  // Closing::Steps
+  void onLane(Closing::Body body, Closing::Body then) override;
+  void onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) override;
+  void onControl(Closing::Body body, Closing::Body then) override;
+  void leaveControl() override {}
+  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override;
+
   void accept(std::unique_ptr<Link> link);
   void introduce(Stranger& stranger);
 
@@ -72,6 +79,7 @@ class SimGroup final {
   SimLoop& lane_; ///< the process's, as is control_loop_
   SimLoop& control_loop_;
   Planes planes_;
+  std::optional<Closing> closing_; ///< since close()
   std::map<int, std::unique_ptr<Stranger>> strangers_; ///< keyed by descriptor
   std::optional<ErrorRecord> failure_;
   TimePoint failed_at_{};

@@ -185,8 +185,8 @@ MUTATIONS = [
     Mutation(
         "operations end before the links stop",
         "data_plane_end.cc",
-        "  stopTouchingMemory();\n  links_.stop();\n  const auto oldest",
-        "  const auto oldest",
+        "  stopTouchingMemory();\n  const auto transfers",
+        "  const auto transfers",
     ),
     Mutation(
         "a broken link counts at once",

@@ -1,0 +1,136 @@
+// How a group ends: it fails, is aborted, or closes.
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "base/fault_point.h"
+#include "engine/closing.h"
+#include "engine/engine.h"
+#include "engine/group.h"
+#include "engine/report/failure_text.h"
+
+namespace pycomm {
+namespace {
+
+// How often close() looks whether the lane has been stopped, so that nothing would ever report that the links are down.
+constexpr std::chrono::milliseconds kLook{50};
+
+/// Runs the steps of closing on the engine's loops. The calling thread waits for each.
+class StepsOfEngine final : public Closing::Steps {
+ public:
+  StepsOfEngine(Engine& engine, const std::vector<uint64_t>& watches) : engine_(engine), watches_(watches) {}
+
+  void onLane(Closing::Body body, Closing::Body then) override {
+    engine_.lane().run(body);
+    then();
+  }
+  void onLaneUntil(std::function<void(Closing::Body over)> body, Closing::Body then) override {
+    std::promise<void> over;
+    const std::future<void> is_over = over.get_future();
+    engine_.lane().post([&] { body([&] { over.set_value(); }); });
+    while (is_over.wait_for(kLook) != std::future_status::ready && !engine_.lane().ended()) {
+    }
+    then();
+  }
+  void onControl(Closing::Body body, Closing::Body then) override {
+    engine_.control().run(body);
+    then();
+  }
+  void leaveControl() override {
+    for (const uint64_t watch : watches_) {
+      engine_.hostMates().unwatch(watch);
+    }
+  }
+  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override {
+    closeAllGently(links);
+    links.clear();
+    then();
+  }
+
+ private:
+  Engine& engine_;
+  const std::vector<uint64_t>& watches_; ///< the group's
+};
+
+} // namespace
+
+Planes::Events Group::planeEvents() {
+  Planes::Events events;
+  events.failed = [this](const ErrorRecord& cause) {
+    log_->reached(GroupPhase::Failed); // before anybody can know: what is issued by one who does is later than this
+    abort_.abort(cause);
+  };
+  events.ending = [this](const ErrorRecord& oldest) {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (!told_ || told_->elapsed_ms < oldest.elapsed_ms) { // of the two planes, the older operation
+      told_ = oldest;
+    }
+  };
+  events.ended = [this] { engine_.recorder().failed(log_, *failure()); };
+  return events;
+}
+
+void Group::abort(const ErrorRecord& reason) {
+  if (!engine_.belongsToThisProcess()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (closed_) {
+    return;
+  }
+  ErrorRecord record = reason;
+  record.rank = identity_.rank;
+  record.host = identity_.host(identity_.rank);
+  record.group = identity_.name;
+  engine_.control().run(Loop::owned(planes_, [&] {
+    if (ControlPlane* const control = planes_.control()) {
+      control->notice(record);
+    }
+  }));
+}
+
+std::optional<ErrorRecord> Group::failure() const {
+  if (!abort_.aborted()) {
+    return std::nullopt;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    if (told_) {
+      return told_;
+    }
+  }
+  return errorOf(abort_.reason(), identity_);
+}
+
+Group::~Group() {
+  close();
+}
+
+void Group::close() {
+  if (!engine_.belongsToThisProcess()) { // nor would its mutex be safe: a thread of the parent may have held it
+    planes_.abandon(); // see Engine::shutdown
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(close_mutex_);
+  if (std::exchange(closed_, true)) {
+    return;
+  }
+  log_->reached(GroupPhase::Closed);
+  static_cast<void>(PYCOMM_FAULT("group.close"));
+  if (crowds_) {
+    engine_.lane().addCrowded(-1);
+  }
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  reason.rank = identity_.rank;
+  reason.summary = "The process group was closed while the operation was under way.";
+  reason.hint = "wait for every operation before destroy_process_group()";
+  StepsOfEngine steps(engine_, watches_);
+  Closing(planes_, steps, std::move(reason)).begin(abort_.aborted(), [] {});
+  // The loops may still hold tasks of ours: after this they have run.
+  engine_.lane().run([] {});
+  engine_.control().run([] {});
+  leave(store_, claim_);
+}
+
+} // namespace pycomm

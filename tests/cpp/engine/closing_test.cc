@@ -1,0 +1,174 @@
+// The order in which the planes of a group close: what is still there in each step, and that no step begins before the one before it
+// is over.
+#include "engine/closing.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <future>
+#include <string>
+
+#include "engine/loop/event_loop.h"
+
+namespace pycomm::testing {
+namespace {
+
+using ::testing::ElementsAre;
+
+GroupIdentity identity() {
+  GroupIdentity identity;
+  identity.size = 2;
+  identity.name = "test";
+  identity.hosts = {"alpha", "alpha"};
+  return identity;
+}
+
+/// The planes of rank 0 of two, on loops of their own. Nobody connects.
+class Closed : public ::testing::Test, public Closing::Steps {
+ protected:
+  Closed() : lane_("lane"), control_("control"), planes_(identity_, lane_, control_, events()) {}
+  ~Closed() override {
+    lane_.run([this] { planes_.dropData(); });
+    control_.run([this] { planes_.dropControl(); });
+    lane_.stop();
+    control_.stop();
+  }
+
+  static Planes::Events events() {
+    Planes::Events events;
+    events.failed = [](const ErrorRecord&) {};
+    return events;
+  }
+  void open() {
+    Membership::Config membership;
+    membership.hosts = identity_.hosts;
+    lane_.run([this] { planes_.openData(); });
+    control_.run([&] { planes_.openControl({}, membership); });
+  }
+  void openHost() {
+    auto arena = std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(2)));
+    arena->commit(0, HostView::commonNbytes(2));
+    lane_.run([&] { planes_.openHost(arena, HostHeaps(), HostPlane::Config()); });
+  }
+  /// A receive from whichever rank sends first: it waits for ever.
+  std::shared_ptr<Operation> receive() {
+    Operation::Request request;
+    request.descriptor.kind = Collective::Send;
+    request.receives = true;
+    request.peer = PointToPoint::kAnyRank;
+    auto operation = std::make_shared<Operation>(std::move(request));
+    lane_.run([&] { planes_.run(&DataPlane::post, operation); });
+    return operation;
+  }
+  static ErrorRecord reason() {
+    ErrorRecord reason;
+    reason.code = ErrorCode::ShutDown;
+    reason.summary = "The test closes it.";
+    return reason;
+  }
+  void close(bool failed = false) {
+    closing_.emplace(planes_, *this, reason());
+    closing_->begin(failed, [this] { note("closed"); });
+    while (!held_.empty()) {
+      const Closing::Body then = std::move(held_.front());
+      held_.pop_front();
+      then();
+    }
+  }
+
+  // Closing::Steps: each is run at once, and `then` kept until the test goes on.
+  void onLane(Closing::Body body, Closing::Body then) override {
+    note("lane");
+    lane_.run(body);
+    held_.push_back(std::move(then));
+  }
+  void onLaneUntil(std::function<void(Closing::Body)> body, Closing::Body then) override {
+    note("lane until");
+    std::promise<void> over;
+    lane_.post([&] { body([&] { over.set_value(); }); });
+    EXPECT_EQ(over.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+    held_.push_back(std::move(then));
+  }
+  void onControl(Closing::Body body, Closing::Body then) override {
+    note("control");
+    control_.run(body);
+    held_.push_back(std::move(then));
+  }
+  void leaveControl() override {
+    note("leave control");
+  }
+  void closeGently(std::vector<std::unique_ptr<Link>> links, Closing::Body then) override {
+    note("close gently");
+    EXPECT_TRUE(links.empty()); // nobody has connected
+    held_.push_back(std::move(then));
+  }
+  /// The step, and which planes are there as it begins.
+  void note(const std::string& step) {
+    steps_.push_back(
+        step + ":" + (planes_.host() == nullptr ? "" : " host") + (planes_.data() == nullptr ? "" : " data") +
+        (planes_.control() == nullptr ? "" : " control"));
+  }
+
+  const GroupIdentity identity_ = identity();
+  EventLoop lane_;
+  EventLoop control_;
+  Planes planes_;
+  std::optional<Closing> closing_;
+  std::deque<Closing::Body> held_;
+  std::vector<std::string> steps_;
+};
+
+TEST_F(Closed, BulkLinksGoLast) {
+  open();
+  close();
+  EXPECT_THAT(
+      steps_,
+      ElementsAre(
+          "lane until: data control",
+          "control: data control",
+          "leave control: data control",
+          "close gently: data",
+          "lane: data",
+          "closed:"));
+}
+
+TEST_F(Closed, OperationsEndBeforeControlLinksSayGoodbye) {
+  open();
+  const auto operation = receive();
+  ASSERT_FALSE(operation->done());
+  closing_.emplace(planes_, *this, reason());
+  closing_->begin(false, [] {});
+  ASSERT_TRUE(operation->done());
+  EXPECT_EQ(operation->error()->code, ErrorCode::ShutDown);
+  EXPECT_EQ(operation->error()->summary, "The test closes it.");
+  EXPECT_THAT(steps_, ElementsAre("lane until: data control")); // the next step waits for the end of this one
+}
+
+TEST_F(Closed, WhatWasNeverOpenedIsLeftOut) {
+  close();
+  EXPECT_THAT(steps_, ElementsAre("lane:", "closed:"));
+}
+
+TEST_F(Closed, TheHostPlaneEndsFirst) {
+  open();
+  openHost();
+  close();
+  std::shared_ptr<Operation> late;
+  const auto make = [] { return std::make_shared<Operation>(Operation::Request()); };
+  EXPECT_FALSE(planes_.host()->post(make, true, late));
+  EXPECT_EQ(steps_.front(), "lane until: host data control");
+}
+
+TEST_F(Closed, TheHostPlaneLearnsOfAFailureBeforeItCloses) {
+  open();
+  openHost();
+  close(true);
+  ASSERT_GE(steps_.size(), 3U);
+  EXPECT_EQ(steps_[0], "control: host data control");
+  EXPECT_EQ(steps_[1], "lane: host data control");
+  EXPECT_EQ(steps_[2], "lane until: host data control");
+}
+
+} // namespace
+} // namespace pycomm::testing
