@@ -2,20 +2,18 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
-#include <vector>
 
 #include "base/deadline.h"
-#include "base/unique_fd.h"
+#include "engine/loop/epoll_set.h"
+#include "engine/loop/loop_ownership.h"
 #include "engine/loop/task_loop.h"
 #include "engine/loop/task_queue.h"
+#include "engine/loop/tickers.h"
 
 namespace pycomm {
 
@@ -23,13 +21,10 @@ namespace pycomm {
 /// bytes, the control loop carries heartbeats and error reports.
 ///
 /// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch
-/// stands between the bytes and the waiter. One thread at a time holds the loop's lock (`loop_mutex_`): only that thread runs tasks,
-/// handlers and tickers. While callers drive, the loop's own thread is parked. It stays parked for 1 ms after the last driver has left,
-/// because a caller that waits in a tight loop comes back at once, and waking the thread each time would cost more than the operation.
-/// If there is work that nobody drives, the thread is woken at once. If one drive lasts for milliseconds, the thread sleeps until that
-/// driver leaves.
+/// stands between the bytes and the waiter. One thread at a time owns the loop (LoopOwnership): only that thread runs tasks, handlers
+/// and tickers. While callers drive, the loop's own thread is parked. If there is work that nobody drives, it is woken at once.
 ///
-/// Only the holder of the lock may call anything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor. An exception from a
+/// Only the owner may call anything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor. An exception from a
 /// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
 class EventLoop final : public TaskLoop {
  public:
@@ -58,8 +53,8 @@ class EventLoop final : public TaskLoop {
     tasks_.push(std::move(task));
   }
 
-  /// Like post, for a caller that will most likely drive() next. If no other thread holds the loop's lock, the task runs here and now:
-  /// waking the loop's thread, which would then compete for the lock, costs more than a small operation. If the task leaves work behind,
+  /// Like post, for a caller that will most likely drive() next. If no other thread owns the loop, the task runs here and now:
+  /// waking the loop's thread, which would then compete for the loop, costs more than a small operation. If the task leaves work behind,
   /// the thread is woken to finish it. With `patient` (a task that can only wait for other ranks) it is not woken, and looks within 1 ms.
   void postHere(Task task, bool patient);
 
@@ -67,13 +62,13 @@ class EventLoop final : public TaskLoop {
   /// something else must be waited for. Not with a lock held that a task or handler takes.
   template <typename Done>
   bool drive(const Done& done, Deadline deadline) {
-    if (!beginDrive()) {
+    if (ended() || !ownership_.take()) {
       return false;
     }
     while (!done() && !deadline.expired()) {
       turn(deadline);
     }
-    endDrive();
+    leave();
     return true;
   }
   /// Makes sure that what was posted quietly is seen.
@@ -96,64 +91,44 @@ class EventLoop final : public TaskLoop {
     busy_.fetch_add(change, std::memory_order_relaxed);
   }
 
-  void watch(int fd, uint32_t events, Handler& handler) override;
-  void unwatch(int fd) noexcept override;
+  void watch(int fd, uint32_t events, Handler& handler) override {
+    epoll_.watch(fd, events, handler);
+  }
+  void unwatch(int fd) noexcept override {
+    epoll_.unwatch(fd);
+  }
 
-  void addTicker(Ticker& ticker) override;
-  void removeTicker(Ticker& ticker) noexcept override;
+  void addTicker(Ticker& ticker) override {
+    tickers_.add(ticker);
+  }
+  void removeTicker(Ticker& ticker) noexcept override {
+    tickers_.remove(ticker);
+  }
 
  private:
-  struct Watch {
-    Handler* handler; ///< alive until unwatch(fd), by the contract of watch()
-    uint32_t serial; ///< tells a descriptor from an earlier one of the same number
-  };
-
-  [[nodiscard]] bool beginDrive();
-  /// `patient`: see postHere().
-  void endDrive(bool patient = false) noexcept;
+  /// The caller that drives leaves. `patient`: see postHere().
+  void leave(bool patient = false) noexcept;
   /// One round of a driver: waits for something to do, and does it.
   void turn(Deadline deadline) noexcept;
-  [[nodiscard]] Ticker::Look lookOnce() noexcept;
-  [[nodiscard]] bool pollAll() noexcept;
-  /// Whether all tickers are content to sleep.
-  [[nodiscard]] bool restAll() noexcept;
   /// Polls for a while; whether there was something.
   bool spin(std::chrono::microseconds longest) noexcept;
   /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
   bool dispatch(int timeout_ms) noexcept;
-  void runDue() noexcept;
-  void signalEventFd() noexcept;
-  void wakeThread() noexcept;
-  void park() noexcept;
   void threadMain() noexcept;
   [[nodiscard]] int sleepMs() const noexcept;
 
-  UniqueFd epoll_;
-  UniqueFd wakeup_;
+  EpollSet epoll_;
   TaskQueue tasks_;
+  LoopOwnership ownership_{epoll_};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> ended_{false}; ///< the thread is joined
   std::recursive_mutex ended_mutex_; ///< held while tasks run after that: a task may post another
-
-  std::mutex loop_mutex_; ///< the thread that holds it is "the loop"
-  std::atomic<bool> driven_{false}; ///< a caller holds loop_mutex_, or is about to
-  std::atomic<bool> driver_sleeps_{false}; ///< it is in epoll_wait
-  std::atomic<bool> thread_sleeps_{false}; ///< the loop's own thread is in poll, or parked
-  std::atomic<bool> thread_rests_{false}; ///< it is in poll, and counts on what restAll() has arranged
-  std::atomic<int64_t> last_driven_ns_{0};
-  std::atomic<uint64_t> drives_{0}; ///< how often a caller has begun to drive
-  std::atomic<bool> tell_{false}; ///< the thread is parked until the driver tells it that it leaves
   std::atomic<int> busy_{0};
   std::atomic<int> spin_us_{0};
   std::atomic<int> crowded_{0};
-  std::mutex park_mutex_; ///< guards unpark_
-  std::condition_variable park_;
-  bool unpark_ = false;
 
-  // Of the thread that holds loop_mutex_:
-  std::unordered_map<int, Watch> watches_;
-  uint32_t next_serial_ = 1;
-  std::vector<Ticker*> tickers_; ///< each alive until removeTicker
+  // The owner's:
+  Tickers tickers_;
   int looks_ = 0; ///< since the kernel was asked about all descriptors
   int slow_turns_ = 0; ///< sleeps in a row that outlasted a spin
   std::thread thread_;

@@ -47,12 +47,8 @@ void SimLoop::unwatch(int fd) noexcept {
 }
 
 void SimLoop::addTicker(Ticker& ticker) {
-  tickers_.push_back(&ticker);
+  tickers_.add(ticker);
   wake(timeline_.now());
-}
-
-void SimLoop::removeTicker(Ticker& ticker) noexcept {
-  std::replace(tickers_.begin(), tickers_.end(), &ticker, static_cast<Ticker*>(nullptr));
 }
 
 void SimLoop::wake(TimePoint instant) {
@@ -109,13 +105,7 @@ void SimLoop::turn() {
     task();
   }
   const TimePoint now = timeline_.now();
-  for (size_t i = 0; i < tickers_.size(); ++i) {
-    if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
-      Ticker& ticker = *tickers_[i];
-      guarded(ticker, [&] { ticker.tick(now); });
-    }
-  }
-  tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
+  tickers_.tick(now);
 
   busy_until_ = now + Nanos(random_.within(pace_.turn_low.count(), pace_.turn_high.count()));
   for (auto at = maybe_ready_.begin(); at != maybe_ready_.end();) {
@@ -125,10 +115,7 @@ void SimLoop::turn() {
     wake(now);
     return;
   }
-  TimePoint next = TimePoint::max();
-  for (const Ticker* ticker : tickers_) {
-    next = std::min(next, ticker->nextTick());
-  }
+  const TimePoint next = tickers_.nextTick();
   if (next != TimePoint::max()) {
     wake(next + Nanos(random_.below(pace_.oversleep.count() + 1)));
   }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/loop/task_loop.h"
+#include "engine/loop/tickers.h"
 #include "proof/sim/random.h"
 #include "proof/sim/timeline.h"
 
@@ -52,7 +53,9 @@ class SimLoop final : public TaskLoop {
   void watch(int fd, uint32_t events, Handler& handler) override;
   void unwatch(int fd) noexcept override;
   void addTicker(Ticker& ticker) override;
-  void removeTicker(Ticker& ticker) noexcept override;
+  void removeTicker(Ticker& ticker) noexcept override {
+    tickers_.remove(ticker);
+  }
   void addBusy(int change) noexcept override {
     busy_ += change;
   }
@@ -78,7 +81,7 @@ class SimLoop final : public TaskLoop {
   std::map<int, Watch> watches_;
   std::set<int> maybe_ready_;
   std::vector<Task> tasks_;
-  std::vector<Ticker*> tickers_; ///< each alive until removeTicker()
+  Tickers tickers_;
   TimePoint busy_until_{};
   TimePoint next_turn_ = TimePoint::max();
   int64_t turn_serial_ = 0; ///< number of the next turn: wake-ups for an older one do nothing
