@@ -1,34 +1,30 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <limits>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "base/abort_token.h"
-#include "base/buffer_view.h"
 #include "base/deadline.h"
+#include "engine/call.h"
 #include "engine/engine.h"
+#include "engine/issuer.h"
+#include "engine/memory_sharing.h"
 #include "engine/operation/codec_counters.h"
 #include "engine/operation/operation.h"
+#include "engine/operation/roster.h"
 #include "engine/planes.h"
-#include "schedule/select.h"
+#include "engine/report/group_failure.h"
 #include "schedule/step.h"
 #include "schedule/topology_view.h"
+#include "transport/net/listener.h"
 #include "transport/rendezvous/rendezvous.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
-
-/// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
-enum class Transport { Auto, SharedMemory, Tcp };
 
 /// One process group on one rank: what everything above the engine talks to.
 ///
@@ -48,32 +44,7 @@ class Group final : public std::enable_shared_from_this<Group> {
     int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
   };
 
-  /// What one rank asks for. Fields of `schedule` that say who and how many (rank, size) are filled in here.
-  struct Call {
-    ScheduleRequest schedule;
-    ConstBufferView input;
-    BufferView output;
-    /// Instead of `input` or `output`: a buffer for each rank's part, in rank order. Only where keepsParts() says so.
-    std::vector<ConstBufferView> input_parts;
-    std::vector<BufferView> output_parts;
-    Deadline deadline = Deadline::never();
-    uint32_t tag = 0;
-    double premul_factor = 1.0;
-    /// Error feedback, of an all_reduce Sum of Float32 with a codec: as many floats as `input`, for what encoding loses on this rank. What
-    /// earlier calls left here travels with the values. Then it is v - d(e(v)) for each v = value + what was there, plus, for the sums
-    /// that this rank makes, sum - d(e(sum)). Left alone where nothing is encoded; undefined if the operation fails.
-    BufferView lost;
-    int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
-    bool waits = false; ///< the caller calls wait() next: the lane need not be woken for it
-    bool held = false; ///< start() gives it its place in the order of operations, release() lets it begin
-    /// Of a call with a codec (not PREMUL_SUM, not `lost`, even parts): `input` holds the values encoded already, each part from its own
-    /// first value; `output` shall, of an all_reduce, get the result as it travels.
-    bool input_encoded = false;
-    bool output_encoded = false;
-    /// Of a held one: it may begin when the first pieces of its input have come. How it is cut is in its Operation::request(), if
-    /// it is large enough to be cut. `input` and `output` are the same memory, or do not overlap.
-    bool in_pieces = false;
-  };
+  using Call = pycomm::Call;
 
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
   /// Throws Error: whatever meet() throws, ConnectFailed naming the ranks that could not be reached, TooManyFiles.
@@ -116,29 +87,31 @@ class Group final : public std::enable_shared_from_this<Group> {
   void close();
 
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
-  [[nodiscard]] std::optional<ErrorRecord> failure() const;
+  [[nodiscard]] std::optional<ErrorRecord> failure() const {
+    return failure_.record();
+  }
   [[nodiscard]] const GroupIdentity& identity() const noexcept {
-    return identity_;
+    return roster_.identity;
   }
   /// How many operations user threads have issued on this rank.
   [[nodiscard]] int64_t operationsIssued() const noexcept {
-    return counter_.load(std::memory_order_relaxed);
+    return issuer_.issued();
   }
   [[nodiscard]] const CodecCounters& codecCounters() const noexcept {
-    return *codec_counters_;
+    return issuer_.codecCounters();
   }
   [[nodiscard]] const std::string& addressReason() const noexcept {
-    return address_reason_;
+    return roster_.address_reason;
   }
   [[nodiscard]] const std::string& interfaceName() const noexcept {
-    return interface_name_;
+    return roster_.identity.interface_name;
   }
   /// RendezvousConfig::remark of all, by rank.
   [[nodiscard]] const std::vector<std::string>& remarks() const noexcept {
-    return remarks_;
+    return roster_.remarks;
   }
   [[nodiscard]] const TopologyView& topology() const noexcept {
-    return *topology_;
+    return roster_.topology;
   }
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
@@ -160,18 +133,10 @@ class Group final : public std::enable_shared_from_this<Group> {
   }
 
  private:
-  Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, const Config& config, Rendezvous&& rendezvous);
-  void connect(const Config& config);
-  /// Ranks on this one's host, itself among them, rising.
-  [[nodiscard]] const std::vector<int32_t>& hostMates() const {
-    return topology_->ranksOf(topology_->hostOf(identity_.rank));
-  }
-  void shareMemory(const Config& config);
-  struct OpenedMemory;
-  [[nodiscard]] OpenedMemory openMemory(Deadline deadline);
-  [[nodiscard]] std::vector<std::string> shareVotes(const Config& config, OpenedMemory& opened);
-  [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
-  void makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps);
+  Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roster roster);
+  void connect(const Config& config, std::vector<Listener> listeners);
+  void watchMates(const std::vector<int>& neighbours);
+  void waitForNeighbours(Deadline deadline);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
   [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
@@ -185,31 +150,15 @@ class Group final : public std::enable_shared_from_this<Group> {
   };
   /// Has the lane take Planes::run().
   void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace);
-  [[nodiscard]] std::shared_ptr<Operation> startOnHost(Operation::Request request, const Call& call);
-  [[nodiscard]] FlightLog::Mark recorded(const Operation& operation) const;
-  void fillCollective(Operation::Request& request, const Call& call);
-  void fillMessage(Operation::Request& request, const Call& call);
-  /// With this rank and what the group knows filled in.
-  [[nodiscard]] ScheduleRequest ours(const ScheduleRequest& schedule) const;
-  [[nodiscard]] std::shared_ptr<const PreparedSchedule> scheduleFor(const ScheduleRequest& request);
-  void tellChoice(const ScheduleRequest& request, Algorithm algorithm);
+  [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
 
   Engine& engine_;
   Store& store_;
   const std::shared_ptr<FlightLog> log_;
-  GroupIdentity identity_;
-  RankClaim claim_;
-  std::unique_ptr<const TopologyView> topology_; ///< made from the list that rank 0 wrote, so the same on all ranks
-  std::vector<std::string> watch_names_; ///< by rank
-  std::vector<std::string> remarks_; ///< by rank
+  const Roster roster_;
+  Issuer issuer_;
+  GroupFailure failure_;
   std::vector<uint64_t> watches_; ///< of engine_.hostMates(); of the control loop
-  std::string address_reason_;
-  std::string interface_name_;
-  std::vector<Listener> listeners_; ///< until connect() hands them on
-  AbortToken abort_; ///< set when the group has failed
-  const std::shared_ptr<CodecCounters> codec_counters_ = std::make_shared<CodecCounters>();
-  std::atomic<int64_t> counter_{0}; ///< operations issued by user threads
-
   bool crowds_ = false; ///< it is one of those that EventLoop::addCrowded() counts; until close()
 
   Planes planes_;
@@ -217,17 +166,6 @@ class Group final : public std::enable_shared_from_this<Group> {
 
   std::mutex close_mutex_; ///< guards closed_; held while closing, so that a second caller waits for the first
   bool closed_ = false;
-
-  mutable std::mutex failure_mutex_; ///< guards told_
-  std::optional<ErrorRecord> told_; ///< what the first operation that failed here ended with
-
-  struct CachedSchedule {
-    ScheduleRequest request;
-    std::shared_ptr<const PreparedSchedule> prepared;
-  };
-  std::mutex cache_mutex_; ///< guards all below
-  std::list<CachedSchedule> cache_; ///< most recently used first
-  std::set<std::pair<Collective, int>> told_choices_; ///< kind and size class of what tellChoice() has said
 };
 
 } // namespace pycomm

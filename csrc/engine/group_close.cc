@@ -58,14 +58,9 @@ Planes::Events Group::planeEvents() {
   Planes::Events events;
   events.failed = [this](const ErrorRecord& cause) {
     log_->reached(GroupPhase::Failed); // before anybody can know: what is issued by one who does is later than this
-    abort_.abort(cause);
+    failure_.set(cause);
   };
-  events.ending = [this](const ErrorRecord& oldest) {
-    const std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (!told_ || told_->elapsed_ms < oldest.elapsed_ms) { // of the two planes, the older operation
-      told_ = oldest;
-    }
-  };
+  events.ending = [this](const ErrorRecord& oldest) { failure_.setOldest(oldest); };
   events.ended = [this] { engine_.recorder().failed(log_, *failure()); };
   return events;
 }
@@ -79,27 +74,14 @@ void Group::abort(const ErrorRecord& reason) {
     return;
   }
   ErrorRecord record = reason;
-  record.rank = identity_.rank;
-  record.host = identity_.host(identity_.rank);
-  record.group = identity_.name;
+  record.rank = roster_.identity.rank;
+  record.host = roster_.identity.host(roster_.identity.rank);
+  record.group = roster_.identity.name;
   engine_.control().run(Loop::owned(planes_, [&] {
     if (ControlPlane* const control = planes_.control()) {
       control->notice(record);
     }
   }));
-}
-
-std::optional<ErrorRecord> Group::failure() const {
-  if (!abort_.aborted()) {
-    return std::nullopt;
-  }
-  {
-    const std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (told_) {
-      return told_;
-    }
-  }
-  return errorOf(abort_.reason(), identity_);
 }
 
 Group::~Group() {
@@ -122,15 +104,15 @@ void Group::close() {
   }
   ErrorRecord reason;
   reason.code = ErrorCode::ShutDown;
-  reason.rank = identity_.rank;
+  reason.rank = roster_.identity.rank;
   reason.summary = "The process group was closed while the operation was under way.";
   reason.hint = "wait for every operation before destroy_process_group()";
   StepsOfEngine steps(engine_, watches_);
-  Closing(planes_, steps, std::move(reason)).begin(abort_.aborted(), [] {});
+  Closing(planes_, steps, std::move(reason)).begin(failure_.happened(), [] {});
   // The loops may still hold tasks of ours: after this they have run.
   engine_.lane().run([] {});
   engine_.control().run([] {});
-  leave(store_, claim_);
+  leave(store_, roster_.claim);
 }
 
 } // namespace pycomm

@@ -18,17 +18,6 @@ constexpr int kJoinSliceMs = 500;
 
 constexpr int kMaxStreams = 16; // over each interface
 
-/// A number a rank, equal where hosts are: the lowest rank there.
-std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
-  std::vector<int32_t> numbers;
-  for (const Member& member : members) {
-    const auto first = std::find_if(
-        members.begin(), members.end(), [&](const Member& other) { return other.identity == member.identity; });
-    numbers.push_back(static_cast<int32_t>(first - members.begin()));
-  }
-  return numbers;
-}
-
 // All ranks read it: "this process" alone would be each reader's own.
 std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
@@ -58,6 +47,15 @@ ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, cons
   return record;
 }
 
+std::vector<Listener> takeListeners(Rendezvous&& met) {
+  std::vector<Listener> listeners;
+  listeners.push_back(std::move(met.listener));
+  for (Rendezvous::Further& further : met.further) {
+    listeners.push_back(std::move(further.listener));
+  }
+  return listeners;
+}
+
 } // namespace
 
 std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
@@ -82,9 +80,12 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
           "a link cannot be made of " + std::to_string(config.streams) + " connections",
           "streams=1 to " + std::to_string(kMaxStreams));
     }
-    group.reset(new Group(engine, store, log, config, meet(store, meeting, none)));
-    group->connect(config);
-    group->shareMemory(config);
+    Rendezvous met = meet(store, meeting, none);
+    group.reset(new Group(engine, store, log, Roster(meeting, config.streams, met)));
+    log->met(group->identity().hosts, met.run);
+    group->connect(config, takeListeners(std::move(met)));
+    MemorySharing sharing(engine, store, group->roster_, group->planes_, group->failure_.token());
+    group->why_not_shared_ = sharing.share(config.transport, meeting.deadline);
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
   } catch (const Error& error) {
@@ -94,7 +95,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
       // all, and each can say best what it missed.
       if (record.code != ErrorCode::ConnectFailed) {
         // The first of all ranks counts, as its rank wrote it.
-        record = asSeenHere(tellFailure(store, group->claim_, record), meeting, record.phase, began);
+        record = asSeenHere(tellFailure(store, group->roster_.claim, record), meeting, record.phase, began);
         if (record.peer >= meeting.size) { // another program writes into the store
           record.peer = -1;
           record.peer_host.clear();
@@ -113,111 +114,90 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   return group;
 }
 
-Group::Group(
-    Engine& engine,
-    Store& store,
-    std::shared_ptr<FlightLog> log,
-    const Config& config,
-    Rendezvous&& rendezvous)
+Group::Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roster roster)
     : engine_(engine),
       store_(store),
       log_(std::move(log)),
-      claim_(rendezvous.claim),
-      address_reason_(rendezvous.address_reason),
-      interface_name_(rendezvous.interface_name),
-      planes_(identity_, engine.lane(), engine.control(), planeEvents()) {
-  identity_.rank = config.rendezvous.rank;
-  identity_.size = config.rendezvous.size;
-  identity_.name = config.rendezvous.group_name;
-  identity_.hash = rendezvous.group_hash;
-  identity_.nonce = rendezvous.nonce;
-  identity_.local_address = rendezvous.local_address;
-  identity_.interface_name = rendezvous.interface_name;
-  identity_.streams = config.streams * static_cast<int>(rendezvous.further.size() + 1);
-  listeners_.push_back(std::move(rendezvous.listener));
-  for (Rendezvous::Further& further : rendezvous.further) {
-    GroupIdentity::Path path;
-    path.local_address = further.listener.address();
-    path.interface_name = further.interface_name;
-    for (const Member& member : rendezvous.members) {
-      path.addresses.push_back(member.further[identity_.further.size()]);
-    }
-    identity_.further.push_back(std::move(path));
-    listeners_.push_back(std::move(further.listener));
-  }
-  for (const Member& member : rendezvous.members) {
-    identity_.hosts.push_back(member.host);
-    identity_.addresses.push_back(member.address);
-    watch_names_.push_back(member.watch_name);
-    remarks_.push_back(member.remark);
-  }
-  topology_ = std::make_unique<const TopologyView>(hostNumbers(rendezvous.members));
-  log_->met(identity_.hosts, rendezvous.run);
-}
+      roster_(std::move(roster)),
+      issuer_(roster_, log_),
+      failure_(roster_.identity),
+      planes_(roster_.identity, engine.lane(), engine.control(), planeEvents()) {}
 
-void Group::connect(const Config& config) {
-  if (hostMates().size() > usableCores()) {
+void Group::connect(const Config& config, std::vector<Listener> listeners) {
+  const GroupIdentity& identity = roster_.identity;
+  if (roster_.hostMates().size() > usableCores()) {
     crowds_ = true;
     engine_.lane().addCrowded(1);
   }
   Membership::Config membership;
-  membership.rank = identity_.rank;
-  membership.hosts = identity_.hosts;
-  membership.neighbours = controlNeighbours(identity_.rank, identity_.size, hostMates());
-  membership.group = identity_.name;
+  membership.rank = identity.rank;
+  membership.hosts = identity.hosts;
+  membership.neighbours = controlNeighbours(identity.rank, identity.size, roster_.hostMates());
+  membership.group = identity.name;
   membership.heartbeat_every_ms = config.heartbeat_every_ms;
   membership.dead_after_ms = config.dead_after_ms;
 
   engine_.lane().run([&] { planes_.openData(); });
   engine_.control().run([&] {
-    planes_.openControl(std::move(listeners_), membership);
-    for (const int mate : membership.neighbours) {
-      if (std::binary_search(hostMates().begin(), hostMates().end(), mate)) {
-        // Looked away from in close(), on this loop, before the control plane goes.
-        watches_.push_back(engine_.hostMates().watch(
-            watch_names_[static_cast<size_t>(mate)],
-            Loop::owned(planes_, [this, mate] { planes_.control()->died(mate); })));
-      }
-    }
+    planes_.openControl(std::move(listeners), membership);
+    watchMates(membership.neighbours);
   });
 
   // Of each pair the lower rank connects.
   const Deadline deadline = config.rendezvous.deadline;
-  const Connector connector(identity_);
+  const Connector connector(identity);
   for (const int peer : membership.neighbours) {
-    if (peer < identity_.rank) {
+    if (peer < identity.rank) {
       continue;
     }
     // There may be nobody to connect to any more.
-    std::unique_ptr<Link> link = connector.openControl(peer, deadline, abort_, [&] { throwIfFailed(store_, claim_); });
+    std::unique_ptr<Link> link =
+        connector.openControl(peer, deadline, failure_.token(), [&] { throwIfFailed(store_, roster_.claim); });
     engine_.control().run([&] { planes_.control()->adopt(peer, std::move(link)); });
   }
+  waitForNeighbours(deadline);
+}
+
+// On the control loop. Looked away from in close(), on this loop, before the control plane goes.
+void Group::watchMates(const std::vector<int>& neighbours) {
+  const std::vector<int32_t>& mates = roster_.hostMates();
+  for (const int mate : neighbours) {
+    if (std::binary_search(mates.begin(), mates.end(), mate)) {
+      watches_.push_back(engine_.hostMates().watch(
+          roster_.watch_names[static_cast<size_t>(mate)],
+          Loop::owned(planes_, [this, mate] { planes_.control()->died(mate); })));
+    }
+  }
+}
+
+void Group::waitForNeighbours(Deadline deadline) {
+  const GroupIdentity& identity = roster_.identity;
   std::vector<int> missing;
   for (;;) {
     const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinSliceMs).instant()));
-    missing = planes_.control()->waitForNeighbours(look, abort_);
-    abort_.throwIfAborted();
+    missing = planes_.control()->waitForNeighbours(look, failure_.token());
+    failure_.token().throwIfAborted();
     if (missing.empty() || deadline.expired()) {
       break;
     }
-    throwIfFailed(store_, claim_);
+    throwIfFailed(store_, roster_.claim);
   }
   if (!missing.empty()) {
     std::optional<ErrorRecord> trouble;
     engine_.control().run([&] { trouble = planes_.control()->trouble(); });
     if (trouble) {
-      throw Error(cannotAccept(*trouble, identity_));
+      throw Error(cannotAccept(*trouble, identity));
     }
     ErrorRecord record;
     record.code = ErrorCode::ConnectFailed;
-    record.rank = identity_.rank;
-    record.host = identity_.host(identity_.rank);
+    record.rank = identity.rank;
+    record.host = identity.host(identity.rank);
     record.peer = missing.front();
-    record.peer_host = identity_.host(missing.front());
-    record.group = identity_.name;
+    record.peer_host = identity.host(missing.front());
+    record.group = identity.name;
     record.phase = "connect";
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " + identity_.route(identity_.rank).remote.text() + ".";
+        " met us in the store but never connected to " + identity.route(identity.rank).remote.text() + ".";
     record.hint =
         "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
         "with PYCOMM_SOCKET_IFNAME";

@@ -1,14 +1,12 @@
-// How the ranks of a group come to share memory: the first rank of each host makes it, the others ask its process for it, and then all
-// say in the store whether they have it. It holds the rings of the links between ranks of that host, and where the whole group is on
-// one host, what its HostPlane needs; that is used only if every rank has it.
+#include "engine/memory_sharing.h"
+
 #include <algorithm>
 #include <utility>
 
 #include "base/fault_point.h"
 #include "base/log.h"
 #include "base/usable_cores.h"
-#include "engine/group.h"
-#include "engine/report/failure_text.h"
+#include "engine/operation/issue_context.h"
 
 namespace pycomm {
 namespace {
@@ -33,10 +31,21 @@ bool has(const std::string& vote) {
       "use transport='auto', which falls back to TCP");
 }
 
+/// Runs `body`; if it throws an Error and the group has not failed, `trouble` gets its text.
+template <typename Body>
+void attempt(const AbortToken& failed, std::string& trouble, const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    failed.throwIfAborted();
+    trouble = error.record().summary + (error.record().cause.empty() ? "" : " (" + error.record().cause + ")");
+  }
+}
+
 } // namespace
 
-// What a rank can have. Empty texts where nothing is missing.
-struct Group::OpenedMemory {
+// What this rank has. Empty texts where nothing is missing.
+struct MemorySharing::Opened {
   std::shared_ptr<const SharedArena> arena;
   HostHeaps heaps;
   std::string no_arena;
@@ -48,30 +57,25 @@ struct Group::OpenedMemory {
 };
 
 // Each rank has its own heap ready for the others, who ask for it under a key of that rank.
-uint64_t Group::heapKey(int rank) const noexcept {
+uint64_t MemorySharing::heapKey(int rank) const noexcept {
   return mix64(identity_.nonce + static_cast<uint64_t>(rank) + 1);
 }
 
+void MemorySharing::logTcp(const std::string& why) const {
+  log(LogLevel::Info, "group " + identity_.name + " goes by TCP" + why);
+}
+
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
-Group::OpenedMemory Group::openMemory(Deadline deadline) {
+MemorySharing::Opened MemorySharing::open(Deadline deadline) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
-  HostMates& mates = engine_.hostMates();
-  OpenedMemory opened;
-  const auto attempt = [this](std::string& trouble, const auto& body) {
-    try {
-      body();
-    } catch (const Error& error) {
-      abort_.throwIfAborted();
-      trouble = error.record().summary + (error.record().cause.empty() ? "" : " (" + error.record().cause + ")");
-    }
-  };
-  const bool one_host = topology_->hosts() == 1;
+  const bool one_host = roster_.topology.hosts() == 1;
   const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
-  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(hostMates().size());
-  const int maker = hostMates().front();
+  const size_t nbytes = plane_nbytes + HostRings::totalNbytes(roster_.hostMates().size());
+  const int maker = roster_.hostMates().front();
   const bool first = identity_.rank == maker;
+  Opened opened;
   if (one_host) {
-    attempt(opened.no_heaps, [&] {
+    attempt(failed_, opened.no_heaps, [&] {
       PYCOMM_FAULT_POINT("heap.open");
       opened.heaps.own = engine_.heap();
     });
@@ -79,7 +83,7 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
     opened.no_heaps = "the ranks are on several hosts";
   }
   if (first) {
-    attempt(opened.no_arena, [&] {
+    attempt(failed_, opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
       auto arena = std::make_shared<const SharedArena>(SharedArena::create(nbytes));
       if (one_host) {
@@ -89,49 +93,45 @@ Group::OpenedMemory Group::openMemory(Deadline deadline) {
     });
   }
   engine_.control().run([&] {
+    HostMates& mates = engine_.hostMates();
     mates.offer(heapKey(identity_.rank), opened.heaps.own == nullptr ? -1 : opened.heaps.own->fd());
     if (first) {
       mates.offer(identity_.nonce, opened.arena == nullptr ? -1 : opened.arena->fd());
     }
   });
   if (!first) {
-    attempt(opened.no_arena, [&] {
+    attempt(failed_, opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
       opened.arena = std::make_shared<const SharedArena>(SharedArena::attach(
-          HostMates::ask(watch_names_[static_cast<size_t>(maker)], identity_.nonce, patience, abort_), nbytes));
+          HostMates::ask(roster_.watch_names[static_cast<size_t>(maker)], identity_.nonce, patience, failed_), nbytes));
     });
   }
   for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
-    attempt(opened.no_heaps, [&] {
-      const std::string& name = watch_names_[static_cast<size_t>(rank)];
-      const bool own = rank == identity_.rank;
-      opened.heaps.mapped.push_back(
-          own ? nullptr : engine_.heapOf(name, [&] { return HostMates::ask(name, heapKey(rank), patience, abort_); }));
-      const auto& mapped = opened.heaps.mapped.back();
-      opened.heaps.ranges.push_back(own ? opened.heaps.own->range() : BufferView(mapped->at(0), mapped->nbytes()));
-    });
+    attempt(failed_, opened.no_heaps, [&] { mapHeap(opened.heaps, rank, patience); });
   }
   if (opened.arena != nullptr) { // before this rank says that it has it: from then on others may send through it
     HostRings rings;
     rings.arena = opened.arena;
     rings.begin = plane_nbytes;
-    rings.ranks = hostMates();
+    rings.ranks = roster_.hostMates();
     engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
   return opened;
 }
 
-size_t Group::sharedLinks() {
-  size_t links = 0;
-  engine_.lane().run([&] {
-    const DataPlane* const data = planes_.data();
-    links = data == nullptr ? 0 : data->usage().shared_links;
-  });
-  return links;
+void MemorySharing::mapHeap(HostHeaps& heaps, int rank, Deadline patience) {
+  if (rank == identity_.rank) {
+    heaps.mapped.push_back(nullptr);
+    heaps.ranges.push_back(heaps.own->range());
+    return;
+  }
+  const std::string& name = roster_.watch_names[static_cast<size_t>(rank)];
+  heaps.mapped.push_back(engine_.heapOf(name, [&] { return HostMates::ask(name, heapKey(rank), patience, failed_); }));
+  heaps.ranges.emplace_back(heaps.mapped.back()->at(0), heaps.mapped.back()->nbytes());
 }
 
 // What each rank says about its memory, by rank.
-std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& opened) {
+std::vector<std::string> MemorySharing::vote(Deadline deadline, Opened& opened) {
   const auto withdraw = [this] {
     engine_.control().run([this] {
       engine_.hostMates().withdraw(identity_.nonce);
@@ -141,13 +141,13 @@ std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& o
   std::vector<std::string> votes;
   try {
     std::string vote = kAlone;
-    if (hostMates().size() > kMaxHostRanks) {
+    if (roster_.hostMates().size() > kMaxHostRanks) {
       vote = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
-    } else if (hostMates().size() > 1) {
-      opened = openMemory(config.rendezvous.deadline);
+    } else if (roster_.hostMates().size() > 1) {
+      opened = open(deadline);
       vote = opened.vote();
     }
-    votes = exchangeTexts(store_, claim_, identity_.size, "shared_memory", vote, config.rendezvous.deadline, abort_);
+    votes = exchangeTexts(store_, roster_.claim, identity_.size, "shared_memory", vote, deadline, failed_);
   } catch (...) {
     withdraw();
     throw;
@@ -157,48 +157,46 @@ std::vector<std::string> Group::shareVotes(const Config& config, OpenedMemory& o
 }
 
 // Everything that is asked for here before the store is asked is known alike on all ranks.
-void Group::shareMemory(const Config& config) {
-  if (identity_.size == 1 || config.transport == Transport::Tcp) {
-    return;
+std::string MemorySharing::share(Transport transport, Deadline deadline) {
+  if (identity_.size == 1 || transport == Transport::Tcp) {
+    return "";
   }
-  const bool one_host = topology_->hosts() == 1;
-  if (!one_host) {
-    why_not_shared_ = "the ranks are on several hosts";
-    if (config.transport == Transport::SharedMemory) {
-      throwCannotShare(why_not_shared_);
-    }
+  const bool one_host = roster_.topology.hosts() == 1;
+  const std::string several = "the ranks are on several hosts";
+  if (!one_host && transport == Transport::SharedMemory) {
+    throwCannotShare(several);
   }
-  if (topology_->mostRanks() == 1) {
+  if (roster_.topology.mostRanks() == 1) {
     if (identity_.rank == 0) {
-      log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
+      logTcp(": " + several);
     }
-    return;
+    return several;
   }
-  OpenedMemory opened;
-  const std::vector<std::string> votes = shareVotes(config, opened);
+  const std::vector<int32_t>& mates = roster_.hostMates();
+  Opened opened;
+  const std::vector<std::string> votes = vote(deadline, opened);
   int without = -1; // the first rank of this host that has no memory
-  if (hostMates().size() > 1) {
-    const auto found = std::find_if(
-        hostMates().begin(), hostMates().end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
-    without = found == hostMates().end() ? -1 : *found;
+  if (mates.size() > 1) {
+    const auto found =
+        std::find_if(mates.begin(), mates.end(), [&](int mate) { return !has(votes[static_cast<size_t>(mate)]); });
+    without = found == mates.end() ? -1 : *found;
     engine_.lane().run([&] { planes_.data()->useRings(without < 0); });
   }
   if (without >= 0) {
-    why_not_shared_ = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
-    if (config.transport == Transport::SharedMemory) {
-      throwCannotShare(why_not_shared_);
+    std::string why = "rank " + std::to_string(without) + " has none: " + votes[static_cast<size_t>(without)];
+    if (transport == Transport::SharedMemory) {
+      throwCannotShare(why);
     }
-    if (identity_.rank == hostMates().front()) {
-      log(LogLevel::Info, "group " + identity_.name + " goes by TCP: " + why_not_shared_);
+    if (identity_.rank == mates.front()) {
+      logTcp(": " + why);
     }
-    return;
+    return why;
   }
   if (!one_host) {
-    why_not_shared_ = "the ranks are on several hosts; only links within a host go through it";
     if (identity_.rank == 0) {
-      log(LogLevel::Info, "group " + identity_.name + " goes by TCP between hosts, and by shared memory within them");
+      logTcp(" between hosts, and by shared memory within them");
     }
-    return;
+    return several + "; only links within a host go through it";
   }
   const auto copies = std::find(votes.begin(), votes.end(), kWithoutHeaps);
   if (copies != votes.end()) {
@@ -208,10 +206,11 @@ void Group::shareMemory(const Config& config) {
             std::to_string(copies - votes.begin()) + " has no heap that others could map" +
             (opened.no_heaps.empty() ? "" : ": " + opened.no_heaps));
   }
-  makeHostPlane(std::move(opened.arena), std::move(opened.heaps));
+  openHostPlane(std::move(opened));
+  return "";
 }
 
-void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps heaps) {
+void MemorySharing::openHostPlane(Opened opened) {
   HostPlane::Config config;
   config.crowded = engine_.lane().crowded(); // by this group, or by a larger one whose ranks compute or wait meanwhile
   config.spin_us = static_cast<int>(
@@ -219,10 +218,10 @@ void Group::makeHostPlane(std::shared_ptr<const SharedArena> arena, HostHeaps he
                      : kSpinUs);
   PYCOMM_FAULT_POINT("host.make");
   engine_.lane().run([&] { // where a failure looks for the plane
-    planes_.openHost(std::move(arena), std::move(heaps), config);
+    planes_.openHost(std::move(opened.arena), std::move(opened.heaps), config);
     // Ranks that were faster may have called something already, and failed: nobody else would end what comes here.
-    if (abort_.aborted()) {
-      planes_.host()->fail(abort_.reason(), nullptr, nullptr);
+    if (failed_.aborted()) {
+      planes_.host()->fail(failed_.reason(), nullptr, nullptr);
     }
   });
 }

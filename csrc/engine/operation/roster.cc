@@ -1,0 +1,49 @@
+#include "engine/operation/roster.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+/// A number per rank, equal where hosts are: the lowest rank there.
+std::vector<int32_t> hostNumbers(const std::vector<Member>& members) {
+  std::vector<int32_t> numbers;
+  for (const Member& member : members) {
+    const auto first = std::find_if(
+        members.begin(), members.end(), [&](const Member& other) { return other.identity == member.identity; });
+    numbers.push_back(static_cast<int32_t>(first - members.begin()));
+  }
+  return numbers;
+}
+
+} // namespace
+
+Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& met)
+    : topology(hostNumbers(met.members)), address_reason(met.address_reason), claim(met.claim) {
+  identity.rank = config.rank;
+  identity.size = config.size;
+  identity.name = config.group_name;
+  identity.hash = met.group_hash;
+  identity.nonce = met.nonce;
+  identity.local_address = met.local_address;
+  identity.interface_name = met.interface_name;
+  identity.streams = streams * static_cast<int>(met.further.size() + 1);
+  for (const Rendezvous::Further& further : met.further) {
+    GroupIdentity::Path path;
+    path.local_address = further.listener.address();
+    path.interface_name = further.interface_name;
+    for (const Member& member : met.members) {
+      path.addresses.push_back(member.further[identity.further.size()]);
+    }
+    identity.further.push_back(std::move(path));
+  }
+  for (const Member& member : met.members) {
+    identity.hosts.push_back(member.host);
+    identity.addresses.push_back(member.address);
+    watch_names.push_back(member.watch_name);
+    remarks.push_back(member.remark);
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/operation/group_identity.h"
+#include "schedule/topology_view.h"
+#include "transport/rendezvous/rendezvous.h"
+
+namespace pycomm {
+
+/// Who is in a group and where: what the rendezvous found. It does not change while the group lives, and all ranks have the same but for
+/// what is marked as this rank's own.
+struct Roster {
+  /// `streams`: connections of a link over each interface. Listeners stay in `met`.
+  Roster(const RendezvousConfig& config, int streams, const Rendezvous& met);
+
+  GroupIdentity identity; ///< this rank's own
+  TopologyView topology;
+  std::vector<std::string> watch_names; ///< by rank: where processes of its host may watch it
+  std::vector<std::string> remarks; ///< by rank: RendezvousConfig::remark
+  std::string address_reason; ///< this rank's own: why it has this address
+  RankClaim claim; ///< this rank's own
+
+  /// The ranks on this one's host, itself among them, rising.
+  [[nodiscard]] const std::vector<int32_t>& hostMates() const {
+    return topology.ranksOf(topology.hostOf(identity.rank));
+  }
+};
+
+} // namespace pycomm

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <mutex>
+#include <optional>
+
+#include "base/abort_token.h"
+#include "base/error.h"
+#include "engine/operation/group_identity.h"
+
+namespace pycomm {
+
+/// Whether a group has failed, why, and what that did to the oldest operation that was under way here. It fails once, for good.
+///
+/// Any thread.
+class GroupFailure final {
+ public:
+  /// `identity` outlives this.
+  explicit GroupFailure(const GroupIdentity& identity) noexcept : identity_(identity) {}
+
+  /// The group has failed. Before anybody can see that, and before any operation ends with it.
+  void set(const ErrorRecord& cause) {
+    token_.abort(cause);
+  }
+  /// What the oldest operation of a plane will end with. Of several planes, the one that has waited longest counts.
+  void setOldest(const ErrorRecord& oldest);
+
+  [[nodiscard]] bool happened() const noexcept {
+    return token_.aborted();
+  }
+  /// What the oldest operation ended with, else the cause; nothing while all is well.
+  [[nodiscard]] std::optional<ErrorRecord> record() const;
+  /// For waits that end when the group fails.
+  [[nodiscard]] const AbortToken& token() const noexcept {
+    return token_;
+  }
+
+ private:
+  const GroupIdentity& identity_;
+  AbortToken token_;
+  mutable std::mutex mutex_; ///< guards oldest_
+  std::optional<ErrorRecord> oldest_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,89 @@
+#include "engine/operation/schedule_cache.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "engine/rosters.h"
+
+namespace pycomm::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+ScheduleRequest allReduce(int64_t numel) {
+  ScheduleRequest request;
+  request.kind = Collective::AllReduce;
+  request.dtype = DType::Float32;
+  request.reduce_op = ReduceOp::Sum;
+  request.numel = numel;
+  return request;
+}
+
+class Cached : public ::testing::Test {
+ protected:
+  std::shared_ptr<const PreparedSchedule> get(const ScheduleRequest& request) {
+    return cache_.get(cache_.ours(request));
+  }
+
+  const Roster roster_ = rosterOf(1, {"alpha", "beta"});
+  ScheduleCache cache_{roster_};
+};
+
+TEST_F(Cached, FillsInWhoAndHowMany) {
+  const ScheduleRequest filled = cache_.ours(allReduce(5));
+  EXPECT_EQ(filled.rank, 1);
+  EXPECT_EQ(filled.size, 2);
+  EXPECT_EQ(filled.topology, &roster_.topology);
+  EXPECT_EQ(filled.numel, 5);
+}
+
+TEST_F(Cached, TheSameCallGetsTheSameSchedule) {
+  const auto first = get(allReduce(1000));
+  EXPECT_EQ(get(allReduce(1000)), first);
+  EXPECT_NE(get(allReduce(1001)), first);
+  ScheduleRequest max = allReduce(1000);
+  max.reduce_op = ReduceOp::Max;
+  EXPECT_NE(get(max), first);
+}
+
+TEST_F(Cached, TheLeastRecentlyUsedGoesFirst) {
+  const auto used = get(allReduce(1));
+  const std::weak_ptr<const PreparedSchedule> unused = get(allReduce(2));
+  for (size_t i = 3; i <= ScheduleCache::kKept; ++i) {
+    static_cast<void>(get(allReduce(static_cast<int64_t>(i))));
+  }
+  EXPECT_EQ(get(allReduce(1)), used);
+  EXPECT_FALSE(unused.expired()); // so many are kept
+  static_cast<void>(get(allReduce(1000)));
+  EXPECT_TRUE(unused.expired());
+  EXPECT_EQ(get(allReduce(1)), used);
+}
+
+TEST_F(Cached, ARequestWithoutMeaningThrowsAndIsNotKept) {
+  ScheduleRequest wrong = allReduce(-1);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_THROW(static_cast<void>(get(wrong)), Error);
+  }
+}
+
+std::vector<std::string> lines;
+
+TEST_F(Cached, LogsTheChoiceOncePerPowerOfTwo) {
+  lines.clear();
+  setLogSink([](LogLevel, const char* line) { lines.emplace_back(line); }, LogLevel::Info);
+  for (const int64_t numel : {1000, 1001, 1000, 1000000}) {
+    static_cast<void>(get(allReduce(numel)));
+  }
+  setLogSink(nullptr, LogLevel::Warn);
+  ASSERT_THAT(lines, SizeIs(2));
+  EXPECT_THAT(lines[0], HasSubstr("group test: all_reduce of 4000 bytes goes by "));
+  EXPECT_THAT(lines[1], HasSubstr("all_reduce of 4000000 bytes goes by "));
+}
+
+} // namespace
+} // namespace pycomm::testing
