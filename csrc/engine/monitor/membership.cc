@@ -193,7 +193,13 @@ bool Membership::saidGoodbye(int peer, int from) {
     entry->left = true;
   }
   if (failure_) {
-    return true; // nobody chooses any more
+    if (failure_->peer == peer && isExplained(*failure_)) {
+      // This rank took the departure for a death. Ranks that learned of the goodbye in time have dropped that report, and must fail, too.
+      ErrorRecord left = *failure_;
+      left.code = ErrorCode::PeerLeft;
+      flood(left, -1);
+    }
+    return true;
   }
   dropExplained();
   Action news;

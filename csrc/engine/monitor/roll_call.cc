@@ -78,10 +78,13 @@ void RollCall::entered(const OperationId& id, const Descriptor& descriptor, Dead
   last_descriptor_ = descriptor;
   next_tick_ = std::min(next_tick_, now + std::chrono::milliseconds(config_.waiting_after_ms));
   next_deadline_ = std::min(next_deadline_, deadline.instant());
+  const auto early = heard_.find(id.id);
+  const std::set<int> refused = early == heard_.end() ? std::set<int>() : early->second.refused;
   for (const auto& entry : takeHeard(id.id)) {
     noteCame(op, entry.first);
     compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
   }
+  correct(id.id, refused);
   if (descriptor.kind == Collective::Send) {
     announce(op);
   }
@@ -187,6 +190,7 @@ bool RollCall::remember(int peer, const FrameHeader& header, TimePoint now) {
     heard.since = now;
   }
   heard.last = now;
+  heard.answered_late.erase(peer);
   const auto inserted = heard.ranks.emplace(peer, theirs);
   if (inserted.second) {
     ++peers_[static_cast<size_t>(peer)].heard(theirs.kind == Collective::Send);

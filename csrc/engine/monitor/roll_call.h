@@ -164,6 +164,8 @@ class RollCall {
     std::map<int, Descriptor> ranks; ///< the lowest that differs is named
     TimePoint since; ///< first heard of
     TimePoint last; ///< heard of again
+    std::set<int> refused; ///< ranks that were answered that it is not entered here
+    std::set<int> answered_late; ///< ranks that standOff() has answered since they last asked
   };
   struct Peer {
     size_t collectives = 0; ///< entries of heard_ that it is in
@@ -176,6 +178,8 @@ class RollCall {
 
   void keepRecent(uint64_t op_id, const Descriptor& descriptor);
   void announce(Op& op);
+  /// Tells the ranks that asked before this rank entered the operation that it has. It may end here before they ask again.
+  void correct(uint64_t op_id, const std::set<int>& refused);
   /// In an all_to_all each pair of ranks agrees on a number of elements of its own. Frames of it say in `numel` how many the
   /// sender has for this peer, and that is what the peer compares with what it expects from the sender.
   void addressTo(int peer, const Descriptor& descriptor, FrameHeader& header) const;

@@ -52,6 +52,9 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   if (has_place && !remember(peer, header, now)) {
     return;
   }
+  if (has_place && !message) {
+    heard_.at(header.op_id).refused.insert(peer);
+  }
   answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfQuestions());
 }
 
@@ -91,6 +94,14 @@ void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
   send(peer, reply, way);
 }
 
+void RollCall::correct(uint64_t op_id, const std::set<int>& refused) {
+  for (const int peer : refused) {
+    FrameHeader came = headerFor(op_id, FrameType::Waiting, peer);
+    came.aux = 1;
+    send(peer, came, wayOfQuestions());
+  }
+}
+
 std::string RollCall::lastText(const FrameHeader& not_entered) {
   const Descriptor last = Descriptor::readFrom(not_entered);
   const bool message = last.kind == Collective::Send; // its text says which one
@@ -110,7 +121,7 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
     return;
   }
-  for (const auto& entry : heard_) {
+  for (auto& entry : heard_) {
     const auto theirs = entry.second.ranks.find(peer);
     const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
     if (theirs == entry.second.ranks.end() || theirs->second.kind == Collective::Send || !derived ||
@@ -118,7 +129,10 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
       continue;
     }
     if (now - entry.second.last > kLately) {
-      answerNotEntered(peer, entry.first, wayOfQuestions());
+      // Once for each question: two ranks that both have only old questions would answer each other without end.
+      if (entry.second.answered_late.insert(peer).second) {
+        answerNotEntered(peer, entry.first, wayOfQuestions());
+      }
       continue;
     }
     ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);

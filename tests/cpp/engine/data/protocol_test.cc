@@ -448,6 +448,32 @@ TEST(Protocol, AnOperationThatEndedWithoutThisRankIsNoStandOff) {
   }
 }
 
+// A leaf of a tree that enters late may end at once. It has no edge with most of the ranks that wait.
+TEST(Protocol, ARankThatCameAndEndedIsNotMissing) {
+  const Posted leafs = broadcastOf(1, 1, 4, 0, 100);
+  const Posted waits = broadcastOf(1, 2, 4, 0, 100);
+  Protocol leaf(protocolConfig(1, 4));
+  Protocol waiter(protocolConfig(2, 4));
+  const TimePoint now = Clock::now();
+  post(waiter, waits, now);
+  FrameHeader question = frameOf(waits, FrameType::Waiting);
+  static_cast<void>(leaf.arrived(2, question, now));
+  const auto refused = of(ActionKind::Send, leaf.takeActions());
+  ASSERT_EQ(refused.size(), 1U);
+  static_cast<void>(waiter.arrived(1, refused[0].header, now));
+  ASSERT_EQ(waiter.missing(1)->peer, 1);
+  post(leaf, leafs, now);
+  leaf.ended(1);
+  const auto came = of(ActionKind::Send, leaf.takeActions());
+  ASSERT_EQ(came.size(), 1U);
+  EXPECT_EQ(came[0].peer, 2);
+  static_cast<void>(waiter.arrived(1, came[0].header, now));
+  EXPECT_FALSE(waiter.missing(1).has_value());
+  EXPECT_FALSE(waiter.failed());
+  static_cast<void>(leaf.arrived(2, came[0].header, now)); // an answer is not answered
+  EXPECT_TRUE(leaf.takeActions().empty());
+}
+
 TEST(Protocol, WhatNoPeerSendsIsAViolation) {
   const Posted mine = broadcastOf(1, 1, 2, 0, 100);
   const auto failsWith = [&](FrameHeader header, bool posted_before) {

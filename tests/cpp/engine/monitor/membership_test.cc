@@ -312,6 +312,29 @@ TEST(Membership, AGoodbyeAfterAFailureIsNotPassedOn) {
   EXPECT_TRUE(membership.takeActions().empty());
 }
 
+TEST(Membership, ADeathThatWasALeaveFailsAllRanks) {
+  const TimePoint start = Clock::now();
+  Membership early(membershipConfig(0, 4), start); // chooses before the goodbye of rank 2 comes
+  Membership late(membershipConfig(1, 4), start);
+  late.saidGoodbye(2);
+  early.noticed(record(ErrorCode::PeerDead, 0, 2), start);
+  late.reported(0, record(ErrorCode::PeerDead, 0, 2), start);
+  early.tick(start + milliseconds(5));
+  late.tick(start + milliseconds(50));
+  ASSERT_TRUE(early.failure());
+  EXPECT_FALSE(late.failure());
+  static_cast<void>(early.takeActions());
+  EXPECT_TRUE(early.saidGoodbye(2));
+  const std::vector<Membership::Action> actions = early.takeActions();
+  ASSERT_EQ(actions.size(), 1U);
+  ASSERT_EQ(actions[0].kind, Membership::Action::Kind::Flood);
+  late.reported(0, actions[0].record, start + milliseconds(60));
+  late.tick(start + milliseconds(66));
+  ASSERT_TRUE(late.failure());
+  EXPECT_EQ(late.failure()->peer, 2);
+  EXPECT_EQ(late.failure()->code, ErrorCode::PeerLeft);
+}
+
 TEST(Membership, ANeighbourThatMissesHeartbeatsIsSilent) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 3), start);

@@ -154,6 +154,21 @@ TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
   EXPECT_EQ(askedRanks(), std::vector<int>{1}) << "the others have entered it";
 }
 
+// Else two ranks that both have only old questions answer each other without end.
+TEST_F(RollCallTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
+  const uint64_t theirs = kDerivedIdBit | 5;
+  enter(1);
+  EXPECT_TRUE(roll.remember(2, rollFrame(theirs, barrierOf()), at(0)));
+  const FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
+  for (int i = 0; i < 3; ++i) {
+    roll.answered(2, answer, at(20000 + i));
+  }
+  EXPECT_EQ(taken(Kind::Send).size(), 1U);
+  EXPECT_TRUE(roll.remember(2, rollFrame(theirs, barrierOf()), at(30000))); // it asks again, and is stopped once more
+  roll.answered(2, answer, at(35000));
+  EXPECT_EQ(taken(Kind::Send).size(), 1U);
+}
+
 TEST_F(RollCallTest, ARankThatCameFirstIsNotMissing) {
   EXPECT_TRUE(roll.remember(2, rollFrame(1, barrierOf()), at(0)));
   enter(1);
