@@ -142,7 +142,8 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
         FutureWarning,
         stacklevel=2,
     )
-    return _extension.native.backend_error(native_backend(group))
+    backend = native_backend(group)
+    return _extension.native.backend_error(backend)
 
 
 def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:

@@ -62,4 +62,5 @@ def _generate(path: str) -> None:
     print(f"wrote {path}, key id {key_id}")
     print("Copy it to every host of the job; -p keeps it private:")
     print(f"  scp -p {path} HOST:{path}")
+    print("This version does not protect groups with it yet: connections stay open to the network.")
     print("One secret per user or per job, not one per cluster: who has it can read the job.")

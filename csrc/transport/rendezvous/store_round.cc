@@ -174,7 +174,11 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
   try {
     // An aborted rank reports the abort, independent of the other ranks' errors.
     if (!store.sealed()) {
-      if (store.add(prefix + "errors", 1) != 1) {
+      const bool is_first = store.add(prefix + "errors", 1) == 1;
+      if (!is_first && abort.aborted()) {
+        return record; // the rank that was first may have ended before it wrote
+      }
+      if (!is_first) {
         const ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(Store::kReadTimeoutMs)));
         return abort.aborted() ? record : first;
       }

@@ -196,8 +196,8 @@ NotPrivate whyNotPrivate(const std::string& path, const FileFacts& facts, uid_t 
 Secret Secret::readFile(const std::string& path) {
   const std::string where = "the secret file " + path;
   // O_NONBLOCK: a FIFO must not block. Links are followed: Kubernetes mounts files as links.
-  const UniqueFd fd =
-      UniqueFd::from([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY); });
+  // Not UniqueFd::from: a file server may be slow, and fork() would wait for it.
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   struct stat status{};
   struct statfs system{};
   if (!fd || ::fstat(fd.get(), &status) != 0 || ::fstatfs(fd.get(), &system) != 0) {
@@ -242,8 +242,8 @@ Secret Secret::readFile(const std::string& path) {
 }
 
 void Secret::writeFile(const std::string& path) const {
-  const UniqueFd fd = UniqueFd::from(
-      [&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR); });
+  const UniqueFd fd(
+      ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR)); // see readFile()
   if (!fd && errno == EEXIST) {
     throw refused(
         "the secret file " + path,
@@ -252,10 +252,10 @@ void Secret::writeFile(const std::string& path) const {
   }
   Wiped line = textOf(key_);
   line.text += '\n';
-  // A short write to a new file means that the disk is full.
-  if (!fd || ::write(fd.get(), line.text.data(), line.text.size()) != static_cast<ssize_t>(line.text.size()) ||
-      ::fsync(fd.get()) != 0) {
-    const int error_number = errno == 0 ? ENOSPC : errno;
+  const auto wanted = static_cast<ssize_t>(line.text.size());
+  const ssize_t written = fd ? ::write(fd.get(), line.text.data(), line.text.size()) : -1;
+  if (written != wanted || ::fsync(fd.get()) != 0) {
+    const int error_number = written >= 0 && written < wanted ? ENOSPC : errno; // a short write does not set errno
     if (fd) {
       (void)::unlink(path.c_str());
     }
