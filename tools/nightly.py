@@ -60,8 +60,10 @@ STEPS = [
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
     Step("tests", "{python} tools/python_tests.py -m nightly", 15),
     Step("large", "{make} py ARGS='-k more_elements_than_32_bits --large'", 5),
-    Step("given_back", "{make} py ARGS='-k test_memory_given_back --repeats 10'", 10),
-    Step("cases", "{make} py ARGS='-m in_shares --all-cases --remember-failures'", 30),
+    Step("given_back", "{make} py ARGS='-k test_memory_given_back --all-cases --repeats 10'", 10),
+    Step(
+        "cases", "{python} tools/python_tests.py -m in_shares --all-cases --remember-failures", 30
+    ),
     Step("strict", "{make} strict", 15),
     Step("wheel", "{make} wheel", 15),
     Step("try_wheel", "{python} tools/try_wheel.py", 10),

@@ -85,7 +85,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if item not in nightly]
         config.hook.pytest_deselected(items=nightly)
-    if not config.getoption("--all-faults"):
+    named = any("::" in argument for argument in config.args)
+    if not config.getoption("--all-faults") and not named:
         in_shares = [item for item in items if item.get_closest_marker("in_shares")]
         later = set(in_shares) - set(shares.part_of(in_shares, lambda item: item.name))
         items[:] = [item for item in items if item not in later]
