@@ -15,30 +15,38 @@ GradHooks::GradHooks(
     const std::vector<bool>& hooked,
     const OnGradient& on_gradient) {
   hooked_.reserve(params.size());
-  for (size_t index = 0; index < params.size(); ++index) {
-    if (!hooked[index]) {
-      continue;
+  try {
+    for (size_t index = 0; index < params.size(); ++index) {
+      if (hooked[index]) {
+        addHook(params[index].tensor, index, on_gradient);
+      }
     }
-    NodePtr accumulator = torch::autograd::impl::grad_accumulator(params[index].tensor);
-    TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
-    auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
-          on_gradient(index);
-          return outputs;
-        },
-        [](torch::autograd::CompiledNodeArgs& /*args*/) {
-          // Compiled autograd records a node's hooks through this function and never calls the C++ ones: without an
-          // error here gradients would silently stay local.
-          TORCH_CHECK_NOT_IMPLEMENTED(
-              false,
-              "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
-              "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model, without "
-              "wire_dtype, error_feedback, accumulate and sync_every.");
-        });
-    const uintptr_t key = accumulator->add_post_hook(std::move(hook));
-    index_of_[accumulator.get()] = index;
-    hooked_.push_back({std::move(accumulator), key});
+  } catch (...) {
+    remove(); // a graph may keep the accumulators alive, and with them hooks whose owner is gone
+    throw;
   }
+}
+
+void GradHooks::addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient) {
+  NodePtr accumulator = torch::autograd::impl::grad_accumulator(param);
+  TORCH_CHECK(accumulator, "parameter ", index, " is not a leaf that requires a gradient");
+  auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [on_gradient, index](const variable_list& outputs, const variable_list& /*inputs*/) {
+        on_gradient(index);
+        return outputs;
+      },
+      [](torch::autograd::CompiledNodeArgs& /*args*/) {
+        // Compiled autograd records a node's hooks through this function and never calls the C++ ones: without an
+        // error here gradients would silently stay local.
+        TORCH_CHECK_NOT_IMPLEMENTED(
+            false,
+            "compiled autograd does not call the reduction hooks of pycomm.DistributedDataParallel. Turn compiled "
+            "autograd off, or set torch._dynamo.config.optimize_ddp = \"python_reducer\" before wrapping the model, without "
+            "wire_dtype, error_feedback, accumulate and sync_every.");
+      });
+  index_of_[accumulator.get()] = index;
+  const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+  hooked_.push_back({std::move(accumulator), key}); // there is room: it cannot throw, which would leave the hook
 }
 
 GradHooks::~GradHooks() {

@@ -23,18 +23,19 @@ class GradHooks {
   /// out of backward().
   using OnGradient = std::function<void(size_t index)>;
 
-  /// `hooked`: by parameter, whether it gets a hook.
+  /// `hooked`: by parameter, whether it gets a hook. If it throws, no hook is left.
   GradHooks(const std::vector<ReducedParam>& params, const std::vector<bool>& hooked, const OnGradient& on_gradient);
   GradHooks(const GradHooks&) = delete;
   GradHooks& operator=(const GradHooks&) = delete;
   ~GradHooks();
 
-  void remove();
-
   /// Indices of hooked parameters that no path from `outputs` leads to, ascending. Cost: one visit to each node of the graph.
   [[nodiscard]] std::vector<size_t> unreachableFrom(const std::vector<at::Tensor>& outputs) const;
 
  private:
+  void addHook(const at::Tensor& param, size_t index, const OnGradient& on_gradient);
+  void remove();
+
   struct Hooked {
     NodePtr accumulator;
     uintptr_t key; ///< what del_post_hook() takes

@@ -39,15 +39,24 @@ Reducer::Reducer(
   }
   buckets_.setSource(FlatMemory(group_.sharesTensors()));
   cutBuckets();
-  hookGradients();
+  hookGradients(trained_.trained());
 }
 
-void Reducer::hookGradients() {
-  grad_hooks_.reset();
-  grad_hooks_.emplace(params_, trained_.trained(), [this](size_t index) { onGradient(index); });
+void Reducer::hookGradients(const std::vector<bool>& trained) {
+  // The new hooks are made while the old ones are still there: if one cannot be made, the old ones stay.
+  grad_hooks_ = std::make_unique<GradHooks>(params_, trained, [this](size_t index) { onGradient(index); });
 }
 
 void Reducer::cutBuckets() {
+  try {
+    makeBuckets();
+  } catch (const std::exception& error) {
+    (void)failure_.record("its buckets were being made", error);
+    throw;
+  }
+}
+
+void Reducer::makeBuckets() {
   std::vector<size_t> order;
   for (const size_t index : order_.expected()) {
     if (trained_.trained()[index]) {
@@ -88,9 +97,10 @@ void Reducer::prepareForForward() {
   if (pass_.hasStaticGraph() && stats_.passes > 0) {
     raiseFrozen(params_[*changed].name, trained_.trained()[*changed]);
   }
-  trained_.read(params_);
+  std::vector<bool> trained = TrainedSet::read(params_);
+  hookGradients(trained); // first: if it throws, the next forward pass finds the same change again
+  trained_.take(std::move(trained));
   cutBuckets();
-  hookGradients();
   trained_.publish();
 }
 
@@ -99,7 +109,7 @@ void Reducer::prepareForBackward(const std::vector<at::Tensor>& outputs) {
   throwIfUnfinished();
   resetStep();
   if (!pass_.hasStaticGraph()) {
-    const bool search = options_.find_unused_parameters;
+    const bool search = options_.find_unused_parameters && grad_hooks_ != nullptr;
     pass_.setUnreachable(search ? grad_hooks_->unreachableFrom(outputs) : std::vector<size_t>{});
   }
   recorder_.begin(buckets_.all().size());
@@ -158,7 +168,7 @@ void Reducer::installPostBackwardFutures(std::vector<c10::intrusive_ptr<c10::iva
 
 void Reducer::removeAutogradHooks() {
   const std::lock_guard lock(mutex_);
-  grad_hooks_->remove();
+  grad_hooks_.reset();
 }
 
 void Reducer::checkFinalized() {

@@ -115,8 +115,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   }
 
  private:
-  void hookGradients();
+  /// `trained`: by parameter. If it throws, the hooks are those that were there before.
+  void hookGradients(const std::vector<bool>& trained);
+  /// If it throws, that is a failure: there are no buckets to go on with.
   void cutBuckets();
+  void makeBuckets();
   void resetStep();
 
   void onGradient(size_t index);
@@ -155,7 +158,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> post_backward_;
 
   ReducerStats stats_;
-  std::optional<GradHooks> grad_hooks_; ///< last: its hooks hold `this`, and it removes them before anything else goes
+  std::unique_ptr<GradHooks> grad_hooks_; ///< null once removed. Last, so that it goes first: its hooks hold `this`
 };
 
 } // namespace pycomm

@@ -24,10 +24,7 @@ std::string textOf(const std::vector<bool>& trained) {
 } // namespace
 
 TrainedSet::TrainedSet(c10::intrusive_ptr<c10d::Store> store, int rank, const std::vector<ReducedParam>& params)
-    : store_(std::move(store)), rank_(rank) {
-  read(params);
-  at_first_ = trained_;
-}
+    : store_(std::move(store)), rank_(rank), trained_(read(params)), at_first_(trained_) {}
 
 std::optional<size_t> TrainedSet::changed(const std::vector<ReducedParam>& params) const {
   for (size_t index = 0; index < params.size(); ++index) {
@@ -38,11 +35,16 @@ std::optional<size_t> TrainedSet::changed(const std::vector<ReducedParam>& param
   return std::nullopt;
 }
 
-void TrainedSet::read(const std::vector<ReducedParam>& params) {
-  trained_.clear();
+std::vector<bool> TrainedSet::read(const std::vector<ReducedParam>& params) {
+  std::vector<bool> trained;
   for (const ReducedParam& param : params) {
-    trained_.push_back(param.tensor.requires_grad());
+    trained.push_back(param.tensor.requires_grad());
   }
+  return trained;
+}
+
+void TrainedSet::take(std::vector<bool> trained) noexcept {
+  trained_ = std::move(trained);
 }
 
 void TrainedSet::publish() {

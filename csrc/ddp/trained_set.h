@@ -26,10 +26,12 @@ class TrainedSet {
   [[nodiscard]] const std::vector<bool>& trained() const noexcept {
     return trained_;
   }
-  /// The first parameter that was frozen or unfrozen since the last read().
+  /// The first parameter that was frozen or unfrozen since the last take().
   [[nodiscard]] std::optional<size_t> changed(const std::vector<ReducedParam>& params) const;
-  /// Reads requires_grad of all parameters.
-  void read(const std::vector<ReducedParam>& params);
+  /// requires_grad of all parameters.
+  [[nodiscard]] static std::vector<bool> read(const std::vector<ReducedParam>& params);
+  /// What read() gave is the set from now on.
+  void take(std::vector<bool> trained) noexcept;
   /// Writes this rank's set to the store. Throws the store's errors.
   void publish();
   /// The ranks are others from now on, and share no store.
