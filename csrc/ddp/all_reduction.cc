@@ -19,8 +19,9 @@ class AllReduction final : public Reduction {
 
   // On a device nothing is asked: there a Work's answer costs a query of an event, which may have to wait for the device.
   [[nodiscard]] bool ended(const Bucket& bucket, size_t index) override {
-    c10d::Work& work = *works_[index];
-    return bucket.memory().device().is_cpu() && work.isCompleted() && work.isSuccess() && bucket.settled();
+    const auto& work = works_[index]; // null if its average could not be written
+    return work != nullptr && bucket.memory().device().is_cpu() && work->isCompleted() && work->isSuccess() &&
+        bucket.settled();
   }
 
   void finish(Bucket& bucket, size_t index) override {

@@ -54,6 +54,9 @@ void Reducer::takeGradient(size_t index) {
       used_->mark(index); // also inside no_sync(): the reduction after it covers it
     }
   }
+  if (pass_.reducing()) {
+    failure_.raise(group_.rank()); // a second loss after a pass that failed: its buckets cannot be finished
+  }
   if (pass_.phase() == BackwardPass::Phase::Armed) {
     beginPass();
   }

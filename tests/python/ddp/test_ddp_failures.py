@@ -115,3 +115,33 @@ def without_hooks(rank: int, world_size: int) -> int:
 
 def test_without_its_hooks_gradients_stay_local() -> None:
     assert run_alone(without_hooks) == 0
+
+
+# An average that cannot be written
+
+
+def second_loss(rank: int, world_size: int) -> list[str]:
+    """The first bucket's average does not fit .grad: seen while backward runs, or at its end."""
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    ours = wrap(module, bucket_cap_mb=1e-6, gradient_as_bucket_view=False)
+    out = ours(torch.ones(2, 8))
+    assert len(ours.reducer.bucket_names()) == 3
+
+    def shrink(grad: torch.Tensor) -> None:  # the first bucket has left, and is not awaited yet
+        module[2].weight.grad.data = torch.zeros(5, 8)
+
+    handle = module[1].weight.register_hook(shrink)
+    texts = [raised_by(out.sum().backward, None, True)]
+    handle.remove()
+    module[2].weight.grad = None
+    texts.append(raised_by(out.mean().backward))
+    texts.append(raised_by(ours, torch.ones(2, 8)))
+    return texts
+
+
+def test_a_second_loss_after_a_failure_says_that_there_was_one() -> None:
+    first, second, third = run_alone(second_loss)
+    assert "must match" in first
+    for text in (second, third):
+        assert EARLIER in text
+        assert "must match" in text
