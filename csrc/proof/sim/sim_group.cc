@@ -8,7 +8,8 @@
 namespace pycomm::sim {
 namespace {
 
-constexpr Nanos kGoodbyeTime = milliseconds(20); // closeAllGently() waits this long for the readers of the control links
+constexpr Nanos kGoodbyeTime =
+    milliseconds(20); // closeAllGently() waits this long for the readers of the control links
 
 } // namespace
 

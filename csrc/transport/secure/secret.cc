@@ -196,8 +196,8 @@ NotPrivate whyNotPrivate(const std::string& path, const FileFacts& facts, uid_t 
 Secret Secret::readFile(const std::string& path) {
   const std::string where = "the secret file " + path;
   // O_NONBLOCK: a FIFO must not block. Links are followed: Kubernetes mounts files as links.
-  // Not UniqueFd::from: a file server may be slow, and fork() would wait for it.
-  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  const UniqueFd fd =
+      UniqueFd::from([&] { return ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY); });
   struct stat status{};
   struct statfs system{};
   if (!fd || ::fstat(fd.get(), &status) != 0 || ::fstatfs(fd.get(), &system) != 0) {
@@ -242,8 +242,8 @@ Secret Secret::readFile(const std::string& path) {
 }
 
 void Secret::writeFile(const std::string& path) const {
-  const UniqueFd fd(
-      ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR)); // see readFile()
+  const UniqueFd fd = UniqueFd::from(
+      [&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, S_IRUSR | S_IWUSR); });
   if (!fd && errno == EEXIST) {
     throw refused(
         "the secret file " + path,
