@@ -197,6 +197,11 @@ bool Membership::saidGoodbye(int peer, int from) {
       // This rank took the departure for a death. Ranks that learned of the goodbye in time have dropped that report, and must fail, too.
       ErrorRecord left = *failure_;
       left.code = ErrorCode::PeerLeft;
+      left.summary = "Rank " + std::to_string(peer) + " on " + left.peer_host + " closed its process group, and rank " +
+          std::to_string(left.rank) + " took that for the end of its process.";
+      left.hint =
+          "that rank left while others were still connecting or working; call barrier() before the end of the program";
+      left.cause.clear();
       flood(left, -1);
     }
     return true;

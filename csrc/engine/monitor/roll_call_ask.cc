@@ -35,6 +35,9 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
     }
     return;
   }
+  if (header.aux != 0) {
+    return; // an answer about what has ended here long ago
+  }
   // A counted id that this rank has passed: it ended here long ago.
   const bool counted = (header.op_id & kDerivedIdBit) == 0;
   if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {

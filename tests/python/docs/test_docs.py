@@ -225,7 +225,7 @@ def test_the_wrappers_limits_are_those_of_the_code() -> None:
 
 FIGURES = [
     # document, what it says, the folder that decides, what stands there
-    ("architecture", "cache of 64", "engine", "kCachedSchedules = 64"),
+    ("architecture", "cache of 64", "engine", "kKept = 64"),
     ("architecture", "polls for 50 µs", "engine", "kSpinUs = 50"),
     ("architecture", "parked for 1 ms", "engine", "kGrace{1}"),
     ("architecture", "Ctrl-C every 100 ms", "c10d", "kSignalCheckMs = 100"),

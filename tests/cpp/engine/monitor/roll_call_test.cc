@@ -169,6 +169,14 @@ TEST_F(RollCallTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
   EXPECT_EQ(taken(Kind::Send).size(), 1U);
 }
 
+TEST_F(RollCallTest, AnAnswerAboutWhatIsForgottenIsNotAQuestion) {
+  FrameHeader answer = rollFrame(kDerivedIdBit | 5, barrierOf());
+  answer.aux = 1;
+  roll.asked(2, answer, at(0));
+  EXPECT_TRUE(roll.takeActions().empty());
+  EXPECT_FALSE(roll.hasHeardOf(kDerivedIdBit | 5));
+}
+
 TEST_F(RollCallTest, ARankThatCameFirstIsNotMissing) {
   EXPECT_TRUE(roll.remember(2, rollFrame(1, barrierOf()), at(0)));
   enter(1);
