@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,10 @@ import machine
 import reruns
 
 TOOLS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TOOLS.parent / "tests" / "rig"))
+
+import shares  # noqa: E402
+
 _TESTS_FAILED = 1  # pytest's exit status; others are for what is no test's failure
 GIB_PER_PROCESS = 1.5  # it, the process that its ranks are forked from, and up to eight ranks
 
@@ -58,7 +61,7 @@ def _too_slow(failures: Path) -> list[str]:
 def run(arguments: Sequence[str]) -> tuple[int, str]:
     """Runs the tests; returns the exit status, and the counts in words."""
     # Both runs take the same share, also if midnight comes between them.
-    os.environ.setdefault("SHARE", str(int(time.time() // 86400) % 5))
+    shares.choose()
     with tempfile.TemporaryDirectory(prefix="pycomm-pytest-") as folder:
         failures = Path(folder) / "failures.json"
         plugin = ["-p", "time_bounds", "-o", f"cache_dir={folder}", "-n", str(processes())]

@@ -78,13 +78,12 @@ void RollCall::entered(const OperationId& id, const Descriptor& descriptor, Dead
   last_descriptor_ = descriptor;
   next_tick_ = std::min(next_tick_, now + std::chrono::milliseconds(config_.waiting_after_ms));
   next_deadline_ = std::min(next_deadline_, deadline.instant());
-  const auto early = heard_.find(id.id);
-  const std::set<int> refused = early == heard_.end() ? std::set<int>() : early->second.refused;
-  for (const auto& entry : takeHeard(id.id)) {
+  const Heard heard = takeHeard(id.id);
+  for (const auto& entry : heard.ranks) {
     noteCame(op, entry.first);
     compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
   }
-  correct(id.id, refused);
+  correct(id.id, heard.refused);
   if (descriptor.kind == Collective::Send) {
     announce(op);
   }
@@ -120,17 +119,17 @@ std::vector<int> RollCall::heardFrom(uint64_t op_id) const {
   return ranks;
 }
 
-std::map<int, Descriptor> RollCall::takeHeard(uint64_t op_id) {
+RollCall::Heard RollCall::takeHeard(uint64_t op_id) {
   const auto found = heard_.find(op_id);
   if (found == heard_.end()) {
     return {};
   }
-  std::map<int, Descriptor> ranks = std::move(found->second.ranks);
+  Heard heard = std::move(found->second);
   heard_.erase(found);
-  for (const auto& entry : ranks) {
+  for (const auto& entry : heard.ranks) {
     --peers_[static_cast<size_t>(entry.first)].heard(entry.second.kind == Collective::Send);
   }
-  return ranks;
+  return heard;
 }
 
 void RollCall::keepRecent(uint64_t op_id, const Descriptor& descriptor) {
@@ -152,7 +151,8 @@ void RollCall::passed(const OperationId& id, const Descriptor& descriptor) {
     last_entered_ = id;
     last_descriptor_ = descriptor;
   }
-  for (const auto& entry : takeHeard(id.id)) {
+  const Heard heard = takeHeard(id.id);
+  for (const auto& entry : heard.ranks) {
     compare(descriptor, entry.first, entry.second, id);
   }
 }

@@ -184,7 +184,7 @@ class RollCall {
   /// sender has for this peer, and that is what the peer compares with what it expects from the sender.
   void addressTo(int peer, const Descriptor& descriptor, FrameHeader& header) const;
   [[nodiscard]] Descriptor expectedFrom(const Op& op, int peer) const;
-  [[nodiscard]] std::map<int, Descriptor> takeHeard(uint64_t op_id);
+  [[nodiscard]] Heard takeHeard(uint64_t op_id);
   void compare(const Descriptor& mine, int peer, const Descriptor& theirs, const OperationId& id);
   void fail(ErrorRecord record);
   void send(int peer, const FrameHeader& header, Way way);

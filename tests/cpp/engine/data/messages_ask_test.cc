@@ -66,6 +66,37 @@ class StillLoop final : public Loop {
   Handler* handler_ = nullptr; ///< of the one link, alive until unwatch
 };
 
+/// The data plane of rank 0 of 2, whose peer never answers.
+struct LoneRank {
+  std::string written; ///< to the peer
+  StillLoop loop;
+  std::vector<ErrorRecord> noticed;
+  DataPlane plane{identity(), loop, events(), options()};
+
+ private:
+  static GroupIdentity identity() {
+    GroupIdentity identity;
+    identity.rank = 0;
+    identity.size = 2;
+    identity.name = "test";
+    identity.hash = 7;
+    identity.hosts = {"alpha", "beta"};
+    return identity;
+  }
+  DataPlane::Events events() {
+    DataPlane::Events events;
+    events.noticed = [this](ErrorRecord record) { noticed.push_back(std::move(record)); };
+    events.doubted = events.noticed;
+    events.left = [](int) {};
+    return events;
+  }
+  DataPlane::Options options() {
+    DataPlane::Options options;
+    options.connect = [this](int) { return std::make_unique<KeepingLink>(written); };
+    return options;
+  }
+};
+
 size_t questionsIn(const std::string& written) {
   size_t count = 0;
   for (size_t at = kHelloNbytes; at + sizeof(FrameHeader) <= written.size(); at += sizeof(FrameHeader)) {
@@ -80,22 +111,8 @@ size_t questionsIn(const std::string& written) {
 
 // Its first report may be lost for want of memory on its way to the control plane.
 TEST(Asks, AReceiveThatIsOverdueIsReportedEachSecond) {
-  GroupIdentity identity;
-  identity.rank = 0;
-  identity.size = 2;
-  identity.name = "test";
-  identity.hash = 7;
-  identity.hosts = {"alpha", "beta"};
-  std::string written;
-  StillLoop loop;
-  DataPlane::Events events;
-  std::vector<ErrorRecord> noticed;
-  events.noticed = [&](ErrorRecord record) { noticed.push_back(std::move(record)); };
-  events.doubted = events.noticed;
-  events.left = [](int) {};
-  DataPlane::Options options;
-  options.connect = [&](int) { return std::make_unique<KeepingLink>(written); };
-  DataPlane plane(identity, loop, std::move(events), std::move(options));
+  LoneRank rank;
+  auto& [written, loop, noticed, plane] = rank;
   const TimePoint deadline = Clock::now() + std::chrono::seconds(60);
   Operation::Request request;
   request.descriptor.kind = Collective::Send;
@@ -119,22 +136,8 @@ TEST(Asks, AReceiveThatIsOverdueIsReportedEachSecond) {
 // 256 in 10 ms: else the questions of a rank with many receives would take the time of its lane, and of the rank that answers.
 TEST(Asks, ManyReceivesAskAFewAtATime) {
   constexpr size_t kReceives = 2000;
-  GroupIdentity identity;
-  identity.rank = 0;
-  identity.size = 2;
-  identity.name = "test";
-  identity.hash = 7;
-  identity.hosts = {"alpha", "beta"};
-  std::string written;
-  StillLoop loop;
-  DataPlane::Events events;
-  std::vector<ErrorRecord> noticed;
-  events.noticed = [&](ErrorRecord record) { noticed.push_back(std::move(record)); };
-  events.doubted = events.noticed;
-  events.left = [](int) {};
-  DataPlane::Options options;
-  options.connect = [&](int) { return std::make_unique<KeepingLink>(written); };
-  DataPlane plane(identity, loop, std::move(events), std::move(options));
+  LoneRank rank;
+  auto& [written, loop, noticed, plane] = rank;
 
   ScheduleRequest wish;
   wish.kind = Collective::Recv;
