@@ -25,9 +25,13 @@ demo: ## train on handwritten digits over two ranks
 	$(BOOTSTRAP) --group demo
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 examples/train_digits.py
 
-test: ## C++ and Python tests
+test: ## C++ and Python tests, without those of `make share`
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/run_tests.py
+
+share: ## today's fifth of the slow Python tests and fault cases; SHARE=2 chooses another
+	$(BOOTSTRAP) --group test
+	@$(BIN)/python tools/python_tests.py -m "in_shares or faults" $(ARGS)
 
 cpp: ## C++ tests only
 	$(BOOTSTRAP) --no-torch

@@ -17,12 +17,12 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-/// Tests that try every size of a group try fewer then: the plain build tries all, and so does `make nightly` under
-/// sanitizers.
+/// Tests with many cases try all of them if kInFull (`make nightly`), and far fewer if kFewerSizes.
 #if defined(PYCOMM_TEST_IN_FULL)
-inline constexpr bool kFewerSizes = false;
+inline constexpr bool kInFull = true;
 #else
-inline constexpr bool kFewerSizes = kSanitized;
+inline constexpr bool kInFull = false;
 #endif
+inline constexpr bool kFewerSizes = kSanitized && !kInFull;
 
 } // namespace pycomm::testing

@@ -10,6 +10,7 @@
 #include "proof/schedule/interpreter.h"
 #include "sanitized.h"
 #include "schedule/make_schedule.h"
+#include "todays_share.h"
 
 namespace pycomm::testing {
 
@@ -90,9 +91,13 @@ inline std::vector<std::vector<int64_t>> distinctInputs(const std::vector<Schedu
   return inputs;
 }
 
-/// Group sizes: all up to 64; under a sanitizer the small ones, and the larger ones at and beside powers of two.
+/// Group sizes up to 64: always the small ones, and the larger ones at and beside powers of two. Of the others a plain build tries today's
+/// share, and a sanitizer's none. In full, all of them.
 inline bool isTried(int32_t size) {
-  return !kFewerSizes || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64;
+  if (kInFull || size <= 13 || (size >= 15 && size <= 17) || (size >= 31 && size <= 33) || size == 64) {
+    return true;
+  }
+  return !kSanitized && static_cast<uint64_t>(size) % kShares == todaysShare();
 }
 inline std::vector<int32_t> allSizes() {
   std::vector<int32_t> sizes;

@@ -237,7 +237,7 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-4:]]
-    assert [re.sub(r" \d+ s ", " N s ", line) for line in lines] == [
+    assert [re.sub(r" \d+ s (\d+ s of cores) ", " N s ", line) for line in lines] == [
         "docs N s passed",
         "test N s passed, 2 run again: tests/a.py::test_x (passed), Suite.One (passed)",
         "lint N s FAILED (3)",

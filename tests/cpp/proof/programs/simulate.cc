@@ -12,13 +12,14 @@
 
 #include "engine/operation/issue_context.h"
 #include "proof/sim/verdict.h"
+#include "todays_share.h"
 
 namespace {
 
 using pycomm::sim::Report;
 
 constexpr const char* kUsage =
-    "usage: pycomm_simulate [--seeds FIRST:LAST] [--jobs N] [--most-failures N]\n"
+    "usage: pycomm_simulate [--seeds FIRST:LAST] [--share today] [--jobs N] [--most-failures N]\n"
     "       pycomm_simulate --replay SEED [--verbose]\n";
 
 struct Options {
@@ -26,6 +27,7 @@ struct Options {
   uint64_t last = 10000;
   int jobs = 1;
   size_t most_failures = 10;
+  bool share = false; ///< only the seeds of today's share
   bool replay = false;
   bool verbose = false;
 };
@@ -48,6 +50,11 @@ Options parse(int argc, char** argv) {
     const char* value = i + 1 < argc ? argv[i + 1] : "";
     if (name == "--verbose") {
       options.verbose = true;
+      continue;
+    }
+    if (name == "--share" && std::strcmp(value, "today") == 0) {
+      options.share = true;
+      ++i;
       continue;
     }
     char* end = nullptr;
@@ -99,7 +106,10 @@ int replay(const Options& options) {
 }
 
 int sweep(const Options& options) {
-  std::atomic<uint64_t> next{options.first};
+  const uint64_t every = options.share ? pycomm::testing::kShares : 1;
+  const uint64_t share = options.share ? pycomm::testing::todaysShare() : 0;
+  // The first seed of the share, and from there every fifth one.
+  std::atomic<uint64_t> next{options.first + (share + every - options.first % every) % every};
   std::mutex mutex; // guards what follows
   std::map<std::string, Tally> tallies;
   Tally all;
@@ -110,7 +120,7 @@ int sweep(const Options& options) {
   uint64_t digest = 0; // equal for two builds whose runs of these seeds are equal, frame by frame
   const auto begin = std::chrono::steady_clock::now();
   const auto work = [&] {
-    for (uint64_t seed = next++; seed <= options.last; seed = next++) {
+    for (uint64_t seed = next.fetch_add(every); seed <= options.last; seed = next.fetch_add(every)) {
       const Report report = pycomm::sim::simulate(seed);
       const std::lock_guard<std::mutex> lock(mutex);
       for (Tally* tally : {&all, &tallies[report.first_fault]}) {
@@ -140,6 +150,13 @@ int sweep(const Options& options) {
     thread.join();
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  if (options.share) {
+    std::printf(
+        "share %llu of %llu (SHARE=%llu repeats it)\n",
+        static_cast<unsigned long long>(share),
+        static_cast<unsigned long long>(every),
+        static_cast<unsigned long long>(share));
+  }
   std::printf("%-12s %9s %13s %9s\n", "fault", "seeds", "group failed", "violated");
   for (const auto& entry : tallies) {
     std::printf(
