@@ -71,22 +71,32 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {}
     commits = {}
     order = random.Random(7)
-    for pair in range(options.pairs):
-        for table in options.tables.split(","):
-            found = {}
-            for checkout in order.sample([HERE, options.other.resolve()], 2):
-                found[checkout], commits[checkout] = measure(checkout, table, options.ranks)
-            here, other = found[HERE], found[options.other.resolve()]
-            for name in here:
-                times.setdefault(name, []).append((here[name], other[name]))
-        print(f"pair {pair + 1} of {options.pairs}", file=sys.stderr, flush=True)
+    done = 0
+    try:
+        while done < options.pairs:
+            pair: dict[str, tuple[float, float]] = {}
+            for table in options.tables.split(","):
+                found = {}
+                for checkout in order.sample([HERE, options.other.resolve()], 2):
+                    found[checkout], commits[checkout] = measure(checkout, table, options.ranks)
+                here, other = found[HERE], found[options.other.resolve()]
+                pair |= {name: (here[name], other[name]) for name in here}
+            for name, both in pair.items():
+                times.setdefault(name, []).append(both)
+            done += 1
+            print(f"pair {done} of {options.pairs}", file=sys.stderr, flush=True)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired) as stopped:
+        if not done:
+            raise
+        # An hour's pairs are worth printing although the last one is not whole.
+        print(f"stopped in pair {done + 1}: {stopped!r}", file=sys.stderr)
     other_commit = commits[options.other.resolve()]
-    print(f"# this checkout: {commits[HERE]}, the other: {other_commit}, {options.pairs} pairs")
+    print(f"# this checkout: {commits[HERE]}, the other: {other_commit}, {done} pairs")
     print(f"{'':44} {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
-    for name, found in times.items():
-        mine, theirs = zip(*found, strict=True)
-        pair = paired_ratio("here", theirs, mine)
-        ratio = f"{pair.ratio:.3f} [{pair.low:.3f}, {pair.high:.3f}]"
+    for name, pairs in times.items():
+        mine, theirs = zip(*pairs, strict=True)
+        paired = paired_ratio("here", theirs, mine)
+        ratio = f"{paired.ratio:.3f} [{paired.low:.3f}, {paired.high:.3f}]"
         medians = f"{statistics.median(mine):10.1f} {statistics.median(theirs):10.1f}"
         print(f"{name:44} {medians}   {ratio}")
 
