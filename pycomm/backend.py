@@ -102,6 +102,32 @@ def create_group(group: Any, pg_options: object) -> Any:
     return backend
 
 
+def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float) -> Any:
+    """A group of two processes that need not be ranks of a job; torch does not list it.
+
+    Args:
+        store: Where the two meet; nobody else may use it.
+        rank: 0 on one of them, 1 on the other.
+        name: Of the group, in errors.
+        host: An address of rank 0's host, as this process calls it: it chooses the interface.
+        timeout: Seconds for the meeting, and for each operation until ``set_timeout()``.
+
+    Returns:
+        The native backend, with ``send``, ``recv``, ``set_timeout`` and ``abort``.
+
+    Raises:
+        ValueError: A setting is wrong.
+        PycommError: The two did not come together.
+    """
+    resolved = Options().resolve()
+    extension = _extension.load()
+    if faults := fault_points():
+        extension.arm_fault_points(faults)
+    _set_up_logging(extension, resolved, rank)
+    native = native_options(resolved, host, [0, 1])
+    return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native)
+
+
 def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | None:
     """Why a group has failed, as this rank knows it; it stays so until the group is destroyed.
 

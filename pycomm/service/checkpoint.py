@@ -1,0 +1,76 @@
+"""A server's state on disk: written whole or not at all, and by one server at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FORMAT = 1
+
+
+class CheckpointFile:
+    """The file, and a lock that lasts as long as this object or its process.
+
+    Raises:
+        BlockingIOError: Another server uses the file.
+        OSError: The folder is missing or cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._lock = os.open(f"{self.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise BlockingIOError(
+                f"another server uses the checkpoint {self.path}: give each server its own file"
+            ) from error
+
+    def read(self) -> dict[str, Any] | None:
+        """The state that was written last; None if there is no file.
+
+        Raises:
+            ValueError: It is no checkpoint of a server, or of another version.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{self.path} cannot be read as a checkpoint: {error}. Nothing was changed; to "
+                "begin anew, move it away"
+            ) from error
+        if not isinstance(state, dict) or state.get("pycomm_service") != _FORMAT:
+            raise ValueError(f"{self.path} is no checkpoint of this version's parameter service")
+        return state
+
+    def write(self, state: dict[str, Any]) -> None:
+        """The old file stays until the new one is on the disk."""
+        folder = self.path.parent
+        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save({**state, "pycomm_service": _FORMAT}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        entry = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(entry)  # the name, too
+        finally:
+            os.close(entry)
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,270 @@
+"""A worker's end of the parameter service."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm.service.endpoint import number_from, parse_endpoints
+from pycomm.service.frames import Frame, Hello, Kind
+from pycomm.service.session import PREFIX, WORKER, Session
+from pycomm.service.shard import Layout
+
+T = TypeVar("T")
+_AGAIN_S = 0.2
+
+
+class _Server:
+    """One server, as the worker sees it: the connection, and what it has acknowledged."""
+
+    def __init__(self, host: str, port: int, number: int) -> None:
+        self.host, self.port, self.number = host, port, number
+        self.acknowledged = 0
+        self.session: Session | None = None
+        self.store: TCPStore | None = None  # the group of two asks it when it fails
+
+    @property
+    def name(self) -> str:
+        return f"server {self.number} at {self.host}:{self.port}"
+
+    def drop(self) -> None:
+        if self.session is not None:
+            with contextlib.suppress(Exception):
+                self.session.abort()
+        self.session = None
+
+
+class RefusedError(RuntimeError):
+    """A server does not take this worker: another model, list of servers or staleness."""
+
+
+class ParameterClient:
+    """Pushes a model's gradients to servers and pulls the parameters. Not thread-safe.
+
+        client = ParameterClient(model, servers="10.0.0.1:6170", worker=0)
+        for batch in batches:
+            loss(model, batch).backward()
+            client.push()
+            client.pull()
+            model.zero_grad()
+
+    After it is made the model has the servers' parameters. The worker needs no optimizer. Buffers,
+    such as BatchNorm's running statistics, stay the worker's own. A server that goes away is
+    tried again for ``reconnect`` seconds; a push that it had not acknowledged is sent again, and
+    applied once.
+
+    Args:
+        model: With the same parameters as the servers' model: names, shapes, dtypes. On the CPU.
+        servers: All servers in the same order on all workers, as "10.0.0.1:6170,10.0.0.2:6170" or
+            a list; default ``PADDLE_PSERVERS_IP_PORT_LIST``.
+        worker: This worker's number, from 0; default ``PADDLE_TRAINER_ID``.
+        staleness: 0: all workers step together, with the mean of their gradients. k: each push is a
+            step of its own, and a worker may be k steps ahead of the slowest. None: no bound.
+        sliced: Cut large parameters into slices for several servers.
+        timeout: Seconds that a call may wait for other workers.
+        reconnect: Seconds for which a server that is gone is tried again.
+
+    Raises:
+        ValueError: An argument is wrong.
+        RefusedError: A server has other settings or another model.
+        ConnectionError: A server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        servers: str | Sequence[str] | None = None,
+        worker: int | None = None,
+        staleness: int | None = 0,
+        sliced: bool = True,
+        timeout: float = 1800.0,
+        reconnect: float = 60.0,
+    ) -> None:
+        endpoints = parse_endpoints(servers)
+        self._worker = number_from(
+            worker, "PADDLE_TRAINER_ID", os.environ.get("PADDLE_TRAINER_ID"), "worker"
+        )
+        if staleness is not None and staleness < 0:
+            raise ValueError(f"staleness is {staleness}; use 0, a number of steps, or None")
+        if min(timeout, reconnect) <= 0:
+            raise ValueError("timeout and reconnect must be more than 0 seconds")
+        self._staleness, self._sliced = staleness, sliced
+        self._timeout, self._reconnect = timeout, reconnect
+        self._layout = Layout(model, len(endpoints), sliced=sliced)
+        self._incarnation = secrets.randbits(62)
+        self._servers = [_Server(*each, number) for number, each in enumerate(endpoints)]
+        self._clock = 0
+        self._closed = False
+        for server in self._servers:
+            self._retrying(server, lambda _: None)
+        self._clock = max(server.acknowledged for server in self._servers)
+        self.pull()
+
+    @property
+    def clock(self) -> int:
+        """Steps of this worker."""
+        return self._clock
+
+    def push(self) -> None:
+        """Sends all gradients, and returns when all servers have them. None counts as zeros.
+
+        Raises:
+            ConnectionError: A server is gone for longer than ``reconnect``. The push is not taken
+                back: where it arrived, it counts.
+        """
+        self._check_open()
+        self._clock += 1
+        clock = self._clock
+        for server in self._servers:
+            buffers = self._layout.buffers(server.number)
+            for each, view in self._layout.views(server.number, buffers):
+                gradient = self._layout.parameters[each.name].grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.layout is not torch.strided:
+                    raise ValueError(
+                        f"the gradient of {each.name!r} is sparse; the parameter service takes "
+                        "dense ones"
+                    )
+                else:
+                    view.copy_(self._layout.flat(each, gradient.contiguous()))
+
+            def send(session: Session) -> None:
+                session.send(Frame(Kind.PUSH, clock=clock), buffers)  # noqa: B023
+                _done(session)
+
+            self._retrying(server, send)
+            server.acknowledged = clock
+
+    def pull(self) -> int:
+        """Gets the parameters, as new as ``staleness`` demands; waits for that.
+
+        Returns:
+            The servers' version, the smallest one of theirs.
+
+        Raises:
+            ConnectionError: A server is gone for longer than ``reconnect``.
+        """
+        self._check_open()
+        versions = []
+        pulled = []
+        for server in self._servers:
+            buffers = self._layout.buffers(server.number)
+
+            def receive(session: Session) -> int:
+                session.send(Frame(Kind.PULL, clock=self._clock))
+                version = _done(session).version
+                session.receive_tensors(buffers)  # noqa: B023
+                return version
+
+            versions.append(self._retrying(server, receive))
+            pulled.append(buffers)
+        with torch.no_grad():  # all have come: the model is never half new
+            for server, buffers in zip(self._servers, pulled, strict=True):
+                for each, view in self._layout.views(server.number, buffers):
+                    self._layout.flat(each, self._layout.parameters[each.name]).copy_(view)
+        return min(versions)
+
+    def close(self) -> None:
+        """Says goodbye: the others no longer wait for this worker. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for server in self._servers:
+            if server.session is not None:
+                with contextlib.suppress(Exception):  # a server that is gone waits for nobody
+                    server.session.send(Frame(Kind.GOODBYE))
+                    _done(server.session)
+            server.drop()
+
+    def __enter__(self) -> ParameterClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this client is closed")
+
+    def _retrying(self, server: _Server, call: Callable[[Session], T]) -> T:
+        """``call`` with a connection that works; tried again while the server is away."""
+        until = time.monotonic() + self._reconnect
+        while True:
+            try:
+                if server.session is None:
+                    server.session = self._connect(server, until - time.monotonic())
+                return call(server.session)
+            except RefusedError:
+                server.drop()
+                raise
+            except Exception as error:
+                server.drop()
+                if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
+                    raise ConnectionError(
+                        f"worker {self._worker} has lost {server.name} of the parameter service, "
+                        f"and tried it again for {self._reconnect:g} s: {error}. Try: look at the "
+                        "server's output; a worker made after its restart goes on from its "
+                        "checkpoint"
+                    ) from error
+                time.sleep(_AGAIN_S)
+
+    def _connect(self, server: _Server, seconds: float) -> Session:
+        store = TCPStore(
+            server.host,
+            server.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(1.0, min(seconds, 30.0))),
+        )
+        number = store.add(f"{PREFIX}/sessions", 1)
+        hello = Hello(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            clock=server.acknowledged,
+            server=server.number,
+            servers=len(self._servers),
+            staleness=self._staleness,
+            digest=self._layout.digest,
+            sliced=self._sliced,
+            host=server.host,
+        )
+        store.set(f"{PREFIX}/{number}/hello", hello.encode())
+        refused = json.loads(store.get(f"{PREFIX}/{number}/answer")).get("refused")
+        if refused is not None:
+            raise RefusedError(f"{server.name}: {refused}")
+        session = Session(
+            store,
+            number,
+            WORKER,
+            host=server.host,
+            timeout=self._timeout,
+            name=f"service/{number}",
+        )
+        welcome = session.receive()
+        if welcome.kind is not Kind.WELCOME:
+            raise RefusedError(f"{server.name}: {welcome.text or 'not welcome'}")
+        if server.acknowledged == 0 and self._clock == 0:
+            server.acknowledged = welcome.clock
+        server.store = store
+        return session
+
+
+def _done(session: Session) -> Frame:
+    frame = session.receive()
+    if frame.kind is Kind.REFUSED:
+        raise RefusedError(frame.text)
+    if frame.kind is not Kind.DONE:
+        raise ValueError(f"a server answered with {frame.kind.name}")
+    return frame

@@ -1,0 +1,118 @@
+"""What a worker and a server say to each other: a text to meet, then frames of one size.
+
+No pickle, and no number that says how much to read: the sizes of tensors follow from the model,
+which both have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import struct
+
+_HELLO_NBYTES = 4096
+FRAME_NBYTES = 512
+_MAGIC = b"pcs1"
+_FIXED = struct.Struct("<4sHHqqq")
+_MAX_NUMBER = 2**62
+_MAX_WORKERS = 1 << 16
+
+
+class Kind(enum.IntEnum):
+    """Of a frame. The first three come from workers; WELCOME and DONE are answers."""
+
+    PUSH = 1
+    PULL = 2
+    GOODBYE = 3
+    WELCOME = 4
+    DONE = 5
+    REFUSED = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One message, before or without tensors."""
+
+    kind: Kind
+    clock: int = 0
+    version: int = 0
+    lost_pushes: int = 0
+    text: str = ""
+
+    def encode(self) -> bytes:
+        fixed = _FIXED.pack(
+            _MAGIC, self.kind, 0, self.clock, self.version, self.lost_pushes
+        )
+        text = self.text.encode()[: FRAME_NBYTES - len(fixed)]
+        return (fixed + text).ljust(FRAME_NBYTES, b"\0")
+
+
+def decode_frame(data: bytes) -> Frame:
+    """Raises ValueError if it is no frame, or a number in it makes no sense."""
+    if len(data) != FRAME_NBYTES:
+        raise ValueError(f"a frame of {len(data)} bytes, not of {FRAME_NBYTES}")
+    magic, kind, zero, *numbers = _FIXED.unpack_from(data)
+    if magic != _MAGIC or zero != 0 or kind not in set(Kind):
+        raise ValueError("what came is no frame of the parameter service")
+    if not all(0 <= number <= _MAX_NUMBER for number in numbers):
+        raise ValueError(f"a frame with the numbers {numbers}, which are negative or too large")
+    text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
+    printable = "".join(each if each.isprintable() else "?" for each in text)
+    return Frame(Kind(kind), *numbers, text=printable)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hello:
+    """Who asks for a session, and what it takes the service for."""
+
+    worker: int
+    incarnation: int
+    clock: int
+    server: int
+    servers: int
+    staleness: int | None
+    digest: str
+    sliced: bool
+    host: str
+    """The server's address, as the worker calls it."""
+
+    def encode(self) -> bytes:
+        return json.dumps({"pycomm_service": 1, **dataclasses.asdict(self)}).encode()
+
+
+_RANGES = {
+    "worker": _MAX_WORKERS,
+    "incarnation": _MAX_NUMBER,
+    "clock": _MAX_NUMBER,
+    "server": _MAX_WORKERS,
+    "servers": _MAX_WORKERS,
+}
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Raises ValueError if it is no hello, or a value in it makes no sense."""
+    if len(data) > _HELLO_NBYTES:
+        raise ValueError(f"a hello of {len(data)} bytes, more than {_HELLO_NBYTES}")
+    try:
+        said = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a hello that is no JSON: {error}") from None
+    if not isinstance(said, dict) or said.pop("pycomm_service", None) != 1:
+        raise ValueError("a hello of another version")
+    if set(said) != {field.name for field in dataclasses.fields(Hello)}:
+        raise ValueError("a hello with other fields")
+    for name, most in _RANGES.items():
+        value = said[name]
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"a hello whose {name} is not a number from 0 to {most}")
+    staleness = said["staleness"]
+    if staleness is not None and (type(staleness) is not int or not 0 <= staleness <= _MAX_NUMBER):
+        raise ValueError("a hello whose staleness is neither null nor a number")
+    if not (isinstance(said["digest"], str) and isinstance(said["host"], str)):
+        raise ValueError("a hello whose digest or host is no text")
+    if type(said["sliced"]) is not bool:
+        raise ValueError("a hello whose sliced is neither true nor false")
+    if said["server"] >= said["servers"]:
+        raise ValueError(f"a hello for server {said['server']} of {said['servers']}")
+    return Hello(**said)

@@ -1,0 +1,79 @@
+"""Which server keeps which part of which parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+ALIGNMENT = 8192
+"""Elements. A slice begins at a multiple of it; Paddle's ``slice_var_up`` uses the same number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What placement has to know of a parameter."""
+
+    name: str
+    numel: int
+    itemsize: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """Elements ``start`` to ``stop`` of a parameter, flattened; ``server`` keeps them."""
+
+    name: str
+    start: int
+    stop: int
+    server: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def place(shapes: Sequence[Shape], servers: int, *, sliced: bool = True) -> list[Slice]:
+    """Divides parameters among servers by bytes; a pure function, so that all processes agree.
+
+    Args:
+        shapes: The parameters in the model's order.
+        servers: How many servers there are.
+        sliced: Cut a parameter of 2 x 8192 elements or more into up to ``servers`` slices. Without
+            it each parameter is one slice.
+
+    Returns:
+        The slices in the order of ``shapes``. The largest was placed first, each on the server
+        that had the fewest bytes, the lowest number among equals.
+    """
+    pieces: list[tuple[Shape, int, int]] = []
+    for shape in shapes:
+        blocks = -(-shape.numel // ALIGNMENT)
+        parts = min(servers, shape.numel // ALIGNMENT) if sliced else 1
+        step = -(-blocks // max(1, parts)) * ALIGNMENT
+        if parts <= 1:
+            pieces.append((shape, 0, shape.numel))
+        else:
+            pieces += [
+                (shape, start, min(start + step, shape.numel))
+                for start in range(0, shape.numel, step)
+            ]
+    loads = [0] * servers
+    chosen = [0] * len(pieces)
+    sizes = [(stop - start) * shape.itemsize for shape, start, stop in pieces]
+    for index in sorted(range(len(pieces)), key=lambda index: (-sizes[index], index)):
+        chosen[index] = min(range(servers), key=lambda server: (loads[server], server))
+        loads[chosen[index]] += sizes[index]
+    return [
+        Slice(shape.name, start, stop, server)
+        for (shape, start, stop), server in zip(pieces, chosen, strict=True)
+    ]
+
+
+def digest(slices: Sequence[Slice], dtypes: Sequence[str]) -> str:
+    """Equal for two processes exactly if they have the same slices with the same dtypes."""
+    text = "\n".join(
+        f"{each.name} {each.start} {each.stop} {each.server} {dtype}"
+        for each, dtype in zip(slices, dtypes, strict=True)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,178 @@
+"""When a push is applied, and when a pull may be answered: the rules, without tensors and network.
+
+The clock of a worker is the number of its steps. ``staleness`` is how many steps a worker may be
+ahead of the slowest: 0 is lock-step, where the pushes of one clock make one step of the optimizer;
+with 1 or more, or None for no bound, each push is a step of its own at the moment it arrives
+(stale synchronous parallel, Ho et al. 2013).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+
+class PushVerdict(enum.Enum):
+    """What becomes of a push."""
+
+    APPLY = enum.auto()
+    """Now, as a step of its own."""
+    KEEP = enum.auto()
+    """Until all live workers have reached its clock."""
+    REPEATED = enum.auto()
+    """It came before: acknowledge it, and do not apply it."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """What a server knows of a worker."""
+
+    incarnation: int
+    """Drawn anew by each process that is this worker."""
+    clock: int = 0
+    """Of its last push that came or that it says was acknowledged."""
+    applied: int = 0
+    """The clock of its last push that is in the parameters."""
+    live: bool = True
+
+
+class StaleWorkerError(Exception):
+    """Another process has become this worker."""
+
+
+class Schedule:
+    """The state of all workers on one server. Not thread-safe: the server's lock is around it."""
+
+    def __init__(self, workers: int, staleness: int | None) -> None:
+        self.staleness = staleness
+        self.version = 0
+        """Steps of the optimizer; with ``staleness=0`` the clock whose pushes were applied last."""
+        self.lost_pushes = 0
+        """Acknowledged ones that a restart of the server has forgotten."""
+        self._expected = workers
+        self._workers: dict[int, Worker] = {}
+        self._replaced: set[int] = set()
+        self._kept: dict[int, set[int]] = {}
+        """By clock, the workers whose push waits for the others."""
+
+    @property
+    def expected(self) -> int:
+        return self._expected
+
+    @property
+    def workers(self) -> Mapping[int, Worker]:
+        return self._workers
+
+    def joined(self, worker: int, incarnation: int, clock: int) -> int:
+        """A process says that it is ``worker`` and that ``clock`` steps of it were acknowledged.
+
+        Returns:
+            The clock with which it goes on: its own, or for a new process what the slowest live
+            worker has applied.
+
+        Raises:
+            StaleWorkerError: It was replaced by a newer process.
+        """
+        if incarnation in self._replaced:
+            raise StaleWorkerError(
+                f"another process has become worker {worker} since this one was connected last"
+            )
+        known = self._workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            known.live = True
+            if clock > known.clock:  # the server was restarted from an older state
+                self.lost_pushes += clock - known.clock
+                known.clock = clock
+            return known.clock
+        if known is not None:
+            self._replaced.add(known.incarnation)
+            for kept in self._kept.values():
+                kept.discard(worker)
+        begin = max(clock, self.version if self.staleness == 0 else self._slowest(but=worker))
+        self._workers[worker] = Worker(incarnation, clock=begin, applied=begin)
+        return begin
+
+    def left(self, worker: int) -> None:
+        """It has ended, or has been away for too long: nobody waits for it any more."""
+        self._workers[worker].live = False
+
+    def _slowest(self, but: int) -> int:
+        others = [each for number, each in self._workers.items() if number != but]
+        live = [each.clock for each in others if each.live]
+        return min(live, default=max((each.clock for each in others), default=0))
+
+    def pushed(self, worker: int, clock: int) -> PushVerdict:
+        """A push has come whole. Clocks that were left out count as lost.
+
+        Raises:
+            ValueError: The clock is not a number of a step.
+        """
+        known = self._workers[worker]
+        if clock < 1:
+            raise ValueError(f"a push has clock {clock}; they are counted from 1")
+        if clock <= known.clock:
+            return PushVerdict.REPEATED
+        self.lost_pushes += clock - known.clock - 1
+        known.clock = clock
+        if self.staleness == 0:
+            self._kept.setdefault(clock, set()).add(worker)
+            return PushVerdict.KEEP
+        known.applied = clock
+        self.version += 1
+        return PushVerdict.APPLY
+
+    def due(self) -> tuple[int, list[int]] | None:
+        """The oldest clock whose pushes can be applied, with its workers in order; None if none.
+
+        The caller applies them as one step and then calls due() again.
+        """
+        if not self._kept or len(self._workers) < self._expected:
+            return None
+        clock = min(self._kept)
+        if any(each.live and each.clock < clock for each in self._workers.values()):
+            return None
+        workers = sorted(self._kept.pop(clock))
+        for worker in workers:
+            self._workers[worker].applied = clock
+        self.version = max(self.version, clock)
+        return clock, workers
+
+    def skipped(self, worker: int, clock: int) -> None:
+        """It is at ``clock`` without a push to this server, as one that joined at another's clock."""
+        known = self._workers[worker]
+        known.clock = max(known.clock, clock)
+
+    def may_pull(self, worker: int) -> bool:
+        """Whether what is applied is new enough for the worker's clock."""
+        if self.staleness is None:
+            return True
+        if len(self._workers) < self._expected and self._workers[worker].clock > self.staleness:
+            return False  # some have never come
+        bound = self._workers[worker].clock - self.staleness
+        if any(clock <= bound for clock in self._kept):
+            return False
+        return all(each.clock >= bound for each in self._workers.values() if each.live)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of what is applied; a push that is kept is not."""
+        return {
+            "staleness": self.staleness,
+            "version": self.version,
+            "lost_pushes": self.lost_pushes,
+            "replaced": sorted(self._replaced),
+            "workers": {
+                number: [each.incarnation, each.applied] for number, each in self._workers.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Only into a schedule that nobody has joined."""
+        self.version = int(state["version"])
+        self.lost_pushes = int(state["lost_pushes"])
+        self._replaced = {int(each) for each in state["replaced"]}
+        self._workers = {
+            int(number): Worker(int(incarnation), clock=int(applied), applied=int(applied))
+            for number, (incarnation, applied) in state["workers"].items()
+        }

@@ -1,0 +1,58 @@
+"""The connection of one worker to one server: a meeting in the server's store, a group of two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from pycomm.backend import connect_pair
+from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
+
+PREFIX = "pycomm_service"
+MEETING_S = 30.0
+"""For the two to form their group, once the server has accepted the hello."""
+SERVER, WORKER = 0, 1
+
+
+class Session:
+    """Frames and tensors between a worker and a server. One thread at a time, but for abort()."""
+
+    def __init__(
+        self, store: Any, number: int, rank: int, *, host: str, timeout: float, name: str
+    ) -> None:
+        self._peer = 1 - rank
+        self._backend = connect_pair(
+            PrefixStore(f"{PREFIX}/{number}/group", store),
+            rank,
+            name,
+            host=host,
+            timeout=MEETING_S,
+        )
+        self._backend.set_timeout(timedelta(seconds=timeout))
+
+    def send(self, frame: Frame, tensors: Mapping[Any, torch.Tensor] | None = None) -> None:
+        """The frame, then the tensors in their order. Raises PycommError if the peer is gone."""
+        header = torch.frombuffer(bytearray(frame.encode()), dtype=torch.uint8)
+        works = [self._backend.send([each], self._peer, 0) for each in (header, *(tensors or {}).values())]
+        for work in works:
+            work.wait()
+
+    def receive(self) -> Frame:
+        """The next frame. Raises ValueError if it is none, PycommError if the peer is gone."""
+        header = torch.empty(FRAME_NBYTES, dtype=torch.uint8)
+        self._backend.recv([header], self._peer, 0).wait()
+        return decode_frame(bytes(header.numpy()))
+
+    def receive_tensors(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+        """Those that follow a frame, into ``tensors``."""
+        works = [self._backend.recv([each], self._peer, 0) for each in tensors.values()]
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """Ends what is under way, on any thread; the peer notices."""
+        self._backend.abort()
