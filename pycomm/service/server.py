@@ -104,6 +104,8 @@ class ParameterServer:
         host, port = parse_endpoint(listen)
         if min(checkpoint_every, rejoin, timeout) <= 0:
             raise ValueError("checkpoint_every, rejoin and timeout must be more than 0 seconds")
+        # Refuses an unfit model or optimizer here, not when the first worker comes.
+        Shard(Layout(model, 1, sliced=False), 0, optimizer)
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._checkpoint_every, self._rejoin, self._timeout = checkpoint_every, rejoin, timeout
         self._changed = threading.Condition()
@@ -250,7 +252,7 @@ class ParameterServer:
         try:
             hello = decode_hello(self._store.get(f"{PREFIX}/{number}/hello"))
             refusal = self._agree(hello)
-        except ValueError as error:
+        except Exception as error:  # what a stranger sends must not end a thread without an answer
             refusal = str(error)
         answer = json.dumps({"refused": refusal}).encode()
         self._store.set(f"{PREFIX}/{number}/answer", answer)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn, optim
@@ -119,8 +120,7 @@ class Shard:
         self._groups = [index for index, group in enumerate(groups) if group["params"]]
         self._optimizer: optim.Optimizer | None = None
         if self._groups:
-            make: Any = type(optimizer)
-            self._optimizer = make([groups[index] for index in self._groups], **optimizer.defaults)
+            self._optimizer = _like(optimizer, [groups[index] for index in self._groups])
 
     def _parameter(self, each: Slice) -> nn.Parameter:
         original = self._layout.parameters[each.name]
@@ -189,6 +189,24 @@ class Shard:
                 parameter.copy_(saved)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(_cloned(state["optimizer"]))
+
+
+def _like(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:
+    """Another optimizer of the same class, with the same settings, for other parameters."""
+    make: Any = type(optimizer)
+    name = make.__name__
+    if inspect.signature(make.step).parameters["closure"].default is inspect.Parameter.empty:
+        raise ValueError(f"{name} needs a closure, and a server has no data to compute a loss from")
+    # The rest of the settings stands in the groups.
+    taken = inspect.signature(make).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    try:
+        return cast(optim.Optimizer, make(groups, **defaults))
+    except TypeError as error:
+        raise ValueError(
+            f"a second {name} cannot be made with the settings of the first: {error}. A server "
+            "needs a class that takes (params, **defaults), as those of torch.optim do"
+        ) from error
 
 
 def _cloned(state: Any) -> Any:
