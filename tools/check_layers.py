@@ -108,7 +108,7 @@ PYTHON_FLOORS = [
     {"ddp"},
     {"_outer_step"},
     {"local_sgd", "report"},
-    {"sparse_loco", "streaming_diloco"},
+    {"sparse_loco", "streaming_diloco", "service"},
     {"integrations"},
     {"__init__"},
     {"doctor", "trace"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pycomm.service.client import ParameterClient, RefusedError
-from pycomm.service.server import ParameterServer, ServerStats
+from pycomm.service.core import ServerStats
+from pycomm.service.server import ParameterServer
 
 __all__ = ["ParameterClient", "ParameterServer", "RefusedError", "ServerStats"]

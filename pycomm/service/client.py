@@ -240,7 +240,7 @@ class ParameterClient:
             sliced=self._sliced,
             host=server.host,
         )
-        store.set(f"{PREFIX}/{number}/hello", hello.encode())
+        store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
         refused = json.loads(store.get(f"{PREFIX}/{number}/answer")).get("refused")
         if refused is not None:
             raise RefusedError(f"{server.name}: {refused}")

@@ -11,11 +11,12 @@ import enum
 import json
 import struct
 
+from pycomm.service.schedule import MOST_STEPS
+
 _HELLO_NBYTES = 4096
 FRAME_NBYTES = 512
 _MAGIC = b"pcs1"
 _FIXED = struct.Struct("<4sHHqqq")
-_MAX_NUMBER = 2**62
 _MAX_WORKERS = 1 << 16
 
 
@@ -41,9 +42,7 @@ class Frame:
     text: str = ""
 
     def encode(self) -> bytes:
-        fixed = _FIXED.pack(
-            _MAGIC, self.kind, 0, self.clock, self.version, self.lost_pushes
-        )
+        fixed = _FIXED.pack(_MAGIC, self.kind, 0, self.clock, self.version, self.lost_pushes)
         text = self.text.encode()[: FRAME_NBYTES - len(fixed)]
         return (fixed + text).ljust(FRAME_NBYTES, b"\0")
 
@@ -55,11 +54,11 @@ def decode_frame(data: bytes) -> Frame:
     magic, kind, zero, *numbers = _FIXED.unpack_from(data)
     if magic != _MAGIC or zero != 0 or kind not in set(Kind):
         raise ValueError("what came is no frame of the parameter service")
-    if not all(0 <= number <= _MAX_NUMBER for number in numbers):
+    if not all(0 <= number <= MOST_STEPS for number in numbers):
         raise ValueError(f"a frame with the numbers {numbers}, which are negative or too large")
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
     printable = "".join(each if each.isprintable() else "?" for each in text)
-    return Frame(Kind(kind), *numbers, text=printable)
+    return Frame(Kind(kind), *numbers, printable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,8 @@ class Hello:
 
 _RANGES = {
     "worker": _MAX_WORKERS,
-    "incarnation": _MAX_NUMBER,
-    "clock": _MAX_NUMBER,
+    "incarnation": MOST_STEPS,
+    "clock": MOST_STEPS,
     "server": _MAX_WORKERS,
     "servers": _MAX_WORKERS,
 }
@@ -107,7 +106,7 @@ def decode_hello(data: bytes) -> Hello:
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"a hello whose {name} is not a number from 0 to {most}")
     staleness = said["staleness"]
-    if staleness is not None and (type(staleness) is not int or not 0 <= staleness <= _MAX_NUMBER):
+    if staleness is not None and (type(staleness) is not int or not 0 <= staleness <= MOST_STEPS):
         raise ValueError("a hello whose staleness is neither null nor a number")
     if not (isinstance(said["digest"], str) and isinstance(said["host"], str)):
         raise ValueError("a hello whose digest or host is no text")

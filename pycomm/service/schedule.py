@@ -13,6 +13,9 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+MOST_STEPS = 2**62
+"""No clock and no count goes above it: they travel as 64-bit numbers."""
+
 
 class PushVerdict(enum.Enum):
     """What becomes of a push."""
@@ -83,7 +86,7 @@ class Schedule:
         if known is not None and known.incarnation == incarnation:
             known.live = True
             if clock > known.clock:  # the server was restarted from an older state
-                self.lost_pushes += clock - known.clock
+                self._lose(clock - known.clock)
                 known.clock = clock
             return known.clock
         if known is not None:
@@ -114,7 +117,7 @@ class Schedule:
             raise ValueError(f"a push has clock {clock}; they are counted from 1")
         if clock <= known.clock:
             return PushVerdict.REPEATED
-        self.lost_pushes += clock - known.clock - 1
+        self._lose(clock - known.clock - 1)
         known.clock = clock
         if self.staleness == 0:
             self._kept.setdefault(clock, set()).add(worker)
@@ -122,6 +125,9 @@ class Schedule:
         known.applied = clock
         self.version += 1
         return PushVerdict.APPLY
+
+    def _lose(self, pushes: int) -> None:
+        self.lost_pushes = min(self.lost_pushes + pushes, MOST_STEPS)
 
     def due(self) -> tuple[int, list[int]] | None:
         """The oldest clock whose pushes can be applied, with its workers in order; None if none.
@@ -140,7 +146,7 @@ class Schedule:
         return clock, workers
 
     def skipped(self, worker: int, clock: int) -> None:
-        """It is at ``clock`` without a push to this server, as one that joined at another's clock."""
+        """It is at ``clock`` without a push to this server: it began at another server's clock."""
         known = self._workers[worker]
         known.clock = max(known.clock, clock)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from pycomm.backend import connect_pair
 from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
@@ -37,7 +37,8 @@ class Session:
     def send(self, frame: Frame, tensors: Mapping[Any, torch.Tensor] | None = None) -> None:
         """The frame, then the tensors in their order. Raises PycommError if the peer is gone."""
         header = torch.frombuffer(bytearray(frame.encode()), dtype=torch.uint8)
-        works = [self._backend.send([each], self._peer, 0) for each in (header, *(tensors or {}).values())]
+        sent = (header, *(tensors or {}).values())
+        works = [self._backend.send([each], self._peer, 0) for each in sent]
         for work in works:
             work.wait()
 

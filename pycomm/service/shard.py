@@ -92,9 +92,7 @@ class Shard:
         self._server = server
         self._user = optimizer
         self._slices = layout.of(server)
-        whole = all(
-            each.numel == layout.parameters[each.name].numel() for each in layout.slices
-        )
+        whole = all(each.numel == layout.parameters[each.name].numel() for each in layout.slices)
         if not whole and type(optimizer) not in ELEMENTWISE:
             raise ValueError(
                 f"{type(optimizer).__name__} may need whole tensors, and parameters are cut into "
@@ -125,9 +123,7 @@ class Shard:
     def _parameter(self, each: Slice) -> nn.Parameter:
         original = self._layout.parameters[each.name]
         whole = each.numel == original.numel()
-        return nn.Parameter(
-            original.detach() if whole else self._layout.flat(each, original)
-        )
+        return nn.Parameter(original.detach() if whole else self._layout.flat(each, original))
 
     def step(self, gradients: Sequence[Mapping[torch.dtype, torch.Tensor]]) -> None:
         """One step with the mean of some workers' gradients, added in their order."""
@@ -146,9 +142,7 @@ class Shard:
             parameter.grad = view.view_as(parameter)
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             # What a schedule has changed in the user's optimizer: lr, momentum.
-            group.update(
-                {k: v for k, v in self._user.param_groups[index].items() if k != "params"}
-            )
+            group.update({k: v for k, v in self._user.param_groups[index].items() if k != "params"})
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

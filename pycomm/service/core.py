@@ -1,0 +1,318 @@
+"""One server's parameters and what it knows of its workers, behind one lock; no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from pycomm.service.frames import Hello
+from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
+from pycomm.service.shard import Layout, Shard
+
+logger = logging.getLogger("pycomm")
+_LOOK_S = 0.5
+
+Buffers = Mapping[torch.dtype, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerStats:
+    """Counted since the first start, over restarts from the checkpoint."""
+
+    version: int
+    """Steps of the optimizer."""
+    lost_pushes: int
+    """Acknowledged ones that a restart has lost."""
+    live_workers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What all workers must agree on; the first of them brings it, or the checkpoint."""
+
+    server: int
+    servers: int
+    staleness: int | None
+    sliced: bool
+    digest: str
+
+    @staticmethod
+    def of(hello: Hello) -> Terms:
+        return Terms(hello.server, hello.servers, hello.staleness, hello.sliced, hello.digest)
+
+
+@dataclasses.dataclass
+class _Begun:
+    """What exists once the terms are known."""
+
+    terms: Terms
+    layout: Layout
+    shard: Shard
+    schedule: Schedule
+    kept: dict[tuple[int, int], Buffers] = dataclasses.field(default_factory=dict)
+    """Gradients by worker and clock that wait for those of other workers."""
+
+
+class ServerCore:
+    """Applies pushes and answers pulls. On any thread; each worker's calls come one at a time.
+
+    Args:
+        model: The first parameters; changed in place.
+        optimizer: Of the model's parameters.
+        scheduler: Stepped after each step of the optimizer.
+        workers: How many there are.
+
+    Raises:
+        ValueError: The model or the optimizer is not fit for a server.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        scheduler: optim.lr_scheduler.LRScheduler | None,
+        workers: int,
+    ) -> None:
+        # Refuses an unfit model or optimizer here, not when the first worker comes.
+        Shard(Layout(model, 1, sliced=False), 0, optimizer)
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._workers = workers
+        self._changed = threading.Condition()
+        # All below is guarded by it.
+        self._begun: _Begun | None = None
+        self._gone_at: dict[int, float] = {}
+        self._ended: set[int] = set()
+        self._stopped = False
+        self._failure: Exception | None = None
+
+    # ---- one worker's calls
+
+    def agree(self, hello: Hello) -> str | None:
+        """Why the worker cannot take part; None if it can."""
+        terms = Terms.of(hello)
+        with self._changed:
+            if hello.worker >= self._workers:
+                return f"worker {hello.worker} of a service with {self._workers} workers, from 0 on"
+            if self._begun is None:
+                self._begin(terms)
+                return None
+            for field in dataclasses.fields(Terms):
+                mine, theirs = getattr(self._begun.terms, field.name), getattr(terms, field.name)
+                if mine != theirs:
+                    return (
+                        f"worker {hello.worker} has {field.name}={theirs!r}, and the server "
+                        f"{mine!r}: all workers and servers need the same model, list of servers, "
+                        "staleness and sliced"
+                    )
+        return None
+
+    def join(self, hello: Hello) -> int:
+        """The worker is here. Returns the clock with which it goes on.
+
+        Raises:
+            StaleWorkerError: Another process has become this worker.
+        """
+        with self._changed:
+            begun = self._now()
+            clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock)
+            for kept in [each for each in begun.kept if each[0] == hello.worker]:
+                if kept[1] > clock:  # of a process that another one has replaced
+                    del begun.kept[kept]
+            self._ended.discard(hello.worker)
+            self._gone_at.pop(hello.worker, None)
+            self._apply_due(begun)
+            return clock
+
+    def buffers(self) -> dict[torch.dtype, torch.Tensor]:
+        """Uninitialized, for gradients that come or parameters that go."""
+        begun = self._now()
+        return begun.layout.buffers(begun.terms.server)
+
+    def push(self, worker: int, incarnation: int, clock: int, gradients: Buffers) -> None:
+        """Applies the gradients, keeps them for the others, or drops them if they came before.
+
+        Raises:
+            StaleWorkerError: Another process has become this worker.
+            ValueError: The clock is not a number of a step.
+        """
+        with self._changed:
+            begun = self._now()
+            _check_current(begun, worker, incarnation)
+            verdict = begun.schedule.pushed(worker, clock)
+            if verdict is PushVerdict.APPLY:
+                self._step(begun, [gradients])
+            elif verdict is PushVerdict.KEEP:
+                begun.kept[(worker, clock)] = gradients
+            self._apply_due(begun)
+
+    def pull(self, worker: int, incarnation: int, clock: int, into: Buffers) -> tuple[int, int]:
+        """Waits until the parameters are new enough for the worker, and copies them.
+
+        Returns:
+            The version and the count of lost pushes.
+
+        Raises:
+            StaleWorkerError: Another process has become this worker.
+            RuntimeError: The server is stopping.
+        """
+        with self._changed:
+            begun = self._now()
+            _check_current(begun, worker, incarnation)
+            begun.schedule.skipped(worker, clock)
+            self._apply_due(begun)
+            while not begun.schedule.may_pull(worker):
+                if self._stopped:
+                    raise RuntimeError("the server is stopping")
+                self._changed.wait(_LOOK_S)
+                _check_current(begun, worker, incarnation)
+            begun.shard.copy_to(into)
+            return begun.schedule.version, begun.schedule.lost_pushes
+
+    def goodbye(self, worker: int, incarnation: int) -> None:
+        """The worker has ended: nobody waits for it any more."""
+        with self._changed:
+            begun = self._now()
+            _check_current(begun, worker, incarnation)
+            self._ended.add(worker)
+            begun.schedule.left(worker)
+            self._apply_due(begun)
+
+    def lost_sight(self, worker: int) -> None:
+        """Its connection is gone; the others wait until forget_absent() says that they need not."""
+        with self._changed:
+            if worker not in self._ended:
+                self._gone_at[worker] = time.monotonic()
+
+    # ---- the server's calls
+
+    def forget_absent(self, rejoin: float) -> None:
+        """The others no longer wait for workers that have been away for ``rejoin`` seconds."""
+        now = time.monotonic()
+        with self._changed:
+            for worker, gone_at in list(self._gone_at.items()):
+                begun = self._begun
+                if now - gone_at <= rejoin or begun is None or worker not in begun.schedule.workers:
+                    continue
+                del self._gone_at[worker]
+                logger.warning(
+                    "worker %d of the parameter service has not come back within %g s: the others "
+                    "go on without it",
+                    worker,
+                    rejoin,
+                )
+                begun.schedule.left(worker)
+                self._apply_due(begun)
+
+    def all_ended(self) -> bool:
+        """Whether each worker has said goodbye."""
+        with self._changed:
+            return len(self._ended) >= self._workers
+
+    def stop(self) -> None:
+        """Pulls that wait raise."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a step failed. The parameters may be half stepped: no checkpoint of them is made."""
+        with self._changed:
+            return self._failure
+
+    def stats(self) -> ServerStats:
+        with self._changed:
+            if self._begun is None:
+                return ServerStats(0, 0, 0)
+            schedule = self._begun.schedule
+            live = sum(each.live for each in schedule.workers.values())
+            return ServerStats(schedule.version, schedule.lost_pushes, live)
+
+    def state_dict(self, unless_version: int) -> tuple[int, dict[str, Any]] | None:
+        """The version and a copy of all; None if there is nothing newer than ``unless_version``."""
+        with self._changed:
+            begun = self._begun
+            if self._failure is not None or begun is None:
+                return None
+            if begun.schedule.version == unless_version:
+                return None
+            return begun.schedule.version, {
+                "terms": dataclasses.asdict(begun.terms),
+                "schedule": begun.schedule.state_dict(),
+                "shard": begun.shard.state_dict(),
+                "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Before anybody has joined. Returns the version.
+
+        Raises:
+            ValueError: It is of another model, optimizer or number of servers.
+        """
+        with self._changed:
+            begun = self._begin(Terms(**state["terms"]))
+            begun.shard.load_state_dict(state["shard"])
+            begun.schedule.load_state_dict(state["schedule"])
+            if self._scheduler is not None and state["scheduler"] is not None:
+                self._scheduler.load_state_dict(state["scheduler"])
+            now = time.monotonic()
+            workers = begun.schedule.workers
+            self._gone_at = {number: now for number, each in workers.items() if each.live}
+            return begun.schedule.version
+
+    # ---- with the lock held
+
+    def _now(self) -> _Begun:
+        assert self._begun is not None, "a session has begun before agree()"
+        return self._begun
+
+    def _begin(self, terms: Terms) -> _Begun:
+        layout = Layout(self._model, terms.servers, sliced=terms.sliced)
+        if layout.digest != terms.digest:
+            raise ValueError(
+                "the server has another model than the worker: names, shapes or dtypes of "
+                "parameters differ"
+            )
+        shard = Shard(layout, terms.server, self._optimizer)
+        self._begun = _Begun(terms, layout, shard, Schedule(self._workers, terms.staleness))
+        plain = type(self._optimizer) is optim.SGD and not any(
+            group["momentum"] for group in self._optimizer.param_groups
+        )
+        if terms.staleness != 0 and not plain:
+            logger.warning(
+                "staleness=%s with %s: old gradients and an optimizer with a memory of them often "
+                "diverge together. Try: torch.optim.SGD without momentum",
+                terms.staleness,
+                type(self._optimizer).__name__,
+            )
+        return self._begun
+
+    def _apply_due(self, begun: _Begun) -> None:
+        while (due := begun.schedule.due()) is not None:
+            clock, workers = due
+            self._step(begun, [begun.kept.pop((worker, clock)) for worker in workers])
+        self._changed.notify_all()
+
+    def _step(self, begun: _Begun, gradients: list[Buffers]) -> None:
+        if not gradients or self._failure is not None:
+            return
+        try:
+            begun.shard.step(gradients)
+            if self._scheduler is not None:
+                self._scheduler.step()
+        except Exception as error:
+            self._failure = error
+            self._stopped = True
+            raise
+
+
+def _check_current(begun: _Begun, worker: int, incarnation: int) -> None:
+    if begun.schedule.workers[worker].incarnation != incarnation:
+        raise StaleWorkerError(f"another process has become worker {worker}")
