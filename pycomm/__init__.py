@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pycomm import report
     from pycomm.ddp import DistributedDataParallel
     from pycomm.local_sgd import DiLoCo, LocalSGD
+    from pycomm.service import ParameterClient, ParameterServer
     from pycomm.sparse_loco import SparseLoCo
     from pycomm.streaming_diloco import StreamingDiLoCo
     from pycomm.sync_batch_norm import SyncBatchNorm
@@ -39,6 +40,8 @@ __all__ = [
     "DistributedDataParallel",
     "LocalSGD",
     "Options",
+    "ParameterClient",
+    "ParameterServer",
     "SparseLoCo",
     "StreamingDiLoCo",
     "SyncBatchNorm",
@@ -65,6 +68,8 @@ _LATER = {
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",
     "LocalSGD": "local_sgd",
+    "ParameterClient": "service",
+    "ParameterServer": "service",
     "SparseLoCo": "sparse_loco",
     "StreamingDiLoCo": "streaming_diloco",
     "SyncBatchNorm": "sync_batch_norm",

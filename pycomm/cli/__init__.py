@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from pycomm._version import __version__
-from pycomm.cli import bench, doctor, env, secret, trace
+from pycomm.cli import bench, doctor, env, secret, serve, trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trace.add_parser(commands)
     bench.add_parser(commands)
     secret.add_parser(commands)
+    serve.add_parser(commands)
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args([_with_dashes(argument) for argument in given])
     return int(parsed.run(parsed))

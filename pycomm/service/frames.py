@@ -51,14 +51,14 @@ def decode_frame(data: bytes) -> Frame:
     """Raises ValueError if it is no frame, or a number in it makes no sense."""
     if len(data) != FRAME_NBYTES:
         raise ValueError(f"a frame of {len(data)} bytes, not of {FRAME_NBYTES}")
-    magic, kind, zero, *numbers = _FIXED.unpack_from(data)
+    magic, kind, zero, clock, version, lost = _FIXED.unpack_from(data)
     if magic != _MAGIC or zero != 0 or kind not in set(Kind):
         raise ValueError("what came is no frame of the parameter service")
-    if not all(0 <= number <= MOST_STEPS for number in numbers):
-        raise ValueError(f"a frame with the numbers {numbers}, which are negative or too large")
+    if not all(0 <= number <= MOST_STEPS for number in (clock, version, lost)):
+        raise ValueError(f"a frame with a number that is negative or too large")
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
     printable = "".join(each if each.isprintable() else "?" for each in text)
-    return Frame(Kind(kind), *numbers, printable)
+    return Frame(Kind(kind), clock, version, lost, printable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
