@@ -81,7 +81,7 @@ def _make(text: str) -> tuple[Any, ...]:
 
 
 def _server(arguments: argparse.Namespace, made: tuple[Any, ...]) -> Any:
-    from pycomm.service import ParameterServer  # noqa: PLC0415 - imports torch
+    from pycomm.service import ParameterServer
 
     model, optimizer, *scheduler = made
     return ParameterServer(

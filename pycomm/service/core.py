@@ -306,6 +306,8 @@ class ServerCore:
         try:
             begun.shard.step(gradients)
             if self._scheduler is not None:
+                # The shard's optimizer stepped, not the user's: torch would warn of a wrong order.
+                self._optimizer._opt_called = True  # type: ignore[attr-defined]
                 self._scheduler.step()
         except Exception as error:
             self._failure = error

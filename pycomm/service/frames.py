@@ -55,7 +55,7 @@ def decode_frame(data: bytes) -> Frame:
     if magic != _MAGIC or zero != 0 or kind not in set(Kind):
         raise ValueError("what came is no frame of the parameter service")
     if not all(0 <= number <= MOST_STEPS for number in (clock, version, lost)):
-        raise ValueError(f"a frame with a number that is negative or too large")
+        raise ValueError("a frame with a number that is negative or too large")
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
     printable = "".join(each if each.isprintable() else "?" for each in text)
     return Frame(Kind(kind), clock, version, lost, printable)

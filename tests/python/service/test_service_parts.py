@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_placement_covers_each_element_once_and_is_balanced() -> None:
             for shape in shapes:
                 own = [each for each in slices if each.name == shape.name]
                 assert [own[0].start, own[-1].stop] == [0, shape.numel]
-                assert all(a.stop == b.start for a, b in zip(own, own[1:], strict=False))
+                assert all(a.stop == b.start for a, b in itertools.pairwise(own))
                 assert all(each.start % ALIGNMENT == 0 for each in own)
                 assert len(own) <= (servers if sliced else 1)
             loads = [
@@ -196,7 +197,7 @@ def test_models_that_the_service_does_not_take() -> None:
         Layout(nn.ReLU(), 1, sliced=True)
     model = big()
     model.weight.data = model.weight.data.t()
-    with pytest.raises(ValueError, match="'weight'.*not contiguous"):
+    with pytest.raises(ValueError, match=r"'weight'.*not contiguous"):
         Layout(model, 1, sliced=True)
     model = nn.Linear(2, 2).to(torch.complex64)
     with pytest.raises(ValueError, match=r"'weight' is torch.complex64"):
