@@ -1,0 +1,85 @@
+"""docs/parameter-service.md: its server serves, and its workers train."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import read
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+PAGE = "docs/parameter-service.md"
+
+
+def blocks(tag: str) -> list[str]:
+    return re.findall(rf"^```python {tag}\n(.*?)^```$", read(PAGE), re.M | re.S)
+
+
+def batches_of(worker: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(worker)
+    inputs = torch.randn(30, 4, 8, generator=generator)
+    return [(each, each.sum(1, keepdim=True)) for each in inputs]
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["the first", "after Paddle"])
+def test_the_pages_server_and_workers_train(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (made,) = blocks("file=train.py")
+    (tmp_path / "train.py").write_text(made)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    (command,) = re.findall(r"^python -m pycomm serve .*$", read(PAGE), re.M)
+    words = command.replace("10.0.0.1:6170", "127.0.0.1:0").split()
+    server = subprocess.Popen(
+        [sys.executable, *words[1:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[-1]
+        code = compile(blocks("worker")[number], PAGE, "exec")
+        monkeypatch.setenv("PADDLE_PSERVERS_IP_PORT_LIST", address)
+        losses: dict[int, tuple[float, float]] = {}
+
+        def work(worker: int) -> None:
+            names: dict[str, Any] = {
+                "servers": address,
+                "worker": worker,
+                "batches": batches_of(worker),
+            }
+            if number == 1:  # the variable is the process's, and these are threads
+                names["__builtins__"] = __builtins__
+                source = blocks("worker")[number].replace(
+                    "ParameterClient(model)", "ParameterClient(model, worker=worker)"
+                )
+                exec(compile(source, PAGE, "exec"), names)
+            else:
+                exec(code, names)
+            inputs, target = batches_of(7)[0]
+            fresh = names["make"]()[0]
+            losses[worker] = tuple(
+                float(torch.nn.functional.mse_loss(each(inputs), target).detach())
+                for each in (fresh, names["model"])
+            )
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(losses) == [0, 1]
+        assert losses[0] == losses[1]
+        assert losses[0][1] < losses[0][0] / 2
+        output, _ = server.communicate(timeout=30)
+        assert server.returncode == 0
+        assert "ended at version 30; 0 pushes lost" in output
+        assert (tmp_path / "server.pt").exists()
+    finally:
+        server.kill()
+        server.communicate()
