@@ -17,7 +17,7 @@ def main() -> int:
         str(p)
         for folder in CPP_FOLDERS
         for p in (ROOT / folder).rglob("*")
-        if p.suffix in CPP_SUFFIXES
+        if p.suffix in CPP_SUFFIXES and "third_party" not in p.parts
     ]
     tools = Path(sys.executable).parent
     workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))  # none in an sdist
