@@ -277,7 +277,7 @@ def test_a_fast_worker_waits_within_its_bound() -> None:
         assert count(second, slow, 1) == 4
         assert answered.wait(30)
         waiting.join()
-        assert float(fast.count) == -4
+        assert float(fast.count.detach()) == -4
         first.close()
         second.close()
 

@@ -756,7 +756,13 @@ def test_the_wheel_is_built_for_every_supported_minor() -> None:
 
 def test_every_floor_is_built_or_private() -> None:
     floors = tool("check_layers").read_floors(ROOT)
-    assert {floor.kind for floor in floors.values()} <= {"core", "proof", "cuda", "torch"}
+    assert {floor.kind for floor in floors.values()} <= {
+        "core",
+        "proof",
+        "cuda",
+        "torch",
+        "vendored",
+    }
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders <= set(floors)
 
