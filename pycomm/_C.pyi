@@ -14,6 +14,7 @@ import typing
 __all__: list[str] = [
     "CODEC_BLOCK",
     "DdpLogger",
+    "IdMap",
     "IssueChain",
     "Reducer",
     "ReducerStats",
@@ -35,6 +36,7 @@ __all__: list[str] = [
     "host_identity",
     "last_error",
     "list_interfaces",
+    "mix_ids",
     "rank_hosts",
     "set_exception_types",
     "set_log_callback",
@@ -42,6 +44,7 @@ __all__: list[str] = [
     "simd_level",
     "sum_decoded",
     "topology_text",
+    "unmix_ids",
     "write_flight_record",
 ]
 
@@ -162,6 +165,25 @@ class Secret:
     @property
     def key_id(self) -> str: ...
 
+class IdMap:
+    def __init__(
+        self,
+        state: collections.abc.Sequence[torch.Tensor],
+        *,
+        rows: int,
+        buckets: int,
+        first_bucket: int,
+        all_buckets: int,
+        admit_after: int,
+    ) -> None: ...
+    def find(self, mixed: torch.Tensor) -> torch.Tensor: ...
+    def learn(self, mixed: torch.Tensor) -> None: ...
+    def take_replaced(self) -> torch.Tensor: ...
+    @property
+    def turned_away(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+
 def all_reduce_as(
     backend: torch._C._distributed_c10d.Backend,
     tensor: torch.Tensor,
@@ -203,6 +225,7 @@ def goes_by_nccl(backend: torch._C._distributed_c10d.Backend, device: torch.devi
 def host_identity() -> str: ...
 def last_error(backend: torch._C._distributed_c10d.Backend) -> typing.Any: ...
 def list_interfaces() -> list[typing.Any]: ...
+def mix_ids(ids: torch.Tensor) -> torch.Tensor: ...
 def rank_hosts(backend: torch._C._distributed_c10d.Backend) -> list[str]: ...
 def set_exception_types(types: dict[typing.Any, typing.Any]) -> None: ...
 def set_log_callback(callback: typing.Any, level: str) -> None: ...
@@ -215,6 +238,7 @@ def sum_decoded(
     divisor: int = 1,
 ) -> None: ...
 def topology_text(backend: torch._C._distributed_c10d.Backend) -> str: ...
+def unmix_ids(mixed: torch.Tensor) -> torch.Tensor: ...
 def write_flight_record(path: str) -> None: ...
 
 CODEC_BLOCK: int = 256

@@ -4,6 +4,7 @@
 #include "bindings/codecs.h"
 #include "bindings/ddp.h"
 #include "bindings/futures.h"
+#include "bindings/id_map.h"
 #include "bindings/process.h"
 #include "bindings/secret.h"
 
@@ -15,4 +16,5 @@ PYBIND11_MODULE(_C, m) {
   pycomm::bindCodecs(m);
   pycomm::bindDdp(m);
   pycomm::bindSecret(m);
+  pycomm::bindIdMap(m);
 }

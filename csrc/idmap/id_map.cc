@@ -39,12 +39,13 @@ IdMap::IdMap(const Shape& shape, const State& state) : shape_(shape), candidate_
   }
   for (int32_t number = 0; number < shape.buckets; ++number) {
     const int64_t at = number * each;
-    // The last row of a bucket is the shared one. Candidates are kept only if they are counted.
-    const int32_t candidates = shape.admit_after > 1 ? bucket_rows_ : 0;
+    const bool counts = shape.admit_after > 1;
+    // The last row of a bucket is the shared one.
     buckets_.push_back(
         std::make_unique<Bucket>(Bucket{
             LruSlots(state.ids + at, state.last_uses + at, bucket_rows_ - 1),
-            LruSlots(state.candidate_ids + at, state.candidate_last_uses + at, candidates)}));
+            counts ? LruSlots(state.candidate_ids + at, state.candidate_last_uses + at, bucket_rows_)
+                   : LruSlots(nullptr, nullptr, 0)}));
     for (int32_t row = 0; row < bucket_rows_ - 1; ++row) {
       const int64_t id = state.ids[at + row];
       checkMap(

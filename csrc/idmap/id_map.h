@@ -22,7 +22,7 @@ class IdMap {
   struct State {
     int64_t* ids; ///< mixed, of each row; LruSlots::kFree for none
     int64_t* last_uses;
-    int64_t* candidate_ids; ///< that were seen fewer than `admit_after` times
+    int64_t* candidate_ids; ///< that were seen fewer than `admit_after` times; all three are unused if that is 1
     int64_t* candidate_last_uses;
     int64_t* candidate_counts;
   };

@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pycomm import _extension
+
 ID_MAPS = "_managed_collision_collection._managed_collision_modules"
 """Where a managed-collision module has its id maps, by table."""
 _IDS = "_mch_sorted_raw_ids"
 _SLOTS = "_mch_remapped_ids_mapping"
 _EMPTY_SLOT = torch.iinfo(torch.int64).max
+_MIXED_IDS = "_ids"
+"""Of an LRUManagedCollisionModule; -1 for none."""
 
 
 class Table(NamedTuple):
@@ -23,8 +27,11 @@ class Table(NamedTuple):
     rows: torch.Tensor
     """(n, columns): the row of each of them."""
     unseen: torch.Tensor
-    """(ranks, columns): the rows that all other ids share: id i has ``unseen[uint64(i) % ranks]``.
-    (0, columns) if the table has no id map."""
+    """(n, columns): the rows that all other ids share; (0, columns) if the table has no id map.
+    There are as many as ranks, and id i has ``unseen[uint64(i) % ranks]``; or as many as an
+    LRUManagedCollisionModule has buckets, and id i has that of its bucket."""
+    by_bucket: bool = False
+    """Which of the two."""
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of any int64 ids: what the sharded model reads in ``eval()``.
@@ -35,7 +42,10 @@ class Table(NamedTuple):
         known = torch.isin(ids, self.ids)
         found = self.rows.new_empty(*ids.shape, self.rows.shape[1])
         found[known] = self.rows[torch.searchsorted(self.ids, ids[known])]
-        if len(self.unseen):
+        if self.by_bucket:
+            mixed = _extension.load().mix_ids(ids[~known])
+            found[~known] = self.unseen[mixed // (2**63 // len(self.unseen))]
+        elif len(self.unseen):
             found[~known] = self.unseen[_unsigned_remainder(ids[~known], len(self.unseen))]
         elif not bool(known.all()):
             raise KeyError(f"ids without a row: {ids[~known][:5].tolist()}")
@@ -73,6 +83,12 @@ def read_table(model: nn.Module, table: str, *, dst: int = 0) -> Table | None:
         raise KeyError(
             f"the model has {len(keys)} sharded tables named {table!r}, not one. All: {named}"
         )
+    mixed_keys = [key for key in state if key.endswith(f"{ID_MAPS}.{table}.{_MIXED_IDS}")]
+    if mixed_keys:
+        (id_map,) = (
+            each for path, each in model.named_modules() if path.endswith(f"{ID_MAPS}.{table}")
+        )
+        return _read_mixed(state[keys[0]], state[mixed_keys[0]], id_map.buckets(), dst)
     id_keys = [key for key in state if key.endswith(f"{ID_MAPS}.{table}.{_IDS}")]
     if not id_keys:
         rows = _collect(state[keys[0]], dst)
@@ -95,6 +111,17 @@ def read_table(model: nn.Module, table: str, *, dst: int = 0) -> Table | None:
     ids, order = torch.sort(ids)
     used = ids != _EMPTY_SLOT
     return Table(ids[used], rows[slots[order][used]], rows[last])
+
+
+def _read_mixed(weight: Any, mixed_ids: Any, buckets: int, dst: int) -> Table | None:
+    """Of a table with an LRUManagedCollisionModule."""
+    rows, mixed = _collect(weight, dst), _collect(mixed_ids, dst)
+    if rows is None or mixed is None:
+        return None
+    used = mixed >= 0
+    ids, order = torch.sort(_extension.load().unmix_ids(mixed[used]))
+    shared = rows.view(buckets, -1, rows.shape[1])[:, -1].clone()
+    return Table(ids, rows[used][order], shared, by_bucket=True)
 
 
 def _collect(sharded: Any, dst: int) -> torch.Tensor | None:

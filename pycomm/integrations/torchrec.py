@@ -16,7 +16,7 @@ import dataclasses
 import fnmatch
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +24,26 @@ from torch import nn
 from pycomm.integrations._torchrec_sharders import RELEASES, import_torchrec, sharders
 from pycomm.integrations._torchrec_table import ID_MAPS, Table, read_table
 
-__all__ = ["RELEASES", "Table", "cpu_plan", "read_table", "sharders"]
+if TYPE_CHECKING:
+    from pycomm.integrations._torchrec_id_map import LRUManagedCollisionModule
+
+__all__ = [
+    "RELEASES",
+    "LRUManagedCollisionModule",
+    "Table",
+    "cpu_plan",
+    "read_table",
+    "sharders",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LRUManagedCollisionModule":  # its base class is TorchRec's
+        from pycomm.integrations import _torchrec_id_map
+
+        return _torchrec_id_map.LRUManagedCollisionModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _VECTOR = 4  # fbgemm's kernels take rows whose length is a multiple of this
 
@@ -133,6 +152,8 @@ def _embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
     )
     from torchrec.modules.mc_modules import MCHManagedCollisionModule
 
+    from pycomm.integrations._torchrec_id_map import LRUManagedCollisionModule
+
     known = (
         EmbeddingBagCollection,
         EmbeddingCollection,
@@ -155,10 +176,10 @@ def _embedding_modules(model: nn.Module) -> dict[str, nn.Module]:
     for module in found.values():
         id_maps = module.get_submodule(ID_MAPS) if isinstance(module, known[2:]) else nn.Module()
         for name, id_map in id_maps.named_children():
-            if not isinstance(id_map, MCHManagedCollisionModule):
+            if not isinstance(id_map, (LRUManagedCollisionModule, MCHManagedCollisionModule)):
                 raise ValueError(
                     f"the id map of table {name!r} is a {type(id_map).__name__}, which TorchRec "
-                    "cannot train on the CPU. Try: MCHManagedCollisionModule"
+                    "cannot train on the CPU. Try: pycomm's LRUManagedCollisionModule"
                 )
     return found
 

@@ -203,7 +203,7 @@ def test_an_id_map_that_cannot_train_on_the_cpu_is_refused() -> None:
         cpu_plan(model, world_size=2)
     assert str(caught.value) == (
         "the id map of table 'user' is a HashZchManagedCollisionModule, which TorchRec cannot "
-        "train on the CPU. Try: MCHManagedCollisionModule"
+        "train on the CPU. Try: pycomm's LRUManagedCollisionModule"
     )
 
 
