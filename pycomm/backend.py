@@ -96,7 +96,12 @@ def create_group(group: Any, pg_options: object) -> Any:
         size,
         str(group.group_id),
         timeout_ms,
-        native_options(resolved, store_host(group.store), list(group.global_ranks_in_group)),
+        native_options(
+            resolved,
+            store_host(group.store),
+            list(group.global_ranks_in_group),
+            launcher_restarts=store_outlives_ranks(group.store),
+        ),
     )
     _tell_once(extension, backend, rank)
     return backend
@@ -240,13 +245,35 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 def store_host(store: Any) -> str:
     """The host of the store's server, as this rank calls it; "" if there is none."""
+    return str(getattr(_base_of(store), "host", "") or "")
+
+
+def store_outlives_ranks(store: Any) -> bool:
+    """Whether it is the one in which torchrun lets its ranks meet, before and after a restart.
+
+    torchrun ends all ranks before it starts new ones. The store stays, and holds the records of
+    ranks that could not say goodbye.
+    """
+    base = _base_of(store)
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and isinstance(base, dist.TCPStore)  # type: ignore[attr-defined]
+        and os.environ.get("MASTER_PORT") == str(base.port)
+    )
+
+
+def _base_of(store: Any) -> Any:
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
-    return str(getattr(store, "host", "") or "")
+    return store
 
 
 def native_options(
-    resolved: ResolvedOptions, store_host: str, global_ranks: list[int]
+    resolved: ResolvedOptions,
+    store_host: str,
+    global_ranks: list[int],
+    *,
+    launcher_restarts: bool = False,
 ) -> dict[str, Any]:
     """The ``options`` of ``create_backend``."""
     return {
@@ -274,6 +301,7 @@ def native_options(
         "store_host": store_host,
         "global_ranks": global_ranks,
         "check_call_sites": resolved.check_call_sites,
+        "launcher_restarts": launcher_restarts,
         "skipped_folders": _FOREIGN_FOLDERS,
     }
 

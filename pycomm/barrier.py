@@ -75,6 +75,7 @@ class _Round:
         self.group = group
         self.hosts: Sequence[str] = _extension.native.rank_hosts(backend)
         self.store = dist.distributed_c10d._get_process_group_store(group)
+        self.run_number: int = _extension.native.group_run(backend)
         self.number = number
         self.wait_all_ranks = wait_all_ranks
         self.timeout_s = timeout.total_seconds()
@@ -104,7 +105,8 @@ class _Round:
 
     def _key(self, what: str, *parts: int, number: int | None = None) -> str:
         words = [self.number if number is None else number, what, *parts]
-        return "/".join(map(str, ["pycomm/monitored_barrier", *words]))
+        # A store may outlive its ranks: what ranks of another run left is not for this group.
+        return "/".join(map(str, ["pycomm/monitored_barrier", self.run_number, *words]))
 
     def _wait_for(self, key: str, *, grace_s: float = 0.0) -> bool:
         while not self.store.check([key]):

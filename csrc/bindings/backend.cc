@@ -47,6 +47,7 @@ struct NativeOptions {
   std::string nccl_host_id;
   std::string why_no_nccl; ///< empty: this rank may
   bool check_call_sites = false;
+  bool launcher_restarts = false;
   std::vector<std::string> skipped_folders;
 
   explicit NativeOptions(const py::dict& options)
@@ -71,6 +72,7 @@ struct NativeOptions {
         nccl_host_id(options["nccl_host_id"].cast<std::string>()),
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
+        launcher_restarts(options["launcher_restarts"].cast<bool>()),
         skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
 };
 
@@ -165,6 +167,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
         (options.check_call_sites ? " check_call_sites=1" : "");
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
+    rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
     rendezvous.deadline = Deadline::after(timeout_ms);
 
     config.transport = transportNamed(options.transport);
@@ -287,6 +290,10 @@ void bindBackend(py::module_& m) {
       py::arg("backend"),
       py::arg("device"),
       py::call_guard<py::gil_scoped_release>()); // it may wait for the other ranks
+  m.def(
+      "group_run",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().run; },
+      py::arg("backend"));
   m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },

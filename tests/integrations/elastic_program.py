@@ -1,9 +1,10 @@
-"""For torchrun's restart: in its first life rank 1 fails after the first step."""
+"""For torchrun's restart: in its first life rank 1 fails, or is killed, after two steps."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from training import batch_of, digest, loss_of, make_model
 
-import pycomm  # noqa: F401 (registers the backend)
+import pycomm
 
 
 def main() -> int:
@@ -30,6 +31,8 @@ def main() -> int:
         first = json.loads(saved.read_text())
     for step in range(first, 4):
         if life == 0 and step == 2 and rank == 1:
+            if len(sys.argv) > 2:
+                os.kill(os.getpid(), signal.SIGKILL)
             return 7
         optimizer.zero_grad()
         loss_of(model, batch_of(step, rank, world_size)).backward()
@@ -37,7 +40,7 @@ def main() -> int:
         if rank == 0:
             torch.save(model.module.state_dict(), folder / "state.pt")
             saved.write_text(json.dumps(step + 1))
-        dist.barrier()
+        pycomm.monitored_barrier()
     done = {"life": life, "first": first, "digest": digest(model.parameters())}
     (folder / f"done-{rank}.json").write_text(json.dumps(done))
     dist.destroy_process_group()

@@ -77,11 +77,12 @@ def said_in(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.integration("torchrun", "--max-restarts=1: a rank fails, the second life finishes")
-def test_elastic_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [[], ["killed"]], ids=["exits", "killed"])
+def test_elastic_restart(tmp_path: Path, end: list[str]) -> None:
     done = run_python(
         [
             *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-            *("--max-restarts=1", str(HERE / "elastic_program.py"), str(tmp_path)),
+            *("--max-restarts=1", str(HERE / "elastic_program.py"), str(tmp_path), *end),
         ],
         timeout_s=TIMEOUT_S,
     )

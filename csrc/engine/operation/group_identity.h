@@ -19,6 +19,7 @@ struct GroupIdentity {
   uint32_t hash = 0;
   uint16_t epoch = 0;
   uint64_t nonce = 0;
+  uint64_t run = 0; ///< as random as the nonce, but grants no access: identifies this group in files and in the store
   std::vector<std::string> hosts; ///< by rank
   std::vector<SocketAddress> addresses; ///< where each rank listens
   SocketAddress local_address; ///< to connect from

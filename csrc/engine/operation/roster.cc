@@ -26,6 +26,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   identity.name = config.group_name;
   identity.hash = met.group_hash;
   identity.nonce = met.nonce;
+  identity.run = met.run;
   identity.local_address = met.local_address;
   identity.interface_name = met.interface_name;
   identity.streams = streams * static_cast<int>(met.further.size() + 1);

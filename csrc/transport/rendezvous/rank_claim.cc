@@ -19,6 +19,10 @@
 //
 // Here A held rank 1 of generation 1 and gave it back. B came while A held it and was refused; now A holds it again.
 // Refused claims do not count, so all ranks arrive at the same generation however often strangers try.
+//
+// A run that a launcher ended leaves owners without an end, and perhaps not one for each rank: a rank may have died before it came here. So
+// after such runs ranks cannot count generations by themselves. Then (Takeover::FromEndedRun) the number of rank 0's claim is the
+// generation, which nobody has used before.
 
 namespace pycomm {
 namespace {
@@ -58,8 +62,23 @@ struct Owner {
   }
 };
 
+std::string keyOf(const std::string& prefix, int rank, const char* what, int64_t number) {
+  return prefix + what + "/" + std::to_string(rank) + "/" + std::to_string(number);
+}
+
 std::string keyOf(const RankClaim& claim, const char* what, int64_t number) {
-  return claim.prefix + what + "/" + std::to_string(claim.rank) + "/" + std::to_string(number);
+  return keyOf(claim.prefix, claim.rank, what, number);
+}
+
+bool hasEnded(const Owner& owner, const Owner& me) {
+  return owner.host == me.host && !owner.process.mayBeAlive();
+}
+
+bool mayTake(const std::optional<Owner>& holder, const Owner& me, Takeover takeover) {
+  if (takeover == Takeover::Never) {
+    return false;
+  }
+  return !holder || holder->host != me.host || hasEnded(*holder, me);
 }
 
 // The state of an earlier claim, once it is known.
@@ -97,8 +116,7 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
   record.host = me.host.hostname;
   record.peer = claim.rank;
   const std::string rank = "rank " + std::to_string(claim.rank);
-  const bool ended = holder && holder->host == me.host && !holder->process.mayBeAlive();
-  if (ended) {
+  if (holder && hasEnded(*holder, me)) {
     record.summary = "the store still holds " + rank + " of an earlier run, " + holder->who() +
         ", which ended without leaving; " + me.who() + " cannot take it over";
     record.hint = "delete the store's file, or use a new one or a new port";
@@ -115,7 +133,13 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
 
 } // namespace
 
-RankClaim claimRank(Store& store, const std::string& prefix, int rank, Deadline deadline, const AbortToken& abort) {
+RankClaim claimRank(
+    Store& store,
+    const std::string& prefix,
+    int rank,
+    Takeover takeover,
+    Deadline deadline,
+    const AbortToken& abort) {
   RankClaim claim;
   claim.prefix = prefix;
   claim.rank = rank;
@@ -139,16 +163,34 @@ RankClaim claimRank(Store& store, const std::string& prefix, int rank, Deadline 
       continue;
     }
     const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;
-    if (!before.owner || !(before.left || mine)) {
+    const bool free = before.owner && (before.left || mine);
+    if (!free && !mayTake(before.owner, me, takeover)) {
       store.set(keyOf(claim, "end", claim.number), kRefused);
       throw duplicate(claim, me, before.owner);
     }
-    me.generation = before.owner->generation + 1;
+    me.generation = before.owner ? before.owner->generation + 1 : 1;
     break;
   }
-  claim.generation = me.generation;
+  if (takeover == Takeover::FromEndedRun) {
+    me.generation = claim.number;
+    claim.generation = rank == 0 ? claim.number : 0;
+  } else {
+    claim.generation = me.generation;
+  }
   store.set(keyOf(claim, "owner", claim.number), me.wireText());
   return claim;
+}
+
+int64_t claimOfRankZero(Store& store, const std::string& prefix) {
+  const int64_t newest = store.add(prefix + "claim/0", 0);
+  for (int64_t number = newest; number >= std::max<int64_t>(1, newest - kMaxLookBack); --number) {
+    const auto end = store.find(keyOf(prefix, 0, "end", number));
+    const bool signed_by_owner = !store.sealed() || store.find(keyOf(prefix, 0, "owner", number));
+    if (end != kRefused && signed_by_owner) {
+      return end == kLeft ? 0 : number;
+    }
+  }
+  return 0;
 }
 
 void leave(Store& store, const RankClaim& claim) noexcept {

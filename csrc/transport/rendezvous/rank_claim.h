@@ -18,15 +18,30 @@ struct RankClaim {
   std::string binding = {}; ///< StoreRound::binding of the rounds after the first
 };
 
+/// What a claim may take from a process that did not give its rank back.
+enum class Takeover : uint8_t {
+  Never, ///< the ranks of an earlier run may still be there
+  /// A launcher has started this run on the store of an earlier one, after it ended all processes of that one (torchrun's restarts). So a
+  /// rank is free unless its holder is on this host and alive.
+  FromEndedRun,
+};
+
 /// Claims `rank` of the group whose keys begin with `prefix`. The process that held a rank may claim it again; any
-/// process may once it was given back. That starts the next generation. Otherwise throws Error(DuplicateRank) naming
-/// both processes; the holder is not affected.
+/// process may once it was given back. That starts the next generation. Otherwise, and if `takeover` does not allow it,
+/// throws Error(DuplicateRank) naming both processes; the holder is not affected.
+///
+/// With Takeover::FromEndedRun the generation is the number of rank 0's claim. Other ranks do not know it here, and get 0.
 [[nodiscard]] RankClaim claimRank(
     Store& store,
     const std::string& prefix,
     int rank,
+    Takeover takeover,
     Deadline deadline,
     const AbortToken& abort);
+
+/// The number of the claim with which a process holds rank 0 now, as far as the store knows: the newest that was not refused. 0 if there is
+/// none, or if it was given back.
+[[nodiscard]] int64_t claimOfRankZero(Store& store, const std::string& prefix);
 
 /// Gives the rank back in good order, so that a later process or group may take it on the same store.
 void leave(Store& store, const RankClaim& claim) noexcept;

@@ -1,5 +1,6 @@
 #include "transport/rendezvous/rendezvous.h"
 
+#include <poll.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -35,6 +36,8 @@ namespace {
 
 constexpr size_t kMaxAddresses = 8; // of one rank
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
+constexpr int kRestartMs = 10000; // by which the ranks of a new run may start before its rank 0
+constexpr int kLongestPauseMs = 100;
 
 uint64_t randomNumber() {
   uint64_t number = 0;
@@ -79,7 +82,7 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route,
   record.route = route;
   record.config_digest = config.config_digest;
   record.config_text = config.config_text;
-  record.nonce = config.rank == 0 || sealed ? randomNumber() : 0;
+  record.nonce = config.rank == 0 || sealed || config.takeover == Takeover::FromEndedRun ? randomNumber() : 0;
   record.run = config.rank == 0 ? randomNumber() : 0;
   record.watch_name = config.watch_name;
   record.remark = config.remark;
@@ -236,6 +239,29 @@ std::string keysOf(const RankClaim& claim) {
   return claim.prefix + std::to_string(claim.generation) + "/";
 }
 
+// Waits until rank 0 has begun a generation that this rank can join, and returns its number. Rank 0's claim may be of an earlier run, which
+// this rank cannot know. Then the generation may be complete, and never is joined. It may have failed: then this rank gives the new rank 0 some
+// time before it believes the failure. Or it may look like a new one: then this rank joins it, and goes on when rank 0 comes.
+int64_t findGeneration(const StoreRound& round, const std::string& prefix) {
+  const Deadline patience = Deadline::at(std::min(round.deadline.instant(), Deadline::after(kRestartMs).instant()));
+  for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
+    round.abort.throwIfAborted();
+    const int64_t number = claimOfRankZero(round.store, prefix);
+    const std::string keys = prefix + std::to_string(number) + "/";
+    if (number > 0 && !round.store.find(keys + "member/all") &&
+        (patience.expired() || !round.store.find(keys + "error"))) {
+      return number;
+    }
+    if (round.deadline.expired()) {
+      throw Error(
+          ErrorCode::RendezvousTimeout,
+          "rank " + std::to_string(round.rank) + " waited for rank 0, which did not come",
+          "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
+    }
+    (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));
+  }
+}
+
 // The error that stopped this rank, with everything that it knows about itself.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
   ErrorRecord record;
@@ -260,18 +286,33 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   RankClaim claim;
   try {
     checkConfig(config);
-    claim = claimRank(store, prefix, config.rank, config.deadline, abort);
+    claim = claimRank(store, prefix, config.rank, config.takeover, config.deadline, abort);
   } catch (const std::exception& exception) {
     throw Error(describe(exception, config, begin)); // does not concern the ranks that met
   }
-  const StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
+  StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
+  const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
+  if (follows) {
+    round.over = [&] { return claimOfRankZero(store, prefix) != claim.generation; };
+  }
   try {
-    Rendezvous met = meetAs(round, config);
-    claim.binding = bindingOf(met.transcript);
-    met.claim = claim;
-    return met;
+    for (;;) {
+      try {
+        if (follows) {
+          claim.generation = findGeneration(round, prefix);
+          round.prefix = keysOf(claim);
+        }
+        Rendezvous met = meetAs(round, config);
+        claim.binding = bindingOf(met.transcript);
+        met.claim = claim;
+        return met;
+      } catch (const GenerationOver&) {
+        claim.generation = 0; // it was an earlier run's
+      }
+    }
   } catch (const std::exception& exception) {
-    const ErrorRecord record = round.failTogether(describe(exception, config, begin));
+    const ErrorRecord mine = describe(exception, config, begin);
+    const ErrorRecord record = claim.generation > 0 ? round.failTogether(mine) : mine;
     leave(store, claim);
     throw Error(record);
   }

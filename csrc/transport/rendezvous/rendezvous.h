@@ -27,6 +27,7 @@ struct RendezvousConfig {
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
   std::string watch_name; ///< address at which processes of this host may watch this one; empty: none
   std::string remark; ///< one line that all ranks get (Member::remark)
+  Takeover takeover = Takeover::Never;
   Deadline deadline = Deadline::never();
 };
 

@@ -48,10 +48,17 @@ std::vector<std::string> StoreRound::gather(
   for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
     throwIfFailed();
     PYCOMM_FAULT_POINT("rendezvous.wait");
+    const bool is_over = over && over(); // asked before the list, which rank 0 writes before it goes
     if (rank != 0 && takeAll(key, texts, judge)) {
       return texts;
     }
-    look(key, rank == 0 ? kLooksOfRankZero : kLooksOfOthers, next, texts, judge);
+    if (is_over) {
+      throwIfFailed();
+      throw GenerationOver{};
+    }
+    if (!over) {
+      look(key, rank == 0 ? kLooksOfRankZero : kLooksOfOthers, next, texts, judge);
+    }
     const bool complete = std::find(texts.begin(), texts.end(), "") == texts.end();
     if (rank == 0 && complete) {
       store.set(prefix + key + "/all", joinTexts(texts));

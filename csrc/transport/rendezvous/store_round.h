@@ -15,6 +15,9 @@ namespace pycomm {
 /// Upper bound of the world size.
 inline constexpr int kMaxRanks = 1 << 20;
 
+/// gather() throws it if this generation was left to an earlier run (StoreRound::over).
+struct GenerationOver {};
+
 /// Exchanges texts in the store between the ranks of one generation of a group. Its references are valid for one call
 /// of meet().
 struct StoreRound {
@@ -28,6 +31,9 @@ struct StoreRound {
   /// Begins the name of every key that gather() uses. In a sealed store it has the hash of all member records, which have something
   /// fresh of each rank: so the seal of a record of another job does not fit.
   std::string binding = {};
+  /// Set on ranks other than 0 if the store may hold an earlier run's records. Returns true once rank 0 has gone on to another generation.
+  /// Until rank 0's list is there, such a rank believes no single record.
+  std::function<bool()> over = {};
 
   /// Throws Error if the text of a rank is not what this rank expects.
   using Judge = std::function<void(int rank, const std::string& text)>;
@@ -35,8 +41,8 @@ struct StoreRound {
   using Name = std::function<std::string(int rank, const std::string& text)>;
 
   /// Publishes `mine` under `key` and returns the texts of all ranks. Throws what `judge` throws, an error that another
-  /// rank reported with failTogether(), Error(RendezvousTimeout) naming the missing and the present ranks, or the
-  /// token's reason.
+  /// rank reported with failTogether(), Error(RendezvousTimeout) naming the missing and the present ranks, the
+  /// token's reason, or GenerationOver.
   [[nodiscard]] std::vector<std::string> gather(
       const std::string& key,
       const std::string& mine,

@@ -1,9 +1,11 @@
 // Ranks as processes: what counts here is which process holds a rank.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/directory_store.h"
@@ -88,6 +90,148 @@ TEST(MeetInProcesses, NamesARankThatWasKilledOnTheWay) {
   const Outcome outcome = tryToMeet(store, configOf(0, 3, 300));
   EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
   EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 2;"));
+}
+
+// Restarts by a launcher that has ended all ranks of the last run.
+
+RendezvousConfig restarted(int rank, int size, int timeout_ms = 20000) {
+  RendezvousConfig config = configOf(rank, size, timeout_ms);
+  config.takeover = Takeover::FromEndedRun;
+  return config;
+}
+
+Process rankOf(Store& store, const RendezvousConfig& config) {
+  return Process([&store, config] { return tryToMeet(store, config).good(); });
+}
+
+void killed(Process rank) {
+  rank.kill();
+  EXPECT_FALSE(rank.join());
+}
+
+// All ranks of a new run, in the order of `order`, `pause_ms` from one to the next.
+void expectRunOf(Store& store, const std::vector<int>& order, int pause_ms = 0) {
+  std::vector<Process> ranks;
+  for (const int rank : order) {
+    ranks.push_back(rankOf(store, restarted(rank, static_cast<int>(order.size()))));
+    (void)::poll(nullptr, 0, pause_ms);
+  }
+  for (Process& rank : ranks) {
+    EXPECT_TRUE(rank.join());
+  }
+}
+
+TEST(MeetAfterARestart, NeedsNoGoodbyes) {
+  DirectoryStore store;
+  for (int run = 0; run < 3; ++run) { // they end as soon as they have met, and say nothing
+    expectRunOf(store, {0, 1, 2});
+  }
+}
+
+TEST(MeetAfterARestart, FollowsRankZeroHoweverLateItComes) {
+  DirectoryStore store;
+  expectRunOf(store, {0, 1, 2});
+  expectRunOf(store, {2, 1, 0}, 100);
+}
+
+TEST(MeetAfterARestart, MayFollowARunThatNeverMet) {
+  DirectoryStore store;
+  Process zero = rankOf(store, restarted(0, 3)); // rank 2 died before it came here
+  Process one = rankOf(store, restarted(1, 3));
+  (void)store.get("pycomm/world/1/member/1", Deadline::after(10000));
+  killed(std::move(zero));
+  killed(std::move(one));
+  expectRunOf(store, {2, 1, 0}, 100); // rank 2 joins the old rank 0 first, whose record looks like a new one's
+}
+
+TEST(MeetAfterARestart, MayHaveAnotherNumberOfRanks) {
+  DirectoryStore store;
+  expectRunOf(store, {0, 1, 2});
+  expectRunOf(store, {1, 0}, 100);
+  Process zero = rankOf(store, restarted(0, 2));
+  (void)store.get("pycomm/world/3/member/0", Deadline::after(10000));
+  killed(std::move(zero));
+  expectRunOf(store, {3, 1, 2, 0}, 100);
+}
+
+TEST(MeetAfterARestart, ForgetsAFailureOfTheLastRun) {
+  DirectoryStore store;
+  Process zero = rankOf(store, restarted(0, 2));
+  (void)store.get("pycomm/world/1/member/0", Deadline::after(10000));
+  ErrorRecord failure;
+  failure.code = ErrorCode::PortsExhausted;
+  failure.rank = 1;
+  store.set("pycomm/world/1/error", failure.serialize());
+  killed(std::move(zero));
+  expectRunOf(store, {1, 0}, 300);
+}
+
+TEST(MeetAfterARestart, TellsAllRanksOfAFailure) {
+  DirectoryStore store;
+  expectRunOf(store, {0, 1, 2});
+  RendezvousConfig other = restarted(1, 3);
+  other.config_digest = 7;
+  Process two([&] { return tryToMeet(store, restarted(2, 3)).error.code == ErrorCode::ConfigMismatch; });
+  Process one([&] { return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch; });
+  EXPECT_EQ(tryToMeet(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
+  EXPECT_TRUE(one.join());
+  EXPECT_TRUE(two.join());
+}
+
+TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
+  DirectoryStore store;
+  Process first = rankOf(store, restarted(1, 2));
+  (void)store.get("pycomm/world/owner/1/1", Deadline::after(10000));
+  const Outcome second = tryToMeet(store, restarted(1, 2));
+  EXPECT_EQ(second.error.code, ErrorCode::DuplicateRank);
+  EXPECT_THAT(second.error.summary, HasSubstr("came first"));
+  EXPECT_TRUE(tryToMeet(store, restarted(0, 2)).good());
+  EXPECT_TRUE(first.join());
+}
+
+TEST(MeetAfterARestart, TakesARankFromAnotherHost) {
+  DirectoryStore store;
+  HostIdentity far = HostIdentity::ofThisProcess();
+  far.hostname = "far";
+  far.boot_id = "another";
+  for (const int rank : {0, 1}) {
+    (void)store.add("pycomm/world/claim/" + std::to_string(rank), 1);
+    const std::string owner = "1 " + far.wireText() + " " + ProcessIdentity::ofThisProcess().wireText();
+    store.set("pycomm/world/owner/" + std::to_string(rank) + "/1", owner);
+  }
+  expectRunOf(store, {1, 0}, 100);
+}
+
+TEST(MeetAfterARestart, SaysSoIfRankZeroDoesNotCome) {
+  DirectoryStore store;
+  expectRunOf(store, {0, 1});
+  const Outcome outcome = tryToMeet(store, restarted(1, 2, 300));
+  EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+  EXPECT_THAT(outcome.error.summary, HasSubstr("rank 1 waited for rank 0"));
+  expectRunOf(store, {1, 0}, 100);
+}
+
+TEST(MeetAfterARestart, MayBeRepeatedByTheSameProcesses) {
+  DirectoryStore store;
+  std::vector<Process> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&store, rank] {
+      int64_t last = 0;
+      bool good = true;
+      for (int group = 0; group < 4; ++group) { // with goodbyes and without
+        const Outcome outcome = tryToMeet(store, restarted(rank, 2));
+        good = good && outcome.good() && outcome.met.claim.generation > last;
+        last = outcome.met.claim.generation;
+        if (group % 2 == 0) {
+          leave(store, outcome.met.claim);
+        }
+      }
+      return good;
+    });
+  }
+  for (Process& rank : ranks) {
+    EXPECT_TRUE(rank.join());
+  }
 }
 
 } // namespace

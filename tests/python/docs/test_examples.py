@@ -84,6 +84,72 @@ def test_digits_learns() -> None:
     assert "[  69/69] epoch 3 loss" in done.stderr  # the plain progress line, off a terminal
 
 
+# What each of the short examples prints, as patterns. PERCENT is a test accuracy of 80 % or more.
+PERCENT = r"test accuracy (8|9)\d\.\d%"
+SHORT = {
+    "all_reduce.py": [
+        "rank 0 of 2: the sum is right; its last number is 199",
+        "rank 1 of 2: the sum is right; its last number is 199",
+    ],
+    "ddp.py": [PERCENT],
+    "fewer_syncs.py": [
+        f"LocalSGD: 11 syncs in 200 steps, {PERCENT}",
+        f"DiLoCo: 10 syncs in 200 steps, {PERCENT}",
+    ],
+    "fsdp2.py": [
+        "rank 0 holds 2405 of 4810 parameters",
+        "rank 1 holds 2405 of 4810 parameters",
+        PERCENT,
+    ],
+    "restart.py": ["start at step 0", "start at step 30", PERCENT],
+    "wire_dtype.py": [
+        rf"fp32: 7\d\.\d kB per step, {PERCENT}",
+        rf"fp16: 39\.\d kB per step, {PERCENT}",
+        rf"int8: 19\.\d kB per step, {PERCENT}",
+    ],
+}
+
+
+def test_each_short_example_is_run_here_and_short() -> None:
+    known = {"_common.py", "train_clicks.py", "train_digits.py", "train_lm.py"}
+    found = {path.name for path in EXAMPLES.glob("*.py")} - known
+    assert found == set(SHORT)
+    for name in SHORT:
+        assert len((EXAMPLES / name).read_text().splitlines()) <= 60, name
+
+
+def test_their_table_says_what_they_print() -> None:
+    rows = re.findall(
+        r"^\| \[(\w+\.py)\].*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M
+    )
+    assert {name for name, _ in rows} == set(SHORT)
+    for name, line in rows:
+        assert any(re.fullmatch(pattern, line) for pattern in SHORT[name]), (name, line)
+
+
+@pytest.mark.needs_native
+@pytest.mark.parametrize("name", [name for name in SHORT if name != "restart.py"])
+@pytest.mark.in_shares
+def test_short_example(name: str) -> None:
+    pytest.importorskip("sklearn")
+    done = run_example(name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for pattern in SHORT[name]:
+        assert re.search(pattern, done.stdout), (pattern, done.stdout)
+
+
+@pytest.mark.needs_native
+def test_restart_after_a_rank_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    path = tmp_path / "checkpoint.pt"
+    done = run_example("restart.py", str(path), launcher=[*TORCHRUN, "--max-restarts=1"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PeerDeadError: Rank 1 on " in done.stderr
+    for pattern in SHORT["restart.py"]:
+        assert re.search(pattern, done.stdout), (pattern, done.stdout)
+    assert torch.load(path, weights_only=True)["step"] == 60
+
+
 @pytest.mark.needs_native
 @pytest.mark.in_shares
 def test_digits_is_deterministic() -> None:
