@@ -7,6 +7,9 @@ and either with one of these behind it:
     #torch     torch's wrapper, whatever the backend
     #fp16      gradients travel as fp16: wire_dtype of our wrapper, the hook of torch's
 
+`pycomm:fp16` is our wrapper over a group whose sums travel in the codec of that name, and
+`pycomm:tcp+fp16` the same over TCP.
+
 `step` trains 25 M parameters. `small` has 1,000 parameters of 16 elements and next to no
 arithmetic: with `--ranks 1` its time, less that of `#no_sync`, is what a reducer itself costs.
 """
@@ -63,7 +66,7 @@ class TrainingStep:
         how = place.backend.partition("#")[2]
         self._alone = plain  # never wrapped, never trained
         self._shape, self._rank, self._ranks = shape, place.rank, place.ranks
-        self._syncs, self._lossy = how != "no_sync", how == "fp16"
+        self._syncs, self._lossy = how != "no_sync", "fp16" in place.backend
         self._model = wrapped(copy.deepcopy(plain), place.backend, place.group)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.0)
         self.numel = sum(parameter.numel() for parameter in plain.parameters())

@@ -6,10 +6,11 @@
     python benchmarks/ddp_hosts.py --hosts 2 --model layers --mbit 0    # loopback, no namespaces
     python benchmarks/ddp_hosts.py --rounds 1 --picture step.svg        # one step, drawn
 
-A way is WRAPPER[@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch" is
-torch's over pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. MIB is `bucket_cap_mb`;
-without it each wrapper has its own default (torch's 25, ours 4). WIRE is a wire dtype; torch's
-wrapper has a hook for "fp16". EVERY is `sync_every`.
+A way is WRAPPER[:CODEC][@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch"
+is torch's over pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. CODEC is the group's
+wire dtype (pycomm's groups only). MIB is `bucket_cap_mb`; without it each wrapper has its own
+default (torch's 25, ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for
+"fp16". EVERY is `sync_every`.
 
 Each host is a network namespace behind a switch of `--mbit`. All ways of training live in the same
 processes and take turns, a step each, forwards and backwards, so that whatever else the machine
@@ -69,11 +70,16 @@ class Way:
         rest, _, every = name.partition("/")
         rest, _, wire = rest.partition("#")
         wrapper, _, cap = rest.partition("@")
+        wrapper, _, codec = wrapper.partition(":")
         buckets = {"bucket_cap_mb": int(cap)} if cap else {}
-        self.name, self.wire, self.rank, self.model_name = name, wire, rank, model
+        self.name, self.wire, self.rank, self.model_name = name, wire or codec, rank, model
         self.every = int(every or 1)
         module = copy.deepcopy(plain)
         group = groups["gloo" if wrapper == "gloo" else "pycomm"]
+        if codec:
+            import pycomm
+
+            group = dist.new_group(backend="pycomm", pg_options=pycomm.Options(wire_dtype=codec))
         self.syncs = wrapper != "no_sync"
         if wrapper in ("gloo", "torch"):
             self.model: Any = TorchDDP(

@@ -48,20 +48,22 @@ class World:
     def open_groups(self, names: Sequence[str]) -> None:
         """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
         pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty,
-        `pycomm:int8` one whose sums travel in that codec, `pycomm:ring` one of that algorithm."""
+        `pycomm:int8` one whose sums travel in that codec, `pycomm:ring` one of that algorithm,
+        and `pycomm:tcp+int8` one with both."""
         for name in names:
             backend, _, variant = name.partition("#")[0].partition(":")
             options = None
             if backend == "pycomm":  # imported here: works also where autoload is switched off
                 pycomm = importlib.import_module("pycomm")
-                if variant in pycomm.codecs.CODECS:
-                    options = pycomm.Options(wire_dtype=variant)
-                elif variant in _ALGORITHMS:
-                    options = pycomm.Options(algorithm=variant)
-                else:
-                    options = pycomm.Options(
-                        transport="shm" if variant == "arena" else variant or "auto"
-                    )
+                chosen = {"transport": "auto"}
+                for part in variant.split("+") if variant else ():
+                    if part in pycomm.codecs.CODECS:
+                        chosen["wire_dtype"] = part
+                    elif part in _ALGORITHMS:
+                        chosen["algorithm"] = part
+                    else:
+                        chosen["transport"] = "shm" if part == "arena" else part
+                options = pycomm.Options(**chosen)
             if not self.groups:
                 dist.init_process_group(
                     backend,
