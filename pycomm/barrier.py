@@ -131,8 +131,8 @@ class _Round:
         own = self.group.rank()
         named = ", ".join(f"{rank} (on {self.hosts[rank]})" for rank in ranks)
         summary = (
-            f"monitored_barrier #{self.number}: rank{'s' * (len(ranks) > 1)} {named} of "
-            f"{self.group.size()} had not come after {self.timeout_s:g} s."
+            f"monitored_barrier #{self.number} timed out after {self.timeout_s:g} s: "
+            f"rank{'s' * (len(ranks) > 1)} {named} of {self.group.size()} did not enter it."
         )
         if own in ranks:
             summary += f" This is rank {own}: it came too late."

@@ -2,6 +2,9 @@
 
 Each belongs to one error code and derives from ``PycommError`` and from torch's own
 ``DistBackendError`` or ``DistNetworkError``, so that code which knows only torch catches it too.
+Four families group them by what a program can do: ``PeerError``, ``RendezvousError``,
+``ConfigError`` and ``ResourceError``. A deadline that passed is also a ``TimeoutError``, and a lost
+connection also a ``ConnectionError``.
 ``record`` holds all known facts about the failure. The text is one sentence, the same facts as
 ``key=value``, and a hint.
 """
@@ -19,6 +22,7 @@ __all__ = [
     "AbortedError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "ConfigError",
     "ConfigMismatchError",
     "ConnectFailedError",
     "ConnectionBrokenError",
@@ -32,6 +36,7 @@ __all__ = [
     "NoSharedMemoryError",
     "OutOfMemoryError",
     "PeerDeadError",
+    "PeerError",
     "PeerLeftError",
     "PeerUnresponsiveError",
     "PortsExhaustedError",
@@ -39,7 +44,9 @@ __all__ = [
     "PycommBackendError",
     "PycommError",
     "PycommNetworkError",
+    "RendezvousError",
     "RendezvousTimeoutError",
+    "ResourceError",
     "ShutDownError",
     "StoreLostError",
     "SystemCallError",
@@ -191,6 +198,22 @@ class PycommNetworkError(PycommError, DistNetworkError):
     """Another rank, its host or the way there has failed."""
 
 
+class RendezvousError(PycommError):
+    """A group could not be made, or its store was lost."""
+
+
+class ConfigError(PycommError):
+    """The settings of this rank, or those of two ranks, do not fit."""
+
+
+class ResourceError(PycommError):
+    """This process or host has run out of something: memory, files, ports, kernel objects."""
+
+
+class PeerError(PycommNetworkError, ConnectionError):
+    """Another rank of the group, or the way to it, is gone."""
+
+
 class InvalidArgumentError(PycommBackendError, ValueError):
     """An argument that no rank could have served; nothing was sent."""
 
@@ -199,35 +222,35 @@ class UnsupportedError(PycommBackendError, NotImplementedError):
     """pycomm does not support this."""
 
 
-class RendezvousTimeoutError(PycommNetworkError):
+class RendezvousTimeoutError(RendezvousError, PycommNetworkError, TimeoutError):
     """Not all ranks came to the store in time; the text names the missing ones."""
 
 
-class StoreLostError(PycommNetworkError):
+class StoreLostError(RendezvousError, PycommNetworkError, ConnectionError):
     """The store could not be reached any more."""
 
 
-class ConnectFailedError(PycommNetworkError):
+class ConnectFailedError(RendezvousError, PycommNetworkError, ConnectionError):
     """A rank could not be connected to."""
 
 
-class DuplicateRankError(PycommBackendError):
+class DuplicateRankError(RendezvousError, PycommBackendError):
     """Two processes claim the same rank of one group."""
 
 
-class ConfigMismatchError(PycommBackendError):
+class ConfigMismatchError(ConfigError, PycommBackendError):
     """Ranks were started with settings that do not fit together, as another world size."""
 
 
-class VersionMismatchError(PycommBackendError):
+class VersionMismatchError(ConfigError, PycommBackendError):
     """A rank runs another version of pycomm's protocol."""
 
 
-class NoInterfaceError(PycommBackendError):
+class NoInterfaceError(ConfigError, PycommBackendError):
     """No network interface fits the setting; the text lists those that exist."""
 
 
-class PortsExhaustedError(PycommBackendError):
+class PortsExhaustedError(ResourceError, PycommBackendError):
     """Every port of the range is taken."""
 
 
@@ -235,23 +258,23 @@ class CollectiveMismatchError(PycommBackendError):
     """Ranks called different operations, or one operation with different arguments."""
 
 
-class CollectiveTimeoutError(PycommBackendError):
+class CollectiveTimeoutError(PycommBackendError, TimeoutError):
     """An operation's deadline has passed; the text names the rank that was waited for."""
 
 
-class PeerDeadError(PycommNetworkError):
+class PeerDeadError(PeerError):
     """A rank's process ended without a goodbye."""
 
 
-class PeerUnresponsiveError(PycommNetworkError):
+class PeerUnresponsiveError(PeerError):
     """A rank is connected and silent."""
 
 
-class PeerLeftError(PycommNetworkError):
+class PeerLeftError(PeerError):
     """A rank left the group in good order while it was still needed."""
 
 
-class ConnectionBrokenError(PycommNetworkError):
+class ConnectionBrokenError(PeerError):
     """A connection broke for an unknown reason."""
 
 
@@ -275,19 +298,19 @@ class ForkedError(PycommBackendError):
     """The group was used in a forked child of the process that made it."""
 
 
-class OutOfMemoryError(PycommBackendError):
+class OutOfMemoryError(ResourceError, PycommBackendError, MemoryError):
     """Memory could not be allocated."""
 
 
-class TooManyFilesError(PycommBackendError):
+class TooManyFilesError(ResourceError, PycommBackendError):
     """The limit of open files is reached."""
 
 
-class NoSharedMemoryError(PycommBackendError):
+class NoSharedMemoryError(ResourceError, PycommBackendError):
     """There is no room for the memory that the ranks of a host share."""
 
 
-class SystemCallError(PycommBackendError):
+class SystemCallError(ResourceError, PycommBackendError):
     """The kernel refused something."""
 
 

@@ -40,7 +40,8 @@ auto translated(const char* what, Deadline deadline, const Call& call) -> declty
     ErrorRecord record;
     record.code = deadline.expired() ? ErrorCode::RendezvousTimeout : ErrorCode::StoreLost;
     record.phase = "rendezvous";
-    record.summary = std::string("The store of the process group did not answer (") + what + ").";
+    record.summary = std::string("The store of the process group ") +
+        (deadline.expired() ? "timed out (" : "did not answer (") + what + ").";
     record.cause = text.substr(0, text.find('\n'));
     record.hint = "check that rank 0 is alive and that MASTER_ADDR and MASTER_PORT name it";
     throw Error(record);

@@ -251,8 +251,8 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
       record.numel = operation.request().descriptor.numel;
       record.phase = "wait";
       record.elapsed_ms = timeout.count();
-      record.summary = operation.label() + " had not ended after the " + std::to_string(timeout.count()) +
-          " ms that wait() was given; it goes on.";
+      record.summary = "wait() timed out after " + std::to_string(timeout.count()) + " ms: " + operation.label() +
+          " has not ended, and goes on.";
       record.hint = "wait again, with more time";
       throwToPython(errorOf(record, group.identity()));
     }

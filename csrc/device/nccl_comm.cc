@@ -130,8 +130,8 @@ void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
       ErrorRecord record = about;
       record.code = ErrorCode::Timeout;
       record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-      record.summary = about.op.empty() ? "NCCL has not connected all ranks in time."
-                                        : about.op + " could not be started in time: NCCL still waits for other ranks.";
+      record.summary = about.op.empty() ? "NCCL timed out while it connected the ranks."
+                                        : about.op + " timed out before it started: NCCL still waits for other ranks.";
       record.hint = "see which rank is missing; NCCL_DEBUG=INFO shows what NCCL tries";
       throw Error(record);
     }
@@ -290,7 +290,7 @@ std::optional<ErrorRecord> NcclComm::findFailure() {
       cause.phase = "transfer";
       cause.elapsed_ms =
           std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation->issued_at).count();
-      cause.summary = cause.op + " had not ended on the device by its deadline.";
+      cause.summary = cause.op + " timed out on the device.";
       cause.hint = "see which rank did not call it, or is still busy with what comes before it";
       return cause;
     }

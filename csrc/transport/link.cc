@@ -44,7 +44,7 @@ void wait(
     const AbortToken& abort) {
   abort.throwIfAborted();
   if (deadline.expired()) {
-    throw Error(broken(link, transfer, ErrorCode::Timeout, "did not end in time"));
+    throw Error(broken(link, transfer, ErrorCode::Timeout, "timed out"));
   }
   if (!moved) {
     pollfd ready{reads ? link.readFd() : link.writeFd(), reads ? readEvents(link) : link.roomEvent(), 0};

@@ -101,7 +101,7 @@ ErrorRecord timedOut(
   record.code = ErrorCode::Timeout;
   record.bytes_done = bytes_done;
   record.bytes_total = bytes_total;
-  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) + " ms: ";
+  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
     record.phase = "not_entered";
     record.summary += identity.rankText(missing->peer) + " has not entered it (its last: " + missing->last + ").";
@@ -120,7 +120,7 @@ ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const Gro
   record.code = ErrorCode::Timeout;
   record.phase = "copy_to_host";
   record.bytes_total = bytes_total;
-  record.summary = operation.label() + " was not finished after " + std::to_string(record.elapsed_ms) +
+  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) +
       " ms: the tensor of " + identity.rankText(identity.rank) + " has not left its device.";
   record.hint =
       "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
@@ -171,7 +171,7 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::Timeout;
   record.phase = "matching";
-  record.summary = operation.label() + " had no message after " + std::to_string(record.elapsed_ms) + " ms: ";
+  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms without a message: ";
   if (peer < 0) {
     record.summary += "no rank has sent under that tag.";
     record.hint = "find out why no rank sends (another tag? a rank that is late?), or raise the timeout";

@@ -255,7 +255,7 @@ int64_t findGeneration(const StoreRound& round, const std::string& prefix) {
     if (round.deadline.expired()) {
       throw Error(
           ErrorCode::RendezvousTimeout,
-          "rank " + std::to_string(round.rank) + " waited for rank 0, which did not come",
+          "The rendezvous timed out: rank " + std::to_string(round.rank) + " waited for rank 0, which did not come",
           "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
     }
     (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));

@@ -74,6 +74,10 @@ def test_classes_and_codes_are_one_to_one() -> None:
     assert len(set(errors.BY_CODE.values())) == len(errors.BY_CODE)
     exported = {getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
     abstract = {
+        errors.ConfigError,
+        errors.PeerError,
+        errors.RendezvousError,
+        errors.ResourceError,
         errors.PycommError,
         errors.PycommBackendError,
         errors.PycommNetworkError,
@@ -86,6 +90,22 @@ def test_the_table_has_every_code_of_the_native_part() -> None:
     source = Path(__file__).resolve().parents[3] / "csrc" / "base" / "error.cc"
     names = set(re.findall(r'return "([A-Z_]+)";', source.read_text())) - {"OK", "UNKNOWN"}
     assert names == set(errors.BY_CODE)
+
+
+def test_families_hold_what_a_program_treats_alike() -> None:
+    def codes(family: type[Exception]) -> set[str]:
+        return {code for code, each in errors.BY_CODE.items() if issubclass(each, family)}
+
+    gone = {"PEER_DEAD", "PEER_UNRESPONSIVE", "PEER_LEFT", "CONN_RESET"}
+    assert codes(errors.PeerError) == gone
+    joining = {"RENDEZVOUS_TIMEOUT", "STORE_LOST", "CONNECT_FAILED", "DUPLICATE_RANK"}
+    assert codes(errors.RendezvousError) == joining
+    assert codes(errors.ConfigError) == {"CONFIG_MISMATCH", "VERSION_MISMATCH", "NO_INTERFACE"}
+    used_up = {"PORTS_EXHAUSTED", "OUT_OF_MEMORY", "TOO_MANY_FILES", "SHM_NO_SPACE"}
+    assert codes(errors.ResourceError) == used_up | {"SYSTEM_ERROR"}
+    assert codes(TimeoutError) == {"RENDEZVOUS_TIMEOUT", "TIMEOUT"}
+    assert codes(ConnectionError) == gone | {"STORE_LOST", "CONNECT_FAILED"}
+    assert codes(MemoryError) == {"OUT_OF_MEMORY"}
 
 
 def test_wrong_arguments_are_also_pythons_own_errors() -> None:

@@ -128,6 +128,10 @@ def test_an_error_says_everything_ends_everything_and_sticks(
         assert f"bytes={record['bytes_done']}/{record['bytes_total']}" in error.text
         assert error.text.startswith(record["summary"]) and error.text.endswith(record["hint"])
         assert "\n" not in error.text
+        if how == "late":
+            assert "timed out" in error.text and "TimeoutError" in error.classes
+        elif how != "mismatch":
+            assert {"PeerError", "ConnectionError"} <= set(error.classes)
     assert seen["errors"][0].record["sequence"] in (2, 3, 4)
     again = seen["again"]
     assert again.code == code and again.record["peer"] == seen["errors"][0].record["peer"]
@@ -144,6 +148,7 @@ def test_an_error_of_joining_says_everything(tmp_path: Path) -> None:
     options = {"pg_options": {"timeout": 1.0}, "ranks": [1], "init": f"file://{tmp_path}/store"}
     error = run_ranks(2, fails, args=("",), check=False, **options)[0].error
     assert error is not None and error.code == "RENDEZVOUS_TIMEOUT"
+    assert "timed out" in error.text and {"RendezvousError", "TimeoutError"} <= set(error.classes)
     assert set(error.record) >= OF_A_JOIN, OF_A_JOIN - set(error.record)
     assert (error.record["rank"], error.record["phase"]) == (1, "rendezvous")
 
@@ -172,7 +177,7 @@ def test_a_wait_that_is_given_less_time_says_everything() -> None:
         running.wait_for_mark(0, "waited")
         running.kill(1, signal.SIGUSR2)
         error = running.collect(60).check()[0].value
-    assert error.code == "TIMEOUT"
+    assert error.code == "TIMEOUT" and "timed out" in error.text
     local = OF_AN_OPERATION - {"peer", "peer_host", "bytes_done", "bytes_total"}
     assert set(error.record) >= local, local - set(error.record)
 
