@@ -23,6 +23,14 @@ _MIN_PORT, _MAX_PORT = 1024, 65535
 _MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
 _MIN_SILENCE_S, _MAX_SILENCE_S = 0.5, 3600.0
+# By their texts, so that this module does not import torch. torch.int8 and torch's fp8 are not
+# here: they have no scales, as the wire dtypes of those names have.
+_OF_TORCH = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
+
+
+def wire_name(dtype: object) -> object:
+    """ "fp16" for ``torch.float16``, and so on; anything else is returned as it is."""
+    return dtype if isinstance(dtype, str) else _OF_TORCH.get(str(dtype), dtype)
 
 
 def _bad(where: str, value: object, allowed: str) -> ValueError:
@@ -40,6 +48,13 @@ def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
         return text
 
     return parse
+
+
+_named_wire_dtype = _one_of("fp32", "bf16", "fp16", "fp8", "int8")
+
+
+def _wire_dtype(where: str, value: object) -> str:
+    return _named_wire_dtype(where, wire_name(value))
 
 
 def _interface(where: str, value: object) -> str:
@@ -178,7 +193,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
-        _one_of("fp32", "bf16", "fp16", "fp8", "int8"),
+        _wire_dtype,
         "fp32",
         "PYCOMM_WIRE_DTYPE",
     ),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pycomm._settings import wire_name
 from pycomm.errors import UnsupportedError
 
 WIRE_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8")
@@ -15,26 +16,38 @@ ENCODED = ("int8", "fp8")
 """Those that only pycomm's own all_reduce can add up."""
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 
-WireDtype = str | Mapping[str, str | None] | None
+WireDtype = str | torch.dtype | Mapping[str, str | torch.dtype | None] | None
+"""What a caller may pass."""
+Named = str | dict[str, str | None] | None
+"""The same by name."""
 _NAMES_SHOWN = 5
 
 
-def check_wire_dtype(wire_dtype: WireDtype) -> None:
-    """Raises ValueError if a name is no dtype's. Needs no model."""
-    chosen: list[object] = (
-        list(wire_dtype.values()) if isinstance(wire_dtype, Mapping) else [wire_dtype]
-    )
-    for name in chosen:
-        if name is None or (isinstance(name, str) and name in WIRE_DTYPES):
-            continue
-        allowed = ", ".join(repr(known) for known in WIRE_DTYPES)
-        close = difflib.get_close_matches(str(name), WIRE_DTYPES, 1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
+def named_wire_dtype(wire_dtype: WireDtype) -> Named:
+    """The names of wire dtypes, some of which may be torch's dtypes: "fp16" for ``torch.float16``.
+
+    Needs no model.
+
+    Raises:
+        ValueError: A value names no wire dtype.
+    """
+    if isinstance(wire_dtype, Mapping):
+        return {pattern: _name_of(dtype) for pattern, dtype in wire_dtype.items()}
+    return _name_of(wire_dtype)
+
+
+def _name_of(dtype: str | torch.dtype | None) -> str | None:
+    name = wire_name(dtype)
+    if name is None or (isinstance(name, str) and name in WIRE_DTYPES):
+        return name
+    allowed = ", ".join(repr(known) for known in WIRE_DTYPES)
+    close = difflib.get_close_matches(str(name).removeprefix("torch."), WIRE_DTYPES, 1)
+    hint = f": did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
 
 
 def wire_dtypes(
-    wire_dtype: WireDtype,
+    wire_dtype: Named,
     names: Sequence[str],
     dtypes: Sequence[torch.dtype],
     *,

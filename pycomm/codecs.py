@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _extension
+from pycomm._settings import wire_name
 from pycomm.backend import native_backend
 
 CODECS = ("bf16", "fp16", "fp8", "int8")
@@ -46,7 +47,7 @@ def codec_stats(group: dist.ProcessGroup | None = None) -> CodecStats:
 
 def all_reduce(
     tensor: torch.Tensor,
-    wire_dtype: str,
+    wire_dtype: str | torch.dtype,
     *,
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
@@ -60,7 +61,7 @@ def all_reduce(
 
     Args:
         tensor: As for ``dist.all_reduce``.
-        wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8".
+        wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8"; ``torch.float16`` and the like.
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
         lost: (as tensor) float32, contiguous. Error feedback, the same tensor in every call, zeros
@@ -80,7 +81,7 @@ def all_reduce(
         PycommError: The operation failed; with ``async_op`` from ``wait()``.
     """
     work = _extension.native.all_reduce_as(
-        native_backend(group), tensor, wire_dtype, lost, op, async_op
+        native_backend(group), tensor, str(wire_name(wire_dtype)), lost, op, async_op
     )
     if async_op:
         return work

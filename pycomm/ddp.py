@@ -31,7 +31,7 @@ from pycomm._ddp_options import (
 )
 from pycomm._ddp_stats import DDPStats
 from pycomm._model_check import check_same_on_all_ranks
-from pycomm._wire_patterns import ENCODED, WireDtype, check_wire_dtype, wire_dtypes
+from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
 from pycomm.errors import UnsupportedError
 
@@ -60,8 +60,9 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         module: The model. Names, shapes, dtypes and strides of parameters must be the same on all
             ranks, and are compared. Freeze and unfreeze parameters between passes, on all ranks.
         wire_dtype: The dtype that gradients travel in: None for their own dtype, "fp32", "fp16",
-            "bf16", "int8" or "fp8", or a mapping from patterns over parameter names to one of
-            these; the first that matches wins: ``{"*.norm.*": "fp32", "*": "int8"}``. The backend
+            "bf16", "int8" or "fp8", ``torch.float16`` and the like, or a mapping from patterns over
+            parameter names to one of these; the first that matches wins:
+            ``{"*.norm.*": "fp32", "*": "int8"}``. The backend
             rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division by the
             number of ranks comes after, in fp32. fp16 is scaled by a power of two that follows the
             gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
@@ -106,16 +107,14 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
     ) -> None:
         options = torch_options(module, args, kwargs)
         check_options(module, options)
-        check_wire_dtype(wire_dtype)
+        wires = named_wire_dtype(wire_dtype)
         if not isinstance(error_feedback, bool):
             raise ValueError(f"error_feedback={error_feedback!r} is neither True nor False")
         for name, value in (("accumulate", accumulate), ("sync_every", sync_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} is not a whole number from 1")
         # Before Module.__init__, which keeps plain attributes: torch's constructor calls back.
-        self._wire_dtype: WireDtype = (
-            dict(wire_dtype) if isinstance(wire_dtype, Mapping) else wire_dtype
-        )
+        self._wire_dtype = wires
         self._error_feedback = error_feedback
         self._accumulate = accumulate
         self._sync_every = sync_every

@@ -3,6 +3,8 @@
 The first of these that sets a setting wins: ``pycomm.Options`` (passed as ``pg_options``), its own
 variable, the variables that gloo and NCCL users have set already, the default. A misspelled name or
 a value out of range is an error that names the field or variable, the value, and what is allowed.
+A ``PYCOMM_*`` variable that resembles none of pycomm's is reported once and ignored: it may belong
+to the cluster, or to another version of pycomm.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycomm._settings import OFF, SETTINGS, Setting
+
+if TYPE_CHECKING:
+    import torch
 
 _PREFIX = "PYCOMM_"
 _DEFAULT_ORIGIN = "default"
@@ -27,6 +33,8 @@ _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no
 _SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"
 _SECRET_VARIABLE = "PYCOMM_SECRET"
 _SECRET_FILE = "~/.config/pycomm/secret"
+# Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
+_NEAR = 0.75
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -62,7 +70,8 @@ class Options:
             is none; "shm": shared memory for a group on one host, or an error that says why
             not; "tcp". ``PYCOMM_TRANSPORT``.
         wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
-            "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``.
+            "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``torch.float32``, ``torch.float16``
+            and ``torch.bfloat16`` are accepted for the first three. ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
             the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
             error that says why not; "auto": NCCL if every rank has a GPU of its own and NCCL
@@ -95,7 +104,7 @@ class Options:
     debug: str | None = None
     algorithm: str | None = None
     transport: str | None = None
-    wire_dtype: str | None = None
+    wire_dtype: str | torch.dtype | None = None
     cuda_mode: str | None = None
     segment_nbytes: int | str | None = None
     streams: int | None = None
@@ -117,8 +126,7 @@ class Options:
             environ: Variables to read; default ``os.environ``.
 
         Raises:
-            ValueError: A variable has a value that is not allowed, or there is an unknown PYCOMM_*
-                variable.
+            ValueError: A variable has a value that is not allowed, or a misspelled name.
         """
         environ = os.environ if environ is None else environ
         check_variable_names(environ)
@@ -224,14 +232,27 @@ class ResolvedOptions:
 
 
 def check_variable_names(environ: Iterable[str]) -> None:
-    """Raises ValueError for the first ``PYCOMM_*`` name that pycomm does not know."""
-    if unknown := unknown_variables(environ):
-        raise ValueError(variable_error(unknown[0]))
+    """Raises ValueError for a misspelled ``PYCOMM_*`` name, and warns of other unknown ones."""
+    for name in unknown_variables(environ):
+        if is_misspelled(name):
+            raise ValueError(variable_error(name))
+        warnings.warn(variable_error(name), RuntimeWarning, stacklevel=2)
+
+
+def is_misspelled(name: str) -> bool:
+    """Whether an unknown variable's name resembles one of pycomm's."""
+    return bool(difflib.get_close_matches(_stem(name), map(_stem, variables()), 1, _NEAR))
 
 
 def variable_error(name: str) -> str:
-    """The error about an unknown name, which offers the nearest known one."""
-    return f"{name} is not a variable of pycomm{_suggestion(name, variables())}"
+    """The text about an unknown name. It offers the known one that the name resembles."""
+    if is_misspelled(name):
+        return f"{name} is not a variable of pycomm{_suggestion(name, variables())}"
+    return f"{name} is not a variable of pycomm, and has no effect"
+
+
+def _stem(name: str) -> str:
+    return name.removeprefix(_PREFIX).lower()
 
 
 def unknown_variables(environ: Iterable[str]) -> list[str]:

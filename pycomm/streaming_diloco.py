@@ -35,7 +35,7 @@ from pycomm._outer_step import (
     check_places,
 )
 from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
-from pycomm._wire_patterns import check_wire_dtype
+from pycomm._wire_patterns import WireDtype, named_wire_dtype
 from pycomm.backend import native_backend
 from pycomm.local_sgd import LocalSGD, nesterov
 
@@ -92,7 +92,7 @@ class StreamingDiLoCo(LocalSGD):
         fragments: int | Sequence[nn.Module] = 1,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float | None = None,
-        wire_dtype: str | None = None,
+        wire_dtype: str | torch.dtype | None = None,
         outer_optimizer: MakeOptimizer | None = None,
         process_group: Any = None,
         init_sync: bool = True,
@@ -101,7 +101,7 @@ class StreamingDiLoCo(LocalSGD):
         parts = cut(model, trained, fragments) if trained else []
         _check_steps(sync_every, len(parts), fragment_sync_delay)
         alpha = _alpha_of(fragment_update_alpha, fragment_sync_delay)
-        _check_wire(wire_dtype, process_group)
+        wire = _wire_of(wire_dtype, process_group)
         super().__init__(
             model, sync_every=sync_every, process_group=process_group, init_sync=init_sync
         )
@@ -112,12 +112,12 @@ class StreamingDiLoCo(LocalSGD):
         ]
         self._delay = fragment_sync_delay
         self._alpha = alpha
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = wire
         self._options = {
             "sync_every": sync_every,
             "fragment_sync_delay": fragment_sync_delay,
             "fragment_update_alpha": alpha,
-            "wire_dtype": wire_dtype,
+            "wire_dtype": wire,
         }
         self._scratch = Scratch()
         self._flight: Flight | None = None
@@ -367,16 +367,17 @@ def _alpha_of(alpha: float | None, delay: int) -> float:
     return float(alpha)
 
 
-def _check_wire(wire_dtype: str | None, group: Any) -> None:
-    if wire_dtype is not None and not isinstance(wire_dtype, str):
+def _wire_of(wire_dtype: WireDtype, group: Any) -> str | None:
+    wire = named_wire_dtype(wire_dtype)
+    if isinstance(wire, dict):
         raise ValueError(f"wire_dtype={wire_dtype!r} is not one name: all fragments travel alike")
-    check_wire_dtype(wire_dtype)
-    if wire_dtype is None:
-        return
+    if wire is None:
+        return None
     try:
         native_backend(group)
     except ValueError as error:
-        raise ValueError(f"wire_dtype={wire_dtype!r}: {error}") from None
+        raise ValueError(f"wire_dtype={wire!r}: {error}") from None
+    return wire
 
 
 def _settings(outer: torch.optim.Optimizer) -> str:

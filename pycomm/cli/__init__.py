@@ -1,4 +1,4 @@
-"""The command line, ``python -m pycomm COMMAND``.
+"""The command line, ``pycomm COMMAND`` or ``python -m pycomm COMMAND``.
 
 Exit codes: 0 fine, 1 a problem was found, 2 wrong usage; ``doctor`` has one more.
 """

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +50,7 @@ def add_parser(commands: Any) -> None:
     add("--sizes", type=list_of(size_of), default=_SIZES, help="bytes; default: %(default)s")
     add("--dtype", choices=_DTYPES, default="float32")
     add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
-    add("--json", type=Path, metavar="FILE", help="also write the rows to this file, on rank 0")
+    add("--json", nargs="?", const=True, metavar="", help="print one JSON object, on rank 0")
     parser.set_defaults(run=run)
 
 
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _timed(arguments: argparse.Namespace) -> int:
     first = dist.get_rank() == 0
-    if first:
+    shown = first and arguments.json is not True
+    if shown:
         print(f"# {dist.get_world_size()} ranks: {topology_text()}\n{_HEAD}\n{_UNITS}", flush=True)
     rows = []
     for name in arguments.collectives:
@@ -84,10 +86,19 @@ def _timed(arguments: argparse.Namespace) -> int:
             case = Case(name, nbytes, getattr(torch, arguments.dtype))
             timing = measure(case, arguments.seconds)
             rows.append(_row(case, timing))
-            if first:
+            if shown:
                 print(_line(rows[-1]), flush=True)
-    if first and arguments.json is not None:
-        arguments.json.write_text(json.dumps({"topology": topology_text(), "rows": rows}, indent=2))
+    if first and arguments.json:
+        text = json.dumps({"topology": topology_text(), "rows": rows}, indent=2)
+        if arguments.json is True:
+            print(text)
+        else:  # until 0.2
+            warnings.warn(
+                "pycomm bench --json FILE is deprecated: redirect the output of --json",
+                FutureWarning,
+                stacklevel=1,
+            )
+            Path(arguments.json).write_text(text)
     return sum(int(row["wrong"]) for row in rows)
 
 

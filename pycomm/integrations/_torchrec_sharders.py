@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from pycomm._settings import wire_name
 from pycomm._torch_range import torch_minor
 
 RELEASES = {"2.13": "1.8.0"}
@@ -63,7 +64,7 @@ def _register_device() -> None:
     custom_sharded_op_impl(torch.Tensor.device.__get__)(device)  # type: ignore[no-untyped-call]
 
 
-def sharders(*, wire_dtype: str | None = None) -> list[Any]:
+def sharders(*, wire_dtype: str | torch.dtype | None = None) -> list[Any]:
     """Return the sharders for ``DistributedModelParallel(sharders=…)`` on the CPU.
 
     A table with an id map needs them: when an id gets a slot, they reset the state that the
@@ -77,6 +78,7 @@ def sharders(*, wire_dtype: str | None = None) -> list[Any]:
         ImportError: TorchRec is not installed, or its kernels do not load with this torch.
         ValueError: TorchRec does not send this dtype on the CPU.
     """
+    wire_dtype = cast("str | None", wire_name(wire_dtype))
     if wire_dtype not in (None, "fp32", "fp16"):
         raise ValueError(
             f"wire_dtype={wire_dtype!r}: on the CPU TorchRec sends 'fp32' (None) or 'fp16'"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional, launch
 
 _WRAPPERS = ("pycomm", "torch")
@@ -27,7 +28,7 @@ _WRAPPERS = ("pycomm", "torch")
 def make_accelerator(
     *,
     wrapper: str = "pycomm",
-    wire_dtype: str | None = None,
+    wire_dtype: WireDtype = None,
     process_group: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -109,7 +110,7 @@ def _wrapping_accelerator() -> type[Any]:
     class PycommAccelerator(Accelerator):  # type: ignore[misc]
         """Puts pycomm's wrapper where Accelerate puts torch's."""
 
-        pycomm_wire_dtype: str | None = None
+        pycomm_wire_dtype: WireDtype = None
 
         def prepare_model(
             self,

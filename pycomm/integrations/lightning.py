@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional
 
 # The second is the older package of the same code; its classes are not those of the first.
@@ -24,7 +25,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def make_strategy(
-    *, wire_dtype: str | None = None, package: str = "lightning.pytorch", **options: Any
+    *, wire_dtype: WireDtype = None, package: str = "lightning.pytorch", **options: Any
 ) -> Any:
     """A ``DDPStrategy`` whose group is pycomm's and whose wrapper is pycomm's.
 
@@ -64,7 +65,7 @@ def _strategy_class(library: ModuleType) -> type[Any]:
     class PycommStrategy(base):  # type: ignore[misc]
         """Puts pycomm's wrapper where Lightning puts torch's."""
 
-        pycomm_wire_dtype: str | None = None
+        pycomm_wire_dtype: WireDtype = None
 
         def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
             return DistributedDataParallel(

@@ -120,8 +120,8 @@ ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const Gro
   record.code = ErrorCode::Timeout;
   record.phase = "copy_to_host";
   record.bytes_total = bytes_total;
-  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) +
-      " ms: the tensor of " + identity.rankText(identity.rank) + " has not left its device.";
+  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: the tensor of " +
+      identity.rankText(identity.rank) + " has not left its device.";
   record.hint =
       "see what that rank's stream has to do before it (a kernel that never ends? an event that nobody records?)";
   return record;
@@ -171,7 +171,8 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::Timeout;
   record.phase = "matching";
-  record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms without a message: ";
+  record.summary =
+      operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms without a message: ";
   if (peer < 0) {
     record.summary += "no rank has sent under that tag.";
     record.hint = "find out why no rank sends (another tag? a rank that is late?), or raise the timeout";

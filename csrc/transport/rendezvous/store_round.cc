@@ -169,8 +169,8 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   record.code = ErrorCode::RendezvousTimeout;
-  record.summary = "The rendezvous timed out: rank " + std::to_string(rank) + " waited " + std::to_string(waited) + " ms for " +
-      std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present);
+  record.summary = "The rendezvous timed out: rank " + std::to_string(rank) + " waited " + std::to_string(waited) +
+      " ms for " + std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present);
   record.hint =
       "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
       "says why they ended; a longer timeout helps slow starters";

@@ -88,3 +88,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"pycomm {pycomm.__version__}\n"
+
+
+def test_a_pycomm_command_is_installed() -> None:
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="pycomm")
+    assert command.load() is main
+
+
+def test_bench_prints_one_json_object() -> None:
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05", "--json"]
+    done = run_python([*launched, *table], timeout_s=120.0)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["size"], row["collective"], row["wrong"]) == (4, "all_reduce", 0)

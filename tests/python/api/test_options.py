@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -202,6 +203,12 @@ def test_an_unknown_variable_is_an_error_with_the_nearest_name(
     assert all(variable in str(caught.value) for variable in variables())
 
 
+@pytest.mark.parametrize("foreign", ["PYCOMM_HOME", "PYCOMM_JOB_QUEUE"])
+def test_a_variable_that_resembles_none_is_reported_and_ignored(foreign: str) -> None:
+    with pytest.warns(RuntimeWarning, match=f"{foreign} is not a variable of pycomm, and has no"):
+        assert Options().resolve({foreign: "1"}) == Options().resolve({})
+
+
 def test_unknown_variables_are_only_those_of_pycomm() -> None:
     environ = ["PYCOMM_B", "PYCOMM_A", "PYCOMM_ALGO", "PYCOMMX", "GLOO_WHATEVER"]
     assert unknown_variables(environ) == ["PYCOMM_A", "PYCOMM_B"]
@@ -259,3 +266,17 @@ def test_a_codec_goes_with_direct_alone() -> None:
     assert Options(algorithm="ring", wire_dtype="fp32").resolve({}).wire_dtype == "fp32"
     with pytest.raises(ValueError, match=r"Options.wire_dtype='fp61' is not allowed: use 'fp32'"):
         Options(wire_dtype="fp61")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "fp32"), (torch.float16, "fp16"), (torch.bfloat16, "bf16")],
+)
+def test_torchs_dtypes_are_wire_dtypes(dtype: torch.dtype, name: str) -> None:
+    assert Options(wire_dtype=dtype) == Options(wire_dtype=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])
+def test_dtypes_without_the_scales_of_a_wire_dtype_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"Options.wire_dtype=torch.* is not allowed: use 'fp32'"):
+        Options(wire_dtype=dtype)

@@ -165,7 +165,9 @@ def test_the_table_of_errors_is_the_codes() -> None:
     header = ("class", "codes", "also Python's", "what a program can do")
     for family, codes, *_ in table(read("docs/errors.md"), *header):
         base = getattr(errors, code(family)[0])
-        assert set(code(codes)) == {n for n, each in errors.BY_CODE.items() if issubclass(each, base)}
+        assert set(code(codes)) == {
+            n for n, each in errors.BY_CODE.items() if issubclass(each, base)
+        }
     assert "`pycomm.errors.TorchVersionError`" in read("docs/errors.md")  # the one without a code
 
 
