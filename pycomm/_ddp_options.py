@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from pycomm.errors import UnsupportedError
+
+_NAMES_SHOWN = 10
+_MIB = 1024 * 1024
+# Small, so that the first all-reduce starts early and backward waits little for the last one.
+_EDGE_BUCKET_CAP_NBYTES = _MIB
+# Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
+# short against a backward pass.
+_BUCKET_CAP_NBYTES = 4 * _MIB
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -32,12 +40,44 @@ _OURS = {"wire_dtype": None, "error_feedback": True, "accumulate": 1, "sync_ever
 INSTEAD = "use torch.nn.parallel.DistributedDataParallel over the pycomm backend"
 
 
-def given(args: Sequence[Any], kwargs: dict[str, Any]) -> set[str]:
-    """The names of torch's options that a caller has given."""
-    return {*list(inspect.signature(_TorchDDP.__init__).parameters)[2 : 2 + len(args)], *kwargs}
+# The options that the wrapper's signature spells out, with the values that need not be passed on.
+_SPELLED = {
+    "device_ids": None,
+    "output_device": None,
+    "dim": 0,
+    "broadcast_buffers": True,
+    "init_sync": True,
+    "process_group": None,
+    "bucket_cap_mb": None,
+    "find_unused_parameters": False,
+    "check_reduction": False,
+    "static_graph": False,
+}
 
 
-def torch_options(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def for_torch(
+    spelled: dict[str, Any], positional: Sequence[Any], others: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of torch's constructor by name, without those that have torch's default.
+
+    Args:
+        spelled: Those of the wrapper's own signature.
+        positional: Values of those that follow ``static_graph`` in torch's signature.
+        others: Further ones, which depend on the version of torch.
+    """
+    names = list(inspect.signature(_TorchDDP.__init__).parameters)
+    rest = names[names.index("static_graph") + 1 :]
+    if len(positional) > len(rest):
+        raise TypeError("pycomm.DistributedDataParallel takes no more positional arguments")
+    unlike = {
+        name: value
+        for name, value in spelled.items()
+        if name not in _SPELLED or (value is not _SPELLED[name] and value != _SPELLED[name])
+    }
+    return {**unlike, **dict(zip(rest, positional, strict=False)), **others}
+
+
+def torch_options(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Every argument of torch's constructor by name, with defaults; TypeError for unknown ones."""
     signature = inspect.signature(_TorchDDP.__init__)
     known = list(signature.parameters)[2:]
@@ -46,7 +86,7 @@ def torch_options(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
             close = difflib.get_close_matches(name, [*known, *_OURS], 1)
             hint = f": did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"pycomm.DistributedDataParallel has no option {name!r}{hint}")
-    bound = signature.bind(None, module, *args, **kwargs)
+    bound = signature.bind(None, module, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
@@ -102,6 +142,24 @@ def check_parameters(
             )
 
 
+def check_counts(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not a whole number from 1")
+
+
+def check_switch(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is neither True nor False")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
+
+
 def names_of(module: nn.Module, parameters: Sequence[torch.Tensor]) -> list[str]:
     """The first name of each; a shared parameter has several."""
     names: dict[torch.Tensor, str] = {}
@@ -137,3 +195,28 @@ class EndsByItself:
             "pycomm.DistributedDataParallel has no require_manual_backward_finalization: its "
             "backward pass ends by itself. Try: torch's own DistributedDataParallel over pycomm"
         )
+
+
+def reducible(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Parameter]:
+    """Parameters that have gradients, or may once they are unfrozen, by their first name."""
+    left_out = set(ignored)
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if not {name, f".{name}"} & left_out
+        and (parameter.is_floating_point() or parameter.is_complex())
+    }
+
+
+def bucket_caps(listed: Sequence[int], cap: int | None) -> dict[str, Any]:
+    """Caps in bytes of the first, second … bucket, of which the last holds for all others.
+
+    Args:
+        listed: What ``bucket_cap_mb_list`` says; empty without one.
+        cap: What ``bucket_cap_mb`` says; None without one.
+    """
+    if listed:
+        return {"bucket_caps": list(listed), "last_bucket_cap": 0}
+    inner = _BUCKET_CAP_NBYTES if cap is None else cap
+    edge = min(_EDGE_BUCKET_CAP_NBYTES, inner)
+    return {"bucket_caps": [edge, inner], "last_bucket_cap": edge}

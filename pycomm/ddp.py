@@ -8,7 +8,7 @@ sends and averages gradients, is pycomm's own: it can send fewer bytes than the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,20 @@ from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
-from pycomm._ddp_group import need_pycomm, pycomm_backend, wrapper_store
+from pycomm._ddp_group import need_pycomm, pycomm_backend, sync_when_due, wrapper_store
 from pycomm._ddp_options import (
     EndsByItself,
+    bucket_caps,
+    check_counts,
     check_options,
     check_parameters,
     check_python_reducer,
+    check_switch,
     expect_sparse,
-    given,
+    for_torch,
     names_of,
+    reducible,
+    some,
     torch_options,
 )
 from pycomm._ddp_stats import DDPStats
@@ -39,13 +44,6 @@ __all__ = ["DDPStats", "DistributedDataParallel"]
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 _MIB = 1024 * 1024
-# Small, so that the first all-reduce starts early and backward waits little for the last one.
-_EDGE_BUCKET_CAP_NBYTES = _MIB
-# Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
-# short against a backward pass.
-_BUCKET_CAP_NBYTES = 4 * _MIB
-
-_NAMES_SHOWN = 10
 _BF16_HOOKS = ("bf16_compress_hook", "bf16_compress_wrapper_hook")
 
 
@@ -98,6 +96,17 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
     def __init__(
         self,
         module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
         *args: Any,
         wire_dtype: WireDtype = None,
         error_feedback: bool = True,
@@ -105,14 +114,25 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
-        options = torch_options(module, args, kwargs)
+        spelled = {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "dim": dim,
+            "broadcast_buffers": broadcast_buffers,
+            "init_sync": init_sync,
+            "process_group": process_group,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "check_reduction": check_reduction,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        passed_on = for_torch(spelled, args, kwargs)
+        options = torch_options(module, passed_on)
         check_options(module, options)
         wires = named_wire_dtype(wire_dtype)
-        if not isinstance(error_feedback, bool):
-            raise ValueError(f"error_feedback={error_feedback!r} is neither True nor False")
-        for name, value in (("accumulate", accumulate), ("sync_every", sync_every)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not a whole number from 1")
+        check_switch(error_feedback=error_feedback)
+        check_counts(accumulate=accumulate, sync_every=sync_every)
         # Before Module.__init__, which keeps plain attributes: torch's constructor calls back.
         self._wire_dtype = wires
         self._error_feedback = error_feedback
@@ -128,16 +148,14 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._overflows_before = 0
         self._sync_wire_nbytes = 0
         self._sync_seconds = 0.0
-        if "gradient_as_bucket_view" not in given(args, kwargs):
-            kwargs["gradient_as_bucket_view"] = True
-        super().__init__(module, *args, **kwargs)
+        super().__init__(module, **passed_on)
         self._with_all_ranks = False
         self._overflows_before = self._overflows()
         if sync_every > 1:
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
             self.global_group = self.process_group
             self.process_group = self._host_group
-            self.register_forward_pre_hook(_sync_when_due)
+            self.register_forward_pre_hook(sync_when_due)
 
     def stats(self) -> DDPStats:
         """Counters since construction. Blocks while another thread is at the end of backward."""
@@ -254,8 +272,9 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         """ALLREDUCE is the default; FP16_COMPRESS is ``wire_dtype="fp16"``."""
         if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:  # type: ignore[attr-defined]
             check_python_reducer(self, "FP16_COMPRESS")
-            dtypes = {name: each.dtype for name, each in self._reducible().items()}
-            wire_dtypes("fp16", list(dtypes), list(dtypes.values()), option="FP16_COMPRESS")
+            trained = reducible(self.module, self.parameters_to_ignore)
+            dtypes = [parameter.dtype for parameter in trained.values()]
+            wire_dtypes("fp16", list(trained), dtypes, option="FP16_COMPRESS")
         self.reducer._register_builtin_comm_hook(comm_hook_type)
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
@@ -266,11 +285,9 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         return self._wires[bucket.parameters()[0]]  # a bucket has one wire dtype
 
     def _describe_bucket(self, bucket: GradBucket) -> str:
-        names = names_of(self.module, bucket.parameters())
-        shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        names = some(names_of(self.module, bucket.parameters()))
         rank = dist.get_rank(self.process_group)
-        return f"in the comm hook of rank {rank}, bucket {bucket.index()} with {shown}{more}"
+        return f"in the comm hook of rank {rank}, bucket {bucket.index()} with {names}"
 
     def join(
         self,
@@ -337,7 +354,9 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         native = _extension.native
         if self._sync_every > 1:
             self._host_group = host_group(self.process_group)
-        everything = {} if self._use_python_reducer else self._reducible()
+        everything = (
+            {} if self._use_python_reducer else reducible(self.module, self.parameters_to_ignore)
+        )
         names, tensors = list(everything), list(everything.values())
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))
@@ -352,7 +371,10 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             self._reducing_group(),
             pycomm_backend(self._reducing_group()),
             wrapper_store(self._reducing_group()) if self._with_all_ranks else None,
-            **self._bucket_caps(),
+            **bucket_caps(
+                getattr(self, "bucket_bytes_cap_list", []),
+                None if self._uses_default_cap else self.bucket_bytes_cap,
+            ),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -369,30 +391,3 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             static_graph,
         )
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
-
-    def _reducible(self) -> dict[str, nn.Parameter]:
-        """Parameters that have gradients, or may once they are unfrozen, by their first name."""
-        found: dict[str, nn.Parameter] = {}
-        for name, parameter in self.module.named_parameters():
-            ignored = {name, f".{name}"} & set(self.parameters_to_ignore)
-            if not ignored and (parameter.is_floating_point() or parameter.is_complex()):
-                found[name] = parameter
-        return found
-
-    def _bucket_caps(self) -> dict[str, Any]:
-        """Caps of the first, second … bucket (the last for all others), and of the last bucket."""
-        if listed := list(getattr(self, "bucket_bytes_cap_list", [])):
-            return {"bucket_caps": listed, "last_bucket_cap": 0}
-        cap = _BUCKET_CAP_NBYTES if self._uses_default_cap else self.bucket_bytes_cap
-        edge = min(_EDGE_BUCKET_CAP_NBYTES, cap)
-        return {"bucket_caps": [edge, cap], "last_bucket_cap": edge}
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sync_when_due(model: nn.Module, args: object) -> None:
-    """Before a training forward pass, averages parameters if ``sync_every`` steps are over."""
-    assert isinstance(model, DistributedDataParallel)
-    if not torch.is_grad_enabled() or not model.module.training:
-        return
-    if model.reducer.stats().steps - model._steps_at_sync >= model._sync_every:
-        model.sync()

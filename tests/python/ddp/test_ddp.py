@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import pycomm
+
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
 FP16_ROUNDING = 2.0**-11
@@ -670,6 +672,29 @@ def test_what_it_cannot_do_it_says(
 ) -> None:
     with pytest.raises(error, match=text):
         wrap(ddp_models.make("mlp"), **options)
+
+
+def test_the_signature_has_torchs_options_with_torchs_defaults() -> None:
+    ours = inspect.signature(pycomm.DistributedDataParallel.__init__).parameters
+    torchs = inspect.signature(TorchDDP.__init__).parameters
+    spelled = [name for name, each in ours.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert spelled == list(torchs)[: len(spelled)] and spelled[-1] == "static_graph"
+    differ = {name for name in spelled if ours[name].default != torchs[name].default}
+    # torch 2.13 writes None for its True.
+    assert differ - {"broadcast_buffers"} == {"gradient_as_bucket_view"}
+
+
+def test_options_by_position_arrive_as_in_torchs_wrapper(alone: None) -> None:
+    group = dist.group.WORLD
+    model = pycomm.DistributedDataParallel(
+        nn.Linear(2, 2), None, None, 0, False, True, group, 3, True, False, False, False, None
+    )
+    assert (model.broadcast_buffers, model.find_unused_parameters) == (False, True)
+    assert (model.bucket_bytes_cap, model.gradient_as_bucket_view) == (3 << 20, False)
+    with pytest.raises(NotImplementedError, match="mixed_precision='half'"):
+        pycomm.DistributedDataParallel(
+            nn.Linear(2, 2), None, None, 0, True, True, group, 3, *[False] * 4, None, None, "half"
+        )
 
 
 def test_options_that_torch_itself_cannot_serve_on_the_cpu(alone: None) -> None:
