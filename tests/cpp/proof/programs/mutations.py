@@ -181,12 +181,14 @@ MUTATIONS = [
         "    if (deadline.expired(now)) {\n",
         "    if (false) {\n",
     ),
-    Mutation("held frames are not replayed", "data_plane.cc", "  replayHeld(running);\n", ""),
+    Mutation(
+        "held frames are not replayed", "exchange.cc", "  transfers_.replayHeld(transfer);\n", ""
+    ),
     Mutation(
         "operations end before the links stop",
-        "data_plane_end.cc",
-        "  stopTouchingMemory();\n  const auto transfers",
-        "  const auto transfers",
+        "operation_ends.cc",
+        "  stopTouchingMemory();\n  watched_",
+        "  watched_",
     ),
     Mutation(
         "a broken link counts at once",
@@ -308,7 +310,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a question to oneself is taken for a message",
-        "data_plane.cc",
+        "exchange.cc",
         "if (header.op_id != 0 && header.op_id != PointToPoint::kAskId) {",
         "if (header.op_id != 0) {",
     ),
@@ -327,9 +329,8 @@ MUTATIONS = [
     ),
     Mutation(
         "links end at once when a group has failed",
-        "data_plane_end.cc",
-        "    end_.close_at = std::max(end_.close_at, "
-        "end_.failed_at + std::chrono::milliseconds(kNewsMs));\n",
+        "plane_end.cc",
+        "    ends_at_ = std::max(ends_at_, failed_at_ + kNews);\n",
         "",
         survives="news has 5 ms of a lead, and where it takes longer no cause is judged",
     ),

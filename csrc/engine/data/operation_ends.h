@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/data/messages.h"
+#include "engine/data/outgoing.h"
+#include "engine/data/protocol.h"
+#include "engine/data/refused_operations.h"
+#include "engine/data/reporter.h"
+#include "engine/data/transfers.h"
+#include "engine/data/watched_operations.h"
+#include "engine/links/peer_links.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/operation.h"
+
+namespace pycomm {
+
+/// How operations of one group end without success, whichever part of the data plane has them. The memory rule is here: before operations
+/// end together, nothing touches their memory any more.
+/// Thread: the lane's.
+class OperationEnds {
+ public:
+  /// All of these outlive this.
+  OperationEnds(
+      const GroupIdentity& identity,
+      Protocol& protocol,
+      PeerLinks& links,
+      Outgoing& outgoing,
+      Transfers& transfers,
+      Messages& messages,
+      WatchedOperations& watched,
+      const Reporter& reporter)
+      : identity_(identity),
+        protocol_(protocol),
+        links_(links),
+        outgoing_(outgoing),
+        transfers_(transfers),
+        messages_(messages),
+        watched_(watched),
+        reporter_(reporter),
+        refused_(identity) {}
+
+  /// The error of an operation that ends with others. The transfer is null if the operation is not under way.
+  using Why = std::function<ErrorRecord(const Operation&, const Transfer*)>;
+
+  // ---- events
+  /// An exception becomes the group's failure; `peer` is to blame, -1 for nobody.
+  void thrown(int peer, const std::exception_ptr& exception) noexcept;
+  /// The operation ends with the group's failure, which the exception that is being handled becomes; see RefusedOperations.
+  void cannotBegin(const std::shared_ptr<Operation>& operation) noexcept;
+  /// The protocol forgets an operation that ends.
+  void endInProtocol(uint64_t op_id) noexcept;
+  /// The one way in which operations end together.
+  void endAll(const Why& why) noexcept;
+  /// Ends operations that cannot begin if their deadline has passed.
+  void endLate(TimePoint now) noexcept {
+    refused_.endLate(now);
+  }
+
+  // ---- questions
+  [[nodiscard]] TimePoint nextDeadline() const noexcept {
+    return refused_.nextDeadline();
+  }
+  /// The group's cause as the error of one operation, with how far it has come.
+  [[nodiscard]] ErrorRecord errorIn(const Operation& operation, const Transfer* transfer, const ErrorRecord& cause)
+      const;
+  /// The same of the operation or message that was issued first; nothing if there is none.
+  [[nodiscard]] std::optional<ErrorRecord> errorOfOldest(const ErrorRecord& cause) const;
+  /// An operation in which other ranks expect this one; null if there is none.
+  [[nodiscard]] const Operation* unfinished() const noexcept;
+
+ private:
+  void stopTouchingMemory() noexcept;
+
+  const GroupIdentity& identity_;
+  Protocol& protocol_;
+  PeerLinks& links_;
+  Outgoing& outgoing_;
+  Transfers& transfers_;
+  Messages& messages_;
+  WatchedOperations& watched_;
+  const Reporter& reporter_;
+  RefusedOperations refused_;
+};
+
+} // namespace pycomm

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "engine/data/plane_end.h"
+#include "engine/data/reporter.h"
+#include "engine/links/channel.h"
+#include "engine/links/peer_links.h"
+#include "engine/monitor/question.h"
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// Decides which way a frame leaves this rank: over the bulk link to its peer, over control links, or to this rank itself. Once the plane
+/// ends, no frame leaves.
+///
+/// It keeps what has no link of its own: frames from this rank to itself, and questions for control links.
+/// Thread: the lane's.
+class Outgoing {
+ public:
+  /// All of these outlive this.
+  Outgoing(int rank, PeerLinks& links, const PlaneEnd& end, const Reporter& reporter)
+      : rank_(rank), links_(links), end_(end), reporter_(reporter) {}
+
+  /// A frame of an operation.
+  void push(int peer, OutFrame frame);
+  /// A frame without payload, of an operation or a question.
+  void send(int peer, const FrameHeader& header);
+  /// Over the bulk link if there is one, else over control links: see RollCall::Way.
+  void ask(int peer, const FrameHeader& question);
+  /// Those that ask() has for control links.
+  void sendQuestions();
+
+  // ---- frames from this rank to itself
+  [[nodiscard]] bool hasOwn() const noexcept {
+    return !to_self_.empty();
+  }
+  /// The oldest, if there is any.
+  [[nodiscard]] OutFrame takeOwn();
+  void dropOwn() noexcept {
+    to_self_.clear();
+  }
+
+ private:
+  [[nodiscard]] bool isQuestion(const FrameHeader& header) const noexcept;
+
+  const int rank_;
+  PeerLinks& links_;
+  const PlaneEnd& end_;
+  const Reporter& reporter_;
+  std::deque<OutFrame> to_self_; ///< between a send to this rank and its receive
+  std::vector<Question> questions_; ///< that have not left yet
+};
+
+} // namespace pycomm

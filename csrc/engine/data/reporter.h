@@ -1,0 +1,60 @@
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/data/plane_end.h"
+#include "engine/monitor/question.h"
+#include "engine/operation/group_identity.h"
+
+namespace pycomm {
+
+/// What a data plane reports to the control plane. Once the plane ends, it reports nothing but goodbyes.
+/// Thread: the lane's.
+class Reporter {
+ public:
+  /// Any thread may be behind these; they must not block.
+  struct Events {
+    std::function<void(ErrorRecord)> noticed;
+    /// A peer said goodbye on its bulk link: the one on its control link may be lost with that.
+    std::function<void(int peer)> left;
+    /// A link broke a while ago that nothing waits for, and no goodbye has come: trouble if that peer is still there.
+    std::function<void(ErrorRecord)> doubted;
+    /// For other ranks, over control links.
+    std::function<void(std::vector<Question>)> ask;
+  };
+
+  /// The identity and the end outlive this.
+  Reporter(const GroupIdentity& identity, const PlaneEnd& end, Events events)
+      : identity_(identity), end_(end), events_(std::move(events)) {}
+
+  /// The group has failed, as far as this rank knows.
+  void notice(ErrorRecord record) const {
+    if (end_.running()) {
+      events_.noticed(std::move(record));
+    }
+  }
+  /// The same for an exception; `peer` is to blame, -1 for nobody.
+  void noticeThrown(int peer, const std::exception_ptr& exception) const;
+  void doubt(ErrorRecord record) const {
+    if (end_.running()) {
+      events_.doubted(std::move(record));
+    }
+  }
+  void left(int peer) const {
+    events_.left(peer);
+  }
+  void ask(std::vector<Question> questions) const {
+    events_.ask(std::move(questions));
+  }
+
+ private:
+  const GroupIdentity& identity_;
+  const PlaneEnd& end_;
+  const Events events_;
+};
+
+} // namespace pycomm
