@@ -5,8 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "numeric/reduce.h"
-
 namespace pycomm {
 namespace {
 
@@ -19,21 +17,6 @@ const Edge* findEdge(const std::vector<Edge>& edges, int peer, size_t& index) {
   return nullptr;
 }
 
-/// Where a region lies whose parts have buffers of their own. An empty one may lie nowhere.
-template <typename View>
-auto* placeIn(const std::vector<View>& parts, size_t offset, size_t nbytes) {
-  for (const View& part : parts) {
-    if (offset < part.nbytes) {
-      if (nbytes > part.nbytes - offset) {
-        throw Error(ErrorCode::Internal, "a step reaches from one rank's part into another's", "report this as a bug");
-      }
-      return part.ptr + offset;
-    }
-    offset -= part.nbytes;
-  }
-  return decltype(parts.front().ptr){nullptr};
-}
-
 } // namespace
 
 Transfer::Transfer(
@@ -44,20 +27,16 @@ Transfer::Transfer(
     SendFrame send_frame)
     : operation_(std::move(operation)),
       prepared_(*operation_->request().schedule),
-      size_(size),
       protocol_(protocol),
       staging_(staging),
       send_frame_(std::move(send_frame)),
       pieces_(operation_->request().extras().pieces.get()),
+      local_(*operation_, size, staging),
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
       leaving_(prepared_.outgoing.size()),
       steps_left_(prepared_.schedule.steps.size()) {
   const Schedule& schedule = prepared_.schedule;
-  for (size_t k = 0; k < schedule.scratch_numel.size(); ++k) {
-    scratch_.push_back(
-        staging_.take(static_cast<size_t>(schedule.scratch_numel[k]) * elementSize(schedule.scratch_dtype[k])));
-  }
   for (size_t i = 0; i < states_.size(); ++i) {
     states_[i].deps_left = schedule.steps[i].deps_end - schedule.steps[i].deps_begin;
   }
@@ -74,33 +53,6 @@ Transfer::Transfer(
   std::sort(without_input_.begin(), without_input_.end(), [&](uint32_t a, uint32_t b) {
     return std::pair(pieces_->neededBy(a), a) > std::pair(pieces_->neededBy(b), b);
   });
-}
-
-std::byte* Transfer::at(const Region& region) const {
-  const Operation::Request& request = operation_->request();
-  const size_t offset = static_cast<size_t>(region.offset) * elementSize(prepared_.dtypeOf(region.buffer));
-  switch (region.buffer) {
-    case Buffer::None:
-      return nullptr;
-    case Buffer::Input:
-      // Steps only read Input; the cast lets one function serve both directions.
-      return const_cast<std::byte*>(
-          request.extras().input_parts.empty()
-              ? request.input.ptr + offset
-              : placeIn(request.extras().input_parts, offset, prepared_.nbytesOf(region)));
-    case Buffer::Output:
-      return request.extras().output_parts.empty()
-          ? request.output.ptr + offset
-          : placeIn(request.extras().output_parts, offset, prepared_.nbytesOf(region));
-    case Buffer::Scratch0:
-      break;
-  }
-  const size_t k = static_cast<size_t>(region.buffer) - static_cast<size_t>(Buffer::Scratch0);
-  return scratch_[k].view().ptr + offset;
-}
-
-BufferView Transfer::view(const Region& region) const {
-  return {at(region), prepared_.nbytesOf(region)};
 }
 
 void Transfer::start() {
@@ -188,7 +140,7 @@ Sink Transfer::place(int peer, const FrameHeader& header) {
   const bool straight = step.kind == StepKind::Recv || step.kind == StepKind::RecvCopySend;
   Sink sink;
   if (straight && states_[index].deps_left == 0) {
-    sink.into = view(step.dst);
+    sink.into = local_.view(step.dst);
   } else if (header.payload_nbytes > 0) {
     sink.staging = staging_.take(header.payload_nbytes);
     sink.into = sink.staging.view();
@@ -216,49 +168,36 @@ void Transfer::execute(uint32_t index) {
   StepState& state = states_[index];
   switch (step.kind) {
     case StepKind::Send:
-      countSent(step);
-      state.outgoing = view(step.src);
+      local_.countSent(step);
+      state.outgoing = local_.view(step.src);
       break;
     case StepKind::Recv:
     case StepKind::RecvCopySend:
       if (state.staging) {
-        std::memcpy(at(step.dst), state.staging.view().ptr, state.staging.view().nbytes);
+        std::memcpy(local_.at(step.dst), state.staging.view().ptr, state.staging.view().nbytes);
       }
       state.staging.release();
       consumed(index);
-      state.outgoing = view(step.dst);
+      state.outgoing = local_.view(step.dst);
       break;
     case StepKind::RecvReduce:
     case StepKind::RecvReduceCopySend:
-      combine(step, at(step.dst), state.staging.view().ptr);
+      local_.combine(step, local_.at(step.dst), state.staging.view().ptr);
       state.staging.release();
       consumed(index);
-      state.outgoing = view(step.dst);
+      state.outgoing = local_.view(step.dst);
       break;
     case StepKind::RecvReduceSend:
-      combine(step, state.staging.view().ptr, state.staging.view().ptr);
+      local_.combine(step, state.staging.view().ptr, state.staging.view().ptr);
       state.outgoing = state.staging.view();
       break; // consumed only when its memory is free again: that is what bounds the memory of a slow next rank
     case StepKind::ReduceMany:
-      reduceSources(step);
-      break;
     case StepKind::Copy:
-      if (step.src.numel > 0 && at(step.dst) != at(step.src)) {
-        std::memmove(at(step.dst), at(step.src), prepared_.nbytesOf(step.src));
-      }
-      break;
     case StepKind::Scale:
-      scale(
-          prepared_.dtypeOf(step.dst.buffer),
-          at(step.dst),
-          at(step.src),
-          static_cast<size_t>(step.src.numel),
-          operation_->request().extras().premul_factor);
-      break;
     case StepKind::Encode:
     case StepKind::Decode:
     case StepKind::ReduceEncoded:
-      runCodec(step);
+      local_.run(step);
       break;
   }
   if (!sends(step.kind)) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "engine/data/local_steps.h"
 #include "engine/data/protocol.h"
 #include "engine/links/channel.h"
 #include "engine/loop/staging_pool.h"
@@ -13,7 +14,8 @@
 
 namespace pycomm {
 
-/// Runs one operation's schedule: the executor. It knows steps and memory; links, time and failures are its owner's.
+/// Runs one operation's schedule: the executor. It decides which step runs when; LocalSteps has memory and arithmetic, and links, time and
+/// failures are its owner's.
 ///
 /// A step runs once its dependencies have ended and, if it receives, its frame has arrived. Frames of an edge arrive and leave in
 /// listed order, so one cursor an edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment a chunk:
@@ -66,9 +68,6 @@ class Transfer {
   }
   /// A rank from which frames are still due, or to which frames still have to go; -1 if none.
   [[nodiscard]] int waitsFor() const noexcept;
-  [[nodiscard]] bool needs(int peer) const noexcept {
-    return needsFrom(peer) || owes(peer);
-  }
   /// Frames are due from `peer`.
   [[nodiscard]] bool needsFrom(int peer) const noexcept;
   /// Frames have still to leave for `peer`.
@@ -92,24 +91,16 @@ class Transfer {
   void ended(uint32_t step);
   void consumed(uint32_t step);
   void pumpEdge(size_t edge);
-  [[nodiscard]] std::byte* at(const Region& region) const;
-  [[nodiscard]] BufferView view(const Region& region) const;
-  void combine(const Step& step, void* dst, const void* arriving) const;
-  void reduceSources(const Step& step) const;
-  /// Encode, Decode and ReduceEncoded.
-  void runCodec(const Step& step) const;
-  void countSent(const Step& step) const;
 
   std::shared_ptr<Operation> operation_;
   const PreparedSchedule& prepared_; ///< held by the operation's request
-  const int size_;
   Protocol& protocol_; ///< the owner's, as are the next two
   StagingPool& staging_;
   SendFrame send_frame_;
   PieceFlow* const pieces_; ///< of the operation's request; null: all input was there from the start
+  const LocalSteps local_;
   std::vector<uint32_t> without_input_; ///< steps whose pieces of the input had not come; the next one is the last
   std::vector<StepState> states_;
-  std::vector<StagingBuffer> scratch_;
   std::vector<size_t> next_incoming_; ///< by edge: how many frames have arrived
   struct Leaving {
     size_t queued = 0; ///< frames of the edge

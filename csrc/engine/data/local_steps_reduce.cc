@@ -1,15 +1,15 @@
-// The steps of a transfer that add up.
+// The steps that add up.
 #include <vector>
 
 #include "base/fault_point.h"
-#include "engine/data/transfer.h"
+#include "engine/data/local_steps.h"
 #include "numeric/reduce.h"
 
 namespace pycomm {
 
-void Transfer::combine(const Step& step, void* dst, const void* arriving) const {
+void LocalSteps::combine(const Step& step, void* dst, const void* arriving) const {
   PYCOMM_FAULT_POINT("reduce.step");
-  const Operation::Request& request = operation_->request();
+  const Operation::Request& request = operation_.request();
   const DType dtype = prepared_.dtypeOf(step.src.buffer);
   const ReduceOp op = request.descriptor.reduce_op;
   const auto numel = static_cast<size_t>(step.src.numel);
@@ -24,9 +24,9 @@ void Transfer::combine(const Step& step, void* dst, const void* arriving) const 
   reduce(dtype, op, dst, lower, higher, numel);
 }
 
-void Transfer::reduceSources(const Step& step) const {
+void LocalSteps::reduceSources(const Step& step) const {
   PYCOMM_FAULT_POINT("reduce.step");
-  const Operation::Request& request = operation_->request();
+  const Operation::Request& request = operation_.request();
   std::vector<const void*> sources;
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
     sources.push_back(at(prepared_.schedule.sources[i]));

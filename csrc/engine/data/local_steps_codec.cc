@@ -1,11 +1,11 @@
-// The steps of a transfer that encode and decode.
+// The steps that encode and decode.
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "engine/data/transfer.h"
+#include "engine/data/local_steps.h"
 #include "numeric/codec.h"
 
 namespace pycomm {
@@ -22,12 +22,12 @@ void countOverflows(const Operation& operation, Codec codec, size_t overflows) {
   }
 }
 
-void Transfer::countSent(const Step& step) const {
+void LocalSteps::countSent(const Step& step) const {
   const Codec codec = prepared_.schedule.codec;
   if (codec == Codec::None || prepared_.dtypeOf(step.src.buffer) != DType::UInt8) {
     return;
   }
-  CodecCounters& counters = *operation_->request().extras().codec_counters;
+  CodecCounters& counters = *operation_.request().extras().codec_counters;
   const int64_t numel = encodedNumel(codec, step.src.numel);
   const int64_t plain_nbytes = numel * static_cast<int64_t>(elementSize(prepared_.schedule.dtype));
   counters.sent_numel.fetch_add(numel, std::memory_order_relaxed);
@@ -35,10 +35,10 @@ void Transfer::countSent(const Step& step) const {
   counters.saved_nbytes.fetch_add(plain_nbytes - step.src.numel, std::memory_order_relaxed);
 }
 
-void Transfer::runCodec(const Step& step) const {
+void LocalSteps::runCodec(const Step& step) const {
   const Codec codec = prepared_.schedule.codec;
   const DType to = prepared_.dtypeOf(step.dst.buffer);
-  const Operation::Request& request = operation_->request();
+  const Operation::Request& request = operation_.request();
   const int64_t part = request.descriptor.numel;
   if (step.kind == StepKind::Encode && request.extras().input_encoded && step.src.buffer == Buffer::Input) {
     const std::byte* const encoded = request.input.ptr + prepared_.encodedOffset(step.src.offset, part);
@@ -50,18 +50,17 @@ void Transfer::runCodec(const Step& step) const {
     std::memcpy(encoded, at(step.src), static_cast<size_t>(step.src.numel));
     return;
   }
-  auto* lost = reinterpret_cast<float*>(operation_->request().extras().lost.ptr);
+  auto* lost = reinterpret_cast<float*>(operation_.request().extras().lost.ptr);
   if (step.kind == StepKind::Encode) {
     const DType from = prepared_.dtypeOf(step.src.buffer);
     if (lost != nullptr) {
       const auto numel = static_cast<size_t>(step.src.numel);
       const auto* values = reinterpret_cast<const float*>(at(step.src));
-      countOverflows(
-          *operation_, codec, encodeWithFeedback(codec, at(step.dst), values, lost + step.src.offset, numel));
+      countOverflows(operation_, codec, encodeWithFeedback(codec, at(step.dst), values, lost + step.src.offset, numel));
       return;
     }
     countOverflows(
-        *operation_, codec, encode(codec, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel)));
+        operation_, codec, encode(codec, at(step.dst), from, at(step.src), static_cast<size_t>(step.src.numel)));
     return;
   }
   if (step.kind == StepKind::Decode) {
@@ -73,21 +72,21 @@ void Transfer::runCodec(const Step& step) const {
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
     sources.push_back(at(prepared_.schedule.sources[i]));
   }
-  const int64_t divisor = operation_->request().descriptor.reduce_op == ReduceOp::Avg ? size_ : 1;
+  const int64_t divisor = operation_.request().descriptor.reduce_op == ReduceOp::Avg ? size_ : 1;
   if (to != DType::UInt8) {
     const auto numel = static_cast<size_t>(step.dst.numel);
     countOverflows(
-        *operation_, codec, sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor));
+        operation_, codec, sumDecoded(codec, to, at(step.dst), sources.data(), sources.size(), numel, divisor));
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));
   if (lost != nullptr) { // after the Encode of this rank's own contribution, which it depends on
     float* error = lost + step.src.offset;
     countOverflows(
-        *operation_, codec, sumEncodedWithError(codec, at(step.dst), sources.data(), sources.size(), error, numel));
+        operation_, codec, sumEncodedWithError(codec, at(step.dst), sources.data(), sources.size(), error, numel));
     return;
   }
-  countOverflows(*operation_, codec, sumEncoded(codec, at(step.dst), sources.data(), sources.size(), numel, divisor));
+  countOverflows(operation_, codec, sumEncoded(codec, at(step.dst), sources.data(), sources.size(), numel, divisor));
 }
 
 } // namespace pycomm
