@@ -143,11 +143,13 @@ stubs_check: ## fail where pycomm/_C.pyi is not what the built extension says
 	$(BOOTSTRAP) --group lint
 	@$(BIN)/python tools/make_stubs.py --check
 
-docs: ## fail where a document links to a file that is not there
-	@"$(PYTHON)" tools/check_docs.py
+site: ## the documents as a website in build/site; every link is checked, and each page opened in chromium
+	$(BOOTSTRAP) --group test --group docs
+	@$(BIN)/python tools/site_build.py $(ARGS)
+	@$(BIN)/python -m pytest tests/site
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/torch_* pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations torchrec bench torch_suite lint \
-  format layers typecheck stubs stubs_check docs clean
+  format layers typecheck stubs stubs_check site clean

@@ -1,5 +1,7 @@
 """A picture of one training step: backward, buckets, the network, and the exposed part of it.
 
+Example::
+
     recorder = pycomm.report.Recorder(model)
     for batch in first_few:
         train(batch)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Make .venv with pinned packages and the extension built in place; do only what is not done yet.
 
-    python3 tools/bootstrap.py [--group demo|test|lint|integrations ...] [--no-build | --no-torch]
+    python3 tools/bootstrap.py [--group demo|test|lint|docs|integrations ...]
+        [--no-build | --no-torch]
 
 Needs the standard library only. If something is missing, one line says what to install. CUDA builds
 of torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels
@@ -32,7 +33,7 @@ PYTHON = VENV / "bin" / "python"
 STAMPS = VENV / "pycomm-stamps"
 REQUIREMENTS = ROOT / "tools" / "requirements"
 
-GROUPS = ["demo", "test", "lint", "integrations", "wheel"]
+GROUPS = ["demo", "test", "lint", "integrations", "docs", "wheel"]
 TORCH = native.torch_range(ROOT).newest()
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]

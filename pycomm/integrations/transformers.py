@@ -59,7 +59,7 @@ def make_parser(*dataclass_types: Any) -> Any:
     """An ``HfArgumentParser`` whose ``--ddp_backend`` takes "pycomm", too.
 
     Give its values to ``make_training_arguments``, as ``parse_args_into_dataclasses`` of the parser
-    itself would make the arguments on CPU, where they refuse the name:
+    itself would make the arguments on CPU, where they refuse the name::
 
         options = vars(make_parser(TrainingArguments).parse_args())
         args = make_training_arguments(**options)

@@ -51,6 +51,8 @@ class RefusedError(RuntimeError):
 class ParameterClient:
     """Pushes a model's gradients to servers and pulls the parameters. Not thread-safe.
 
+    Example::
+
         client = ParameterClient(model, servers="10.0.0.1:6170", worker=0)
         for batch in batches:
             loss(model, batch).backward()

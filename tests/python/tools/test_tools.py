@@ -711,15 +711,6 @@ def test_cpp_compiles_file_by_file_in_strict_and_where_units_are_not_wanted(
     assert not any(map(cpp.united, cpp.FLAVOURS))
 
 
-def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.md").write_text("[up](../README.md#top) [web](https://x.org) [h](#h)\n")
-    (tmp_path / "README.md").write_text(
-        "[good](docs/a.md) [bad](docs/b.md)\n```\n[code](c.md)\n```\n"
-    )
-    assert tool("check_docs").broken_links(tmp_path) == ["README.md: docs/b.md"]
-
-
 def test_stub_difference_is_shown() -> None:
     difference = tool("make_stubs").difference
     assert difference("def f() -> int: ...\n", "def f() -> int: ...\n") == ""
