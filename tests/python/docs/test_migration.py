@@ -1,4 +1,4 @@
-"""docs/migration.md: every "after" runs on two ranks, in the order in which it stands there."""
+"""docs/from-*.md: every "after" runs on two ranks, in the order of the pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from documents import read
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
 
+PAGES = ["docs/from-torch.md", "docs/from-horovod.md", "docs/from-diloco.md"]
+
 
 def after_blocks() -> list[str]:
-    return re.findall(r"^```python after\n(.*?)^```$", read("docs/migration.md"), re.M | re.S)
+    text = "".join(map(read, PAGES))
+    return re.findall(r"^```python after\n(.*?)^```$", text, re.M | re.S)
 
 
 PLAIN_LOOP = """\
@@ -75,7 +78,7 @@ def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float
             "pycomm": pycomm,
             "print": lambda *_: None,
         }
-        exec(compile(block, f"docs/migration.md, after {number + 1}", "exec"), names)
+        exec(compile(block, f"migration, after {number + 1}", "exec"), names)
         trained.append((flat(names["model"]), alone(number) if PLAIN_LOOP in block else []))
     return trained
 
