@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import read
 from ranks import LOOPBACK, TORCH_DDP, child_environment, free_port, run_python, run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -101,7 +102,16 @@ SHORT = {
         "rank 1 holds 2405 of 4810 parameters",
         PERCENT,
     ],
+    "failures.py": [
+        r"rank 0: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
+        r"rank 2: PEER_DEAD: Rank 1 on ",
+        r"rank [02]: TIMEOUT: all_reduce #2 timed out after \d+ ms: rank 1 on \S+ has not",
+        r"  not entered: Rank 1 on \S+ has not entered all_reduce #2 ",
+        r"rank [012]: COLLECTIVE_MISMATCH: The ranks disagree about the operation #2: ",
+        r"  mismatch: Operation #2 is not the same on all ranks: rank 1 called all_reduce\(SUM, ",
+    ],
     "restart.py": ["start at step 0", "start at step 30", PERCENT],
+    "streaming_diloco.py": [rf"16\d\d bytes per step instead of 76840, {PERCENT}"],
     "wire_dtype.py": [
         rf"fp32: 7\d\.\d kB per step, {PERCENT}",
         rf"fp16: 39\.\d kB per step, {PERCENT}",
@@ -109,12 +119,16 @@ SHORT = {
     ],
 }
 
+OF_THEIR_OWN = ("failures.py", "restart.py")
+
 
 def test_each_short_example_is_run_here_and_short() -> None:
     known = {"_common.py", "train_clicks.py", "train_digits.py", "train_lm.py"}
-    found = {path.name for path in EXAMPLES.glob("*.py")} - known
-    assert found == set(SHORT)
-    for name in SHORT:
+    short = {path.name for path in EXAMPLES.glob("*.py")} - known
+    # tests/integrations runs those that need other libraries.
+    assert {name for name in short if not name.startswith("with_")} == set(SHORT)
+    for name in short:
+        assert "_common" not in (EXAMPLES / name).read_text(), name
         assert len((EXAMPLES / name).read_text().splitlines()) <= 60, name
 
 
@@ -122,19 +136,44 @@ def test_their_table_says_what_they_print() -> None:
     rows = re.findall(
         r"^\| \[(\w+\.py)\].*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.M
     )
-    assert {name for name, _ in rows} == set(SHORT)
-    for name, line in rows:
+    printed = {name: line for name, line in rows if not name.startswith("with_")}
+    assert set(printed) == set(SHORT) - {"failures.py"}
+    for name, line in printed.items():
         assert any(re.fullmatch(pattern, line) for pattern in SHORT[name]), (name, line)
 
 
+def test_the_tour_shows_what_they_print() -> None:
+    tour = read("docs/tour.md")
+    shown = re.findall(
+        r"^```bash\n[^\n]*examples/(\w+\.py)[^\n]*\n```\n\n```text\n(.*?)```$", tour, re.M | re.S
+    )
+    assert [name for name, _ in shown] == [
+        *("all_reduce.py", "ddp.py", "wire_dtype.py", "failures.py", "restart.py")
+    ]
+    for name, output in shown:
+        found = [pattern for pattern in SHORT[name] if re.search(pattern, output)]
+        assert len(found) >= min(2, len(SHORT[name])), (name, found)
+        if name not in OF_THEIR_OWN:
+            assert found == SHORT[name], name
+
+
 @pytest.mark.needs_native
-@pytest.mark.parametrize("name", [name for name in SHORT if name != "restart.py"])
+@pytest.mark.parametrize("name", [name for name in SHORT if name not in OF_THEIR_OWN])
 @pytest.mark.in_shares
 def test_short_example(name: str) -> None:
     pytest.importorskip("sklearn")
     done = run_example(name)
     assert done.returncode == 0, done.stdout + done.stderr
     for pattern in SHORT[name]:
+        assert re.search(pattern, done.stdout), (pattern, done.stdout)
+
+
+@pytest.mark.needs_native
+@pytest.mark.in_shares
+def test_the_tour_of_failures() -> None:
+    done = run_python([str(EXAMPLES / "failures.py")], timeout_s=200.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for pattern in SHORT["failures.py"]:
         assert re.search(pattern, done.stdout), (pattern, done.stdout)
 
 
