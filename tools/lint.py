@@ -20,7 +20,15 @@ def main() -> int:
         if p.suffix in CPP_SUFFIXES and "third_party" not in p.parts
     ]
     tools = Path(sys.executable).parent
-    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))  # none in an sdist
+    check_schema = [str(tools / "check-jsonschema"), "--quiet", "--builtin-schema"]
+    github = {
+        "vendor.github-workflows": sorted((ROOT / ".github" / "workflows").glob("*.yml")),
+        "vendor.github-issue-forms": sorted(
+            path
+            for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+            if path.name != "config.yml"
+        ),
+    }
     commands = [
         [str(tools / "ruff"), "check", *(["--fix"] if fix else []), "."],
         [str(tools / "ruff"), "format", *([] if fix else ["--check"]), "."],
@@ -29,16 +37,12 @@ def main() -> int:
             *(["-i"] if fix else ["--dry-run", "-Werror", "--ferror-limit=1"]),
             *sorted(cpp),
         ],
-        [
-            str(tools / "check-jsonschema"),
-            "--quiet",
-            "--builtin-schema",
-            "vendor.github-workflows",
-            *map(str, workflows),
-        ],
+        *(
+            [*check_schema, schema, *map(str, files)]
+            for schema, files in github.items()
+            if files  # none in an sdist
+        ),
     ]
-    if not workflows:
-        commands.pop()
     failed = [
         command
         for command in commands
