@@ -92,7 +92,7 @@ def _failures(group: Aligned) -> list[Finding]:
         found.append(
             Finding(
                 kind="failed",
-                text=f"{summary} [{code}] So {ranks_text(ranks)} told.",
+                text=f"{summary} [{code}] Reported by {ranks_text(ranks)}.",
                 group=group.name,
                 ranks=() if blamed is None else (int(blamed),),
             )

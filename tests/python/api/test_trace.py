@@ -191,7 +191,7 @@ def test_failures_and_missing_records_are_told(tmp_path: Path) -> None:
     failure = {"code": "PEER_DEAD", "summary": "Rank 1 on b is gone.", "peer": 1}
     written(tmp_path, *(process(rank, healthy(), failure=failure) for rank in (0, 2)))
     found = texts(tmp_path)
-    assert found["failed"] == "Rank 1 on b is gone. [PEER_DEAD] So ranks 0 and 2 told."
+    assert found["failed"] == "Rank 1 on b is gone. [PEER_DEAD] Reported by ranks 0 and 2."
     assert found["no_record"].startswith("There is no record of rank 1 on b: it was killed")
 
 
