@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "engine/data/point_to_point.h"
-#include "engine/host/host_transfer.h"
+#include "engine/host/host_rounds.h"
 #include "engine/operation/issue_context.h"
 #include "schedule/request_checks.h"
 #include "schedule/select.h"
@@ -102,7 +102,7 @@ Operation::Request Issuer::requestOnHost(const Call& call) {
   checkRequest(schedules_.ours(call.schedule));
   request.descriptor.algorithm = Algorithm::SharedMemory;
   if (call.held && call.in_pieces) {
-    request.extras().pieces = HostTransfer::piecesOf(request.descriptor, roster_.identity.size);
+    request.extras().pieces = HostRounds::piecesOf(request.descriptor, roster_.identity.size);
   }
   return request;
 }

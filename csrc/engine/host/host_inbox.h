@@ -20,7 +20,7 @@ class HostInbox {
   /// Takes what `make` returns, and puts it into `made`. `make` runs with the lock held, so that the ids that it takes and the tickets have
   /// one order. False after close(): then `made` was not taken.
   bool post(const std::function<std::shared_ptr<Operation>()>& make, std::shared_ptr<Operation>& made);
-  /// Whether take() would find something. Sequentially consistent: see HostPlane::sleep.
+  /// Whether take() would find something. Sequentially consistent: see HostBell.
   [[nodiscard]] bool arrived() const noexcept {
     return arrived_.load(std::memory_order_seq_cst);
   }

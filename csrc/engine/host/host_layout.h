@@ -14,7 +14,7 @@ namespace pycomm {
 
 /// How far one rank is. All counters only rise. A counter is stored after everything that it promises (and so after the bytes that
 /// others may now read), with sequential consistency, which includes release; who loads it with sequential consistency, which
-/// includes acquire, sees those bytes. Why not release and acquire alone: see HostPlane::sleep.
+/// includes acquire, sees those bytes. Why not release and acquire alone: see HostBell.
 struct alignas(256) HostProgress {
   std::atomic<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
   std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
@@ -45,6 +45,11 @@ inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot
 inline constexpr size_t kHostStageNbytes = 1 << 20; ///< of one round
 inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead of another
 
+/// A rank in HostProgress::waits_for.
+[[nodiscard]] constexpr uint64_t hostBit(int rank) noexcept {
+  return uint64_t{1} << rank;
+}
+
 /// The same memory, as one rank of the group sees it.
 struct HostView {
   std::byte* base = nullptr;
@@ -64,6 +69,18 @@ struct HostView {
   }
   [[nodiscard]] std::byte* stage(int of, uint64_t round) const noexcept {
     return base + stageOffset(size, of) + round % kHostStages * kHostStageNbytes;
+  }
+
+  /// Whether this counter of every other rank is at least `count`. Else `blocked` gets the bit of the lowest rank whose is not.
+  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostProgress::* counter, uint64_t count, uint64_t& blocked)
+      const noexcept {
+    for (int other = 0; other < size; ++other) {
+      if (other != rank && (progress(other).*counter).load(std::memory_order_seq_cst) < count) {
+        blocked |= hostBit(other);
+        return false;
+      }
+    }
+    return true;
   }
 
   /// Where `nbytes` at a place that a rank has written into its slot lie here; null if it has written none.

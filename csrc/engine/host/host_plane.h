@@ -8,23 +8,16 @@
 #include <vector>
 
 #include "base/error.h"
+#include "engine/host/host_bell.h"
 #include "engine/host/host_inbox.h"
-#include "engine/host/host_layout.h"
-#include "engine/host/host_transfer.h"
+#include "engine/host/host_memory.h"
+#include "engine/host/host_queue.h"
 #include "engine/host/host_worker.h"
 #include "engine/operation/group_identity.h"
 #include "engine/operation/operation.h"
 #include "transport/memory/shared_arena.h"
-#include "transport/memory/shared_heap.h"
 
 namespace pycomm {
-
-/// The memory that tensors lie in which the ranks of a group reach in place.
-struct HostHeaps {
-  std::shared_ptr<SharedHeap> own; ///< null: there are none
-  std::vector<std::shared_ptr<const SharedArena>> mapped; ///< of the others, by rank
-  std::vector<BufferView> ranges; ///< where each is mapped here, by rank
-};
 
 /// The collectives of a group whose ranks all share one host, in memory that they share; beside the DataPlane, which has everything
 /// else.
@@ -45,12 +38,7 @@ struct HostHeaps {
 /// not entered it, as they do for every other operation.
 class HostPlane {
  public:
-  struct Events {
-    /// Any thread, with run_mutex_ held: must not block.
-    std::function<void(ErrorRecord)> notice;
-    std::function<void(std::shared_ptr<Operation>)> stuck; ///< again each second while it waits
-    std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
-  };
+  using Events = HostQueue::Events;
   struct Config {
     int spin_us = 0; ///< how long a driver looks before it sleeps
     bool crowded = false; ///< more ranks than cores: who looks leaves its core to another rank after each look
@@ -74,7 +62,7 @@ class HostPlane {
   [[nodiscard]] static bool serves(const ScheduleRequest& request, int size) noexcept;
 
   [[nodiscard]] bool reachesTensors() const noexcept {
-    return heaps_.own != nullptr;
+    return memory_.heap() != nullptr;
   }
 
   /// Puts what `make` returns behind all others. `make` takes the operation's id: here, so that ids and tickets have one order.
@@ -113,46 +101,24 @@ class HostPlane {
  private:
   template <typename Done>
   void run(const Done& done, Deadline deadline, int spin_us);
-  /// One round over what is posted: true if something went on; else `blocked` says on whom it waits.
-  bool step(uint64_t& blocked) noexcept;
-  void takeInbox();
-  void finishWhatCanBe() noexcept;
-  void prepareStage();
-  void runQueue(uint64_t& blocked, bool& moved);
-  void settle(HostTransfer& transfer);
-  void ring() const noexcept;
-  void ringSelf() const noexcept;
   void sleep(Deadline deadline) noexcept;
-  [[nodiscard]] TimePoint tellStuck(TimePoint now);
-  void missLeft(uint64_t blocked);
-  void report() noexcept; ///< the exception that is being handled, to `notice`
-  void endAll(
-      const std::function<ErrorRecord(const Operation&)>& why,
-      const std::function<void(const ErrorRecord&)>& told) noexcept;
-  void takeAway(const HostTransfer::Published& published);
+  /// The ranks (bits) that have left in good order.
+  [[nodiscard]] uint64_t haveLeft() const noexcept;
   void wakeWorker();
   /// On the plane's own thread. Whether there is more to do.
   [[nodiscard]] bool work() noexcept;
 
   const GroupIdentity identity_;
-  const std::shared_ptr<const SharedArena> arena_;
-  const HostHeaps heaps_;
-  const HostView view_;
   const Config config_;
   const Events events_;
-
+  HostMemory memory_; ///< run_mutex_ guards what is not const of it
+  const HostBell bell_;
   HostInbox inbox_;
   HostWorker worker_;
   std::atomic<bool> ending_{false}; ///< the thread that holds run_mutex_ must leave, for good
 
-  std::mutex run_mutex_; ///< guards the rest
-  std::vector<HostTransfer> queue_; ///< from head_ on: not ended
-  std::vector<std::shared_ptr<Operation>> taken_; ///< keeps its memory between rounds
-  size_t head_ = 0;
-  size_t entered_ = 0; ///< queue_[head_, entered_) are
-  uint64_t rounds_ = 0; ///< of all large operations that were matched
-  bool staged_ = false; ///< this rank's stage is committed
-  bool broken_ = false; ///< something was noticed: nothing goes on until fail()
+  std::mutex run_mutex_; ///< guards queue_
+  HostQueue queue_;
 };
 
 } // namespace pycomm

@@ -16,7 +16,7 @@ namespace pycomm {
 class PortOwner {
  public:
   virtual ~PortOwner() = default;
-  virtual void onPortReady(int peer, bool outgoing, uint32_t events) = 0;
+  virtual void onPortReady(int peer, uint32_t events) = 0;
   virtual void onPortThrown(int peer, const std::exception_ptr& exception) noexcept = 0;
 };
 
@@ -34,7 +34,7 @@ struct OutPort final : Loop::Handler {
   OutPort(PortOwner& port_owner, int peer_rank, std::unique_ptr<Link> connecting)
       : owner(port_owner), peer(peer_rank), link(std::move(connecting)), channel(*link) {}
   void onReady(uint32_t events) override {
-    owner.onPortReady(peer, true, events);
+    owner.onPortReady(peer, events);
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
     owner.onPortThrown(peer, exception);
@@ -70,19 +70,25 @@ struct OutPort final : Loop::Handler {
     return state_ == State::Full || state_ == State::Closing;
   }
 
+  /// Has the loop watch the connection that the link goes on with, for what this state needs.
+  void watch(Loop& loop);
+  void unwatch(Loop& loop) noexcept;
+
   PortOwner& owner; ///< holds this port
   const int peer;
   std::unique_ptr<Link> link;
   OutChannel channel;
   SharedLink* shared = nullptr; ///< `link`, if it is one
-  int watched = -1; ///< the descriptor of the link that the loop watches
-  uint32_t watched_events = 0;
   bool needed = false; ///< a frame has been queued that is no question
   bool to_flush = false; ///< is in the list of ports whose frames nobody tried to write yet
   bool reader_gone = false; ///< of a shared link: the next write will fail
 
  private:
+  [[nodiscard]] uint32_t events() const noexcept;
+
   State state_ = State::Connecting;
+  int watched_ = -1; ///< the descriptor of the link that the loop watches
+  uint32_t watched_events_ = 0;
 };
 
 /// The connection that a peer opened to this rank, to read frames.
@@ -98,19 +104,25 @@ struct InPort final : Loop::Handler {
         link(std::move(accepted)),
         channel(peer_rank, *link, receiver, buffer_nbytes) {}
   void onReady(uint32_t events) override {
-    owner.onPortReady(peer, false, events);
+    owner.onPortReady(peer, events);
   }
   void onThrown(const std::exception_ptr& exception) noexcept override {
     owner.onPortThrown(peer, exception);
   }
+
+  /// Has the loop watch the connection that the link goes on with, unless it has ended.
+  void watch(Loop& loop);
+  void unwatch(Loop& loop) noexcept;
 
   PortOwner& owner; ///< holds this port
   const int peer;
   std::unique_ptr<Link> link;
   InChannel channel;
   SharedLink* shared = nullptr; ///< `link`, if it is one
-  int watched = -1;
   bool ended = false; ///< the peer closed it, or this rank stopped reading
+
+ private:
+  int watched_ = -1; ///< the descriptor of the link that the loop watches
 };
 
 } // namespace pycomm

@@ -7,20 +7,8 @@
 namespace pycomm {
 namespace {
 
-constexpr int kAskEveryoneMaxSize = 256;
-
-// When an operation that waits asks all ranks. The first answers may be lost, or be true no more: so once more. And for the last time a
-// little later than the patience of standOff(), so that the answers find it over, also where the other rank counts from the first round.
-constexpr std::chrono::milliseconds kFirstRound(200);
-constexpr std::chrono::milliseconds kSecondRound(2000);
-constexpr std::chrono::milliseconds kAfterPatience = kFirstRound + std::chrono::milliseconds(50);
-constexpr int kRounds = 3;
-
 // How long ago a rank may have asked that is taken to wait still.
 constexpr std::chrono::seconds kLately(1);
-
-// Not this shortly before the deadline: the answers that are there must do.
-constexpr std::chrono::milliseconds kAnswerWithin(200);
 
 } // namespace
 
@@ -31,23 +19,20 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
     if (header.aux == 0 && credits_.lacksCredit(header.op_id, peer)) {
       FrameHeader answer = headerFor(header.op_id, FrameType::Waiting, peer);
       answer.aux = 1;
-      send(peer, answer, Way::BulkLink);
+      output_.send(peer, answer, Way::BulkLink);
     }
     return;
   }
   if (header.aux != 0) {
     return; // an answer about what has ended here long ago
   }
-  // A counted id that this rank has passed: it ended here long ago.
-  const bool counted = (header.op_id & kDerivedIdBit) == 0;
-  if (counted && static_cast<int64_t>(header.op_id) <= highest_sequence_) {
-    return;
+  if (history_.isBehind(header.op_id)) {
+    return; // it ended here long ago
   }
   // A collective is kept if there is a place for it: its data will be compared in any case, and this rank asks when it enters it. The
   // sender of messages announces no more than there are places for, and one for each question.
   const bool message = header.kind == static_cast<uint8_t>(Collective::Send);
-  Peer& asks = peers_[static_cast<size_t>(peer)];
-  const bool has_place = heard_.count(header.op_id) != 0 || asks.heard(message) < places_ + (message ? asks.asked : 0);
+  const bool has_place = heard_.hasPlace(peer, header.op_id, message);
   if (message && !has_place) {
     violated(peer, header, "it announces too many messages");
     return;
@@ -56,7 +41,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
     return;
   }
   if (has_place && !message) {
-    heard_.at(header.op_id).refused.insert(peer);
+    heard_.refused(peer, header.op_id);
   }
   answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfQuestions());
 }
@@ -67,21 +52,8 @@ void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
   if (found == ops_.end() || hasCome(found->second, peer)) {
     return;
   }
-  std::vector<Missing>& missing = found->second.missing;
-  const auto earlier =
-      std::find_if(missing.begin(), missing.end(), [&](const Missing& one) { return one.peer == peer; });
-  if (earlier == missing.end()) {
-    missing.push_back(Missing{peer, lastText(header)});
-  } else {
-    earlier->last = lastText(header);
-  }
+  found->second.lacks(peer, lastText(header));
   standOff(found->second, peer, now);
-}
-
-void RollCall::noteCame(Op& op, int peer) {
-  op.came.insert(peer);
-  const auto same = [&](const Missing& one) { return one.peer == peer; };
-  op.missing.erase(std::remove_if(op.missing.begin(), op.missing.end(), same), op.missing.end());
 }
 
 void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
@@ -89,19 +61,16 @@ void RollCall::answerNotEntered(int peer, uint64_t op_id, Way way) {
   reply.type = FrameType::NotEntered;
   reply.group = config_.group;
   reply.epoch = config_.epoch;
-  if (last_descriptor_) {
-    last_descriptor_->writeTo(reply);
-  }
+  history_.writeLast(reply);
   reply.op_id = op_id;
-  reply.aux = last_entered_.id;
-  send(peer, reply, way);
+  output_.send(peer, reply, way);
 }
 
 void RollCall::correct(uint64_t op_id, const std::set<int>& refused) {
   for (const int peer : refused) {
     FrameHeader came = headerFor(op_id, FrameType::Waiting, peer);
     came.aux = 1;
-    send(peer, came, wayOfQuestions());
+    output_.send(peer, came, wayOfQuestions());
   }
 }
 
@@ -121,70 +90,51 @@ std::string RollCall::lastText(const FrameHeader& not_entered) {
 // this rank's operation a moment ago, by the question whose answer led here.
 void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
-  if (now - op.since < patience || op.descriptor.kind == Collective::Send) {
+  if (op.waited(now) < patience || op.isMessage()) {
     return;
   }
-  for (auto& entry : heard_) {
-    const auto theirs = entry.second.ranks.find(peer);
-    const bool derived = ((entry.first | op.id.id) & kDerivedIdBit) != 0;
-    if (theirs == entry.second.ranks.end() || theirs->second.kind == Collective::Send || !derived ||
-        now - entry.second.since < patience) {
-      continue;
+  heard_.forEachOf(peer, [&](uint64_t op_id, HeardOperations::Heard& heard, const Descriptor& theirs) {
+    const bool derived = ((op_id | op.id().id) & kDerivedIdBit) != 0;
+    if (theirs.kind == Collective::Send || !derived || now - heard.since < patience) {
+      return true;
     }
-    if (now - entry.second.last > kLately) {
+    if (now - heard.last > kLately) {
       // Once for each question: two ranks that both have only old questions would answer each other without end.
-      if (entry.second.answered_late.insert(peer).second) {
-        answerNotEntered(peer, entry.first, wayOfQuestions());
+      if (heard.answered_late.insert(peer).second) {
+        answerNotEntered(peer, op_id, wayOfQuestions());
       }
-      continue;
+      return true;
     }
-    ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor, peer, op.id);
+    ErrorRecord record = mismatch(config_.hosts, config_.rank, op.descriptor(), peer, op.id());
     record.summary = "Rank " + std::to_string(config_.rank) + " (" + record.host + ") waits in " +
-        op.descriptor.text() + " " + operationText(op.id.id) + ", which rank " + std::to_string(peer) + " (" +
-        record.peer_host + ") has not entered; that one waits in " + theirs->second.text() + " " +
-        operationText(entry.first) + ", which is not entered here.";
-    fail(std::move(record));
-    return;
-  }
+        op.descriptor().text() + " " + operationText(op.id().id) + ", which rank " + std::to_string(peer) + " (" +
+        record.peer_host + ") has not entered; that one waits in " + theirs.text() + " " + operationText(op_id) +
+        ", which is not entered here.";
+    output_.fail(std::move(record));
+    return false;
+  });
 }
 
 // An edge that cannot go on without credit needs its own link; and the peer grants that once it knows that this rank waits.
 void RollCall::ask(const Op& op, int peer) {
-  const bool needed = op.descriptor.kind == Collective::Send || credits_.lacksCredit(op.id.id, peer);
-  send(peer, headerFor(op.id.id, FrameType::Waiting, peer), needed ? Way::BulkLink : wayOfQuestions());
+  const bool needed = op.isMessage() || credits_.lacksCredit(op.id().id, peer);
+  output_.send(peer, headerFor(op.id().id, FrameType::Waiting, peer), needed ? Way::BulkLink : wayOfQuestions());
 }
 
 // In a group so large that nobody asks all ranks, an operation asks once, and only along its edges: that question must not be lost.
 RollCall::Way RollCall::wayOfQuestions() const noexcept {
-  return config_.size > kAskEveryoneMaxSize ? Way::BulkLink : Way::OpenLink;
-}
-
-bool RollCall::asksEveryone(const Op& op) const noexcept {
-  return op.rounds < kRounds && config_.size <= kAskEveryoneMaxSize && op.descriptor.kind != Collective::Send;
-}
-
-std::chrono::milliseconds RollCall::nextRound(const Op& op) const noexcept {
-  return op.rounds == 0 ? kFirstRound
-      : op.rounds == 1  ? kSecondRound
-                        : std::chrono::milliseconds(config_.standoff_after_ms) + kAfterPatience;
+  return config_.mayAskEveryone() ? Way::OpenLink : Way::BulkLink;
 }
 
 void RollCall::tellWaiting(Op& op, TimePoint now) {
-  const auto waited = now - op.since;
-  if (!op.told_waiting && waited >= std::chrono::milliseconds(config_.waiting_after_ms)) {
-    op.told_waiting = true;
-    for (const int peer : credits_.unfinished(op.id.id)) {
+  if (op.takeFirstQuestion(now, config_)) {
+    for (const int peer : credits_.unfinished(op.id().id)) {
       ask(op, peer);
     }
   }
-  bool due = false;
-  while (asksEveryone(op) && waited >= nextRound(op)) {
-    due = due || op.rounds == 0 || op.deadline.instant() > now + kAnswerWithin;
-    ++op.rounds;
-  }
-  if (due) {
+  if (op.takeRound(now, config_)) {
     for (int peer = 0; peer < config_.size; ++peer) {
-      const bool known = op.rounds == 2 && hasCome(op, peer); // to have entered it
+      const bool known = op.roundLeavesOutKnown() && hasCome(op, peer); // to have entered it
       if (peer != config_.rank && !known) {
         ask(op, peer);
       }

@@ -109,7 +109,7 @@ MUTATIONS = [
     Mutation(
         "never say who waits",
         "roll_call_ask.cc",
-        "    for (const int peer : credits_.unfinished(op.id.id)) {\n",
+        "    for (const int peer : credits_.unfinished(op.id().id)) {\n",
         "    for (const int peer : std::vector<int>()) {\n",
         survives="a rank that waits asks every rank after 200 ms anyway",
     ),
@@ -178,7 +178,7 @@ MUTATIONS = [
     Mutation(
         "no deadlines",
         "roll_call.cc",
-        "    if (deadline.expired(now)) {\n",
+        "    if (op.deadline().expired(now)) {\n",
         "    if (false) {\n",
     ),
     Mutation(
@@ -198,21 +198,21 @@ MUTATIONS = [
     ),
     Mutation(
         "late bytes arrive in a group that closes",
-        "peer_links.cc",
-        "  for (const auto& port : in_) {\n    if (port != nullptr) {\n"
+        "in_links.cc",
+        "  for (const auto& port : ports_) {\n    if (port != nullptr) {\n"
         "      port->channel.stopTouchingMemory();\n    }\n  }\n",
         "",
     ),
     Mutation(
         "what is queued leaves after a group was closed",
-        "peer_links.cc",
-        "  for (const auto& port : out_) {\n    if (port != nullptr) {\n"
+        "out_links.cc",
+        "  for (const auto& port : ports_) {\n    if (port != nullptr) {\n"
         "      port->channel.stopTouchingMemory();\n    }\n  }\n",
         "",
     ),
     Mutation(
         "a goodbye may be cut short",
-        "peer_links.cc",
+        "out_links.cc",
         "if (port.state() == OutPort::State::Closing && port.channel.empty()) {",
         "if (port.state() == OutPort::State::Closing) {",
     ),
@@ -317,7 +317,7 @@ MUTATIONS = [
     Mutation(
         "operations that have ended are forgotten",
         "roll_call.cc",
-        "  keepRecent(op_id, found->second.descriptor);\n",
+        "  history_.ended(op_id, found->second.descriptor());\n",
         "",
     ),
     Mutation(

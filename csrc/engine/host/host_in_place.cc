@@ -1,0 +1,172 @@
+#include "engine/host/host_in_place.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "base/fault_point.h"
+#include "schedule/partition.h"
+
+namespace pycomm {
+namespace {
+
+constexpr int64_t kStepNbytes = 1 << 20; // between two looks whether to stop
+constexpr int64_t kBlockNbytes =
+    16 << 10; // of all ranks together it stays in the first caches between being made and being written
+
+/// The bytes of this rank's input, all parts of it.
+size_t inputNbytes(const HostOperation& op) {
+  const auto parts = static_cast<size_t>(op.kind == Collective::ReduceScatter ? op.view.size : 1);
+  return parts * op.nbytesOf(op.numel);
+}
+
+} // namespace
+
+void HostInPlace::publish(const HostOperation& op, const SharedHeap* heap, HostSlot& slot) {
+  slot.input_place = slot.output_place = 0;
+  published_ = {};
+  const Operation::Request& request = op.request();
+  if (heap == nullptr || op.view.heaps == nullptr || !request.extras().input_parts.empty() ||
+      request.extras().pieces != nullptr) { // whose bytes come later
+    return;
+  }
+  const bool sends = op.kind != Collective::Broadcast || op.isRoot();
+  const size_t nbytes = op.nbytesOf(op.numel);
+  const auto input = sends ? heap->placeOf(request.input.ptr, inputNbytes(op)) : std::nullopt;
+  if (input) {
+    published_.input = {request.input.ptr, inputNbytes(op)};
+    slot.input_place = *input + 1;
+  }
+  const auto output = op.kind == Collective::AllReduce ? heap->placeOf(request.output.ptr, nbytes) : std::nullopt;
+  if (output) {
+    published_.output = {request.output.ptr, nbytes};
+    slot.output_place = *output + 1;
+  }
+}
+
+bool HostInPlace::reach(const HostOperation& op) {
+  if (op.scales) { // others' operands are not to be altered, and have no place to be scaled in
+    return false;
+  }
+  operands_.resize(static_cast<size_t>(op.view.size));
+  for (int rank = 0; rank < op.view.size; ++rank) {
+    if (op.kind == Collective::Broadcast && rank != op.request().descriptor.root) {
+      continue;
+    }
+    const HostSlot& slot = op.view.slot(rank, op.ticket);
+    Operands& operands = operands_[static_cast<size_t>(rank)];
+    operands.input = op.view.inHeap(rank, slot.input_place, inputNbytes(op));
+    operands.output = op.view.inHeap(rank, slot.output_place, op.nbytesOf(op.numel));
+    if (operands.input == nullptr || (op.kind == Collective::AllReduce && operands.output == nullptr)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void HostInPlace::allReduce(const HostOperation& op, int64_t first, int64_t numel) const {
+  const int size = op.view.size;
+  HostOperation::Sources sources;
+  const int64_t block = std::max<int64_t>(kBlockNbytes / size / static_cast<int64_t>(op.element_nbytes), 64);
+  for (int64_t done = 0; done < numel; done += block) {
+    const int64_t count = std::min(block, numel - done);
+    const size_t at = op.nbytesOf(first + done);
+    for (int rank = 0; rank < size; ++rank) {
+      sources[static_cast<size_t>(rank)] = operands_[static_cast<size_t>(rank)].input + at;
+    }
+    std::byte* own = op.request().output.ptr + at;
+    op.fold(own, sources, count);
+    for (int next = 1; next < size; ++next) {
+      std::memcpy(operands_[static_cast<size_t>((op.view.rank + next) % size)].output + at, own, op.nbytesOf(count));
+    }
+  }
+}
+
+// `first` and `numel` count the elements of all parts that this rank reads, its own part first.
+void HostInPlace::read(const HostOperation& op, int64_t first, int64_t numel) const {
+  const Operation::Request& request = op.request();
+  const int size = op.view.size;
+  const int rank = op.view.rank;
+  if (op.kind == Collective::ReduceScatter) {
+    HostOperation::Sources sources;
+    const size_t at = op.nbytesOf(first);
+    for (int from = 0; from < size; ++from) {
+      sources[static_cast<size_t>(from)] =
+          operands_[static_cast<size_t>(from)].input + op.nbytesOf(rank * op.numel) + at;
+    }
+    op.fold(request.output.ptr + at, sources, numel);
+    return;
+  }
+  while (numel > 0) {
+    const int64_t within = first % op.numel;
+    const int64_t count = std::min(numel, op.numel - within);
+    const bool one = op.kind == Collective::Broadcast;
+    const int owner = one ? request.descriptor.root : static_cast<int>((rank + first / op.numel) % size);
+    const size_t at = op.nbytesOf(within);
+    const std::byte* from = operands_[static_cast<size_t>(owner)].input + at;
+    std::byte* to = (one ? request.output.ptr : op.outputPart(owner)) + at;
+    if (from != to) {
+      std::memcpy(to, from, op.nbytesOf(count));
+    }
+    first += count;
+    numel -= count;
+  }
+}
+
+// A rank that gave up before it had ended this operation has its operands for itself again. So a rank that was stopped in the meantime
+// may have read something else there: it must not take that for a result, and hears why before long. Who gives up says so before it
+// lets go of its operands; so if it has not said so by now, all that was read here was what it gave.
+bool HostInPlace::operandsLasted(const HostOperation& op, uint64_t& blocked) noexcept {
+  for (int rank = 0; rank < op.view.size; ++rank) {
+    const HostProgress& progress = op.view.progress(rank);
+    if (rank != op.view.rank && progress.left.load(std::memory_order_seq_cst) != 0 &&
+        progress.done.load(std::memory_order_seq_cst) < op.ticket) {
+      blocked |= hostBit(rank);
+      return false;
+    }
+  }
+  return true;
+}
+
+HostInPlace::Progress HostInPlace::advance(const HostOperation& op, uint64_t& blocked) {
+  HostProgress& own = op.view.progress(op.view.rank);
+  Run work{0, op.numel};
+  if (op.kind == Collective::AllReduce) {
+    work = splitBalanced({0, op.numel}, op.view.size, op.view.rank);
+  } else if (op.kind == Collective::AllGather) {
+    work.numel = op.numel * op.view.size;
+  } else if (op.kind == Collective::Broadcast && op.isRoot()) {
+    work.numel = 0;
+  }
+  if (position_ < work.numel) {
+    PYCOMM_FAULT_POINT("reduce.step");
+    const auto element_nbytes = static_cast<int64_t>(op.element_nbytes);
+    const int64_t step = std::max<int64_t>(kStepNbytes / element_nbytes, 1);
+    const int64_t count = std::min(step, work.numel - position_);
+    if (op.kind == Collective::AllReduce) {
+      allReduce(op, work.offset + position_, count);
+    } else {
+      read(op, position_, count);
+    }
+    position_ += count;
+    op.operation->shared().bytes_done.fetch_add(count * element_nbytes, std::memory_order_relaxed);
+    return Progress::Moved;
+  }
+  if (!finished_) {
+    finished_ = true;
+    own.staged.store(base_ + 1, std::memory_order_seq_cst);
+    own.reduced.store(base_ + 1, std::memory_order_seq_cst); // after the last byte that this rank reads or writes
+    return Progress::Moved;
+  }
+  // Its operands are its own again once nobody reads or writes them.
+  if (!op.view.allHave(&HostProgress::reduced, base_ + 1, blocked)) {
+    return Progress::Blocked;
+  }
+  if (!operandsLasted(op, blocked)) {
+    return Progress::Blocked;
+  }
+  own.collected.store(base_ + 1, std::memory_order_seq_cst);
+  return Progress::Done;
+}
+
+} // namespace pycomm

@@ -1,0 +1,242 @@
+#include "engine/host/host_queue.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "base/fault_point.h"
+#include "base/log.h"
+#include "engine/report/failure_text.h"
+#include "engine/report/mismatch.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kCompactAt = 256;
+
+/// False if there is no memory to say it: then the next sleep, a second later at the most, is for saying it again.
+template <typename Say>
+bool said(const Say& say) noexcept {
+  try {
+    say();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+} // namespace
+
+void HostQueue::Events::noticeException(const GroupIdentity& identity) const noexcept {
+  try {
+    notice(ownTrouble(std::current_exception(), identity));
+  } catch (...) { // no memory even to say so: the deadline ends what waits
+  }
+}
+
+bool HostQueue::step(uint64_t& blocked) noexcept {
+  if (stopped_) {
+    return false;
+  }
+  bool moved = false;
+  try {
+    if (parts_.inbox.arrived()) {
+      takeInbox();
+    }
+    enter(blocked, moved);
+    run(blocked, moved);
+  } catch (...) {
+    stopped_ = true;
+    parts_.events.noticeException(parts_.identity);
+    return false;
+  }
+  return moved;
+}
+
+void HostQueue::takeInbox() {
+  parts_.inbox.take(taken_);
+  for (std::shared_ptr<Operation>& operation : taken_) {
+    PYCOMM_FAULT_POINT("operation.post");
+    const TimePoint issued = operation->issuedAt();
+    const Deadline deadline = operation->request().deadline;
+    const uint64_t ticket = operation->shared().ticket;
+    operation->mark().running(issued, operation->shared().bytes_total);
+    TimePoint tell_at = issued + std::chrono::milliseconds(tell_after_ms_);
+    if (!deadline.isNever()) { // early enough for the others' answers
+      tell_at = std::min(tell_at, issued + (deadline.instant() - issued) / 4);
+    }
+    queue_.emplace_back(parts_.memory, std::move(operation), ticket, tell_at);
+  }
+  taken_.clear();
+}
+
+void HostQueue::enter(uint64_t& blocked, bool& moved) {
+  while (entered_ < queue_.size() && !parts_.ending.load(std::memory_order_seq_cst) &&
+         queue_[entered_].transfer.mayEnter(blocked)) {
+    HostTransfer& transfer = queue_[entered_].transfer;
+    if (transfer.large()) {
+      parts_.memory.commitStage();
+    }
+    transfer.enter();
+    parts_.bell.ringOthers();
+    ++entered_;
+    moved = true;
+  }
+}
+
+void HostQueue::run(uint64_t& blocked, bool& moved) {
+  while (head_ < entered_) {
+    HostTransfer& transfer = queue_[head_].transfer;
+    const HostTransfer::Progress progress = transfer.advance(rounds_, blocked);
+    if (progress == HostTransfer::Progress::Differs) {
+      throwDiffers(transfer);
+    }
+    if (progress == HostTransfer::Progress::Blocked) {
+      break;
+    }
+    moved = true;
+    if (progress == HostTransfer::Progress::Moved) {
+      if (transfer.large()) {
+        parts_.bell.ringOthers();
+      }
+      return; // who drives looks whether it is to stop
+    }
+    settle(queue_[head_]);
+    ++head_;
+  }
+  dropEnded();
+}
+
+void HostQueue::dropEnded() {
+  if (head_ == queue_.size()) {
+    queue_.clear();
+    head_ = entered_ = 0;
+  } else if (head_ >= kCompactAt) {
+    queue_.erase(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(head_));
+    entered_ -= head_;
+    head_ = 0;
+  }
+}
+
+void HostQueue::throwDiffers(const HostTransfer& transfer) const {
+  const Operation::Request& request = transfer.operation()->request();
+  throw Error(disagreement(
+      parts_.identity.hosts,
+      parts_.identity.rank,
+      request.descriptor,
+      transfer.differentPeer(),
+      transfer.differentDescriptor(),
+      request.id));
+}
+
+void HostQueue::settle(const Entry& entry) {
+  PYCOMM_FAULT_POINT("operation.finish");
+  const HostView& view = parts_.memory.view();
+  Operation& operation = *entry.transfer.operation();
+  // After the last read of the others' slots: they are written again once all have stored this.
+  view.progress(view.rank).done.store(entry.transfer.ticket(), std::memory_order_seq_cst);
+  parts_.bell.ringOthers();
+  operation.mark().received(operation.shared().bytes_total);
+  if (entry.told) {
+    parts_.events.unstuck(operation.request().id.id);
+  }
+  parts_.inbox.ended();
+  operation.finish(std::nullopt);
+}
+
+TimePoint HostQueue::reportStuck(TimePoint now) noexcept {
+  TimePoint next = TimePoint::max();
+  for (size_t i = head_; i < queue_.size(); ++i) {
+    Entry& entry = queue_[i];
+    if (entry.tell_at <= now || (!entry.told && entry.transfer.astray())) {
+      entry.told = said([&] { parts_.events.stuck(entry.transfer.operation()); }) || entry.told;
+      entry.tell_at = now + kReportAgain; // the lane may have had no memory for it
+    }
+    next = std::min(next, entry.tell_at);
+  }
+  return next;
+}
+
+void HostQueue::reportLeft(uint64_t ranks) noexcept {
+  const Operation* const waiting = running();
+  if (waiting == nullptr) {
+    return;
+  }
+  for (int peer = 0; peer < parts_.identity.size; ++peer) {
+    if ((ranks & hostBit(peer)) != 0) {
+      stopped_ = said([&] { parts_.events.notice(peerLeftUs(peer, *waiting, parts_.identity)); });
+      return;
+    }
+  }
+}
+
+const Operation* HostQueue::running() const noexcept {
+  return stopped_ || head_ == queue_.size() ? nullptr : queue_[head_].transfer.operation().get();
+}
+
+void HostQueue::finishAll() noexcept {
+  uint64_t blocked = 0;
+  while (step(blocked)) {
+  }
+}
+
+void HostQueue::withdrawAll() const noexcept {
+  for (size_t i = head_; i < entered_; ++i) {
+    queue_[i].transfer.withdraw();
+  }
+}
+
+void HostQueue::takeAwayAll() const noexcept {
+  for (size_t i = head_; i < entered_; ++i) {
+    if (!parts_.memory.takeAway(queue_[i].transfer.published())) {
+      try {
+        log(LogLevel::Warn,
+            "no memory to take a tensor away from the other ranks of " + parts_.identity.name +
+                ": if one of them is stopped and goes on later, it may still write into that tensor");
+      } catch (const std::bad_alloc&) { // nor for that line
+      }
+    }
+  }
+}
+
+void HostQueue::endAll(
+    const std::function<ErrorRecord(const Operation&)>& why,
+    const std::function<void(const ErrorRecord&)>& told) noexcept {
+  takeAwayAll(); // copies, so not with the lock that all threads take to issue operations
+  std::vector<Entry> queued;
+  std::vector<std::shared_ptr<Operation>> posted[2];
+  queued.swap(queue_);
+  posted[0].swap(taken_);
+  posted[1] = parts_.inbox.close();
+  const size_t first = std::exchange(head_, 0);
+  entered_ = 0;
+  bool oldest = true;
+  const auto end = [&](Operation& operation) {
+    ErrorRecord record = recordInAnyCase(parts_.identity, [&] { return why(operation); });
+    record.bytes_done = operation.shared().bytes_done.load(std::memory_order_relaxed);
+    record.bytes_total = operation.shared().bytes_total;
+    record.phase = record.phase.empty() ? "transfer" : record.phase;
+    try {
+      if (std::exchange(oldest, false) && told) {
+        told(record);
+      }
+    } catch (...) { // no memory to keep it: the group's cause itself is known
+    }
+    parts_.inbox.ended();
+    operation.finish(std::move(record));
+  };
+  for (size_t i = first; i < queued.size(); ++i) {
+    end(*queued[i].transfer.operation());
+  }
+  for (const auto& some : posted) {
+    for (const std::shared_ptr<Operation>& operation : some) {
+      if (operation != nullptr) { // null: among the queued ones already
+        end(*operation);
+      }
+    }
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "engine/host/host_bell.h"
+#include "engine/host/host_inbox.h"
+#include "engine/host/host_memory.h"
+#include "engine/host/host_transfer.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/operation.h"
+
+namespace pycomm {
+
+/// The operations of a HostPlane, in the order of their tickets. Each is taken from the inbox, entered, run and ended, in that order:
+///
+///   [ended] head_ → [entered: the first runs, the rest wait for it] entered_ → [taken: the slots are not free yet]
+///
+/// Thread: the one that holds the plane's run_mutex_.
+class HostQueue {
+ public:
+  struct Events {
+    /// Any thread, with run_mutex_ held: must not block.
+    std::function<void(ErrorRecord)> notice;
+    std::function<void(std::shared_ptr<Operation>)> stuck; ///< again each second while it waits
+    std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
+
+    /// The exception that is being handled, to `notice`. Without run_mutex_ as well.
+    void noticeException(const GroupIdentity& identity) const noexcept;
+  };
+  /// The plane's, which outlives this.
+  struct Parts {
+    const GroupIdentity& identity;
+    HostMemory& memory;
+    const HostBell& bell;
+    HostInbox& inbox;
+    const Events& events;
+    const std::atomic<bool>& ending; ///< nothing is entered any more
+  };
+
+  /// An operation that has waited for so long is reported as stuck.
+  HostQueue(const Parts& parts, int tell_after_ms) : parts_(parts), tell_after_ms_(tell_after_ms) {}
+
+  /// Takes posted operations, enters those whose slots are free, and runs the oldest by one step. True if something moved; else `blocked`
+  /// gets the ranks that must go on first. An exception is reported to `notice`, and stops the queue.
+  bool step(uint64_t& blocked) noexcept;
+  /// Reports to the lane which operations wait for longer than they should. Returns when it wants to be called again.
+  [[nodiscard]] TimePoint reportStuck(TimePoint now) noexcept;
+  /// Reports that the oldest operation waits for these ranks (bits), which have left.
+  void reportLeft(uint64_t ranks) noexcept;
+  /// The oldest operation that has not ended; null if there is none, or this has stopped.
+  [[nodiscard]] const Operation* running() const noexcept;
+
+  // ---- the end, in this order
+  /// Ends well what all ranks have done their part for, although this one comes late to it: with a barrier that is over elsewhere, a peer
+  /// may have gone on and left long ago.
+  void finishAll() noexcept;
+  /// Nothing goes on any more.
+  void stop() noexcept {
+    stopped_ = true;
+  }
+  /// Other ranks find that this rank has not entered what it has not ended.
+  void withdrawAll() const noexcept;
+  /// Ends every operation, also those in the inbox, which takes no more. Takes no memory until all have ended. `told`, if not null, is
+  /// called before with what the oldest ends with.
+  void endAll(
+      const std::function<ErrorRecord(const Operation&)>& why,
+      const std::function<void(const ErrorRecord&)>& told) noexcept;
+
+ private:
+  struct Entry {
+    /// Takes the operation only once there is memory for the entry: else endAll() finds it where it was.
+    Entry(HostMemory& memory, std::shared_ptr<Operation> operation, uint64_t ticket, TimePoint when)
+        : transfer(memory.view(), memory.heap(), std::move(operation), ticket), tell_at(when) {}
+
+    HostTransfer transfer;
+    TimePoint tell_at; ///< when it is reported as stuck, or again
+    bool told = false;
+  };
+
+  void takeInbox();
+  void run(uint64_t& blocked, bool& moved);
+  void enter(uint64_t& blocked, bool& moved);
+  void dropEnded();
+  [[noreturn]] void throwDiffers(const HostTransfer& transfer) const;
+  void settle(const Entry& entry);
+  void takeAwayAll() const noexcept;
+
+  const Parts parts_;
+  const int tell_after_ms_;
+  std::vector<Entry> queue_;
+  std::vector<std::shared_ptr<Operation>> taken_; ///< keeps its memory between rounds
+  size_t head_ = 0;
+  size_t entered_ = 0;
+  uint64_t rounds_ = 0; ///< of all large operations that were matched
+  bool stopped_ = false; ///< for good, or something was noticed: then until the group's failure is known
+};
+
+} // namespace pycomm

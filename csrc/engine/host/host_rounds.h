@@ -1,0 +1,64 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "engine/host/host_operation.h"
+#include "engine/operation/descriptor.h"
+#include "engine/operation/piece_flow.h"
+
+namespace pycomm {
+
+/// A large operation, staged: it goes in rounds, each through three steps, two rounds under way at once. all_reduce with 2 ranks, round g,
+/// as one rank sees it:
+///   stage    copies its input to its stage, but for its own slice            staged = g + 1
+///   reduce   once all have staged: folds its slice of all, lowest rank first, into the output, and copies that to the place of
+///            its slice in its stage, which is free                           reduced = g + 1
+///   collect  once all have reduced: copies the other slices from their owners' stages to the output      collected = g + 1
+/// A stage is written again for round g + 2 once all have collected round g. One rank makes each sum, so all have the same bits.
+/// all_gather and broadcast stage and collect; reduce_scatter stages and reduces.
+///
+/// Rounds are counted over all operations of the group, in HostProgress; here from the first of this operation.
+/// Thread: the one that runs the operation.
+class HostRounds {
+ public:
+  using Progress = HostOperation::Progress;
+
+  explicit HostRounds(const HostOperation& op);
+
+  /// How the operand of such an operation comes and goes in pieces; null if it is too small for rounds.
+  [[nodiscard]] static std::shared_ptr<PieceFlow> piecesOf(const Descriptor& descriptor, int size);
+
+  /// The rounds of the operation. 0: what the ranks give fits their slots.
+  [[nodiscard]] uint64_t count() const noexcept {
+    return count_;
+  }
+  /// All ranks have entered the operation. `earlier`: rounds of the operations before it.
+  void begin(uint64_t earlier) noexcept {
+    base_ = earlier;
+  }
+  /// One step, if any can be done: first one that others wait for. Else `blocked` gets a bit for each rank that must go on first.
+  [[nodiscard]] Progress advance(const HostOperation& op, uint64_t& blocked);
+
+ private:
+  [[nodiscard]] bool mayStage(const HostOperation& op, uint64_t& blocked) const noexcept;
+  [[nodiscard]] bool mayReduce(const HostOperation& op, uint64_t& blocked) const noexcept;
+  [[nodiscard]] bool mayCollect(const HostOperation& op, uint64_t& blocked) const noexcept;
+  void stage(const HostOperation& op);
+  void reduce(const HostOperation& op);
+  void collect(const HostOperation& op);
+  void fold(const HostOperation& op, std::byte* to, const std::byte* own, size_t offset, int64_t numel) const;
+  /// The elements of a round: of the tensor, or of each part.
+  [[nodiscard]] int64_t firstOf(uint64_t round) const noexcept;
+  [[nodiscard]] int64_t countOf(const HostOperation& op, uint64_t round) const noexcept;
+
+  int64_t round_numel_ = 0; ///< of the tensor, or of one part, in a full round
+  uint64_t count_ = 0;
+  uint64_t base_ = 0; ///< rounds of earlier operations
+  uint64_t staged_ = 0; ///< rounds of this one. collected_ <= reduced_ <= staged_ <= count_, as the next two
+  uint64_t reduced_ = 0;
+  uint64_t collected_ = 0;
+};
+
+} // namespace pycomm

@@ -1,0 +1,174 @@
+#include "engine/links/in_links.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "transport/striped_link.h"
+
+namespace pycomm {
+
+InLinks::InLinks(
+    const GroupIdentity& identity,
+    size_t buffer_nbytes,
+    Loop& loop,
+    const RingRoute& route,
+    LinkOwner& owner)
+    : identity_(identity),
+      buffer_nbytes_(buffer_nbytes),
+      loop_(loop),
+      route_(route),
+      owner_(owner),
+      ports_(static_cast<size_t>(identity_.size)) {}
+
+InLinks::~InLinks() {
+  stop();
+}
+
+// ---- links that arrive
+
+void InLinks::adopt(int peer, std::unique_ptr<Link> link, int stream) {
+  if (isOpened(peer) || stream >= identity_.streams) {
+    return; // a second connection of one rank is no peer of ours: drop it
+  }
+  if (identity_.streams > 1) {
+    std::vector<std::unique_ptr<Link>>& streams = arriving_[peer];
+    streams.resize(static_cast<size_t>(identity_.streams));
+    if (streams[static_cast<size_t>(stream)] == nullptr) {
+      streams[static_cast<size_t>(stream)] = std::move(link);
+    }
+    if (std::find(streams.begin(), streams.end(), nullptr) != streams.end()) {
+      return;
+    }
+    std::vector<StripedLink::Part> parts;
+    for (std::unique_ptr<Link>& one : streams) {
+      parts.push_back({std::move(one), identity_.interfaceOf(static_cast<int>(parts.size()))});
+    }
+    arriving_.erase(peer);
+    link = std::make_unique<StripedLink>(std::move(parts), StripedLink::State::Connected);
+  }
+  open(peer, std::move(link), nullptr);
+}
+
+void InLinks::adoptShared(int peer, std::unique_ptr<Link> bell) {
+  if (isOpened(peer)) {
+    return;
+  }
+  auto link = std::make_unique<SharedLink>(std::move(bell), route_.incoming(peer));
+  SharedLink* const shared = link.get();
+  open(peer, std::move(link), shared);
+}
+
+void InLinks::open(int peer, std::unique_ptr<Link> link, SharedLink* shared) {
+  std::unique_ptr<InPort>& port = ports_[static_cast<size_t>(peer)];
+  PortOwner& self = *this;
+  port = std::make_unique<InPort>(self, peer, std::move(link), owner_, buffer_nbytes_);
+  port->shared = shared;
+  if (shared != nullptr) {
+    shared_.push_back(port.get());
+  }
+  port->watch(loop_);
+  read(*port);
+}
+
+// ---- reading
+
+void InLinks::onPortReady(int peer, uint32_t) {
+  owner_.onBehalfOf(peer, [&] { read(*ports_[static_cast<size_t>(peer)]); });
+}
+
+bool InLinks::read(InPort& port) {
+  if (port.ended) {
+    return false;
+  }
+  bool open = true;
+  std::optional<Error> broken;
+  try {
+    open = port.channel.read();
+    if (open) {
+      port.watch(loop_);
+    }
+  } catch (const Error& error) {
+    if (error.record().code != ErrorCode::ConnectionReset) {
+      endReading(
+          port); // in the middle of a frame: its rest would be taken for a header, and its sender for the culprit
+      throw;
+    }
+    broken = error;
+    open = false;
+  } catch (...) {
+    endReading(port);
+    throw;
+  }
+  if (!open && !port.ended) {
+    endReading(port);
+    owner_.onReadingEnded(port.peer, broken ? *broken : Error(ErrorCode::ConnectionReset, "the connection was closed"));
+  }
+  return !open || port.channel.moved();
+}
+
+Loop::Ticker::Look InLinks::look(const std::vector<int>& peers) {
+  Loop::Ticker::Look looked = Loop::Ticker::Look::Nothing;
+  for (const int peer : peers) {
+    if (!isReading(peer)) {
+      continue;
+    }
+    looked = Loop::Ticker::Look::NotYet;
+    InPort& port = *ports_[static_cast<size_t>(peer)];
+    if (port.shared != nullptr) {
+      continue; // see pollShared()
+    }
+    bool moved = false;
+    owner_.onBehalfOf(peer, [&] { moved = read(port); });
+    if (moved) {
+      return Loop::Ticker::Look::Moved;
+    }
+  }
+  return looked;
+}
+
+bool InLinks::pollShared() {
+  bool moved = false;
+  for (size_t i = 0; i < shared_.size(); ++i) { // reading may open another one
+    InPort& port = *shared_[i];
+    if (!port.ended && port.shared->canRead()) {
+      owner_.onBehalfOf(port.peer, [&] { read(port); });
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+bool InLinks::restShared() noexcept {
+  return std::all_of(
+      shared_.begin(), shared_.end(), [](InPort* port) { return port->ended || port->shared->readSleeps(); });
+}
+
+// ---- the end
+
+void InLinks::endReading(int peer) noexcept {
+  endReading(*ports_[static_cast<size_t>(peer)]);
+}
+
+void InLinks::endReading(InPort& port) noexcept {
+  port.ended = true;
+  port.unwatch(loop_);
+}
+
+void InLinks::stopTouchingMemory() noexcept {
+  for (const auto& port : ports_) {
+    if (port != nullptr) {
+      port->channel.stopTouchingMemory();
+    }
+  }
+}
+
+void InLinks::stop() noexcept {
+  for (const auto& port : ports_) {
+    if (port != nullptr) {
+      endReading(*port);
+    }
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,58 @@
+#include "engine/links/port.h"
+
+#include <sys/epoll.h>
+
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+void unwatchFd(Loop& loop, int& watched) noexcept {
+  if (watched >= 0) {
+    loop.unwatch(std::exchange(watched, -1));
+  }
+}
+
+} // namespace
+
+// Of a shared link always: the peer's end must be noticed, and bytes of its bell must not pile up.
+uint32_t OutPort::events() const noexcept {
+  const auto room = static_cast<uint32_t>(link->roomEvent());
+  if (shared != nullptr) {
+    return reader_gone ? 0U : room;
+  }
+  return state_ == State::Open ? 0U : room;
+}
+
+void OutPort::watch(Loop& loop) {
+  const int fd = link->writeFd();
+  const uint32_t wanted = events();
+  if (fd == watched_ && wanted == watched_events_) {
+    return;
+  }
+  if (fd != watched_) {
+    unwatch(loop);
+  }
+  loop.watch(fd, wanted, *this);
+  watched_ = fd;
+  watched_events_ = wanted;
+}
+
+void OutPort::unwatch(Loop& loop) noexcept {
+  unwatchFd(loop, watched_);
+}
+
+void InPort::watch(Loop& loop) {
+  const int fd = link->readFd();
+  if (fd != watched_ && !ended) {
+    unwatch(loop);
+    loop.watch(fd, EPOLLIN, *this);
+    watched_ = fd;
+  }
+}
+
+void InPort::unwatch(Loop& loop) noexcept {
+  unwatchFd(loop, watched_);
+}
+
+} // namespace pycomm

@@ -1,0 +1,46 @@
+#include "engine/monitor/entry_history.h"
+
+#include <algorithm>
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kRecent = 256;
+
+} // namespace
+
+void EntryHistory::entered(const OperationId& id, const Descriptor& descriptor) {
+  last_entered_ = id;
+  highest_sequence_ = std::max(highest_sequence_, id.sequence);
+  last_descriptor_ = descriptor;
+}
+
+void EntryHistory::ended(uint64_t op_id, const Descriptor& descriptor) {
+  recent_[op_id] = descriptor;
+  recent_order_.push_back(op_id);
+  if (recent_order_.size() > kRecent) {
+    recent_.erase(recent_order_.front());
+    recent_order_.pop_front();
+  }
+}
+
+void EntryHistory::passed(const OperationId& id, const Descriptor& descriptor) {
+  ended(id.id, descriptor);
+  if (id.sequence > highest_sequence_) { // entered later than the last one that was entered here
+    entered(id, descriptor);
+  }
+}
+
+const Descriptor* EntryHistory::find(uint64_t op_id) const {
+  const auto found = recent_.find(op_id);
+  return found == recent_.end() ? nullptr : &found->second;
+}
+
+void EntryHistory::writeLast(FrameHeader& header) const {
+  if (last_descriptor_) {
+    last_descriptor_->writeTo(header);
+  }
+  header.aux = last_entered_.id;
+}
+
+} // namespace pycomm

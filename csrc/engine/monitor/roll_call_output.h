@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "engine/monitor/roll_call_config.h"
+#include "transport/wire.h"
+
+namespace pycomm {
+
+/// The actions that a RollCall asks its owner for, in order, and whether one of them is that the group fails. The first error wins.
+/// Thread: the owner's; no locks.
+class RollCallOutput {
+ public:
+  /// How a frame travels.
+  enum class Way {
+    BulkLink, ///< opened if there is none. Messages: both ranks have or need it. And an edge that cannot go on without credit
+    OpenLink, ///< any way that needs no new connection, over control links if need be; it may be lost, since nothing depends on it
+  };
+
+  struct Action {
+    enum class Kind {
+      Send, ///< a frame without payload to `peer`
+      Fail, ///< the group has failed: `record`
+      Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
+      Pump, ///< Protocol's, never the roll call's: operation `op_id` may be able to send to `peer` now
+    };
+    Kind kind = Kind::Send;
+    int peer = -1;
+    Way way = Way::BulkLink;
+    uint64_t op_id = 0;
+    FrameHeader header;
+    ErrorRecord record;
+  };
+
+  /// The config outlives this.
+  explicit RollCallOutput(const RollCallConfig& config) : config_(config) {}
+
+  void send(int peer, const FrameHeader& header, Way way);
+  void overdue(uint64_t op_id);
+  /// Nothing counts any more.
+  void fail(ErrorRecord record);
+  /// The peer broke the protocol with this frame: the group fails.
+  void violated(int peer, const FrameHeader& header, const std::string& what);
+
+  [[nodiscard]] bool failed() const noexcept {
+    return failed_;
+  }
+  [[nodiscard]] std::vector<Action> take() {
+    return std::exchange(actions_, {});
+  }
+
+ private:
+  const RollCallConfig& config_;
+  std::vector<Action> actions_;
+  bool failed_ = false;
+};
+
+} // namespace pycomm
