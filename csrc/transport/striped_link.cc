@@ -41,6 +41,15 @@ auto StripedLink::naming(size_t part, const Body& body) {
 }
 
 Progress StripedLink::tryWrite(const ConstBufferView* views, size_t count) {
+  // The peer reads in order, and nothing else would send what this part still holds.
+  if (unsent() && (owing_ != writing_.part || count == 0)) {
+    static_cast<void>(naming(owing_, [](Link& link) { return link.tryWrite(nullptr, 0); }));
+    if (unsent()) {
+      Progress progress;
+      progress.would_block = true;
+      return progress;
+    }
+  }
   std::array<ConstBufferView, kMaxStripeViews> chunk{};
   size_t used = 0;
   size_t room = writing_.left;
@@ -50,6 +59,7 @@ Progress StripedLink::tryWrite(const ConstBufferView* views, size_t count) {
     room -= nbytes;
   }
   const Progress progress = naming(writing_.part, [&](Link& link) { return link.tryWrite(chunk.data(), used); });
+  owing_ = writing_.part;
   writing_.advance(progress.nbytes, parts_.size());
   return progress;
 }

@@ -46,6 +46,12 @@ class StripedLink final : public Link {
   [[nodiscard]] short roomEvent() const noexcept override {
     return turn().roomEvent();
   }
+  [[nodiscard]] bool buffered() const noexcept override {
+    return parts_[reading_.part].link->buffered();
+  }
+  [[nodiscard]] bool unsent() const noexcept override {
+    return parts_[owing_].link->unsent();
+  }
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
@@ -65,9 +71,9 @@ class StripedLink final : public Link {
     size_t left = kChunkNbytes; ///< of the current chunk
     void advance(size_t nbytes, size_t parts) noexcept;
   };
-  /// The part that is connecting, or else the one that sends the next byte.
+  /// The part that is connecting, or else the one that the next byte leaves on.
   [[nodiscard]] const Link& turn() const noexcept {
-    return *parts_[connected_ < parts_.size() ? connected_ : writing_.part].link;
+    return *parts_[connected_ < parts_.size() ? connected_ : unsent() ? owing_ : writing_.part].link;
   }
   template <typename Body>
   auto naming(size_t part, const Body& body);
@@ -76,6 +82,7 @@ class StripedLink final : public Link {
   size_t connected_; ///< the parts before this index are connected
   Place reading_;
   Place writing_;
+  size_t owing_ = 0; ///< the part that was written last: no other has bytes that are unsent()
 };
 
 } // namespace pycomm

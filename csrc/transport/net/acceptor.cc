@@ -24,6 +24,9 @@ constexpr size_t kMaxBytesOfStranger = 512;
 constexpr milliseconds kPatience{2000};
 constexpr milliseconds kPauseWithoutFiles{100};
 constexpr std::chrono::seconds kBetweenLogLines{10};
+constexpr std::byte kFirstTls{0x16}; // a record of a handshake
+constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
+constexpr const char* kHungUp = "hung up before saying who it is";
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
 
 } // namespace
@@ -44,6 +47,16 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
 }
 
 Acceptor::~Acceptor() = default;
+
+// One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
+bool Acceptor::Stranger::send(const std::string& reply) {
+  if (tls == nullptr) {
+    return ::send(fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
+        static_cast<ssize_t>(reply.size());
+  }
+  const ConstBufferView bytes(reinterpret_cast<const std::byte*>(reply.data()), reply.size());
+  return tls->tryWrite(&bytes, 1).nbytes == reply.size() && !tls->unsent();
+}
 
 std::vector<Accepted> Acceptor::poll(TimePoint now) {
   keepSpare();
@@ -82,13 +95,15 @@ void Acceptor::introduce(Stranger& stranger) {
   try {
     Accepted peer;
     peer.hello = decodeHello({stranger.bytes.data(), stranger.nbytes}).hello;
-    (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.fd.get(), nullptr); // fails if it never waited
-    const std::string reply = encodeHelloAccepted(config_.group);
-    const ssize_t sent = ::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent != static_cast<ssize_t>(reply.size())) { // a fresh connection has room, so this one is gone
+    (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stranger.watched(), nullptr); // fails if it never waited
+    if (!stranger.send(encodeHelloAccepted(config_.group))) { // a fresh connection has room, so this one is gone
       throw Error(systemError(ErrorCode::ConnectionReset, "no reply to the hello of " + stranger.remote.text(), errno));
     }
-    peer.link = std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp);
+    if (stranger.tls != nullptr) {
+      peer.link = std::move(stranger.tls);
+    } else {
+      peer.link = std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp);
+    }
     accepted_.push_back(std::move(peer));
   } catch (const std::exception& error) {
     log(LogLevel::Warn, std::string("a peer was lost: ") + error.what());
@@ -146,7 +161,7 @@ void Acceptor::acceptNew(TimePoint now) {
     makeRoom(now);
     epoll_event event{};
     event.events = EPOLLIN | EPOLLRDHUP;
-    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.fd.get(), &event) == 0) {
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.watched(), &event) == 0) {
       strangers_.push_back(std::move(stranger));
     }
   }
@@ -170,7 +185,24 @@ Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
 }
 
 Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
-  using State = HelloReading::State;
+  if (config_.tls != nullptr) {
+    std::byte first = kFirstPlain;
+    if (stranger.tls == nullptr && stranger.nbytes == 0) {
+      const ssize_t got = ::recv(stranger.fd.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK);
+      if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
+        return Verdict::Wait;
+      }
+      if (got <= 0) {
+        return giveUp(kHungUp, true);
+      }
+    }
+    if (stranger.tls != nullptr || first == kFirstTls) {
+      return hearTls(stranger);
+    }
+    if (first != kFirstPlain) {
+      return giveUp("does not speak TLS");
+    }
+  }
   for (;;) {
     // Reads no more than the Hello: the bytes after it belong to the owner of the link.
     const ssize_t got = ::recv(
@@ -185,39 +217,83 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
       return Verdict::Wait;
     }
     if (got <= 0) { // the end or a reset, after at most the beginning of a Hello
-      return giveUp("hung up before saying who it is", true);
+      return giveUp(kHungUp, true);
     }
-    PYCOMM_FAULT_POINT("hello.received");
     stranger.nbytes += static_cast<size_t>(got);
-    const HelloReading reading = decodeHello({stranger.bytes.data(), stranger.nbytes});
-    switch (reading.state) {
-      case State::Incomplete:
-        break;
-      case State::ProtocolViolation:
-        return giveUp(reading.why);
-      case State::VersionMismatch:
-        return refuse(stranger, ErrorCode::VersionMismatch, reading.why);
-      case State::Complete: {
-        const Hello& hello = reading.hello;
-        if (hello.nonce != config_.nonce || hello.group != config_.group) {
-          return refuse(stranger, ErrorCode::ConfigMismatch, "this port belongs to another pycomm job or group");
-        }
-        if (hello.size != config_.size) {
-          const std::string sizes = std::to_string(config_.size) + " and " + std::to_string(hello.size);
-          return refuse(stranger, ErrorCode::ConfigMismatch, "the two sides have world sizes " + sizes);
-        }
-        if (hello.rank == config_.rank || hello.epoch != config_.epoch) {
-          return giveUp(
-              "says that it is rank " + std::to_string(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
-              ", and this is rank " + std::to_string(config_.rank) + " of epoch " + std::to_string(config_.epoch));
-        }
-        if (PYCOMM_FAULT("hello.accept").error_number != 0) {
-          return giveUp("was dropped by a fault point");
-        }
-        return Verdict::Introduced;
-      }
+    if (const Verdict verdict = judge(stranger); verdict != Verdict::Wait) {
+      return verdict;
     }
   }
+}
+
+Acceptor::Verdict Acceptor::hearTls(Stranger& stranger) {
+  try {
+    if (stranger.tls == nullptr) {
+      stranger.tls = TlsLink::accept(config_.tls, std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp));
+    }
+    if (!stranger.tls->finishConnect()) {
+      return Verdict::Wait;
+    }
+    for (;;) {
+      const BufferView rest{stranger.bytes.data() + stranger.nbytes, stranger.bytes.size() - stranger.nbytes};
+      const Progress progress = stranger.tls->tryRead(rest);
+      if (progress.closed) {
+        return giveUp(kHungUp, true);
+      }
+      if (progress.would_block) {
+        return Verdict::Wait;
+      }
+      stranger.nbytes += progress.nbytes;
+      if (const Verdict verdict = judge(stranger); verdict != Verdict::Wait) {
+        return verdict;
+      }
+    }
+  } catch (const Error& error) {
+    return giveUp(error.record().summary, error.record().code == ErrorCode::ConnectionReset);
+  } catch (const std::exception& error) { // no memory: a peer tries again
+    return giveUp(error.what());
+  }
+}
+
+Acceptor::Verdict Acceptor::judge(Stranger& stranger) {
+  using State = HelloReading::State;
+  PYCOMM_FAULT_POINT("hello.received");
+  const HelloReading reading = decodeHello({stranger.bytes.data(), stranger.nbytes});
+  switch (reading.state) {
+    case State::Incomplete:
+      return Verdict::Wait;
+    case State::ProtocolViolation:
+      return stranger.bytes[0] == kFirstTls
+          ? refuse(stranger, ErrorCode::ConfigMismatch, "the connecting rank has a secret, and this job has none")
+          : giveUp(reading.why);
+    case State::VersionMismatch:
+      return refuse(stranger, ErrorCode::VersionMismatch, reading.why);
+    case State::Complete:
+      break;
+  }
+  const Hello& hello = reading.hello;
+  if (config_.tls != nullptr && stranger.tls == nullptr) {
+    return refuse(stranger, ErrorCode::ConfigMismatch, "this port belongs to a job with a secret");
+  }
+  if (hello.nonce != config_.nonce || hello.group != config_.group) {
+    return refuse(stranger, ErrorCode::ConfigMismatch, "this port belongs to another pycomm job or group");
+  }
+  if (hello.size != config_.size) {
+    const std::string sizes = std::to_string(config_.size) + " and " + std::to_string(hello.size);
+    return refuse(stranger, ErrorCode::ConfigMismatch, "the two sides have world sizes " + sizes);
+  }
+  if (hello.rank == config_.rank || hello.epoch != config_.epoch) {
+    return giveUp(
+        "says that it is rank " + std::to_string(hello.rank) + " of epoch " + std::to_string(hello.epoch) +
+        ", and this is rank " + std::to_string(config_.rank) + " of epoch " + std::to_string(config_.epoch));
+  }
+  if (stranger.tls != nullptr && config_.processes.at(static_cast<size_t>(hello.rank)) != stranger.tls->peer()) {
+    return giveUp("says that it is rank " + std::to_string(hello.rank) + ", and is not that rank's process");
+  }
+  if (PYCOMM_FAULT("hello.accept").error_number != 0) {
+    return giveUp("was dropped by a fault point");
+  }
+  return Verdict::Introduced;
 }
 
 Acceptor::Verdict Acceptor::drain(Stranger& stranger) {
@@ -227,7 +303,7 @@ Acceptor::Verdict Acceptor::drain(Stranger& stranger) {
     if (left == 0) {
       return Verdict::Drop;
     }
-    const ssize_t got = ::recv(stranger.fd.get(), dropped.data(), left, MSG_DONTWAIT);
+    const ssize_t got = ::recv(stranger.watched(), dropped.data(), left, MSG_DONTWAIT);
     if (got < 0 && errno == EINTR) {
       continue;
     }
@@ -248,11 +324,14 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
   }
   const std::string reply = encodeHelloRefused(reason);
   (void)giveUp(why);
-  // One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
-  if (::send(stranger.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+  if (!stranger.send(reply)) {
     return Verdict::Drop;
   }
-  (void)::shutdown(stranger.fd.get(), SHUT_WR);
+  if (stranger.tls != nullptr) {
+    stranger.tls->shutdownWrite();
+  } else {
+    (void)::shutdown(stranger.fd.get(), SHUT_WR);
+  }
   reject(stranger, stranger.arrived);
   // Closing now would reset the connection over unread bytes, and the reply would be lost with it.
   stranger.refused = true;

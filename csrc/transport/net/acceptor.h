@@ -16,6 +16,7 @@
 #include "transport/net/hello.h"
 #include "transport/net/listener.h"
 #include "transport/net/tcp_link.h"
+#include "transport/secure/tls_link.h"
 
 namespace pycomm {
 
@@ -33,6 +34,8 @@ struct AcceptorConfig {
   int32_t rank = -1; ///< this process's own rank; a Hello with this rank is refused
   int32_t size = 0;
   TcpOptions tcp;
+  std::shared_ptr<const TlsContext> tls; ///< null: connections are plain
+  std::vector<ProcessId> processes; ///< by rank, with `tls`: a Hello of a rank must come from its process
 };
 
 /// Turns incoming connections into introduced peers, without blocking and without trusting any of them.
@@ -46,6 +49,9 @@ struct AcceptorConfig {
 /// One descriptor is kept in reserve. If the process has no other left, strangers are still read and refused; only a
 /// peer that belongs here finds no room. Garbage is dropped without a reply. A pycomm of another version or job gets
 /// the reason and nothing else: neither the group nor the host. A peer of this group gets encodeHelloAccepted().
+///
+/// With a secret, peers speak TLS from their first byte, and are read after it is up. A pycomm that does not gets the
+/// reason in plain; nothing else of a plain connection is answered.
 ///
 /// One thread at a time.
 class Acceptor {
@@ -85,13 +91,19 @@ class Acceptor {
 
  private:
   struct Stranger {
-    UniqueFd fd;
+    UniqueFd fd; ///< until `tls` has it
+    std::unique_ptr<TlsLink> tls; ///< once its first byte was one of TLS
     SocketAddress remote;
     TimePoint arrived;
     std::array<std::byte, kHelloNbytes> bytes{};
     size_t nbytes = 0; ///< bytes read into `bytes`
     size_t drained = 0; ///< bytes read and dropped after a refusal
     bool refused = false; ///< the reason has been sent; stays until the peer closes
+
+    [[nodiscard]] int watched() const noexcept {
+      return tls != nullptr ? tls->fd() : fd.get();
+    }
+    [[nodiscard]] bool send(const std::string& reply);
   };
   enum class Verdict : uint8_t { Wait, Introduced, Drop };
 
@@ -102,6 +114,8 @@ class Acceptor {
   [[nodiscard]] bool serve(Stranger& stranger, TimePoint now);
   void introduce(Stranger& stranger);
   [[nodiscard]] Verdict hear(Stranger& stranger);
+  [[nodiscard]] Verdict hearTls(Stranger& stranger);
+  [[nodiscard]] Verdict judge(Stranger& stranger);
   [[nodiscard]] Verdict drain(Stranger& stranger);
   [[nodiscard]] Verdict refuse(Stranger& stranger, ErrorCode code, const std::string& why);
   void reject(const Stranger& stranger, TimePoint now);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/secure/tls_link.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -19,21 +20,38 @@ constexpr int kDoublings = 6; // from the first to beyond the last
 
 } // namespace
 
-GreetedLink::GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello)
-    : GreetedLink(startConnect(local, remote), local, remote, hello) {}
+GreetedLink::GreetedLink(
+    const SocketAddress& local,
+    const SocketAddress& remote,
+    const Hello& hello,
+    const TlsTarget& tls)
+    : GreetedLink(startConnect(local, remote), local, remote, hello, tls) {}
 
 GreetedLink::GreetedLink(
     std::unique_ptr<TcpLink> first,
     const SocketAddress& local,
     const SocketAddress& remote,
-    const Hello& hello)
-    : local_(local), remote_(remote), hello_(hello), link_(std::move(first)), introduction_(hello) {}
+    const Hello& hello,
+    const TlsTarget& tls)
+    : local_(local),
+      remote_(remote),
+      hello_(hello),
+      tls_(tls),
+      link_(secured(std::move(first))),
+      introduction_(hello) {}
+
+std::unique_ptr<Link> GreetedLink::secured(std::unique_ptr<TcpLink> link) const {
+  if (tls_.context == nullptr) {
+    return link;
+  }
+  return TlsLink::connect(tls_.context, std::move(link), tls_.server);
+}
 
 short GreetedLink::roomEvent() const noexcept {
   if (pausing_) {
     return POLLIN;
   }
-  return connected_ && !accepted_ ? introduction_.event() : short{POLLOUT};
+  return connected_ && !accepted_ && !link_->unsent() ? introduction_.event() : link_->roomEvent();
 }
 
 bool GreetedLink::finishConnect() {
@@ -45,7 +63,7 @@ bool GreetedLink::finishConnect() {
     }
     pausing_ = false;
     connected_ = false;
-    link_ = startConnect(local_, remote_); // no loop watches the old one any more
+    link_ = secured(startConnect(local_, remote_)); // no loop watches the old one any more
     introduction_ = Introduction(hello_);
   }
   if (accepted_) {

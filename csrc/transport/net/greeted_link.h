@@ -6,23 +6,25 @@
 #include "base/unique_fd.h"
 #include "transport/net/introduction.h"
 #include "transport/net/tcp_link.h"
+#include "transport/secure/tls_context.h"
 
 namespace pycomm {
 
-/// A connection that this rank opens. finishConnect() connects, introduces this rank and reads the peer's reply; only
-/// then is the link up. A peer may drop a connection before it replies (too many strangers at its port); this does not
+/// A connection that this rank opens. finishConnect() connects, in TLS if there is a target for that, introduces this
+/// rank and reads the peer's reply; only then is the link up. A peer may drop a connection before it replies (too many strangers at its port); this does not
 /// mean that the peer is faulty. The link then reconnects after a pause of 5 ms that doubles up to 250 ms. If the peer
 /// has gone, the next connection is refused and the link fails.
 class GreetedLink final : public Link {
  public:
   /// Starts to connect. Throws what startConnect() throws.
-  GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello);
+  GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello, const TlsTarget& tls = {});
   /// The same over a first connection that exists already.
   GreetedLink(
       std::unique_ptr<TcpLink> first,
       const SocketAddress& local,
       const SocketAddress& remote,
-      const Hello& hello);
+      const Hello& hello,
+      const TlsTarget& tls = {});
 
   /// Changes with each connection. The old descriptor stays open until finishConnect() has returned and fd() has
   /// changed. If it were closed earlier, its number could be reused at once by another connection of the same
@@ -31,6 +33,12 @@ class GreetedLink final : public Link {
     return pausing_ ? pause_.get() : link_->fd();
   }
   [[nodiscard]] short roomEvent() const noexcept override;
+  [[nodiscard]] bool buffered() const noexcept override {
+    return accepted_ && link_->buffered();
+  }
+  [[nodiscard]] bool unsent() const noexcept override {
+    return accepted_ && link_->unsent();
+  }
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override {
     return link_->tryWrite(views, count);
   }
@@ -40,8 +48,8 @@ class GreetedLink final : public Link {
   void shutdownWrite() noexcept override {
     link_->shutdownWrite();
   }
-  /// Throws Error(ConnectFailed) if no process listens at the address, and what Introduction::advance() throws except
-  /// for a drop.
+  /// Throws Error(ConnectFailed) if no process listens at the address, and what TlsLink::finishConnect() and
+  /// Introduction::advance() throw except for a drop.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override {
     return link_->describe();
@@ -53,12 +61,14 @@ class GreetedLink final : public Link {
   }
 
  private:
+  [[nodiscard]] std::unique_ptr<Link> secured(std::unique_ptr<TcpLink> link) const;
   void pause();
 
   const SocketAddress local_;
   const SocketAddress remote_;
   const Hello hello_;
-  std::unique_ptr<TcpLink> link_; ///< during a pause: the dropped one
+  const TlsTarget tls_;
+  std::unique_ptr<Link> link_; ///< during a pause: the dropped one
   Introduction introduction_;
   UniqueFd pause_; ///< a timer, created at the first drop
   bool pausing_ = false;

@@ -75,6 +75,9 @@ std::string RankRecord::wireText() const {
   put("digest", std::to_string(config_digest));
   put("nonce", std::to_string(nonce));
   put("run", std::to_string(run));
+  if (!process_id.empty()) {
+    put("process_id", process_id);
+  }
   put("watch", printable(watch_name, kMaxWatchNbytes));
   put("remark", printable(remark, kMaxRemarkNbytes));
   put("config", printable(config_text, kMaxConfigNbytes));
@@ -121,6 +124,10 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.run = number("run", UINT64_MAX);
   record.config_text = printable(fields["config"], kMaxConfigNbytes);
   record.watch_name = printable(fields["watch"], kMaxWatchNbytes);
+  record.process_id = fields["process_id"];
+  if (!record.process_id.empty() && !isProcessId(record.process_id)) {
+    refuse(rank, "its process id cannot be read");
+  }
   record.remark = printable(fields["remark"], kMaxRemarkNbytes);
   if (number("rank", INT32_MAX) != static_cast<uint64_t>(rank)) {
     refuse(rank, "it says rank " + fields["rank"]);

@@ -8,6 +8,7 @@
 
 #include "transport/net/address.h"
 #include "transport/net/host_identity.h"
+#include "transport/secure/tls_context.h"
 
 namespace pycomm {
 
@@ -29,6 +30,7 @@ struct RankRecord {
   uint64_t nonce =
       0; ///< rank 0's value is used; in a sealed store every rank has one, so that no record can be prepared
   uint64_t run = 0; ///< rank 0's value is used
+  ProcessId process_id; ///< in a sealed store: the name of this process in TLS; else empty
   std::string watch_name; ///< where processes of its host may watch it (engine/monitor/host_mates.h); empty: none
   std::string remark; ///< text that the layers above publish to all ranks
 

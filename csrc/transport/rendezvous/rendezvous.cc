@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "base/error.h"
@@ -84,6 +86,7 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route,
   record.config_text = config.config_text;
   record.nonce = config.rank == 0 || sealed || config.takeover == Takeover::FromEndedRun ? randomNumber() : 0;
   record.run = config.rank == 0 ? randomNumber() : 0;
+  record.process_id = sealed ? config.process_id : ProcessId();
   record.watch_name = config.watch_name;
   record.remark = config.remark;
   return record;
@@ -92,22 +95,50 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route,
 struct Introduced {
   std::vector<RankRecord> records;
   std::string transcript; ///< Rendezvous::transcript
+  uint64_t nonce = 0; ///< Rendezvous::nonce
 };
 
-Introduced introduce(const StoreRound& round, const RankRecord& mine) {
+std::string bindingOf(const std::string& transcript) {
+  return transcript.empty() ? "" : transcript + "/";
+}
+
+// The hash of all member records.
+Digest digestOf(const std::vector<std::string>& texts) {
+  return sha256(joinTexts(texts));
+}
+
+// Binds the round, if the store is sealed.
+Introduced introduce(StoreRound& round, const RankRecord& mine) {
+  const bool sealed = round.store.sealed();
+  const std::string text_of_mine = mine.wireText();
+  const auto digestText = [](const std::string& text) { return hexOf(viewOf(sha256(text))); };
+  round.self = sealed ? digestText(text_of_mine) : "";
   const auto judge = [&](int rank, const std::string& text) {
     checkCompatible(mine, RankRecord::fromWireText(text, rank));
   };
   const auto name = [&](int rank, const std::string& text) {
     return text.empty() ? "rank " + std::to_string(rank) : RankRecord::fromWireText(text, rank).who();
   };
-  const std::vector<std::string> texts = round.gather("member", mine.wireText(), judge, name);
+  std::vector<std::string> texts;
+  try {
+    texts = round.gather("member", text_of_mine, judge, name);
+  } catch (const NotInList& error) {
+    if (sealed) { // others are bound to that list, and look for errors there
+      round.binding = bindingOf(hexOf(viewOf(digestOf(error.list()))));
+    }
+    throw;
+  }
   Introduced introduced;
   for (const std::string& text : texts) {
     introduced.records.push_back(RankRecord::fromWireText(text, static_cast<int>(introduced.records.size())));
   }
-  if (round.store.sealed()) {
-    introduced.transcript = hexOf(viewOf(sha256(joinTexts(texts))));
+  introduced.nonce = introduced.records.front().nonce;
+  if (sealed) {
+    const Digest digest = digestOf(texts);
+    introduced.transcript = hexOf(viewOf(digest));
+    round.binding = bindingOf(introduced.transcript);
+    std::transform(texts.begin(), texts.end(), std::back_inserter(round.members), digestText);
+    std::memcpy(&introduced.nonce, digest.data(), sizeof introduced.nonce);
   }
   return introduced;
 }
@@ -182,6 +213,7 @@ std::vector<Member> exchangeAddresses(
     member.pid = record.process.pid;
     member.watch_name = record.watch_name;
     member.remark = record.remark;
+    member.process_id = record.process_id;
     member.further = readAddresses(record.rank, text);
     member.address = member.further.front();
     member.further.erase(member.further.begin());
@@ -192,19 +224,14 @@ std::vector<Member> exchangeAddresses(
   return members;
 }
 
-std::string bindingOf(const std::string& transcript) {
-  return transcript.empty() ? "" : transcript + "/";
-}
-
-Rendezvous meetAs(StoreRound round, const RendezvousConfig& config) {
+Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   AddressPolicy policy;
   policy.spec = config.spec;
   policy.family = config.family;
   policy.store_host = config.store_host;
   const HostNetwork network = HostNetwork::ofThisHost();
   const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address, round.store.sealed());
-  const auto [records, transcript] = introduce(round, mine);
-  round.binding = bindingOf(transcript);
+  const auto [records, transcript, nonce] = introduce(round, mine);
 
   std::vector<RankRoute> routes;
   for (const RankRecord& record : records) {
@@ -212,7 +239,7 @@ Rendezvous meetAs(StoreRound round, const RendezvousConfig& config) {
   }
   const AddressChoice choice = chooseAddress(policy, network, routes, static_cast<size_t>(config.rank));
   Rendezvous met;
-  met.nonce = records.front().nonce;
+  met.nonce = nonce;
   met.run = records.front().run;
   met.transcript = transcript;
   met.group_hash = hashOf(config.group_name, met.nonce);
@@ -237,6 +264,12 @@ Rendezvous meetAs(StoreRound round, const RendezvousConfig& config) {
 // The keys of one generation of a group.
 std::string keysOf(const RankClaim& claim) {
   return claim.prefix + std::to_string(claim.generation) + "/";
+}
+
+StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim) {
+  StoreRound round{store, abort, keysOf(claim)};
+  round.binding = claim.binding;
+  return round;
 }
 
 // Waits until rank 0 has begun a generation that this rank can join, and returns its number. Rank 0's claim may be of an earlier run, which
@@ -301,6 +334,8 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
         if (follows) {
           claim.generation = findGeneration(round, prefix);
           round.prefix = keysOf(claim);
+          round.binding.clear();
+          round.members.clear();
         }
         Rendezvous met = meetAs(round, config);
         claim.binding = bindingOf(met.transcript);
@@ -320,7 +355,7 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
 
 ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept {
   const AbortToken none;
-  return StoreRound{store, none, keysOf(claim)}.failTogether(record);
+  return roundOf(store, none, claim).failTogether(record);
 }
 
 std::vector<std::string> exchangeTexts(
@@ -345,7 +380,7 @@ std::vector<std::string> exchangeTexts(
 
 void throwIfFailed(Store& store, const RankClaim& claim) {
   const AbortToken none;
-  StoreRound{store, none, keysOf(claim)}.throwIfFailed();
+  roundOf(store, none, claim).throwIfFailed();
 }
 
 } // namespace pycomm

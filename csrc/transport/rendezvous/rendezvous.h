@@ -12,6 +12,7 @@
 #include "transport/net/listener.h"
 #include "transport/rendezvous/rank_claim.h"
 #include "transport/rendezvous/store.h"
+#include "transport/secure/tls_context.h"
 
 namespace pycomm {
 
@@ -27,6 +28,7 @@ struct RendezvousConfig {
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
   std::string watch_name; ///< address at which processes of this host may watch this one; empty: none
   std::string remark; ///< one line that all ranks get (Member::remark)
+  ProcessId process_id; ///< of this process, if the store is sealed
   Takeover takeover = Takeover::Never;
   Deadline deadline = Deadline::never();
 };
@@ -41,11 +43,12 @@ struct Member {
   std::vector<SocketAddress> further; ///< further listening addresses, on as many interfaces as every rank has
   std::string watch_name;
   std::string remark;
+  ProcessId process_id; ///< empty if the store is not sealed
 };
 
 struct Rendezvous {
   std::vector<Member> members; ///< one per rank, in rank order
-  uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0
+  uint64_t nonce = 0; ///< 64 random bits, chosen by rank 0; in a sealed store those of the transcript
   uint64_t run = 0; ///< as random, but grants no access: identifies this group in files
   /// In a sealed store, the SHA-256 of all member records in the order of ranks, 64 hexadecimal digits. It is no secret; nobody could
   /// have known it before all ranks had written theirs. Empty in any other store.

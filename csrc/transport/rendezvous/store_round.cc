@@ -12,6 +12,7 @@
 namespace pycomm {
 namespace {
 
+constexpr std::chrono::seconds kStrangersError{2}; // the rounds after the first take less
 constexpr int kFirstRoundPauseMs = 1; // between two polls of the store, doubled up to kLastRoundPauseMs
 constexpr int kLastRoundPauseMs = 100;
 constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
@@ -45,8 +46,15 @@ std::vector<std::string> StoreRound::gather(
   store.set(keyOf(prefix, key, static_cast<size_t>(rank)), mine);
   PYCOMM_FAULT_POINT("rendezvous.published");
   size_t next = 0;
+  const TimePoint entered = Clock::now();
   for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
     throwIfFailed();
+    if (!members.empty() && Clock::now() - entered > kStrangersError && store.find(prefix + "error")) {
+      throw Error(
+          ErrorCode::ProtocolViolation,
+          "the store holds the error of a process that is no rank of this group",
+          "does another job use the same store and group name, or does somebody else write to the store?");
+    }
     PYCOMM_FAULT_POINT("rendezvous.wait");
     const bool is_over = over && over(); // asked before the list, which rank 0 writes before it goes
     if (rank != 0 && takeAll(key, texts, judge)) {
@@ -82,8 +90,32 @@ void StoreRound::throwIfFailed() const {
   }
 }
 
+// The error of another job, which the same secret has sealed, might be put in the place of this job's. So in a sealed store
+//
+//   <generation>/<binding>error   is of a rank that knows all member records: nobody else could name the key;
+//   <generation>/error            begins with a digest of its writer's member record. A rank that knows all of them believes no other,
+//                                 but does not wait long beside it: the writer may have been given another list. A rank that does
+//                                 not know them believes it: whoever can write there could stop it in other ways, too.
+std::optional<std::string> StoreRound::findErrorText() const {
+  std::optional<std::string> text = store.find(prefix + binding + "error");
+  if (!store.sealed() || (text && !binding.empty())) {
+    return text;
+  }
+  if (!binding.empty()) {
+    text = members.empty() ? std::nullopt : store.find(prefix + "error");
+  }
+  if (!text) {
+    return std::nullopt;
+  }
+  const std::string writer = text->substr(0, text->find('\n'));
+  if (!members.empty() && std::find(members.begin(), members.end(), writer) == members.end()) {
+    return std::nullopt;
+  }
+  return text->substr(std::min(text->size(), writer.size() + 1));
+}
+
 std::optional<ErrorRecord> StoreRound::findError() const {
-  const std::optional<std::string> text = store.find(prefix + "error");
+  const std::optional<std::string> text = findErrorText();
   return text ? std::optional<ErrorRecord>(errorIn(*text)) : std::nullopt;
 }
 
@@ -128,10 +160,12 @@ bool StoreRound::takeAll(const std::string& key, Texts& texts, const Judge& judg
   }
   if ((*all)[static_cast<size_t>(rank)] != texts[static_cast<size_t>(rank)]) {
     // Of another job, perhaps: what this rank has just written is the part that nobody could have prepared.
-    throw Error(
-        ErrorCode::ProtocolViolation,
-        "the list of " + key + " records in the store does not have the record that this rank wrote",
-        "does another job use the same store and group name, or does somebody else write to the store?");
+    throw NotInList(
+        Error(
+            ErrorCode::ProtocolViolation,
+            "the list of " + key + " records in the store does not have the record that this rank wrote",
+            "does another job use the same store and group name, or does somebody else write to the store?"),
+        *all);
   }
   texts = *all;
   return true;
@@ -194,7 +228,17 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
       // then the later record counts.
       return abort.aborted() ? record : *first;
     }
-    store.set(prefix + "error", record.serialize());
+    const std::string text = record.serialize();
+    if (!store.sealed()) {
+      store.set(prefix + "error", text);
+      return record;
+    }
+    if (!binding.empty()) {
+      store.set(prefix + binding + "error", text);
+    }
+    if (!self.empty() || binding.empty()) { // for ranks that are not bound, or to another list
+      store.set(prefix + "error", self + "\n" + text);
+    }
     return record;
   } catch (const std::exception&) {
     return record; // without the store every rank finds out by itself

@@ -3,6 +3,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/abort_token.h"
@@ -18,6 +19,18 @@ inline constexpr int kMaxRanks = 1 << 20;
 /// gather() throws it if this generation was left to an earlier run (StoreRound::over).
 struct GenerationOver {};
 
+/// gather() throws it if the list that the other ranks take has another text in this rank's place.
+class NotInList final : public Error {
+ public:
+  NotInList(const Error& error, std::vector<std::string> list) : Error(error), list_(std::move(list)) {}
+  [[nodiscard]] const std::vector<std::string>& list() const noexcept {
+    return list_;
+  }
+
+ private:
+  std::vector<std::string> list_;
+};
+
 /// Exchanges texts in the store between the ranks of one generation of a group. Its references are valid for one call
 /// of meet().
 struct StoreRound {
@@ -28,9 +41,13 @@ struct StoreRound {
   int size = 0;
   Deadline deadline = Deadline::never();
   TimePoint begin{};
-  /// Begins the name of every key that gather() uses. In a sealed store it has the hash of all member records, which have something
+  /// Begins the name of every key. In a sealed store it has the hash of all member records, which have something
   /// fresh of each rank: so the seal of a record of another job does not fit.
   std::string binding = {};
+  /// In a sealed store, the digest of this rank's own member record; begins an error that it reports before it is bound.
+  std::string self = {};
+  /// In a sealed store, the digests of all member records, once they are known; errors of no other process count from then on.
+  std::vector<std::string> members = {};
   /// Set on ranks other than 0 if the store may hold an earlier run's records. Returns true once rank 0 has gone on to another generation.
   /// Until rank 0's list is there, such a rank believes no single record.
   std::function<bool()> over = {};
@@ -59,6 +76,7 @@ struct StoreRound {
   using Texts = std::vector<std::string>; // by rank; empty: not read yet
 
   [[nodiscard]] std::optional<ErrorRecord> findError() const;
+  [[nodiscard]] std::optional<std::string> findErrorText() const;
   [[nodiscard]] ErrorRecord errorIn(const std::string& text) const;
   [[nodiscard]] std::string read(const std::string& key) const;
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;

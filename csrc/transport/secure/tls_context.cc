@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork_guard.h"
 #include "transport/secure/tls_callbacks.h"
 
 namespace pycomm {
@@ -54,6 +55,10 @@ ProcessId newProcessId() {
   return hexOf({bytes.data(), bytes.size()});
 }
 
+bool isProcessId(std::string_view text) {
+  return isHex(text, kProcessIdChars);
+}
+
 std::string PskIdentity::text() const {
   return std::string(kIdentityMark) + key_id + std::string(kLinkMark) + client + "." + server;
 }
@@ -77,7 +82,7 @@ TlsContext::TlsContext(
     ProcessId self,
     const TlsOptions& options,
     const OpenSsl& ssl)
-    : ssl_(ssl), secret_(std::move(secret)), self_(std::move(self)), options_(options) {
+    : ssl_(ssl), secret_(std::move(secret)), self_(std::move(self)), options_(options), forks_(forkCount()) {
   bio_method_ = ssl_.BIO_meth_new(ssl_.BIO_get_new_index() | kBioTypeSourceSink, "pycomm link");
   if (bio_method_ == nullptr) {
     throw std::bad_alloc();
@@ -96,6 +101,9 @@ TlsContext::TlsContext(
 }
 
 TlsContext::~TlsContext() {
+  if (forks_ != forkCount()) { // OpenSSL's locks may have been held when the parent forked
+    return;
+  }
   ssl_.SSL_CTX_free(client_);
   ssl_.SSL_CTX_free(server_);
   ssl_.BIO_meth_free(bio_method_);

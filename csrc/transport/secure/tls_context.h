@@ -11,9 +11,10 @@
 
 namespace pycomm {
 
-/// 128 random bits that a process draws once, in 32 hexadecimal digits. Not a secret.
+/// 128 random bits that a process draws for each group, in 32 hexadecimal digits. Not a secret.
 using ProcessId = std::string;
 [[nodiscard]] ProcessId newProcessId();
+[[nodiscard]] bool isProcessId(std::string_view text);
 
 /// Which key two processes use: sent in clear when a connection opens. ASCII, so that other programs can send it, too.
 ///
@@ -78,9 +79,16 @@ class TlsContext {
   std::shared_ptr<const Secret> secret_;
   ProcessId self_;
   TlsOptions options_;
+  const uint32_t forks_;
   SslContext* client_ = nullptr;
   SslContext* server_ = nullptr;
   BioMethod* bio_method_ = nullptr;
+};
+
+/// The process that a connection goes to, if it is to be in TLS; without a context it is plain.
+struct TlsTarget {
+  std::shared_ptr<const TlsContext> context;
+  ProcessId server;
 };
 
 /// TLS_AES_128_GCM_SHA256 and TLS 1.3, as TLS numbers them.

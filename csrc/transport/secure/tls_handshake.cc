@@ -21,32 +21,25 @@ bool TlsLink::finishConnect() {
     return false;
   }
   under_up_ = true;
-  try {
-    flush();
-    ssl_.ERR_clear_error();
-    const int done = ssl_.SSL_do_handshake(handle_);
-    const int error = done == 1 ? 0 : ssl_.SSL_get_error(handle_, done);
-    const bool waits = error == kHandshakeWantsRead && failure_ == nullptr && !under_ended_;
-    if (done != 1 && !waits) {
-      const Error failed = handshakeFailed();
-      try {
-        flush(); // the alert, so that the peer need not guess
-      } catch (const Error&) {
-      }
-      throw failed;
+  flush();
+  ssl_.ERR_clear_error();
+  const int done = ssl_.SSL_do_handshake(handle_);
+  const int error = done == 1 ? 0 : ssl_.SSL_get_error(handle_, done);
+  const bool waits = error == kHandshakeWantsRead && failure_ == nullptr && !under_ended_;
+  if (done != 1 && !waits) {
+    const std::string why = takeReason();
+    throwOwnTrouble(why);
+    const Error failed = handshakeFailed(why);
+    try {
+      flush(); // the alert, so that the peer need not guess
+    } catch (const Error&) {
     }
-    flush();
-    if (waits) {
-      return false;
-    }
-  } catch (const Error& error) {
-    ssl_.ERR_clear_error();
-    if (error.record().code != ErrorCode::ConnectionReset) {
-      throw;
-    }
-    ErrorRecord record = error.record();
-    record.code = ErrorCode::ConnectFailed;
-    throw Error(record);
+    throw failed;
+  }
+  ssl_.ERR_clear_error();
+  flush();
+  if (waits) {
+    return false;
   }
   checkHandshake();
   peer_ = role_ == TlsContext::Role::Client ? identity_.server : identity_.client;
@@ -60,39 +53,43 @@ void TlsLink::checkHandshake() const {
   if (ssl_.SSL_session_reused(handle_) != 1 || ssl_.SSL_version(handle_) != kTlsVersion || cipher == nullptr ||
       ssl_.SSL_CIPHER_get_protocol_id(cipher) != kTlsCipher) {
     throw Error(
-        ErrorCode::ConnectFailed,
+        ErrorCode::ProtocolViolation,
         "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted");
   }
 }
 
-Error TlsLink::handshakeFailed() const {
+Error TlsLink::handshakeFailed(const std::string& why) const {
   ErrorRecord record;
-  record.code = ErrorCode::ConnectFailed;
-  record.cause = reason();
+  record.code = ErrorCode::ProtocolViolation;
+  record.cause = why;
   record.summary = "the TLS handshake failed on " + under_->describe();
-  if (failure_ != nullptr) {
+  if (failure_ != nullptr) { // of the link below: all others have been thrown
     try {
       std::rethrow_exception(failure_);
     } catch (const Error& error) {
+      record.code = ErrorCode::ConnectionReset;
       record.summary += ": " + error.record().summary;
       record.cause = error.record().cause;
-    } catch (const std::exception& error) {
-      record.summary += std::string(": ") + error.what();
     }
   } else if (first_ == kPlainFirst) {
     record.code = ErrorCode::ConfigMismatch;
     record.summary += ": the peer has no secret, and this process has one (key id " + context_->secret().keyId() + ")";
     record.hint = "give every rank the same secret file";
   } else if (!refusal_.empty()) {
+    record.code = ErrorCode::ConfigMismatch;
     record.summary += ": " + refusal_;
     record.hint = "give every rank the same secret file, and each job its own port";
   } else if (under_ended_) {
+    record.code = ErrorCode::ConnectionReset;
     record.summary += ": the peer closed the connection";
-  } else if (role_ == TlsContext::Role::Client) {
+  } else if (role_ == TlsContext::Role::Client && why.find(" alert ") != std::string::npos) {
+    record.code = ErrorCode::ConfigMismatch;
     record.summary +=
         ": process " + identity_.server + " with the secret of key id " + identity_.key_id + " does not listen there";
     record.hint =
         "another process has taken its port, or one with another secret: \"python -m pycomm secret --id\" on both hosts";
+  } else {
+    record.summary += ": the peer does not prove that it has the secret";
   }
   return Error(record);
 }

@@ -29,6 +29,7 @@ constexpr size_t kTlsTurnNbytes = 1 << 20;
 constexpr size_t kMaxHandshakeNbytes = 4 << 10; // of one side; about 400 are usual
 constexpr size_t kRecordHeaderNbytes = 5;
 constexpr size_t kFirstNbytes = 2;
+constexpr const char* kReasonMark = "OpenSSL: ";
 
 } // namespace
 
@@ -98,18 +99,36 @@ bool TlsLink::buffered() const noexcept {
   return inNbytes() >= kRecordHeaderNbytes + body;
 }
 
-std::string TlsLink::reason() const {
+std::string TlsLink::takeReason() const {
   const unsigned long error = ssl_.ERR_peek_error();
   const char* const text = error == 0 ? nullptr : ssl_.ERR_reason_error_string(error);
-  return text == nullptr ? "" : std::string("OpenSSL: ") + text;
+  std::string reason = text == nullptr ? "" : std::string(kReasonMark) + text;
+  ssl_.ERR_clear_error();
+  return reason;
+}
+
+void TlsLink::throwOwnTrouble(const std::string& why) const {
+  if (why == std::string(kReasonMark) + "malloc failure") {
+    throw std::bad_alloc();
+  }
+  if (failure_ == nullptr) {
+    return;
+  }
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const Error& error) {
+    if (error.record().code != ErrorCode::ConnectionReset) {
+      throw;
+    }
+  }
 }
 
 void TlsLink::throwBroken(const char* what) const {
   ErrorRecord record;
+  record.cause = takeReason();
+  throwOwnTrouble(record.cause);
   record.code = ErrorCode::ConnectionReset;
   record.summary = std::string(what) + " failed on " + describe();
-  record.cause = reason();
-  ssl_.ERR_clear_error(); // the thread may be a user's, whose next call of OpenSSL must not find it
   throw Error(record);
 }
 
@@ -197,6 +216,12 @@ Progress TlsLink::tryRead(BufferView into) {
     return progress;
   }
   while (progress.nbytes < into.nbytes && !ended_) {
+    if (failure_ != nullptr) {
+      if (progress.nbytes > 0) {
+        break; // reported by the next call
+      }
+      std::rethrow_exception(failure_);
+    }
     constexpr size_t kMost = 1U << 30;
     const int wanted = static_cast<int>(std::min(into.nbytes - progress.nbytes, kMost));
     ssl_.ERR_clear_error(); // what another user of OpenSSL left on this thread would pass for an error of this call
@@ -210,18 +235,17 @@ Progress TlsLink::tryRead(BufferView into) {
       break;
     }
     if (failure_ != nullptr) {
-      if (progress.nbytes > 0) {
-        break; // reported by the next call
-      }
       ssl_.ERR_clear_error();
-      std::rethrow_exception(failure_);
+      continue;
     }
     ended_ = error == kErrorZeroReturn || under_ended_;
-    if (!ended_ && progress.nbytes == 0) {
-      throwBroken("reading");
-    }
     if (!ended_) {
-      break; // OpenSSL fails again in the next call
+      try {
+        throwBroken("reading");
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+      continue; // reports it now, or in the next call if something has been read
     }
     ssl_.ERR_clear_error();
   }

@@ -57,8 +57,10 @@ class TlsLink final : public Link {
   /// Reads until `into` is full or nothing is left, so a short read means that all has been read. Also sends what is unsent().
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
-  /// Throws Error(ConnectFailed), or Error(ConfigMismatch) if the peer has no secret. True at the client does not mean that the server has
-  /// seen the key: only an answer of the server shows that it has not refused.
+  /// Throws Error(ConnectFailed) if the link below cannot connect, Error(ConnectionReset) if the peer dropped the connection,
+  /// Error(ConfigMismatch) if the peer has no secret or another one, or is another process, and Error(ProtocolViolation) if it is no
+  /// pycomm. True at the client does not mean that the server has seen the key: only an answer of the server shows that it has not
+  /// refused.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override {
     return under_->describe() + " (TLS)";
@@ -93,8 +95,11 @@ class TlsLink final : public Link {
   void flush();
   void encrypt(ConstBufferView bytes);
   void checkHandshake() const;
-  [[nodiscard]] std::string reason() const;
-  [[nodiscard]] Error handshakeFailed() const;
+  /// Why the last call of OpenSSL failed. Leaves nothing in this thread's queue: the next user of OpenSSL on it may be Python's ssl.
+  [[nodiscard]] std::string takeReason() const;
+  [[nodiscard]] Error handshakeFailed(const std::string& why) const;
+  /// Throws what has nothing to do with the peer: memory that this process lacks.
+  void throwOwnTrouble(const std::string& why) const;
   [[noreturn]] void throwBroken(const char* what) const;
 
   const std::shared_ptr<const TlsContext> context_;

@@ -21,6 +21,7 @@
 #include "transport/loopback.h"
 #include "transport/net/listener.h"
 #include "transport/net/tcp_link.h"
+#include "transport/striped_link.h"
 #include "transport/wire.h"
 
 namespace pycomm {
@@ -120,6 +121,19 @@ LinkPair connectedLinks(const TlsOptions& options = {}) {
   return {std::move(pair.client), std::move(pair.server)};
 }
 
+LinkPair stripedLinks(size_t count) {
+  std::vector<StripedLink::Part> near;
+  std::vector<StripedLink::Part> far;
+  for (size_t i = 0; i < count; ++i) {
+    TlsPair pair = connected();
+    near.push_back({std::move(pair.client), ""});
+    far.push_back({std::move(pair.server), ""});
+  }
+  return {
+      std::make_unique<StripedLink>(std::move(near), StripedLink::State::Connected),
+      std::make_unique<StripedLink>(std::move(far), StripedLink::State::Connected)};
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Tls,
     LinkConformance,
@@ -132,7 +146,8 @@ INSTANTIATE_TEST_SUITE_P(
                   LinkPair pair = connectedLinks();
                   return LinkPair{std::move(pair.second), std::move(pair.first)};
                 }},
-            LinkCase{"TlsWithANewKeyForEachRecord", [] { return connectedLinks({1}); }}),
+            LinkCase{"TlsWithANewKeyForEachRecord", [] { return connectedLinks({1}); }},
+            LinkCase{"ThreeStripesOfTls", [] { return stripedLinks(3); }}),
         ::testing::Values(PeerPlace::Thread, PeerPlace::Process)),
     [](const auto& test) {
       return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
@@ -153,12 +168,12 @@ TEST(TlsLink, AnotherSecretIsRefusedAndNamed) {
   const auto other = std::make_shared<const Secret>(Secret::generate());
   TlsPair pair = unconnected(contextOf(other), contextOf());
   const Handshake result = shake(*pair.client, *pair.server);
-  EXPECT_EQ(result.server.code, ErrorCode::ConnectFailed);
+  EXPECT_EQ(result.server.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.server.summary,
       HasSubstr(
           "the peer has another secret (key id " + other->keyId() + ", here " + secretOfTheLinks()->keyId() + ")"));
-  EXPECT_EQ(result.client.code, ErrorCode::ConnectFailed);
+  EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.client.summary, HasSubstr("with the secret of key id " + other->keyId() + " does not listen there"));
 }
@@ -171,7 +186,7 @@ TEST(TlsLink, AServerTakesItsOwnIdOnlyAndNeverItself) {
     const auto near = TlsLink::connect(from, std::move(under.first), wanted);
     const auto far = TlsLink::accept(to, std::move(under.second));
     const Handshake result = shake(*near, *far);
-    EXPECT_EQ(result.client.code, ErrorCode::ConnectFailed);
+    EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
     return result.server.summary;
   };
   const ProcessId gone = newProcessId();
@@ -224,8 +239,8 @@ TEST(TlsLink, AWrongKeyUnderTheRightIdentityIsRefused) {
     const Context liar = contextWith(ssl);
     TlsPair pair = client_lies ? unconnected(liar, honest) : unconnected(honest, liar);
     const Handshake result = shake(*pair.client, *pair.server);
-    EXPECT_EQ(result.client.code, ErrorCode::ConnectFailed);
-    EXPECT_EQ(result.server.code, ErrorCode::ConnectFailed);
+    EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
+    EXPECT_EQ(result.server.code, ErrorCode::ProtocolViolation);
     EXPECT_THAT(result.server.cause, HasSubstr("binder does not verify"));
   }
 }
@@ -283,7 +298,7 @@ const OpenSsl* withCertificate() {
 TEST(TlsLink, AServerWithACertificateAndNoKeyIsRefused) {
   TlsPair pair = unconnected(contextOf(), contextWith(withCertificate()));
   const Handshake result = shake(*pair.client, *pair.server);
-  EXPECT_EQ(result.client.code, ErrorCode::ConnectFailed);
+  EXPECT_EQ(result.client.code, ErrorCode::ProtocolViolation);
   EXPECT_THAT(result.client.cause, HasSubstr("certificate verify failed"));
 }
 
@@ -297,7 +312,7 @@ TEST(TlsLink, AHandshakeThatDidNotUseTheKeyIsRefused) {
   TlsPair pair = unconnected(contextWith(credulous), contextWith(withCertificate()));
   const Handshake result = shake(*pair.client, *pair.server);
   for (const ErrorRecord& record : {result.client, result.server}) {
-    EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+    EXPECT_EQ(record.code, ErrorCode::ProtocolViolation);
     EXPECT_THAT(record.summary, HasSubstr("does not use the secret"));
   }
 }
@@ -442,7 +457,7 @@ TEST(TlsLink, StrangersAreRefused) {
     under.second->shutdownWrite();
     const TimePoint begin = Clock::now();
     const ErrorRecord record = errorOf([&] { (void)waitConnected(*server, soon(), testing::kNoAbort); });
-    EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
+    EXPECT_EQ(record.code, bytes.empty() ? ErrorCode::ConnectionReset : ErrorCode::ProtocolViolation);
     EXPECT_THAT(record.summary, HasSubstr("the TLS handshake failed on 127.0.0.1:"));
     EXPECT_WITHIN_MS(testing::elapsedMs(begin), testing::kSlackMs);
     EXPECT_EQ(server->peer(), "");
@@ -465,6 +480,79 @@ TEST(TlsLink, AnErrorOfSomebodyElseIsNotItsOwn) {
   writeAll(*pair.client, testing::view(pattern(10, 1)), soon(), testing::kNoAbort);
   leaveError();
   EXPECT_EQ(readExactly(*pair.server, 10), pattern(10, 1));
+  TlsPair second = unconnected(contextOf(), contextOf());
+  leaveError();
+  EXPECT_TRUE(shake(*second.client, *second.server).good());
+}
+
+// The other way round: the next call of OpenSSL on this thread may be Python's.
+TEST(TlsLink, LeavesNoErrorOfItsOwn) {
+  TlsPair refused = unconnected(contextOf(std::make_shared<const Secret>(Secret::generate())), contextOf());
+  EXPECT_FALSE(shake(*refused.client, *refused.server).good());
+  EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
+
+  TlsPair pair = connected();
+  const Bytes good = pattern(10, 1);
+  writeAll(*pair.client, testing::view(good), soon(), testing::kNoAbort);
+  const std::string forged = std::string("\x17\x03\x03\x00\x40", 5) + std::string(64, 'x');
+  ASSERT_EQ(::send(pair.client->fd(), forged.data(), forged.size(), MSG_NOSIGNAL), static_cast<ssize_t>(forged.size()));
+  Bytes into(100);
+  size_t got = 0;
+  for (const Deadline deadline = soon(); got < good.size() && !deadline.expired();) {
+    got += pair.server->tryRead({into.data() + got, into.size() - got}).nbytes;
+    EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
+  }
+  EXPECT_EQ(got, good.size()); // what came before the forgery is good
+  const ErrorRecord record = errorOf([&] {
+    for (const Deadline deadline = soon(); !deadline.expired();) {
+      (void)pair.server->tryRead({into.data(), into.size()});
+    }
+  });
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+  EXPECT_THAT(record.cause, HasSubstr("bad record mac"));
+  EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
+}
+
+// It says nothing about the peer, which would be named as dead.
+TEST(TlsLink, LostMemoryIsNotThePeersFault) {
+  static bool lost = false;
+  lost = false;
+  const OpenSsl* const ssl = misbehaving([](OpenSsl& table) {
+    table.ERR_peek_error = []() -> unsigned long { return lost ? 1 : openSsl().ERR_peek_error(); };
+    table.ERR_reason_error_string = [](unsigned long error) {
+      return lost ? "malloc failure" : openSsl().ERR_reason_error_string(error);
+    };
+    table.SSL_write = [](Ssl* handle, const void* bytes, int nbytes) {
+      return lost ? -1 : openSsl().SSL_write(handle, bytes, nbytes);
+    };
+    table.SSL_do_handshake = [](Ssl* handle) { return lost ? -1 : openSsl().SSL_do_handshake(handle); };
+    table.SSL_get_error = [](const Ssl* handle, int result) {
+      return lost ? 1 : openSsl().SSL_get_error(handle, result);
+    };
+    table.SSL_SESSION_new = []() -> SslSession* { return lost ? nullptr : openSsl().SSL_SESSION_new(); };
+  });
+  const Context client = contextWith(ssl);
+  const Context server = contextOf();
+  TlsPair pair = unconnected(client, server);
+  lost = true;
+  EXPECT_THROW((void)pair.client->finishConnect(), std::bad_alloc);
+  lost = false;
+  TlsPair second = unconnected(client, server);
+  EXPECT_TRUE(shake(*second.client, *second.server).good());
+  lost = true;
+  const Bytes bytes = pattern(10, 1);
+  const ConstBufferView one = testing::view(bytes);
+  EXPECT_THROW((void)second.client->tryWrite(&one, 1), std::bad_alloc);
+  lost = false;
+}
+
+// The link below lost the connection, and a link that is opened is opened again then.
+TEST(TlsLink, ADropInTheHandshakeIsAReset) {
+  TlsPair pair = unconnected(contextOf(), contextOf());
+  EXPECT_FALSE(pair.client->finishConnect());
+  pair.server.reset();
+  const ErrorRecord record = errorOf([&] { (void)waitConnected(*pair.client, soon(), testing::kNoAbort); });
+  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
 }
 
 } // namespace

@@ -1,0 +1,182 @@
+// Acceptor and GreetedLink with a secret: who gets in.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "transport/error_matchers.h"
+#include "transport/link_peer.h"
+#include "transport/loopback.h"
+#include "transport/net/acceptor.h"
+#include "transport/net/greeted_link.h"
+
+namespace pycomm::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+using Context = std::shared_ptr<const TlsContext>;
+
+const std::shared_ptr<const Secret>& theSecret() {
+  static const auto secret = std::make_shared<const Secret>(Secret::generate());
+  return secret;
+}
+
+Context newContext(const std::shared_ptr<const Secret>& secret = theSecret()) {
+  return std::make_shared<const TlsContext>(secret, newProcessId());
+}
+
+Hello helloOf(int rank) {
+  Hello hello;
+  hello.nonce = 77;
+  hello.rank = rank;
+  hello.size = 3;
+  hello.group = 5;
+  return hello;
+}
+
+/// Rank 0 of a group of three.
+struct Door {
+  explicit Door(bool secret = true) : acceptor(Listener::bind(kLoopback, {}), config(secret)) {}
+
+  AcceptorConfig config(bool secret) {
+    AcceptorConfig result;
+    result.nonce = 77;
+    result.group = 5;
+    result.size = 3;
+    result.rank = 0;
+    if (secret) {
+      result.tls = self;
+      result.processes = {self->self(), first->self(), second->self()};
+    }
+    return result;
+  }
+
+  /// Both ends in turns, until the link is up.
+  bool open(Link& link, int timeout_ms = 5000) {
+    for (const Deadline deadline = Deadline::after(timeout_ms); !deadline.expired();) {
+      for (Accepted& peer : acceptor.poll(Clock::now())) {
+        accepted.push_back(std::move(peer));
+      }
+      pollfd ready{link.writeFd(), link.roomEvent(), 0};
+      if (::poll(&ready, 1, 2) == 1 && link.finishConnect()) {
+        return true;
+      }
+    }
+    return false;
+  }
+  ErrorRecord refusal(const Hello& hello, const TlsTarget& target) {
+    return errorOf([&] {
+      GreetedLink link({}, acceptor.address(), hello, target);
+      (void)open(link);
+    });
+  }
+
+  Context self = newContext();
+  Context first = newContext();
+  Context second = newContext();
+  Acceptor acceptor;
+  std::vector<Accepted> accepted;
+};
+
+TEST(TlsDoor, APeerGetsInAndBothCanSpeak) {
+  Door door;
+  GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
+  ASSERT_TRUE(door.open(link));
+  ASSERT_EQ(door.accepted.size(), 1U);
+  EXPECT_EQ(door.accepted[0].hello.rank, 1);
+  EXPECT_THAT(link.describe(), HasSubstr("(TLS)"));
+  EXPECT_THAT(door.accepted[0].link->describe(), HasSubstr("(TLS)"));
+  const std::string text = "both ways";
+  Link* const ends[] = {&link, door.accepted[0].link.get()};
+  for (const int from : {0, 1}) {
+    std::string got(text.size(), ' ');
+    writeAll(*ends[from], {reinterpret_cast<const std::byte*>(text.data()), text.size()}, soon(), kNoAbort);
+    readAll(*ends[1 - from], {reinterpret_cast<std::byte*>(got.data()), got.size()}, soon(), kNoAbort);
+    EXPECT_EQ(got, text);
+  }
+}
+
+// Bytes behind the Hello are in the link's memory and no longer in the kernel's.
+TEST(TlsDoor, WhatFollowsTheReplyAtOnceIsNotLost) {
+  Door door;
+  GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
+  const std::string text = "at once";
+  for (const Deadline deadline = soon(); door.accepted.empty() && !deadline.expired();) {
+    (void)link.finishConnect();
+    for (Accepted& peer : door.acceptor.poll(Clock::now())) {
+      door.accepted.push_back(std::move(peer));
+    }
+  }
+  ASSERT_EQ(door.accepted.size(), 1U);
+  writeAll(*door.accepted[0].link, {reinterpret_cast<const std::byte*>(text.data()), text.size()}, soon(), kNoAbort);
+  ASSERT_TRUE(waitConnected(link, soon(), kNoAbort));
+  EXPECT_TRUE(link.buffered());
+  std::string got(text.size(), ' ');
+  ASSERT_EQ(link.tryRead({reinterpret_cast<std::byte*>(got.data()), got.size()}).nbytes, text.size());
+  EXPECT_EQ(got, text);
+}
+
+// A member that says it is another rank, and one of another group with the same secret.
+TEST(TlsDoor, ARankIsTakenFromItsOwnProcessOnly) {
+  Door door;
+  for (const Context& process : {door.second, newContext()}) {
+    const int64_t before = door.acceptor.rejected();
+    GreetedLink link({}, door.acceptor.address(), helloOf(1), {process, door.self->self()});
+    EXPECT_FALSE(door.open(link, 300)); // it is dropped, and tries again
+    EXPECT_GT(door.acceptor.rejected(), before);
+    EXPECT_TRUE(door.accepted.empty());
+  }
+}
+
+TEST(TlsDoor, AnotherSecretOrAnotherProcessIsRefusedForGood) {
+  Door door;
+  const auto other = std::make_shared<const Secret>(Secret::generate());
+  ErrorRecord record = door.refusal(helloOf(1), {newContext(other), door.self->self()});
+  EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
+  EXPECT_THAT(record.summary, HasSubstr("with the secret of key id " + other->keyId() + " does not listen there"));
+  record = door.refusal(helloOf(1), {door.first, newProcessId()});
+  EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
+  EXPECT_TRUE(door.accepted.empty());
+}
+
+TEST(TlsDoor, APlainPeerIsToldWhy) {
+  Door door;
+  const ErrorRecord record = door.refusal(helloOf(1), {});
+  EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
+  EXPECT_THAT(record.summary, HasSubstr("this port belongs to a job with a secret"));
+  EXPECT_EQ(record.host, "");
+  EXPECT_TRUE(door.accepted.empty());
+}
+
+TEST(TlsDoor, APlainPortTellsAPeerWithASecretWhy) {
+  Door door(false);
+  const ErrorRecord record = door.refusal(helloOf(1), {door.first, door.self->self()});
+  EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
+  EXPECT_THAT(record.summary, HasSubstr("the peer has no secret, and this process has one"));
+  EXPECT_TRUE(door.accepted.empty());
+}
+
+// Neither its own kind of noise nor TLS without the key costs more than a drop.
+TEST(TlsDoor, StrangersAreDropped) {
+  Door door;
+  const std::string hello = std::string("\x16\x03\x01\x00\x05", 5) + "hello";
+  for (const std::string& bytes :
+       {std::string("GET / HTTP/1.1\r\n\r\n"), hello, std::string("\x16"), std::string("c")}) {
+    const int64_t before = door.acceptor.rejected();
+    const auto stranger = connectTcp(kLoopback, door.acceptor.address(), soon(), kNoAbort);
+    writeAll(*stranger, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, soon(), kNoAbort);
+    stranger->shutdownWrite();
+    for (const Deadline deadline = soon(); door.acceptor.rejected() == before && !deadline.expired();) {
+      EXPECT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    }
+    EXPECT_EQ(door.acceptor.rejected(), before + 1);
+  }
+}
+
+} // namespace
+} // namespace pycomm::testing
