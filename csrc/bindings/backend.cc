@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "base/log.h"
 #include "c10d/backend.h"
 #include "c10d/process_engine.h"
 #include "c10d/raising.h"
@@ -15,6 +18,8 @@
 #include "c10d/store_adapter.h"
 #include "schedule/algorithm_names.h"
 #include "schedule/select.h"
+#include "transport/rendezvous/sealed_store.h"
+#include "transport/secure/secret.h"
 
 namespace py = pybind11;
 
@@ -49,6 +54,9 @@ struct NativeOptions {
   bool check_call_sites = false;
   bool launcher_restarts = false;
   std::vector<std::string> skipped_folders;
+  std::string security;
+  std::shared_ptr<const Secret> secret;
+  std::string secret_origin;
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
@@ -73,7 +81,10 @@ struct NativeOptions {
         why_no_nccl(options["why_no_nccl"].cast<std::string>()),
         check_call_sites(options["check_call_sites"].cast<bool>()),
         launcher_restarts(options["launcher_restarts"].cast<bool>()),
-        skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()) {}
+        skipped_folders(options["skipped_folders"].cast<std::vector<std::string>>()),
+        security(options["security"].cast<std::string>()),
+        secret(options["secret"].cast<std::shared_ptr<Secret>>()), // null for None
+        secret_origin(options["secret_origin"].cast<std::string>()) {}
 };
 
 Algorithm allReduceAlgorithm(const std::string& name) {
@@ -94,6 +105,28 @@ Codec codecOf(const std::string& wire_dtype) {
     throw Error(ErrorCode::InvalidArgument, "wire_dtype=" + wire_dtype + " is not a codec.", "fp32");
   }
   return *codec;
+}
+
+SecurityPolicy policyNamed(const std::string& name) {
+  return name == "off" ? SecurityPolicy::Off : (name == "require" ? SecurityPolicy::Require : SecurityPolicy::Auto);
+}
+
+/// torch's store, with a seal on every value if there is a secret.
+struct SealedAdapter {
+  SealedAdapter(std::shared_ptr<Store> adapter, const Secret& secret)
+      : inner(std::move(adapter)), sealed(*inner, secret) {}
+
+  std::shared_ptr<Store> inner;
+  SealedStore sealed;
+};
+
+std::shared_ptr<Store> storeOf(const c10::intrusive_ptr<c10d::Store>& store, const Secret* secret) {
+  auto adapter = std::make_shared<StoreAdapter>(store);
+  if (secret == nullptr) {
+    return adapter;
+  }
+  const auto both = std::make_shared<SealedAdapter>(std::move(adapter), *secret);
+  return {both, &both->sealed};
 }
 
 AddressFamily familyNamed(const std::string& name) {
@@ -120,6 +153,24 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   config.must_use_nccl = options.cuda_mode == "nccl";
   if (config.must_use_nccl) { // else the host is the better way for ranks that share a GPU
     config.nccl_host_id = options.nccl_host_id;
+  }
+  const bool bare = group.identity().tls != nullptr && group.topology().hosts() > 1;
+  if (bare && !config.must_use_nccl) {
+    log(LogLevel::Info,
+        "group " + group.identity().name + ": CUDA tensors do not go by NCCL, which would send them in plain");
+    return config;
+  }
+  if (bare && options.security == "require") {
+    throw Error(
+        ErrorCode::InvalidArgument,
+        "PYCOMM_SECURITY=require, but cuda_mode=nccl sends CUDA tensors in plain from host to host.",
+        "cuda_mode='auto', which sends them through the host's memory and TLS");
+  }
+  if (bare && group.identity().rank == 0) {
+    log(LogLevel::Warn,
+        "group " + group.identity().name +
+            ": with cuda_mode=nccl, CUDA tensors travel in plain from host to host although there is a secret. Try: "
+            "PYCOMM_CUDA_MODE=auto");
   }
   const std::vector<std::string>& whys = group.remarks();
   const auto no = std::find_if(whys.begin(), whys.end(), [](const std::string& why) { return !why.empty(); });
@@ -164,12 +215,15 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
         " segment_nbytes=" + std::to_string(options.segment_nbytes) + " wire_dtype=" + options.wire_dtype +
         " cuda_mode=" + options.cuda_mode + " streams=" + std::to_string(options.streams) +
         " heartbeat_timeout=" + std::to_string(options.heartbeat_timeout_ms) + "ms" +
-        (options.check_call_sites ? " check_call_sites=1" : "");
+        (options.check_call_sites ? " check_call_sites=1" : "") + " security=" + options.security;
     rendezvous.config_digest = digestOf(rendezvous.config_text);
     rendezvous.remark = options.why_no_nccl;
     rendezvous.takeover = options.launcher_restarts ? Takeover::FromEndedRun : Takeover::Never;
     rendezvous.deadline = Deadline::after(timeout_ms);
 
+    config.security.policy = policyNamed(options.security);
+    config.security.secret = options.secret;
+    config.security.secret_origin = options.secret_origin;
     config.transport = transportNamed(options.transport);
     config.streams = options.streams;
     config.dead_after_ms = options.heartbeat_timeout_ms;
@@ -181,10 +235,10 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
       config.world_rank = options.global_ranks.at(static_cast<size_t>(rank));
     }
 
-    auto adapter = std::make_shared<StoreAdapter>(store);
-    const std::shared_ptr<Group> group = Group::join(processEngine(), *adapter, config);
+    const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get());
+    const std::shared_ptr<Group> group = Group::join(processEngine(), *meeting_place, config);
     settings.cuda = cudaConfig(options, *group);
-    return c10::make_intrusive<PycommBackend>(adapter, group, settings);
+    return c10::make_intrusive<PycommBackend>(meeting_place, group, settings);
   });
 }
 
@@ -205,6 +259,9 @@ std::string describe(const Group& group) {
   }
   if (identity.streams > 1) {
     tcp += ", " + std::to_string(identity.streams) + " connections a link";
+  }
+  if (identity.tls != nullptr) {
+    tcp += ", TLS with the secret of key id " + identity.tls->secret().keyId();
   }
   const std::string ranks = std::to_string(identity.size) + " ranks over ";
   if (group.sharesMemory()) {

@@ -18,6 +18,7 @@
 #include "engine/operation/roster.h"
 #include "engine/planes.h"
 #include "engine/report/group_failure.h"
+#include "engine/security.h"
 #include "schedule/step.h"
 #include "schedule/topology_view.h"
 #include "transport/net/listener.h"
@@ -42,6 +43,7 @@ class Group final : public std::enable_shared_from_this<Group> {
     std::vector<int> global_ranks; ///< see FlightLog::Subject
     Transport transport = Transport::Auto; ///< the same on all ranks
     int streams = 1; ///< connections to each peer over each interface and in each direction; the same on all ranks
+    Security security; ///< with a secret, the store is a SealedStore of it
   };
 
   using Call = pycomm::Call;

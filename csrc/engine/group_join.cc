@@ -80,8 +80,13 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
           "a link cannot be made of " + std::to_string(config.streams) + " connections",
           "streams=1 to " + std::to_string(kMaxStreams));
     }
+    std::shared_ptr<const TlsContext> tls = config.security.open(store);
+    meeting.process_id = tls == nullptr ? ProcessId() : tls->self();
     Rendezvous met = meet(store, meeting, none);
-    group.reset(new Group(engine, store, log, Roster(meeting, config.streams, met)));
+    Roster roster(meeting, config.streams, met);
+    config.security.checkHosts(roster);
+    config.security.finish(roster, met.transcript, std::move(tls));
+    group.reset(new Group(engine, store, log, std::move(roster)));
     log->met(group->identity().hosts, met.run);
     group->connect(config, takeListeners(std::move(met)));
     MemorySharing sharing(engine, store, group->roster_, group->planes_, group->failure_.token());

@@ -58,7 +58,7 @@ struct MemorySharing::Opened {
 
 // Each rank has its own heap ready for the others, who ask for it under a key of that rank.
 uint64_t MemorySharing::heapKey(int rank) const noexcept {
-  return mix64(identity_.nonce + static_cast<uint64_t>(rank) + 1);
+  return mix64(identity_.memory_key + static_cast<uint64_t>(rank) + 1);
 }
 
 void MemorySharing::logTcp(const std::string& why) const {
@@ -96,14 +96,15 @@ MemorySharing::Opened MemorySharing::open(Deadline deadline) {
     HostMates& mates = engine_.hostMates();
     mates.offer(heapKey(identity_.rank), opened.heaps.own == nullptr ? -1 : opened.heaps.own->fd());
     if (first) {
-      mates.offer(identity_.nonce, opened.arena == nullptr ? -1 : opened.arena->fd());
+      mates.offer(identity_.memory_key, opened.arena == nullptr ? -1 : opened.arena->fd());
     }
   });
   if (!first) {
     attempt(failed_, opened.no_arena, [&] {
       PYCOMM_FAULT_POINT("arena.open");
       opened.arena = std::make_shared<const SharedArena>(SharedArena::attach(
-          HostMates::ask(roster_.watch_names[static_cast<size_t>(maker)], identity_.nonce, patience, failed_), nbytes));
+          HostMates::ask(roster_.watch_names[static_cast<size_t>(maker)], identity_.memory_key, patience, failed_),
+          nbytes));
     });
   }
   for (int rank = 0; rank < identity_.size && opened.no_heaps.empty() && opened.no_arena.empty(); ++rank) {
@@ -134,7 +135,7 @@ void MemorySharing::mapHeap(HostHeaps& heaps, int rank, Deadline patience) {
 std::vector<std::string> MemorySharing::vote(Deadline deadline, Opened& opened) {
   const auto withdraw = [this] {
     engine_.control().run([this] {
-      engine_.hostMates().withdraw(identity_.nonce);
+      engine_.hostMates().withdraw(identity_.memory_key);
       engine_.hostMates().withdraw(heapKey(identity_.rank));
     });
   };

@@ -19,6 +19,9 @@ constexpr size_t kDirectNbytes = 16 << 10;
 } // namespace
 
 bool OutChannel::flush(std::vector<OutFrame>& sent) {
+  if (frames_.empty() && link_.unsent()) {
+    static_cast<void>(link_.tryWrite(nullptr, 0));
+  }
   size_t turn = 0;
   while (!frames_.empty() && turn < kTurnNbytes) {
     std::array<ConstBufferView, kMaxViews> views{};
@@ -52,7 +55,7 @@ bool OutChannel::flush(std::vector<OutFrame>& sent) {
       break;
     }
   }
-  return !frames_.empty();
+  return !frames_.empty() || link_.unsent();
 }
 
 void InChannel::startFrame() {

@@ -45,7 +45,7 @@ class OutChannel {
     return frames_.size();
   }
   /// Writes up to a bounded number of bytes, so that reading gets its turn. Appends the frames that the kernel has taken whole
-  /// to `sent`. Returns true while frames are left.
+  /// to `sent`. Returns true while frames are left, or bytes of them that the link has taken and not sent.
   [[nodiscard]] bool flush(std::vector<OutFrame>& sent);
   /// Forgets these frames, but for one that the kernel has a part of.
   template <typename Unwanted>

@@ -23,14 +23,15 @@ std::unique_ptr<Link> Connector::startBulk(int peer) const {
     return startStreams(peer);
   }
   const GroupIdentity::Route route = identity_.route(peer);
-  return std::make_unique<GreetedLink>(route.local, route.remote, identity_.hello(LinkPurpose::Bulk));
+  return std::make_unique<GreetedLink>(
+      route.local, route.remote, identity_.hello(LinkPurpose::Bulk), identity_.tlsTo(peer));
 }
 
 std::unique_ptr<Link> Connector::startBell(int peer) const {
   Hello hello = identity_.hello(LinkPurpose::Bulk);
   hello.shared = true;
   const GroupIdentity::Route route = identity_.route(peer);
-  return std::make_unique<GreetedLink>(route.local, route.remote, hello);
+  return std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer));
 }
 
 std::unique_ptr<Link> Connector::startStreams(int peer) const {
@@ -42,7 +43,7 @@ std::unique_ptr<Link> Connector::startStreams(int peer) const {
     StripedLink::Part part;
     part.interface_name = route.interface_name;
     try {
-      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello);
+      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer));
     } catch (const Error& error) {
       ErrorRecord record = error.record();
       record.summary += ", on " + part.interface_name;
@@ -75,7 +76,8 @@ std::unique_ptr<Link> Connector::openControl(
             connectTcp(route.local, route.remote, patience, abort),
             route.local,
             route.remote,
-            identity_.hello(LinkPurpose::Control));
+            identity_.hello(LinkPurpose::Control),
+            identity_.tlsTo(peer));
       }
       if (waitConnected(*link, patience, abort)) {
         return link;

@@ -183,7 +183,7 @@ void OutLinks::flush(OutPort& port) {
   }
   port.watch(loop_);
   owner_.onSent(sent);
-  if (port.state() == OutPort::State::Closing && port.channel.empty()) {
+  if (port.state() == OutPort::State::Closing && port.channel.empty() && !port.link->unsent()) {
     port.become(OutPort::State::Ended);
     port.unwatch(loop_);
     port.link->shutdownWrite();

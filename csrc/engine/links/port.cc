@@ -42,13 +42,23 @@ void OutPort::unwatch(Loop& loop) noexcept {
   unwatchFd(loop, watched_);
 }
 
+// The peer never reads much of this connection, so it always has room: the loop returns at once to bytes that the kernel no longer has.
+uint32_t InPort::events() const noexcept {
+  return link->buffered() || link->unsent() ? EPOLLIN | EPOLLOUT : EPOLLIN;
+}
+
 void InPort::watch(Loop& loop) {
   const int fd = link->readFd();
-  if (fd != watched_ && !ended) {
-    unwatch(loop);
-    loop.watch(fd, EPOLLIN, *this);
-    watched_ = fd;
+  const uint32_t wanted = events();
+  if (ended || (fd == watched_ && wanted == watched_events_)) {
+    return;
   }
+  if (fd != watched_) {
+    unwatch(loop);
+  }
+  loop.watch(fd, wanted, *this);
+  watched_ = fd;
+  watched_events_ = wanted;
 }
 
 void InPort::unwatch(Loop& loop) noexcept {

@@ -122,7 +122,10 @@ struct InPort final : Loop::Handler {
   bool ended = false; ///< the peer closed it, or this rank stopped reading
 
  private:
+  [[nodiscard]] uint32_t events() const noexcept;
+
   int watched_ = -1; ///< the descriptor of the link that the loop watches
+  uint32_t watched_events_ = 0;
 };
 
 } // namespace pycomm

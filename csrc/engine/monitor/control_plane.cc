@@ -36,6 +36,8 @@ ControlPlane::ControlPlane(
   config.epoch = identity_.epoch;
   config.rank = identity_.rank;
   config.size = identity_.size;
+  config.tls = identity_.tls;
+  config.processes = identity_.processes;
   for (Listener& listener : listeners) {
     acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
   }
@@ -110,6 +112,9 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
     missing_.erase(std::remove(missing_.begin(), missing_.end(), peer), missing_.end());
   }
   connected_.notify_all();
+  if (slot->link->buffered()) { // it came with the peer's Hello, or with its reply
+    linkReady(*slot, EPOLLIN);
+  }
 }
 
 std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortToken& abort) {
@@ -187,8 +192,15 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
     return;
   }
   try {
-    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && !link.in.read()) {
-      dropLink(link, "the connection was closed", false);
+    if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0) {
+      bool open = link.in.read();
+      while (open && !link.down &&
+             link.link->buffered()) { // the kernel has no more of it, so nothing would wake this loop
+        open = link.in.read();
+      }
+      if (!open && !link.down) {
+        dropLink(link, "the connection was closed", false);
+      }
     }
     if (!link.down && (events & EPOLLOUT) != 0) {
       flush(link);

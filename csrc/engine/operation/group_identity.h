@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "base/error.h"
 #include "transport/net/address.h"
 #include "transport/net/hello.h"
+#include "transport/secure/tls_context.h"
 
 namespace pycomm {
 
@@ -32,6 +34,10 @@ struct GroupIdentity {
   };
   std::vector<Path> further;
   int streams = 1; ///< connections that a bulk link is made of; they use the interfaces in turn
+  std::shared_ptr<const TlsContext>
+      tls; ///< of this process; null: the group has no secret, and its connections are plain
+  std::vector<ProcessId> processes; ///< by rank, if there is a secret
+  uint64_t memory_key = 0; ///< whoever knows it, and is this user on this host, may map what its ranks share there
 
   [[nodiscard]] bool isRank(int number) const noexcept {
     return number >= 0 && number < size;
@@ -69,6 +75,10 @@ struct GroupIdentity {
     return path == 0 ? interface_name : further[path - 1].interface_name;
   }
 
+  /// How a connection to a rank is made secure.
+  [[nodiscard]] TlsTarget tlsTo(int peer) const {
+    return tls == nullptr ? TlsTarget{} : TlsTarget{tls, processes.at(static_cast<size_t>(peer))};
+  }
   /// How this rank introduces itself on a connection.
   [[nodiscard]] Hello hello(LinkPurpose purpose) const {
     Hello hello;

@@ -27,6 +27,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   identity.hash = met.group_hash;
   identity.nonce = met.nonce;
   identity.run = met.run;
+  identity.memory_key = met.nonce;
   identity.local_address = met.local_address;
   identity.interface_name = met.interface_name;
   identity.streams = streams * static_cast<int>(met.further.size() + 1);
@@ -44,6 +45,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
     identity.addresses.push_back(member.address);
     watch_names.push_back(member.watch_name);
     remarks.push_back(member.remark);
+    identity.processes.push_back(member.process_id);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "engine/ranks.h"
+#include "engine/sums.h"
 #include "transport/directory_store.h"
 #include "transport/error_matchers.h"
 #include "transport/process.h"
@@ -18,22 +19,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::vector<float> sumOver(int size, size_t numel) {
-  std::vector<float> sum(numel);
-  for (size_t i = 0; i < numel; ++i) {
-    sum[i] = static_cast<float>(i % 1009 * static_cast<size_t>(size) + static_cast<size_t>(size * (size - 1) / 2));
-  }
-  return sum;
-}
-
-std::vector<float> operandOf(int rank, size_t numel) {
-  std::vector<float> values(numel);
-  for (size_t i = 0; i < numel; ++i) {
-    values[i] = static_cast<float>(i % 1009 + static_cast<size_t>(rank));
-  }
-  return values;
-}
-
 void overTcp(Group::Config& config, int streams) {
   config.transport = Transport::Tcp;
   config.streams = streams;
@@ -41,26 +26,7 @@ void overTcp(Group::Config& config, int streams) {
 
 TEST(Streams, SumsOfEverySizeManyAtOnce) {
   for (const int streams : {2, 5}) {
-    const auto body = [](Rank& self) {
-      const size_t sizes[] = {1, 100, 20000, 300000, 1000003, 7};
-      std::vector<std::vector<float>> tensors;
-      std::vector<std::shared_ptr<Operation>> operations;
-      for (int round = 0; round < 4; ++round) {
-        for (const size_t numel : sizes) {
-          tensors.push_back(operandOf(self.rank, numel));
-        }
-      }
-      for (std::vector<float>& values : tensors) {
-        operations.push_back(self.group.start(allReduceCall(values)));
-      }
-      for (size_t k = 0; k < operations.size(); ++k) {
-        EXPECT_TRUE(self.group.wait(*operations[k], Deadline::after(60000)));
-        const auto error = operations[k]->error();
-        ASSERT_FALSE(error) << error->text();
-        EXPECT_EQ(tensors[k], sumOver(self.size, tensors[k].size()));
-      }
-    };
-    runRanks(3, body, [&](Group::Config& config) { overTcp(config, streams); });
+    runRanks(3, sumEverySize, [&](Group::Config& config) { overTcp(config, streams); });
   }
 }
 

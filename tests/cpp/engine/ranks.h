@@ -9,12 +9,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/group.h"
+#include "transport/rendezvous/sealed_store.h"
 #include "views.h"
 
 namespace pycomm::testing {
@@ -94,7 +96,12 @@ inline void runRanks(
         if (adjust) {
           adjust(config);
         }
-        const std::shared_ptr<Group> group = Group::join(engine, store, config);
+        std::optional<SealedStore> sealed;
+        if (config.security.secret != nullptr) {
+          sealed.emplace(store, *config.security.secret);
+        }
+        Store& meeting_place = sealed ? static_cast<Store&>(*sealed) : store;
+        const std::shared_ptr<Group> group = Group::join(engine, meeting_place, config);
         joined = true;
         for (++tried; tried < size;) {
           std::this_thread::sleep_for(std::chrono::microseconds(100));
