@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,21 @@ def read(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret, str]:
     if text:
         return _native().parse(text, variable), variable
     return read_file(options.secret_file(environ))
+
+
+def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, str]:
+    """As ``read``, but (None, "") without a secret: no variable, and no file in the home folder.
+
+    Raises:
+        ValueError: There is one that cannot be used. It is never passed over: the job would be open
+            although its user takes it for closed.
+        pycomm.errors.UnsupportedError: OpenSSL 3 is not installed.
+    """
+    text, _ = options.secret_text(environ)
+    # lexists: a link to nothing, or a folder, is no file either, and read() says so.
+    if text or options.names_secret_file(environ) or os.path.lexists(options.secret_file(environ)):
+        return read(environ)
+    return None, ""
 
 
 def read_file(path: str) -> tuple[_C.Secret, str]:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
-from pycomm import _extension, errors
+from pycomm import _extension, _secret, errors
 from pycomm.flight_record import GroupRecord, parse_record
 from pycomm.options import (
     FLIGHT_RECORD_NAME,
@@ -276,6 +276,7 @@ def native_options(
     launcher_restarts: bool = False,
 ) -> dict[str, Any]:
     """The ``options`` of ``create_backend``."""
+    secret, secret_origin = _secret.find()
     return {
         "interface": resolved.interface,
         "interface_origin": resolved.origins["interface"],
@@ -301,6 +302,9 @@ def native_options(
         "store_host": store_host,
         "global_ranks": global_ranks,
         "check_call_sites": resolved.check_call_sites,
+        "security": resolved.security,
+        "secret": secret,
+        "secret_origin": secret_origin,
         "launcher_restarts": launcher_restarts,
         "skipped_folders": _FOREIGN_FOLDERS,
     }

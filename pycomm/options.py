@@ -45,8 +45,8 @@ class Options:
     A field left at None is read from the environment when a group is made. Groups made later by
     ``new_group`` without options of their own take those of the default group. All ranks of a group
     must have the same ``algorithm``, ``transport``, ``segment_nbytes``, ``wire_dtype``,
-    ``cuda_mode``, ``streams``, ``heartbeat_timeout`` and ``check_call_sites``; the others may
-    differ. Immutable, so any thread may use one for any number of groups.
+    ``cuda_mode``, ``streams``, ``heartbeat_timeout``, ``check_call_sites`` and ``security``; the
+    others may differ. Immutable, so any thread may use one for any number of groups.
 
     Args:
         interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
@@ -85,6 +85,10 @@ class Options:
             equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines. A
             correct program whose ranks issue one operation from different lines fails with it, so
             use it only to find mistakes. ``PYCOMM_CHECK_CALL_SITES``; default: off.
+        security: What the secret of the job (docs/security.md) is for. "auto": with a secret, every
+            connection is in TLS; without one, connections are plain, and a job on several hosts
+            logs a warning. "require": a job on several hosts without a secret is an error. "off":
+            no warning; with a secret, an error. ``PYCOMM_SECURITY``.
         flight_recorder_size: The number of last operations that a group records; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes its flight record when a group
@@ -109,6 +113,7 @@ class Options:
     segment_nbytes: int | str | None = None
     streams: int | None = None
     check_call_sites: bool | None = None
+    security: str | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
 
@@ -130,13 +135,6 @@ class Options:
         """
         environ = os.environ if environ is None else environ
         check_variable_names(environ)
-        for name in (_SECRET_FILE_VARIABLE, _SECRET_VARIABLE):
-            if environ.get(name, "").strip():
-                # Ignored, it would leave a job open that its user takes for closed.
-                raise ValueError(
-                    f"{name} is set, but this version cannot protect a group with a secret yet: "
-                    "unset it, and keep the job on a private network"
-                )
         values: dict[str, Any] = {}
         origins: dict[str, str] = {}
         for setting in SETTINGS:
@@ -208,6 +206,7 @@ class ResolvedOptions:
     segment_nbytes: int
     streams: int
     check_call_sites: bool
+    security: str
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""
@@ -273,6 +272,12 @@ def secret_file(environ: Mapping[str, str] | None = None) -> str:
     environ = os.environ if environ is None else environ
     named = environ.get(_SECRET_FILE_VARIABLE, "").strip()
     return os.path.abspath(os.path.expanduser(named or _SECRET_FILE))
+
+
+def names_secret_file(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``PYCOMM_SECRET_FILE`` is set: then the file has to exist."""
+    environ = os.environ if environ is None else environ
+    return bool(environ.get(_SECRET_FILE_VARIABLE, "").strip())
 
 
 def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:

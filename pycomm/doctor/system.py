@@ -42,6 +42,7 @@ _SAME_EVERYWHERE = (
     "streams",
     "heartbeat_timeout",
     "check_call_sites",
+    "security",
 )
 
 

@@ -47,8 +47,8 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
     """The environment for a rank or any other child.
 
     None of the caller's PYCOMM_* or launcher variables, one thread a process, and this very pycomm
-    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT. A value of None in
-    ``extra`` removes a variable.
+    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT, and TEST_SECRET their
+    PYCOMM_SECRET. A value of None in ``extra`` removes a variable.
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("PYCOMM_", "TORCHELASTIC_", "GLOO_", "NCCL_")
@@ -60,6 +60,8 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
     env["OMP_NUM_THREADS"] = "1"
     if transport := os.environ.get("TEST_TRANSPORT"):  # the same tests over TCP
         env["PYCOMM_TRANSPORT"] = transport
+    if secret := os.environ.get("TEST_SECRET"):  # and in TLS
+        env["PYCOMM_SECRET"] = secret
     paths = list(IMPORTED_FROM)
     spec = importlib.util.find_spec("pycomm")
     if spec is not None and spec.origin is not None:

@@ -14,7 +14,6 @@ import pytest
 from ranks import run_python
 
 from pycomm import _secret, options
-from pycomm.options import Options
 
 pytestmark = pytest.mark.needs_native
 
@@ -136,15 +135,6 @@ def test_env_does_not_print_it() -> None:
     shown = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_SECRET": _TEXT})
     assert _CHARS.decode() not in shown.stdout + shown.stderr
     assert "PYCOMM_SECRET is not a variable" not in shown.stdout
-
-
-@pytest.mark.parametrize("name", ["PYCOMM_SECRET", "PYCOMM_SECRET_FILE"])
-def test_no_group_ignores_a_secret(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"{name} is set, but this version cannot protect"
-    ) as caught:
-        Options().resolve({name: _TEXT})
-    assert _TEXT not in str(caught.value)
 
 
 def test_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
