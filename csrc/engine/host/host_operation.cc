@@ -34,8 +34,7 @@ void HostOperation::copy(std::byte* to, const std::byte* from, size_t nbytes) no
 
 void HostOperation::give(std::byte* to, const std::byte* from, int64_t elements) const {
   if (scales) {
-    scale(
-        request().descriptor.dtype, to, from, static_cast<size_t>(elements), request().extras().premul_factor);
+    scale(request().descriptor.dtype, to, from, static_cast<size_t>(elements), request().extras().premul_factor);
   } else {
     copy(to, from, nbytesOf(elements));
   }

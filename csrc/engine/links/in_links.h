@@ -22,12 +22,7 @@ namespace pycomm {
 class InLinks final : private PortOwner {
  public:
   /// All that is given here outlives this. `buffer_nbytes`: of each link.
-  InLinks(
-      const GroupIdentity& identity,
-      size_t buffer_nbytes,
-      Loop& loop,
-      const RingRoute& route,
-      LinkOwner& owner);
+  InLinks(const GroupIdentity& identity, size_t buffer_nbytes, Loop& loop, const RingRoute& route, LinkOwner& owner);
   ~InLinks() override;
   InLinks(const InLinks&) = delete;
   InLinks& operator=(const InLinks&) = delete;

@@ -65,8 +65,8 @@ OutPort& OutLinks::portTo(int peer) {
 std::unique_ptr<OutPort> OutLinks::startPort(int peer) {
   PortOwner& self = *this;
   if (std::optional<SharedLink::Rings> rings = route_.take(peer)) {
-    auto link = std::make_unique<SharedLink>(
-        connector_.startBell(peer), std::move(*rings), SharedLink::State::Connecting);
+    auto link =
+        std::make_unique<SharedLink>(connector_.startBell(peer), std::move(*rings), SharedLink::State::Connecting);
     SharedLink* const shared = link.get();
     auto port = std::make_unique<OutPort>(self, peer, std::move(link));
     port->shared = shared;
