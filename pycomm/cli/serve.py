@@ -12,6 +12,9 @@ from typing import Any
 from pycomm import errors
 
 
+_LISTEN = "the address that workers reach this server by; with port 0 the kernel chooses one"
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command to the parser of ``pycomm.cli``."""
     parser = commands.add_parser(
@@ -19,6 +22,8 @@ def add_parser(commands: Any) -> None:
         help="keep a model's parameters for workers that push and pull (a parameter server)",
         description="Runs a parameter server until all workers have said goodbye. SIGTERM and "
         "SIGINT write the checkpoint and end it with 0.",
+        epilog="Example: pycomm serve train.py:make --listen 10.0.0.1:6170 --workers 2 "
+        "--checkpoint server.pt",
     )
     parser.add_argument(
         "make",
@@ -26,38 +31,66 @@ def add_parser(commands: Any) -> None:
         help="a Python file, which is run, and its function of no arguments that returns "
         "(model, optimizer) or (model, optimizer, scheduler)",
     )
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="port 0: any")
-    parser.add_argument("--workers", type=int, help="how many; default PADDLE_TRAINERS_NUM")
-    parser.add_argument("--checkpoint", metavar="PATH", help="written to, and read from at start")
-    parser.add_argument("--checkpoint-every", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help=_LISTEN)
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="how many workers; default PADDLE_TRAINERS_NUM"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        metavar="PATH",
+        help="the file of this server's state; an existing file is continued; default: none",
+    )
+    parser.add_argument(
+        "--checkpoint-every",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="between two writes of the checkpoint (default: %(default)g)",
+    )
     parser.add_argument(
         "--rejoin",
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="after which the others no longer wait for a worker that is gone",
+        help="after which the others no longer wait for a worker that is gone "
+        "(default: %(default)g)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves; 1 if it cannot."""
+    servers: list[Any] = []
+
+    def end(*_: object) -> None:
+        if not servers:
+            raise SystemExit(0)  # there is no state yet
+        servers[0].stop()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        made = _make(arguments.make)
-        server = _server(arguments, made)
-    except (ValueError, OSError, errors.PycommError) as error:
-        print(f"pycomm serve: {error}", file=sys.stderr)
-        return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.stop())
-    print(f"serving on {server.address}", flush=True)
-    try:
+        server = _server(arguments, _make(arguments.make))
+        servers.append(server)
+        print(f"serving on {server.address}", flush=True)
+        begun = server.stats()
+        if begun.version > 0:
+            print(
+                f"goes on from {arguments.checkpoint}: version {begun.version}, {begun.steps} "
+                "steps. For a new run, stop and move the file away",
+                flush=True,
+            )
         server.serve()
-    except (OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, errors.PycommError) as error:
         print(f"pycomm serve: {error}", file=sys.stderr)
         return 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     stats = server.stats()
-    print(f"ended at version {stats.version}; {stats.lost_pushes} pushes lost")
+    print(
+        f"ended at version {stats.version} after {stats.steps} steps; "
+        f"{stats.lost_pushes} pushes lost"
+    )
     return 0
 
 
@@ -72,23 +105,34 @@ def _make(text: str) -> tuple[Any, ...]:
     if not callable(make):
         raise ValueError(f"{file} has no function {function}")
     made = make()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    # Not at the top: `pycomm --help` starts without torch.
+    from torch import nn, optim
+
+    kinds = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler)
+    if (
+        not isinstance(made, tuple)
+        or len(made) not in (2, 3)
+        or not all(map(isinstance, made, kinds))
+    ):
+        names = [type(each).__name__ for each in made] if isinstance(made, tuple) else []
+        returned = f"({', '.join(names)})" if names else type(made).__name__
         raise ValueError(
-            f"{function}() of {file} returned {type(made).__name__}; it has to return "
-            "(model, optimizer) or (model, optimizer, scheduler)"
+            f"{function}() of {file} returned {returned}; it has to return (model, optimizer) or "
+            "(model, optimizer, scheduler)"
         )
     return made
 
 
 def _server(arguments: argparse.Namespace, made: tuple[Any, ...]) -> Any:
     from pycomm.service import ParameterServer
+    from pycomm.service.endpoint import workers_from
 
     model, optimizer, *scheduler = made
     return ParameterServer(
         model,
         optimizer,
         listen=arguments.listen,
-        workers=arguments.workers,
+        workers=workers_from(arguments.workers, "--workers"),
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         scheduler=scheduler[0] if scheduler else None,

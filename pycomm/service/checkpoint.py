@@ -18,11 +18,16 @@ class CheckpointFile:
 
     Raises:
         BlockingIOError: Another server uses the file.
-        OSError: The folder is missing or cannot be written.
+        FileNotFoundError: The folder does not exist.
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                f"the folder of the checkpoint does not exist: {self.path.parent}"
+            )
         self._lock = os.open(f"{self.path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,8 +49,8 @@ class CheckpointFile:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"{self.path} cannot be read as a checkpoint: {error}. Nothing was changed; to "
-                "begin anew, move it away"
+                f"{self.path} cannot be read as a checkpoint of the parameter service. It was not "
+                "changed. Try: move it away, which begins a new run"
             ) from error
         if not isinstance(state, dict) or state.get("pycomm_service") != _FORMAT:
             raise ValueError(f"{self.path} is no checkpoint of this version's parameter service")

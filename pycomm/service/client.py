@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,9 +19,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import Frame, Hello, Kind
+from pycomm.service.notices import cause_of
+from pycomm.service.placement import first_difference
 from pycomm.service.session import PREFIX, WORKER, Session
 from pycomm.service.shard import Layout
 
+logger = logging.getLogger("pycomm")
 T = TypeVar("T")
 _AGAIN_S = 0.2
 
@@ -30,6 +35,7 @@ class _Server:
     def __init__(self, host: str, port: int, number: int) -> None:
         self.host, self.port, self.number = host, port, number
         self.acknowledged = 0
+        self.reached = False  # once at least
         self.session: Session | None = None
         self.store: TCPStore | None = None  # the group of two asks it when it fails
 
@@ -63,7 +69,8 @@ class ParameterClient:
     After it is made the model has the servers' parameters. The worker needs no optimizer. Buffers,
     such as BatchNorm's running statistics, stay the worker's own. A server that goes away is
     tried again for ``reconnect`` seconds; a push that it had not acknowledged is sent again, and
-    applied once.
+    applied once. An exception inside ``with`` ends the connection without a goodbye, as a crash
+    does: the servers wait for the worker to be started again.
 
     Args:
         model: With the same parameters as the servers' model: names, shapes, dtypes. On the CPU.
@@ -122,11 +129,17 @@ class ParameterClient:
         """Sends all gradients, and returns when all servers have them. None counts as zeros.
 
         Raises:
+            ValueError: A gradient is sparse. Nothing was sent.
             ConnectionError: A server is gone for longer than ``reconnect``. The push is not taken
                 back: where it arrived, it counts.
         """
         self._check_open()
-        self._clock += 1
+        for name, parameter in self._layout.parameters.items():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"the gradient of {name!r} is sparse; the parameter service takes dense ones"
+                )
+        self._clock += 1  # nothing below fails because of the gradients
         clock = self._clock
         for server in self._servers:
             buffers = self._layout.buffers(server.number)
@@ -134,11 +147,6 @@ class ParameterClient:
                 gradient = self._layout.parameters[each.name].grad
                 if gradient is None:
                     view.zero_()
-                elif gradient.layout is not torch.strided:
-                    raise ValueError(
-                        f"the gradient of {each.name!r} is sparse; the parameter service takes "
-                        "dense ones"
-                    )
                 else:
                     view.copy_(self._layout.flat(each, gradient.contiguous()))
 
@@ -193,8 +201,13 @@ class ParameterClient:
     def __enter__(self) -> ParameterClient:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._closed = True
+        for server in self._servers:
+            server.drop()  # without a goodbye: the worker has not finished
 
     def _check_open(self) -> None:
         if self._closed:
@@ -203,6 +216,7 @@ class ParameterClient:
     def _retrying(self, server: _Server, call: Callable[[Session], T]) -> T:
         """``call`` with a connection that works; tried again while the server is away."""
         until = time.monotonic() + self._reconnect
+        logged = False
         while True:
             try:
                 if server.session is None:
@@ -214,15 +228,37 @@ class ParameterClient:
             except Exception as error:
                 server.drop()
                 if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
-                    raise ConnectionError(
-                        f"worker {self._worker} has lost {server.name} of the parameter service, "
-                        f"and tried it again for {self._reconnect:g} s: {error}. Try: look at the "
-                        "server's output; a worker made after its restart goes on from its "
-                        "checkpoint"
-                    ) from error
+                    raise ConnectionError(self._why_lost(server, error)) from error
+                if not logged:
+                    logged = True
+                    logger.warning(
+                        "worker %d %s %s, and retries for %g s: %s",
+                        self._worker,
+                        "has lost" if server.reached else "cannot reach",
+                        server.name,
+                        self._reconnect,
+                        cause_of(error),
+                    )
                 time.sleep(_AGAIN_S)
 
+    def _why_lost(self, server: _Server, error: Exception) -> str:
+        cause = cause_of(error)
+        if not server.reached:
+            return (
+                f"worker {self._worker} cannot reach {server.name} of the parameter service, and "
+                f"retried for {self._reconnect:g} s: {cause}. Try: check that `python -m pycomm "
+                "serve` runs there and prints this address"
+            )
+        return (
+            f"worker {self._worker} has lost {server.name} of the parameter service, and retried "
+            f"for {self._reconnect:g} s: {cause}. Try: look at the server's output; a worker made "
+            "after its restart goes on from its checkpoint"
+        )
+
     def _connect(self, server: _Server, seconds: float) -> Session:
+        # TCPStore retries for longer than its timeout, and prints a C++ trace.
+        probed = (server.host, server.port)
+        socket.create_connection(probed, timeout=max(0.1, min(seconds, 5.0))).close()
         store = TCPStore(
             server.host,
             server.port,
@@ -243,8 +279,12 @@ class ParameterClient:
             host=server.host,
         )
         store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
-        refused = json.loads(store.get(f"{PREFIX}/{number}/answer")).get("refused")
+        answer = json.loads(store.get(f"{PREFIX}/{number}/answer"))
+        refused, parameters = answer.get("refused"), answer.get("parameters")
         if refused is not None:
+            if parameters is not None:
+                where = first_difference(self._layout.described, parameters)
+                refused = f"{refused}; first difference: {where}"
             raise RefusedError(f"{server.name}: {refused}")
         session = Session(
             store,
@@ -260,6 +300,7 @@ class ParameterClient:
         if server.acknowledged == 0 and self._clock == 0:
             server.acknowledged = welcome.clock
         server.store = store
+        server.reached = True
         return session
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn, optim
 
 from pycomm.service.frames import Hello
+from pycomm.service.notices import Attendance
+from pycomm.service.placement import first_difference
 from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
 from pycomm.service.shard import Layout, Shard
 
@@ -27,10 +29,22 @@ class ServerStats:
     """Counted since the first start, over restarts from the checkpoint."""
 
     version: int
-    """Steps of the optimizer."""
+    """How new the parameters are: with ``staleness=0`` the clock that was applied last, otherwise
+    the number of steps. A restart loses steps, but workers go on with their clocks."""
     lost_pushes: int
     """Acknowledged ones that a restart has lost."""
     live_workers: int
+    steps: int
+    """Of the optimizer: those that are in the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a worker cannot take part."""
+
+    text: str
+    parameters: list[Any] | None = None
+    """Of the server's model, if the worker has another one: it names the first difference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,24 +108,31 @@ class ServerCore:
 
     # ---- one worker's calls
 
-    def agree(self, hello: Hello) -> str | None:
+    def agree(self, hello: Hello) -> Refusal | None:
         """Why the worker cannot take part; None if it can."""
         terms = Terms.of(hello)
         with self._changed:
             if hello.worker >= self._workers:
-                return f"worker {hello.worker} of a service with {self._workers} workers, from 0 on"
+                return Refusal(
+                    f"worker={hello.worker} is too large: the service has {self._workers} "
+                    f"workers, numbered from 0 to {self._workers - 1}"
+                )
             if self._begun is None:
-                self._begin(terms)
+                layout = Layout(self._model, terms.servers, sliced=terms.sliced)
+                if layout.digest == terms.digest:
+                    self._begin(terms, layout)
+                    return None
+            elif (text := _disagreement(hello.worker, self._begun.terms, terms)) is not None:
+                return Refusal(text)
+            elif self._begun.terms.digest == terms.digest:
                 return None
-            for field in dataclasses.fields(Terms):
-                mine, theirs = getattr(self._begun.terms, field.name), getattr(terms, field.name)
-                if mine != theirs:
-                    return (
-                        f"worker {hello.worker} has {field.name}={theirs!r}, and the server "
-                        f"{mine!r}: all workers and servers need the same model, list of servers, "
-                        "staleness and sliced"
-                    )
-        return None
+            else:
+                layout = self._begun.layout
+            return Refusal(
+                f"the server has another model than worker {hello.worker}: names, shapes or "
+                "dtypes of parameters differ",
+                layout.described,
+            )
 
     def join(self, hello: Hello) -> int:
         """The worker is here. Returns the clock with which it goes on.
@@ -121,7 +142,9 @@ class ServerCore:
         """
         with self._changed:
             begun = self._now()
+            lost_before = begun.schedule.lost_pushes
             clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock)
+            _log_lost(begun, hello.worker, lost_before)
             for kept in [each for each in begun.kept if each[0] == hello.worker]:
                 if kept[1] > clock:  # of a process that another one has replaced
                     del begun.kept[kept]
@@ -145,7 +168,9 @@ class ServerCore:
         with self._changed:
             begun = self._now()
             _check_current(begun, worker, incarnation)
+            lost_before = begun.schedule.lost_pushes
             verdict = begun.schedule.pushed(worker, clock)
+            _log_lost(begun, worker, lost_before)
             if verdict is PushVerdict.APPLY:
                 self._step(begun, [gradients])
             elif verdict is PushVerdict.KEEP:
@@ -215,6 +240,13 @@ class ServerCore:
         with self._changed:
             return len(self._ended) >= self._workers
 
+    def attendance(self) -> Attendance:
+        """Which workers have come, are live, and have ended."""
+        with self._changed:
+            workers = {} if self._begun is None else self._begun.schedule.workers
+            live = frozenset(number for number, each in workers.items() if each.live)
+            return Attendance(self._workers, frozenset(workers), live, frozenset(self._ended))
+
     def stop(self) -> None:
         """Pulls that wait raise."""
         with self._changed:
@@ -230,10 +262,10 @@ class ServerCore:
     def stats(self) -> ServerStats:
         with self._changed:
             if self._begun is None:
-                return ServerStats(0, 0, 0)
+                return ServerStats(0, 0, 0, 0)
             schedule = self._begun.schedule
             live = sum(each.live for each in schedule.workers.values())
-            return ServerStats(schedule.version, schedule.lost_pushes, live)
+            return ServerStats(schedule.version, schedule.lost_pushes, live, schedule.steps)
 
     def state_dict(self, unless_version: int) -> tuple[int, dict[str, Any]] | None:
         """The version and a copy of all; None if there is nothing newer than ``unless_version``."""
@@ -245,6 +277,8 @@ class ServerCore:
                 return None
             return begun.schedule.version, {
                 "terms": dataclasses.asdict(begun.terms),
+                "workers": self._workers,
+                "parameters": begun.layout.described,
                 "schedule": begun.schedule.state_dict(),
                 "shard": begun.shard.state_dict(),
                 "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
@@ -257,11 +291,24 @@ class ServerCore:
             ValueError: It is of another model, optimizer or number of servers.
         """
         with self._changed:
-            begun = self._begin(Terms(**state["terms"]))
+            terms = Terms(**state["terms"])
+            layout = Layout(self._model, terms.servers, sliced=terms.sliced)
+            if layout.digest != terms.digest:
+                # Checkpoints of older versions do not have the parameters' shapes.
+                known = state.get("parameters")
+                where = f": first difference {first_difference(layout.described, known)}"
+                raise ValueError(f"it holds another model than this server{where if known else ''}")
+            begun = self._begin(terms, layout)
             begun.shard.load_state_dict(state["shard"])
             begun.schedule.load_state_dict(state["schedule"])
             if self._scheduler is not None and state["scheduler"] is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
+            if (workers_then := state.get("workers", self._workers)) != self._workers:
+                logger.warning(
+                    "the checkpoint is of a parameter service with %d workers, and this one has %d",
+                    workers_then,
+                    self._workers,
+                )
             now = time.monotonic()
             workers = begun.schedule.workers
             self._gone_at = {number: now for number, each in workers.items() if each.live}
@@ -273,13 +320,7 @@ class ServerCore:
         assert self._begun is not None, "a session has begun before agree()"
         return self._begun
 
-    def _begin(self, terms: Terms) -> _Begun:
-        layout = Layout(self._model, terms.servers, sliced=terms.sliced)
-        if layout.digest != terms.digest:
-            raise ValueError(
-                "the server has another model than the worker: names, shapes or dtypes of "
-                "parameters differ"
-            )
+    def _begin(self, terms: Terms, layout: Layout) -> _Begun:
         shard = Shard(layout, terms.server, self._optimizer)
         self._begun = _Begun(terms, layout, shard, Schedule(self._workers, terms.staleness))
         plain = type(self._optimizer) is optim.SGD and not any(
@@ -317,4 +358,37 @@ class ServerCore:
 
 def _check_current(begun: _Begun, worker: int, incarnation: int) -> None:
     if begun.schedule.workers[worker].incarnation != incarnation:
-        raise StaleWorkerError(f"another process has become worker {worker}")
+        raise StaleWorkerError(
+            f"another process has become worker {worker}. Try: give each worker its own number"
+        )
+
+
+def _disagreement(worker: int, mine: Terms, theirs: Terms) -> str | None:
+    """What but the model differs between the service and a worker; None if nothing does."""
+    if theirs.servers != mine.servers:
+        return (
+            f"worker {worker} lists {theirs.servers} servers, and the service has {mine.servers}. "
+            "Try: give all workers the same list of servers"
+        )
+    if theirs.server != mine.server:
+        return (
+            f"this is server {mine.server} in the other workers' list, and server {theirs.server} "
+            f"in that of worker {worker}. Try: give all workers the servers in the same order"
+        )
+    for name in ("staleness", "sliced"):
+        if getattr(theirs, name) != getattr(mine, name):
+            return (
+                f"worker {worker} has {name}={getattr(theirs, name)}, and the service has "
+                f"{name}={getattr(mine, name)}. Try: give all workers the same {name}"
+            )
+    return None
+
+
+def _log_lost(begun: _Begun, worker: int, before: int) -> None:
+    if (lost := begun.schedule.lost_pushes - before) > 0:
+        logger.warning(
+            "%d pushes of worker %d are lost: they are not in the parameters that the server was "
+            "started with",
+            lost,
+            worker,
+        )

@@ -59,15 +59,31 @@ def number_from(given: int | None, variable: str, value: str | None, what: str) 
     return given
 
 
+def workers_from(given: int | None, what: str) -> int:
+    """How many workers a service has: ``given``, else ``PADDLE_TRAINERS_NUM``.
+
+    Raises:
+        ValueError: There is neither, or it is less than 1.
+    """
+    variable = "PADDLE_TRAINERS_NUM"
+    number = number_from(given, variable, os.environ.get(variable), what)
+    if number < 1:
+        raise ValueError(f"{what} is 0: a service needs at least one worker")
+    return number
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens on exactly this address; torch's store would listen on all.
 
     Raises:
         OSError: The address is not this host's, or is taken.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

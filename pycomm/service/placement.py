@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 ALIGNMENT = 8192
 """Elements. A slice begins at a multiple of it; Paddle's ``slice_var_up`` uses the same number."""
@@ -77,3 +79,18 @@ def digest(slices: Sequence[Slice], dtypes: Sequence[str]) -> str:
         for each, dtype in zip(slices, dtypes, strict=True)
     )
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def first_difference(here: Sequence[Any], there: Sequence[Any]) -> str:
+    """Where two models differ first. Both are lists of [name, shape, dtype] in the models' order."""
+    for mine, theirs in itertools.zip_longest(here, there):
+        if mine != theirs:
+            return f"{_described(mine)} here, {_described(theirs)} there"
+    return "none in names, shapes and dtypes"
+
+
+def _described(parameter: Any) -> str:
+    if parameter is None:
+        return "no further parameter"
+    name, shape, dtype = parameter
+    return f"{name} {tuple(shape)} {dtype}"

@@ -51,7 +51,10 @@ class Schedule:
     def __init__(self, workers: int, staleness: int | None) -> None:
         self.staleness = staleness
         self.version = 0
-        """Steps of the optimizer; with ``staleness=0`` the clock whose pushes were applied last."""
+        """How new the parameters are: with ``staleness=0`` the clock whose pushes were applied
+        last, otherwise the number of steps."""
+        self.steps = 0
+        """Of the optimizer. Clocks go on after a restart, so ``version`` may be larger."""
         self.lost_pushes = 0
         """Acknowledged ones that a restart of the server has forgotten."""
         self._expected = workers
@@ -80,7 +83,8 @@ class Schedule:
         """
         if incarnation in self._replaced:
             raise StaleWorkerError(
-                f"another process has become worker {worker} since this one was connected last"
+                f"another process has become worker {worker} since this one was connected last. "
+                "Try: give each worker its own number"
             )
         known = self._workers.get(worker)
         if known is not None and known.incarnation == incarnation:
@@ -124,6 +128,7 @@ class Schedule:
             return PushVerdict.KEEP
         known.applied = clock
         self.version += 1
+        self.steps += 1
         return PushVerdict.APPLY
 
     def _lose(self, pushes: int) -> None:
@@ -143,6 +148,7 @@ class Schedule:
         for worker in workers:
             self._workers[worker].applied = clock
         self.version = max(self.version, clock)
+        self.steps += bool(workers)  # none if all of them were replaced
         return clock, workers
 
     def skipped(self, worker: int, clock: int) -> None:
@@ -166,6 +172,7 @@ class Schedule:
         return {
             "staleness": self.staleness,
             "version": self.version,
+            "steps": self.steps,
             "lost_pushes": self.lost_pushes,
             "replaced": sorted(self._replaced),
             "workers": {
@@ -176,6 +183,7 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Only into a schedule that nobody has joined."""
         self.version = int(state["version"])
+        self.steps = int(state.get("steps", self.version))
         self.lost_pushes = int(state["lost_pushes"])
         self._replaced = {int(each) for each in state["replaced"]}
         self._workers = {

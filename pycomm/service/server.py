@@ -10,14 +10,16 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.service.checkpoint import CheckpointFile
-from pycomm.service.core import ServerCore, ServerStats
-from pycomm.service.endpoint import listening_socket, number_from, parse_endpoint
+from pycomm.service.core import Refusal, ServerCore, ServerStats
+from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
 from pycomm.service.frames import Frame, Kind, decode_hello
+from pycomm.service.notices import WaitNotices, gone
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import PREFIX, SERVER, Session
 
@@ -67,11 +69,7 @@ class ParameterServer:
         rejoin: float = 10.0,
         timeout: float = 1800.0,
     ) -> None:
-        self._workers = number_from(
-            workers, "PADDLE_TRAINERS_NUM", os.environ.get("PADDLE_TRAINERS_NUM"), "workers"
-        )
-        if self._workers < 1:
-            raise ValueError("workers is 0: a service needs one worker at least")
+        self._workers = workers_from(workers, "workers")
         host, port = parse_endpoint(listen)
         if min(checkpoint_every, rejoin, timeout) <= 0:
             raise ValueError("checkpoint_every, rejoin and timeout must be more than 0 seconds")
@@ -85,7 +83,7 @@ class ParameterServer:
         self._file = None if checkpoint is None else CheckpointFile(checkpoint)
         try:
             if self._file is not None and (state := self._file.read()) is not None:
-                self._saved_version = self._core.load_state_dict(state)
+                self._load(self._file, state)
             listener = listening_socket(host, port)
         except BaseException:
             if self._file is not None:
@@ -125,6 +123,7 @@ class ParameterServer:
                 self.address,
             )
         write_at = time.monotonic() + self._checkpoint_every
+        notices = WaitNotices()
         waiting: dict[int, float] = {}
         seen = 0
         try:
@@ -133,6 +132,7 @@ class ParameterServer:
                     break
                 seen = self._greet(waiting, seen)
                 self._core.forget_absent(self._rejoin)
+                notices.log(self._core.attendance(), time.monotonic())
                 if time.monotonic() >= write_at:
                     self.write_checkpoint()
                     write_at = time.monotonic() + self._checkpoint_every
@@ -152,6 +152,15 @@ class ParameterServer:
             version, state = found
             self._file.write(state)
             self._saved_version = version
+
+    def _load(self, file: CheckpointFile, state: dict[str, Any]) -> None:
+        try:
+            self._saved_version = self._core.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(
+                f"the checkpoint {file.path} does not fit: {error}. Try: another --checkpoint, or "
+                "move the file away, which begins a new run"
+            ) from error
 
     # ---- on the thread of serve()
 
@@ -197,11 +206,13 @@ class ParameterServer:
             hello = decode_hello(self._store.get(f"{PREFIX}/{number}/hello"))
             refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
-            refusal = str(error)
-        answer = json.dumps({"refused": refusal})
-        self._store.set(f"{PREFIX}/{number}/answer", answer)
+            refusal = Refusal(str(error))
+        answer: dict[str, Any] = {"refused": None}
         if refusal is not None:
-            logger.warning("the parameter service refuses a worker: %s", refusal)
+            answer = {"refused": refusal.text, "parameters": refusal.parameters}
+        self._store.set(f"{PREFIX}/{number}/answer", json.dumps(answer))
+        if refusal is not None:
+            logger.warning("the parameter service refuses a worker: %s", refusal.text)
             return
         worker = hello.worker
         try:
@@ -228,7 +239,7 @@ class ParameterServer:
                     session.send(Frame(Kind.REFUSED, text=str(error)))
             except Exception as error:
                 if not self._stopping.is_set():
-                    logger.warning("worker %d of the parameter service is gone: %s", worker, error)
+                    logger.warning("%s", gone(worker, error))
 
     @contextlib.contextmanager
     def _kept_as(self, worker: int, session: Session) -> Iterator[None]:

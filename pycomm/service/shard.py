@@ -50,6 +50,10 @@ class Layout:
             raise ValueError("the model has no parameter that requires a gradient")
         self.parameters: dict[str, nn.Parameter] = dict(named)
         shapes = [Shape(name, each.numel(), each.element_size()) for name, each in named]
+        self.described: list[Any] = [
+            [name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in named
+        ]
+        """Name, shape and dtype of each parameter: names the difference between two models."""
         self.slices: list[Slice] = place(shapes, servers, sliced=sliced)
         self.digest: str = digest(
             self.slices, [str(self.parameters[each.name].dtype) for each in self.slices]
@@ -106,7 +110,7 @@ class Shard:
             taken |= of_group
             groups.append(
                 {
-                    **{key: value for key, value in group.items() if key != "params"},
+                    **_options(group),
                     "params": [
                         self._parameters[each] for each in self._slices if each.name in of_group
                     ],
@@ -142,7 +146,7 @@ class Shard:
             parameter.grad = view.view_as(parameter)
         for index, group in zip(self._groups, self._optimizer.param_groups, strict=True):
             # What a schedule has changed in the user's optimizer: lr, momentum.
-            group.update({k: v for k, v in self._user.param_groups[index].items() if k != "params"})
+            group.update(_options(self._user.param_groups[index]))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -161,6 +165,8 @@ class Shard:
             "optimizer_class": type(self._user).__name__,
             "parameters": [each.detach().clone() for each in self._parameters.values()],
             "optimizer": _cloned(state),
+            # A schedule changes the user's optimizer after the shard's has stepped.
+            "groups": [_cloned(_options(group)) for group in self._user.param_groups],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,8 +179,8 @@ class Shard:
         for key, value in mine.items():
             if state.get(key) != value:
                 raise ValueError(
-                    f"the checkpoint has {key} {state.get(key)!r}, and this server {value!r}: it "
-                    "is of another model, number of servers, server or optimizer"
+                    f"it has {key} {state.get(key)!r}, and this server {value!r}: it is of "
+                    "another model, number of servers, server or optimizer"
                 )
         with torch.no_grad():
             for parameter, saved in zip(
@@ -183,6 +189,12 @@ class Shard:
                 parameter.copy_(saved)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(_cloned(state["optimizer"]))
+        for group, saved in zip(self._user.param_groups, state.get("groups", ())):  # noqa: B905
+            group.update(_cloned(saved))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _like(optimizer: optim.Optimizer, groups: list[dict[str, Any]]) -> optim.Optimizer:

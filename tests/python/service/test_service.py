@@ -232,6 +232,10 @@ def make_counter() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.SGD(model.parameters(), lr=1.0)
 
 
+def make_two_models() -> tuple[nn.Module, nn.Module]:
+    return Counter(), Counter()
+
+
 def count(client: ParameterClient, model: Counter, pushes: int) -> float:
     """Pushes ones, and returns how many have been applied."""
     for _ in range(pushes):
@@ -257,7 +261,7 @@ def test_each_push_counts_once(staleness: int | None) -> None:
         in_threads(3, work)
         stats = server.stats()
     version = 30 if staleness == 0 else 90
-    assert stats == ServerStats(version=version, lost_pushes=0, live_workers=0)
+    assert stats == ServerStats(version=version, lost_pushes=0, live_workers=0, steps=version)
     assert float(server._core._model.count.detach()) == -version
 
 
@@ -358,11 +362,14 @@ def test_what_does_not_fit_is_refused_with_a_sentence() -> None:
     with serving(new_server(workers=2)) as address:
         model = make_model()
         first = ParameterClient(model, servers=address, worker=0)
-        with pytest.raises(RefusedError, match="worker 2 of a service with 2 workers"):
+        with pytest.raises(RefusedError, match="worker=2 is too large: .*2 workers, numbered from 0 to 1"):
             ParameterClient(make_model(), servers=address, worker=2)
-        with pytest.raises(RefusedError, match="staleness=3, and the server 0"):
+        with pytest.raises(RefusedError, match="worker 1 has staleness=3, and the service .*=0"):
             ParameterClient(make_model(), servers=address, worker=1, staleness=3)
-        with pytest.raises(RefusedError, match="has digest="):
+        two = [address, "127.0.0.1:1"]
+        with pytest.raises(RefusedError, match="worker 1 lists 2 servers, and the service has 1"):
+            ParameterClient(make_model(), servers=two, worker=1)
+        with pytest.raises(RefusedError, match=r": weight \(2, 2\) float32 here, 0.weight \(100, 200\) float32 there"):
             ParameterClient(nn.Linear(2, 2), servers=address, worker=1)
         with ParameterClient(make_model(), servers=address, worker=1):
             first.close()
@@ -385,9 +392,16 @@ def test_a_sparse_gradient_is_refused() -> None:
         serving(server) as address,
         ParameterClient(model, servers=address, worker=0) as client,
     ):
+        model.weight.grad = torch.ones(10, 2)
+        client.push()
+        model.zero_grad()
         model(torch.tensor([1])).sum().backward()
         with pytest.raises(ValueError, match="gradient of 'weight' is sparse"):
             client.push()
+        model.weight.grad = torch.ones(10, 2)
+        client.push()
+        stats = server.stats()
+    assert (stats.version, stats.steps, stats.lost_pushes) == (2, 2, 0)  # the refused one: none
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -410,8 +424,9 @@ def test_wrong_arguments_are_refused() -> None:
         new_server_at(server.address)
     server.stop()
     server.serve()
-    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
-        new_server_at("192.0.2.1:0")
+    for nowhere in ("192.0.2.1:0", "host.invalid:6171"):
+        with pytest.raises(OSError, match=f"cannot listen on {nowhere}"):
+            new_server_at(nowhere)
 
 
 def new_server_at(listen: str) -> ParameterServer:
@@ -419,11 +434,16 @@ def new_server_at(listen: str) -> ParameterServer:
     return ParameterServer(model, OPTIMIZERS["sgd"](model), listen=listen, workers=1)
 
 
-def test_no_server_is_a_connection_error_that_names_it() -> None:
+def test_no_server_is_a_connection_error_that_names_it(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
-    with pytest.raises(ConnectionError, match=r"worker 0 .*server 0 at 127.0.0.1:1 .*Try:"):
+    text = r"worker 0 cannot reach server 0 at 127.0.0.1:1 .* 1 s: .*refused\. Try: .*pycomm serve"
+    with pytest.raises(ConnectionError, match=text):
         ParameterClient(make_model(), servers="127.0.0.1:1", worker=0, reconnect=1.0)
     assert time.monotonic() - began < 20
+    assert "cannot reach server 0 at 127.0.0.1:1, and retries for 1 s" in caplog.text
+    assert "C++" not in capfd.readouterr().err  # TCPStore's own trace
 
 
 def test_a_strangers_nonsense_is_refused_and_the_service_goes_on() -> None:
@@ -563,7 +583,11 @@ def test_a_server_that_is_killed_and_started_again_counts_what_it_lost(
             client.close()
             output, _ = third.communicate(timeout=30)
             assert third.returncode == 0
-            assert "5 pushes lost" in output
+            # The worker's clock went on from 15; 11 steps are in the parameters.
+            version = 16 if staleness == 0 else 11
+            assert f"goes on from {tmp_path / 'state'}: version 10, 10 steps." in output
+            assert f"ended at version {version} after 11 steps; 5 pushes lost" in output
+            assert "5 pushes of worker 0 are lost" in output
 
 
 def wait_for_checkpoint(path: Path, version: int) -> None:
@@ -592,7 +616,7 @@ def test_a_signal_writes_the_checkpoint_and_ends_the_server(
         process.send_signal(number)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0, output
-        assert "ended at version 7; 0 pushes lost" in output
+        assert "ended at version 7 after 7 steps; 0 pushes lost" in output
     assert saved_version(path) == 7
     with pytest.raises(ConnectionError, match=f"server 0 at {address}"):
         count(client, model, 1)
@@ -604,7 +628,8 @@ def test_a_signal_writes_the_checkpoint_and_ends_the_server(
         ("nothing", "is not FILE:FUNCTION"),
         ("/no/such.py:make", "there is no file"),
         (f"{__file__}:absent", "has no function absent"),
-        (f"{__file__}:make_model", "has to return"),
+        (f"{__file__}:make_model", "returned Sequential; it has to return"),
+        (f"{__file__}:make_two_models", "returned (Counter, Counter); it has to return"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_serve(

@@ -78,7 +78,7 @@ def test_the_pages_server_and_workers_train(
         assert losses[0][1] < losses[0][0] / 2
         output, _ = server.communicate(timeout=30)
         assert server.returncode == 0
-        assert "ended at version 30; 0 pushes lost" in output
+        assert "ended at version 30 after 30 steps; 0 pushes lost" in output
         assert (tmp_path / "server.pt").exists()
     finally:
         server.kill()

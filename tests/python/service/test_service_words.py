@@ -1,0 +1,232 @@
+"""What a server prints and logs when something is wrong, and what it does then."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_service import Counter, count, counter_server, new_server, serve_command, serving
+from torch import nn, optim
+
+from pycomm.errors import PeerDeadError
+from pycomm.service import ParameterClient, ParameterServer, RefusedError
+from pycomm.service.notices import Attendance, WaitNotices, gone
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+
+
+def attendance(expected: int, came: str = "", live: str = "", ended: str = "") -> Attendance:
+    return Attendance(expected, *(frozenset(map(int, each)) for each in (came, live, ended)))
+
+
+def logged(caplog: pytest.LogCaptureFixture, found: Attendance, seconds: int) -> list[str]:
+    """The texts that a server logs in so many seconds of nothing new."""
+    caplog.clear()
+    notices = WaitNotices()
+    for now in range(seconds):
+        notices.log(found, float(now))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_worker_that_has_never_connected_is_named_every_10_s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    texts = logged(caplog, attendance(2, came="1", live="1"), 35)
+    assert len(texts) == 3
+    assert "waits for worker 0, never connected so far (1 of 2 have)" in texts[0]
+    assert logged(caplog, attendance(2), 100) == []  # nobody has come: nobody waits
+    assert logged(caplog, attendance(2, "01", "01"), 100) == []
+
+
+def test_a_worker_that_is_gone_is_named_once_the_others_have_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    texts = logged(caplog, attendance(3, came="012", ended="0"), 100)
+    assert len(texts) == 2
+    assert "all live workers have ended; the server waits for workers 1, 2" in texts[0]
+    assert "SIGTERM" in texts[0]
+    assert logged(caplog, attendance(2, "01", live="0"), 100) == []
+    assert logged(caplog, attendance(2, "01", ended="01"), 100) == []
+
+
+def test_a_server_logs_whom_it_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pycomm.service.notices._NEVER_CONNECTED_S", 0.1)
+    server = counter_server(workers=2, rejoin=0.3)
+    with serving(server) as address:
+        with ParameterClient(Counter(), servers=address, worker=1):
+            wait_for_log(caplog, "waits for worker 0, never connected so far (1 of 2 have)")
+            dead = ParameterClient(Counter(), servers=address, worker=0)
+            for each in dead._servers:
+                each.drop()
+        wait_for_log(caplog, "all live workers have ended; the server waits for worker 0")
+        server.stop()
+    (text,) = [each for each in caplog.messages if "gone without a goodbye: " in each]
+    assert text.startswith("worker 0 ")
+    assert "rank" not in text.lower()
+
+
+def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    until = time.monotonic() + 30
+    while text not in caplog.text:
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.05)
+
+
+def test_a_lost_connection_is_told_in_the_services_words() -> None:
+    error = PeerDeadError(
+        "Rank 1 on vm is gone", {"peer_host": "vm", "cause": "it closed its connections"}
+    )
+    assert gone(3, error) == (
+        "worker 3 on vm of the parameter service is gone without a goodbye: "
+        "PeerDeadError: it closed its connections"
+    )
+    assert gone(3, PeerDeadError("…", {"cause": "reported by rank 1"})).endswith(": PeerDeadError")
+
+
+def test_an_exception_inside_with_is_no_goodbye() -> None:
+    server = counter_server()
+    with serving(server) as address:
+        model = Counter()
+        with (
+            pytest.raises(ArithmeticError),
+            ParameterClient(model, servers=address, worker=0) as client,
+        ):
+            assert count(client, model, 3) == 3
+            raise ArithmeticError
+        with pytest.raises(ValueError, match="closed"):
+            client.push()
+        assert not server._core.all_ended()
+        with ParameterClient(model, servers=address, worker=0) as again:
+            assert count(again, model, 1) == 4
+
+
+def test_servers_in_another_order_are_refused() -> None:
+    with serving(counter_server(workers=2), counter_server(workers=2)) as addresses:
+        with ParameterClient(Counter(), servers=addresses, worker=0):
+            turned = ",".join(reversed(addresses.split(",")))
+            text = "this is server 1 in the other workers' list, and server 0 in that of worker 1"
+            with pytest.raises(RefusedError, match=text):
+                ParameterClient(Counter(), servers=turned, worker=1)
+            ParameterClient(Counter(), servers=addresses, worker=1).close()
+
+
+def step_once(path: Path) -> None:
+    """A checkpoint of new_server() with one step."""
+    from test_service import train
+
+    with serving(new_server(checkpoint=path)) as address:
+        train(address, 1, 1)
+
+
+def test_a_checkpoint_of_another_model_names_the_first_difference(tmp_path: Path) -> None:
+    step_once(tmp_path / "c.pt")
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 12))
+    text = r"c\.pt does not fit: .*another model .*: first difference 2\.weight \(12, 100\) "
+    with pytest.raises(ValueError, match=text + r"float32 here, 2\.weight \(10, 100\)"):
+        new_server(model=other, checkpoint=tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=r"c\.pt does not fit: it has optimizer_class 'SGD'"):
+        new_server("adamw", checkpoint=tmp_path / "c.pt")
+
+
+def test_a_checkpoint_of_another_number_of_workers_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step_once(tmp_path / "c.pt")
+    server = new_server(workers=3, checkpoint=tmp_path / "c.pt")
+    assert "is of a parameter service with 1 workers, and this one has 3" in caplog.text
+    assert server.stats().steps == 1
+    server.stop()
+    server.serve()
+
+
+def test_the_folder_of_a_checkpoint_has_to_exist(tmp_path: Path) -> None:
+    text = f"the folder of the checkpoint does not exist: {tmp_path / 'no'}"
+    with pytest.raises(FileNotFoundError, match=text):
+        new_server(checkpoint=tmp_path / "no" / "c.pt")
+
+
+def test_the_command_names_its_own_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import test_service
+
+    from pycomm.cli import main
+
+    monkeypatch.delenv("PADDLE_TRAINERS_NUM", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    make = f"{test_service.__file__}:make_counter"
+    assert main(["serve", make, "--listen", "127.0.0.1:0"]) == 1
+    assert "--workers is missing: pass it, or set PADDLE_TRAINERS_NUM" in capsys.readouterr().err
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "0")
+    assert main(["serve", make, "--listen", "127.0.0.1:0"]) == 1
+    assert "--workers is 0" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # as before the command
+
+
+def test_help_has_defaults_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    from pycomm.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("(default: 60)", "(default: 10)", "Example: pycomm serve train.py:make"):
+        assert part in text
+
+
+def test_sigterm_before_the_server_is_made_ends_with_0(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\n\n\ndef make():\n    print('making', flush=True)\n    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "pycomm", "serve", f"{tmp_path / 'slow.py'}:make"]
+    options = ["--listen", "127.0.0.1:0", "--workers", "1"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "making\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def test_a_server_that_nobody_has_joined_writes_no_checkpoint(tmp_path: Path) -> None:
+    options = ("--workers", "1", "--checkpoint", str(tmp_path / "c.pt"))
+    with serve_command(*options) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert "goes on" not in output
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_a_schedule_of_the_learning_rate_goes_on_after_a_restart(tmp_path: Path) -> None:
+    """The gradient is 1, so each step moves the parameter by the learning rate."""
+
+    def served() -> ParameterServer:
+        model = Counter()
+        optimizer = optim.SGD(model.parameters(), lr=1.0)
+        return ParameterServer(
+            model,
+            optimizer,
+            listen="127.0.0.1:0",
+            workers=1,
+            checkpoint=tmp_path / "c.pt",
+            scheduler=optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
+        )
+
+    found = []
+    for steps in (5, 3):  # a restart in between
+        with serving(served()) as address:
+            model = Counter()
+            with ParameterClient(model, servers=address, worker=0) as client:
+                for _ in range(steps):
+                    found.append(count(client, model, 1))
+    assert found == [1, 2, 2.5, 3, 3.25, 3.5, 3.625, 3.75]
