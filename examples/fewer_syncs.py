@@ -31,7 +31,9 @@ def train(method: type[pycomm.LocalSGD]) -> str:
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()  # this rank alone
         local.step()  # on every rank, equally often; each 20th call syncs
-    local.sync()  # before you evaluate or save: now all ranks are equal
+    # Before you evaluate or save: now all ranks are equal. LocalSGD averages again, its 11th sync.
+    # DiLoCo has just synced in step 200, its 10th, and does nothing more.
+    local.sync()
     stats = local.stats()
     with torch.no_grad():
         accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()

@@ -97,6 +97,7 @@ SHORT = {
         f"LocalSGD: 11 syncs in 200 steps, {PERCENT}",
         f"DiLoCo: 10 syncs in 200 steps, {PERCENT}",
     ],
+    "parameter_service.py": [f"worker 0: 200 steps, {PERCENT}"],
     "fsdp2.py": [
         "rank 0 holds 2405 of 4810 parameters",
         "rank 1 holds 2405 of 4810 parameters",
@@ -119,7 +120,8 @@ SHORT = {
     ],
 }
 
-OF_THEIR_OWN = ("failures.py", "restart.py")
+RUN_ELSEWHERE = ("failures.py", "restart.py", "parameter_service.py")
+"""The first two below, the third by service/test_service_docs.py: it has no ranks."""
 
 
 def test_each_short_example_is_run_here_and_short() -> None:
@@ -158,7 +160,7 @@ def test_the_tour_shows_what_they_print() -> None:
 
 
 @pytest.mark.needs_native
-@pytest.mark.parametrize("name", [name for name in SHORT if name not in OF_THEIR_OWN])
+@pytest.mark.parametrize("name", [name for name in SHORT if name not in RUN_ELSEWHERE])
 @pytest.mark.in_shares
 def test_short_example(name: str) -> None:
     pytest.importorskip("sklearn")

@@ -362,14 +362,19 @@ def test_what_does_not_fit_is_refused_with_a_sentence() -> None:
     with serving(new_server(workers=2)) as address:
         model = make_model()
         first = ParameterClient(model, servers=address, worker=0)
-        with pytest.raises(RefusedError, match="worker=2 is too large: .*2 workers, numbered from 0 to 1"):
+        with pytest.raises(
+            RefusedError, match="worker=2 is too large: .*2 workers, numbered from 0 to 1"
+        ):
             ParameterClient(make_model(), servers=address, worker=2)
         with pytest.raises(RefusedError, match="worker 1 has staleness=3, and the service .*=0"):
             ParameterClient(make_model(), servers=address, worker=1, staleness=3)
         two = [address, "127.0.0.1:1"]
         with pytest.raises(RefusedError, match="worker 1 lists 2 servers, and the service has 1"):
             ParameterClient(make_model(), servers=two, worker=1)
-        with pytest.raises(RefusedError, match=r": weight \(2, 2\) float32 here, 0.weight \(100, 200\) float32 there"):
+        with pytest.raises(
+            RefusedError,
+            match=r": weight \(2, 2\) float32 here, 0.weight \(100, 200\) float32 there",
+        ):
             ParameterClient(nn.Linear(2, 2), servers=address, worker=1)
         with ParameterClient(make_model(), servers=address, worker=1):
             first.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from documents import read
+from ranks import free_port
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 PAGE = "docs/parameter-service.md"
@@ -43,7 +45,9 @@ def test_the_pages_server_and_workers_train(
     try:
         assert server.stdout is not None
         address = server.stdout.readline().split()[-1]
-        code = compile(blocks("worker")[number], PAGE, "exec")
+        arguments = "servers, worker = sys.argv[1], int(sys.argv[2])\n"  # threads share them
+        assert arguments in blocks("worker")[0]
+        code = compile(blocks("worker")[number].replace(arguments, ""), PAGE, "exec")
         monkeypatch.setenv("PADDLE_PSERVERS_IP_PORT_LIST", address)
         losses: dict[int, tuple[float, float]] = {}
 
@@ -83,3 +87,39 @@ def test_the_pages_server_and_workers_train(
     finally:
         server.kill()
         server.communicate()
+
+
+def test_the_pages_first_three_commands_print_what_it_shows() -> None:
+    """Each console block is a command and its output; all three run at once, from the root."""
+    pytest.importorskip("sklearn")
+    root = Path(__file__).resolve().parents[3]
+    shown = re.findall(r"^```console\n\$ python (.*)\n([^`]*)^```$", read(PAGE), re.M)
+    assert len(shown) == 3
+    address = f"127.0.0.1:{free_port()}"
+    # The checkout before an installed package: with -m Python puts it there itself.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command.replace("127.0.0.1:6170", address).split()],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for command, _ in shown
+    ]
+    try:
+        for process, (_, expected) in zip(processes, shown, strict=True):
+            output, _ = process.communicate(timeout=100)
+            assert process.returncode == 0
+            said = expected.replace("127.0.0.1:6170", address)
+            pattern = re.sub(
+                r"accuracy \d\d\\\.\d",
+                r"accuracy [89]\\d\\.\\d",
+                re.escape(said).replace("\\ ", " "),
+            )
+            assert re.fullmatch(pattern, output), (said, output)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
