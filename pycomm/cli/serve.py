@@ -11,7 +11,6 @@ from typing import Any
 
 from pycomm import errors
 
-
 _LISTEN = "the address that workers reach this server by; with port 0 the kernel chooses one"
 
 

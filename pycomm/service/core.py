@@ -295,9 +295,10 @@ class ServerCore:
             layout = Layout(self._model, terms.servers, sliced=terms.sliced)
             if layout.digest != terms.digest:
                 # Checkpoints of older versions do not have the parameters' shapes.
-                known = state.get("parameters")
-                where = f": first difference {first_difference(layout.described, known)}"
-                raise ValueError(f"it holds another model than this server{where if known else ''}")
+                where = ""
+                if (known := state.get("parameters")) is not None:
+                    where = f": first difference {first_difference(layout.described, known)}"
+                raise ValueError(f"it holds another model than this server{where}")
             begun = self._begin(terms, layout)
             begun.shard.load_state_dict(state["shard"])
             begun.schedule.load_state_dict(state["schedule"])

@@ -65,8 +65,7 @@ def workers_from(given: int | None, what: str) -> int:
     Raises:
         ValueError: There is neither, or it is less than 1.
     """
-    variable = "PADDLE_TRAINERS_NUM"
-    number = number_from(given, variable, os.environ.get(variable), what)
+    number = number_from(given, "PADDLE_TRAINERS_NUM", os.environ.get("PADDLE_TRAINERS_NUM"), what)
     if number < 1:
         raise ValueError(f"{what} is 0: a service needs at least one worker")
     return number

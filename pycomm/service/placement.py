@@ -82,7 +82,7 @@ def digest(slices: Sequence[Slice], dtypes: Sequence[str]) -> str:
 
 
 def first_difference(here: Sequence[Any], there: Sequence[Any]) -> str:
-    """Where two models differ first. Both are lists of [name, shape, dtype] in the models' order."""
+    """Where two models differ first. Each is a list of [name, shape, dtype], in its order."""
     for mine, theirs in itertools.zip_longest(here, there):
         if mine != theirs:
             return f"{_described(mine)} here, {_described(theirs)} there"

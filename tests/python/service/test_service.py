@@ -363,10 +363,10 @@ def test_what_does_not_fit_is_refused_with_a_sentence() -> None:
         model = make_model()
         first = ParameterClient(model, servers=address, worker=0)
         with pytest.raises(
-            RefusedError, match="worker=2 is too large: .*2 workers, numbered from 0 to 1"
+            RefusedError, match=r"worker=2 is too large: .*2 workers, numbered from 0 to 1"
         ):
             ParameterClient(make_model(), servers=address, worker=2)
-        with pytest.raises(RefusedError, match="worker 1 has staleness=3, and the service .*=0"):
+        with pytest.raises(RefusedError, match=r"worker 1 has staleness=3, and the service .*=0"):
             ParameterClient(make_model(), servers=address, worker=1, staleness=3)
         two = [address, "127.0.0.1:1"]
         with pytest.raises(RefusedError, match="worker 1 lists 2 servers, and the service has 1"):

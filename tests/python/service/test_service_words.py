@@ -108,13 +108,15 @@ def test_an_exception_inside_with_is_no_goodbye() -> None:
 
 
 def test_servers_in_another_order_are_refused() -> None:
-    with serving(counter_server(workers=2), counter_server(workers=2)) as addresses:
-        with ParameterClient(Counter(), servers=addresses, worker=0):
-            turned = ",".join(reversed(addresses.split(",")))
-            text = "this is server 1 in the other workers' list, and server 0 in that of worker 1"
-            with pytest.raises(RefusedError, match=text):
-                ParameterClient(Counter(), servers=turned, worker=1)
-            ParameterClient(Counter(), servers=addresses, worker=1).close()
+    with (
+        serving(counter_server(workers=2), counter_server(workers=2)) as addresses,
+        ParameterClient(Counter(), servers=addresses, worker=0),
+    ):
+        turned = ",".join(reversed(addresses.split(",")))
+        text = "this is server 1 in the other workers' list, and server 0 in that of worker 1"
+        with pytest.raises(RefusedError, match=text):
+            ParameterClient(Counter(), servers=turned, worker=1)
+        ParameterClient(Counter(), servers=addresses, worker=1).close()
 
 
 def step_once(path: Path) -> None:
