@@ -35,6 +35,7 @@ class _Server:
     def __init__(self, host: str, port: int, number: int) -> None:
         self.host, self.port, self.number = host, port, number
         self.acknowledged = 0
+        self.begun: int | None = None  # the clock that the server gave this process first
         self.reached = False  # once at least
         self.session: Session | None = None
         self.store: TCPStore | None = None  # the group of two asks it when it fails
@@ -271,6 +272,7 @@ class ParameterClient:
             worker=self._worker,
             incarnation=self._incarnation,
             clock=server.acknowledged,
+            begun=server.begun,
             server=server.number,
             servers=len(self._servers),
             staleness=self._staleness,
@@ -297,8 +299,8 @@ class ParameterClient:
         welcome = session.receive()
         if welcome.kind is not Kind.WELCOME:
             raise RefusedError(f"{server.name}: {welcome.text or 'not welcome'}")
-        if server.acknowledged == 0 and self._clock == 0:
-            server.acknowledged = welcome.clock
+        if server.begun is None:
+            server.begun = server.acknowledged = welcome.clock
         server.store = store
         server.reached = True
         return session

@@ -143,7 +143,7 @@ class ServerCore:
         with self._changed:
             begun = self._now()
             lost_before = begun.schedule.lost_pushes
-            clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock)
+            clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock, hello.begun)
             _log_lost(begun, hello.worker, lost_before)
             for kept in [each for each in begun.kept if each[0] == hello.worker]:
                 if kept[1] > clock:  # of a process that another one has replaced

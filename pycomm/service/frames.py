@@ -68,6 +68,8 @@ class Hello:
     worker: int
     incarnation: int
     clock: int
+    begun: int | None
+    """The clock that the server gave this process first; None if it is new to the server."""
     server: int
     servers: int
     staleness: int | None
@@ -105,9 +107,10 @@ def decode_hello(data: bytes) -> Hello:
         value = said[name]
         if type(value) is not int or not 0 <= value <= most:
             raise ValueError(f"a hello whose {name} is not a number from 0 to {most}")
-    staleness = said["staleness"]
-    if staleness is not None and (type(staleness) is not int or not 0 <= staleness <= MOST_STEPS):
-        raise ValueError("a hello whose staleness is neither null nor a number")
+    for name in ("staleness", "begun"):
+        value = said[name]
+        if value is not None and (type(value) is not int or not 0 <= value <= MOST_STEPS):
+            raise ValueError(f"a hello whose {name} is neither null nor a number")
     if not (isinstance(said["digest"], str) and isinstance(said["host"], str)):
         raise ValueError("a hello whose digest or host is no text")
     if type(said["sliced"]) is not bool:

@@ -37,7 +37,7 @@ class Worker:
     clock: int = 0
     """Of its last push that came or that it says was acknowledged."""
     applied: int = 0
-    """The clock of its last push that is in the parameters."""
+    """Up to this clock its pushes are in the parameters, or counted as lost."""
     live: bool = True
 
 
@@ -71,8 +71,14 @@ class Schedule:
     def workers(self) -> Mapping[int, Worker]:
         return self._workers
 
-    def joined(self, worker: int, incarnation: int, clock: int) -> int:
-        """A process says that it is ``worker`` and that ``clock`` steps of it were acknowledged.
+    def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
+        """A process says that it is ``worker``.
+
+        Args:
+            worker: Its number.
+            incarnation: Drawn by the process.
+            clock: Its last step that this server has acknowledged.
+            begun: The clock that this server gave it first; None if it is new.
 
         Returns:
             The clock with which it goes on: its own, or for a new process what the slowest live
@@ -91,13 +97,17 @@ class Schedule:
             known.live = True
             if clock > known.clock:  # the server was restarted from an older state
                 self._lose(clock - known.clock)
-                known.clock = clock
+                known.clock = known.applied = clock
             return known.clock
         if known is not None:
             self._replaced.add(known.incarnation)
             for kept in self._kept.values():
                 kept.discard(worker)
-        begin = max(clock, self.version if self.staleness == 0 else self._slowest(but=worker))
+        if begun is not None:  # the server was restarted from a state without this process
+            self._lose(max(0, clock - begun))
+            begin = clock
+        else:
+            begin = self.version if self.staleness == 0 else self._slowest(but=worker)
         self._workers[worker] = Worker(incarnation, clock=begin, applied=begin)
         return begin
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -13,19 +15,30 @@ SCHEDULES = 1000
 STEPS = 60
 
 
+Push = tuple[int, int, int]
+"""Worker, incarnation, clock."""
+
+
 @dataclasses.dataclass
 class Client:
     """What a worker knows of itself."""
 
     number: int
     incarnation: int
+    begun: int = 0
     acknowledged: int = 0
     connected: bool = True
     wants_pull: bool = False
 
+    def pushes(self) -> set[Push]:
+        """Those that were acknowledged."""
+        clocks = range(self.begun + 1, self.acknowledged + 1)
+        return {(self.number, self.incarnation, clock) for clock in clocks}
+
 
 class World:
-    """A schedule under test beside a record of what happened to each push, kept apart from it."""
+    """A schedule under test beside a record of where each push is, which never asks the schedule:
+    in the parameters, kept, or counted as lost."""
 
     def __init__(self, kind: type[Schedule], seed: int) -> None:
         self.random = random.Random(seed)
@@ -34,21 +47,29 @@ class World:
         self.workers = self.random.randint(2, 4)
         self.schedule = kind(self.workers, self.staleness)
         self.incarnations = 0
-        self.clients = {number: self.join_new(number) for number in range(self.workers)}
-        self.applied: list[tuple[int, int, int]] = []  # worker, incarnation, clock
-        self.kept: set[tuple[int, int, int]] = set()
-        self.saved = (self.schedule.state_dict(), list(self.applied))
-        self.expected_lost = 0
-        self.counted_lost: set[tuple[int, int, int]] = set()
+        self.clients: dict[int, Client] = {}  # those that have come
+        self.applied: set[Push] = set()
+        self.kept: set[Push] = set()
+        self.lost: set[Push] = set()
+        self.save()
+        for number in range(self.random.randint(1, self.workers)):
+            self.join_new(number)
 
-    def join_new(self, number: int) -> Client:
+    def join_new(self, number: int) -> None:
+        self.kept = {each for each in self.kept if each[0] != number}
+        others = [each for each in self.clients.values() if each.number != number]
+        live = [each.acknowledged for each in others if each.connected]
         self.incarnations += 1
         client = Client(number, self.incarnations)
-        client.acknowledged = self.schedule.joined(number, client.incarnation, 0)
-        return client
+        client.begun = self.schedule.joined(number, client.incarnation, 0)
+        client.acknowledged = client.begun
+        if self.staleness != 0 and live:
+            assert client.begun == min(live), "a new process begins too early or too late"
+        self.clients[number] = client
 
     def apply_due(self) -> None:
         while (due := self.schedule.due()) is not None:
+            assert len(self.clients) == self.workers, "a step before all have come"
             clock, workers = due
             assert workers == sorted(workers)
             for worker in workers:
@@ -57,21 +78,25 @@ class World:
                 self.kept.discard(found[0])
                 self.note_applied(found[0])
 
-    def note_applied(self, push: tuple[int, int, int]) -> None:
+    def note_applied(self, push: Push) -> None:
         assert push not in self.applied, f"{push} was applied twice"
-        self.applied.append(push)
+        self.applied.add(push)
 
-    def push(self, client: Client, *, again: bool) -> None:
-        """``again``: the worker did not hear the acknowledgement, and sends the push once more."""
+    def push(self, client: Client, clock: int) -> PushVerdict:
+        push = (client.number, client.incarnation, clock)
+        verdict = self.schedule.pushed(client.number, clock)
+        if verdict is PushVerdict.APPLY:
+            self.note_applied(push)
+        elif verdict is PushVerdict.KEEP:
+            assert push not in self.kept, f"{push} was applied twice"
+            self.kept.add(push)
+        self.apply_due()
+        return verdict
+
+    def push_next(self, client: Client) -> None:
         clock = client.acknowledged + 1
-        for _ in range(2 if again else 1):
-            push = (client.number, client.incarnation, clock)
-            verdict = self.schedule.pushed(client.number, clock)
-            if verdict is PushVerdict.APPLY:
-                self.note_applied(push)
-            elif verdict is PushVerdict.KEEP:
-                self.kept.add(push)
-            self.apply_due()
+        verdict = self.push(client, clock)
+        assert verdict is not PushVerdict.REPEATED, "a new push was dropped"
         client.acknowledged = clock
         client.wants_pull = True
 
@@ -82,75 +107,91 @@ class World:
         if self.staleness is None:
             return True
         bound = client.acknowledged - self.staleness
+        assert bound <= 0 or len(self.clients) == self.workers, "a pull before all have come"
         for other in self.clients.values():
-            if not self.schedule.workers[other.number].live:
+            if not other.connected:
                 continue
-            reached = max(self.schedule.workers[other.number].clock, other.acknowledged)
-            assert reached >= bound, f"{client} does not wait for {other}"
+            assert other.acknowledged >= bound, f"{client} does not wait for {other}"
             waiting = [each for each in self.kept if each[0] == other.number and each[2] <= bound]
             assert not waiting, f"{client} was answered without {waiting}"
         return True
 
+    def save(self) -> None:
+        self.saved = (self.schedule.state_dict(), set(self.applied), set(self.lost))
+
     def restart(self) -> None:
-        state, applied = self.saved
+        state, applied, lost = self.saved
         self.schedule = self.kind(self.workers, self.staleness)
         self.schedule.load_state_dict(state)
-        self.applied = list(applied)
-        self.kept = set()
-        for client in self.clients.values():
-            known = self.schedule.workers.get(client.number)
-            if known is None or known.incarnation != client.incarnation:
-                try:
-                    self.schedule.joined(client.number, client.incarnation, client.acknowledged)
-                except StaleWorkerError:
-                    self.clients[client.number] = self.join_new(client.number)
-                continue
-            lost = client.acknowledged - known.applied
-            before = self.schedule.lost_pushes
-            self.schedule.joined(client.number, client.incarnation, client.acknowledged)
-            assert self.schedule.lost_pushes - before == lost, "a lost push was not counted"
-            client.connected = True
+        self.applied, self.lost, self.kept = set(applied), set(lost), set()
+        clients = list(self.clients.values())
+        self.random.shuffle(clients)
+        replaced = []
+        for client in clients:
+            try:
+                self.rejoin(client)
+            except StaleWorkerError:  # the state is of before it was replaced
+                replaced.append(client.number)
+            else:
+                self.lost |= client.pushes() - self.applied
+        assert not replaced, "the newest process of a worker was refused"
         self.apply_due()
 
+    def rejoin(self, client: Client) -> None:
+        self.schedule.joined(client.number, client.incarnation, client.acknowledged, client.begun)
+        client.connected = True
+
+    def check_lost(self) -> None:
+        assert self.schedule.lost_pushes == len(self.lost), "lost pushes are counted wrongly"
+        for client in self.clients.values():
+            gone = client.pushes() - self.applied - self.kept - self.lost
+            assert not gone, f"{gone} vanished"
+
     def one_event(self) -> None:
-        client = self.clients[self.random.randrange(self.workers)]
+        number = self.random.randrange(self.workers)
         event = self.random.random()
-        if event < 0.04 and client.connected:
-            client.connected = False
-            self.schedule.left(client.number)
-            self.apply_due()
-        elif event < 0.07:
-            self.saved = (self.schedule.state_dict(), list(self.applied))
-        elif event < 0.09:
+        if event < 0.04:
+            self.save()
+        elif event < 0.08:
             self.restart()
+        elif (client := self.clients.get(number)) is None:
+            if event < 0.3:
+                self.join_new(number)
+        elif event < 0.12 and client.connected:
+            client.connected = False
+            self.schedule.left(number)
         elif not client.connected:
             if self.random.random() < 0.5:  # it was only slow
-                self.schedule.joined(client.number, client.incarnation, client.acknowledged)
-                client.connected = True
+                self.rejoin(client)
             else:
-                self.kept = {each for each in self.kept if each[0] != client.number}
-                self.clients[client.number] = self.join_new(client.number)
-            self.apply_due()
+                self.join_new(number)
+        elif event < 0.25 and client.acknowledged > client.begun:  # its answer was lost, or is late
+            clock = self.random.randint(client.begun + 1, client.acknowledged)
+            assert self.push(client, clock) is PushVerdict.REPEATED, f"{clock} was applied twice"
         elif client.wants_pull:
             self.pull(client)
         else:
-            self.push(client, again=self.random.random() < 0.2)
+            self.push_next(client)
+        self.apply_due()
+        self.check_lost()
 
     def nobody_waits_for_ever(self) -> None:
         """With all connected, some worker can always go on."""
-        for client in self.clients.values():
-            if not client.connected:
-                self.schedule.joined(client.number, client.incarnation, client.acknowledged)
-                client.connected = True
+        for number in range(self.workers):
+            if number not in self.clients:
+                self.join_new(number)
+            elif not self.clients[number].connected:
+                self.rejoin(self.clients[number])
         self.apply_due()
         for _ in range(self.workers * STEPS * 2):
             for client in self.clients.values():
                 if not client.wants_pull and client.acknowledged < 2 * STEPS:
-                    self.push(client, again=False)
+                    self.push_next(client)
             pulled = [self.pull(client) for client in self.clients.values() if client.wants_pull]
             if all(each.acknowledged >= 2 * STEPS for each in self.clients.values()):
-                return
+                break
             assert any(pulled), "all wait for each other"
+        self.check_lost()
 
 
 def run(kind: type[Schedule], schedules: int = SCHEDULES) -> None:
@@ -191,17 +232,96 @@ class WaitsForTheDead(Schedule):
         pass
 
 
+class SavesWhatIsKept(Schedule):
+    def state_dict(self) -> dict[str, Any]:
+        workers = {number: [each.incarnation, each.clock] for number, each in self.workers.items()}
+        return {**super().state_dict(), "workers": workers}
+
+
+class ForgetsTheCount(Schedule):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({**state, "lost_pushes": 0})
+
+
+class CountsAgain(Schedule):
+    def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
+        before = self.workers.get(worker)
+        applied = None if before is None else before.applied
+        begin = super().joined(worker, incarnation, clock, begun)
+        if applied is not None and self.workers[worker] is before:
+            before.applied = applied
+        return begin
+
+
+class StartsAtZero(Schedule):
+    def _slowest(self, but: int) -> int:
+        return 0
+
+
+class TakesAnOldProcessForANewOne(Schedule):
+    def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
+        return super().joined(worker, incarnation, clock, None)
+
+
+class DoesNotWaitForThoseToCome(Schedule):
+    def may_pull(self, worker: int) -> bool:
+        expected, self._expected = self._expected, 0
+        try:
+            return super().may_pull(worker)
+        finally:
+            self._expected = expected
+
+
+class LeavesThemDead(Schedule):
+    def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
+        before = self.workers.get(worker)
+        live = before is None or before.live
+        begin = super().joined(worker, incarnation, clock, begun)
+        if self.workers[worker] is before:
+            before.live = live
+        return begin
+
+
+LOST = "lost pushes are counted wrongly"
+
+
 @pytest.mark.parametrize(
     ("kind", "noticed"),
     [
-        (PullsOneTooOld, "does not wait for|was answered without"),
+        (PullsOneTooOld, "does not wait for|was answered without|before all have come"),
         (AppliesAgain, "was applied twice"),
-        (ForgetsToCount, "a lost push was not counted"),
+        (ForgetsToCount, LOST),
+        (SavesWhatIsKept, LOST),
+        (ForgetsTheCount, LOST),
+        (CountsAgain, LOST),
+        (StartsAtZero, "begins too early"),
+        (TakesAnOldProcessForANewOne, LOST),
+        (DoesNotWaitForThoseToCome, "a pull before all have come"),
+        (LeavesThemDead, "does not wait for|was answered without"),
     ],
 )
 def test_a_wrong_rule_is_noticed(kind: type[Schedule], noticed: str) -> None:
     with pytest.raises(AssertionError, match=noticed):
         run(kind, 200)
+
+
+def test_a_worker_that_began_at_another_servers_clock_loses_nothing() -> None:
+    schedule = Schedule(2, 1)
+    schedule.joined(0, 10, 0)
+    schedule.joined(1, 11, 0)
+    schedule.skipped(0, 5)
+    assert not schedule.may_pull(0)  # five ahead
+    assert schedule.pushed(0, 6) is PushVerdict.APPLY
+    assert schedule.lost_pushes == 0
+
+
+def test_a_process_that_the_checkpoint_does_not_know_goes_on_with_its_clock() -> None:
+    """Its next push is new, although another worker is far ahead; the ones before are lost."""
+    schedule = Schedule(2, None)
+    schedule.joined(0, 10, 100, 0)
+    assert schedule.joined(1, 11, 50, 48) == 50
+    assert schedule.lost_pushes == 102
+    assert schedule.pushed(1, 51) is PushVerdict.APPLY
 
 
 def test_a_worker_that_left_is_not_waited_for() -> None:
