@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -223,7 +224,8 @@ class DiLoCo(LocalSGD):
     def state_dict(self) -> dict[str, Any]:
         """Also the parameters of the last sync, by name, and the outer optimizer's state."""
         anchor = {name: tensor.clone() for name, tensor in self._anchor.items()}
-        return {**super().state_dict(), "anchor": anchor, "outer": self._outer.state_dict()}
+        outer = copy.deepcopy(self._outer.state_dict())  # torch's has the live momentum in it
+        return {**super().state_dict(), "anchor": anchor, "outer": outer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where ``state_dict()`` was taken.
@@ -238,7 +240,7 @@ class DiLoCo(LocalSGD):
         with torch.no_grad():
             for name, anchor in self._anchor.items():
                 anchor.copy_(state["anchor"][name])
-        self._outer.load_state_dict(state["outer"])
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))  # torch keeps the tensors
 
 
 def nesterov(tensors: list[torch.Tensor]) -> Optimizer:

@@ -295,7 +295,7 @@ class StreamingDiLoCo(LocalSGD):
             for number, fragment in enumerate(self._fragments):
                 for name, anchor in fragment.anchor.items():
                     anchor.copy_(state["anchor"][name])
-                fragment.outer.load_state_dict(state["outer"][number])
+                fragment.outer.load_state_dict(copy.deepcopy(state["outer"][number]))
                 fragment.version = int(state["versions"][number])
                 fragment.compared = False
         if (flight := state["flight"]) is not None:

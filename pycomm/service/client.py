@@ -216,22 +216,24 @@ class ParameterClient:
 
     def _retrying(self, server: _Server, call: Callable[[Session], T]) -> T:
         """``call`` with a connection that works; tried again while the server is away."""
-        until = time.monotonic() + self._reconnect
-        logged = False
+        until: float | None = None  # from the first failure on: a pull may wait for long before
         while True:
+            left = self._reconnect if until is None else until - time.monotonic()
             try:
                 if server.session is None:
-                    server.session = self._connect(server, until - time.monotonic())
+                    server.session = self._connect(server, left)
                 return call(server.session)
             except RefusedError:
                 server.drop()
                 raise
             except Exception as error:
                 server.drop()
+                first = until is None
+                if until is None:
+                    until = time.monotonic() + self._reconnect
                 if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
                     raise ConnectionError(self._why_lost(server, error)) from error
-                if not logged:
-                    logged = True
+                if first:
                     logger.warning(
                         "worker %d %s %s, and retries for %g s: %s",
                         self._worker,

@@ -278,6 +278,7 @@ class ServerCore:
             return begun.schedule.version, {
                 "terms": dataclasses.asdict(begun.terms),
                 "workers": self._workers,
+                "ended": sorted(self._ended),
                 "parameters": begun.layout.described,
                 "schedule": begun.schedule.state_dict(),
                 "shard": begun.shard.state_dict(),
@@ -302,6 +303,11 @@ class ServerCore:
             begun = self._begin(terms, layout)
             begun.shard.load_state_dict(state["shard"])
             begun.schedule.load_state_dict(state["schedule"])
+            ended = {int(worker) for worker in state.get("ended", ())}
+            if len(ended) < self._workers:  # else the job is over, and its file begins another one
+                self._ended = ended
+                for worker in ended:
+                    begun.schedule.left(worker)
             if self._scheduler is not None and state["scheduler"] is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
             if (workers_then := state.get("workers", self._workers)) != self._workers:

@@ -79,6 +79,7 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}  # by worker; guarded by _lock
         self._threads: list[threading.Thread] = []
+        self._stop_asked = False
         self._stopping = threading.Event()
         self._file = None if checkpoint is None else CheckpointFile(checkpoint)
         try:
@@ -107,7 +108,8 @@ class ParameterServer:
 
     def stop(self) -> None:
         """Lets serve() return. On any thread, or in a signal handler."""
-        self._stopping.set()
+        # No Event: a handler may run inside its wait(), which holds the lock that set() needs.
+        self._stop_asked = True
 
     def serve(self) -> None:
         """Serves until all workers have said goodbye, or stop(); then writes a checkpoint.
@@ -127,14 +129,22 @@ class ParameterServer:
         waiting: dict[int, float] = {}
         seen = 0
         try:
-            while not self._stopping.wait(_LOOK_S) and self._core.failure is None:
+            while not self._stop_asked and self._core.failure is None:
+                time.sleep(_LOOK_S)
                 if self._core.all_ended() and not self._sessions:
                     break
                 seen = self._greet(waiting, seen)
                 self._core.forget_absent(self._rejoin)
                 notices.log(self._core.attendance(), time.monotonic())
                 if time.monotonic() >= write_at:
-                    self.write_checkpoint()
+                    try:
+                        self.write_checkpoint()
+                    except OSError as error:  # such as a full disk: what is served is not lost
+                        logger.warning(
+                            "the checkpoint could not be written, and is tried again in %g s: %s",
+                            self._checkpoint_every,
+                            error,
+                        )
                     write_at = time.monotonic() + self._checkpoint_every
         finally:
             self._close()

@@ -1,0 +1,129 @@
+"""Who has ended, over restarts; the handler of a signal; and retries after a long wait."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from test_service import Counter, counter_server, serving
+from torch import nn, optim
+
+import pycomm
+from pycomm.service import ParameterClient
+from pycomm.service.core import ServerCore
+from pycomm.service.frames import Hello
+from pycomm.service.shard import Layout
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+
+
+def core_of_two() -> tuple[ServerCore, nn.Module]:
+    model = nn.Linear(1, 1, bias=False)
+    return ServerCore(model, optim.SGD(model.parameters(), lr=1.0), None, 2), model
+
+
+def join(core: ServerCore, model: nn.Module, worker: int) -> None:
+    hello = Hello(
+        worker=worker,
+        incarnation=worker + 1,
+        clock=0,
+        begun=None,
+        server=0,
+        servers=1,
+        staleness=0,
+        digest=Layout(model, 1, sliced=True).digest,
+        sliced=True,
+        host="127.0.0.1",
+    )
+    assert core.agree(hello) is None
+    core.join(hello)
+
+
+@pytest.mark.parametrize("goodbyes", [1, 2])
+def test_a_goodbye_from_before_a_restart_counts(goodbyes: int) -> None:
+    core, model = core_of_two()
+    for worker in range(2):
+        join(core, model, worker)
+    for worker in range(goodbyes):
+        core.goodbye(worker, worker + 1)
+    saved = core.state_dict(unless_version=-1)
+    assert saved is not None
+    again, model = core_of_two()
+    again.load_state_dict(saved[1])
+    # All had ended: the file is the beginning of another job, which must not end at once.
+    assert not again.all_ended()
+    if goodbyes == 1:
+        join(again, model, 1)
+        again.goodbye(1, 2)
+        assert again.all_ended()
+
+
+def test_stop_in_a_signal_handler_ends_the_server() -> None:
+    server = counter_server()
+    signals = 2000
+    before = signal.signal(signal.SIGUSR2, lambda *_: server.stop())
+    main = threading.get_ident()
+
+    def shower() -> None:
+        for _ in range(signals):
+            signal.pthread_kill(main, signal.SIGUSR2)
+
+    sender = threading.Thread(target=shower)
+    try:
+        sender.start()
+        server.serve()
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_time_for_retries_begins_with_the_first_failure() -> None:
+    with serving(counter_server()) as address:
+        client = ParameterClient(Counter(), servers=address, worker=0, reconnect=1.0)
+        calls = []
+
+        def fails_once_after_a_long_wait(session: object) -> str:
+            calls.append(session)
+            if len(calls) == 1:
+                time.sleep(1.5)
+                raise RuntimeError("the connection broke")
+            return "answered"
+
+        assert client._retrying(client._servers[0], fails_once_after_a_long_wait) == "answered"
+        assert len(calls) == 2
+        client.close()
+
+
+@pytest.mark.parametrize("kind", ["DiLoCo", "StreamingDiLoCo"])
+def test_a_saved_state_shares_no_tensor_with_training(kind: str) -> None:
+    torch.distributed.init_process_group(
+        "pycomm", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = nn.Linear(2, 1, bias=False)
+        local = getattr(pycomm, kind)(model, sync_every=1)
+
+        def train() -> None:
+            with torch.no_grad():
+                model.weight += 1.0
+            local.step()
+
+        train()
+        state = local.state_dict()
+        weights = model.weight.detach().clone()
+        kept = copy.deepcopy(state)
+        results = []
+        for _ in range(3):
+            local.load_state_dict(state)
+            with torch.no_grad():
+                model.weight.copy_(weights)
+            train()
+            results.append(model.weight.detach().clone())
+        assert all(torch.equal(each, results[0]) for each in results)
+        assert str(state) == str(kept)
+    finally:
+        torch.distributed.destroy_process_group()
