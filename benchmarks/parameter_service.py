@@ -7,12 +7,14 @@ Ranks 0 to 3 are workers; the host of rank 4 has the one server. Servers are pro
 `python -m pycomm serve`, and the workers' all-reduce goes among the workers only.
 
 `step` sends parameters of 25 MB and computes nothing: push and pull of all of them in lock-step
-with one server, the same with a server on each worker's host, and all_reduce. They take turns.
+with one server, the same with a server on each worker's host, and all_reduce. They take turns. The
+check, after each turn: the worker has the parameters of that many steps.
 
 `slow` trains a small network on scikit-learn's digits. A step takes 20 ms, and on rank 3 80 ms:
-the rest of the time sleeps, as if a GPU computed. Rank 0 notes its parameters; their losses on 360
-digits that are not trained on are computed afterwards. Each method has the same learning rates to
-choose from, and the one with the least median time to the loss is shown.
+the rest of the time sleeps, as if a GPU computed. Rank 0 notes its parameters, with DiLoCo only
+directly after a sync; their losses on 360 digits that are not trained on are computed afterwards.
+Each method has learning rates of its own, so many that its best one is none of the outer two. All
+are printed. `--methods` makes one run of some of them, since all take ten minutes.
 """
 
 from __future__ import annotations
@@ -41,16 +43,27 @@ WORKERS = 4
 NUMEL = 1_250_000
 LAYERS = 5
 FAST_S, SLOW_S = 0.02, 0.08
-LEARNING_RATES = (0.2, 0.5, 1.0)
-METHODS = ("all_reduce", "diloco", "lock-step", "bound 8", "no bound")
+LEARNING_RATES = {
+    "no bound": (0.2, 0.3, 0.4),
+    "bound 8": (0.2, 0.3, 0.4),
+    "lock-step": (0.7, 1.0, 1.3),
+    "all_reduce": (0.7, 1.0, 1.3),
+    "momentum": (0.3, 0.5, 0.7),
+    "diloco 1": (0.5, 0.7, 1.0),
+    "diloco 2": (0.3, 0.5, 0.7, 1.0, 1.5),
+    "diloco 3": (0.5, 0.7, 1.0, 1.5),
+    "diloco 5": (0.5, 0.7, 1.0, 1.5),
+    "diloco 10": (0.3, 0.5, 0.7, 1.0, 1.5),
+}
+"""`momentum` is all_reduce with Nesterov momentum; the number of DiLoCo is its `sync_every`."""
 STALENESS = {"lock-step": 0, "bound 8": 8, "no bound": None}
-EVERY = 10  # local steps of DiLoCo
+LR = 0.01  # of the servers of `step`
 
 
 def make_wire() -> tuple[nn.Module, optim.Optimizer]:
     """What a server of `step` keeps."""
     model = nn.Sequential(*(nn.Linear(1, NUMEL, bias=False) for _ in range(LAYERS)))
-    return model, optim.SGD(model.parameters(), lr=0.01)
+    return model, optim.SGD(model.parameters(), lr=LR)
 
 
 def make_digits() -> tuple[nn.Module, optim.Optimizer]:
@@ -176,19 +189,21 @@ def train(method: str, lr: float, seed: int, seconds: float, workers: Any) -> No
     if rank < WORKERS:
         data = Digits(rank, seed)
         wrapped: Any = model
-        if method == "all_reduce":
-            wrapped = pycomm.DistributedDataParallel(model, process_group=workers)
-            local = None
+        local = None
+        if method.startswith("diloco"):
+            every = int(method.split()[1])
+            local = pycomm.DiLoCo(model, sync_every=every, process_group=workers)
         else:
-            local = pycomm.DiLoCo(model, sync_every=EVERY, process_group=workers)
+            wrapped = pycomm.DistributedDataParallel(model, process_group=workers)
+        if method == "momentum":
+            optimizer = optim.SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)
         dist.barrier(workers)
         notes = Notes(model)
         for _ in range(steps):
             data.backward(wrapped)
             optimizer.step()
-            if local is not None:
-                local.step()
-            notes.note()
+            if local is None or local.step():
+                notes.note()
     return notes
 
 
@@ -196,8 +211,8 @@ def table_slow(options: argparse.Namespace, workers: Any) -> None:
     runs = [
         (method, lr, seed)
         for seed in range(options.seeds)
-        for method in METHODS
-        for lr in LEARNING_RATES
+        for method in options.methods
+        for lr in LEARNING_RATES[method]
     ]
     random.Random(0).shuffle(runs)
     found: dict[tuple[str, float], list[float]] = {}
@@ -207,15 +222,21 @@ def table_slow(options: argparse.Namespace, workers: Any) -> None:
             assert notes is not None
             seconds = notes.seconds_to(options.target)
             found.setdefault((method, lr), []).append(seconds)
-            print(f"# {method:12} lr {lr:<5} seed {seed}: {seconds:.2f} s", flush=True)
     if dist.get_rank() != 0:
         return
-    print(f"{'method':12} {'lr':>5}  seconds to a loss of {options.target}: median [all]")
-    for method in METHODS:
-        medians = {lr: statistics.median(found[(method, lr)]) for lr in LEARNING_RATES}
-        best = min(medians, key=lambda lr: medians[lr])
-        each = ", ".join(f"{value:.2f}" for value in sorted(found[(method, best)]))
-        print(f"{method:12} {best:5}  {medians[best]:6.2f} [{each}]")
+    print(f"seconds to a loss of {options.target}; never: not in {options.seconds:g} s")
+    print(f"{'method':12} {'lr':>5} {'median':>7} [of each seed]")
+    for method in options.methods:
+        medians = {lr: statistics.median(found[method, lr]) for lr in LEARNING_RATES[method]}
+        best = min(medians.values())
+        for lr, median in medians.items():
+            each = ", ".join(map(shown, found[method, lr]))
+            mark = "  best" if median == best else ""
+            print(f"{method:12} {lr:5} {shown(median):>7} [{each}]{mark}")
+
+
+def shown(seconds: float) -> str:
+    return "never" if seconds == float("inf") else f"{seconds:.2f}"
 
 
 def table_step(options: argparse.Namespace, workers: Any) -> None:
@@ -224,12 +245,15 @@ def table_step(options: argparse.Namespace, workers: Any) -> None:
     with servers("make_wire", [WORKERS]) as one, servers("make_wire", range(WORKERS)) as four:
         took: dict[str, list[float]] = {}
         if rank < WORKERS:
-            clients = {}
+            clients, models, first = {}, {}, {}
             for name, addresses in (("one server", one), ("server on each host", four)):
                 model, _ = make_wire()
                 for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
+                    parameter.grad = torch.full_like(parameter, rank)
                 clients[name] = pycomm.ParameterClient(model, servers=addresses, worker=rank)
+                clients[name].pull()
+                models[name] = model
+                first[name] = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
             order = random.Random(0)
             for turn in range(options.turns + 1):
                 for name in order.sample(["all_reduce", *clients], len(clients) + 1):
@@ -241,6 +265,10 @@ def table_step(options: argparse.Namespace, workers: Any) -> None:
                         clients[name].push()
                         clients[name].pull()
                     seconds = torch.tensor([time.perf_counter() - begin])
+                    if name in clients:
+                        now = nn.utils.parameters_to_vector(models[name].parameters()).detach()
+                        expected = first[name] - (turn + 1) * LR * (WORKERS - 1) / 2
+                        torch.testing.assert_close(now, expected, rtol=0.0, atol=1e-5)
                     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=workers)
                     if turn:
                         took.setdefault(name, []).append(float(seconds))
@@ -260,7 +288,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--table", choices=["step", "slow"], required=True)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a run; default: %(default)s")
+    parser.add_argument(
+        "--methods",
+        type=lambda text: text.split(","),
+        default=list(LEARNING_RATES),
+        help="of slow, with commas; default: all",
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a run; default: %(default)s")
     parser.add_argument("--target", type=float, default=0.3, help="loss; default: %(default)s")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
