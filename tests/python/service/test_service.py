@@ -538,7 +538,9 @@ def test_nothing_is_left_of_a_service() -> None:
 
 
 @contextlib.contextmanager
-def serve_command(*options: str, listen: str = "127.0.0.1:0") -> Iterator[tuple[Any, str]]:
+def serve_command(
+    *options: str, listen: str = "127.0.0.1:0", make: str = f"{__file__}:make_counter"
+) -> Iterator[tuple[Any, str]]:
     """``python -m pycomm serve``: the process and its address."""
     process = subprocess.Popen(
         [
@@ -546,7 +548,7 @@ def serve_command(*options: str, listen: str = "127.0.0.1:0") -> Iterator[tuple[
             "-m",
             "pycomm",
             "serve",
-            f"{__file__}:make_counter",
+            make,
             "--listen",
             listen,
             *options,

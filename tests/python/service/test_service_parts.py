@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,30 @@ def test_changed_bytes_are_a_frame_or_a_value_error(decode: object) -> None:
         except ValueError:
             refused += 1
     assert refused > 3000
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"magic": b"pcs2"}, "no frame"),
+        ({"kind": 0}, "no frame"),
+        ({"kind": 7}, "no frame"),
+        ({"zero": 1}, "no frame"),
+        ({"clock": -1}, "negative or too large"),
+        ({"clock": 2**62 + 1}, "negative or too large"),
+        ({"version": -1}, "negative or too large"),
+        ({"lost": 2**63 - 1}, "negative or too large"),
+    ],
+)
+def test_a_frame_with_a_wrong_value_is_refused(changed: dict[str, Any], text: str) -> None:
+    fixed = struct.Struct("<4sHHqqq")
+    values = {"magic": b"pcs1", "kind": 1, "zero": 0, "clock": 5, "version": 6, "lost": 7}
+    good = fixed.pack(*values.values()).ljust(FRAME_NBYTES, b"\0")
+    assert decode_frame(good) == Frame(Kind.PUSH, 5, 6, 7)
+    with pytest.raises(ValueError, match=text):
+        decode_frame(fixed.pack(*(values | changed).values()).ljust(FRAME_NBYTES, b"\0"))
+    with pytest.raises(ValueError, match="a frame of 511 bytes"):
+        decode_frame(good[:-1])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn, optim
 
 from pycomm.errors import PeerDeadError
 from pycomm.service import ParameterClient, ParameterServer, RefusedError
+from pycomm.service.frames import Frame, Kind
 from pycomm.service.notices import Attendance, WaitNotices, gone
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
@@ -232,3 +233,47 @@ def test_a_schedule_of_the_learning_rate_goes_on_after_a_restart(tmp_path: Path)
                 for _ in range(steps):
                     found.append(count(client, model, 1))
     assert found == [1, 2, 2.5, 3, 3.25, 3.5, 3.625, 3.75]
+
+
+def make_halving() -> tuple[nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler]:
+    """For ``python -m pycomm serve``: with a scheduler."""
+    model = Counter()
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    return model, optimizer, optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def test_the_command_steps_the_scheduler_and_reads_paddles_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "1")
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
+    with serve_command(make=f"{__file__}:make_halving") as (process, address):
+        monkeypatch.setenv("PADDLE_PSERVERS_IP_PORT_LIST", address)
+        model = Counter()
+        with ParameterClient(model) as client:
+            assert count(client, model, 3) == 1.75
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(("listen", "warns"), [("0.0.0.0:0", True), ("127.0.0.1:0", False)])
+def test_an_address_that_others_can_reach_is_warned_of(
+    listen: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = counter_server(listen=listen)
+    server.stop()
+    server.serve()
+    assert ("without encryption" in caplog.text) is warns
+
+
+def test_a_server_that_gets_a_wrong_frame_goes_on() -> None:
+    server = counter_server()
+    with serving(server) as address:
+        model = Counter()
+        client = ParameterClient(model, servers=address, worker=0)
+        assert count(client, model, 1) == 1
+        session = client._servers[0].session
+        assert session is not None
+        session.send(Frame(Kind.PUSH, clock=2**62 + 1))
+        assert count(client, model, 1) == 2  # over a new connection
+        client.close()
+    assert server.stats().lost_pushes == 0
