@@ -38,11 +38,6 @@ class RingRouteTest : public ::testing::Test {
   RingRoute route{identity_};
 };
 
-TEST_F(RingRouteTest, WithoutMemoryEveryRankIsReachedOverTcp) {
-  EXPECT_FALSE(route.isUndecided(2));
-  EXPECT_FALSE(route.take(2).has_value());
-}
-
 TEST_F(RingRouteTest, FramesForRanksOfTheHostWaitForTheDecisionInOrder) {
   route.share(rings());
   EXPECT_TRUE(route.isUndecided(2));
