@@ -1,14 +1,15 @@
 """Seconds per step, or per round, of each wire pattern without a model, for time_to_loss.py.
 
-    python benchmarks/switch.py --hosts 0,1,2,3 -- time_to_loss_clocks.py FOLDER --numel 62500000 --turn 0
+    python benchmarks/switch.py --hosts 0,1,2,3 -- \\
+        time_to_loss_clocks.py FOLDER --numel 62500000 --turn 0
 
-One turn of every pattern, in an order drawn from the turn's number; its result is a file in FOLDER. A
-step computes for 1.2 seconds: a sleep, as if a GPU computed. Patterns that send in each step launch
-a bucket when a backward pass would have made it: evenly over the last two thirds of the step. Those
-that send in rounds are the library's classes around parameters of the gradient's size; they stand
-still in a sync, so their steps are not waited for, except StreamingDiLoCo's, which sends meanwhile.
-It runs a round of FRAGMENTS x (DELAY + 1) steps, which has as many launches and landings as one of
-EVERY steps.
+One turn of every pattern, in an order drawn from the turn's number; its result is a file in FOLDER.
+A step computes for 1.2 seconds: a sleep, as if a GPU computed. Patterns that send in each step
+launch a bucket when a backward pass would have made it: evenly over the last two thirds of the
+step. Patterns that send in rounds are the library's classes around parameters of the gradient's
+size. Training stands still during their syncs, so only the sync is timed. StreamingDiLoCo sends
+while steps compute, so its steps are run: a round of FRAGMENTS x (DELAY + 1) steps, which has as
+many launches and landings as a round of EVERY steps.
 
 Written is what communication adds to the computing of one step, or of one round: the longest of
 all ranks. Every sum is checked: values are whole numbers, so that sums are exact in fp32 and fp16.
@@ -17,6 +18,9 @@ all ranks. Every sum is checked: values are whole numbers, so that sums are exac
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import os
 import random
 import resource
 import sys
@@ -36,6 +40,12 @@ from torch import nn
 PATTERNS = ["gloo@4", "gloo@25", "gloo@25#fp16", "fp32", "fp16", "int8"]
 PATTERNS += ["local_sgd", "diloco", "streaming", "sparse"]
 LAYERS, PERIOD, TOP_K = 100, 255, 64
+
+
+def user_seconds() -> float:
+    """What all processes of this machine have computed since it started."""
+    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
+    return (int(user) + int(nice)) / os.sysconf("SC_CLK_TCK")
 
 
 class Pace:
@@ -87,17 +97,24 @@ class Rank:
             dist.all_reduce(small, group=group)
 
     def timed(self, work: Callable[[], object]) -> dict[str, float]:
+        """The largest of all ranks, and the cores that other programs took meanwhile."""
         dist.barrier()
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        cpu, sent, begin = usage.ru_utime + usage.ru_stime, sent_nbytes(), time.perf_counter()
+        before, sent = resource.getrusage(resource.RUSAGE_SELF), sent_nbytes()
+        everything, begin = user_seconds(), time.perf_counter()
         work()
         seconds = time.perf_counter() - begin
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = usage.ru_utime + usage.ru_stime - cpu
+        everything = user_seconds() - everything
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        user = after.ru_utime - before.ru_utime
+        cpu = user + after.ru_stime - before.ru_stime
         dist.barrier()
-        largest = torch.tensor([seconds, cpu, float(sent_nbytes() - sent)], dtype=torch.float64)
+        values = [seconds, cpu, float(sent_nbytes() - sent)]
+        largest = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return {"seconds": float(largest[0]), "cpu_s": float(largest[1]), "sent": float(largest[2])}
+        ours = torch.tensor([user], dtype=torch.float64)
+        dist.all_reduce(ours)
+        found = dict(zip(("seconds", "cpu_s", "sent"), largest.tolist(), strict=True))
+        return {**found, "others": (everything - float(ours)) / seconds}
 
     def step(self, pattern: str) -> None:
         """What DDP sends in one step; the sums, not the averages, stay in the buffer."""
@@ -209,10 +226,13 @@ class Rank:
         found = self.timed(local.step)
         sent = int((self.flat[: 1 << 20] != 0).sum()) / (1 << 20) * 4096
         good = self.equal() and TOP_K <= sent <= TOP_K * self.ranks
-        return {**found, "exposed": found["seconds"], "error": 0.0} | ({} if good else {"wrong": True})
+        return {**found, "exposed": found["seconds"], "error": 0.0} | (
+            {} if good else {"wrong": True}
+        )
 
     def equal(self) -> bool:
-        mine = self.flat.view(torch.int32).sum(dtype=torch.int64).reshape(1)
+        pieces = self.flat.view(torch.int32).split(1 << 20)  # sum() makes an int64 copy
+        mine = torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum().reshape(1)
         every = [torch.zeros_like(mine) for _ in range(self.ranks)]
         dist.all_gather(every, mine)
         return all(bool(each == every[0]) for each in every)
@@ -237,10 +257,13 @@ def main(argv: Sequence[str]) -> int:
     add("--patterns", type=lambda text: text.split(","), default=PATTERNS)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, none but this
     rank = Rank(options.numel, options.compute)
     rows = {}
     for pattern in random.Random(options.turn).sample(options.patterns, len(options.patterns)):
         rows[pattern] = rank.turn(pattern)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what tensors below 32 MiB have freed
         if rank.rank == 0:
             print(f"# {pattern} {rows[pattern]}", flush=True)
     memory = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024])

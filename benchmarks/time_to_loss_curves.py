@@ -1,11 +1,11 @@
 """Learning curves of methods that communicate differently, for time_to_loss.py.
 
-    nice -n 10 python benchmarks/time_to_loss_curves.py FOLDER --limit 280   # again until it says: done
+    nice -n 10 python benchmarks/time_to_loss_curves.py FOLDER --limit 280  # again until "done"
 
-A curve is of steps, not of seconds, so other work on the machine does not matter. Each run is a file
-in FOLDER, and a call does what is missing until --limit seconds are over. A seed decides the model,
-the order of the data and nothing else. The ranks share this machine. Each loss is that of the mean
-of the workers' parameters on held-out text.
+A curve is over steps, not seconds, so other work on the machine does not matter. Each run is a file
+in FOLDER, and a call does the missing ones until --limit seconds are over. A seed decides the model
+and the order of the data; methods differ in nothing else. The ranks share this machine. Each loss
+is that of the mean of the workers' parameters on held-out text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def loss_of(model: nn.Module, text: torch.Tensor, starts: torch.Tensor) -> torch
 
 
 def held_out(task: Text, model: nn.Module, own: nn.Module) -> float:
-    """Of the mean of the workers' parameters, which is written to ``own``. Each rank takes a part."""
+    """Of the mean of the workers' parameters, which ``own`` takes. Each rank reads a part."""
     pairs = zip(own.parameters(), model.parameters(), strict=True)
     with torch.no_grad():
         for mean, mine in pairs:
@@ -106,13 +106,11 @@ def train(
     run: Run,
     begin_step: Callable[[nn.Module], None] = lambda model: None,
     bucket_cap_mb: float | None = None,
-    until: Callable[[float], bool] = lambda loss: False,
 ) -> dict[str, Any]:
     """One curve, and the seconds at each of its points, evaluations left out.
 
     Args:
         begin_step: Called before each step.
-        until: Called with each loss; training ends where it is true.
     """
     torch.manual_seed(run.seed)
     model = CharacterModel()
@@ -135,13 +133,15 @@ def train(
             elapsed += time.perf_counter() - begin
             losses.append(held_out(task, model, own))
             seconds.append(elapsed)
-            if until(losses[-1]):
-                break
             dist.barrier()
             begin = time.perf_counter()
     if local is not None:
         local.sync()  # no fragment stays in flight
-    found = {"losses": losses, "seconds": seconds, "numel": sum(p.numel() for p in own.parameters())}
+    found = {
+        "losses": losses,
+        "seconds": seconds,
+        "numel": sum(p.numel() for p in own.parameters()),
+    }
     return {**dataclasses.asdict(run), **found}
 
 
