@@ -1,14 +1,17 @@
 """One training run end to end on a slow link, for time_to_loss.py.
 
-    PYCOMM_ALGO=ring python benchmarks/switch.py --hosts 0,1,2,3 --mbit 39 --burst-kb 10 -- \\
+    PYCOMM_ALGO=ring python benchmarks/switch.py --hosts 0,1,2,3 --mbit 78 --burst-kb 20 -- \\
         time_to_loss_check.py FOLDER --method fp16
+    python benchmarks/switch.py ... -- time_to_loss_check.py FOLDER --method streaming
 
 The model is small, so the link is slow. --mbit is chosen such that r, the time of a ring for the
 gradients in fp32 divided by the time of computing them, is that of 62.5 million parameters on a
-gigabit. The burst of the token bucket is smaller in proportion. A step computes for --compute
-seconds: the cores compute during a part of it, and a gradient appears when its place in the
-backward pass is reached, evenly by bytes over the last two thirds of the step. Seed 0 trains with
-the rates of FOLDER/curves. Evaluations are not timed.
+gigabit. The burst of the token bucket is smaller in proportion. PYCOMM_ALGO=ring has small buckets
+take the algorithm of large ones; sums that are encoded, as StreamingDiLoCo's, have no ring.
+
+A step computes for --compute seconds: the cores compute during a part of it, and a gradient appears
+when its place in the backward pass is reached, evenly by bytes over the last two thirds of the
+step. Seed 0 trains with the rates of FOLDER/curves. Evaluations are not timed.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ import torch
 import torch.distributed as dist
 from quality import Text
 from report import header
-from time_to_loss_clocks import Pace
 from time_to_loss_curves import load, save, train
+from time_to_loss_pace import Pace
 from time_to_loss_product import BY_NAME, SEEDS, STEPS, Run, best_rates
 from torch import nn
 
@@ -54,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("folder", type=Path)
     add("--method", choices=list(BY_NAME), required=True)
-    add("--compute", type=float, default=0.2, help="seconds of a step; default: %(default)s")
+    add("--compute", type=float, default=0.099, help="seconds of a step; default: %(default)s")
     add("--bucket", type=float, default=0.1, help="bucket_cap_mb; default: %(default)s")
     add("--steps", type=int, default=STEPS)
     options = parser.parse_args(argv)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
 import random
 import resource
 import sys
@@ -34,46 +33,13 @@ import torch.distributed as dist
 from outer_hosts import sent_nbytes
 from report import header
 from time_to_loss_curves import save
+from time_to_loss_pace import PERIOD, Pace, error, fill, user_seconds
 from time_to_loss_product import COMPUTE_S, DELAY, FRAGMENTS
 from torch import nn
 
 PATTERNS = ["gloo@4", "gloo@25", "gloo@25#fp16", "fp32", "fp16", "int8"]
 PATTERNS += ["local_sgd", "diloco", "streaming", "sparse"]
-LAYERS, PERIOD, TOP_K = 100, 255, 64
-
-
-def user_seconds() -> float:
-    """What all processes of this machine have computed since it started."""
-    user, nice = Path("/proc/stat").read_text().split(maxsplit=3)[1:3]
-    return (int(user) + int(nice)) / os.sysconf("SC_CLK_TCK")
-
-
-class Pace:
-    """Computing that takes a fixed time, whatever else the cores do."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._begin = seconds, time.perf_counter()
-
-    def begin(self) -> None:
-        self._begin = time.perf_counter()
-
-    def until(self, part: float) -> None:
-        """Returns when this part of the step is over."""
-        time.sleep(max(0.0, self._begin + part * self.seconds - time.perf_counter()))
-
-
-def fill(flat: torch.Tensor, factor: float, tile: torch.Tensor) -> None:
-    """``factor`` times the tile, again and again."""
-    wide = (factor * tile).repeat(4096)
-    for piece in flat.split(wide.numel()):
-        piece.copy_(wide[: piece.numel()])
-
-
-def error(flat: torch.Tensor, factor: float, tile: torch.Tensor) -> float:
-    """The largest difference from ``factor`` times the tile."""
-    wide = (factor * tile).repeat(4096)
-    pieces = flat.split(wide.numel())
-    return max(float((piece - wide[: piece.numel()]).abs().max()) for piece in pieces)
+LAYERS, TOP_K = 100, 64
 
 
 class Layer(nn.Module):
@@ -224,8 +190,9 @@ class Rank:
         torch.manual_seed(self.rank)
         fill(self.flat, 1.0, torch.randn(PERIOD * 16))
         found = self.timed(local.step)
-        sent = int((self.flat[: 1 << 20] != 0).sum()) / (1 << 20) * 4096
-        good = self.equal() and TOP_K <= sent <= TOP_K * self.ranks
+        layer = self.flat[: self.flat.numel() // LAYERS]
+        rows, moved = -(-layer.numel() // 4096), int((layer != 0).sum())
+        good = self.equal() and TOP_K * (rows - 1) <= moved <= TOP_K * rows * self.ranks
         return {**found, "exposed": found["seconds"], "error": 0.0} | (
             {} if good else {"wrong": True}
         )

@@ -46,7 +46,7 @@ def picture(panels: Mapping[str, Mapping[str, Points]], target: float, most: flo
     ]
     low = min(loss for lines in panels.values() for line in lines.values() for _, loss in line)
     for column, (title, lines) in enumerate(panels.items()):
-        left, right = column * _WIDTH + _LEFT, (column + 1) * _WIDTH - 20
+        left, right = column * _WIDTH + _LEFT, (column + 1) * _WIDTH - 40
         shown = {
             name: [(at, loss) for at, loss in line if loss <= most] for name, line in lines.items()
         }

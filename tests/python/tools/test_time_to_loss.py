@@ -10,12 +10,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from ranks import RIG
 
 sys.path.append(str(RIG.parents[1] / "benchmarks"))
 
-import time_to_loss
+import time_to_loss_pace
 import time_to_loss_picture
+import time_to_loss_tables
 from time_to_loss_product import (
     BY_NAME,
     COMPUTE_S,
@@ -145,12 +147,28 @@ def clocks_of(**exposed: float) -> dict[int, list[dict[str, Any]]]:
 def test_medians_of_the_turns_and_the_best_of_gloo() -> None:
     given = {method.name: 1.0 for method in METHODS}
     clocks = clocks_of(**given, **{"gloo@4": 3.0, "gloo@25": 2.5, "gloo@4#fp16": 2.0})
-    exposed = time_to_loss.exposed_of(clocks[62_500_000])
+    exposed = time_to_loss_tables.exposed_of(clocks[62_500_000])
     assert exposed["fp32"] == 1.0
-    rows = {shown: added[method.name] for shown, method, added in time_to_loss.rows_of([], exposed)}
+    rows = {
+        shown: added[method.name]
+        for shown, method, added in time_to_loss_tables.rows_of([], exposed)
+    }
     assert rows["gloo fp32, 25 MiB"] == 2.5
     assert rows["gloo fp16, 4 MiB"] == 2.0
     assert rows["sync fp16"] == 1.0
+
+
+def test_what_rounds_reach_beside_those_that_send_each_step() -> None:
+    slopes = {"fp16": 0.02, "int8": 0.01, "local_sgd": 0.01, "diloco": 0.008, "sparse": 0.001}
+    slopes["streaming"] = 0.03
+    found = [run for name, slope in slopes.items() for run in finals_of(name, slope)]
+    given = {method.name: 0.0 for method in METHODS} | {"int8": 0.3, "fp16": 0.8, "local_sgd": 2.4}
+    lines = time_to_loss_tables.end_lines(found, clocks_of(**given))
+    rows = {line[:22].strip(): line[22:].split() for line in lines[2:] if line}
+    # 600 steps of 1.3 s; int8 has that loss after as many steps of 1.5 s, fp16 after half, of 2 s.
+    assert rows["LocalSGD"] == ["2.7500", "780", "900", "624"]
+    assert rows["DiLoCo"] == ["2.8000", "720", "720", "480"]
+    assert rows["StreamingDiLoCo int8"] == ["2.2500", "722", "never", "never"]
 
 
 def check(folder: Path, seconds: float, reached: bool = True) -> tuple[list[str], bool]:
@@ -162,7 +180,7 @@ def check(folder: Path, seconds: float, reached: bool = True) -> tuple[list[str]
     run["losses"] = losses if reached else [3.0] * POINTS
     run["seconds"] = [seconds / TARGET_STEP * EVERY * (point + 1) for point in range(POINTS)]
     (folder / "run.json").write_text(json.dumps(run))
-    return time_to_loss.check_lines(curve, clocks_of(fp16=2.0 - COMPUTE_S), folder, target)
+    return time_to_loss_tables.check_lines(curve, clocks_of(fp16=2.0 - COMPUTE_S), folder, target)
 
 
 def test_the_check_allows_a_tenth(tmp_path: Path) -> None:
@@ -175,7 +193,7 @@ def test_the_check_allows_a_tenth(tmp_path: Path) -> None:
 
 
 def test_without_a_run_end_to_end_nothing_agrees(tmp_path: Path) -> None:
-    assert not time_to_loss.check_lines([], clocks_of(fp16=1.0), tmp_path, 2.0)[1]
+    assert not time_to_loss_tables.check_lines([], clocks_of(fp16=1.0), tmp_path, 2.0)[1]
 
 
 def test_ticks_enclose_what_is_shown() -> None:
@@ -192,3 +210,37 @@ def test_the_picture_has_a_line_for_each_method_in_each_panel() -> None:
     assert [len(points) for points in drawn] == [2, 2, 2, 2], "what is above the axis is left out"
     x = np.array([float(point.split(",")[0]) for points in drawn for point in points])
     assert np.all(np.diff(x[:2]) > 0) and x[4:].min() > x[:4].max()
+
+
+def test_a_filled_tensor_has_exact_sums_and_errors_are_seen() -> None:
+    tile = (torch.arange(time_to_loss_pace.PERIOD) * 37 % time_to_loss_pace.PERIOD - 127).float()
+    assert sorted(tile.tolist()) == list(range(-127, 128)), "int8's scales are whole numbers"
+    flat = torch.zeros(2 * 4096 * time_to_loss_pace.PERIOD + 100)
+    time_to_loss_pace.fill(flat, 3.0, tile)
+    assert torch.equal(flat[:255], 3 * tile) and torch.equal(flat[-100:], 3 * tile[:100])
+    assert time_to_loss_pace.error(flat, 3.0, tile) == 0.0
+    flat[-1] += 2
+    assert time_to_loss_pace.error(flat, 3.0, tile) == 2.0
+
+
+def test_a_step_takes_its_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], []
+    monkeypatch.setattr(time_to_loss_pace.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time_to_loss_pace.time, "sleep", slept.append)
+    pace = time_to_loss_pace.Pace(1.2)
+    now[0] = 200.0
+    pace.begin()
+    now[0] = 200.1
+    pace.until(0.5)
+    now[0] = 201.0
+    pace.until(0.75)  # it is over
+    assert slept == [pytest.approx(0.5), 0.0]
+
+
+def test_clocks_are_read_by_size_and_turn(tmp_path: Path) -> None:
+    for name, numel in (("250-turn0", 250), ("62-turn1", 62), ("62-turn0", 62)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"numel": numel, "name": name}))
+    (tmp_path / "62-turn2.json.part").write_text("{")
+    found = time_to_loss_tables.load_clocks(tmp_path)
+    read = [(numel, [turn["name"] for turn in turns]) for numel, turns in found.items()]
+    assert read == [(62, ["62-turn0", "62-turn1"]), (250, ["250-turn0"])]
