@@ -72,6 +72,7 @@ def main() -> int:
     add = parser.add_argument
     add("--hosts", default="0,1", help="the host of each rank; default: %(default)s")
     add("--mbit", type=int, default=1000, help="of each card; default: %(default)s")
+    add("--burst-kb", type=int, default=256, help="of each token bucket; default: %(default)s")
     add("--timeout", type=float, default=900.0, help="end it after these seconds")
     add("--iperf", action="store_true", help="first say what iperf3 reads between hosts 0 and 1")
     add("command", nargs="+", help="a script of benchmarks/ and its arguments, after --")
@@ -88,7 +89,7 @@ def main() -> int:
     command = [sys.executable, str(known) if known.exists() else script, *arguments]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        with switch(len(set(hosts)), options.mbit) as wired:
+        with switch(len(set(hosts)), options.mbit, options.burst_kb) as wired:
             if options.iperf:
                 print_iperf(wired[0], wired[1])
             ranks = [start(rank, hosts, wired, command) for rank in range(len(hosts))]

@@ -29,10 +29,9 @@ def _run(*command: str) -> None:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
 
-def _shape(namespace: str, device: str, mbit: int) -> None:
-    # Less than 256 KiB at once, and the bucket does not reach its rate; 50 ms of queue is a common
-    # switch's.
-    bucket = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms"]
+def _shape(namespace: str, device: str, mbit: int, burst_kb: int) -> None:
+    # 50 ms of queue is a common switch's.
+    bucket = ["rate", f"{mbit}mbit", "burst", f"{burst_kb}kb", "latency", "50ms"]
     _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
 
@@ -45,8 +44,12 @@ def _remove(namespace: str) -> None:
 
 
 @contextlib.contextmanager
-def switch(count: int, mbit: int) -> Iterator[Sequence[Host]]:
+def switch(count: int, mbit: int, burst_kb: int = 256) -> Iterator[Sequence[Host]]:
     """`count` hosts, each with `mbit` to and from one switch.
+
+    Args:
+        burst_kb: What a wire that was idle carries at once. With less than 256, a gigabit's bucket
+            does not reach its rate; slower ones need less in proportion.
 
     Raises:
         OSError: Namespaces or token buckets are not to be had here.
@@ -68,6 +71,6 @@ def switch(count: int, mbit: int) -> Iterator[Sequence[Host]]:
             _run("ip", "-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _run("ip", "-n", host.namespace, "link", "set", "eth0", "up")
             _run("ip", "-n", host.namespace, "link", "set", "lo", "up")
-            _shape(host.namespace, "eth0", mbit)
-            _shape(stem, port, mbit)
+            _shape(host.namespace, "eth0", mbit, burst_kb)
+            _shape(stem, port, mbit, burst_kb)
         yield hosts
