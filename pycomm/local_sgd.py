@@ -18,9 +18,9 @@ parameters and count as many times as they are ranks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-import copy
 from collections.abc import Mapping
 from typing import Any
 
