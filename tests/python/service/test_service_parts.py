@@ -261,3 +261,25 @@ def test_a_shard_saved_and_loaded_goes_on_bit_by_bit(servers: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="of another model"):
         loaded[0].load_state_dict({**saved[0], "digest": "x"})
+
+
+def test_short_floats_are_summed_as_fp32_and_each_group_keeps_its_rate() -> None:
+    """1 + 3 x 2⁻⁸ is no bf16: a sum in bf16 would round each 2⁻⁸ away."""
+    model = nn.ParameterDict(
+        {
+            "short": nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)),
+            "long": nn.Parameter(torch.zeros(1)),
+        }
+    )
+    groups = [{"params": [model["short"]]}, {"params": [model["long"]], "lr": 0.5}]
+    layout = Layout(model, 1, sliced=True)
+    shard = Shard(layout, 0, optim.SGD(groups, lr=1.0))
+    pushed = [
+        {torch.bfloat16: torch.tensor([each], dtype=torch.bfloat16), torch.float32: torch.ones(1)}
+        for each in (1.0, 2**-8, 2**-8, 2**-8)
+    ]
+    shard.step(pushed)
+    mean = torch.tensor([(1 + 3 * 2**-8) / 4]).to(torch.bfloat16)
+    assert torch.equal(model["short"].detach(), -mean)
+    assert mean.item() > 0.25
+    assert model["long"].item() == -0.5
