@@ -1,4 +1,4 @@
-"""An id map for TorchRec's tables that neither pauses nor lets new ids share a row."""
+"""An id map for TorchRec's tables that gives a new id a row of its own at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
     For ``torchrec.modules.mc_modules.ManagedCollisionCollection``, in place of
     ``MCHManagedCollisionModule``. Ids are any int64 from 0. They are mixed, so that the ranks of a
     row-wise table get equally many, whatever the ids are. A step never takes the row of an id that
-    it uses. All memory is allocated in the first step: no step pauses to sort or to grow.
+    it uses. The first step, also after loading, allocates all memory and sorts the rows; no other
+    step sorts or grows.
 
     Mixed ids are divided into ``buckets`` equal ranges, and rows likewise. A bucket's last row is
     shared by ids without a row of their own: those not admitted yet, those that ``eval()`` meets
