@@ -717,8 +717,11 @@ def test_a_second_sync_changes_nothing() -> None:
 # Failures
 
 
-def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Rank 2 dies with fragment 1 in flight; the others go on as two."""
+def lose_rank_2(rank: int, world_size: int, path: str, launched: bool) -> dict[str, Any]:
+    """Rank 2 dies with fragment 1 in flight; the others go on as two.
+
+    If rank 2 has ``launched`` it, rank 1 does so only after the death, so that it cannot arrive.
+    """
     import pycomm
 
     options = {"sync_every": 8, "fragments": 2, "fragment_sync_delay": 3}
@@ -730,21 +733,24 @@ def lose_rank_2(rank: int, world_size: int, path: str) -> dict[str, Any]:
         local.step()
     before = local.state_dict()
     assert before["versions"] == [1, 0] and before["flight"] is None
-    if rank == 2:
+    if rank == (1 if launched else 2):
+        signal.signal(signal.SIGUSR1, lambda *_: None)
         mark("before the launch")
         signal.pause()
-    train_step(model, optimizer, rank, 7, "buckets")
-    local.step()  # launches fragment 1, which rank 2 never sends
-    mark("launched")
-    seen: dict[str, Any] = {"steps": 0}
+    seen: dict[str, Any] = {"steps": -1}  # since the one that launches
     try:
-        for step in range(8, 30):
+        for step in range(7, 30):
             train_step(model, optimizer, rank, step, "buckets")
             trained = [parameter.detach().clone() for parameter in model.parameters()]
             seen["steps"] += 1
             local.step()
+            if step == 7:
+                mark("launched")
+                if rank == 2:
+                    signal.pause()
     except pycomm.errors.PycommError as error:
         seen["error"] = describe_exception(error)
+        mark("noticed")
     # As if the fragment had never been launched; and what was trained meanwhile is there.
     assert_equal(model.parameters(), trained)
     after = local.state_dict()
@@ -798,13 +804,20 @@ def gathered_numbers(number: int) -> list[int]:
 
 @pytest.mark.faults
 @pytest.mark.time_bound
-def test_a_rank_that_dies_with_a_fragment_in_flight(tmp_path: Any) -> None:
+@pytest.mark.parametrize("launched", [False, True], ids=["before", "after"])
+def test_a_rank_that_dies_with_a_fragment_in_flight(launched: bool, tmp_path: Any) -> None:
+    """Killed before it launches the fragment itself, or after."""
     path = str(tmp_path / "again")
-    with start_ranks(3, lose_rank_2, args=(path,), preload=ranks.TORCH_DDP) as running:
-        running.wait_for_mark(2, "before the launch")
-        for rank in (0, 1):
+    late, others = (1, (0, 2)) if launched else (2, (0, 1))
+    with start_ranks(3, lose_rank_2, args=(path, launched), preload=ranks.TORCH_DDP) as running:
+        running.wait_for_mark(late, "before the launch")
+        for rank in others:
             running.wait_for_mark(rank, "launched")
         killed_s = running.kill(2)
+        if launched:
+            running.wait_for_mark(0, "noticed")
+            running.wait_until_asleep(1)
+            running.kill(1, signal.SIGUSR1)
         results = running.collect(100)
     for rank in (0, 1):
         assert results[rank].ok, results.describe()
@@ -812,7 +825,8 @@ def test_a_rank_that_dies_with_a_fragment_in_flight(tmp_path: Any) -> None:
         error = seen["error"]
         assert error.code == "PEER_DEAD" and error.record["peer"] == 2
         assert f"ank 2 on {socket.gethostname()}" in error.text
-        assert 1 <= seen["steps"] <= 3  # due after three; noticed before, if training was slower
+        # Due after three; noticed before, if training was slower, and by the late one in the launch.
+        assert (0 if rank == late else 1) <= seen["steps"] <= 3
         assert seen["versions"] == [2, 1]
     for rank in (0, 1):
         assert_within(results[rank].value["error"].monotonic_s - killed_s, 20, "from SIGKILL")
