@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,58 @@ def batches_of(block: int, rank: int) -> list[Any]:
 
     torch.manual_seed(10 * block + rank)
     return [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(4)]
+
+
+def by_the_equations(
+    number: int, inner: Callable[[Any], Any], fragments: list[list[int]], delay: int
+) -> list[float]:
+    """DiLoCo of two workers in float64: SGD with 0.7 and Nesterov 0.9 outside, N = 4, alpha = 0.
+
+    Returns all parameters after sync().
+    """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+    anchor = [parameter.detach().clone() for parameter in first.parameters()]
+    velocity = [torch.zeros_like(each) for each in anchor]
+    models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in "ab"]
+    for model in models:
+        model.load_state_dict(first.state_dict())
+    optimizers = [inner(model.parameters()) for model in models]
+    parameters = [list(model.parameters()) for model in models]
+
+    def now(which: int) -> dict[int, Any]:
+        return {
+            index: torch.stack([each[index].detach().clone() for each in parameters])
+            for index in fragments[which]
+        }
+
+    def land(values: dict[int, Any]) -> None:
+        for index, both in values.items():
+            moved = anchor[index] - both.mean(0)
+            velocity[index] = 0.9 * velocity[index] + moved
+            anchor[index] = anchor[index] - 0.7 * (moved + 0.9 * velocity[index])
+            for each in parameters:
+                each[index].data.copy_(anchor[index])
+
+    flying: dict[int, dict[int, Any]] = {}  # by the step of its landing
+    stride = 4 // len(fragments)
+    batches = zip(batches_of(number, 0), batches_of(number, 1), strict=True)
+    for step, parts in enumerate(batches, 1):
+        for model, optimizer, (inputs, target) in zip(models, optimizers, parts, strict=True):
+            optimizer.zero_grad()
+            (model(inputs.double()) - target).square().mean().backward()
+            optimizer.step()
+        if step % stride == 0:
+            flying[step + delay] = now(step // stride - 1)
+        land(flying.pop(step, {}))
+    for values in flying.values():
+        land(values)
+    for which in range(len(fragments)):
+        land({i: both for i, both in now(which).items() if not torch.equal(both[0], anchor[i])})
+    return [float(each) for values in anchor for each in values.flatten()]
 
 
 def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float]]]:
@@ -83,11 +136,38 @@ def run_blocks(rank: int, world_size: int) -> list[tuple[list[float], list[float
     return trained
 
 
-def test_every_after_trains_all_ranks_as_one_process_would() -> None:
+Trained = list[tuple[list[float], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    """What rank 0 has of each block; rank 1 has the same."""
     assert len(after_blocks()) == 9
     first, second = ranks.run_ranks(2, run_blocks, timeout_s=200, preload=ranks.TORCH_DDP).values()
     assert first == second and len(first) == 9
-    compared = [(mine, alone) for mine, alone in first if alone]
+    return list(first)
+
+
+def test_every_after_trains_all_ranks_as_one_process_would(trained: Trained) -> None:
+    compared = [(mine, alone) for mine, alone in trained if alone]
     assert len(compared) == 3
     for mine, alone in compared:
         assert mine == pytest.approx(alone, rel=1e-2, abs=1e-3)  # one of them sends fp16
+
+
+def test_torchfts_and_hiveminds_after_follow_the_equations(trained: Trained) -> None:
+    """The model is too small for fp8 to be sent, so both are close."""
+    import torch
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    torchft, hivemind = (i for i, block in enumerate(after_blocks()) if "DiLoCo" in block)
+    for number, expected in (
+        (torchft, by_the_equations(torchft, sgd, [[0, 1], [2, 3]], delay=1)),
+        (hivemind, by_the_equations(hivemind, adamw, [[0, 1, 2, 3]], delay=0)),
+    ):
+        assert trained[number][0] == pytest.approx(expected, rel=0.0, abs=1e-6)
