@@ -311,11 +311,8 @@ class ServerCore:
             if self._scheduler is not None and state["scheduler"] is not None:
                 self._scheduler.load_state_dict(state["scheduler"])
             if (workers_then := state.get("workers", self._workers)) != self._workers:
-                logger.warning(
-                    "the checkpoint is of a parameter service with %d workers, and this one has %d",
-                    workers_then,
-                    self._workers,
-                )
+                text = "the checkpoint is of a parameter service with %d workers, this one has %d"
+                logger.warning(text, workers_then, self._workers)
             now = time.monotonic()
             workers = begun.schedule.workers
             self._gone_at = {number: now for number, each in workers.items() if each.live}

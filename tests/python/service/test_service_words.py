@@ -144,7 +144,7 @@ def test_a_checkpoint_of_another_number_of_workers_is_logged(
 ) -> None:
     step_once(tmp_path / "c.pt")
     server = new_server(workers=3, checkpoint=tmp_path / "c.pt")
-    assert "is of a parameter service with 1 workers, and this one has 3" in caplog.text
+    assert "is of a parameter service with 1 workers, this one has 3" in caplog.text
     assert server.stats().steps == 1
     server.stop()
     server.serve()
