@@ -825,7 +825,7 @@ def test_a_rank_that_dies_with_a_fragment_in_flight(launched: bool, tmp_path: An
         error = seen["error"]
         assert error.code == "PEER_DEAD" and error.record["peer"] == 2
         assert f"ank 2 on {socket.gethostname()}" in error.text
-        # Due after three; noticed before, if training was slower, and by the late one in the launch.
+        # Due after three; earlier if training was slower, and the late one notices in the launch.
         assert (0 if rank == late else 1) <= seen["steps"] <= 3
         assert seen["versions"] == [2, 1]
     for rank in (0, 1):
