@@ -225,12 +225,12 @@ def table_slow(options: argparse.Namespace, workers: Any) -> None:
     if dist.get_rank() != 0:
         return
     print(f"seconds to a loss of {options.target}; never: not in {options.seconds:g} s")
-    print(f"{'method':12} {'lr':>5} {'median':>7} [of each seed]")
+    print(f"{'method':12} {'lr':>5} {'median':>7} [all]")
     for method in options.methods:
         medians = {lr: statistics.median(found[method, lr]) for lr in LEARNING_RATES[method]}
         best = min(medians.values())
         for lr, median in medians.items():
-            each = ", ".join(map(shown, found[method, lr]))
+            each = ", ".join(map(shown, sorted(found[method, lr])))
             mark = "  best" if median == best else ""
             print(f"{method:12} {lr:5} {shown(median):>7} [{each}]{mark}")
 

@@ -88,7 +88,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in argument for argument in config.args)
     if not config.getoption("--all-faults") and not named:
         in_shares = [item for item in items if item.get_closest_marker("in_shares")]
-        later = set(in_shares) - set(shares.part_of(in_shares, lambda item: item.name))
+        today = shares.part_of(
+            in_shares,
+            lambda item: item.name,
+            daily=lambda item: item.get_closest_marker("every_day") is not None,
+        )
+        later = set(in_shares) - set(today)
         items[:] = [item for item in items if item not in later]
         config.hook.pytest_deselected(items=list(later))
     for item in items:

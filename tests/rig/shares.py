@@ -2,7 +2,8 @@
 
 A run has the cases of today's share and those in `always.txt`: of the fault cases, and of the tests
 with the mark `in_shares`, with or without parameters. A case's share depends on its name alone, so
-a new case moves no other one to another day.
+a new case moves no other one to another day. Cases that also have the mark `every_day` are part of
+each run: one of each promise that the documents make.
 """
 
 from __future__ import annotations
@@ -48,10 +49,16 @@ def always() -> set[str]:
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
-def part_of(cases: Sequence[T], name_of: Callable[[T], str]) -> list[T]:
+def part_of(
+    cases: Sequence[T], name_of: Callable[[T], str], daily: Callable[[T], bool] = lambda _: False
+) -> list[T]:
     """The cases of today's share and those that always run."""
     today, kept = share(), always()
-    return [each for each in cases if share_of(name_of(each)) == today or name_of(each) in kept]
+    return [
+        each
+        for each in cases
+        if share_of(name_of(each)) == today or name_of(each) in kept or daily(each)
+    ]
 
 
 def remember(names: Iterable[str]) -> list[str]:

@@ -439,6 +439,7 @@ dist.destroy_process_group()
 @pytest.mark.alone
 @pytest.mark.namespaces
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_an_entry_takes_at_most_16_bits_on_the_wire(tmp_path: Path) -> None:
     """All that the card sends: headers of Ethernet, IP and TCP, acknowledgements, heartbeats.
 

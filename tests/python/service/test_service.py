@@ -149,7 +149,10 @@ def torch_ddp(rank: int, world_size: int, optimizer_name: str, steps: int) -> li
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-@pytest.mark.parametrize(("servers", "sliced"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("servers", "sliced"),
+    [(1, True), pytest.param(3, True, marks=pytest.mark.every_day), (3, False)],
+)
 @pytest.mark.in_shares
 def test_two_workers_have_the_bits_of_torchs_ddp(
     optimizer: str, servers: int, sliced: bool
@@ -570,7 +573,7 @@ def serve_command(
 
 
 @pytest.mark.in_shares
-@pytest.mark.parametrize("staleness", [0, None])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.every_day), None])
 def test_a_server_that_is_killed_and_started_again_counts_what_it_lost(
     staleness: int | None, tmp_path: Path
 ) -> None:
@@ -611,7 +614,9 @@ def saved_version(path: Path) -> int:
 
 
 @pytest.mark.in_shares
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.every_day), signal.SIGINT]
+)
 def test_a_signal_writes_the_checkpoint_and_ends_the_server(
     number: signal.Signals, tmp_path: Path
 ) -> None:

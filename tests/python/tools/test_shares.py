@@ -25,6 +25,8 @@ def test_every_case_runs_within_five_days(monkeypatch: pytest.MonkeyPatch, tmp_p
     first = by_day[0][0]
     assert shares.remember([first, first]) == [first] and shares.remember([first]) == []
     assert first in shares.part_of(names, str) and first not in by_day[4]
+    second = by_day[0][1]
+    assert second in shares.part_of(names, str, daily=second.__eq__) and second not in by_day[4]
 
 
 def test_the_share_is_the_days(monkeypatch: pytest.MonkeyPatch) -> None:
