@@ -30,6 +30,8 @@ class PeerDepartures final : private Departures::Dealings {
         messages_(messages),
         reporter_(reporter),
         departures_(identity, *this) {}
+  PeerDepartures(const PeerDepartures&) = delete; // departures_ asks this object
+  PeerDepartures& operator=(const PeerDepartures&) = delete;
 
   // ---- events; see Departures
   void saidGoodbye(int peer);

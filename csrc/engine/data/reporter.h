@@ -12,7 +12,7 @@
 
 namespace pycomm {
 
-/// What a data plane reports to the control plane. Once the plane ends, it reports nothing but goodbyes.
+/// What a data plane reports to the control plane. Once the plane ends, it reports no failure and no doubt. Outgoing keeps its questions back then.
 /// Thread: the lane's.
 class Reporter {
  public:

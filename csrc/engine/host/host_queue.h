@@ -58,7 +58,7 @@ class HostQueue {
   /// The oldest operation that has not ended; null if there is none, or this has stopped.
   [[nodiscard]] const Operation* running() const noexcept;
 
-  // ---- the end, in this order
+  // ---- the end: finishAll() first; running() only before stop(), after which it has nothing; endAll() last
   /// Ends well what all ranks have done their part for, although this one comes late to it: with a barrier that is over elsewhere, a peer
   /// may have gone on and left long ago.
   void finishAll() noexcept;
