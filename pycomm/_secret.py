@@ -35,8 +35,7 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
         pycomm.errors.UnsupportedError: OpenSSL 3 is not installed.
     """
     text, _ = options.secret_text(environ)
-    # lexists: a link to nothing, or a folder, is no file either, and read() says so.
-    if text or options.names_secret_file(environ) or os.path.lexists(options.secret_file(environ)):
+    if text or options.names_secret_file(environ) or _is_there(options.secret_file(environ)):
         return read(environ)
     return None, ""
 
@@ -53,6 +52,21 @@ def generate_file(path: str) -> _C.Secret:
         ValueError: The file exists.
     """
     return _native().generate_file(path)
+
+
+def _is_there(path: str) -> bool:
+    """Whether there may be a secret: only a name that does not exist is none.
+
+    A folder, a link to nothing, and a file that this user may not look at count: read() says why
+    they are no secret.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _native() -> type[_C.Secret]:

@@ -35,6 +35,8 @@ _SECRET_VARIABLE = "PYCOMM_SECRET"
 _SECRET_FILE = "~/.config/pycomm/secret"
 # Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
 _NEAR = 0.75
+# Less for the names of a secret: a job whose secret is not found is open to everybody.
+_NEAR_SECRET = 0.6
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -240,13 +242,17 @@ def check_variable_names(environ: Iterable[str]) -> None:
 
 def is_misspelled(name: str) -> bool:
     """Whether an unknown variable's name resembles one of pycomm's."""
-    return bool(difflib.get_close_matches(_stem(name), map(_stem, variables()), 1, _NEAR))
+    stem = _stem(name)
+    secrets = map(_stem, (_SECRET_VARIABLE, _SECRET_FILE_VARIABLE))
+    near = difflib.get_close_matches(stem, map(_stem, variables()), 1, _NEAR)
+    return bool(near or difflib.get_close_matches(stem, secrets, 1, _NEAR_SECRET))
 
 
 def variable_error(name: str) -> str:
     """The text about an unknown name. It offers the known one that the name resembles."""
     if is_misspelled(name):
-        return f"{name} is not a variable of pycomm{_suggestion(name, variables())}"
+        known = [*variables(), _SECRET_FILE_VARIABLE, _SECRET_VARIABLE]
+        return f"{name} is not a variable of pycomm{_suggestion(name, known)}"
     return f"{name} is not a variable of pycomm, and has no effect"
 
 
@@ -286,9 +292,13 @@ def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     Other processes of the user, and whoever describes the container, can read it.
 
     Raises:
-        ValueError: There is also ``PYCOMM_SECRET_FILE``.
+        ValueError: There is also ``PYCOMM_SECRET_FILE``, or one of the two is set and empty.
     """
     environ = os.environ if environ is None else environ
+    for name in (_SECRET_VARIABLE, _SECRET_FILE_VARIABLE):
+        if not environ.get(name, "set").strip():
+            # As of "$(cat FILE)" without the file: taken for unset, the job would be open.
+            raise ValueError(f"{name} is set and empty: unset it, or give it a value")
     text = environ.get(_SECRET_VARIABLE, "").strip()
     if text and environ.get(_SECRET_FILE_VARIABLE, "").strip():
         raise ValueError(

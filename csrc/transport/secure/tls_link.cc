@@ -84,6 +84,9 @@ short TlsLink::roomEvent() const noexcept {
 }
 
 bool TlsLink::buffered() const noexcept {
+  if (failure_ != nullptr) {
+    return true; // kept for the next call to tryRead(), and the socket may never be readable again
+  }
   if (!up_) {
     return false;
   }

@@ -142,3 +142,32 @@ def test_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.secret_file({}) == "/home/somebody/.config/pycomm/secret"
     assert options.secret_file({"PYCOMM_SECRET_FILE": "~/s"}) == "/home/somebody/s"
     assert options.secret_file({"PYCOMM_SECRET_FILE": "s"}) == os.path.abspath("s")
+
+
+@pytest.mark.parametrize("name", ["PYCOMM_SECRET", "PYCOMM_SECRET_FILE"])
+def test_a_variable_that_is_set_and_empty_is_an_error(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is set and empty"):
+        _secret.find({name: " "})
+
+
+@pytest.mark.parametrize(
+    "misspelled", ["PYCOMM_SECRETFILE", "PYCOMM_SECERT_FILE", "PYCOMM_SERCET", "PYCOMM_SECRET_PATH"]
+)
+def test_a_misspelled_name_of_the_secret_is_an_error(misspelled: str) -> None:
+    with pytest.raises(ValueError, match=r"did you mean PYCOMM_SECRET"):
+        options.Options().resolve({misspelled: "/secret"})
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As root on a home folder of NFS: neither there nor certainly not there."""
+
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _secret.find({}) == (None, "")
+    monkeypatch.setattr(os, "lstat", refuse)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        _secret.find({})

@@ -82,6 +82,12 @@ class Pump {
   size_t count_ = 0;
 };
 
+/// As an event loop asks: it does not read a link that neither holds bytes nor has a readable socket.
+bool mayRead(const Link& link) {
+  pollfd socket{link.readFd(), POLLIN, 0};
+  return link.buffered() || ::poll(&socket, 1, 0) > 0;
+}
+
 struct Result {
   bool up = false;
   Bytes got; ///< by the server
@@ -119,7 +125,7 @@ Result through(Pump::Change change) {
         const ConstBufferView rest(sent.data() + written, sent.size() - written);
         written += client->tryWrite(&rest, 1).nbytes;
       }
-      if (server_up) {
+      if (server_up && mayRead(*server)) {
         const Progress progress = server->tryRead({into.data(), into.size()});
         result.got.insert(result.got.end(), into.begin(), into.begin() + static_cast<std::ptrdiff_t>(progress.nbytes));
         if (progress.closed) {
