@@ -252,7 +252,7 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
       record.phase = "wait";
       record.elapsed_ms = timeout.count();
       record.summary = "wait() timed out after " + std::to_string(timeout.count()) + " ms: " + operation.label() +
-          " has not ended, and goes on.";
+          " has not ended; it goes on.";
       record.hint = "wait again, with more time";
       throwToPython(errorOf(record, group.identity()));
     }
