@@ -213,7 +213,8 @@ MUTATIONS = [
     Mutation(
         "a goodbye may be cut short",
         "out_links.cc",
-        "if (port.state() == OutPort::State::Closing && port.channel.empty() && !port.link->unsent()) {",
+        "if (port.state() == OutPort::State::Closing && port.channel.empty() && "
+        "!port.link->unsent()) {",
         "if (port.state() == OutPort::State::Closing) {",
     ),
     Mutation(
