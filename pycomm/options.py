@@ -35,8 +35,9 @@ _SECRET_VARIABLE = "PYCOMM_SECRET"
 _SECRET_FILE = "~/.config/pycomm/secret"
 # Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
 _NEAR = 0.75
-# Less for the names of a secret: a job whose secret is not found is open to everybody.
-_NEAR_SECRET = 0.6
+# Names of a secret with two letters exchanged, or another word behind: a job whose secret is not
+# found is open to everybody.
+_LIKE_SECRET = ("secret", "secert", "sercet", "serect", "scret", "secrt")
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -243,9 +244,8 @@ def check_variable_names(environ: Iterable[str]) -> None:
 def is_misspelled(name: str) -> bool:
     """Whether an unknown variable's name resembles one of pycomm's."""
     stem = _stem(name)
-    secrets = map(_stem, (_SECRET_VARIABLE, _SECRET_FILE_VARIABLE))
     near = difflib.get_close_matches(stem, map(_stem, variables()), 1, _NEAR)
-    return bool(near or difflib.get_close_matches(stem, secrets, 1, _NEAR_SECRET))
+    return bool(near) or any(word in stem for word in _LIKE_SECRET)
 
 
 def variable_error(name: str) -> str:

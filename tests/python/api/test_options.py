@@ -205,7 +205,10 @@ def test_an_unknown_variable_is_an_error_with_the_nearest_name(
     assert all(variable in str(caught.value) for variable in variables())
 
 
-@pytest.mark.parametrize("foreign", ["PYCOMM_HOME", "PYCOMM_JOB_QUEUE"])
+@pytest.mark.parametrize(
+    "foreign",
+    ["PYCOMM_HOME", "PYCOMM_JOB_QUEUE", "PYCOMM_SEED", "PYCOMM_SERVER", "PYCOMM_STATE_FILE"],
+)
 def test_a_variable_that_resembles_none_is_reported_and_ignored(foreign: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"{foreign} is not a variable of pycomm, and has no"):
         assert Options().resolve({foreign: "1"}) == Options().resolve({})
