@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/fork_guard.h"
-#include "engine/group.h"
 
 namespace pycomm {
 namespace {
@@ -34,7 +33,7 @@ bool Engine::belongsToThisProcess() const noexcept {
   return forkCount() == forks_;
 }
 
-void Engine::add(const std::weak_ptr<Group>& group) {
+void Engine::add(const std::weak_ptr<Closable>& group) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (shut_down_) {
     throw Error(
@@ -79,14 +78,14 @@ bool Engine::shutdown(Deadline deadline) {
   if (!belongsToThisProcess()) {
     return true;
   }
-  std::vector<std::weak_ptr<Group>> groups;
+  std::vector<std::weak_ptr<Closable>> groups;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     groups.swap(groups_);
     shut_down_ = true;
   }
   for (const auto& entry : groups) {
-    if (const std::shared_ptr<Group> group = entry.lock()) {
+    if (const std::shared_ptr<Closable> group = entry.lock()) {
       group->close();
     }
   }

@@ -17,8 +17,6 @@
 
 namespace pycomm {
 
-class Group;
-
 /// The native threads of a process, shared by all its groups: one lane, one control loop, the
 /// callback pool, and the watch over the other processes of this host.
 ///
@@ -26,6 +24,15 @@ class Group;
 /// thread outlives what it touches.
 class Engine {
  public:
+  /// What shutdown() closes: a Group.
+  class Closable {
+   public:
+    virtual void close() = 0;
+
+   protected:
+    ~Closable() = default;
+  };
+
   /// Throws Error(TooManyFiles | SystemError).
   Engine();
   /// Shuts down without a bound on callbacks. Never in a child of fork(): there, keep the object.
@@ -59,16 +66,14 @@ class Engine {
   /// False in a child of fork(): threads did not come along, so nothing here may be used.
   [[nodiscard]] bool belongsToThisProcess() const noexcept;
 
+  /// For shutdown(): a group that was made on this engine. Throws Error(ShutDown) if that was called meanwhile.
+  void add(const std::weak_ptr<Closable>& group);
   /// Closes every group, whatever is under way, and joins all threads. True if all threads ended by the deadline; a callback of the
   /// user's that does not return is left to the process's end, and then this object must live as long. Idempotent. Not on a native
   /// thread. In a child of fork() it does nothing: the threads are the parent's.
   bool shutdown(Deadline deadline);
 
  private:
-  friend class Group;
-  /// For shutdown(). Throws Error(ShutDown) if that was called meanwhile.
-  void add(const std::weak_ptr<Group>& group);
-
   const uint32_t forks_; ///< forkCount() of the process that this belongs to
   std::unique_ptr<EventLoop> lane_;
   std::unique_ptr<EventLoop> control_;
@@ -78,7 +83,7 @@ class Engine {
   std::mutex mutex_; ///< guards the rest
   std::shared_ptr<SharedHeap> heap_;
   std::unordered_map<std::string, std::weak_ptr<const SharedArena>> mapped_heaps_;
-  std::vector<std::weak_ptr<Group>> groups_;
+  std::vector<std::weak_ptr<Closable>> groups_;
   bool shut_down_ = false;
 };
 

@@ -31,7 +31,7 @@ namespace pycomm {
 ///
 /// Any thread may call anything; nothing here needs Python. The group fails as a whole, once: after that every operation, under way
 /// or new, ends with the same cause (`failure`).
-class Group final : public std::enable_shared_from_this<Group> {
+class Group final : public Engine::Closable, public std::enable_shared_from_this<Group> {
  public:
   struct Config {
     RendezvousConfig rendezvous; ///< rank, size, name, interface, ports, deadline of the joining
@@ -86,7 +86,7 @@ class Group final : public std::enable_shared_from_this<Group> {
   void abort(const ErrorRecord& reason);
   /// Leaves the group: not collective, bounded (about 50 ms), idempotent. Operations under way end with SHUT_DOWN. Not on a native
   /// thread.
-  void close();
+  void close() override;
 
   /// Why the group has failed, and what that did to the oldest operation that was under way here; nothing while all is well.
   [[nodiscard]] std::optional<ErrorRecord> failure() const {

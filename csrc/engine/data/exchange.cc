@@ -37,7 +37,7 @@ Exchange::Exchange(
           protocol_,
           staging_,
           lane,
-          [this](int peer, OutFrame frame) { outgoing_.push(peer, std::move(frame)); }),
+          [this](int peer, OutFrame&& frame) { outgoing_.push(peer, std::move(frame)); }),
       links_(identity, links, lane, staging_, *this),
       outgoing_(identity.rank, links_, end, reporter),
       messages_(identity, Messages::Limits{limits.eager_nbytes, limits.max_ahead}, protocol_, lane, *this),

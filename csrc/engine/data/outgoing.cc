@@ -6,7 +6,7 @@
 
 namespace pycomm {
 
-void Outgoing::push(int peer, OutFrame frame) {
+void Outgoing::push(int peer, OutFrame&& frame) {
   if (!end_.running()) {
     return;
   }

@@ -24,7 +24,7 @@ class Outgoing {
       : rank_(rank), links_(links), end_(end), reporter_(reporter) {}
 
   /// A frame of an operation.
-  void push(int peer, OutFrame frame);
+  void push(int peer, OutFrame&& frame);
   /// A frame without payload, of an operation or a question.
   void send(int peer, const FrameHeader& header);
   /// Over the bulk link if there is one, else over control links: see RollCall::Way.

@@ -29,13 +29,18 @@ void RefusedOperations::endWith(const std::exception_ptr& exception) noexcept {
 }
 
 void RefusedOperations::endLate(TimePoint now) noexcept {
-  const auto late = std::stable_partition(operations_.begin(), operations_.end(), [&](const auto& operation) {
-    return !operation->request().deadline.expired(now);
-  });
-  for (auto at = late; at != operations_.end(); ++at) {
-    end(**at, std::make_exception_ptr(std::bad_alloc()));
+  // One at a time: there may be no memory for a list of them.
+  for (;;) {
+    const auto at = std::find_if(operations_.begin(), operations_.end(), [&](const auto& operation) {
+      return operation->request().deadline.expired(now);
+    });
+    if (at == operations_.end()) {
+      return;
+    }
+    const std::shared_ptr<Operation> late = std::move(*at);
+    operations_.erase(at);
+    end(*late, std::make_exception_ptr(std::bad_alloc()));
   }
-  operations_.erase(late, operations_.end());
 }
 
 bool RefusedOperations::has(const Operation& operation) const noexcept {

@@ -24,7 +24,7 @@ namespace pycomm {
 class Transfer {
  public:
   /// Queues a frame to a peer.
-  using SendFrame = std::function<void(int peer, OutFrame frame)>;
+  using SendFrame = std::function<void(int peer, OutFrame&& frame)>;
 
   Transfer(
       std::shared_ptr<Operation> operation,

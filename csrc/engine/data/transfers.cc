@@ -87,7 +87,7 @@ Sink Transfers::hold(const FrameHeader& header) {
   return sink;
 }
 
-bool Transfers::arrived(int peer, const FrameHeader& header, Sink sink) {
+bool Transfers::arrived(int peer, const FrameHeader& header, Sink&& sink) {
   const auto found = transfers_.find(header.op_id);
   if (found == transfers_.end()) {
     if (sink.held) {

@@ -48,7 +48,7 @@ class Transfers {
   /// The same if its operation is not posted yet.
   [[nodiscard]] Sink hold(const FrameHeader& header);
   /// The payload of a data frame is complete: whether its operation is under way.
-  [[nodiscard]] bool arrived(int peer, const FrameHeader& header, Sink sink);
+  [[nodiscard]] bool arrived(int peer, const FrameHeader& header, Sink&& sink);
   /// The frame has left: whether it is one that its operation waits for.
   [[nodiscard]] bool sent(const OutFrame& frame);
   /// There may be room for its frames at that peer.

@@ -35,7 +35,7 @@ class OutChannel {
  public:
   explicit OutChannel(Link& link) : link_(link) {}
 
-  void push(OutFrame frame) {
+  void push(OutFrame&& frame) {
     frames_.push_back(std::move(frame));
   }
   [[nodiscard]] bool empty() const noexcept {

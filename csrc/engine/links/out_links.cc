@@ -106,11 +106,11 @@ void OutLinks::useRings(bool all_have_them) {
 
 // ---- writing
 
-void OutLinks::send(int peer, OutFrame frame) {
+void OutLinks::send(int peer, OutFrame&& frame) {
   queue(peer, std::move(frame), true);
 }
 
-void OutLinks::ask(int peer, OutFrame question) {
+void OutLinks::ask(int peer, OutFrame&& question) {
   try {
     queue(peer, std::move(question), false);
   } catch (const Error& error) {
@@ -126,7 +126,7 @@ void OutLinks::askFailed(int peer, const Error& error) {
   }
 }
 
-void OutLinks::queue(int peer, OutFrame frame, bool needed) {
+void OutLinks::queue(int peer, OutFrame&& frame, bool needed) {
   if (route_.isUndecided(peer)) {
     route_.keep(peer, std::move(frame), needed);
     return;

@@ -37,8 +37,8 @@ class OutLinks final : private PortOwner {
   OutLinks& operator=(const OutLinks&) = delete;
 
   /// See PeerLinks.
-  void send(int peer, OutFrame frame);
-  void ask(int peer, OutFrame question);
+  void send(int peer, OutFrame&& frame);
+  void ask(int peer, OutFrame&& question);
   [[nodiscard]] bool flush();
   void shareRings(HostRings rings);
   void useRings(bool all_have_them);
@@ -73,7 +73,7 @@ class OutLinks final : private PortOwner {
   void onPortThrown(int peer, const std::exception_ptr& exception) noexcept override {
     owner_.onThrown(peer, exception);
   }
-  void queue(int peer, OutFrame frame, bool needed);
+  void queue(int peer, OutFrame&& frame, bool needed);
   void askFailed(int peer, const Error& error);
   OutPort& portTo(int peer);
   [[nodiscard]] std::unique_ptr<OutPort> startPort(int peer);

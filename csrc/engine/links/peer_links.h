@@ -41,12 +41,12 @@ class PeerLinks final {
 
   // ---- frames
   /// Queues a frame for another rank, and opens the link to it if there is none.
-  void send(int peer, OutFrame frame) {
+  void send(int peer, OutFrame&& frame) {
     out_.send(peer, std::move(frame));
   }
   /// The same for a question, or an answer, that nothing depends on. If it cannot be sent, that is logged once for each peer; and the end
   /// of a link on which nothing else went is not reported.
-  void ask(int peer, OutFrame question) {
+  void ask(int peer, OutFrame&& question) {
     out_.ask(peer, std::move(question));
   }
   /// Writes queued frames to one link: false if no link has any that nobody has tried to write.

@@ -38,7 +38,7 @@ class RingRoute {
   [[nodiscard]] bool isUndecided(int peer) const {
     return way_ == Way::Undecided && rings_->holds(peer);
   }
-  void keep(int peer, OutFrame frame, bool needed) {
+  void keep(int peer, OutFrame&& frame, bool needed) {
     kept_.push_back(Kept{peer, std::move(frame), needed});
   }
   void dropKept() noexcept {
