@@ -135,6 +135,32 @@ def pytest_unconfigure() -> None:
     zygote.end_zygotes()
 
 
+_variables_before: dict[str, str] = {}
+
+
+def own_variables() -> dict[str, str]:
+    """The environment but for what pytest and torch's compiler change."""
+    free = ("PYTEST_", "TORCHINDUCTOR_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(free)}
+
+
+def pytest_runtest_setup() -> None:
+    _variables_before.update(own_variables())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """Fails a test that leaves a variable: later tests find it, and no zygote serves them."""
+    yield
+    now, before = own_variables(), dict(_variables_before)
+    _variables_before.clear()
+    if left := sorted(name for name in now.keys() | before if now.get(name) != before.get(name)):
+        for name in left:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in left if name in before})
+        pytest.fail(f"the test has left variables changed: {left}")
+
+
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     before = child_processes()

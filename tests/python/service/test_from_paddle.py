@@ -18,7 +18,7 @@ from documents import read
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 PAGE = "docs/parameter-service.md"
-STEPS = 30
+STEPS = 120
 
 
 def section() -> str:
