@@ -89,20 +89,21 @@ void IdMap::learnOne(Bucket& bucket, int32_t number, int64_t id) {
   if (!seenOftenEnough(bucket, number, id)) {
     return;
   }
-  if (rows.insert(id) != LruSlots::kNone) {
-    return;
+  if (rows.insert(id) == LruSlots::kNone) {
+    const int32_t oldest = rows.oldest();
+    if (rows.lastUse(oldest) >= bucket.step_began) {
+      ++turned_away_;
+      return; // it keeps its count, and has a row at its next sight
+    }
+    replaced_.push_back(int64_t{number} * bucket_rows_ + oldest);
+    rows.erase(oldest);
+    rows.insert(id);
   }
-  const int32_t oldest = rows.oldest();
-  if (rows.lastUse(oldest) >= bucket.step_began) {
-    ++turned_away_;
-    return;
+  if (const int32_t slot = bucket.candidates.find(id); slot != LruSlots::kNone) {
+    bucket.candidates.erase(slot);
   }
-  replaced_.push_back(int64_t{number} * bucket_rows_ + oldest);
-  rows.erase(oldest);
-  rows.insert(id);
 }
 
-// If so, the id is no candidate any more.
 bool IdMap::seenOftenEnough(Bucket& bucket, int32_t number, int64_t id) {
   if (shape_.admit_after == 1) {
     return true;
@@ -125,11 +126,7 @@ bool IdMap::seenOftenEnough(Bucket& bucket, int32_t number, int64_t id) {
   } else if (candidates.lastUse(slot) < bucket.candidate_step_began) {
     candidates.use(slot);
   }
-  if (++counts[slot] < shape_.admit_after) {
-    return false;
-  }
-  candidates.erase(slot);
-  return true;
+  return ++counts[slot] >= shape_.admit_after;
 }
 
 void IdMap::find(const int64_t* mixed, size_t count, int64_t* rows) const {

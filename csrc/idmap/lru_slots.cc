@@ -8,6 +8,8 @@
 namespace pycomm {
 namespace {
 
+constexpr int64_t kMostUses = int64_t{1} << 62; // so that counting on does not overflow
+
 [[noreturn]] void refuseState(const std::string& why) {
   ErrorRecord record;
   record.code = ErrorCode::InvalidArgument;
@@ -27,6 +29,8 @@ LruSlots::LruSlots(int64_t* ids, int64_t* last_uses, int32_t size)
       free_.push_back(slot);
     } else if (ids[slot] < 0) {
       refuseState("slot " + std::to_string(slot) + " has id " + std::to_string(ids[slot]));
+    } else if (last_uses[slot] < 0 || last_uses[slot] > kMostUses) {
+      refuseState("slot " + std::to_string(slot) + " was used last at " + std::to_string(last_uses[slot]));
     } else if (!slots_.emplace(ids[slot], slot).second) {
       refuseState("id " + std::to_string(ids[slot]) + " has two slots");
     } else {

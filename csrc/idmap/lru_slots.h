@@ -19,7 +19,7 @@ class LruSlots {
   static constexpr int32_t kNone = -1;
 
   /// Both arrays have N elements and outlive this object. Throws Error(InvalidArgument) if they hold an id twice, or one that is
-  /// negative and not kFree.
+  /// negative and not kFree, or a last use that is negative or above 2^62.
   LruSlots(int64_t* ids, int64_t* last_uses, int32_t size);
 
   [[nodiscard]] int32_t find(int64_t id) const;

@@ -93,14 +93,19 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
             self.register_buffer(name, tensor)
         self._state_names = names
         self._map: Any = None
-        self._map_state: list[torch.Tensor] = []
+        self._map_state: list[tuple[int, int]] = []
+        self._replaced: list[torch.Tensor] = []  # by maps that were made before this one
+        self._turned_away = 0  # the same
 
     def _id_map(self) -> Any:
-        """Of the buffers as they are: ``to()`` and loading may have replaced them."""
+        """Of the buffers as they are: ``to()``, ``share_memory()`` and loading may have replaced
+        them, moved them or written to them."""
         state = [getattr(self, name) for name in self._state_names]
-        if self._map is None or any(
-            mine is not its for mine, its in zip(state, self._map_state, strict=True)
-        ):
+        seen = [(each.data_ptr(), each._version) for each in state]
+        if self._map is None or seen != self._map_state:
+            if self._map is not None:
+                self._replaced.append(self._map.take_replaced())
+                self._turned_away += self._map.turned_away
             self._map = _extension.load().IdMap(
                 state,
                 rows=self._rows,
@@ -109,7 +114,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
                 all_buckets=self._all_buckets,
                 admit_after=self._admit_after,
             )
-            self._map_state = state
+            self._map_state = seen
         return self._map
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +157,8 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
         """The rows that have got another id since the last call, for which TorchRec resets them."""
         if self._map is None:
             return None
-        rows = self._map.take_replaced()
+        rows: Any = torch.cat([*self._replaced, self._map.take_replaced()])
+        self._replaced = []
         return rows.unique() + self._offset if len(rows) else None
 
     def output_size(self) -> int:
@@ -172,7 +178,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
     @property
     def turned_away(self) -> int:
         """Ids that found their bucket full of ids of the same step, since this process began."""
-        return int(self._id_map().turned_away)
+        return self._turned_away + int(self._id_map().turned_away)
 
     def validate_state(self) -> None:
         """After loading.
@@ -186,6 +192,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
                 "or of another class"
             )
         self._map = None
+        self._replaced = []
 
     def rebuild_with_output_id_range(
         self,

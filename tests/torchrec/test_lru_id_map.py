@@ -64,7 +64,7 @@ class Bucket:
         for each in ids:
             if each not in self.row_of and not self.admitted(each, counted):
                 continue
-            if each not in self.row_of:
+            if each not in self.row_of:  # turned away below, it keeps its count
                 if len(self.row_of) < self.rows - 1:
                     self.row_of[each] = len(self.row_of)
                 else:
@@ -73,24 +73,24 @@ class Bucket:
                         continue
                     row = self.row_of.pop(oldest)
                     self.row_of[each] = row
+                self.counts.pop(each, None)
             elif each not in used:
                 self.row_of.move_to_end(each)
             used.add(each)
 
     def admitted(self, each: int, counted: set[int]) -> bool:
+        if self.admit_after == 1:
+            return True
         if each not in self.counts and len(self.counts) == self.rows:
             oldest = next(iter(self.counts))
             if oldest in counted:
-                return self.admit_after == 1
+                return False
             del self.counts[oldest]
         self.counts[each] = self.counts.get(each, 0) + 1
         if each not in counted:
             self.counts.move_to_end(each)
         counted.add(each)
-        if self.counts[each] < self.admit_after:
-            return False
-        del self.counts[each]
-        return True
+        return self.counts[each] >= self.admit_after
 
 
 class Reference:
@@ -296,6 +296,23 @@ def test_a_copy_and_a_loaded_state_go_on() -> None:
     other = LRUManagedCollisionModule(64, admit_after=2, buckets=4)
     with pytest.raises(ValueError, match="another number of rows or buckets"):
         other.load_state_dict(id_map.state_dict())
+
+
+def test_buffers_that_are_moved_or_written_to_are_read_again() -> None:
+    id_map = LRUManagedCollisionModule(16, buckets=2)
+    rows_of(id_map, list(range(40)))
+    as_before = copy.deepcopy(id_map)
+    id_map.share_memory()  # the same tensors, elsewhere
+    written = LRUManagedCollisionModule(16, buckets=2)
+    rows_of(written, [1])
+    for name, buffer in id_map.named_buffers():
+        written.get_buffer(name).copy_(buffer)
+    for batch in ([50, 51, 3], [51, 52]):
+        rows = rows_of(as_before, batch)
+        assert rows_of(id_map, batch) == rows_of(written, batch) == rows
+    evicted = as_before.evict()
+    assert evicted is not None
+    assert id_map.evict().tolist() == evicted.tolist()
 
 
 def test_bad_input_is_refused() -> None:

@@ -141,6 +141,16 @@ TEST(IdMap, AdmitsAfterSoManySights) {
   EXPECT_THAT(step(map, {8}), ElementsAre(2));
 }
 
+TEST(IdMap, AnAdmittedIdThatIsTurnedAwayKeepsItsCount) {
+  Table table(3);
+  IdMap map(shapeOf(3, 1, 2), table.at(0));
+  EXPECT_THAT(step(map, {7, 7, 8, 8, 9, 9}), ElementsAre(0, 0, 1, 1, 2, 2)); // 2: the shared row
+  EXPECT_EQ(map.turnedAway(), 1);
+  EXPECT_THAT(step(map, {9}), ElementsAre(0));
+  EXPECT_THAT(map.takeReplaced(), ElementsAre(0));
+  EXPECT_THAT(table.candidates(0, 3), IsEmpty());
+}
+
 TEST(IdMap, FindChangesNothing) {
   Table table(4);
   IdMap map(shapeOf(4), table.at(0));
