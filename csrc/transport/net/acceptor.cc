@@ -171,11 +171,18 @@ void Acceptor::makeRoom(TimePoint now) {
   if (strangers_.size() < kMaxStrangers) {
     return;
   }
-  if (!serve(strangers_.front(), now)) {
-    (void)giveUp("had not said who it is when others came");
-    reject(strangers_.front(), now);
+  // Not one that knows the secret, if there is another: it only waits for the next message of its handshake.
+  auto oldest = std::find_if(strangers_.begin(), strangers_.end(), [](const Stranger& stranger) {
+    return stranger.tls == nullptr || !stranger.tls->hasAnswered();
+  });
+  if (oldest == strangers_.end()) {
+    oldest = strangers_.begin();
   }
-  strangers_.pop_front();
+  if (!serve(*oldest, now)) {
+    (void)giveUp("had not said who it is when others came");
+    reject(*oldest, now);
+  }
+  strangers_.erase(oldest);
 }
 
 Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {

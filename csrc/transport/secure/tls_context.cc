@@ -83,7 +83,8 @@ TlsContext::TlsContext(
     const TlsOptions& options,
     const OpenSsl& ssl)
     : ssl_(ssl), secret_(std::move(secret)), self_(std::move(self)), options_(options), forks_(forkCount()) {
-  bio_method_ = ssl_.BIO_meth_new(ssl_.BIO_get_new_index() | kBioTypeSourceSink, "pycomm link");
+  static const int type = ssl_.BIO_get_new_index(); // OpenSSL has some hundred for the whole process
+  bio_method_ = ssl_.BIO_meth_new(type | kBioTypeSourceSink, "pycomm link");
   if (bio_method_ == nullptr) {
     throw std::bad_alloc();
   }

@@ -288,6 +288,7 @@ int TlsLink::take(const char* bytes, size_t nbytes) {
     }
     const auto* const begin = reinterpret_cast<const std::byte*>(bytes);
     out_.insert(out_.end(), begin, begin + nbytes);
+    answered_ = true;
     return static_cast<int>(nbytes);
   } catch (...) {
     failure_ = std::current_exception();

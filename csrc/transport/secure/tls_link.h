@@ -66,6 +66,10 @@ class TlsLink final : public Link {
     return under_->describe() + " (TLS)";
   }
 
+  /// This end has written something. A server does so once it has checked that the client knows the key, or it drops the connection.
+  [[nodiscard]] bool hasAnswered() const noexcept {
+    return answered_;
+  }
   /// The process at the other end, which has proved that it has the secret. Empty before finishConnect() has returned true.
   [[nodiscard]] const ProcessId& peer() const noexcept {
     return peer_;
@@ -126,6 +130,7 @@ class TlsLink final : public Link {
   std::exception_ptr failure_; ///< of the link below, while OpenSSL read from it
   bool under_up_ = false; ///< the link below is connected
   bool up_ = false;
+  bool answered_ = false; ///< OpenSSL has written
   bool ending_ = false; ///< shutdownWrite() was called
   bool shut_ = false; ///< and has reached the link below
   bool under_ended_ = false; ///< the link below has nothing more to read

@@ -178,5 +178,34 @@ TEST(TlsDoor, StrangersAreDropped) {
   }
 }
 
+// Each of the crowd says one byte that may begin a handshake.
+TEST(TlsDoor, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
+  Door door;
+  GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
+  pollfd ready{link.fd(), POLLIN, 0};
+  for (const Deadline deadline = soon(); ::poll(&ready, 1, 2) != 1;) { // until the server has answered
+    ASSERT_FALSE(deadline.expired());
+    (void)link.finishConnect();
+    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    ready.fd = link.fd();
+  }
+  constexpr int kCrowd = 100;
+  constexpr int kPlaces = 64; // kMaxStrangers
+  std::vector<std::unique_ptr<TcpLink>> crowd;
+  const std::byte first{0x16};
+  for (int i = 0; i < kCrowd; ++i) {
+    crowd.push_back(connectTcp(kLoopback, door.acceptor.address(), soon(), kNoAbort));
+    writeAll(*crowd.back(), {&first, 1}, soon(), kNoAbort);
+    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+  }
+  for (const Deadline deadline = soon(); door.acceptor.rejected() < kCrowd + 1 - kPlaces && !deadline.expired();) {
+    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+  }
+  EXPECT_EQ(door.acceptor.rejected(), kCrowd + 1 - kPlaces);
+  ASSERT_TRUE(door.open(link));
+  EXPECT_EQ(door.accepted.size(), 1U);
+  EXPECT_EQ(door.acceptor.rejected(), kCrowd + 1 - kPlaces) << "the peer has not had to come again";
+}
+
 } // namespace
 } // namespace pycomm::testing
