@@ -4,6 +4,7 @@
 #include <string>
 
 #include "c10d/raising.h"
+#include "transport/rendezvous/seal.h"
 #include "transport/secure/secret.h"
 
 namespace py = pybind11;
@@ -41,7 +42,26 @@ void bindSecret(py::module_& m) {
             });
           },
           py::arg("path"))
+      .def(
+          "seal",
+          [](const Secret& secret, const std::string& key, const std::string& value) {
+            return raising([&] { return Seal(secret).sealed(key, value); });
+          },
+          py::arg("key"),
+          py::arg("value"))
+      .def(
+          "open",
+          [](const Secret& secret, const std::string& key, const std::string& text) {
+            return raising([&] { return Seal(secret).opened(key, text); });
+          },
+          py::arg("key"),
+          py::arg("text"))
       .def_property_readonly("key_id", &Secret::keyId);
+  m.def(
+      "refuse_sealed",
+      [](const std::string& key, const std::string& value) { raising([&] { refuseSealed(key, value); }); },
+      py::arg("key"),
+      py::arg("value"));
 }
 
 } // namespace pycomm

@@ -181,16 +181,30 @@ RankClaim claimRank(
   return claim;
 }
 
-int64_t claimOfRankZero(Store& store, const std::string& prefix) {
+namespace {
+
+// The newest claim of rank 0 that was not refused and for which `counts` is true; 0 if there is none.
+template <typename Counts>
+int64_t newestOfRankZero(Store& store, const std::string& prefix, const Counts& counts) {
   const int64_t newest = store.add(prefix + "claim/0", 0);
   for (int64_t number = newest; number >= std::max<int64_t>(1, newest - kMaxLookBack); --number) {
-    const auto end = store.find(keyOf(prefix, 0, "end", number));
-    const bool signed_by_owner = !store.sealed() || store.find(keyOf(prefix, 0, "owner", number));
-    if (end != kRefused && signed_by_owner) {
-      return end == kLeft ? 0 : number;
+    if (store.find(keyOf(prefix, 0, "end", number)) != kRefused && counts(keyOf(prefix, 0, "owner", number))) {
+      return number;
     }
   }
   return 0;
+}
+
+} // namespace
+
+int64_t claimOfRankZero(Store& store, const std::string& prefix) {
+  const int64_t number = newestOfRankZero(
+      store, prefix, [&](const std::string& owner) { return !store.sealed() || store.find(owner).has_value(); });
+  return number > 0 && store.find(keyOf(prefix, 0, "end", number)) == kLeft ? 0 : number;
+}
+
+int64_t lastClaimOfRankZero(Store& store, const std::string& prefix) {
+  return newestOfRankZero(store, prefix, [&](const std::string& owner) { return !store.sealed() || store.has(owner); });
 }
 
 void leave(Store& store, const RankClaim& claim) noexcept {

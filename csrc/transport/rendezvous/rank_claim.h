@@ -40,8 +40,11 @@ enum class Takeover : uint8_t {
     const AbortToken& abort);
 
 /// The number of the claim with which a process holds rank 0 now, as far as the store knows: the newest that was not refused. 0 if there is
-/// none, or if it was given back.
+/// none, or if it was given back. In a sealed store, of those that a process with the secret made.
 [[nodiscard]] int64_t claimOfRankZero(Store& store, const std::string& prefix);
+/// The newest claim of rank 0 that was not refused, also if it was given back, or if its owner's record has no seal or another secret's. 0
+/// if there is none.
+[[nodiscard]] int64_t lastClaimOfRankZero(Store& store, const std::string& prefix);
 
 /// Gives the rank back in good order, so that a later process or group may take it on the same store.
 void leave(Store& store, const RankClaim& claim) noexcept;

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -39,6 +40,7 @@ namespace {
 constexpr size_t kMaxAddresses = 8; // of one rank
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
 constexpr int kRestartMs = 10000; // by which the ranks of a new run may start before its rank 0
+constexpr int kOtherSecretMs = 3000; // the same, if all that is there of rank 0 has another secret, or none
 constexpr int kLongestPauseMs = 100;
 
 uint64_t randomNumber() {
@@ -272,18 +274,44 @@ StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim
   return round;
 }
 
-// Waits until rank 0 has begun a generation that this rank can join, and returns its number. Rank 0's claim may be of an earlier run, which
-// this rank cannot know. Then the generation may be complete, and never is joined. It may have failed: then this rank gives the new rank 0 some
-// time before it believes the failure. Or it may look like a new one: then this rank joins it, and goes on when rank 0 comes.
-int64_t findGeneration(const StoreRound& round, const std::string& prefix) {
-  const Deadline patience = Deadline::at(std::min(round.deadline.instant(), Deadline::after(kRestartMs).instant()));
+struct Generation {
+  int64_t number = 0;
+  bool may_be_over = true; ///< a newer one may still begin
+};
+
+// The generation of rank 0's last claim, if this rank has waited long enough for a newer one: it ended with an error before all ranks knew
+// each other, or rank 0 has another secret, or none. A rank that joins it finds that error, or that record, and rank 0 finds this rank's.
+std::optional<Generation> lastResort(Store& store, const std::string& prefix, int64_t waited_ms) {
+  if (waited_ms < std::min(kOtherSecretMs, kRestartMs)) {
+    return std::nullopt;
+  }
+  const int64_t number = lastClaimOfRankZero(store, prefix);
+  const std::string keys = prefix + std::to_string(number) + "/";
+  if (number == 0 || store.find(keys + "member/all")) {
+    return std::nullopt;
+  }
+  const bool other_secret = store.sealed() && store.has(keys + "member/0") && !store.find(keys + "member/0");
+  if (waited_ms < (other_secret ? kOtherSecretMs : kRestartMs) || !(other_secret || store.find(keys + "error"))) {
+    return std::nullopt;
+  }
+  return Generation{number, false};
+}
+
+// Waits until rank 0 has begun a generation that this rank can join. Rank 0's claim may be of an earlier run, which this rank cannot know.
+// Then the generation may be complete, and never is joined. It may have failed: then this rank gives the new rank 0 some time before it
+// believes the failure. Or it may look like a new one: then this rank joins it, and goes on when rank 0 comes.
+Generation findGeneration(const StoreRound& round, const std::string& prefix) {
+  const TimePoint begin = Clock::now();
   for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
     round.abort.throwIfAborted();
     const int64_t number = claimOfRankZero(round.store, prefix);
     const std::string keys = prefix + std::to_string(number) + "/";
-    if (number > 0 && !round.store.find(keys + "member/all") &&
-        (patience.expired() || !round.store.find(keys + "error"))) {
-      return number;
+    if (number > 0 && !round.store.find(keys + "member/all") && !round.store.find(keys + "error")) {
+      return Generation{number};
+    }
+    const int64_t waited_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    if (const auto last = lastResort(round.store, prefix, round.deadline.expired() ? kRestartMs : waited_ms)) {
+      return *last;
     }
     if (round.deadline.expired()) {
       throw Error(
@@ -325,14 +353,14 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   }
   StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
-  if (follows) {
-    round.over = [&] { return claimOfRankZero(store, prefix) != claim.generation; };
-  }
+  const auto is_over = [&] { return claimOfRankZero(store, prefix) != claim.generation; };
   try {
     for (;;) {
       try {
         if (follows) {
-          claim.generation = findGeneration(round, prefix);
+          const Generation found = findGeneration(round, prefix);
+          claim.generation = found.number;
+          round.over = found.may_be_over ? is_over : nullptr;
           round.prefix = keysOf(claim);
           round.binding.clear();
           round.members.clear();

@@ -1,101 +1,18 @@
 #include "transport/rendezvous/sealed_store.h"
 
-#include <utility>
-
 #include "base/error.h"
 #include "base/log.h"
-#include "base/printable.h"
 
 namespace pycomm {
-namespace {
 
-constexpr std::string_view kSealMark = "pcs1 ";
-constexpr size_t kKeyIdChars = 8;
-constexpr size_t kMacChars = 2 * sizeof(Digest);
-constexpr size_t kSealNbytes = kSealMark.size() + kKeyIdChars + 1 + kMacChars + 1;
-constexpr size_t kMaxShownKeyNbytes = 256;
-
-void putSized(std::string& out, std::string_view text) {
-  for (int shift = 0; shift < 64; shift += 8) {
-    out += static_cast<char>(static_cast<uint64_t>(text.size()) >> shift);
-  }
-  out += text;
-}
-
-// Who writes a key: its last part is a rank, or "all", which is rank 0's.
-int writerOf(const std::string& key) {
-  const std::string last = key.substr(key.rfind('/') + 1);
-  if (last == "all") {
-    return 0;
-  }
-  const bool number = !last.empty() && last.size() < 8 && last.find_first_not_of("0123456789") == std::string::npos;
-  return number ? std::stoi(last) : -1;
-}
-
-Error badSeal(ErrorCode code, const std::string& key, const std::string& who_and_what, const std::string& hint) {
-  ErrorRecord record;
-  record.code = code;
-  record.peer = writerOf(key);
-  const std::string who = record.peer < 0 ? "another process" : "rank " + std::to_string(record.peer);
-  record.summary = who + who_and_what + " (key " + printable(key, kMaxShownKeyNbytes) + " in the store)";
-  record.hint = hint;
-  return Error(record);
-}
-
-// Of a value with a seal; empty for any other.
-std::string keyIdIn(std::string_view value) {
-  const bool has_seal =
-      value.size() >= kSealNbytes && value.substr(0, kSealMark.size()) == kSealMark && value[kSealNbytes - 1] == '\n';
-  return has_seal ? printable(value.substr(kSealMark.size(), kKeyIdChars), kKeyIdChars) : "";
-}
-
-} // namespace
-
-SealedStore::SealedStore(Store& store, const Secret& secret)
-    : store_(store), key_(secret.derive("pycomm 1 store")), key_id_(secret.keyId()) {}
-
-std::string SealedStore::macOf(const std::string& key, std::string_view value) const {
-  std::string text;
-  text.reserve(key.size() + value.size() + 2 * sizeof(uint64_t));
-  putSized(text, key);
-  putSized(text, value);
-  return hexOf(viewOf(hmacSha256(key_.view(), text)));
-}
-
-std::string SealedStore::opened(const std::string& key, const std::string& sealed) const {
-  const std::string key_id = keyIdIn(sealed);
-  if (key_id.empty()) {
-    throw badSeal(
-        ErrorCode::ConfigMismatch,
-        key,
-        " has no secret, and this process has one (key id " + key_id_ + ")",
-        "give every rank the same secret file; if all have it, somebody else writes to the store");
-  }
-  if (key_id != key_id_) {
-    throw badSeal(
-        ErrorCode::ConfigMismatch,
-        key,
-        " has another secret (key id " + key_id + ", here " + key_id_ + ")",
-        "copy one secret file to every host; \"python -m pycomm secret --id\" shows which one a host has");
-  }
-  const std::string_view value = std::string_view(sealed).substr(kSealNbytes);
-  const std::string_view mac = std::string_view(sealed).substr(kSealNbytes - 1 - kMacChars, kMacChars);
-  if (!equalInConstantTime(macOf(key, value), mac)) {
-    throw badSeal(
-        ErrorCode::ProtocolViolation,
-        key,
-        "'s record was changed by somebody who does not have the secret",
-        "somebody else writes to the store: choose a port that only the hosts of the job reach");
-  }
-  return std::string(value);
-}
+SealedStore::SealedStore(Store& store, const Secret& secret) : store_(store), seal_(secret) {}
 
 void SealedStore::set(const std::string& key, const std::string& value) {
-  store_.set(key, std::string(kSealMark) + key_id_ + " " + macOf(key, value) + "\n" + value);
+  store_.set(key, seal_.sealed(key, value));
 }
 
 std::string SealedStore::get(const std::string& key, Deadline deadline) {
-  return opened(key, store_.get(key, deadline));
+  return seal_.opened(key, store_.get(key, deadline));
 }
 
 bool SealedStore::has(const std::string& key) {
@@ -112,7 +29,7 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
     return std::nullopt;
   }
   try {
-    return opened(key, *value);
+    return seal_.opened(key, *value);
   } catch (const Error& error) {
     if (error.record().code != ErrorCode::ConfigMismatch && error.record().code != ErrorCode::ProtocolViolation) {
       throw; // not about the value
@@ -121,16 +38,6 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
       log(LogLevel::Warn, "ignored in the store: " + error.record().summary);
     }
     return std::nullopt;
-  }
-}
-
-void refuseSealed(const std::string& key, const std::string& value) {
-  if (const std::string key_id = keyIdIn(value); !key_id.empty()) {
-    throw badSeal(
-        ErrorCode::ConfigMismatch,
-        key,
-        " has a secret (key id " + key_id + "), and this process has none",
-        "give every rank the same secret file: PYCOMM_SECRET_FILE, or ~/.config/pycomm/secret");
   }
 }
 

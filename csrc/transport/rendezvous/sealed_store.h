@@ -4,22 +4,17 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <string_view>
 
+#include "transport/rendezvous/seal.h"
 #include "transport/rendezvous/store.h"
 #include "transport/secure/secret.h"
 
 namespace pycomm {
 
-/// A Store in which every value carries a seal: only who has the secret can make or change one. The values can be read by anybody.
+/// A Store in which every value carries a Seal.
 ///
-///   pcs1 <key id> <HMAC-SHA-256 of the whole key and the value, in hex>\n<value>
-///
-/// The key is part of the seal, so a value cannot be moved to another rank, round, generation or group. An older value of the same key
-/// can be put back; StoreRound sees to it that this changes nothing. Counters have no seal.
-///
-/// A badly sealed value is an Error that names the key: ConfigMismatch if it has no seal or another secret's, ProtocolViolation if it was
-/// changed by somebody without the key.
+/// The seal holds the key, so a value cannot be moved to another rank, round, generation or group. An older value of the same key
+/// can be put back; StoreRound sees to it that this changes nothing. Counters have no seal. get() throws what Seal::opened() throws.
 class SealedStore final : public Store {
  public:
   /// `store` outlives this.
@@ -35,16 +30,9 @@ class SealedStore final : public Store {
   [[nodiscard]] std::optional<std::string> find(const std::string& key) override;
 
  private:
-  [[nodiscard]] std::string macOf(const std::string& key, std::string_view value) const;
-  [[nodiscard]] std::string opened(const std::string& key, const std::string& sealed) const;
-
   Store& store_;
-  Key key_;
-  std::string key_id_;
+  const Seal seal_;
   std::atomic<bool> warned_{false};
 };
-
-/// For a process without a secret: throws Error(ConfigMismatch) if `value` is a sealed one, which nobody can mistake for another text.
-void refuseSealed(const std::string& key, const std::string& value);
 
 } // namespace pycomm

@@ -7,7 +7,7 @@
 
 #include "base/fault_point.h"
 #include "transport/rendezvous/rank_record.h"
-#include "transport/rendezvous/sealed_store.h"
+#include "transport/rendezvous/seal.h"
 
 namespace pycomm {
 namespace {

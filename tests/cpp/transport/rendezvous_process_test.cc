@@ -178,6 +178,21 @@ TEST(MeetAfterARestart, TellsAllRanksOfAFailure) {
   EXPECT_TRUE(two.join());
 }
 
+// Rank 0 has left by then.
+TEST(MeetAfterARestart, TellsAFailureToARankThatComesAfterIt) {
+  DirectoryStore store;
+  expectRunOf(store, {0, 1, 2});
+  RendezvousConfig other = restarted(1, 3);
+  other.config_digest = 7;
+  Process one([&] { return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch; });
+  EXPECT_EQ(tryToMeet(store, restarted(0, 3)).error.code, ErrorCode::ConfigMismatch);
+  EXPECT_TRUE(one.join());
+  const Outcome late = tryToMeet(store, restarted(2, 3));
+  EXPECT_EQ(late.error.code, ErrorCode::ConfigMismatch) << late.error.text();
+  EXPECT_EQ(late.error.rank, 0) << "the rank whose error it is";
+  expectRunOf(store, {1, 2, 0}, 100);
+}
+
 TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
   DirectoryStore store;
   Process first = rankOf(store, restarted(1, 2));

@@ -74,12 +74,16 @@ class OpenStore final : public Store {
 };
 
 /// Each rank is a thread; null: without a secret.
-std::vector<Outcome> meetAll(Store& store, const std::vector<const Secret*>& secrets) {
+std::vector<Outcome> meetAll(
+    Store& store,
+    const std::vector<const Secret*>& secrets,
+    Takeover takeover = Takeover::Never) {
   std::vector<Outcome> outcomes(secrets.size());
   std::vector<std::thread> ranks;
   for (size_t rank = 0; rank < secrets.size(); ++rank) {
     ranks.emplace_back([&, rank] {
-      const auto config = configOf(static_cast<int>(rank), static_cast<int>(secrets.size()), kTimeoutMs);
+      auto config = configOf(static_cast<int>(rank), static_cast<int>(secrets.size()), kTimeoutMs);
+      config.takeover = takeover;
       if (secrets[rank] == nullptr) {
         outcomes[rank] = tryToMeet(store, config);
         return;
@@ -468,6 +472,39 @@ TEST(SealedRendezvous, NamesTheRankWithAnotherSecret) {
     EXPECT_EQ(outcome.error.code, ErrorCode::ConfigMismatch);
     EXPECT_WITHIN_MS(outcome.elapsed_ms, kSoonMs);
   }
+}
+
+// As torchrun starts them: ranks other than 0 look for the claim of rank 0, and pass over one that their secret has not sealed.
+TEST(SealedRendezvous, NamesDifferingSecretsAlsoOnAStoreThatIsUsedAgain) {
+  const Secret other = Secret::generate();
+  const Secret* const job = &secretOfTheJob();
+  const std::string key_ids = "another secret (key id ";
+  const struct {
+    std::vector<const Secret*> secrets;
+    std::vector<std::string> summaries; ///< a part of each rank's
+  } cases[] = {
+      {{job, &other}, {"rank 1 has " + key_ids + other.keyId(), "rank 0 has " + key_ids + job->keyId()}},
+      {{job, nullptr}, {"rank 1 has no secret, and this process has one", "and this process has none"}},
+      {{nullptr, job}, {"rank 1 has a secret (key id ", "rank 0 has no secret, and this process has one"}},
+      {{job, job, &other}, {"rank 2 has " + key_ids, "rank 2 has " + key_ids, "rank 0 has " + key_ids}},
+  };
+  for (const auto& each : cases) {
+    OpenStore store;
+    const auto outcomes = meetAll(store, each.secrets, Takeover::FromEndedRun);
+    for (size_t rank = 0; rank < outcomes.size(); ++rank) {
+      EXPECT_EQ(outcomes[rank].error.code, ErrorCode::ConfigMismatch) << summaries(outcomes);
+      EXPECT_THAT(outcomes[rank].error.summary, HasSubstr(each.summaries[rank]));
+      EXPECT_WITHIN_MS(outcomes[rank].elapsed_ms, kSoonMs);
+    }
+  }
+}
+
+TEST(SealedRendezvous, AStrangersClaimOfRankZeroIsPassedOverOnAStoreThatIsUsedAgain) {
+  OpenStore store;
+  (void)store.add("pycomm/world/claim/0", 1);
+  store.set("pycomm/world/owner/0/1", "1 a stranger's");
+  const auto outcomes = meetAll(store, std::vector<const Secret*>(3, &secretOfTheJob()), Takeover::FromEndedRun);
+  EXPECT_TRUE(allGood(outcomes)) << summaries(outcomes);
 }
 
 } // namespace

@@ -75,6 +75,17 @@ def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
         assert said.endswith(f"TLS with the secret of key id {_key_id(path)}")
 
 
+def test_a_job_can_be_without_the_secret_in_the_home_folder(tmp_path: Path) -> None:
+    path = tmp_path / ".config" / "pycomm" / "secret"
+    path.parent.mkdir(parents=True)
+    _secret.generate_file(str(path))
+    env = {"HOME": str(tmp_path), "PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": "none"}
+    for said in run_ranks(2, sum_and_say, env=env).values():
+        assert "TLS" not in said
+    with pytest.raises(ValueError, match="PYCOMM_SECRET_FILE=none: this job has no secret"):
+        _secret.read({"PYCOMM_SECRET_FILE": "none"})
+
+
 def join(rank: int, world_size: int) -> dict[str, Any]:
     """For ranks that must join by themselves to see how that ends."""
     try:
@@ -90,16 +101,28 @@ def join(rank: int, world_size: int) -> dict[str, Any]:
     return {"type": "", "text": ""}
 
 
-def _met(tmp_path: Path, env: Environment) -> list[dict[str, Any]]:
-    meeting = f"file://{tmp_path}/store"
+def _met(tmp_path: Path, env: Environment, *, torchrun: bool = False) -> list[dict[str, Any]]:
+    meeting: dict[str, str | None] = {"MEETING": f"file://{tmp_path}/store"}
+    if torchrun:  # its agent keeps the store for the ranks of every restart
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        meeting = {
+            "MEETING": f"tcp://127.0.0.1:{agent.port}",
+            "MASTER_PORT": str(agent.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
     return run_ranks(
-        2, join, init="none", backend=None, env=lambda rank: {"MEETING": meeting} | env(rank)
+        2, join, init="none", backend=None, env=lambda rank: meeting | env(rank)
     ).values()
 
 
+by_launcher = pytest.mark.parametrize("torchrun", [False, True], ids=["by hand", "torchrun"])
+
+
+@by_launcher
 @pytest.mark.parametrize("without", [0, 1])
 def test_a_rank_without_the_secret_is_named(
-    files: list[Path], tmp_path: Path, without: int
+    files: list[Path], tmp_path: Path, without: int, torchrun: bool
 ) -> None:
     met = _met(
         tmp_path,
@@ -107,6 +130,7 @@ def test_a_rank_without_the_secret_is_named(
             "PYCOMM_SECRET": None,
             "PYCOMM_SECRET_FILE": None if rank == without else str(files[0]),
         },
+        torchrun=torchrun,
     )
     for one in met:
         assert one["type"] == "ConfigMismatchError", one
@@ -115,9 +139,11 @@ def test_a_rank_without_the_secret_is_named(
     assert f"rank {without} has no secret" in met[1 - without]["text"]
 
 
-def test_another_secret_is_named(files: list[Path], tmp_path: Path) -> None:
-    met = _met(tmp_path, lambda rank: {"PYCOMM_SECRET_FILE": str(files[rank])})
-    for one in met:
+@by_launcher
+def test_another_secret_is_named(files: list[Path], tmp_path: Path, torchrun: bool) -> None:
+    met = _met(tmp_path, lambda rank: {"PYCOMM_SECRET_FILE": str(files[rank])}, torchrun=torchrun)
+    for rank, one in enumerate(met):
+        assert f"rank {1 - rank} has another secret" in one["text"]
         assert one["type"] == "ConfigMismatchError", one
         assert _key_id(files[0]) in one["text"] and _key_id(files[1]) in one["text"]
         assert "copy one secret file to every host" in one["text"]

@@ -1,0 +1,119 @@
+#include "transport/rendezvous/seal.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "base/printable.h"
+#include "transport/secure/crypto.h"
+
+namespace pycomm {
+namespace {
+
+constexpr std::string_view kSealMark = "pcs1 ";
+constexpr size_t kKeyIdChars = 8;
+constexpr size_t kMacChars = 2 * sizeof(Digest);
+constexpr size_t kSealNbytes = kSealMark.size() + kKeyIdChars + 1 + kMacChars + 1;
+constexpr size_t kMaxShownKeyNbytes = 256;
+
+void putSized(std::string& out, std::string_view text) {
+  for (int shift = 0; shift < 64; shift += 8) {
+    out += static_cast<char>(static_cast<uint64_t>(text.size()) >> shift);
+  }
+  out += text;
+}
+
+std::string takeLastPart(std::string& key) {
+  const size_t slash = key.rfind('/');
+  std::string last = key.substr(slash + 1); // the whole of it if there is no slash
+  key.resize(slash == std::string::npos ? 0 : slash);
+  return last;
+}
+
+int rankIn(const std::string& text) {
+  const bool number = !text.empty() && text.size() < 8 && text.find_first_not_of("0123456789") == std::string::npos;
+  return number ? std::stoi(text) : -1;
+}
+
+// Who writes a key: ".../member/RANK", ".../member/all" (rank 0), ".../owner/RANK/CLAIM" and ".../end/RANK/CLAIM".
+int writerOf(std::string key) {
+  const std::string last = takeLastPart(key);
+  const std::string before = takeLastPart(key);
+  const std::string kind = takeLastPart(key);
+  if (kind == "owner" || kind == "end") {
+    return rankIn(before);
+  }
+  return last == "all" ? 0 : rankIn(last);
+}
+
+Error badSeal(ErrorCode code, const std::string& key, const std::string& who_and_what, const std::string& hint) {
+  ErrorRecord record;
+  record.code = code;
+  record.peer = writerOf(key);
+  const std::string who = record.peer < 0 ? "another process" : "rank " + std::to_string(record.peer);
+  record.summary = who + who_and_what + " (key " + printable(key, kMaxShownKeyNbytes) + " in the store)";
+  record.hint = hint;
+  return Error(record);
+}
+
+// Of a value with a seal; empty for any other.
+std::string keyIdIn(std::string_view value) {
+  const bool has_seal =
+      value.size() >= kSealNbytes && value.substr(0, kSealMark.size()) == kSealMark && value[kSealNbytes - 1] == '\n';
+  return has_seal ? printable(value.substr(kSealMark.size(), kKeyIdChars), kKeyIdChars) : "";
+}
+
+} // namespace
+
+Seal::Seal(const Secret& secret) : key_(secret.derive("pycomm 1 store")), key_id_(secret.keyId()) {}
+
+std::string Seal::macOf(const std::string& key, std::string_view value) const {
+  std::string text;
+  text.reserve(key.size() + value.size() + 2 * sizeof(uint64_t));
+  putSized(text, key);
+  putSized(text, value);
+  return hexOf(viewOf(hmacSha256(key_.view(), text)));
+}
+
+std::string Seal::sealed(const std::string& key, std::string_view value) const {
+  return std::string(kSealMark) + key_id_ + " " + macOf(key, value) + "\n" + std::string(value);
+}
+
+std::string Seal::opened(const std::string& key, const std::string& text) const {
+  const std::string key_id = keyIdIn(text);
+  if (key_id.empty()) {
+    throw badSeal(
+        ErrorCode::ConfigMismatch,
+        key,
+        " has no secret, and this process has one (key id " + key_id_ + ")",
+        "give every rank the same secret file; if all have it, somebody else writes to the store");
+  }
+  if (key_id != key_id_) {
+    throw badSeal(
+        ErrorCode::ConfigMismatch,
+        key,
+        " has another secret (key id " + key_id + ", here " + key_id_ + ")",
+        "copy one secret file to every host; \"python -m pycomm secret --id\" shows which one a host has");
+  }
+  const std::string_view value = std::string_view(text).substr(kSealNbytes);
+  const std::string_view mac = std::string_view(text).substr(kSealNbytes - 1 - kMacChars, kMacChars);
+  if (!equalInConstantTime(macOf(key, value), mac)) {
+    throw badSeal(
+        ErrorCode::ProtocolViolation,
+        key,
+        "'s record was changed by somebody who does not have the secret",
+        "somebody else writes to the store: choose a port that only the hosts of the job reach");
+  }
+  return std::string(value);
+}
+
+void refuseSealed(const std::string& key, const std::string& value) {
+  if (const std::string key_id = keyIdIn(value); !key_id.empty()) {
+    throw badSeal(
+        ErrorCode::ConfigMismatch,
+        key,
+        " has a secret (key id " + key_id + "), and this process has none",
+        "give every rank the same secret file: PYCOMM_SECRET_FILE, or ~/.config/pycomm/secret");
+  }
+}
+
+} // namespace pycomm
