@@ -27,7 +27,8 @@ def read(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret, str]:
 
 
 def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, str]:
-    """As ``read``, but (None, "") without a secret: no variable, and no file in the home folder.
+    """As ``read``, but (None, "") without a secret: no variable, and no file in the home folder, or
+    ``PYCOMM_SECRET_FILE=none``.
 
     Raises:
         ValueError: There is one that cannot be used. It is never passed over: the job would be open
@@ -35,6 +36,8 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
         pycomm.errors.UnsupportedError: OpenSSL 3 is not installed.
     """
     text, _ = options.secret_text(environ)
+    if options.wants_no_secret(environ):
+        return None, ""
     if text or options.names_secret_file(environ) or _is_there(options.secret_file(environ)):
         return read(environ)
     return None, ""
@@ -52,6 +55,36 @@ def generate_file(path: str) -> _C.Secret:
         ValueError: The file exists.
     """
     return _native().generate_file(path)
+
+
+def sealed(key: str, value: str) -> str:
+    """``value`` as only who has the secret can write it under ``key``; as it is without a secret.
+
+    Raises what ``find`` raises.
+    """
+    secret = in_use()
+    return value if secret is None else secret.seal(key, value)
+
+
+def opened(key: str, text: str) -> str:
+    """What a process with the same secret, or none, wrote under ``key``.
+
+    Raises:
+        pycomm.errors.ConfigMismatchError: It has another secret, or only one of the two has one.
+        pycomm.errors.ProtocolViolationError: Somebody without the secret has changed it.
+
+    And what ``find`` raises.
+    """
+    secret = in_use()
+    if secret is not None:
+        return secret.open(key, text)
+    _extension.load().refuse_sealed(key, text)
+    return text
+
+
+def in_use() -> _C.Secret | None:
+    """The secret, unless ``PYCOMM_SECURITY`` is off. Raises what ``find`` raises."""
+    return None if options.Options().resolve().security == "off" else find()[0]
 
 
 def _is_there(path: str) -> bool:

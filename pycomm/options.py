@@ -33,11 +33,16 @@ _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no
 _SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"
 _SECRET_VARIABLE = "PYCOMM_SECRET"
 _SECRET_FILE = "~/.config/pycomm/secret"
+_NO_SECRET = "none"
 # Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
 _NEAR = 0.75
 # Names of a secret with two letters exchanged, or another word behind: a job whose secret is not
 # found is open to everybody.
 _LIKE_SECRET = ("secret", "secert", "sercet", "serect", "scret", "secrt")
+# What a setting is called elsewhere.
+_OTHER_WORDS = {"tls": "security", "encryption": "security", "nic": "interface"}
+# A name of these words alone may be anybody's.
+_COMMON_WORDS = {"dir", "file", "size", "mode", "call", "site", "check", "range", "flight"}
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -242,17 +247,38 @@ def check_variable_names(environ: Iterable[str]) -> None:
 
 
 def is_misspelled(name: str) -> bool:
-    """Whether an unknown variable's name resembles one of pycomm's."""
+    """Whether an unknown variable's name resembles one of pycomm's, or says the same."""
+    return _meant_by(name) is not None
+
+
+def _meant_by(name: str) -> str | None:
+    """The variable that is probably meant; None if the name resembles none."""
     stem = _stem(name)
-    near = difflib.get_close_matches(stem, map(_stem, variables()), 1, _NEAR)
-    return bool(near) or any(word in stem for word in _LIKE_SECRET)
+    names = {setting.field: setting.variable for setting in SETTINGS}
+    names |= {_stem(variable): variable for variable in variables()}
+    if stem in _OTHER_WORDS:
+        return names[_OTHER_WORDS[stem]]
+    if any(word in stem for word in _LIKE_SECRET):
+        return _SECRET_FILE_VARIABLE
+    if near := difflib.get_close_matches(stem, names, 1, _NEAR):
+        return names[near[0]]
+    said = _words(stem)
+    for known, variable in names.items():
+        words = _words(known)
+        if said >= words or (said <= words and not said <= _COMMON_WORDS):
+            return variable
+    return None
+
+
+def _words(stem: str) -> set[str]:
+    return {word.removesuffix("s") for word in stem.split("_") if word}
 
 
 def variable_error(name: str) -> str:
     """The text about an unknown name. It offers the known one that the name resembles."""
-    if is_misspelled(name):
+    if meant := _meant_by(name):
         known = [*variables(), _SECRET_FILE_VARIABLE, _SECRET_VARIABLE]
-        return f"{name} is not a variable of pycomm{_suggestion(name, known)}"
+        return f"{name} is not a variable of pycomm{_offer(meant, known)}"
     return f"{name} is not a variable of pycomm, and has no effect"
 
 
@@ -274,10 +300,22 @@ def fault_points() -> str:
 
 
 def secret_file(environ: Mapping[str, str] | None = None) -> str:
-    """The file that holds the secret: ``PYCOMM_SECRET_FILE``, else ``~/.config/pycomm/secret``."""
+    """The file that holds the secret: ``PYCOMM_SECRET_FILE``, else ``~/.config/pycomm/secret``.
+
+    Raises:
+        ValueError: ``PYCOMM_SECRET_FILE`` says that there is none.
+    """
     environ = os.environ if environ is None else environ
+    if wants_no_secret(environ):
+        raise ValueError(f"{_SECRET_FILE_VARIABLE}={_NO_SECRET}: this job has no secret")
     named = environ.get(_SECRET_FILE_VARIABLE, "").strip()
     return os.path.abspath(os.path.expanduser(named or _SECRET_FILE))
+
+
+def wants_no_secret(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``PYCOMM_SECRET_FILE=none``: then no file counts, not even in the home folder."""
+    environ = os.environ if environ is None else environ
+    return environ.get(_SECRET_FILE_VARIABLE, "").strip() == _NO_SECRET
 
 
 def names_secret_file(environ: Mapping[str, str] | None = None) -> bool:
@@ -317,5 +355,9 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     # Compared in lower case: options and variables are misspelled in case, too.
     lowered = {candidate.lower(): candidate for candidate in known}
     nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
-    hint = f"; did you mean {lowered[nearest[0]]}?" if nearest else ""
+    return _offer(lowered[nearest[0]] if nearest else "", known)
+
+
+def _offer(meant: str, known: Iterable[str]) -> str:
+    hint = f"; did you mean {meant}?" if meant else ""
     return f"{hint} Known: {', '.join(known)}"

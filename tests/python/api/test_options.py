@@ -194,6 +194,15 @@ def test_a_fallback_with_a_bad_value_is_named_as_itself() -> None:
         ("PYCOMM_SOCKET_IFNAMES", "PYCOMM_SOCKET_IFNAME"),
         ("PYCOMM_PORTRANGE", "PYCOMM_PORT_RANGE"),
         ("PYCOMM_debug", "PYCOMM_DEBUG"),
+        # Other words for the same, as the option's name or a part of the variable's.
+        ("PYCOMM_ALGORITHM", "PYCOMM_ALGO"),
+        ("PYCOMM_INTERFACE", "PYCOMM_SOCKET_IFNAME"),
+        ("PYCOMM_IFNAME", "PYCOMM_SOCKET_IFNAME"),
+        ("PYCOMM_HEARTBEAT", "PYCOMM_HEARTBEAT_TIMEOUT"),
+        ("PYCOMM_PORTS", "PYCOMM_PORT_RANGE"),
+        ("PYCOMM_TIMEOUT_SECONDS", "PYCOMM_TIMEOUT"),
+        ("PYCOMM_TLS", "PYCOMM_SECURITY"),
+        ("PYCOMM_SECRETS", "PYCOMM_SECRET_FILE"),
     ],
 )
 def test_an_unknown_variable_is_an_error_with_the_nearest_name(
@@ -207,7 +216,15 @@ def test_an_unknown_variable_is_an_error_with_the_nearest_name(
 
 @pytest.mark.parametrize(
     "foreign",
-    ["PYCOMM_HOME", "PYCOMM_JOB_QUEUE", "PYCOMM_SEED", "PYCOMM_SERVER", "PYCOMM_STATE_FILE"],
+    [
+        "PYCOMM_HOME",
+        "PYCOMM_JOB_QUEUE",
+        "PYCOMM_SEED",
+        "PYCOMM_SERVER",
+        "PYCOMM_STATE_FILE",
+        "PYCOMM_DIR",
+        "PYCOMM_B",
+    ],
 )
 def test_a_variable_that_resembles_none_is_reported_and_ignored(foreign: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"{foreign} is not a variable of pycomm, and has no"):
