@@ -6,6 +6,7 @@ import argparse
 import runpy
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rejoin",
         type=float,
-        default=10.0,
+        default=60.0,
         metavar="SECONDS",
         help="after which the others no longer wait for a worker that is gone "
         "(default: %(default)g)",
@@ -100,10 +101,14 @@ def _make(text: str) -> tuple[Any, ...]:
     if not Path(file).is_file():
         raise ValueError(f"there is no file {file}")
     sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a script
-    make = runpy.run_path(file).get(function)
+    try:
+        make = runpy.run_path(file).get(function)
+        made = make() if callable(make) else None
+    except Exception as error:
+        traceback.print_exc()  # of the user's code: the text alone does not say where
+        raise ValueError(f"{text} raised {type(error).__name__}, see above") from None
     if not callable(make):
         raise ValueError(f"{file} has no function {function}")
-    made = make()
     # Not at the top: `pycomm --help` starts without torch.
     from torch import nn, optim
 

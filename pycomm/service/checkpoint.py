@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 _FORMAT = 1
+_UNFINISHED = ".unfinished"
 
 
 class CheckpointFile:
@@ -36,6 +38,8 @@ class CheckpointFile:
             raise BlockingIOError(
                 f"another server uses the checkpoint {self.path}: give each server its own file"
             ) from error
+        for unfinished in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{_UNFINISHED}"):
+            unfinished.unlink(missing_ok=True)  # of a server that was killed while it wrote
 
     def read(self) -> dict[str, Any] | None:
         """The state that was written last; None if there is no file.
@@ -59,7 +63,9 @@ class CheckpointFile:
     def write(self, state: dict[str, Any]) -> None:
         """The old file stays until the new one is on the disk."""
         folder = self.path.parent
-        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{self.path.name}.")
+        handle, name = tempfile.mkstemp(
+            dir=folder, prefix=f".{self.path.name}.", suffix=_UNFINISHED
+        )
         try:
             with os.fdopen(handle, "wb") as file:
                 torch.save({**state, "pycomm_service": _FORMAT}, file)

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm._secret import opened, sealed
+from pycomm.errors import ConfigMismatchError
 from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import Frame, Hello, Kind
 from pycomm.service.notices import cause_of
 from pycomm.service.placement import first_difference
-from pycomm.service.session import PREFIX, WORKER, Session
+from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 
 logger = logging.getLogger("pycomm")
@@ -116,10 +118,14 @@ class ParameterClient:
         self._servers = [_Server(*each, number) for number, each in enumerate(endpoints)]
         self._clock = 0
         self._closed = False
-        for server in self._servers:
-            self._retrying(server, lambda _: None)
-        self._clock = max(server.acknowledged for server in self._servers)
-        self.pull()
+        try:
+            for server in self._servers:
+                self._retrying(server, lambda _: None)
+            self._clock = max(server.acknowledged for server in self._servers)
+            self.pull()
+        except BaseException:
+            self._drop_all()
+            raise
 
     @property
     def clock(self) -> int:
@@ -153,7 +159,7 @@ class ParameterClient:
 
             def send(session: Session) -> None:
                 session.send(Frame(Kind.PUSH, clock=clock), buffers)  # noqa: B023
-                _done(session)
+                _done(session, clock)
 
             self._retrying(server, send)
             server.acknowledged = clock
@@ -175,7 +181,7 @@ class ParameterClient:
 
             def receive(session: Session) -> int:
                 session.send(Frame(Kind.PULL, clock=self._clock))
-                version = _done(session).version
+                version = _done(session, self._clock).version
                 session.receive_tensors(buffers)  # noqa: B023
                 return version
 
@@ -196,7 +202,7 @@ class ParameterClient:
             if server.session is not None:
                 with contextlib.suppress(Exception):  # a server that is gone waits for nobody
                     server.session.send(Frame(Kind.GOODBYE))
-                    _done(server.session)
+                    _done(server.session, 0)
             server.drop()
 
     def __enter__(self) -> ParameterClient:
@@ -206,9 +212,13 @@ class ParameterClient:
         if kind is None:
             self.close()
             return
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        """Without a goodbye: the worker has not finished."""
         self._closed = True
         for server in self._servers:
-            server.drop()  # without a goodbye: the worker has not finished
+            server.drop()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -269,7 +279,7 @@ class ParameterClient:
             wait_for_workers=False,
             timeout=timedelta(seconds=max(1.0, min(seconds, 30.0))),
         )
-        number = store.add(f"{PREFIX}/sessions", 1)
+        number = store.add(SESSIONS, 1)
         hello = Hello(
             worker=self._worker,
             incarnation=self._incarnation,
@@ -282,8 +292,13 @@ class ParameterClient:
             sliced=self._sliced,
             host=server.host,
         )
-        store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
-        answer = json.loads(store.get(f"{PREFIX}/{number}/answer"))
+        key = f"{PREFIX}/{number}/hello"
+        store.set(key, sealed(key, hello.encode().decode()))
+        key = f"{PREFIX}/{number}/answer"
+        try:
+            answer = json.loads(opened(key, store.get(key).decode()))
+        except ConfigMismatchError as error:  # the secrets differ, or one has none
+            raise RefusedError(f"{server.name}: {error}") from None
         refused, parameters = answer.get("refused"), answer.get("parameters")
         if refused is not None:
             if parameters is not None:
@@ -308,10 +323,14 @@ class ParameterClient:
         return session
 
 
-def _done(session: Session) -> Frame:
+def _done(session: Session, clock: int) -> Frame:
+    """The answer to the request of this clock."""
     frame = session.receive()
     if frame.kind is Kind.REFUSED:
         raise RefusedError(frame.text)
-    if frame.kind is not Kind.DONE:
-        raise ValueError(f"a server answered with {frame.kind.name}")
+    if frame.kind is not Kind.DONE or frame.clock != clock:
+        raise ValueError(
+            f"a server answered with {frame.kind.name} of clock {frame.clock}, not with DONE of "
+            f"clock {clock}"
+        )
     return frame

@@ -32,7 +32,8 @@ class ServerStats:
     """How new the parameters are: with ``staleness=0`` the clock that was applied last, otherwise
     the number of steps. A restart loses steps, but workers go on with their clocks."""
     lost_pushes: int
-    """Acknowledged ones that a restart has lost."""
+    """Acknowledged ones that are not in the parameters: a restart has lost them, or the others had
+    gone on without their worker."""
     live_workers: int
     steps: int
     """Of the optimizer: those that are in the parameters."""
@@ -102,6 +103,8 @@ class ServerCore:
         # All below is guarded by it.
         self._begun: _Begun | None = None
         self._gone_at: dict[int, float] = {}
+        self._session_of: dict[int, int] = {}  # the newest of each worker
+        self._changes = 0  # of what a checkpoint holds
         self._ended: set[int] = set()
         self._stopped = False
         self._failure: Exception | None = None
@@ -134,8 +137,12 @@ class ServerCore:
                 layout.described,
             )
 
-    def join(self, hello: Hello) -> int:
+    def join(self, hello: Hello, session: int) -> int:
         """The worker is here. Returns the clock with which it goes on.
+
+        Args:
+            hello: What the worker said.
+            session: Its number; a later one of the same worker has another.
 
         Raises:
             StaleWorkerError: Another process has become this worker.
@@ -144,9 +151,18 @@ class ServerCore:
             begun = self._now()
             lost_before = begun.schedule.lost_pushes
             clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock, hello.begun)
+            self._changes += 1
+            self._session_of[hello.worker] = max(session, self._session_of.get(hello.worker, 0))
             _log_lost(begun, hello.worker, lost_before)
+            known = begun.schedule.workers[hello.worker]
+            if known.behind:
+                logger.warning(
+                    "worker %d is back: it goes on from the parameters of now, and a gradient of "
+                    "older ones is dropped",
+                    hello.worker,
+                )
             for kept in [each for each in begun.kept if each[0] == hello.worker]:
-                if kept[1] > clock:  # of a process that another one has replaced
+                if kept[1] > known.clock:  # of a process that another one has replaced
                     del begun.kept[kept]
             self._ended.discard(hello.worker)
             self._gone_at.pop(hello.worker, None)
@@ -170,11 +186,13 @@ class ServerCore:
             _check_current(begun, worker, incarnation)
             lost_before = begun.schedule.lost_pushes
             verdict = begun.schedule.pushed(worker, clock)
-            _log_lost(begun, worker, lost_before)
+            self._changes += 1
+            if verdict is not PushVerdict.LATE:  # join() has said that it will be dropped
+                _log_lost(begun, worker, lost_before)
             if verdict is PushVerdict.APPLY:
                 self._step(begun, [gradients])
             elif verdict is PushVerdict.KEEP:
-                begun.kept[(worker, clock)] = gradients
+                begun.kept[(worker, begun.schedule.workers[worker].clock)] = gradients
             self._apply_due(begun)
 
     def pull(self, worker: int, incarnation: int, clock: int, into: Buffers) -> tuple[int, int]:
@@ -190,7 +208,7 @@ class ServerCore:
         with self._changed:
             begun = self._now()
             _check_current(begun, worker, incarnation)
-            begun.schedule.skipped(worker, clock)
+            begun.schedule.asks(worker, clock)
             self._apply_due(begun)
             while not begun.schedule.may_pull(worker):
                 if self._stopped:
@@ -206,13 +224,15 @@ class ServerCore:
             begun = self._now()
             _check_current(begun, worker, incarnation)
             self._ended.add(worker)
+            self._changes += 1
             begun.schedule.left(worker)
             self._apply_due(begun)
 
-    def lost_sight(self, worker: int) -> None:
-        """Its connection is gone; the others wait until forget_absent() says that they need not."""
+    def lost_sight(self, worker: int, session: int) -> None:
+        """The session has ended. If the worker has no newer one, the others wait until
+        forget_absent() says that they need not."""
         with self._changed:
-            if worker not in self._ended:
+            if worker not in self._ended and self._session_of.get(worker) == session:
                 self._gone_at[worker] = time.monotonic()
 
     # ---- the server's calls
@@ -232,6 +252,7 @@ class ServerCore:
                     worker,
                     rejoin,
                 )
+                self._changes += 1
                 begun.schedule.left(worker)
                 self._apply_due(begun)
 
@@ -267,15 +288,19 @@ class ServerCore:
             live = sum(each.live for each in schedule.workers.values())
             return ServerStats(schedule.version, schedule.lost_pushes, live, schedule.steps)
 
-    def state_dict(self, unless_version: int) -> tuple[int, dict[str, Any]] | None:
-        """The version and a copy of all; None if there is nothing newer than ``unless_version``."""
+    def state_dict(self, unless: int) -> tuple[int, dict[str, Any]] | None:
+        """A count of changes, and a copy of all.
+
+        None if nothing has changed since that count was ``unless``, or before the first step: then
+        there is nothing to keep, and a first worker's wrong settings are not kept either.
+        """
         with self._changed:
             begun = self._begun
-            if self._failure is not None or begun is None:
+            if self._failure is not None or begun is None or begun.schedule.steps == 0:
                 return None
-            if begun.schedule.version == unless_version:
+            if self._changes == unless:
                 return None
-            return begun.schedule.version, {
+            return self._changes, {
                 "terms": dataclasses.asdict(begun.terms),
                 "workers": self._workers,
                 "ended": sorted(self._ended),
@@ -286,7 +311,7 @@ class ServerCore:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
-        """Before anybody has joined. Returns the version.
+        """Before anybody has joined. Returns the count of changes.
 
         Raises:
             ValueError: It is of another model, optimizer or number of servers.
@@ -316,7 +341,7 @@ class ServerCore:
             now = time.monotonic()
             workers = begun.schedule.workers
             self._gone_at = {number: now for number, each in workers.items() if each.live}
-            return begun.schedule.version
+            return self._changes
 
     # ---- with the lock held
 

@@ -18,6 +18,7 @@ FRAME_NBYTES = 512
 _MAGIC = b"pcs1"
 _FIXED = struct.Struct("<4sHHqqq")
 _MAX_WORKERS = 1 << 16
+_MAX_SERVERS = 1 << 10
 
 
 class Kind(enum.IntEnum):
@@ -86,8 +87,8 @@ _RANGES = {
     "worker": _MAX_WORKERS,
     "incarnation": MOST_STEPS,
     "clock": MOST_STEPS,
-    "server": _MAX_WORKERS,
-    "servers": _MAX_WORKERS,
+    "server": _MAX_SERVERS,
+    "servers": _MAX_SERVERS,
 }
 
 

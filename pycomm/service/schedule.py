@@ -26,6 +26,8 @@ class PushVerdict(enum.Enum):
     """Until all live workers have reached its clock."""
     REPEATED = enum.auto()
     """It came before: acknowledge it, and do not apply it."""
+    LATE = enum.auto()
+    """The others had gone on without the worker: acknowledge it, count it as lost."""
 
 
 @dataclasses.dataclass
@@ -39,6 +41,10 @@ class Worker:
     applied: int = 0
     """Up to this clock its pushes are in the parameters, or counted as lost."""
     live: bool = True
+    offset: int = 0
+    """What is added to the process's own clock: the steps that the others made without it."""
+    behind: bool = False
+    """It has not pulled since the others went on without it: its gradients are too old."""
 
 
 class StaleWorkerError(Exception):
@@ -56,7 +62,7 @@ class Schedule:
         self.steps = 0
         """Of the optimizer. Clocks go on after a restart, so ``version`` may be larger."""
         self.lost_pushes = 0
-        """Acknowledged ones that a restart of the server has forgotten."""
+        """Acknowledged ones that a restart of the server has forgotten, or that were LATE."""
         self._expected = workers
         self._workers: dict[int, Worker] = {}
         self._replaced: set[int] = set()
@@ -81,7 +87,7 @@ class Schedule:
             begun: The clock that this server gave it first; None if it is new.
 
         Returns:
-            The clock with which it goes on: its own, or for a new process what the slowest live
+            Its own clock, or for a new process the one with which it begins: what the slowest live
             worker has applied.
 
         Raises:
@@ -94,11 +100,12 @@ class Schedule:
             )
         known = self._workers.get(worker)
         if known is not None and known.incarnation == incarnation:
+            if (lost := clock + known.offset - known.clock) > 0:  # restarted from an older state
+                self._lose(lost)
+                known.clock = known.applied = clock + known.offset
+            self._catch_up(known)
             known.live = True
-            if clock > known.clock:  # the server was restarted from an older state
-                self._lose(clock - known.clock)
-                known.clock = known.applied = clock
-            return known.clock
+            return known.clock - known.offset
         if known is not None:
             self._replaced.add(known.incarnation)
             for kept in self._kept.values():
@@ -109,7 +116,22 @@ class Schedule:
         else:
             begin = self.version if self.staleness == 0 else self._slowest(but=worker)
         self._workers[worker] = Worker(incarnation, clock=begin, applied=begin)
+        self._catch_up(self._workers[worker])
         return begin
+
+    def _catch_up(self, known: Worker) -> None:
+        """To where the others are, if they went on without it: else its pushes would be steps of
+        their own, or the others would wait until it has made all steps that it missed."""
+        reached = known.clock
+        if self.staleness == 0:
+            reached = self.version
+        elif self.staleness is not None and not known.live:
+            live = [each.clock for each in self._workers.values() if each.live]
+            reached = min(live, default=known.clock)
+        if reached > known.clock:
+            known.offset += reached - known.clock
+            known.clock = known.applied = reached
+            known.behind = True
 
     def left(self, worker: int) -> None:
         """It has ended, or has been away for too long: nobody waits for it any more."""
@@ -129,10 +151,15 @@ class Schedule:
         known = self._workers[worker]
         if clock < 1:
             raise ValueError(f"a push has clock {clock}; they are counted from 1")
+        clock += known.offset
         if clock <= known.clock:
             return PushVerdict.REPEATED
         self._lose(clock - known.clock - 1)
         known.clock = clock
+        if known.behind:
+            known.applied = clock
+            self._lose(1)
+            return PushVerdict.LATE
         if self.staleness == 0:
             self._kept.setdefault(clock, set()).add(worker)
             return PushVerdict.KEEP
@@ -161,10 +188,12 @@ class Schedule:
         self.steps += bool(workers)  # none if all of them were replaced
         return clock, workers
 
-    def skipped(self, worker: int, clock: int) -> None:
-        """It is at ``clock`` without a push to this server: it began at another server's clock."""
+    def asks(self, worker: int, clock: int) -> None:
+        """It pulls, at ``clock``: also without a push to this server, if it began at another
+        server's clock."""
         known = self._workers[worker]
-        known.clock = max(known.clock, clock)
+        known.clock = max(known.clock, clock + known.offset)
+        known.behind = False
 
     def may_pull(self, worker: int) -> bool:
         """Whether what is applied is new enough for the worker's clock."""
@@ -186,8 +215,11 @@ class Schedule:
             "lost_pushes": self.lost_pushes,
             "replaced": sorted(self._replaced),
             "workers": {
-                number: [each.incarnation, each.applied] for number, each in self._workers.items()
+                number: [each.incarnation, each.applied, each.offset]
+                for number, each in self._workers.items()
             },
+            "left": [number for number, each in self._workers.items() if not each.live],
+            "behind": [number for number, each in self._workers.items() if each.behind],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,7 +228,13 @@ class Schedule:
         self.steps = int(state.get("steps", self.version))
         self.lost_pushes = int(state["lost_pushes"])
         self._replaced = {int(each) for each in state["replaced"]}
-        self._workers = {
-            int(number): Worker(int(incarnation), clock=int(applied), applied=int(applied))
-            for number, (incarnation, applied) in state["workers"].items()
-        }
+        left, behind = set(state.get("left", ())), set(state.get("behind", ()))
+        for number, (incarnation, applied, *offset) in state["workers"].items():
+            self._workers[int(number)] = Worker(
+                int(incarnation),
+                clock=int(applied),
+                applied=int(applied),
+                live=number not in left,
+                offset=int(offset[0]) if offset else 0,
+                behind=number in behind,
+            )

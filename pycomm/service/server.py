@@ -15,19 +15,22 @@ from typing import Any
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from pycomm._secret import in_use, opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import Refusal, ServerCore, ServerStats
 from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
 from pycomm.service.frames import Frame, Kind, decode_hello
 from pycomm.service.notices import WaitNotices, gone
 from pycomm.service.schedule import StaleWorkerError
-from pycomm.service.session import PREFIX, SERVER, Session
+from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05
 _HELLO_S = 30.0
 """From the number that a worker takes to its hello."""
 _MOST_WAITING = 1024
+_MOST_DIGITS = 18
+"""Of a number that the store can still count up."""
 
 
 class ParameterServer:
@@ -66,7 +69,7 @@ class ParameterServer:
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: float = 60.0,
         scheduler: optim.lr_scheduler.LRScheduler | None = None,
-        rejoin: float = 10.0,
+        rejoin: float = 60.0,
         timeout: float = 1800.0,
     ) -> None:
         self._workers = workers_from(workers, "workers")
@@ -75,9 +78,9 @@ class ParameterServer:
             raise ValueError("checkpoint_every, rejoin and timeout must be more than 0 seconds")
         self._core = ServerCore(model, optimizer, scheduler, self._workers)
         self._checkpoint_every, self._rejoin, self._timeout = checkpoint_every, rejoin, timeout
-        self._saved_version = -1
+        self._saved_changes = -1
         self._lock = threading.Lock()
-        self._sessions: dict[int, Session] = {}  # by worker; guarded by _lock
+        self._sessions: dict[int, tuple[int, Session]] = {}  # by worker; guarded by _lock
         self._threads: list[threading.Thread] = []
         self._stop_asked = False
         self._stopping = threading.Event()
@@ -118,7 +121,7 @@ class ParameterServer:
             OSError: The checkpoint could not be written.
             RuntimeError: The optimizer or its schedule failed in a step. The last checkpoint stays.
         """
-        if not self.address.startswith(("127.", "[::1]", "localhost")):
+        if in_use() is None and not self.address.startswith(("127.", "[::1]", "localhost")):
             logger.warning(
                 "the parameter service listens on %s without encryption: whoever reaches it can "
                 "read and change the model. Keep it on a private network",
@@ -157,15 +160,15 @@ class ParameterServer:
         """Writes the state, if it has changed since. On the thread of serve(), or before it."""
         if self._file is None:
             return
-        found = self._core.state_dict(unless_version=self._saved_version)
+        found = self._core.state_dict(unless=self._saved_changes)
         if found is not None:
-            version, state = found
+            changes, state = found
             self._file.write(state)
-            self._saved_version = version
+            self._saved_changes = changes
 
     def _load(self, file: CheckpointFile, state: dict[str, Any]) -> None:
         try:
-            self._saved_version = self._core.load_state_dict(state)
+            self._saved_changes = self._core.load_state_dict(state)
         except ValueError as error:
             raise ValueError(
                 f"the checkpoint {file.path} does not fit: {error}. Try: another --checkpoint, or "
@@ -176,9 +179,9 @@ class ParameterServer:
 
     def _greet(self, waiting: dict[int, float], seen: int) -> int:
         """Starts a thread for each hello that has come. ``waiting``: numbers without one."""
-        taken = self._store.add(f"{PREFIX}/sessions", 0)
+        taken = self._numbers_taken(seen)
         now = time.monotonic()
-        for number in range(seen + 1, min(taken, seen + _MOST_WAITING) + 1):
+        for number in range(max(seen, taken - _MOST_WAITING) + 1, taken + 1):
             waiting[number] = now + _HELLO_S
         for number, until in list(waiting.items()):
             if self._store.check([f"{PREFIX}/{number}/hello"]):
@@ -191,13 +194,31 @@ class ParameterServer:
                 thread.start()
             elif now > until:
                 del waiting[number]
-        return min(taken, seen + _MOST_WAITING)
+        return taken
+
+    def _numbers_taken(self, seen: int) -> int:
+        """How many numbers workers have taken. Anybody who reaches the store can write there."""
+        if not self._store.check([SESSIONS]):
+            return 0
+        value = self._store.get(SESSIONS)
+        # Not add(): where there is no number, the store closes this process's connection to it.
+        if len(value) < _MOST_DIGITS and value.isdigit():
+            return int(value)
+        logger.warning(
+            "another process has written %r where the parameter service at %s counts connections; "
+            "it goes on from %d",
+            value[:_MOST_DIGITS],
+            self.address,
+            seen,
+        )
+        self._store.set(SESSIONS, str(seen))
+        return seen
 
     def _close(self) -> None:
         self._stopping.set()
         self._core.stop()
         with self._lock:
-            sessions = list(self._sessions.values())
+            sessions = [session for _, session in self._sessions.values()]
         for session in sessions:
             session.abort()
         for thread in self._threads:
@@ -213,14 +234,16 @@ class ParameterServer:
 
     def _serve_one(self, number: int) -> None:
         try:
-            hello = decode_hello(self._store.get(f"{PREFIX}/{number}/hello"))
+            key = f"{PREFIX}/{number}/hello"
+            hello = decode_hello(opened(key, self._store.get(key).decode()).encode())
             refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
             refusal = Refusal(str(error))
         answer: dict[str, Any] = {"refused": None}
         if refusal is not None:
             answer = {"refused": refusal.text, "parameters": refusal.parameters}
-        self._store.set(f"{PREFIX}/{number}/answer", json.dumps(answer))
+        key = f"{PREFIX}/{number}/answer"
+        self._store.set(key, sealed(key, json.dumps(answer)))
         if refusal is not None:
             logger.warning("the parameter service refuses a worker: %s", refusal.text)
             return
@@ -239,9 +262,9 @@ class ParameterServer:
             return
         for key in ("hello", "answer"):
             self._store.delete_key(f"{PREFIX}/{number}/{key}")
-        with self._kept_as(worker, session):
+        with self._kept_as(worker, session, number):
             try:
-                session.send(Frame(Kind.WELCOME, clock=self._core.join(hello)))
+                session.send(Frame(Kind.WELCOME, clock=self._core.join(hello, number)))
                 while self._answer(session, worker, hello.incarnation):
                     pass
             except StaleWorkerError as error:
@@ -252,24 +275,23 @@ class ParameterServer:
                     logger.warning("%s", gone(worker, error))
 
     @contextlib.contextmanager
-    def _kept_as(self, worker: int, session: Session) -> Iterator[None]:
+    def _kept_as(self, worker: int, session: Session, number: int) -> Iterator[None]:
         """The session is the worker's until the end, or until a newer one takes its place."""
         with self._lock:
-            older = self._sessions.get(worker)
-            self._sessions[worker] = session
-        if older is not None:
-            older.abort()
+            newest, other = self._sessions.get(worker, (0, None))
+            if newest < number:
+                self._sessions[worker] = (number, session)
+        if other is not None:
+            (other if newest < number else session).abort()
         if self._stopping.is_set():
             session.abort()
         try:
             yield
         finally:
             with self._lock:
-                current = self._sessions.get(worker) is session
-                if current:
+                if self._sessions.get(worker) == (number, session):
                     del self._sessions[worker]
-            if current:
-                self._core.lost_sight(worker)
+            self._core.lost_sight(worker, number)
             session.abort()
 
     def _answer(self, session: Session, worker: int, incarnation: int) -> bool:

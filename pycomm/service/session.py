@@ -13,6 +13,8 @@ from pycomm.backend import connect_pair
 from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
 
 PREFIX = "pycomm_service"
+SESSIONS = f"{PREFIX}/sessions"
+"""Counts the numbers that workers take, one for each connection."""
 MEETING_S = 30.0
 """For the two to form their group, once the server has accepted the hello."""
 SERVER, WORKER = 0, 1

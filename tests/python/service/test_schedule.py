@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
+from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError, Worker
 
 SCHEDULES = 1000
 STEPS = 60
@@ -27,8 +27,17 @@ class Client:
     incarnation: int
     begun: int = 0
     acknowledged: int = 0
+    offset: int = 0
+    """Steps that the others made without it."""
+    behind: bool = False
+    """It has not pulled since."""
     connected: bool = True
     wants_pull: bool = False
+
+    @property
+    def clock(self) -> int:
+        """Of its last acknowledged push, as the others count."""
+        return self.acknowledged + self.offset
 
     def pushes(self) -> set[Push]:
         """Those that were acknowledged."""
@@ -49,16 +58,17 @@ class World:
         self.incarnations = 0
         self.clients: dict[int, Client] = {}  # those that have come
         self.applied: set[Push] = set()
-        self.kept: set[Push] = set()
+        self.kept: dict[tuple[int, int], Push] = {}  # by worker and clock as the others count
         self.lost: set[Push] = set()
+        self.version = 0  # the clock of the last step
         self.save()
         for number in range(self.random.randint(1, self.workers)):
             self.join_new(number)
 
     def join_new(self, number: int) -> None:
-        self.kept = {each for each in self.kept if each[0] != number}
+        self.kept = {where: each for where, each in self.kept.items() if each[0] != number}
         others = [each for each in self.clients.values() if each.number != number]
-        live = [each.acknowledged for each in others if each.connected]
+        live = [each.clock for each in others if each.connected]
         self.incarnations += 1
         client = Client(number, self.incarnations)
         client.begun = self.schedule.joined(number, client.incarnation, 0)
@@ -72,11 +82,11 @@ class World:
             assert len(self.clients) == self.workers, "a step before all have come"
             clock, workers = due
             assert workers == sorted(workers)
+            assert clock > self.version, "a step of its own for pushes that came late"
+            self.version = clock
             for worker in workers:
-                found = [each for each in self.kept if each[0] == worker and each[2] == clock]
-                assert len(found) == 1, "a step with a push that nobody sent"
-                self.kept.discard(found[0])
-                self.note_applied(found[0])
+                assert (worker, clock) in self.kept, "a step with a push that nobody sent"
+                self.note_applied(self.kept.pop((worker, clock)))
 
     def note_applied(self, push: Push) -> None:
         assert push not in self.applied, f"{push} was applied twice"
@@ -88,8 +98,11 @@ class World:
         if verdict is PushVerdict.APPLY:
             self.note_applied(push)
         elif verdict is PushVerdict.KEEP:
-            assert push not in self.kept, f"{push} was applied twice"
-            self.kept.add(push)
+            assert push not in self.kept.values(), f"{push} was applied twice"
+            self.kept[client.number, clock + client.offset] = push
+        elif verdict is PushVerdict.LATE:
+            assert client.behind, f"{push} was dropped, although its worker was there"
+            self.lost.add(push)
         self.apply_due()
         return verdict
 
@@ -97,39 +110,43 @@ class World:
         clock = client.acknowledged + 1
         verdict = self.push(client, clock)
         assert verdict is not PushVerdict.REPEATED, "a new push was dropped"
+        assert (verdict is PushVerdict.LATE) == client.behind, "an old gradient counts"
         client.acknowledged = clock
         client.wants_pull = True
 
     def pull(self, client: Client) -> bool:
+        self.schedule.asks(client.number, client.acknowledged)
+        client.behind = False
         if not self.schedule.may_pull(client.number):
             return False
         client.wants_pull = False
         if self.staleness is None:
             return True
-        bound = client.acknowledged - self.staleness
+        bound = client.clock - self.staleness
         assert bound <= 0 or len(self.clients) == self.workers, "a pull before all have come"
         for other in self.clients.values():
             if not other.connected:
                 continue
-            assert other.acknowledged >= bound, f"{client} does not wait for {other}"
-            waiting = [each for each in self.kept if each[0] == other.number and each[2] <= bound]
+            assert other.clock >= bound, f"{client} does not wait for {other}"
+            waiting = [each for each in self.kept if each[0] == other.number and each[1] <= bound]
             assert not waiting, f"{client} was answered without {waiting}"
         return True
 
     def save(self) -> None:
-        self.saved = (self.schedule.state_dict(), set(self.applied), set(self.lost))
+        state = self.schedule.state_dict()
+        self.saved = (state, set(self.applied), set(self.lost), self.version)
 
     def restart(self) -> None:
-        state, applied, lost = self.saved
+        state, applied, lost, self.version = self.saved
         self.schedule = self.kind(self.workers, self.staleness)
         self.schedule.load_state_dict(state)
-        self.applied, self.lost, self.kept = set(applied), set(lost), set()
+        self.applied, self.lost, self.kept = set(applied), set(lost), {}
         clients = list(self.clients.values())
         self.random.shuffle(clients)
         replaced = []
         for client in clients:
             try:
-                self.rejoin(client)
+                self.rejoin(client, restarted=True)
             except StaleWorkerError:  # the state is of before it was replaced
                 replaced.append(client.number)
             else:
@@ -137,14 +154,36 @@ class World:
         assert not replaced, "the newest process of a worker was refused"
         self.apply_due()
 
-    def rejoin(self, client: Client) -> None:
-        self.schedule.joined(client.number, client.incarnation, client.acknowledged, client.begun)
+    def rejoin(self, client: Client, *, restarted: bool = False) -> None:
+        """It goes on with its own clock, and counts as being where the others are."""
+        before = client.clock
+        known = self.schedule.workers.get(client.number)
+        others = [each for each in self.clients.values() if each is not client]
+        live = [each.clock for each in others if each.connected]
+        args = (client.number, client.incarnation, client.acknowledged, client.begun)
+        goes_on = self.schedule.joined(*args)
+        assert goes_on == client.acknowledged, "an old process got another clock"
+        now = self.schedule.workers[client.number].clock
+        client.offset = now - client.acknowledged
+        reached = before
+        if self.staleness == 0:
+            reached = self.version
+        elif self.staleness is not None and not client.connected and live:
+            reached = min(live)
+        if not restarted:
+            assert now == max(before, reached), "it is not where the others are"
+        elif self.staleness == 0:
+            assert now >= self.version, "it is not where the others are"
+        elif known is not None and self.staleness is None:
+            assert now <= before, "it was put forward where nobody waits"
+        behind = self.schedule.workers[client.number].behind
+        client.behind = behind if restarted else client.behind or reached > before
         client.connected = True
 
     def check_lost(self) -> None:
         assert self.schedule.lost_pushes == len(self.lost), "lost pushes are counted wrongly"
         for client in self.clients.values():
-            gone = client.pushes() - self.applied - self.kept - self.lost
+            gone = client.pushes() - self.applied - set(self.kept.values()) - self.lost
             assert not gone, f"{gone} vanished"
 
     def one_event(self) -> None:
@@ -163,6 +202,8 @@ class World:
         elif not client.connected:
             if self.random.random() < 0.5:  # it was only slow
                 self.rejoin(client)
+                if not client.wants_pull and self.random.random() < 0.5:  # it was in its push
+                    self.push_next(client)
             else:
                 self.join_new(number)
         elif event < 0.25 and client.acknowledged > client.begun:  # its answer was lost, or is late
@@ -185,10 +226,10 @@ class World:
         self.apply_due()
         for _ in range(self.workers * STEPS * 2):
             for client in self.clients.values():
-                if not client.wants_pull and client.acknowledged < 2 * STEPS:
+                if not client.wants_pull and client.clock < 2 * STEPS:
                     self.push_next(client)
             pulled = [self.pull(client) for client in self.clients.values() if client.wants_pull]
-            if all(each.acknowledged >= 2 * STEPS for each in self.clients.values()):
+            if all(each.clock >= 2 * STEPS for each in self.clients.values()):
                 break
             assert any(pulled), "all wait for each other"
         self.check_lost()
@@ -234,7 +275,10 @@ class WaitsForTheDead(Schedule):
 
 class SavesWhatIsKept(Schedule):
     def state_dict(self) -> dict[str, Any]:
-        workers = {number: [each.incarnation, each.clock] for number, each in self.workers.items()}
+        workers = {
+            number: [each.incarnation, each.clock, each.offset]
+            for number, each in self.workers.items()
+        }
         return {**super().state_dict(), "workers": workers}
 
 
@@ -282,6 +326,31 @@ class LeavesThemDead(Schedule):
         return begin
 
 
+class LeavesThemBehind(Schedule):
+    def _catch_up(self, known: Worker) -> None:
+        pass
+
+
+class TakesOldGradients(Schedule):
+    def joined(self, worker: int, incarnation: int, clock: int, begun: int | None = None) -> int:
+        begin = super().joined(worker, incarnation, clock, begun)
+        self.workers[worker].behind = False
+        return begin
+
+
+class DropsNewGradients(Schedule):
+    def asks(self, worker: int, clock: int) -> None:
+        behind = self.workers[worker].behind
+        super().asks(worker, clock)
+        self.workers[worker].behind = behind
+
+
+class ForgetsOffsets(Schedule):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        workers = {number: each[:2] for number, each in state["workers"].items()}
+        super().load_state_dict({**state, "workers": workers})
+
+
 LOST = "lost pushes are counted wrongly"
 
 
@@ -295,9 +364,13 @@ LOST = "lost pushes are counted wrongly"
         (ForgetsTheCount, LOST),
         (CountsAgain, LOST),
         (StartsAtZero, "begins too early"),
-        (TakesAnOldProcessForANewOne, LOST),
+        (TakesAnOldProcessForANewOne, "an old process got another clock"),
         (DoesNotWaitForThoseToCome, "a pull before all have come"),
-        (LeavesThemDead, "does not wait for|was answered without"),
+        (LeavesThemDead, "does not wait for|was answered without|not where the others are"),
+        (LeavesThemBehind, "not where the others are"),
+        (TakesOldGradients, "an old gradient counts"),
+        (DropsNewGradients, "although its worker was there"),
+        (ForgetsOffsets, "an old process got another clock|lost pushes are counted"),
     ],
 )
 def test_a_wrong_rule_is_noticed(kind: type[Schedule], noticed: str) -> None:
@@ -309,7 +382,7 @@ def test_a_worker_that_began_at_another_servers_clock_loses_nothing() -> None:
     schedule = Schedule(2, 1)
     schedule.joined(0, 10, 0)
     schedule.joined(1, 11, 0)
-    schedule.skipped(0, 5)
+    schedule.asks(0, 5)
     assert not schedule.may_pull(0)  # five ahead
     assert schedule.pushed(0, 6) is PushVerdict.APPLY
     assert schedule.lost_pushes == 0

@@ -235,6 +235,10 @@ def make_counter() -> tuple[nn.Module, optim.Optimizer]:
     return model, optim.SGD(model.parameters(), lr=1.0)
 
 
+def make_and_fail() -> None:
+    raise RuntimeError("no data")
+
+
 def make_two_models() -> tuple[nn.Module, nn.Module]:
     return Counter(), Counter()
 
@@ -642,6 +646,8 @@ def test_a_signal_writes_the_checkpoint_and_ends_the_server(
         ("/no/such.py:make", "there is no file"),
         (f"{__file__}:absent", "has no function absent"),
         (f"{__file__}:make_model", "returned Sequential; it has to return"),
+        (f"{__file__}:make_and_fail", "in make_and_fail"),  # the line of the user's code
+        (f"{__file__}:make_and_fail", "make_and_fail raised RuntimeError, see above"),
         (f"{__file__}:make_two_models", "returned (Counter, Counter); it has to return"),
     ],
 )

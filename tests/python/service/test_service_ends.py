@@ -40,7 +40,7 @@ def join(core: ServerCore, model: nn.Module, worker: int) -> None:
         host="127.0.0.1",
     )
     assert core.agree(hello) is None
-    core.join(hello)
+    core.join(hello, worker + 1)
 
 
 @pytest.mark.parametrize("goodbyes", [1, 2])
@@ -48,10 +48,14 @@ def test_a_goodbye_from_before_a_restart_counts(goodbyes: int) -> None:
     core, model = core_of_two()
     for worker in range(2):
         join(core, model, worker)
+    assert core.state_dict(unless=-1) is None, "there is nothing to keep before the first step"
+    for worker in range(2):
+        core.push(worker, worker + 1, 1, core.buffers())
     for worker in range(goodbyes):
         core.goodbye(worker, worker + 1)
-    saved = core.state_dict(unless_version=-1)
+    saved = core.state_dict(unless=-1)
     assert saved is not None
+    assert core.state_dict(unless=saved[0]) is None
     again, model = core_of_two()
     again.load_state_dict(saved[1])
     # All had ended: the file is the beginning of another job, which must not end at once.

@@ -1,0 +1,155 @@
+"""The parameter service with a secret: its sessions are in TLS, and nobody else has a say."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from pycomm import ParameterClient, ParameterServer, _extension, _secret
+from pycomm.service import RefusedError
+from pycomm.service.endpoint import parse_endpoint
+from pycomm.service.frames import Hello
+from pycomm.service.session import PREFIX, SESSIONS
+from pycomm.service.shard import Layout
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.delenv("PYCOMM_SECRET", raising=False)
+    monkeypatch.setenv("PYCOMM_SECRET_FILE", str(tmp_path / "secret"))
+    return _secret.generate_file(str(tmp_path / "secret"))
+
+
+class Serving:
+    """A server of one weight on a thread."""
+
+    def __enter__(self) -> Serving:
+        model = nn.Linear(1, 1, bias=False)
+        self.server = ParameterServer(
+            model, optim.SGD(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=1
+        )
+        self._thread = threading.Thread(target=self.server.serve, name="the server")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+def step(client: ParameterClient, model: nn.Linear) -> None:
+    model.weight.grad = torch.ones(1, 1)
+    before = float(model.weight.detach())
+    client.push()
+    client.pull()
+    assert float(model.weight.detach()) == pytest.approx(before - 1)
+
+
+def test_a_session_is_in_tls(secret: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with (
+        Serving() as serving,
+        ParameterClient(model, servers=serving.server.address, worker=0) as client,
+    ):
+        step(client, model)
+        session = client._servers[0].session
+        assert session is not None
+        said = _extension.native.describe_backend(session._backend)
+        assert said.endswith(f"TLS with the secret of key id {secret.key_id}")
+
+
+@pytest.mark.parametrize("worker", ["none", "another"])
+def test_a_worker_with_another_secret_or_none_is_refused_by_name(
+    secret: Any, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = _secret.generate_file(str(tmp_path / "other"))
+    own = None if worker == "none" else other
+    workers_thread = threading.current_thread()
+
+    def find(_: Any = None) -> tuple[Any, str]:
+        mine = secret if threading.current_thread() is not workers_thread else own
+        return mine, "" if mine is None else "here"
+
+    with Serving() as serving:
+        monkeypatch.setattr(_secret, "find", find)
+        with pytest.raises(RefusedError) as caught:
+            ParameterClient(nn.Linear(1, 1, bias=False), servers=serving.server.address, worker=0)
+        text = str(caught.value)
+        assert secret.key_id in text
+        assert "and this process has none" in text if own is None else other.key_id in text
+        assert "secret file" in text
+        monkeypatch.undo()
+        monkeypatch.setattr(_secret, "find", lambda _=None: (secret, "here"))
+        model = nn.Linear(1, 1, bias=False)
+        with ParameterClient(model, servers=serving.server.address, worker=0) as client:
+            step(client, model)
+
+
+def test_a_strangers_hello_does_not_settle_what_the_workers_must_agree_on(secret: Any) -> None:
+    with Serving() as serving:
+        host, port = parse_endpoint(serving.server.address)
+        store = TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+        )
+        number = store.add(SESSIONS, 1)
+        model = serving.server._core._model
+        hello = Hello(
+            worker=0,
+            incarnation=1,
+            clock=0,
+            begun=None,
+            server=0,
+            servers=1,
+            staleness=7,
+            digest=Layout(model, 1, sliced=True).digest,  # which a worker's hello shows
+            sliced=True,
+            host=host,
+        )
+        store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
+        answer = store.get(f"{PREFIX}/{number}/answer").decode()
+        assert answer.startswith("pcs1 ")
+        assert "has no secret" in json.loads(answer.partition("\n")[2])["refused"]
+        assert serving.server._core._begun is None
+        own = nn.Linear(1, 1, bias=False)
+        with ParameterClient(own, servers=serving.server.address, worker=0) as client:
+            step(client, own)
+
+
+def test_a_hello_counts_under_its_own_number_only(secret: Any) -> None:
+    text = secret.seal("service/1/hello", "hello")
+    assert secret.open("service/1/hello", text) == "hello"
+    with pytest.raises(Exception, match="changed by somebody") as caught:
+        secret.open("service/2/hello", text)
+    assert type(caught.value).__name__ == "ProtocolViolationError"
+
+
+def test_the_warning_of_plain_connections_is_for_servers_without_a_secret(
+    secret: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for security, address, warns in (
+        ("auto", "10.0.0.1:6170", False),
+        ("off", "10.0.0.1:6170", True),
+        ("off", "127.0.0.1:6170", False),
+    ):
+        caplog.clear()
+        monkeypatch.setenv("PYCOMM_SECURITY", security)
+        model = nn.Linear(1, 1, bias=False)
+        server = ParameterServer(
+            model, optim.SGD(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=1
+        )
+        server.address = address
+        server.stop()
+        server.serve()
+        assert ("without encryption" in caplog.text) == warns
