@@ -30,7 +30,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm._averaging import average_, ring_nbytes
-from pycomm._model_check import checksum_of, first_other, gather_numbers
+from pycomm._model_check import (
+    check_same_on_all_ranks,
+    checksum_of,
+    first_other,
+    gather_numbers,
+)
 from pycomm._outer_step import MakeOptimizer, anchors_differ, have_moved
 from pycomm._saved_state import check_outer, check_tensors, part_of
 
@@ -65,6 +70,7 @@ class LocalSGD:
 
     Raises:
         ValueError: ``sync_every`` is no whole number from 1, or no parameter is trainable.
+        ConfigMismatchError: Ranks have another ``sync_every``, class or model; on all of them.
 
     Construction and each sync are collective and block. Not thread-safe.
     """
@@ -93,6 +99,13 @@ class LocalSGD:
         self._syncs = 0
         self._wire_nbytes = 0
         self._seconds = 0.0
+        check_same_on_all_ranks(
+            self._group,
+            next(iter(self._parameters.values())).device,
+            options={"class": type(self).__name__, "sync_every": sync_every},
+            parameters=self._parameters.items(),
+            buffers=model.named_buffers(),
+        )
         if init_sync:
             root: int = dist.get_process_group_ranks(self._group)[0]
             with torch.no_grad():

@@ -170,6 +170,17 @@ def two_hosts(rank: int, world_size: int) -> None:
         ours.join()
 
 
+def other_rounds(rank: int, world_size: int) -> list[str]:
+    import pycomm
+
+    texts = []
+    for kind in (pycomm.LocalSGD, pycomm.DiLoCo):
+        with pytest.raises(pycomm.errors.ConfigMismatchError) as caught:
+            kind(nn.Linear(2, 2), sync_every=4 + rank)
+        texts.append(str(caught.value))
+    return texts
+
+
 def in_turn(rank: int, world_size: int, names: list[str]) -> list[Any]:
     return [globals()[name](rank, world_size) for name in names]
 
@@ -187,6 +198,12 @@ def test_fewer_reductions_are_those_of_one_process() -> None:
 
 def test_a_pass_that_fails_leaves_a_state_that_can_be_loaded() -> None:
     run(2, ["failed_pass"])
+
+
+def test_a_round_of_another_length_is_an_error_on_all_ranks() -> None:
+    first, second = run(2, ["other_rounds"])
+    assert first == second
+    assert all("option 'sync_every' is 4 on rank 0 and 5 on rank 1" in text for text in first[0])
 
 
 def test_hosts_share_gradients_and_meet_every_few_steps() -> None:
