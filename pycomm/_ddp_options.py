@@ -69,6 +69,10 @@ def for_torch(
     rest = names[names.index("static_graph") + 1 :]
     if len(positional) > len(rest):
         raise TypeError("pycomm.DistributedDataParallel takes no more positional arguments")
+    if twice := others.keys() & set(rest[: len(positional)]):
+        raise TypeError(
+            f"pycomm.DistributedDataParallel got {min(twice)!r} both by position and by name"
+        )
     unlike = {
         name: value
         for name, value in spelled.items()

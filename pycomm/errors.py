@@ -230,8 +230,8 @@ class StoreLostError(RendezvousError, PycommNetworkError, ConnectionError):
     """The store could not be reached any more."""
 
 
-class ConnectFailedError(RendezvousError, PycommNetworkError, ConnectionError):
-    """A rank could not be connected to."""
+class ConnectFailedError(RendezvousError, PeerError):
+    """A rank could not be connected to: while a group is made, or at the first bytes to it."""
 
 
 class DuplicateRankError(RendezvousError, PycommBackendError):
@@ -310,7 +310,7 @@ class NoSharedMemoryError(ResourceError, PycommBackendError):
     """There is no room for the memory that the ranks of a host share."""
 
 
-class SystemCallError(ResourceError, PycommBackendError):
+class SystemCallError(PycommBackendError):
     """The kernel refused something."""
 
 

@@ -9,16 +9,23 @@ import importlib.metadata
 import json
 import os
 import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 import _pycomm_autoload
-from pycomm import _extension, errors
+from pycomm import _extension, _secret, errors
 from pycomm._settings import SETTINGS
 from pycomm._version import __version__
-from pycomm.options import Options, unknown_variables, variable_error
+from pycomm.options import (
+    Options,
+    fault_points,
+    is_misspelled,
+    unknown_variables,
+    variable_error,
+)
 
 _DISTRIBUTION = "torch-pycomm"
 
@@ -31,6 +38,8 @@ class Report:
     interfaces: Sequence[Mapping[str, Any]]
     options: Sequence[Mapping[str, Any]]
     problems: Sequence[str]
+    notes: Sequence[str]
+    """What a user may want to know, and no job fails of."""
 
 
 def add_parser(commands: Any) -> None:
@@ -67,7 +76,11 @@ def collect(environ: Mapping[str, str]) -> Report:
     except errors.TorchVersionError as error:
         problems.append(str(error))
     options, wrong = _options(environ)
-    return Report(versions, interfaces, options, [*problems, *wrong])
+    problems += [*wrong, *_other_problems(environ, any_wrong=bool(wrong))]
+    unlike = [each for each in unknown_variables(environ) if not is_misspelled(each)]
+    return Report(
+        versions, interfaces, options, problems, [variable_error(each) for each in unlike]
+    )
 
 
 def as_text(report: Report) -> str:
@@ -86,6 +99,7 @@ def as_text(report: Report) -> str:
             [(row["option"], _shown(row["value"]), row["origin"]) for row in report.options],
         ),
         _table("problems", [(problem,) for problem in report.problems]),
+        _table("notes", [(note,) for note in report.notes]),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -107,7 +121,8 @@ def _table(title: str, rows: Sequence[tuple[str, ...]]) -> str:
 
 def _options(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[str]]:
     rows: list[dict[str, Any]] = []
-    problems = [variable_error(name) for name in unknown_variables(environ)]
+    unknown = unknown_variables(environ)
+    problems = [variable_error(name) for name in unknown if is_misspelled(name)]
     for setting in SETTINGS:
         value: object = None
         try:
@@ -124,6 +139,28 @@ def _options(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[str
             }
         )
     return rows, problems
+
+
+def _other_problems(environ: Mapping[str, str], *, any_wrong: bool) -> list[str]:
+    """What else init_process_group() would raise for these variables."""
+    problems = []
+    if not any_wrong:  # settings that are good one by one may not go together
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of unlike names, which are notes here
+                Options().resolve(environ)
+        except ValueError as error:
+            problems.append(str(error))
+    try:
+        _secret.find(environ)
+    except (ValueError, errors.PycommError) as error:
+        problems.append(str(error))
+    try:
+        if spec := fault_points():
+            _extension.native.arm_fault_points(spec)
+    except (ValueError, errors.PycommError) as error:
+        problems.append(str(error))
+    return problems
 
 
 def _registration_problems() -> list[str]:
