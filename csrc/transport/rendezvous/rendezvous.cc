@@ -360,7 +360,10 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
         if (follows) {
           const Generation found = findGeneration(round, prefix);
           claim.generation = found.number;
-          round.over = found.may_be_over ? is_over : nullptr;
+          round.over = nullptr;
+          if (found.may_be_over) {
+            round.over = is_over;
+          }
           round.prefix = keysOf(claim);
           round.binding.clear();
           round.members.clear();

@@ -485,7 +485,7 @@ TEST(SealedRendezvous, NamesDifferingSecretsAlsoOnAStoreThatIsUsedAgain) {
   } cases[] = {
       {{job, &other}, {"rank 1 has " + key_ids + other.keyId(), "rank 0 has " + key_ids + job->keyId()}},
       {{job, nullptr}, {"rank 1 has no secret, and this process has one", "and this process has none"}},
-      {{nullptr, job}, {"rank 1 has a secret (key id ", "rank 0 has no secret, and this process has one"}},
+      {{nullptr, job}, {" has a secret (key id ", "rank 0 has no secret, and this process has one"}},
       {{job, job, &other}, {"rank 2 has " + key_ids, "rank 2 has " + key_ids, "rank 0 has " + key_ids}},
   };
   for (const auto& each : cases) {

@@ -310,8 +310,8 @@ def test_a_push_sent_again_after_a_lost_connection_counts_once(
         if heard:
             original = module._done
 
-            def drop(session: Session) -> Any:
-                answer = original(session)
+            def drop(session: Session, clock: int) -> Any:
+                answer = original(session, clock)
                 if not lost:
                     lost.append(1)
                     raise ConnectionResetError("the test lost the acknowledgement")
