@@ -17,6 +17,7 @@ from pycomm.service.notices import Attendance
 from pycomm.service.placement import first_difference
 from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
 from pycomm.service.shard import Layout, Shard
+from pycomm.service.terms import Refusal, Terms, disagreement
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.5
@@ -37,30 +38,6 @@ class ServerStats:
     live_workers: int
     steps: int
     """Of the optimizer: those that are in the parameters."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Why a worker cannot take part."""
-
-    text: str
-    parameters: list[Any] | None = None
-    """Of the server's model, if the worker has another one: it names the first difference."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What all workers must agree on; the first of them brings it, or the checkpoint."""
-
-    server: int
-    servers: int
-    staleness: int | None
-    sliced: bool
-    digest: str
-
-    @staticmethod
-    def of(hello: Hello) -> Terms:
-        return Terms(hello.server, hello.servers, hello.staleness, hello.sliced, hello.digest)
 
 
 @dataclasses.dataclass
@@ -125,7 +102,7 @@ class ServerCore:
                 if layout.digest == terms.digest:
                     self._begin(terms, layout)
                     return None
-            elif (text := _disagreement(hello.worker, self._begun.terms, terms)) is not None:
+            elif (text := disagreement(hello.worker, self._begun.terms, terms)) is not None:
                 return Refusal(text)
             elif self._begun.terms.digest == terms.digest:
                 return None
@@ -390,27 +367,6 @@ def _check_current(begun: _Begun, worker: int, incarnation: int) -> None:
         raise StaleWorkerError(
             f"another process has become worker {worker}. Try: give each worker its own number"
         )
-
-
-def _disagreement(worker: int, mine: Terms, theirs: Terms) -> str | None:
-    """What but the model differs between the service and a worker; None if nothing does."""
-    if theirs.servers != mine.servers:
-        return (
-            f"worker {worker} lists {theirs.servers} servers, and the service has {mine.servers}. "
-            "Try: give all workers the same list of servers"
-        )
-    if theirs.server != mine.server:
-        return (
-            f"this is server {mine.server} in the other workers' list, and server {theirs.server} "
-            f"in that of worker {worker}. Try: give all workers the servers in the same order"
-        )
-    for name in ("staleness", "sliced"):
-        if getattr(theirs, name) != getattr(mine, name):
-            return (
-                f"worker {worker} has {name}={getattr(theirs, name)}, and the service has "
-                f"{name}={getattr(mine, name)}. Try: give all workers the same {name}"
-            )
-    return None
 
 
 def _log_lost(begun: _Begun, worker: int, before: int) -> None:

@@ -17,12 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm._secret import in_use, opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
-from pycomm.service.core import Refusal, ServerCore, ServerStats
+from pycomm.service.core import ServerCore, ServerStats
 from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
 from pycomm.service.frames import Frame, Kind, decode_hello
 from pycomm.service.notices import WaitNotices, gone
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
+from pycomm.service.terms import Refusal
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05

@@ -1,6 +1,5 @@
 #include "transport/rendezvous/rendezvous.h"
 
-#include <poll.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -8,12 +7,12 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
-#include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "base/printable.h"
 #include "transport/net/select_address.h"
+#include "transport/rendezvous/find_generation.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
 #include "transport/secure/crypto.h"
@@ -39,9 +38,6 @@ namespace {
 
 constexpr size_t kMaxAddresses = 8; // of one rank
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
-constexpr int kRestartMs = 10000; // by which the ranks of a new run may start before its rank 0
-constexpr int kOtherSecretMs = 3000; // the same, if all that is there of rank 0 has another secret, or none
-constexpr int kLongestPauseMs = 100;
 
 uint64_t randomNumber() {
   uint64_t number = 0;
@@ -272,55 +268,6 @@ StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim
   StoreRound round{store, abort, keysOf(claim)};
   round.binding = claim.binding;
   return round;
-}
-
-struct Generation {
-  int64_t number = 0;
-  bool may_be_over = true; ///< a newer one may still begin
-};
-
-// The generation of rank 0's last claim, if this rank has waited long enough for a newer one: it ended with an error before all ranks knew
-// each other, or rank 0 has another secret, or none. A rank that joins it finds that error, or that record, and rank 0 finds this rank's.
-std::optional<Generation> lastResort(Store& store, const std::string& prefix, int64_t waited_ms) {
-  if (waited_ms < std::min(kOtherSecretMs, kRestartMs)) {
-    return std::nullopt;
-  }
-  const int64_t number = lastClaimOfRankZero(store, prefix);
-  const std::string keys = prefix + std::to_string(number) + "/";
-  if (number == 0 || store.find(keys + "member/all")) {
-    return std::nullopt;
-  }
-  const bool other_secret = store.sealed() && store.has(keys + "member/0") && !store.find(keys + "member/0");
-  if (waited_ms < (other_secret ? kOtherSecretMs : kRestartMs) || !(other_secret || store.find(keys + "error"))) {
-    return std::nullopt;
-  }
-  return Generation{number, false};
-}
-
-// Waits until rank 0 has begun a generation that this rank can join. Rank 0's claim may be of an earlier run, which this rank cannot know.
-// Then the generation may be complete, and never is joined. It may have failed: then this rank gives the new rank 0 some time before it
-// believes the failure. Or it may look like a new one: then this rank joins it, and goes on when rank 0 comes.
-Generation findGeneration(const StoreRound& round, const std::string& prefix) {
-  const TimePoint begin = Clock::now();
-  for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
-    round.abort.throwIfAborted();
-    const int64_t number = claimOfRankZero(round.store, prefix);
-    const std::string keys = prefix + std::to_string(number) + "/";
-    if (number > 0 && !round.store.find(keys + "member/all") && !round.store.find(keys + "error")) {
-      return Generation{number};
-    }
-    const int64_t waited_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-    if (const auto last = lastResort(round.store, prefix, round.deadline.expired() ? kRestartMs : waited_ms)) {
-      return *last;
-    }
-    if (round.deadline.expired()) {
-      throw Error(
-          ErrorCode::RendezvousTimeout,
-          "The rendezvous timed out: rank " + std::to_string(round.rank) + " waited for rank 0, which did not come",
-          "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
-    }
-    (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));
-  }
 }
 
 // The error that stopped this rank, with everything that it knows about itself.
