@@ -101,7 +101,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
         """Of the buffers as they are: ``to()``, ``share_memory()`` and loading may have replaced
         them, moved them or written to them."""
         state = [getattr(self, name) for name in self._state_names]
-        seen = [(each.data_ptr(), each._version) for each in state]
+        seen = [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in state]
         if self._map is None or seen != self._map_state:
             if self._map is not None:
                 self._replaced.append(self._map.take_replaced())
