@@ -154,6 +154,8 @@ def pytest_runtest_teardown() -> Iterator[None]:
     yield
     now, before = own_variables(), dict(_variables_before)
     _variables_before.clear()
+    if not before:  # it was skipped before it was set up
+        return
     if left := sorted(name for name in now.keys() | before if now.get(name) != before.get(name)):
         for name in left:
             os.environ.pop(name, None)
