@@ -1,4 +1,4 @@
-"""Clients that know nothing of pycomm but its secret: openssl s_client and gnutls-cli at a rank's port."""
+"""Clients that know nothing of pycomm but its secret: openssl s_client and gnutls-cli."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UP = {
 
 
 def _talk(command: list[str]) -> str:
-    """What a client says until the rank has hung up. Its input stays open, so it does not end first."""
+    """What a client says until the rank has hung up: its own input stays open."""
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as client:
