@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pycomm._version import __version__
 from pycomm.cli import bench, doctor, env, secret, serve, trace
@@ -16,7 +17,7 @@ from pycomm.cli import bench, doctor, env, secret, serve, trace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pycomm", description="Collective communication for PyTorch."
+        prog=_called_as(sys.argv[0]), description="Collective communication for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"pycomm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -29,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args([_with_dashes(argument) for argument in given])
     return int(parsed.run(parsed))
+
+
+def _called_as(program: str) -> str:
+    """What to type for help and usage: the installed command, if that was typed."""
+    return "pycomm" if Path(program).name == "pycomm" else "python -m pycomm"
 
 
 def _with_dashes(argument: str) -> str:

@@ -50,7 +50,13 @@ def add_parser(commands: Any) -> None:
     add("--sizes", type=list_of(size_of), default=_SIZES, help="bytes; default: %(default)s")
     add("--dtype", choices=_DTYPES, default="float32")
     add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
-    add("--json", nargs="?", const=True, metavar="", help="print one JSON object, on rank 0")
+    add(
+        "--json",
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="print one JSON object, on rank 0 (a FILE is deprecated)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -88,7 +94,7 @@ def _timed(arguments: argparse.Namespace) -> int:
             rows.append(_row(case, timing))
             if shown:
                 print(_line(rows[-1]), flush=True)
-    if first and arguments.json:
+    if first and arguments.json is not None:
         text = json.dumps({"topology": topology_text(), "rows": rows}, indent=2)
         if arguments.json is True:
             print(text)

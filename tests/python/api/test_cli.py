@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -47,6 +48,45 @@ def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
     assert "PYCOMM_DEBUG='loud'" in result.stdout
     assert re.search(r"debug +None +not allowed", result.stdout)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"PYCOMM_SECRET_FILE": "/nowhere/secret"}, "/nowhere/secret"),
+        ({"PYCOMM_FAULT": "no such point"}, "PYCOMM_FAULT"),
+    ],
+)
+def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str) -> None:
+    result = run_python(["-m", "pycomm", "env", "--json"], env=variables)
+    assert any(text in problem for problem in json.loads(result.stdout)["problems"]), result.stdout
+    assert result.returncode == 1
+
+
+def test_a_foreign_variable_is_a_note_and_no_problem() -> None:
+    result = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_HOME": "/opt/pycomm"})
+    report = json.loads(result.stdout)
+    assert any("PYCOMM_HOME" in note for note in report["notes"])
+    assert not any("PYCOMM_HOME" in problem for problem in report["problems"])
+    assert result.returncode == (1 if report["problems"] else 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("/usr/bin/pycomm", "pycomm"), ("/x/pycomm/__main__.py", "python -m pycomm")],
+)
+def test_help_names_the_command_that_was_typed(
+    program: str,
+    shown: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert f"usage: {shown} bench " in out
+    assert "[--json [FILE]]" in out
 
 
 def test_the_other_package_of_this_name_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +142,13 @@ def test_bench_prints_one_json_object() -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["size"], row["collective"], row["wrong"]) == (4, "all_reduce", 0)
+
+
+def test_bench_still_writes_a_file_and_says_what_to_do_instead(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05"]
+    done = run_python([*launched, *table, f"--json={rows}"], timeout_s=120.0)
+    assert done.returncode == 0, done.stderr
+    assert "pycomm bench --json FILE is deprecated: redirect the output of --json" in done.stderr
+    assert [row["size"] for row in json.loads(rows.read_text())["rows"]] == [4]

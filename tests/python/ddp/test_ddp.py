@@ -697,6 +697,13 @@ def test_options_by_position_arrive_as_in_torchs_wrapper(alone: None) -> None:
         )
 
 
+def test_an_option_by_position_and_by_name_is_an_error(alone: None) -> None:
+    positional = [None, None, 0, True, True, dist.group.WORLD, 3, *[False] * 4, None]
+    name = list(inspect.signature(TorchDDP.__init__).parameters)[2 + len(positional) - 1]
+    with pytest.raises(TypeError, match=f"got '{name}' both by position and by name"):
+        pycomm.DistributedDataParallel(nn.Linear(2, 2), *positional, **{name: None})
+
+
 def test_options_that_torch_itself_cannot_serve_on_the_cpu(alone: None) -> None:
     """Should torch learn it, ours is to learn it, too."""
     from torch.nn.parallel.distributed import _MixedPrecision

@@ -97,10 +97,10 @@ def test_the_readmes_measurements_are_published() -> None:
     sizes = [4, 1 << 20, 25 << 20, 100 << 20]
     path = ""
     checked = 0
-    for who, ranks, *figures, file in table(
-        read("README.md"), "beside", "ranks", "4 B", "1 MiB", "25 MiB", "100 MiB", "file"
-    ):
+    header = ("beside", "cores", "ranks", "4 B", "1 MiB", "25 MiB", "100 MiB", "file")
+    for who, cores, ranks, *figures, file in table(read("README.md"), *header):
         path = (re.findall(r"\((benchmarks/.*?)\)", file) or [path])[0]
+        assert re.findall(r"^# cores +(\d+)|of (\d+) cores", read(path), re.M)[0].count(cores) == 1
         *_, network = who.split(", ")
         measured = published(path, sections.get(network, ""))
         for size, figure in zip(sizes, figures, strict=True):
@@ -194,11 +194,19 @@ def test_the_table_of_errors_is_the_codes() -> None:
         assert code(documented[name][2]) == [base.__name__]
         assert len(documented[name]) == len(header) and all(documented[name])
     header = ("class", "codes", "also Python's", "what a program can do")
-    for family, codes, *_ in table(read("docs/errors.md"), *header):
+    builtin = {each.__name__: each for each in (ConnectionError, MemoryError, TimeoutError)}
+    for family, codes, python, *_ in table(read("docs/errors.md"), *header):
         base = getattr(errors, code(family)[0])
-        assert set(code(codes)) == {
-            n for n, each in errors.BY_CODE.items() if issubclass(each, base)
-        }
+        members = {n: each for n, each in errors.BY_CODE.items() if issubclass(each, base)}
+        assert set(code(codes)) == set(members)
+        named = set(code(python))
+        assert named & set(builtin) == {
+            name
+            for name, each in builtin.items()
+            if any(issubclass(member, each) for member in members.values())
+        }, family
+        only = named - set(builtin)  # the codes of a row that says "for"
+        assert only <= set(members), family
     assert "`pycomm.errors.TorchVersionError`" in read("docs/errors.md")  # the one without a code
 
 

@@ -88,6 +88,10 @@ def test_digits_learns() -> None:
 
 # What each of the short examples prints, as patterns. PERCENT is a test accuracy of 80 % or more.
 PERCENT = r"test accuracy (8|9)\d\.\d%"
+CALLED = r"all_reduce\(SUM, float32 x "
+LATE = r"all_reduce #2 timed out after \d+ ms: rank 1 on \S+"
+DIFFERENT = rf"rank 0 \(\S+\) has {CALLED}1000, \S+\), rank 1 \(\S+\) has {CALLED}999, \S+\)"
+
 SHORT = {
     "all_reduce.py": [
         "rank 0 of 2: the sum is right; its last number is 199",
@@ -106,11 +110,12 @@ SHORT = {
     ],
     "failures.py": [
         r"rank 0: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
-        r"rank 2: PEER_DEAD: Rank 1 on ",
-        r"rank [02]: TIMEOUT: all_reduce #2 timed out after \d+ ms: rank 1 on \S+ has not",
-        r"  not entered: Rank 1 on \S+ has not entered all_reduce #2 ",
-        r"rank [012]: COLLECTIVE_MISMATCH: The ranks disagree about the operation #2: ",
-        r"  mismatch: Operation #2 is not the same on all ranks: rank 1 called all_reduce\(SUM, ",
+        r"rank 2: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
+        rf"rank [02]: TIMEOUT: {LATE} has not entered it \(its last: {CALLED}1000, \S+\) #1\)\.",
+        r"  not entered: Rank 1 on \S+ has not entered all_reduce #2 \(SUM, .*; it last finished ",
+        rf"rank [012]: COLLECTIVE_MISMATCH: The ranks disagree about the operation #2: {DIFFERENT}\.",
+        r"  mismatch: Operation #2 is not the same on all ranks: rank 1 called "
+        rf"{CALLED}999, \S+\), but ranks 0 and 2 called {CALLED}1000, \S+\)\.",
     ],
     "restart.py": ["start at step 0", "start at step 30", PERCENT],
     "streaming_diloco.py": [rf"16\d\d bytes per step instead of 76840, {PERCENT}"],
