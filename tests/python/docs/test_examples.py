@@ -113,7 +113,8 @@ SHORT = {
         r"rank 2: PEER_DEAD: Rank 1 on \S+ is gone: its process ended or was killed\.",
         rf"rank [02]: TIMEOUT: {LATE} has not entered it \(its last: {CALLED}1000, \S+\) #1\)\.",
         r"  not entered: Rank 1 on \S+ has not entered all_reduce #2 \(SUM, .*; it last finished ",
-        rf"rank [012]: COLLECTIVE_MISMATCH: The ranks disagree about the operation #2: {DIFFERENT}\.",
+        r"rank [012]: COLLECTIVE_MISMATCH: The ranks disagree about the operation #2: "
+        rf"{DIFFERENT}\.",
         r"  mismatch: Operation #2 is not the same on all ranks: rank 1 called "
         rf"{CALLED}999, \S+\), but ranks 0 and 2 called {CALLED}1000, \S+\)\.",
     ],
