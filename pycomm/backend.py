@@ -279,11 +279,9 @@ def native_options(
     secret, secret_origin = _secret.find()
     return {
         "interface": resolved.interface,
-        "interface_origin": resolved.origins["interface"],
         "socket_family": resolved.socket_family,
         "port_first": resolved.port_range[0],
         "port_last": resolved.port_range[1],
-        "port_origin": resolved.origins["port_range"],
         "algorithm": resolved.algorithm,
         "transport": resolved.transport,
         "segment_nbytes": resolved.segment_nbytes,

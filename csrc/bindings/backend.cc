@@ -32,7 +32,6 @@ constexpr int kHeartbeatsInTimeout = 6;
 /// What pycomm.backend.native_options makes, read while the lock is held.
 struct NativeOptions {
   std::string interface;
-  std::string interface_origin;
   std::string socket_family;
   std::string algorithm;
   std::string transport;
@@ -60,7 +59,6 @@ struct NativeOptions {
 
   explicit NativeOptions(const py::dict& options)
       : interface(options["interface"].cast<std::string>()),
-        interface_origin(options["interface_origin"].cast<std::string>()),
         socket_family(options["socket_family"].cast<std::string>()),
         algorithm(options["algorithm"].cast<std::string>()),
         transport(options["transport"].cast<std::string>()),

@@ -92,7 +92,7 @@ class BucketMemory {
   void allocateHome();
 
   Options options_;
-  FlatMemory* source_; ///< the reducer's, which declares it before its buckets
+  FlatMemory* source_; ///< BucketSet's, which declares it before its buckets
   at::ScalarType dtype_;
   size_t numel_ = 0;
   bool shared_ = false; ///< travelling() lies where other ranks reach it

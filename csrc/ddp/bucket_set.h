@@ -24,7 +24,7 @@ class BucketSet {
     size_t slot;
   };
 
-  /// The memory of all buckets that are cut from now on.
+  /// Where buckets get memory from now on. Cut them again after this.
   void setSource(FlatMemory source) {
     source_ = source;
   }

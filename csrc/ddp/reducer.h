@@ -38,7 +38,7 @@ struct ReducerOptions {
 /// torch.nn.parallel.DistributedDataParallel calls on its reducer.
 ///
 /// One backward pass: a post hook packs each gradient into its bucket, and launches the buckets that are full (BucketPipeline). After
-/// the last gradient a callback queued on the engine waits for the buckets and writes the averages to .grad. Averages that have come
+/// the last gradient a callback queued on autograd's engine waits for the buckets and writes the averages to .grad. Averages that have come
 /// before are written when the next gradient comes.
 ///
 /// Buckets are cut first in the reverse order of registration, and once more after the first reduction, in the order in
@@ -66,7 +66,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 
   /// The graph is the same in every pass: the first one shows how often each parameter's gradient comes.
   void setStaticGraph();
-  /// The end of a static graph's first pass: torch's wrapper calls it when the engine has nothing left to do.
+  /// The end of a static graph's first pass: torch's wrapper calls it when autograd's engine has nothing left to do.
   void delayAllReduce();
 
   /// Once, before the first backward pass. Buckets then hold the parameters' own dtype.

@@ -36,6 +36,8 @@ enum class Verdict {
 /// N is the divisor of the step: the ranks that still have data, all of them unless in join(). Another kind of wire is one more
 /// class, and a line in makeWire().
 ///
+/// fp16 is scaled; bf16 and another float dtype are cast; fp8 and int8 are encoded: see makeWire() and bindings/ddp.cc wireOf().
+///
 /// A wire keeps the state that the next step needs besides averages: the scale's exponent, and the loss of a codec. The exponent changes
 /// in commit() only. The all-reduce itself writes the loss, because it makes the sums.
 class Wire {

@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-/// What one rank asks its group for. The group fills in the fields of `schedule` that say who and how many (rank, size).
+/// What one rank asks its group for. The group sets schedule.rank and schedule.size.
 struct Call {
   ScheduleRequest schedule;
   ConstBufferView input;
@@ -17,12 +17,12 @@ struct Call {
   /// Instead of `input` or `output`: a buffer for each rank's part, in rank order. Only where Group::keepsParts() says so.
   std::vector<ConstBufferView> input_parts;
   std::vector<BufferView> output_parts;
-  Deadline deadline = Deadline::never();
+  Deadline deadline = Deadline::never(); ///< set by the caller: PycommBackend::call() turns torch's timeout into it
   uint32_t tag = 0;
   double premul_factor = 1.0;
-  /// Error feedback, of an all_reduce Sum of Float32 with a codec: as many floats as `input`, for what encoding loses on this rank. What
-  /// earlier calls left here travels with the values. Then it is v - d(e(v)) for each v = value + what was there, plus, for the sums
-  /// that this rank makes, sum - d(e(sum)). Left alone where nothing is encoded; undefined if the operation fails.
+  /// Error-feedback residual, float32, same size as `input`; of an all_reduce Sum of Float32 with a codec only. In: added to the values
+  /// before encoding. Out: value - decode(encode(value)), plus the same of each sum that this rank encodes. Unchanged if nothing is
+  /// encoded; undefined on failure.
   BufferView lost;
   int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
   bool waits = false; ///< the caller calls Group::wait() next: the lane need not be woken for it

@@ -17,8 +17,8 @@
 
 namespace pycomm {
 
-/// The native threads of a process, shared by all its groups: one lane, one control loop, the
-/// callback pool, and the watch over the other processes of this host.
+/// The native threads that all groups of a process share: one lane, one control loop, the callback pool, and the watch over the other
+/// processes of this host. A HostPlane and a CUDA device start threads of their own.
 ///
 /// A program that embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
 /// thread outlives what it touches.
@@ -58,7 +58,7 @@ class Engine {
   /// Where tensors lie that other processes of this host reach in place; made when first asked for. Throws what SharedHeap::create
   /// throws, also later. It may outlive the engine.
   [[nodiscard]] std::shared_ptr<SharedHeap> heap();
-  /// The heap of the process that watch() knows by this name, mapped once for all groups; `ask` gets it where it is not.
+  /// The heap of the process of that name (HostMates::name), mapped once for all groups. If it is not mapped yet, `ask` gets its descriptor.
   [[nodiscard]] std::shared_ptr<const SharedArena> heapOf(
       const std::string& name,
       const std::function<UniqueFd()>& ask);

@@ -118,7 +118,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] Engine& engine() noexcept {
     return engine_;
   }
-  /// Its ranks share memory.
+  /// Collectives run in memory that all ranks share.
   [[nodiscard]] bool sharesMemory() const noexcept {
     return planes_.host() != nullptr;
   }
@@ -143,14 +143,14 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
-  /// Who takes the step, and when.
+  /// Which thread runs a step.
   enum class Pace {
     Soon, ///< the lane's thread
     WhenDriven, ///< the caller, which calls wait() next
     Here, ///< the caller, now, if nobody drives
     HereAndPatient ///< the same, and what it begins can do no more than wait for others
   };
-  /// Has the lane take Planes::run().
+  /// Runs Planes::run() on the lane.
   void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
 

@@ -14,7 +14,8 @@
 
 namespace pycomm {
 
-/// Which way the bytes of a group go. Auto: through shared memory where all ranks share a host and it can be had, else by TCP.
+/// Auto: shared memory between ranks of one host if it can be had, TCP between hosts. SharedMemory: an error unless the whole group can use
+/// it.
 enum class Transport { Auto, SharedMemory, Tcp };
 
 /// How the ranks of a group come to share memory while it forms: the first rank of each host makes it, the others ask its process for

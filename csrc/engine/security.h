@@ -13,14 +13,15 @@ namespace pycomm {
 
 enum class SecurityPolicy : uint8_t { Off, Auto, Require };
 
-/// Decides whether the connections of a group are in TLS. Nothing else does:
+/// Decides whether the links of a group are in TLS. (NCCL's connections are always plain: cudaConfig() in bindings/backend.cc decides
+/// whether a group with a secret may use them.)
 ///
 ///               without a secret                           with a secret
 ///     off       plain                                      error
 ///     auto      plain, a warning if hosts differ           TLS
 ///     require   plain on one host, error if hosts differ   TLS
 ///
-/// With a secret a connection is in TLS or fails. No failure leads to a plain one.
+/// With a secret a link is in TLS or fails. No failure leads to a plain one.
 struct Security {
   SecurityPolicy policy = SecurityPolicy::Auto; ///< the same on all ranks
   std::shared_ptr<const Secret> secret; ///< null: none

@@ -34,7 +34,7 @@ class DataPlane final : public Loop::Ticker {
   using Events = Reporter::Events;
   using Usage = Exchange::Usage;
 
-  /// What a simulator puts in other's place.
+  /// Parts that the simulator replaces.
   struct Options : PeerLinks::Options {
     Protocol::Config limits; ///< of flow control; who takes part is filled in from the identity
   };

@@ -25,8 +25,9 @@
 namespace pycomm {
 
 /// Runs the operations of one group on its lane, and moves their frames. It takes each event to the parts that it concerns, and does what
-/// they ask for, in order. Example, a frame arrives: Messages may begin its receive; Protocol says that the frame fits; Transfers says where
-/// its payload goes, and later runs the steps that waited for it; Protocol grants credit, and PeerLinks writes that to the sender.
+/// they ask for, in order. Example: a frame arrives. Messages starts a waiting receive. Protocol compares the descriptor with the operation of
+/// that id. Transfers names the step and where the payload goes. When the payload is complete, Protocol grants credit and PeerLinks sends
+/// it.
 ///
 /// Each part owns one state:
 ///   Protocol           which operations the ranks have entered, and how much may be sent

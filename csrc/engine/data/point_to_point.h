@@ -20,7 +20,7 @@ namespace pycomm {
 /// from a to b belongs to the k-th receive from a on b (MPI's rule: messages do not overtake each other). Example, tag 7 on rank 2:
 /// recv(any), recv(0) posted; a message from 0 is heard of: it goes to recv(any), and recv(0) is for the next one from 0.
 ///
-/// What is kept is a number for each rank, and what waits: a tag that nobody waits under costs nothing.
+/// It keeps one counter per rank, and the receives and messages that wait. An unused tag costs nothing.
 /// Thread: the lane's.
 class PointToPoint {
  public:

@@ -19,9 +19,9 @@ class Reporter {
   /// Any thread may be behind these; they must not block.
   struct Events {
     std::function<void(ErrorRecord)> noticed;
-    /// A peer said goodbye on its bulk link: the one on its control link may be lost with that.
+    /// A peer said goodbye on its bulk link. The goodbye on its control link may get lost.
     std::function<void(int peer)> left;
-    /// A link broke a while ago that nothing waits for, and no goodbye has come: trouble if that peer is still there.
+    /// A link broke, no operation needs it, and no goodbye came in time. This is a failure if the peer is still in the group.
     std::function<void(ErrorRecord)> doubted;
     /// For other ranks, over control links.
     std::function<void(std::vector<Question>)> ask;

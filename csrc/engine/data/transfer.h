@@ -18,7 +18,7 @@ namespace pycomm {
 /// failures are its owner's.
 ///
 /// A step runs once its dependencies have ended and, if it receives, its frame has arrived. Frames of an edge arrive and leave in
-/// listed order, so one cursor an edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment a chunk:
+/// listed order, so one cursor per edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment per chunk:
 ///   frame from 0 arrives -> RecvReduceSend: staging = staging op own chunk, goes on to 2 -> frame taken by the kernel -> ended.
 /// One thread: the lane's.
 class Transfer {

@@ -9,12 +9,12 @@
 
 namespace pycomm {
 
-// What lies where in the memory that the ranks of one group share. It begins zeroed; every field has one writer, a rank, but for the
+// Layout of the memory that the ranks of a group share. It begins zeroed; every field has one writer, a rank, but for the
 // bells. Nothing here is ever a pointer: each process has the memory at an address of its own.
 
 /// How far one rank is. All counters only rise. A counter is stored after everything that it promises (and so after the bytes that
-/// others may now read), with sequential consistency, which includes release; who loads it with sequential consistency, which
-/// includes acquire, sees those bytes. Why not release and acquire alone: see HostBell.
+/// others may now read), with sequential consistency, which includes release; a reader that loads it with sequential consistency,
+/// which includes acquire, sees those bytes. Why not release and acquire alone: see HostBell.
 struct alignas(256) HostProgress {
   std::atomic<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
   std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
@@ -23,11 +23,11 @@ struct alignas(256) HostProgress {
   std::atomic<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
   alignas(64)
       std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
-  std::atomic<uint32_t> bell; ///< a futex: rung by who goes on
+  std::atomic<uint32_t> bell; ///< a futex: a rank that makes progress rings it
 };
 static_assert(sizeof(HostProgress) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
-/// What one rank says about one operation, and what it gives to it if that is small.
+/// One rank's entry for one operation: its descriptor and, if small, its payload.
 struct alignas(64) HostSlot {
   std::atomic<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
   FrameHeader header; ///< the descriptor and the operation's id, as a frame on the wire has them

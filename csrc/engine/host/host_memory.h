@@ -36,8 +36,8 @@ class HostMemory {
   }
   /// Commits this rank's stage, once. Throws what SharedArena::commit() throws. With the plane's run_mutex_ held.
   void commitStage();
-  /// Takes tensors away from the other ranks: a stopped peer that goes on one day must find nothing of the user's where it reads and
-  /// writes then. False if there is no memory for it. With the plane's run_mutex_ held; copies.
+  /// Replaces published pages by private copies, so that a stopped peer that resumes later cannot read or write the user's tensors.
+  /// Returns false if memory is short. With the plane's run_mutex_ held; copies.
   [[nodiscard]] bool takeAway(const HostInPlace::Published& published) const noexcept;
 
  private:

@@ -24,7 +24,7 @@ namespace pycomm {
 ///
 /// Operations get tickets, 1, 2, 3, …, in the order of the group's counter, which is the same on all ranks; they are entered and run in
 /// that order. So there is never a question whose turn a stage is, and a slow rank holds up only what comes after. What is issued in
-/// callbacks and chains has no such order, and goes by TCP.
+/// callbacks and chains has no such order, and goes over links.
 ///
 /// An operation whose input is not there yet (Operation::Shared::held: it is on its way from a device) has its ticket from the time when
 /// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
@@ -34,8 +34,8 @@ namespace pycomm {
 /// plane's own, which is started when it is first needed. One at a time: the thread that holds `run_mutex_`.
 ///
 /// Like the DataPlane it never decides that the group has failed: it tells `notice`, and `fail` brings the cause back. Deadlines are the
-/// lane's: an operation that has waited for a while is told to it (`stuck`), and from then on the ranks ask each other by TCP who has
-/// not entered it, as they do for every other operation.
+/// lane's: an operation that has waited for a while is told to it (`stuck`), and from then on the ranks ask each other over links who
+/// has not entered it, as they do for every other operation.
 class HostPlane {
  public:
   using Events = HostQueue::Events;
@@ -87,7 +87,7 @@ class HostPlane {
   /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
-  /// For the lane, which is asked by TCP about operations that it never saw: the last ones that were posted here, oldest first.
+  /// For the lane, which is asked over links about operations that it never saw: the last ones that were posted here, oldest first.
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const {
     return inbox_.recent();
   }

@@ -60,8 +60,8 @@ class HostTransfer {
   [[nodiscard]] Descriptor differentDescriptor() const noexcept {
     return Descriptor::readFrom(op_.view.slot(matched_, op_.ticket).header);
   }
-  /// A peer has entered another operation instead: the ranks took different ways before. What the ranks tell each other by TCP says
-  /// how.
+  /// A peer has entered another operation instead: the ranks took different ways before. What the ranks tell each other over links
+  /// says how.
   [[nodiscard]] bool astray() const noexcept {
     return astray_;
   }

@@ -82,11 +82,11 @@ class OutChannel {
 /// Cuts what arrives from one peer into frames. One thread.
 class InChannel {
  public:
-  /// Who decides about frames. Both may throw Error, which ends reading.
+  /// Receives frames. Both functions may throw Error, which ends reading.
   class Receiver {
    public:
     virtual ~Receiver() = default;
-    /// A header has arrived; says where its payload goes. Called once a frame.
+    /// A header has arrived; says where its payload goes. Called once per frame.
     [[nodiscard]] virtual Sink onHeader(int peer, const FrameHeader& header) = 0;
     /// The payload is complete (also when there is none).
     virtual void onFrame(int peer, const FrameHeader& header, Sink sink) = 0;

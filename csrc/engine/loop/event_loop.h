@@ -17,14 +17,14 @@
 
 namespace pycomm {
 
-/// A thread that sleeps in epoll and owns what it watches. Both kinds of native thread are one of these: a lane moves bulk
-/// bytes, the control loop carries heartbeats and error reports.
+/// An event loop with a thread of its own. A process has two: the lane moves bulk bytes, the control loop carries heartbeats and error
+/// reports.
 ///
 /// A thread that waits for something which the loop will do can do the loop's work itself meanwhile (`drive`): no thread switch
 /// stands between the bytes and the waiter. One thread at a time owns the loop (LoopOwnership): only that thread runs tasks, handlers
 /// and tickers. While callers drive, the loop's own thread is parked. If there is work that nobody drives, it is woken at once.
 ///
-/// Only the owner may call anything but `post`, `run`, `drive`, `nudge`, `stop` and the constructor. An exception from a
+/// Only the owner may call watch, unwatch, addTicker and removeTicker; any thread may call the other public functions. An exception from a
 /// handler, a ticker or an owned task goes to its owner; one from a task without an owner is logged.
 class EventLoop final : public TaskLoop {
  public:

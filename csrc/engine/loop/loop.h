@@ -50,11 +50,11 @@ class Loop {
     [[nodiscard]] virtual bool sharesMemory() const noexcept { ///< whether there is such a thing at all
       return false;
     }
-    /// Does what has become possible there; whether there was something. A few loads where there is nothing.
+    /// Processes what arrived through shared memory; returns whether anything did. Costs a few loads if nothing did.
     [[nodiscard]] virtual bool pollShared() {
       return false;
     }
-    /// The loop is about to sleep: from now on a descriptor becomes readable when pollShared() would find something. False if it would now.
+    /// Called before the loop sleeps: asks writers of shared rings to signal a descriptor. Returns false if a ring already has bytes.
     [[nodiscard]] virtual bool restShared() noexcept {
       return true;
     }

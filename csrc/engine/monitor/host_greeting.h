@@ -7,9 +7,10 @@
 
 namespace pycomm {
 
-// What the processes of a host say to each other at their Unix sockets: see HostMates.
+// Messages between processes of one host over Unix sockets: see HostMates.
 
-/// The first message, from who is watched to who watches: with the words, and which of them is the watcher's.
+/// The first message, from the watched process to the watcher: its DeathWatch words (passed as a descriptor) and the index of the watcher's
+/// word.
 struct Greeting {
   static constexpr uint32_t kMagic = 0x61776370; // "pcwa"
   uint32_t magic = kMagic;

@@ -11,10 +11,10 @@
 
 namespace pycomm {
 
-/// Who is alive, and what the group died of, on one rank; without I/O and without a clock of its own.
+/// Failure detector of one rank: which ranks are alive, and the one cause of a failure. Without I/O and without a clock of its own.
 ///
-/// The first error wins and sticks. "First" must mean the same on every rank, although news travels: so whatever a rank learns it
-/// passes on at once over its control links, waits 5 ms for the others' news, and then picks by a fixed order (`precedes`). A rank
+/// The first error wins and sticks. "First" must mean the same on every rank, although news travels: so each rank
+/// forwards a new report at once over its control links, waits 5 ms for others, and then picks by a fixed order (`precedes`). A rank
 /// that reported a cause is never blamed for hanging up afterwards: its silence is a consequence.
 ///
 /// Doubt. A control link that was reset may have swallowed a goodbye. So the report of that death says so (its phase is "reset"), and every
@@ -56,7 +56,7 @@ class Membership {
 
   /// Seen here: a link that broke, a mismatch, a deadline, abort().
   void noticed(ErrorRecord record, TimePoint now);
-  /// Trouble only if the peer is a neighbour that is still there; where it is not, that is told by others.
+  /// A failure if the peer is a neighbour that has not left. If it is not a neighbour, its neighbours report it.
   void doubted(ErrorRecord record, TimePoint now);
   /// Heard from a neighbour.
   void reported(int from, ErrorRecord record, TimePoint now);

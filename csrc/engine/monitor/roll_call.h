@@ -35,7 +35,7 @@ namespace pycomm {
 /// the oldest ask: questions about hundreds would keep data waiting on a slow link.
 ///
 /// Its parts: EnteredOperation is one operation that waits here, HeardOperations has those that only other ranks have entered, EntryHistory
-/// those that are over. Here frames and time meet them.
+/// those that are over. RollCall feeds them frames and time.
 ///
 /// Thread: the owner's; no locks.
 class RollCall {

@@ -13,7 +13,7 @@
 
 namespace pycomm {
 
-/// Who a rank is in its group, and where the other ranks are. Set when the group forms; all parts of the group have a copy.
+/// Who a rank is in its group, and where the other ranks are. Does not change after the group has formed.
 struct GroupIdentity {
   int rank = 0;
   int size = 1;

@@ -24,8 +24,8 @@ namespace pycomm {
 /// memory.
 inline constexpr std::chrono::seconds kReportAgain(1);
 
-/// One collective on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and
-/// the lane that runs it; the lane alone calls `finish`, once.
+/// One collective on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and the thread
+/// that runs it, which ends it, once: the lane's owner, or in shared memory the thread that holds HostPlane's run_mutex_.
 class Operation {
  public:
   /// Of an operation in shared memory: see HostPlane.
@@ -114,11 +114,11 @@ class Operation {
   /// Why it failed; nothing if it succeeded. Call after done().
   [[nodiscard]] std::optional<ErrorRecord> error() const;
 
-  /// Runs `listener` once when the operation ends: on the lane, or here and now if it has ended. It must be short and must not
+  /// Runs `listener` once when the operation ends: on the thread that calls finish(), or here and now if it has ended. It must be short and must not
   /// throw: it hands on to the callback pool. If it throws nevertheless, the others are run all the same.
   void onDone(std::function<void()> listener);
 
-  /// Lane only. Nothing touches the buffers after this.
+  /// By the thread that runs it, once. Nothing touches the buffers after this.
   void finish(std::optional<ErrorRecord> error) noexcept;
 
  private:

@@ -17,7 +17,7 @@ struct Roster {
   Roster(const RendezvousConfig& config, int streams, const Rendezvous& met);
 
   GroupIdentity identity; ///< this rank's own
-  TopologyView topology;
+  TopologyView topology; ///< ranks are on one host if their HostIdentity is equal: hostNumbers() in roster.cc
   std::vector<std::string> watch_names; ///< by rank: where processes of its host may watch it
   std::vector<std::string> remarks; ///< by rank: RendezvousConfig::remark
   std::string address_reason; ///< this rank's own: why it has this address
