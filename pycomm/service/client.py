@@ -29,6 +29,7 @@ from pycomm.service.shard import Layout
 logger = logging.getLogger("pycomm")
 T = TypeVar("T")
 _AGAIN_S = 0.2
+_GOODBYE_S = 5.0
 
 
 class _Server:
@@ -199,10 +200,11 @@ class ParameterClient:
             return
         self._closed = True
         for server in self._servers:
-            if server.session is not None:
-                with contextlib.suppress(Exception):  # a server that is gone waits for nobody
-                    server.session.send(Frame(Kind.GOODBYE))
-                    _done(server.session, 0)
+            if server.reached:
+                # Again on a new connection if this one breaks: the server would wait for this
+                # worker. One that is gone waits for nobody.
+                with contextlib.suppress(Exception):
+                    self._retrying(server, _say_goodbye, min(self._reconnect, _GOODBYE_S))
             server.drop()
 
     def __enter__(self) -> ParameterClient:
@@ -224,11 +226,15 @@ class ParameterClient:
         if self._closed:
             raise ValueError("this client is closed")
 
-    def _retrying(self, server: _Server, call: Callable[[Session], T]) -> T:
-        """``call`` with a connection that works; tried again while the server is away."""
+    def _retrying(
+        self, server: _Server, call: Callable[[Session], T], seconds: float | None = None
+    ) -> T:
+        """``call`` with a connection that works; tried again while the server is away, for so many
+        seconds (default ``reconnect``)."""
+        seconds = self._reconnect if seconds is None else seconds
         until: float | None = None  # from the first failure on: a pull may wait for long before
         while True:
-            left = self._reconnect if until is None else until - time.monotonic()
+            left = seconds if until is None else until - time.monotonic()
             try:
                 if server.session is None:
                     server.session = self._connect(server, left)
@@ -240,7 +246,7 @@ class ParameterClient:
                 server.drop()
                 first = until is None
                 if until is None:
-                    until = time.monotonic() + self._reconnect
+                    until = time.monotonic() + seconds
                 if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
                     raise ConnectionError(self._why_lost(server, error)) from error
                 if first:
@@ -249,7 +255,7 @@ class ParameterClient:
                         self._worker,
                         "has lost" if server.reached else "cannot reach",
                         server.name,
-                        self._reconnect,
+                        seconds,
                         cause_of(error),
                     )
                 time.sleep(_AGAIN_S)
@@ -321,6 +327,11 @@ class ParameterClient:
         server.store = store
         server.reached = True
         return session
+
+
+def _say_goodbye(session: Session) -> None:
+    session.send(Frame(Kind.GOODBYE))
+    _done(session, 0)
 
 
 def _done(session: Session, clock: int) -> Frame:

@@ -123,13 +123,16 @@ class ServerCore:
 
         Raises:
             StaleWorkerError: Another process has become this worker.
+            ConnectionAbortedError: The worker has given this connection up, and has a later one.
         """
         with self._changed:
             begun = self._now()
+            if session < self._session_of.get(hello.worker, 0):
+                raise ConnectionAbortedError("the worker has a later connection")
             lost_before = begun.schedule.lost_pushes
             clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock, hello.begun)
             self._changes += 1
-            self._session_of[hello.worker] = max(session, self._session_of.get(hello.worker, 0))
+            self._session_of[hello.worker] = session
             _log_lost(begun, hello.worker, lost_before)
             known = begun.schedule.workers[hello.worker]
             if known.behind:

@@ -325,6 +325,7 @@ def test_a_push_sent_again_after_a_lost_connection_counts_once(
                 if not lost:
                     lost.append(1)
                     self.abort()
+                    raise ConnectionResetError("the test cut the connection")
                 send(self, *arguments)
 
             monkeypatch.setattr(Session, "send", cut)

@@ -23,6 +23,19 @@ from pycomm.service.endpoint import parse_endpoint
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, decode_hello
 from pycomm.service.session import SESSIONS, Session
 
+HELLO = Hello(
+    worker=0,
+    incarnation=1,
+    clock=0,
+    begun=None,
+    server=0,
+    servers=1,
+    staleness=0,
+    digest="",
+    sliced=True,
+    host="127.0.0.1",
+)
+
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
 
@@ -86,6 +99,11 @@ def test_the_end_of_an_old_connection_is_not_the_end_of_the_worker() -> None:
             core.lost_sight(0, newest)
             assert list(core._gone_at) == [0]
             assert count(client, model, 1) == 1
+            worker = core._now().schedule.workers[0]
+            hello = dataclasses.replace(HELLO, incarnation=worker.incarnation, clock=1, begun=0)
+            core._session_of[0] = newest + 2
+            with pytest.raises(ConnectionAbortedError, match="later connection"):
+                core.join(hello, newest + 1)  # one that was slow to begin
 
 
 @pytest.mark.parametrize("value", ["abc", "-5", "9" * 30, "", "1" * 17, "7\n"])
@@ -111,18 +129,7 @@ def test_a_million_numbers_without_a_hello_do_not_delay_a_worker() -> None:
 
 
 def test_a_hello_for_too_many_servers_is_refused() -> None:
-    hello = Hello(
-        worker=0,
-        incarnation=1,
-        clock=0,
-        begun=None,
-        server=0,
-        servers=1024,
-        staleness=0,
-        digest="",
-        sliced=True,
-        host="127.0.0.1",
-    )
+    hello = dataclasses.replace(HELLO, servers=1024)
     assert decode_hello(hello.encode()) == hello
     with pytest.raises(ValueError, match="servers is not a number from 0 to 1024"):
         decode_hello(dataclasses.replace(hello, servers=1025).encode())
@@ -195,6 +202,25 @@ def test_an_answer_to_something_else_is_an_error(
                 client.push()
         with ParameterClient(model, servers=address, worker=0) as again:
             again.pull()
+
+
+def test_a_goodbye_that_is_lost_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost: list[Frame] = []
+    send = Session.send
+
+    def cut(session: Session, frame: Frame, *tensors: Any) -> None:
+        if frame.kind is Kind.GOODBYE and not lost:
+            lost.append(frame)
+            session.abort()
+            raise ConnectionResetError("the test cut the connection")
+        send(session, frame, *tensors)
+
+    with serving(counter_server()) as address:  # which ends once it has heard the goodbye
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1
+            monkeypatch.setattr(Session, "send", cut)
+        assert lost
 
 
 def test_a_file_that_a_killed_server_left_half_written_goes(tmp_path: Path) -> None:
