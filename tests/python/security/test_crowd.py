@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,14 +74,19 @@ def form(rank: int, world_size: int, folder: str) -> float:
     return seconds
 
 
-def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_path: Path) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2 * CROWD:
         pytest.skip(f"this process may open {hard} files only")
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE,
-        (max(2 * CROWD, resource.getrlimit(resource.RLIMIT_NOFILE)[0]), hard),
-    )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2 * CROWD, soft), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("many_files")
+def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_path: Path) -> None:
     _secret.generate_file(str(tmp_path / "secret"))
 
     def seconds(name: str, first: int, last: int) -> float:
