@@ -7,7 +7,8 @@
     python benchmarks/ddp_hosts.py --rounds 1 --picture step.svg        # one step, drawn
 
 A way is WRAPPER[:CODEC][@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch"
-is torch's over pycomm, "pycomm" is ours, "no_sync" is ours sending nothing. CODEC is the group's
+is torch's over pycomm, "pycomm" is ours, "closed" is ours over a group with a secret, so that its
+bytes are encrypted, "no_sync" is ours sending nothing. CODEC is the group's
 wire dtype (pycomm's groups only). MIB is `bucket_cap_mb`; without it each wrapper has its own
 default (torch's 25, ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for
 "fp16". EVERY is `sync_every`.
@@ -37,6 +38,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import closed_group
 import ddp_models
 import numpy as np
 import torch
@@ -75,7 +77,7 @@ class Way:
         self.name, self.wire, self.rank, self.model_name = name, wire or codec, rank, model
         self.every = int(every or 1)
         module = copy.deepcopy(plain)
-        group = groups["gloo" if wrapper == "gloo" else "pycomm"]
+        group = groups[wrapper if wrapper in ("gloo", "closed") else "pycomm"]
         if codec:
             import pycomm
 
@@ -172,6 +174,11 @@ class Rank:
         self.size = dist.get_world_size()
         ours = dist.new_group(backend="pycomm")
         self.groups = {"gloo": dist.group.WORLD, "pycomm": ours}
+        if any(name.startswith("closed") for name in options.ways):
+            agreed = [closed_group.new_secret() if self.rank == 0 else ""]
+            dist.broadcast_object_list(agreed, 0)
+            with closed_group.secret(agreed[0]):
+                self.groups["closed"] = dist.new_group(backend="pycomm")
         self.plain = ddp_models.MODELS[options.model][0]()
         self.speed = wire_speed(dist.group.WORLD, self.rank, os.environ["BENCH_ADDRESS"])
         self.expected, self.largest = averages(
@@ -269,13 +276,13 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> int:
+def print_table(rows: list[dict[str, Any]], facts: dict[str, Any], beside: str) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
     columns = f"{'way':<16}{'step s':>8}{'bound s':>9}{'/bound':>8}{'overlap':>9}"
     columns += f"{'-no_sync s':>11}{'counted s':>11}"  # the step less no_sync's; as stats() counts
-    print(columns + f"{'cpu s':>7}{'error':>9}  against gloo [95 %]")
-    base = next((row["steps_s"] for row in rows if row["way"] == "gloo"), None)
+    print(columns + f"{'cpu s':>7}{'error':>9}  {beside}'s step by this one's [95 %]")
+    base = next((row["steps_s"] for row in rows if row["way"] == beside), None)
     for row in rows:
         over = row["p50_s"] / row["bound_s"]
         text = f"{row['way']:<16}{row['p50_s']:8.3f}{row['bound_s']:9.3f}{over:8.2f}"
@@ -283,10 +290,10 @@ def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> int:
             value = row[name]
             text += f"{'':>{width}}" if value is None else f"{value:{width}.3f}"
         text += f"{row['cpu_s']:7.2f}{row['error']:9.1e}"
-        if base is not None and row["way"] != "gloo" and len(base) == len(row["steps_s"]):
-            against = paired_ratio("gloo", row["steps_s"], base)
-            row["gloo_over_this"] = [against.ratio, against.low, against.high]
-            text += f"  {against.ratio:.2f} [{against.low:.2f}, {against.high:.2f}]"
+        if base is not None and row["way"] != beside and len(base) == len(row["steps_s"]):
+            against = paired_ratio(beside, row["steps_s"], base)
+            row[f"{beside}_over_this"] = [against.ratio, against.low, against.high]
+            text += f"  {against.ratio:.3f} [{against.low:.3f}, {against.high:.3f}]"
         print(text)
     bad = [row["way"] for row in rows if not row["error"] <= row["allowed"]]
     if bad:
@@ -343,6 +350,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     add("--mbit", type=int, default=1000, help="0: loopback, without namespaces")
     add("--rounds", type=int, default=10, help="a step of each way, in turn")
     add("--ways", type=lambda text: text.split(","), default=WAYS, help=f"default: {WAYS}")
+    add("--beside", default="gloo", help="the way that the others are compared with")
     add("--sync-every", help="such as 1,4: pycomm's ways with each of these")
     add("--alone", action="store_true", help="make one way after the other")
     add("--limit", type=float, default=600.0, help="end after so many seconds")
@@ -378,7 +386,7 @@ def main(argv: Sequence[str]) -> int:
             hosts = stack.enter_context(virtual_switch.switch(options.hosts, options.mbit))
         found = json.loads(launch(hosts, argv, options.limit))
     facts = header("ddp_hosts", argv) | {"one plain connection, Mbit/s": round(found["wire_mbit"])}
-    code = print_table(found["rows"], facts)
+    code = print_table(found["rows"], facts, options.beside)
     if options.json is not None:
         options.json.write_text(json.dumps({"facts": facts, "rows": found["rows"]}, indent=1))
     return code

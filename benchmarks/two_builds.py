@@ -1,104 +1,234 @@
 """This checkout beside another one, such as the commit before a large change: is it as fast?
 
-Both have to be built in place, each with its own .venv. Runs of the two take turns, in random
-order within a pair, and each run starts fresh processes, so that whatever else the machine does
-falls on both. Each row shows the ratio of the medians of a pair, this checkout's by the other's:
-its median over the pairs, and a 95 % interval by resampling.
+Both have to be built in place, each with its own .venv. For each row the ranks of both run at the
+same time and take turns, a block of each, in random order within a pair; those whose turn it is not
+wait. So whatever else the machine does falls on both: between runs of some seconds each, its own
+speed may differ by more than the builds do. A row shows the median over the pairs of this
+checkout's time by the other's, and a 95 % interval by resampling.
 
     git worktree add ../before main~5 && (cd ../before && make venv)
     python benchmarks/two_builds.py ../before --pairs 20
+
+The results of each block are checked: sums exactly, and the gradients of a step must be the same
+bits in both checkouts and on all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from report import paired_ratio
+from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-# What a pair runs: a script of benchmarks/ and its arguments.
-TABLES = {
-    "all_reduce": ["allreduce.py", "--sizes", "4,4K,1M,25M", "--blocks", "1", "--seconds", "0.15"],
-    "ddp": ["ddp.py", "--only", "step", "--sizes", "1M,25M", "--blocks", "1", "--seconds", "0.6"],
-}
-BACKENDS = "pycomm,pycomm:tcp"
+SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
+ROWS = [("all_reduce", nbytes) for nbytes in SIZES] + [("step", 0)]
+BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
 
 
-def measure(checkout: Path, table: str, ranks: str) -> tuple[dict[str, float], str]:
-    """One run of a table in a checkout.
+# --- a rank, in the checkout's own Python ---------------------------------------------------------
 
-    Returns:
-        The median of each row in microseconds, by the row's name, and the checkout's commit.
 
-    Raises:
-        SystemExit: The run failed, or a row has a wrong result.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".json") as out:
-        command = [".venv/bin/python", f"benchmarks/{TABLES[table][0]}", *TABLES[table][1:]]
-        command += ["--backends", BACKENDS, "--ranks", ranks, "--json", out.name]
-        ran = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300)
-        if ran.returncode != 0:
-            sys.exit(
-                f"in {checkout}: {' '.join(command)} ended with {ran.returncode}\n{ran.stderr}"
+def _all_reduce(nbytes: int, rank: int, ranks: int) -> tuple[Callable[[], None], Callable[[], str]]:
+    import torch
+    import torch.distributed as dist
+
+    pattern = torch.arange(nbytes // 4).remainder(13).to(torch.float32)
+    tensor = torch.zeros_like(pattern)
+
+    def check() -> str:
+        tensor.copy_(pattern * (rank + 1))
+        dist.all_reduce(tensor)
+        wrong = int((tensor != pattern * (ranks * (ranks + 1) // 2)).sum())
+        tensor.zero_()
+        return f"{wrong} wrong elements" if wrong else ""
+
+    return lambda: dist.all_reduce(tensor) and None, check
+
+
+def _step(rank: int) -> tuple[Callable[[], None], Callable[[], str]]:
+    import hashlib
+
+    import torch
+
+    import pycomm
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
+    model = pycomm.DistributedDataParallel(torch.nn.Sequential(*layers))
+    batch = torch.randn(8, 1024, generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        model(batch).square().mean().backward()
+
+    def check() -> str:
+        step()
+        found = hashlib.sha256()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            found.update(parameter.grad.numpy().tobytes())
+        return found.hexdigest()
+
+    for _ in range(3):  # buckets are cut anew after the first
+        step()
+    return step, check
+
+
+def rank_main(row: str, nbytes: int, transport: str) -> None:
+    """Reads a number of calls a line; writes microseconds for each call and what check() said."""
+    import torch
+    import torch.distributed as dist
+
+    import pycomm
+
+    torch.set_num_threads(1)
+    dist.init_process_group("pycomm", pg_options=pycomm.Options(transport=transport))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    call, check = _step(rank) if row == "step" else _all_reduce(nbytes, rank, ranks)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        said = check()
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(int(line)):
+            call()
+        seconds = (time.perf_counter() - begin) / int(line)
+        print(json.dumps({"us": seconds * 1e6, "said": said}), flush=True)
+    dist.destroy_process_group()
+
+
+# --- both builds ----------------------------------------------------------------------------------
+
+
+class Build:
+    """The ranks of one checkout for one row."""
+
+    def __init__(self, checkout: Path, port: int, ranks: int, arguments: Sequence[str]) -> None:
+        self.times: list[float] = []
+        self._ranks: list[subprocess.Popen[str]] = []
+        command = [str(checkout / ".venv" / "bin" / "python"), str(Path(__file__).resolve())]
+        for rank in range(ranks):
+            env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            env |= {"PYTHONPATH": str(checkout), "PYCOMM_SOCKET_IFNAME": "lo"}
+            self._ranks.append(
+                subprocess.Popen(
+                    [*command, "--rank-of", *arguments],
+                    cwd=checkout,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
             )
-        report = json.loads(Path(out.name).read_text())
-    medians = {}
-    for row in report["rows"]:
-        name = f"{row['workload']:10} {row['backend']:10} {row['ranks']} ranks"
-        name += f" {row['size_bytes']:>9} B"
-        if row["wrong"]:
-            sys.exit(f"in {checkout}: {name}: {row['wrong']} wrong elements")
-        medians[name] = row["p50_us"]
-    return medians, report["header"]["commit"]
+
+    def _answers(self) -> list[dict[str, Any]]:
+        lines = []
+        for one in self._ranks:
+            assert one.stdout is not None
+            line = one.stdout.readline()
+            if not line:
+                raise SystemExit(f"a rank ended with {one.wait()}; its message is above")
+            lines.append(json.loads(line))
+        return lines
+
+    def ready(self) -> None:
+        self._answers()
+
+    def block(self, calls: int) -> tuple[float, set[str]]:
+        """So many calls: the slowest rank's microseconds a call, and what all ranks' checks say."""
+        for one in self._ranks:
+            assert one.stdin is not None
+            one.stdin.write(f"{calls}\n")
+            one.stdin.flush()
+        answers = self._answers()
+        return max(float(one["us"]) for one in answers), {str(one["said"]) for one in answers}
+
+    def end(self) -> None:
+        """Lets the ranks leave; ends those that do not."""
+        for one in self._ranks:
+            assert one.stdin is not None
+            one.stdin.close()
+        for one in self._ranks:
+            try:
+                one.wait(30)
+            except subprocess.TimeoutExpired:
+                one.kill()
+                one.wait()
+
+
+def measure(options: argparse.Namespace, row: str, nbytes: int, backend: str, ranks: int) -> str:
+    """One row of the table."""
+    from report import paired_ratio
+
+    arguments = [row, str(nbytes), BACKENDS[backend]]
+    here = Build(HERE, options.port, ranks, arguments)
+    other = Build(options.other.resolve(), options.port + 1, ranks, arguments)
+    try:
+        for build in (here, other):
+            build.ready()
+            build.block(3)
+        us, _ = other.block(10)
+        calls = max(2, int(options.seconds * 1e6 / us))
+        order = random.Random(7)
+        for _ in range(options.pairs):
+            said: set[str] = set()
+            for build in order.sample([here, other], 2):
+                us, answers = build.block(calls)
+                build.times.append(us)
+                said |= answers
+            if len(said) > 1 or (row != "step" and said != {""}):
+                raise SystemExit(f"{row} of {nbytes} B, {backend}, {ranks} ranks: {said}")
+    finally:
+        here.end()
+        other.end()
+    paired = paired_ratio("here", other.times, here.times)
+    name = f"{row:10} {backend:10} {ranks} ranks {nbytes or '':>9}"
+    medians = f"{statistics.median(here.times):10.1f} {statistics.median(other.times):10.1f}"
+    misses = paired.ratio > 1.03 and not (paired.low <= 1.0 and paired.high < 1.10)
+    ratio = f"{paired.ratio:.3f} [{paired.low:.3f}, {paired.high:.3f}]"
+    return f"{name} {medians}   {ratio}{'  MISSES' if misses else ''}"
+
+
+def _commit(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--rank-of"]:
+        row, nbytes, transport = sys.argv[2:]
+        rank_main(row, int(nbytes), transport)
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("other", type=Path, help="a checkout that is built in place")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--tables", default=",".join(TABLES), help="some of " + ", ".join(TABLES))
+    add = parser.add_argument
+    add("other", type=Path, help="a checkout that is built in place")
+    add("--pairs", type=int, default=20)
+    add("--seconds", type=float, default=0.15, help="a block; default: %(default)s")
+    add("--ranks", default="2,4")
+    add("--backends", default=",".join(BACKENDS))
+    add("--rows", default="all_reduce,step")
+    add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
-    times: dict[str, list[tuple[float, float]]] = {}
-    commits = {}
-    order = random.Random(7)
-    done = 0
-    try:
-        while done < options.pairs:
-            pair: dict[str, tuple[float, float]] = {}
-            for table in options.tables.split(","):
-                found = {}
-                for checkout in order.sample([HERE, options.other.resolve()], 2):
-                    found[checkout], commits[checkout] = measure(checkout, table, options.ranks)
-                here, other = found[HERE], found[options.other.resolve()]
-                pair |= {name: (here[name], other[name]) for name in here}
-            for name, both in pair.items():
-                times.setdefault(name, []).append(both)
-            done += 1
-            print(f"pair {done} of {options.pairs}", file=sys.stderr, flush=True)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired) as stopped:
-        if not done:
-            raise
-        # An hour's pairs are worth printing although the last one is not whole.
-        print(f"stopped in pair {done + 1}: {stopped!r}", file=sys.stderr)
-    other_commit = commits[options.other.resolve()]
-    print(f"# this checkout: {commits[HERE]}, the other: {other_commit}, {done} pairs")
-    print(f"{'':44} {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
-    for name, pairs in times.items():
-        mine, theirs = zip(*pairs, strict=True)
-        paired = paired_ratio("here", theirs, mine)
-        ratio = f"{paired.ratio:.3f} [{paired.low:.3f}, {paired.high:.3f}]"
-        medians = f"{statistics.median(mine):10.1f} {statistics.median(theirs):10.1f}"
-        print(f"{name:44} {medians}   {ratio}")
+    print(f"# this checkout: {_commit(HERE)}, the other: {_commit(options.other)}")
+    print(f"# {options.pairs} pairs of blocks of {options.seconds} s; MISSES: the median is above")
+    print("# 1.03, and the interval does not have 1.00 in it or does not end below 1.10")
+    print(f"{'':35}B {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
+    for row, nbytes in ROWS:
+        for ranks in map(int, options.ranks.split(",")):
+            for backend in options.backends.split(","):
+                if row in options.rows.split(","):
+                    print(measure(options, row, nbytes, backend, ranks), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 
+import closed_group
 import numpy as np
 import torch.distributed as dist
 from report import Floats
@@ -47,12 +49,14 @@ class World:
 
     def open_groups(self, names: Sequence[str]) -> None:
         """Open a group for each backend. `gloo#2` is one more group of gloo, `pycomm:tcp` one of
-        pycomm with that transport, `pycomm:arena` one whose tensors come from pycomm.empty,
+        pycomm with that transport, `pycomm:tls` one over TCP with a secret, so that its bytes are
+        encrypted, `pycomm:arena` one whose tensors come from pycomm.empty,
         `pycomm:int8` one whose sums travel in that codec, `pycomm:ring` one of that algorithm,
         and `pycomm:tcp+int8` one with both."""
         for name in names:
             backend, _, variant = name.partition("#")[0].partition(":")
             options = None
+            secret = ""
             if backend == "pycomm":  # imported here: works also where autoload is switched off
                 pycomm = importlib.import_module("pycomm")
                 chosen = {"transport": "auto"}
@@ -61,24 +65,29 @@ class World:
                         chosen["wire_dtype"] = part
                     elif part in _ALGORITHMS:
                         chosen["algorithm"] = part
+                    elif part == "tls":
+                        chosen["transport"] = "tcp"
+                        mine = closed_group.new_secret() if self.rank == 0 else ""
+                        secret = self.exchange(mine)[0]
                     else:
                         chosen["transport"] = "shm" if part == "arena" else part
                 options = pycomm.Options(**chosen)
-            if not self.groups:
-                dist.init_process_group(
-                    backend,
-                    store=self._group_store,
-                    rank=self.rank,
-                    world_size=self.ranks,
-                    timeout=self._timeout,
-                    pg_options=options,
-                )
-                assert dist.group.WORLD is not None
-                self.groups[name] = dist.group.WORLD
-            else:
-                self.groups[name] = dist.new_group(
-                    backend=backend, timeout=self._timeout, pg_options=options
-                )
+            with closed_group.secret(secret) if secret else contextlib.nullcontext():
+                self.groups[name] = self._open(backend, options)
+
+    def _open(self, backend: str, options: object) -> dist.ProcessGroup:
+        if self.groups:
+            return dist.new_group(backend=backend, timeout=self._timeout, pg_options=options)
+        dist.init_process_group(
+            backend,
+            store=self._group_store,
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=self._timeout,
+            pg_options=options,
+        )
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def close(self) -> None:
         """Leave all groups once every rank is done with them."""

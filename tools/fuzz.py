@@ -3,6 +3,8 @@
     python tools/fuzz.py                        # every decoder for a minute; needs clang, libFuzzer
     python tools/fuzz.py --seconds 3600 frames matching
     python tools/fuzz.py --keep 300            # and keep the smallest inputs that reach as much
+    python tools/fuzz.py --until-dry           # each until 10^7 inputs in a row reach nothing new,
+                                               # or it has used an hour of CPU time
 
 The inputs that are kept, a line of hex digits each, lie in tests/cpp/fuzz/corpus; every test run
 reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says so and ends with 0.
@@ -11,7 +13,9 @@ reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,8 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp-fuzz"
 CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
 DECODERS = ["hello", "reply", "error", "rank", "text", "meeting"]
+DECODERS += ["sealed", "secret", "door", "knock"]
 DECODERS += ["control", "bulk", "frames", "matching"]
 _MAX_NBYTES = 4096
+# A decoder is dry if so many inputs in a row have reached no new edge.
+_DRY_INPUTS = 10_000_000
+_DRY_CPU_SECONDS = 3600
 
 
 def find_clang() -> str | None:
@@ -82,29 +90,59 @@ def keep(program: Path, name: str, folder: Path, most: int) -> int:
     return len(inputs)
 
 
-def run(program: Path, name: str, seconds: int, work: Path, most: int) -> bool:
-    """Fuzz one decoder; False where it found something."""
-    folder = work / name
-    unpack(program, name, folder)
-    limits = [
-        f"-max_total_time={seconds}",
-        f"-max_len={_MAX_NBYTES}",
-        "-timeout=10",
-        "-rss_limit_mb=2048",
-    ]
-    command = [str(program), f"--target={name}", *limits, f"-artifact_prefix={work}/", str(folder)]
+@dataclasses.dataclass
+class Found:
+    """What one run of the fuzzer did."""
+
+    inputs: int = 0
+    edges: int = 0
+    last_new: int = 0  # the input that reached an edge for the first time, counted over all runs
+    cpu_seconds: float = 0.0
+
+
+def fuzz(program: Path, name: str, seconds: int, work: Path, found: Found) -> bool:
+    """Fuzz one decoder for some seconds, from its folder in `work`. False where it found something.
+
+    Adds to `found`.
+    """
+    limits = [f"-max_total_time={seconds}", f"-max_len={_MAX_NBYTES}", "-timeout=10"]
+    limits += ["-rss_limit_mb=2048", f"-artifact_prefix={work}/"]
+    command = [str(program), f"--target={name}", *limits, str(work / name)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=seconds + 300
     )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found.cpu_seconds += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     ran = re.search(r"Done (\d+) runs", done.stderr)
     if done.returncode != 0 or ran is None:
         failing = [path.read_bytes().hex() for path in work.glob("*-*") if path.is_file()]
         print(f"{name}: FOUND SOMETHING with {failing}\n{done.stderr[-4000:]}", flush=True)
         return False
-    covered = re.findall(r"cov: (\d+)", done.stderr)
-    text = f"{name}: {int(ran[1]):,} inputs in {seconds} s, {covered[-1] if covered else '?'} edges"
-    if most > 0:
-        text += f", {keep(program, name, folder, most)} inputs kept"
+    for number, edges in re.findall(r"^#(\d+)\s.*cov: (\d+)", done.stderr, re.MULTILINE):
+        if int(edges) > found.edges:
+            found.edges = int(edges)
+            found.last_new = found.inputs + int(number)
+    found.inputs += int(ran[1])
+    return True
+
+
+def run(program: Path, name: str, options: argparse.Namespace, work: Path) -> bool:
+    """Fuzz one decoder as the options say; False where it found something."""
+    unpack(program, name, work / name)
+    found = Found()
+    ended = "time"
+    while fuzz(program, name, options.seconds, work, found):
+        dry = found.inputs - found.last_new >= _DRY_INPUTS
+        if not options.until_dry or dry or found.cpu_seconds >= _DRY_CPU_SECONDS:
+            ended = "dry" if dry else "time"
+            break
+    else:
+        return False
+    text = f"{name:8} {found.inputs:>12,} inputs {found.cpu_seconds:>6.0f} s {found.edges:>6} edges"
+    text += f"   {found.inputs - found.last_new:>12,} since the last new one; ended by: {ended}"
+    if options.keep > 0:
+        text += f"; {keep(program, name, work / name, options.keep)} inputs kept"
     print(f"{text}; nothing found", flush=True)
     return True
 
@@ -113,6 +151,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("decoders", nargs="*", metavar="DECODER", help=f"of {', '.join(DECODERS)}")
     parser.add_argument("--seconds", type=int, default=60, help="for each; default: %(default)s")
+    parser.add_argument(
+        "--until-dry",
+        action="store_true",
+        help=f"again and again, until {_DRY_INPUTS:,} inputs in a row reached no new edge, or "
+        f"{_DRY_CPU_SECONDS} s of CPU time are used",
+    )
     parser.add_argument(
         "--keep", type=int, default=0, metavar="N", help="keep up to N inputs of each"
     )
@@ -126,10 +170,8 @@ def main() -> int:
     program = build(clang)
     with tempfile.TemporaryDirectory() as work:
         chosen = options.decoders or DECODERS
-        found = [
-            not run(program, name, options.seconds, Path(work), options.keep) for name in chosen
-        ]
-    return 1 if any(found) else 0
+        failed = [name for name in chosen if not run(program, name, options, Path(work))]
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
