@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, row: str, nbytes: int, backend: str, ra
             build.ready()
             build.block(3)
         us, _ = other.block(10)
-        calls = max(2, int(options.seconds * 1e6 / us))
+        calls = max(5, int(options.seconds * 1e6 / us))
         order = random.Random(7)
         for _ in range(options.pairs):
             said: set[str] = set()

@@ -89,6 +89,8 @@ def units(root: Path, kind: str) -> list[tuple[Path, str]]:
         names = [
             path.relative_to(root / "csrc") for path in sorted({*folder.rglob("*.cc")} - {*alone})
         ]
+        if not names:
+            continue
         text = "".join(f'#include "{name}"\n' for name in names)
         unit = root / "build" / "units" / f"{folder.name}.cc"
         unit.parent.mkdir(parents=True, exist_ok=True)

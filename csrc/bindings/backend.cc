@@ -140,7 +140,7 @@ uint32_t digestOf(const std::string& text) {
   return hash;
 }
 
-// Which way CUDA tensors may go is settled by what all ranks have said of themselves, also those that will never have one.
+// All ranks say what CUDA tensors could use there, also those that will never have one: so all choose the same.
 CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group) {
   CudaDevices::Config config;
   config.library = options.cuda_library;

@@ -36,7 +36,7 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   }
   const auto on = at(device);
   on->refuseCapture();
-  settle(on, deadline);
+  decideNccl(on, deadline);
   const std::lock_guard<std::mutex> lock(nccl_mutex_);
   if (nccl_ == nullptr && config_.must_use_nccl) {
     throw Error(
@@ -56,10 +56,10 @@ std::shared_ptr<NcclGroup> CudaDevices::ncclAt(c10::Device device, Deadline dead
   return nccl_;
 }
 
-void CudaDevices::settle(const std::shared_ptr<CudaDevice>& on, Deadline deadline) {
+void CudaDevices::decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline deadline) {
   {
     std::unique_lock<std::mutex> lock(nccl_mutex_);
-    while (settling_) {
+    while (deciding_) {
       if (Interruptible::within(this)) {
         refuseInHandler();
       }
@@ -68,10 +68,10 @@ void CudaDevices::settle(const std::shared_ptr<CudaDevice>& on, Deadline deadlin
       checkSignals();
       lock.lock();
     }
-    if (settled_) {
+    if (decided_) {
       return;
     }
-    settling_ = true;
+    deciding_ = true;
   }
   std::shared_ptr<NcclGroup> made;
   std::string why_not;
@@ -87,8 +87,8 @@ void CudaDevices::settle(const std::shared_ptr<CudaDevice>& on, Deadline deadlin
   }
   {
     const std::lock_guard<std::mutex> lock(nccl_mutex_);
-    settling_ = false;
-    settled_ = failure == nullptr;
+    deciding_ = false;
+    decided_ = failure == nullptr;
     why_not_ = why_not;
     nccl_ = made;
   }

@@ -55,7 +55,7 @@ class CudaDevices {
   void stopThreads(Deadline deadline);
   void stopNccl(std::chrono::milliseconds drain_for);
   /// Decides with all ranks whether NCCL runs collectives of CUDA tensors, once.
-  void settle(const std::shared_ptr<CudaDevice>& on, Deadline deadline);
+  void decideNccl(const std::shared_ptr<CudaDevice>& on, Deadline deadline);
   [[nodiscard]] std::shared_ptr<NcclGroup> nccl();
 
   const std::shared_ptr<Group> group_;
@@ -65,8 +65,8 @@ class CudaDevices {
   std::atomic<bool> stopped_{false}; ///< stopNccl() was called: a first collective that waits for other ranks gives up
   std::mutex nccl_mutex_; ///< guards the rest; not held while waiting
   std::condition_variable nccl_changed_;
-  bool settling_ = false; ///< a thread is in settle()
-  bool settled_ = false;
+  bool deciding_ = false; ///< a thread is in decideNccl()
+  bool decided_ = false;
   std::string why_not_;
   std::shared_ptr<NcclGroup> nccl_;
 };

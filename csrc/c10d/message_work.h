@@ -57,7 +57,7 @@ class MessageWork final : public c10d::Work {
     return whole()->getFuture();
   }
   uint64_t getSequencenumber() const override {
-    return operation_->settled() ? operation_->request().id.id : 0;
+    return operation_->identified() ? operation_->request().id.id : 0;
   }
   int sourceRank() const override {
     return whole()->sourceRank();

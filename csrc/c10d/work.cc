@@ -246,7 +246,7 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
       record.code = ErrorCode::Timeout;
       record.rank = rank;
       record.op = operation.name();
-      record.sequence = operation.settled() ? operation.request().id.sequence : -1;
+      record.sequence = operation.identified() ? operation.request().id.sequence : -1;
       record.dtype = dtypeName(operation.request().descriptor.dtype);
       record.numel = operation.request().descriptor.numel;
       record.phase = "wait";
@@ -324,12 +324,12 @@ void PycommWork::abort() {
 
 uint64_t PycommWork::getSequencenumber() const {
   const auto& operations = state_->content.operations;
-  return operations.empty() || !operations.front()->settled() ? 0 : operations.front()->request().id.id;
+  return operations.empty() || !operations.front()->identified() ? 0 : operations.front()->request().id.id;
 }
 
 int PycommWork::sourceRank() const {
   const auto& operations = state_->content.operations;
-  if (operations.size() != 1 || !operations.front()->request().receives || !operations.front()->settled()) {
+  if (operations.size() != 1 || !operations.front()->request().receives || !operations.front()->identified()) {
     throwToPython(
         Error(ErrorCode::InvalidArgument, "Only a receive that has its message has a source rank.", "wait() first")
             .record());

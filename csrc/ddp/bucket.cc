@@ -98,8 +98,8 @@ Verdict Bucket::judge() {
   return verdict;
 }
 
-bool Bucket::settled() const {
-  return !streams_.has_value() && wire_->settled(memory_.tail());
+bool Bucket::canCommit() const {
+  return !streams_.has_value() && wire_->accepts(memory_.tail());
 }
 
 void Bucket::takeResult(const at::Tensor& result) {

@@ -64,7 +64,7 @@ class Bucket {
   /// Judges the sums. If they have to be reduced again, this packs and seals the gradients for it.
   [[nodiscard]] Verdict judge();
   /// Whether commit() can follow now: the bucket is on the CPU, and judge() would accept the sums.
-  [[nodiscard]] bool settled() const;
+  [[nodiscard]] bool canCommit() const;
   /// The result of a comm hook becomes the content of home.
   void takeResult(const at::Tensor& result);
   /// Writes the averages of these slots to .grad, and takes the scale of the next step. Nothing else in a step changes state of this

@@ -143,8 +143,8 @@ void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ)
   }
 }
 
-// WireScale::slotValue() of the bits, on the device: reading them here would wait for it in the middle of backward.
-void FusedPacker::writeSize(const at::Tensor& tail, int rank) const {
+// WireScale::exponentCode() of the bits, on the device: reading them here would wait for it in the middle of backward.
+void FusedPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
   tail.zero_();
   if (!stats_.defined()) {
     return; // zeros were packed

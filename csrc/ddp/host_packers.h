@@ -25,7 +25,7 @@ class CastPacker final : public Packer {
     max_abs_bits_ = 0;
   }
   void pack(BucketMemory& memory, const Slot& slot, double factor) override;
-  void writeSize(const at::Tensor& tail, int rank) const override;
+  void writeMagnitude(const at::Tensor& tail, int rank) const override;
   void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const override;
 
  private:

@@ -35,8 +35,8 @@ class Packer {
   virtual void pack(BucketMemory& memory, const Slot& slot, double factor) = 0;
   /// All gradients have come. `streams_differ`: some were made on another stream than the current one.
   virtual void seal(BucketMemory& /*memory*/, double /*factor*/, bool /*streams_differ*/) {}
-  /// Writes WireScale::slotValue() of the largest magnitude packed since begin() to element `rank` of `tail`, zeros to the others.
-  virtual void writeSize(const at::Tensor& /*tail*/, int /*rank*/) const {}
+  /// Writes WireScale::exponentCode() of the largest magnitude packed since begin() to element `rank` of `tail`, zeros to the others.
+  virtual void writeMagnitude(const at::Tensor& /*tail*/, int /*rank*/) const {}
   /// Zeros travel, and no .grad is read or written.
   virtual void packZeros(BucketMemory& memory) const {
     memory.zero();
@@ -47,7 +47,7 @@ class Packer {
   virtual void unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const = 0;
 };
 
-/// `measures`: writeSize() will be called. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
+/// `measures`: writeMagnitude() will be called. `cuda_library`: the path of libpycomm_cuda.so, for gradients on a CUDA device.
 [[nodiscard]] std::unique_ptr<Packer> makePacker(
     const BucketMemory& memory,
     bool measures,

@@ -67,7 +67,7 @@ class ScaledWire final : public Wire {
     return scale_.unpackFactor(divisor);
   }
   void seal(const at::Tensor& tail, const Packer& packer) const override {
-    packer.writeSize(tail, rank_);
+    packer.writeMagnitude(tail, rank_);
   }
   [[nodiscard]] Verdict judge(const at::Tensor& tail) override {
     const int before = scale_.exponent();
@@ -81,7 +81,7 @@ class ScaledWire final : public Wire {
     }
     return scale_.exponent() < before ? Verdict::Overflowed : Verdict::Underflowed;
   }
-  [[nodiscard]] bool settled(const at::Tensor& tail) const override {
+  [[nodiscard]] bool accepts(const at::Tensor& tail) const override {
     WireScale trial = scale_;
     try {
       return trial.judge(sizesIn(tail)) != WireScale::Outcome::PackAgain;

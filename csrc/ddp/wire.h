@@ -74,7 +74,7 @@ class Wire {
     return Verdict::Good;
   }
   /// Whether judge() would accept the sums. False also if it would throw.
-  [[nodiscard]] virtual bool settled(const at::Tensor& /*tail*/) const {
+  [[nodiscard]] virtual bool accepts(const at::Tensor& /*tail*/) const {
     return true;
   }
   /// The averages have been written: the next step's scale holds from now on.

@@ -45,7 +45,7 @@ float WireScale::unpackFactor(int divisor) const {
   return std::ldexp(1.0F, -exponent_) / static_cast<float>(divisor);
 }
 
-float WireScale::slotValue(uint32_t max_abs_bits) {
+float WireScale::exponentCode(uint32_t max_abs_bits) {
   if (max_abs_bits == 0) {
     return static_cast<float>(kAllZeroCode);
   }

@@ -41,7 +41,7 @@ class WireScale {
     NonFinite, ///< some rank's gradients were Inf or NaN before packing; unpack
   };
 
-  /// slotValue() adds kBias to frexp's exponent, and returns kNonFiniteCode for Inf and NaN, 0 for all zeros. All are exact in fp16.
+  /// exponentCode() adds kBias to frexp's exponent, and returns kNonFiniteCode for Inf and NaN, 0 for all zeros. All are exact in fp16.
   static constexpr int kBias = 200;
   static constexpr int kNonFiniteCode = 1000;
 
@@ -57,10 +57,10 @@ class WireScale {
   [[nodiscard]] float unpackFactor(int divisor) const;
 
   /// The value of a rank's own element, an integer from 0 to 1000. `max_abs_bits`: the fp32 bits of its largest magnitude.
-  [[nodiscard]] static float slotValue(uint32_t max_abs_bits);
+  [[nodiscard]] static float exponentCode(uint32_t max_abs_bits);
 
   /// Judges a reduced bucket by its N last elements. Throws Error(DataCorrupt) if they cannot be the sums of N
-  /// ranks' slotValue(): the backend did not sum.
+  /// ranks' exponentCode(): the backend did not sum.
   [[nodiscard]] Outcome judge(const std::vector<float>& slots);
   /// The averages have been written: the next pack takes the exponent that aims at top = 9.
   void finishStep() noexcept;

@@ -60,7 +60,7 @@ void NcclComm::connect() {
       const std::lock_guard<std::mutex> lock(api_mutex_);
       check(api_.init(&comm_, config_.size, id, config_.rank), "ncclCommInitRankConfig");
     }
-    settle(config_.deadline, making);
+    waitUntilReady(config_.deadline, making);
   } catch (const Error& error) {
     throw Error(fail(error.record()));
   }
@@ -110,7 +110,7 @@ void NcclComm::check(NcclResult result, const char* call) const {
   throw Error(record);
 }
 
-void NcclComm::settle(Deadline deadline, const ErrorRecord& about) {
+void NcclComm::waitUntilReady(Deadline deadline, const ErrorRecord& about) {
   const TimePoint begin = Clock::now();
   for (;;) {
     if (const auto failure = config_.group_failure ? config_.group_failure() : std::nullopt) {
@@ -208,7 +208,7 @@ void NcclComm::inGroup(const std::function<void()>& body, Deadline deadline, Err
     check(api_.groupEnd(), "ncclGroupEnd");
   }
   // Only when NCCL has put its kernels onto the stream is what follows behind them.
-  settle(deadline, about);
+  waitUntilReady(deadline, about);
 }
 
 void NcclComm::notifyOfEnd(const std::shared_ptr<NcclOperation>& operation) {

@@ -77,7 +77,7 @@ class NcclComm {
   void direct(const NcclCall& call, Deadline deadline, ErrorRecord& about);
   [[nodiscard]] void* scratch(size_t nbytes);
   void inGroup(const std::function<void()>& body, Deadline deadline, ErrorRecord& about);
-  void settle(Deadline deadline, const ErrorRecord& about);
+  void waitUntilReady(Deadline deadline, const ErrorRecord& about);
   void check(NcclResult result, const char* call) const;
   [[nodiscard]] ErrorRecord about(const NcclCall& call) const;
   [[nodiscard]] std::optional<ErrorRecord> findFailure();

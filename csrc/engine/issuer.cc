@@ -23,7 +23,7 @@ OperationId Issuer::takeId() noexcept {
   return takeOperationId(counter_, roster_.identity.hash);
 }
 
-// Which algorithm it is, is settled later.
+// The algorithm is chosen later.
 Operation::Request Issuer::requestOf(const Call& call) const {
   Operation::Request request;
   request.descriptor = Descriptor::of(call.schedule, call.schedule.algorithm);
@@ -48,7 +48,7 @@ std::shared_ptr<Operation> Issuer::recorded(Operation::Request request) const {
   auto operation = std::make_shared<Operation>(std::move(request));
   const Operation::Request& made = operation->request();
   Descriptor descriptor = made.descriptor;
-  if (descriptor.kind == Collective::Send) { // which message it is, is settled later
+  if (descriptor.kind == Collective::Send) { // its number is chosen later
     descriptor.kind = made.receives ? Collective::Recv : Collective::Send;
     descriptor.root = made.peer;
     descriptor.digest = 0;

@@ -72,13 +72,13 @@ void Exchange::start(const std::shared_ptr<Operation>& operation) {
   transfers_.replayHeld(transfer);
   departures_.posted(request.schedule.get(), false, now);
   act();
-  settle(request.id.id);
+  finishIfComplete(request.id.id);
 }
 
 void Exchange::inputArrived(uint64_t op_id) {
   if (transfers_.inputArrived(op_id)) {
     act();
-    settle(op_id);
+    finishIfComplete(op_id);
   }
 }
 
@@ -150,7 +150,7 @@ void Exchange::onFrame(int peer, const FrameHeader& header, Sink sink) {
   }
   if (header.type == FrameType::Data && transfers_.arrived(peer, header, std::move(sink))) {
     act();
-    settle(header.op_id);
+    finishIfComplete(header.op_id);
   }
 }
 
@@ -160,7 +160,7 @@ void Exchange::onSent(const std::vector<OutFrame>& frames) {
   for (const OutFrame& frame : frames) {
     PYCOMM_FAULT_POINT("frame.written");
     if (transfers_.sent(frame)) {
-      settle(frame.header.op_id);
+      finishIfComplete(frame.header.op_id);
     }
   }
   act();
@@ -188,7 +188,7 @@ void Exchange::deliverToSelf() {
   }
   onFrame(identity_.rank, header, std::move(sink));
   if (transfers_.sent(frame)) {
-    settle(frame.header.op_id);
+    finishIfComplete(frame.header.op_id);
   }
   act();
 }
@@ -222,7 +222,7 @@ void Exchange::act() {
   }
 }
 
-void Exchange::settle(uint64_t op_id) {
+void Exchange::finishIfComplete(uint64_t op_id) {
   const std::unique_ptr<Transfer> complete = transfers_.takeComplete(op_id);
   if (complete != nullptr) {
     ends_.endInProtocol(op_id);

@@ -141,7 +141,7 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   void send(int peer, const FrameHeader& header) override {
     outgoing_.send(peer, header);
   }
-  [[nodiscard]] bool hasSent(int peer) const noexcept override {
+  [[nodiscard]] bool hasOpenedLink(int peer) const noexcept override {
     return links_.isOpened(peer);
   }
   [[nodiscard]] bool isAway(int peer) const noexcept override {
@@ -162,7 +162,7 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
     }
   }
   void start(const std::shared_ptr<Operation>& operation);
-  void settle(uint64_t op_id);
+  void finishIfComplete(uint64_t op_id);
   void act();
   void overdue(uint64_t op_id);
   void flush();

@@ -41,7 +41,7 @@ void Messages::postSend(const std::shared_ptr<Operation>& message) {
   const Operation::Request& request = message->request();
   const int peer = request.peer;
   const PointToPoint::Name name = names_.nameSend(peer);
-  message->settle(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
+  message->identify(OperationId{name.id, -1}, request.schedule, identity_.rank, name.index);
   SendQueue& queue = sends_[peer];
   const bool wanted = queue.takeMissed(request.descriptor.tag) && mostAnnounced(queue) > 0;
   const bool has_place = queue.empty() && hasPlace(peer, *message);
@@ -119,7 +119,7 @@ void Messages::beginMatched() {
     if (schedule == nullptr) { // from any rank: only now is there an edge
       schedule = receiveFrom(match.from, identity_, request.descriptor);
     }
-    message->settle(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
+    message->identify(OperationId{match.name.id, -1}, std::move(schedule), match.from, match.name.index);
     owner_.begin(message);
     unmatched_.erase(match.ticket); // only now: if it cannot begin, the group's failure finds it here
     lane_.addBusy(-1);
@@ -209,10 +209,10 @@ ErrorRecord Messages::noMessage(const Operation& operation, uint64_t ticket) con
   if (request.peer == PointToPoint::kAnyRank || after_any) {
     return unmatched(operation, identity_);
   }
-  std::optional<Missing> missing;
+  std::optional<NotEntered> missing;
   const auto said = not_entered_.find(request.peer);
   if (said != not_entered_.end()) {
-    missing = Missing{request.peer, said->second};
+    missing = NotEntered{request.peer, said->second};
   }
   return timedOut(operation, 0, static_cast<int64_t>(request.output.nbytes), request.peer, missing, identity_);
 }

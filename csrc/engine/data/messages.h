@@ -39,7 +39,7 @@ class Messages {
     /// Sends a frame without payload.
     virtual void send(int peer, const FrameHeader& header) = 0;
     /// Whether a receive from any rank asks this one: a rank that has never sent anything is not asked.
-    [[nodiscard]] virtual bool hasSent(int peer) const noexcept = 0;
+    [[nodiscard]] virtual bool hasOpenedLink(int peer) const noexcept = 0;
     [[nodiscard]] virtual bool isAway(int peer) const noexcept = 0;
     virtual void notice(ErrorRecord record) = 0;
   };

@@ -91,10 +91,10 @@ class Protocol {
   [[nodiscard]] TimePoint nextTick() const noexcept {
     return roll_call_.nextTick();
   }
-  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const {
+  [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id) const {
     return roll_call_.missing(op_id);
   }
-  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id, int peer) const {
+  [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id, int peer) const {
     return roll_call_.missing(op_id, peer);
   }
   [[nodiscard]] FrameHeader headerFor(uint64_t op_id, FrameType type, int peer) const {

@@ -119,11 +119,11 @@ std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& ope
     return inputLate(operation, operation.shared().bytes_total, identity_);
   }
   const HostPlane::Standing standing = host_->standing(operation);
-  std::optional<Missing> missing;
+  std::optional<NotEntered> missing;
   if (standing.not_entered >= 0) {
     missing = protocol_.missing(operation.request().id.id, standing.not_entered);
     if (!missing) {
-      missing = Missing{standing.not_entered, "not known"};
+      missing = NotEntered{standing.not_entered, "not known"};
     }
   }
   return timedOut(

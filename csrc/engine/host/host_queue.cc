@@ -103,7 +103,7 @@ void HostQueue::run(uint64_t& blocked, bool& moved) {
       }
       return; // who drives looks whether it is to stop
     }
-    settle(queue_[head_]);
+    finish(queue_[head_]);
     ++head_;
   }
   dropEnded();
@@ -131,7 +131,7 @@ void HostQueue::throwDiffers(const HostTransfer& transfer) const {
       request.id));
 }
 
-void HostQueue::settle(const Entry& entry) {
+void HostQueue::finish(const Entry& entry) {
   PYCOMM_FAULT_POINT("operation.finish");
   const HostView& view = parts_.memory.view();
   Operation& operation = *entry.transfer.operation();

@@ -90,7 +90,7 @@ class HostQueue {
   void enter(uint64_t& blocked, bool& moved);
   void dropEnded();
   [[noreturn]] void throwDiffers(const HostTransfer& transfer) const;
-  void settle(const Entry& entry);
+  void finish(const Entry& entry);
   void takeAwayAll() const noexcept;
 
   const Parts parts_;

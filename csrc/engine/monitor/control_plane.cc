@@ -29,7 +29,7 @@ ControlPlane::ControlPlane(
       neighbours_(membership.neighbours),
       membership_(membership, Clock::now()),
       staging_(loop_.stagingMemory()),
-      missing_(membership.neighbours) {
+      unconnected_(membership.neighbours) {
   AcceptorConfig config;
   config.nonce = identity_.nonce;
   config.group = identity_.hash;
@@ -109,7 +109,7 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
   membership_.alive(peer, Clock::now());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    missing_.erase(std::remove(missing_.begin(), missing_.end(), peer), missing_.end());
+    unconnected_.erase(std::remove(unconnected_.begin(), unconnected_.end(), peer), unconnected_.end());
   }
   connected_.notify_all();
   if (slot->link->buffered()) { // it came with the peer's Hello, or with its reply
@@ -119,10 +119,10 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
 
 std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortToken& abort) {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!missing_.empty() && !abort.aborted() && !deadline.expired()) {
+  while (!unconnected_.empty() && !abort.aborted() && !deadline.expired()) {
     connected_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(50)));
   }
-  return missing_;
+  return unconnected_;
 }
 
 void ControlPlane::notice(const ErrorRecord& record) {

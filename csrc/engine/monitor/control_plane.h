@@ -110,9 +110,9 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been told
   bool open_ = false;
 
-  std::mutex mutex_; ///< guards missing_
+  std::mutex mutex_; ///< guards unconnected_
   std::condition_variable connected_;
-  std::vector<int> missing_;
+  std::vector<int> unconnected_;
 };
 
 } // namespace pycomm

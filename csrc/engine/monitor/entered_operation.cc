@@ -28,15 +28,15 @@ void EnteredOperation::enter(const OperationId& id, const Descriptor& descriptor
 
 void EnteredOperation::came(int peer) {
   came_.insert(peer);
-  const auto same = [&](const Missing& one) { return one.peer == peer; };
+  const auto same = [&](const NotEntered& one) { return one.peer == peer; };
   missing_.erase(std::remove_if(missing_.begin(), missing_.end(), same), missing_.end());
 }
 
 void EnteredOperation::lacks(int peer, std::string last) {
   const auto earlier =
-      std::find_if(missing_.begin(), missing_.end(), [&](const Missing& one) { return one.peer == peer; });
+      std::find_if(missing_.begin(), missing_.end(), [&](const NotEntered& one) { return one.peer == peer; });
   if (earlier == missing_.end()) {
-    missing_.push_back(Missing{peer, std::move(last)});
+    missing_.push_back(NotEntered{peer, std::move(last)});
   } else {
     earlier->last = std::move(last);
   }
@@ -47,16 +47,16 @@ void EnteredOperation::progressed(TimePoint now) noexcept {
   missing_.clear();
 }
 
-std::optional<Missing> EnteredOperation::missing() const {
+std::optional<NotEntered> EnteredOperation::missing() const {
   if (missing_.empty()) {
     return std::nullopt;
   }
   return *std::min_element(
-      missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) { return a.peer < b.peer; });
+      missing_.begin(), missing_.end(), [](const NotEntered& a, const NotEntered& b) { return a.peer < b.peer; });
 }
 
-std::optional<Missing> EnteredOperation::missing(int peer) const {
-  for (const Missing& entry : missing_) {
+std::optional<NotEntered> EnteredOperation::missing(int peer) const {
+  for (const NotEntered& entry : missing_) {
     if (entry.peer == peer) {
       return entry;
     }

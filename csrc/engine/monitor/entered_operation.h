@@ -10,7 +10,7 @@
 #include "engine/monitor/roll_call_config.h"
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
-#include "engine/operation/missing.h"
+#include "engine/operation/not_entered.h"
 
 namespace pycomm {
 
@@ -52,8 +52,8 @@ class EnteredOperation {
   /// Bytes of it have arrived.
   void progressed(TimePoint now) noexcept;
   /// The lowest rank that said that it has not entered it; or that rank's word.
-  [[nodiscard]] std::optional<Missing> missing() const;
-  [[nodiscard]] std::optional<Missing> missing(int peer) const;
+  [[nodiscard]] std::optional<NotEntered> missing() const;
+  [[nodiscard]] std::optional<NotEntered> missing(int peer) const;
 
   // ---- questions
   /// How long it has waited: since it was entered, or a byte moved.
@@ -90,7 +90,7 @@ class EnteredOperation {
   bool told_waiting_ = false; ///< the ranks on unfinished edges know
   int rounds_ = 0; ///< how often all ranks have been asked
   std::set<int> came_;
-  std::vector<Missing> missing_; ///< each rank once
+  std::vector<NotEntered> missing_; ///< each rank once
 };
 
 } // namespace pycomm

@@ -172,12 +172,12 @@ void RollCall::tick(TimePoint now) {
 
 // ---- questions about operations
 
-std::optional<Missing> RollCall::missing(uint64_t op_id, int peer) const {
+std::optional<NotEntered> RollCall::missing(uint64_t op_id, int peer) const {
   const auto found = ops_.find(op_id);
   return found == ops_.end() ? std::nullopt : found->second.missing(peer);
 }
 
-std::optional<Missing> RollCall::missing(uint64_t op_id) const {
+std::optional<NotEntered> RollCall::missing(uint64_t op_id) const {
   const auto found = ops_.find(op_id);
   return found == ops_.end() ? std::nullopt : found->second.missing();
 }

@@ -19,7 +19,7 @@
 #include "engine/monitor/roll_call_output.h"
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
-#include "engine/operation/missing.h"
+#include "engine/operation/not_entered.h"
 #include "transport/wire.h"
 
 namespace pycomm {
@@ -109,9 +109,9 @@ class RollCall {
     return heard_.ranks(op_id);
   }
   /// The lowest rank that said that it has not entered a stuck operation.
-  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id) const;
+  [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id) const;
   /// The same of one rank.
-  [[nodiscard]] std::optional<Missing> missing(uint64_t op_id, int peer) const;
+  [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id, int peer) const;
   /// What a NotEntered frame says, in words.
   [[nodiscard]] static std::string lastText(const FrameHeader& not_entered);
   /// A frame header of this group, to `peer`; about an operation that is entered, with its descriptor.

@@ -31,7 +31,7 @@ Operation::Shared& Operation::shared() const noexcept {
   return request_.extras_ ? request_.extras_->shared : none;
 }
 
-void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index) {
+void Operation::identify(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index) {
   request_.id = id;
   request_.schedule = std::move(schedule);
   request_.descriptor.root = sender;
@@ -39,7 +39,7 @@ void Operation::settle(OperationId id, std::shared_ptr<const PreparedSchedule> s
   if (request_.receives) {
     mark_.from(sender);
   }
-  settled_.store(true, std::memory_order_release);
+  identified_.store(true, std::memory_order_release);
 }
 
 const char* Operation::name() const noexcept {

@@ -71,18 +71,18 @@ class Operation {
   };
 
   explicit Operation(Request request)
-      : request_(std::move(request)), issued_at_(Clock::now()), settled_(request_.id.id != 0) {}
+      : request_(std::move(request)), issued_at_(Clock::now()), identified_(request_.id.id != 0) {}
 
-  /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are settled on the lane, when the
-  /// sender is known: other threads look at them only once it is settled.
+  /// Of a point-to-point operation `id`, `schedule` and two fields of `descriptor` (root, digest) are set by identify() on the lane, when the
+  /// sender is known: other threads look at them only once it is identified().
   [[nodiscard]] const Request& request() const noexcept {
     return request_;
   }
-  [[nodiscard]] bool settled() const noexcept {
-    return settled_.load(std::memory_order_acquire);
+  [[nodiscard]] bool identified() const noexcept {
+    return identified_.load(std::memory_order_acquire);
   }
   /// Lane only, once: which message this is, of which sender.
-  void settle(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index);
+  void identify(OperationId id, std::shared_ptr<const PreparedSchedule> schedule, int sender, uint32_t index);
   [[nodiscard]] TimePoint issuedAt() const noexcept {
     return issued_at_;
   }
@@ -133,10 +133,10 @@ class Operation {
     return *ending_;
   }
 
-  Request request_; ///< changed by settle() and makeShared() only
+  Request request_; ///< changed by identify() and makeShared() only
   const TimePoint issued_at_;
   FlightLog::Mark mark_;
-  std::atomic<bool> settled_; ///< beside the other flags: that saves 16 bytes
+  std::atomic<bool> identified_; ///< beside the other flags: that saves 16 bytes
   // Guarded by a mutex that operations share, see WaitingRoom in the source: one of its own with its condition is 88 bytes. Of an
   // operation that is done all is read without it: in a child of fork() nobody would release it.
   std::atomic<bool> done_{false}; ///< written last, with the mutex held; read without

@@ -95,7 +95,7 @@ ErrorRecord timedOut(
     int64_t bytes_done,
     int64_t bytes_total,
     int waits_for,
-    const std::optional<Missing>& missing,
+    const std::optional<NotEntered>& missing,
     const GroupIdentity& identity) {
   ErrorRecord record = about(operation, missing ? missing->peer : waits_for, identity);
   record.code = ErrorCode::Timeout;

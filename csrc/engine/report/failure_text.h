@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "engine/operation/group_identity.h"
-#include "engine/operation/missing.h"
+#include "engine/operation/not_entered.h"
 #include "engine/operation/operation.h"
 
 namespace pycomm {
@@ -29,7 +29,7 @@ namespace pycomm {
     int64_t bytes_done,
     int64_t bytes_total,
     int waits_for,
-    const std::optional<Missing>& missing,
+    const std::optional<NotEntered>& missing,
     const GroupIdentity& identity);
 
 /// The same of one whose input has not come from its device.

@@ -162,7 +162,7 @@ void User::ended(size_t index) {
   Outcome& outcome = *outcomes_[index];
   outcome.ended = timeline_.now();
   outcome.error = operations_[index]->error();
-  if (operations_[index]->request().receives && operations_[index]->settled()) {
+  if (operations_[index]->request().receives && operations_[index]->identified()) {
     outcome.sender = operations_[index]->request().descriptor.root;
   }
   const std::unique_ptr<Memory> memory = std::move(memory_[index]);

@@ -90,7 +90,10 @@ bool TlsLink::buffered() const noexcept {
   if (!up_) {
     return false;
   }
-  if ((ended_ && !end_reported_) || ssl_.SSL_pending(handle_) > 0) {
+  if (ended_) { // bytes behind the end of the peer's side, if there are any, belong to nobody
+    return !end_reported_;
+  }
+  if (ssl_.SSL_pending(handle_) > 0) {
     return true;
   }
   if (inNbytes() < kRecordHeaderNbytes) {

@@ -36,5 +36,8 @@ void useRecord(const ErrorRecord& record, bool trusted);
 /// What the store of a group of two holds when rank 1 comes: a byte that says which key, two of the text's length, the text, and so on.
 [[nodiscard]] bool readMeeting(const uint8_t* bytes, size_t nbytes);
 [[nodiscard]] std::vector<uint8_t> meetingSample();
+/// The same with a secret. What has no high bit in its first byte was written by somebody who has it.
+[[nodiscard]] bool readSealed(const uint8_t* bytes, size_t nbytes);
+[[nodiscard]] std::vector<uint8_t> sealedSample();
 
 } // namespace pycomm::fuzz

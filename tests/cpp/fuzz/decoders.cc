@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "fuzz/consumers.h"
+#include "fuzz/door.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
 #include "transport/net/address.h"
@@ -131,6 +132,10 @@ const std::vector<Decoder>& decoders() {
       {"rank", readRank, rankSample},
       {"text", readText, textSample},
       {"meeting", readMeeting, meetingSample},
+      {"sealed", readSealed, sealedSample},
+      {"secret", readSecret, secretSample},
+      {"door", readDoor, doorSample},
+      {"knock", readKnock, knockSample},
       {"control", readControl, controlSample},
       {"bulk", readBulk, bulkSample},
       {"frames", readFrames, framesSample},

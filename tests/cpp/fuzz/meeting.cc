@@ -2,14 +2,18 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "fuzz/consumers.h"
+#include "fuzz/door.h"
 #include "fuzz/promise.h"
 #include "transport/memory_store.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/rendezvous.h"
+#include "transport/rendezvous/sealed_store.h"
 
 namespace pycomm::fuzz {
 namespace {
@@ -18,7 +22,7 @@ const std::string kPrefix = "pycomm/g/1/";
 constexpr std::array<const char*, 8> kKeys =
     {"member/0", "member/all", "address/0", "address/all", "error", "vote/0", "vote/all", "../owner/1/1"};
 
-RankRecord recordOf(int rank) {
+RankRecord recordOf(int rank, bool sealed = false) {
   RankRecord record;
   record.version = FrameHeader::kVersion;
   record.rank = rank;
@@ -30,40 +34,72 @@ RankRecord recordOf(int rank) {
   record.nonce = 99;
   record.run = 5;
   record.watch_name = "0123456789abcdef";
+  record.process_id = sealed ? ProcessId(32, static_cast<char>('a' + rank)) : ProcessId();
   return record;
 }
 
 constexpr const char* kOwn = "own";
 
 /// A store whose lists were complete before the rank came. A rank takes only a list with the very record that it wrote, and its port is
-/// not known before: the list has kOwn there.
+/// not known before: the list has kOwn there. In a sealed store, later records lie under a hash of the list, which is not known either:
+/// what is found there lies here without it.
 class StoreOfSample final : public Store {
  public:
+  explicit StoreOfSample(const Secret* secret) {
+    if (secret != nullptr) {
+      sealed_ = std::make_unique<SealedStore>(memory_, *secret);
+    }
+  }
+
   void set(const std::string& key, const std::string& value) override {
-    store_.set(key, value);
+    store().set(key, value);
+  }
+  /// As somebody writes who does not have the secret.
+  void setRaw(const std::string& key, const std::string& value) {
+    memory_.set(key, value);
   }
   [[nodiscard]] std::string get(const std::string& key, Deadline deadline) override {
-    std::string value = store_.get(key, deadline);
+    std::string value = store().get(placeOf(key), deadline);
     const size_t round = key.rfind("/all");
     if (round == std::string::npos || round + 4 != key.size()) {
       return value;
     }
     const auto texts = splitTexts(value);
     const std::string own = key.substr(0, round) + "/1";
-    if (!texts || texts->size() != 2 || (*texts)[1] != kOwn || !store_.has(own)) {
+    if (!texts || texts->size() != 2 || (*texts)[1] != kOwn || !store().has(own)) {
       return value;
     }
-    return joinTexts({(*texts)[0], store_.get(own, deadline)});
+    return joinTexts({(*texts)[0], store().get(own, deadline)});
   }
   [[nodiscard]] bool has(const std::string& key) override {
-    return store_.has(key);
+    return store().has(placeOf(key));
   }
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override {
-    return store_.add(key, amount);
+    return store().add(key, amount);
+  }
+  [[nodiscard]] bool sealed() const noexcept override {
+    return sealed_ != nullptr;
+  }
+  [[nodiscard]] std::optional<std::string> find(const std::string& key) override {
+    return store().find(placeOf(key));
   }
 
  private:
-  testing::MemoryStore store_;
+  [[nodiscard]] Store& store() noexcept {
+    return sealed_ == nullptr ? static_cast<Store&>(memory_) : *sealed_;
+  }
+  [[nodiscard]] std::string placeOf(const std::string& key) {
+    constexpr size_t kHashChars = 64;
+    const bool hashed = key.size() > kPrefix.size() + kHashChars && key.compare(0, kPrefix.size(), kPrefix) == 0 &&
+        key[kPrefix.size() + kHashChars] == '/';
+    if (!sealed() || !hashed || memory_.has(key)) {
+      return key;
+    }
+    return kPrefix + key.substr(kPrefix.size() + kHashChars + 1);
+  }
+
+  testing::MemoryStore memory_;
+  std::unique_ptr<SealedStore> sealed_;
 };
 
 std::string entry(size_t key, const std::string& text) {
@@ -73,20 +109,16 @@ std::string entry(size_t key, const std::string& text) {
   return out + text;
 }
 
-} // namespace
-
-std::vector<uint8_t> meetingSample() {
-  const std::string bytes = entry(1, joinTexts({recordOf(0).wireText(), kOwn})) +
-      entry(3, joinTexts({"127.0.0.1:29600", kOwn})) + entry(6, joinTexts({"no memory", kOwn}));
-  return {bytes.begin(), bytes.end()};
-}
-
-bool readMeeting(const uint8_t* bytes, size_t nbytes) {
-  StoreOfSample store;
+// Byte by byte: which key (from kRaw on: as somebody writes who does not have the secret), two of the text's length, the text.
+bool meetAmong(const uint8_t* bytes, size_t nbytes, const Secret* secret) {
+  constexpr uint8_t kRaw = 128;
+  StoreOfSample store(secret);
   Choices choices(bytes, nbytes);
   bool counted = false;
   while (!choices.over()) {
-    const size_t key = choices.byte() % (kKeys.size() + 1);
+    const uint8_t choice = choices.byte();
+    const bool raw = choice >= kRaw;
+    const size_t key = choice % kRaw % (kKeys.size() + 1);
     std::string text;
     uint16_t length = 0;
     choices.take(&length, sizeof length);
@@ -97,10 +129,9 @@ bool readMeeting(const uint8_t* bytes, size_t nbytes) {
       std::memcpy(&claims, text.data(), std::min(text.size(), sizeof claims));
       claims = claims == INT64_MAX ? 0 : claims; // a store that overflows is another program's fault
       (void)store.add("pycomm/g/claim/1", std::exchange(counted, true) ? 0 : claims % 4 == 0 ? claims : claims % 4);
-    } else if (key == 7) {
-      store.set("pycomm/g/owner/1/1", text);
     } else {
-      store.set(kPrefix + kKeys[key], text);
+      const std::string name = key == 7 ? "pycomm/g/owner/1/1" : kPrefix + kKeys[key];
+      raw ? store.setRaw(name, text) : store.set(name, text);
     }
   }
   RendezvousConfig config;
@@ -109,10 +140,12 @@ bool readMeeting(const uint8_t* bytes, size_t nbytes) {
   config.group_name = "g";
   config.store_host = "127.0.0.1";
   config.deadline = Deadline::after(0);
+  config.process_id = secret != nullptr ? ProcessId(32, '1') : ProcessId();
   const AbortToken none;
   try {
     const Rendezvous met = meet(store, config, none);
     promise(met.members.size() == 2, "another number of ranks");
+    promise(met.transcript.empty() == (secret == nullptr), "a sealed meeting has a transcript, and no other");
     for (const Member& member : met.members) {
       promise(member.address.port() != 0 && member.further.size() == met.further.size(), "a rank without an address");
       ErrorRecord record; // what is printed of a rank
@@ -133,6 +166,29 @@ bool readMeeting(const uint8_t* bytes, size_t nbytes) {
     useRecord(error.record(), false);
     return false;
   }
+}
+
+} // namespace
+
+std::vector<uint8_t> meetingSample() {
+  const std::string bytes = entry(1, joinTexts({recordOf(0).wireText(), kOwn})) +
+      entry(3, joinTexts({"127.0.0.1:29600", kOwn})) + entry(6, joinTexts({"no memory", kOwn}));
+  return {bytes.begin(), bytes.end()};
+}
+
+bool readMeeting(const uint8_t* bytes, size_t nbytes) {
+  return meetAmong(bytes, nbytes, nullptr);
+}
+
+std::vector<uint8_t> sealedSample() {
+  const std::string bytes = entry(1, joinTexts({recordOf(0, true).wireText(), kOwn})) +
+      entry(3, joinTexts({"127.0.0.1:29600", kOwn})) + entry(6, joinTexts({"no memory", kOwn}));
+  return {bytes.begin(), bytes.end()};
+}
+
+bool readSealed(const uint8_t* bytes, size_t nbytes) {
+  static const Secret secret = fuzzSecret();
+  return meetAmong(bytes, nbytes, &secret);
 }
 
 } // namespace pycomm::fuzz

@@ -5,7 +5,7 @@
 namespace pycomm {
 
 /// A rank that has not entered an operation, and what it entered last, in words.
-struct Missing {
+struct NotEntered {
   int peer;
   std::string last;
 };
