@@ -7,11 +7,21 @@ torch's own wrapper needs no more than the name:
 ``make_strategy`` makes one with pycomm's wrapper:
 
     Trainer(strategy=pycomm.integrations.lightning.make_strategy(wire_dtype="fp16"))
+
+Importing this module also gives Lightning the names "pycomm", which is ``make_strategy()``, and
+"pycomm_fp16" and "pycomm_bf16", with that wire dtype:
+
+    import pycomm.integrations.lightning
+
+    Trainer(strategy="pycomm_fp16")
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -84,3 +94,28 @@ def _strategy_class(library: ModuleType) -> type[Any]:
             self.model.register_comm_hook(self._ddp_comm_state, hook)
 
     return PycommStrategy
+
+
+def _register_names() -> None:
+    """Puts the names of this module's strategies into each Lightning that is imported, or into the
+    one that is installed."""
+    packages = [name for name in _PACKAGES if name in sys.modules]
+    if not packages:  # both are rarely installed, and only one of them is used
+        packages = [name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])][
+            :1
+        ]
+    for package in packages:
+        registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
+        for wire_dtype in (None, "fp16", "bf16"):
+            registry.register(
+                f"pycomm_{wire_dtype}" if wire_dtype else "pycomm",
+                make_strategy,
+                description="pycomm's wrapper over pycomm"
+                + f", {wire_dtype} sent" * bool(wire_dtype),
+                override=True,
+                package=package,
+                wire_dtype=wire_dtype,
+            )
+
+
+_register_names()

@@ -132,6 +132,8 @@ def fit(rank: int, world_size: int, kind: str, precision: str) -> Any:
         "make_strategy, fp16 wire": lambda: pycomm.integrations.lightning.make_strategy(
             wire_dtype="fp16"
         ),
+        "pycomm": lambda: "pycomm",
+        "pycomm_fp16": lambda: "pycomm_fp16",
         "FSDPStrategy": lambda: FSDPStrategy(process_group_backend="pycomm"),
         "ModelParallelStrategy": lambda: ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1, process_group_backend="pycomm"
@@ -173,6 +175,8 @@ LIGHTNING = [
     ("DDPStrategy", "32-true", "torch.DistributedDataParallel", EXACT),
     ("make_strategy", "32-true", "pycomm.DistributedDataParallel", EXACT),
     ("make_strategy, fp16 wire", "32-true", "pycomm.DistributedDataParallel", 2e-4),
+    ("pycomm", "32-true", "pycomm.DistributedDataParallel", EXACT),
+    ("pycomm_fp16", "32-true", "pycomm.DistributedDataParallel", 2e-4),
     ("DDPStrategy", "bf16-mixed", "torch.DistributedDataParallel", 0.02),
     ("make_strategy", "bf16-mixed", "pycomm.DistributedDataParallel", 0.02),
     ("DDPStrategy", "16-mixed", "torch.DistributedDataParallel", 0.02),

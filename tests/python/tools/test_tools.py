@@ -539,14 +539,11 @@ def test_a_moved_file_is_in_its_new_unit(monkeypatch: pytest.MonkeyPatch, tmp_pa
             for unit, _ in native.units(tmp_path, kind)
         }
 
-    assert (
-        seen("core")
-        == {
-            "csrc/numeric/kernels_x.cc": ["numeric/kernels_x.cc"],  # one per instruction set: alone
-            "build/units/numeric.cc": ["numeric/reduce.cc"],
-            "build/units/engine.cc": names,
-        }
-    )
+    assert seen("core") == {
+        "csrc/numeric/kernels_x.cc": ["numeric/kernels_x.cc"],  # one per instruction set: alone
+        "build/units/numeric.cc": ["numeric/reduce.cc"],
+        "build/units/engine.cc": names,
+    }
     engine = tmp_path / "csrc" / "engine"
     (engine / "links").mkdir()
     (engine / "a.cc").rename(engine / "links" / "a.cc")
