@@ -1,11 +1,12 @@
 """This checkout beside another one, such as the commit before a large change: is it as fast?
 
-Both have to be built in place, each with its own .venv. For each row the ranks of both run at the
-same time and take turns, a block of each, in random order within a pair; those whose turn it is not
-wait. So whatever else the machine does falls on both: between runs of some seconds each, its own
-speed may differ by more than the builds do. All start anew a few times, since where a process gets
-its memory stays with it. A row shows the median over the pairs of this
-checkout's time by the other's, and a 95 % interval by resampling.
+Both have to be built in place, each with its own .venv. In a pair the ranks of both checkouts start
+anew and take turns at each row, a block of calls each; those whose turn it is not wait. So whatever
+else the machine does falls on both: between runs of some seconds each, its own speed may differ by
+more than the builds do. Which of the two starts first changes from pair to pair: where a process
+gets its memory stays with it, and those that start first are up to 25 % slower at 25 MiB. A row
+shows the median over the pairs of this checkout's time by the other's, and a 95 % interval by
+resampling.
 
     git worktree add ../before main~5 && (cd ../before && make venv)
     python benchmarks/two_builds.py ../before --pairs 20
@@ -17,6 +18,7 @@ bits in both checkouts and on all ranks.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -24,47 +26,50 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
-ROWS = [("all_reduce", nbytes) for nbytes in SIZES] + [("step", 0)]
 BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
+SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
+ROWS = [
+    *((f"all_reduce {name:10}", nbytes, name) for nbytes in SIZES for name in BACKENDS),
+    *((f"step       {name:10}", 0, name) for name in BACKENDS),
+]
 
 
 # --- a rank, in the checkout's own Python ---------------------------------------------------------
 
 
-def _all_reduce(nbytes: int, rank: int, ranks: int) -> tuple[Callable[[], None], Callable[[], str]]:
+def _all_reduce(nbytes: int, group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
     import torch
     import torch.distributed as dist
 
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(nbytes // 4).remainder(13).to(torch.float32)
     tensor = torch.zeros_like(pattern)
 
     def check() -> str:
         tensor.copy_(pattern * (rank + 1))
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         wrong = int((tensor != pattern * (ranks * (ranks + 1) // 2)).sum())
         tensor.zero_()
         return f"{wrong} wrong elements" if wrong else ""
 
-    return lambda: dist.all_reduce(tensor) and None, check
+    return lambda: dist.all_reduce(tensor, group=group), check
 
 
-def _step(rank: int) -> tuple[Callable[[], None], Callable[[], str]]:
-    import hashlib
-
+def _step(group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
     import torch
+    import torch.distributed as dist
 
     import pycomm
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
-    model = pycomm.DistributedDataParallel(torch.nn.Sequential(*layers))
-    batch = torch.randn(8, 1024, generator=torch.Generator().manual_seed(rank))
+    model = pycomm.DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    batch = torch.randn(8, 1024, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> None:
         model.zero_grad(set_to_none=False)
@@ -76,32 +81,41 @@ def _step(rank: int) -> tuple[Callable[[], None], Callable[[], str]]:
         for parameter in model.parameters():
             assert parameter.grad is not None
             found.update(parameter.grad.numpy().tobytes())
-        return found.hexdigest()
+        return "gradients " + found.hexdigest()
 
-    for _ in range(3):  # buckets are cut anew after the first
-        step()
     return step, check
 
 
-def rank_main(row: str, nbytes: int, transport: str) -> None:
-    """Reads a number of calls a line; writes microseconds for each call and what check() said."""
+def rank_main() -> None:
+    """Reads a row's index and a number of calls a line; writes the microseconds that each call took
+    and what check() said."""
     import torch
     import torch.distributed as dist
 
     import pycomm
 
     torch.set_num_threads(1)
-    dist.init_process_group("pycomm", pg_options=pycomm.Options(transport=transport))
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    call, check = _step(rank) if row == "step" else _all_reduce(nbytes, rank, ranks)
+    dist.init_process_group("pycomm")
+    groups = {
+        name: dist.new_group(backend="pycomm", pg_options=pycomm.Options(transport=transport))
+        for name, transport in BACKENDS.items()
+    }
+    made: dict[int, tuple[Callable[[], object], Callable[[], str]]] = {}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
+        index, calls = map(int, line.split())
+        _, nbytes, name = ROWS[index]
+        if index not in made:
+            made[index] = _all_reduce(nbytes, groups[name]) if nbytes else _step(groups[name])
+            for _ in range(3):  # a step's buckets are cut anew after the first
+                made[index][0]()
+        call, check = made[index]
         said = check()
         dist.barrier()
         begin = time.perf_counter()
-        for _ in range(int(line)):
+        for _ in range(calls):
             call()
-        seconds = (time.perf_counter() - begin) / int(line)
+        seconds = (time.perf_counter() - begin) / calls
         print(json.dumps({"us": seconds * 1e6, "said": said}), flush=True)
     dist.destroy_process_group()
 
@@ -110,9 +124,9 @@ def rank_main(row: str, nbytes: int, transport: str) -> None:
 
 
 class Build:
-    """The ranks of one checkout for one row."""
+    """The ranks of one checkout."""
 
-    def __init__(self, checkout: Path, port: int, ranks: int, arguments: Sequence[str]) -> None:
+    def __init__(self, checkout: Path, port: int, ranks: int) -> None:
         self._ranks: list[subprocess.Popen[str]] = []
         command = [str(checkout / ".venv" / "bin" / "python"), str(Path(__file__).resolve())]
         for rank in range(ranks):
@@ -121,7 +135,7 @@ class Build:
             env |= {"PYTHONPATH": str(checkout), "PYCOMM_SOCKET_IFNAME": "lo"}
             self._ranks.append(
                 subprocess.Popen(
-                    [*command, "--rank-of", *arguments],
+                    [*command, "--as-rank"],
                     cwd=checkout,
                     env=env,
                     stdin=subprocess.PIPE,
@@ -143,11 +157,11 @@ class Build:
     def ready(self) -> None:
         self._answers()
 
-    def block(self, calls: int) -> tuple[float, set[str]]:
+    def block(self, row: int, calls: int) -> tuple[float, set[str]]:
         """So many calls: the slowest rank's microseconds a call, and what all ranks' checks say."""
         for one in self._ranks:
             assert one.stdin is not None
-            one.stdin.write(f"{calls}\n")
+            one.stdin.write(f"{row} {calls}\n")
             one.stdin.flush()
         answers = self._answers()
         return max(float(one["us"]) for one in answers), {str(one["said"]) for one in answers}
@@ -165,41 +179,47 @@ class Build:
                 one.wait()
 
 
-def measure(options: argparse.Namespace, row: str, nbytes: int, backend: str, ranks: int) -> str:
-    """One row of the table."""
+Times = dict[str, list[tuple[float, float]]]
+
+
+def pair(options: argparse.Namespace, number: int, ranks: int, times: Times) -> None:
+    """Adds one pair of blocks to each row of this number of ranks."""
+    checkouts = [HERE, options.other.resolve()]
+    order = random.Random(number)
+    builds: dict[Path, Build] = {}
+    try:
+        for checkout in checkouts[:: 1 if number % 2 == 0 else -1]:
+            builds[checkout] = Build(checkout, options.port + len(builds), ranks)
+            builds[checkout].ready()
+        for index, (name, nbytes, _) in enumerate(ROWS):
+            for build in builds.values():
+                build.block(index, 3)
+            us, _ = builds[checkouts[1]].block(index, 5)
+            calls = max(5, int(options.seconds * 1e6 / us))
+            found: dict[Path, float] = {}
+            said: set[str] = set()
+            for checkout in order.sample(checkouts, 2):
+                found[checkout], answers = builds[checkout].block(index, calls)
+                said |= answers
+            row = f"{name} {ranks} ranks {nbytes or '':>9}"
+            if len(said) > 1 or (nbytes and said != {""}):
+                raise SystemExit(f"{row}: {said}")
+            times.setdefault(row, []).append((found[checkouts[0]], found[checkouts[1]]))
+    finally:
+        for build in builds.values():
+            build.end()
+
+
+def show(row: str, pairs: list[tuple[float, float]]) -> str:
+    """A line of the table."""
     from report import paired_ratio
 
-    order = random.Random(7)
-    mine: list[float] = []
-    theirs: list[float] = []
-    for life in range(options.lives):
-        here, other = (
-            Build(checkout, options.port + number, ranks, [row, str(nbytes), BACKENDS[backend]])
-            for number, checkout in enumerate((HERE, options.other.resolve()))
-        )
-        try:
-            for build in (here, other):
-                build.ready()
-                build.block(3)
-            us, _ = other.block(10)
-            calls = max(5, int(options.seconds * 1e6 / us))
-            for _ in range(len(range(life, options.pairs, options.lives))):
-                said: set[str] = set()
-                for build, times in order.sample([(here, mine), (other, theirs)], 2):
-                    us, answers = build.block(calls)
-                    times.append(us)
-                    said |= answers
-                if len(said) > 1 or (row != "step" and said != {""}):
-                    raise SystemExit(f"{row} of {nbytes} B, {backend}, {ranks} ranks: {said}")
-        finally:
-            here.end()
-            other.end()
+    mine, theirs = zip(*pairs, strict=True)
     paired = paired_ratio("here", theirs, mine)
-    name = f"{row:10} {backend:10} {ranks} ranks {nbytes or '':>9}"
     medians = f"{statistics.median(mine):10.1f} {statistics.median(theirs):10.1f}"
     misses = paired.ratio > 1.03 and not (paired.low <= 1.0 and paired.high < 1.10)
     ratio = f"{paired.ratio:.3f} [{paired.low:.3f}, {paired.high:.3f}]"
-    return f"{name} {medians}   {ratio}{'  MISSES' if misses else ''}"
+    return f"{row} {medians}   {ratio}{'  MISSES' if misses else ''}"
 
 
 def _commit(checkout: Path) -> str:
@@ -208,9 +228,8 @@ def _commit(checkout: Path) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--rank-of"]:
-        row, nbytes, transport = sys.argv[2:]
-        rank_main(row, int(nbytes), transport)
+    if sys.argv[1:] == ["--as-rank"]:
+        rank_main()
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -218,22 +237,21 @@ def main() -> None:
     add = parser.add_argument
     add("other", type=Path, help="a checkout that is built in place")
     add("--pairs", type=int, default=20)
-    add("--lives", type=int, default=4, help="processes start anew so often within the pairs")
-    add("--seconds", type=float, default=0.15, help="a block; default: %(default)s")
+    add("--seconds", type=float, default=0.3, help="a block; default: %(default)s")
     add("--ranks", default="2,4")
-    add("--backends", default=",".join(BACKENDS))
-    add("--rows", default="all_reduce,step")
     add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
-    print(f"# this checkout: {_commit(HERE)}, the other: {_commit(options.other)}")
-    print(f"# {options.pairs} pairs of {options.seconds} s in {options.lives} lives; MISSES:")
-    print("# the median is above 1.03, and not (low <= 1.00 and high < 1.10)")
-    print(f"{'':35}B {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
-    for row, nbytes in ROWS:
+    times: Times = {}
+    for number in range(options.pairs):
         for ranks in map(int, options.ranks.split(",")):
-            for backend in options.backends.split(","):
-                if row in options.rows.split(","):
-                    print(measure(options, row, nbytes, backend, ranks), flush=True)
+            pair(options, number, ranks, times)
+        print(f"pair {number + 1} of {options.pairs}", file=sys.stderr, flush=True)
+    print(f"# this checkout: {_commit(HERE)}, the other: {_commit(options.other)}")
+    print(f"# {options.pairs} pairs of blocks of {options.seconds} s. MISSES: the median is above")
+    print("# 1.03, and not (low <= 1.00 and high < 1.10)")
+    print(f"{'':41}B {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
+    for row, pairs in times.items():
+        print(show(row, pairs))
 
 
 if __name__ == "__main__":

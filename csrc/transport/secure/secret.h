@@ -21,7 +21,7 @@ class Secret {
   /// White space around `text` does not count. Throws Error(InvalidArgument) with `where`, what is wrong, and nothing of the text.
   [[nodiscard]] static Secret parse(std::string_view text, const std::string& where);
   /// Throws Error(InvalidArgument): the file is missing, is not a regular one of at most 4 KiB, others may read it (see
-  /// whyNotPrivate()), or parse() refuses it. Logs a warning if it is on NFS.
+  /// whyNotPrivate()), or parse() refuses it. The first time, logs a warning if it is on NFS.
   [[nodiscard]] static Secret readFile(const std::string& path);
 
   /// Writes a new file that only this user may read. Throws Error(InvalidArgument) if there is one.
