@@ -125,7 +125,8 @@ void Messages::askWhatIsDue(TimePoint now) {
     }
     ++asked;
     for (int peer = 0; peer < identity_.size; ++peer) {
-      const bool may_have = ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && owner_.hasOpenedLink(peer));
+      const bool may_have =
+          ask_for.from == peer || (ask_for.from == PointToPoint::kAnyRank && owner_.hasOpenedLink(peer));
       if (may_have && !owner_.isAway(peer)) {
         ask(peer, ask_for.tag);
       }

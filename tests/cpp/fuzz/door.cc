@@ -109,8 +109,7 @@ void use(Link& link, uint8_t wish, size_t rounds) {
   const std::string out(wish % 32 * 900U, 'o');
   const size_t third = out.size() / 3;
   const auto* const from = reinterpret_cast<const std::byte*>(out.data());
-  const ConstBufferView views[] = {
-      {from, third}, {from + third, 0}, {from + third, third}, {from + 2 * third, third}};
+  const ConstBufferView views[] = {{from, third}, {from + third, 0}, {from + third, third}, {from + 2 * third, third}};
   try {
     for (size_t round = 0; round < rounds; ++round) {
       if ((wish & 1) != 0 || round % 4 == 0) {
@@ -240,9 +239,7 @@ bool readKnock(const uint8_t* bytes, size_t nbytes) {
   const auto memory = exactly(bytes + 4, nbytes - 4);
   const auto* const rest = reinterpret_cast<const uint8_t*>(memory.get());
   auto link = TlsLink::connect(
-      contextOfSelf(),
-      std::make_unique<HesitantLink>(rest, nbytes - 4, 1U + bytes[0], bytes[1]),
-      processOf(0));
+      contextOfSelf(), std::make_unique<HesitantLink>(rest, nbytes - 4, 1U + bytes[0], bytes[1]), processOf(0));
   Introduction introduction(helloOf(kSelf));
   bool up = false;
   bool accepted = false;
