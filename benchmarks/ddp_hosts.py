@@ -8,10 +8,10 @@
 
 A way is WRAPPER[:CODEC][@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch"
 is torch's over pycomm, "pycomm" is ours, "closed" is ours over a group with a secret, so that its
-bytes are encrypted, "no_sync" is ours sending nothing. CODEC is the group's
-wire dtype (pycomm's groups only). MIB is `bucket_cap_mb`; without it each wrapper has its own
-default (torch's 25, ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for
-"fp16". EVERY is `sync_every`.
+bytes are encrypted, "no_sync" is ours sending nothing. CODEC is the group's wire dtype ("pycomm"
+and "torch" only). MIB is `bucket_cap_mb`; without it each wrapper has its own default (torch's 25,
+ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for "fp16". EVERY is
+`sync_every`.
 
 Each host is a network namespace behind a switch of `--mbit`. All ways of training live in the same
 processes and take turns, a step each, forwards and backwards, so that whatever else the machine
@@ -198,14 +198,14 @@ class Rank:
         for way in ways:
             for _ in range(2):  # after the first, buckets are cut anew
                 self.step(way)
-        before = {way.name: (way.exposed(), _cpu_s()) for way in ways}
+        before = {way.name: (way.exposed(), time.process_time()) for way in ways}
         cpu = dict.fromkeys(before, 0.0)
         for turn in range(self.options.rounds):
             for way in list(ways) if turn % 2 == 0 else list(ways)[::-1]:
                 for _ in range(way.every):  # whole cycles: one sync in each
-                    begin = _cpu_s()
+                    begin = time.process_time()
                     way.times.append(self.step(way))
-                    cpu[way.name] += _cpu_s() - begin
+                    cpu[way.name] += time.process_time() - begin
         return [self.row(way, before[way.name][0], cpu[way.name]) for way in ways]
 
     def row(self, way: Way, exposed: float | None, cpu_s: float) -> dict[str, Any]:
@@ -269,11 +269,6 @@ class Rank:
             steps[shown] = recorder.record(way.run)
         if self.rank == 0:
             pycomm.report.write(path, steps)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any], beside: str) -> int:
@@ -358,6 +353,10 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     add("--picture", type=Path, help="one step of gloo and of pycomm under each other, as SVG")
     add_rank_options(parser)
     options = parser.parse_args(argv)
+    if plain := [way for way in options.ways if way.startswith("closed:")]:
+        parser.error(f"{', '.join(plain)}: a group with a codec of its own has no secret here")
+    if options.beside not in ("gloo", *options.ways):
+        parser.error(f"--beside {options.beside}: it is none of the ways")
     if options.sync_every:
         ours = [way for way in options.ways if way.startswith("pycomm")]
         every = [number for number in options.sync_every.split(",") if number != "1"]

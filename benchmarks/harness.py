@@ -16,7 +16,6 @@ import argparse
 import importlib
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -120,11 +119,6 @@ class _Tally:
         return [float(np.median(times)) for times in self.times]
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def _time_ops(case: Case, count: int) -> Floats:
     times = np.empty(count)
     clock = time.perf_counter
@@ -165,9 +159,9 @@ def _run_block(
     world.barrier()
     for _ in range(max(1, length // 10)):
         case.run()
-    cpu_s = _cpu_s()
+    cpu_s = time.process_time()
     times = _time_ops(case, length)
-    cpu_s = _cpu_s() - cpu_s
+    cpu_s = time.process_time() - cpu_s
     case.burst()
     wrong, checked = case.wrong()
     parts = world.gather(np.concatenate([[cpu_s, wrong, checked], times]))

@@ -2,8 +2,8 @@
 
 Two ranks over TCP on loopback. Groups with a secret and groups without one open in turns, in the
 same processes; each does one all_reduce of 4 bytes. Then many of each kind stay open, have sent
-1 MiB, and what a rank holds for each of their connections is counted: the memory that only this
-process has, and the descriptors. What TLS costs per byte and per call are rows of
+1 MiB, and what a rank holds for each of them is counted: the memory that only this process has,
+and the descriptors. What TLS costs per byte and per call are rows of
 `allreduce.py --backends pycomm:tcp,pycomm:tls`, and of `ddp_hosts.py --ways pycomm,closed`.
 """
 
@@ -14,7 +14,6 @@ import contextlib
 import gc
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -33,13 +32,8 @@ TIMEOUT_S = 240.0
 RANKS = 2
 
 
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def sockets() -> int:
-    """TCP connections of this process, with those that listen."""
+    """Sockets of this process."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own descriptor
@@ -76,11 +70,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(options.groups + 2):
         for kind in list(texts)[:: 1 if turn % 2 == 0 else -1]:
             dist.barrier()
-            begin, cpu_begin = time.perf_counter(), _cpu_s()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             group = opened(kind)
             if turn >= 2:
                 seconds[kind].append(time.perf_counter() - begin)
-                cpu[kind].append(_cpu_s() - cpu_begin)
+                cpu[kind].append(time.process_time() - cpu_begin)
             dist.destroy_process_group(group)
     standing: dict[str, dict[str, float]] = {}
     large = torch.ones(1 << 18)

@@ -25,12 +25,19 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from launching import die_with_parent
+from report import header, paired_ratio
+
 HERE = Path(__file__).resolve().parent.parent
+LIMIT_S = 300  # of a pair
 BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
 SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
 ROWS = [
@@ -43,9 +50,6 @@ ROWS = [
 
 
 def _all_reduce(nbytes: int, group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
-    import torch
-    import torch.distributed as dist
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pattern = torch.arange(nbytes // 4).remainder(13).to(torch.float32)
     tensor = torch.zeros_like(pattern)
@@ -61,10 +65,7 @@ def _all_reduce(nbytes: int, group: Any) -> tuple[Callable[[], object], Callable
 
 
 def _step(group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
-    import torch
-    import torch.distributed as dist
-
-    import pycomm
+    import pycomm  # PYTHONPATH says which
 
     torch.manual_seed(0)
     layers = [torch.nn.Linear(1024, 1024) for _ in range(24)]
@@ -89,10 +90,7 @@ def _step(group: Any) -> tuple[Callable[[], object], Callable[[], str]]:
 def rank_main() -> None:
     """Reads a row's index and a number of calls a line; writes the microseconds that each call took
     and what check() said."""
-    import torch
-    import torch.distributed as dist
-
-    import pycomm
+    import pycomm  # PYTHONPATH says which
 
     torch.set_num_threads(1)
     dist.init_process_group("pycomm")
@@ -135,7 +133,7 @@ class Build:
             env |= {"PYTHONPATH": str(checkout), "PYCOMM_SOCKET_IFNAME": "lo"}
             self._ranks.append(
                 subprocess.Popen(
-                    [*command, "--as-rank"],
+                    [*command, "--as-rank", str(os.getpid())],
                     cwd=checkout,
                     env=env,
                     stdin=subprocess.PIPE,
@@ -166,6 +164,10 @@ class Build:
         answers = self._answers()
         return max(float(one["us"]) for one in answers), {str(one["said"]) for one in answers}
 
+    def kill(self) -> None:
+        for one in self._ranks:
+            one.kill()
+
     def end(self) -> None:
         """Lets the ranks leave; ends those that do not."""
         for one in self._ranks:
@@ -187,6 +189,8 @@ def pair(options: argparse.Namespace, number: int, ranks: int, times: Times) -> 
     checkouts = [HERE, options.other.resolve()]
     order = random.Random(number)
     builds: dict[Path, Build] = {}
+    late = threading.Timer(LIMIT_S, lambda: [build.kill() for build in builds.values()])
+    late.start()
     try:
         for checkout in checkouts[:: 1 if number % 2 == 0 else -1]:
             builds[checkout] = Build(checkout, options.port + len(builds), ranks)
@@ -206,14 +210,13 @@ def pair(options: argparse.Namespace, number: int, ranks: int, times: Times) -> 
                 raise SystemExit(f"{row}: {said}")
             times.setdefault(row, []).append((found[checkouts[0]], found[checkouts[1]]))
     finally:
+        late.cancel()
         for build in builds.values():
             build.end()
 
 
 def show(row: str, pairs: list[tuple[float, float]]) -> str:
     """A line of the table."""
-    from report import paired_ratio
-
     mine, theirs = zip(*pairs, strict=True)
     paired = paired_ratio("here", theirs, mine)
     medians = f"{statistics.median(mine):10.1f} {statistics.median(theirs):10.1f}"
@@ -228,7 +231,8 @@ def _commit(checkout: Path) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--as-rank"]:
+    if sys.argv[1:2] == ["--as-rank"]:
+        die_with_parent(int(sys.argv[2]))
         rank_main()
         return
     parser = argparse.ArgumentParser(
@@ -241,13 +245,22 @@ def main() -> None:
     add("--ranks", default="2,4")
     add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
+    if options.other.resolve() == HERE:
+        parser.error("this is the other checkout, too: name one that is built elsewhere")
     times: Times = {}
-    for number in range(options.pairs):
-        for ranks in map(int, options.ranks.split(",")):
-            pair(options, number, ranks, times)
-        print(f"pair {number + 1} of {options.pairs}", file=sys.stderr, flush=True)
-    print(f"# this checkout: {_commit(HERE)}, the other: {_commit(options.other)}")
-    print(f"# {options.pairs} pairs of blocks of {options.seconds} s. MISSES: the median is above")
+    done = 0
+    try:
+        while done < options.pairs:
+            for ranks in map(int, options.ranks.split(",")):
+                pair(options, done, ranks, times)
+            done += 1
+            print(f"pair {done} of {options.pairs}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # half an hour's pairs are worth printing
+        print(f"stopped in pair {done + 1}", file=sys.stderr)
+    for key, value in header("two_builds", sys.argv[1:]).items():
+        print(f"# {key:14s} {value}")
+    print(f"# the other checkout: {_commit(options.other)}")
+    print(f"# {done} pairs of blocks of {options.seconds} s. MISSES: the median is above")
     print("# 1.03, and not (low <= 1.00 and high < 1.10)")
     print(f"{'':41}B {'here (us)':>10} {'other (us)':>10}   here / other [95 % interval]")
     for row, pairs in times.items():

@@ -92,7 +92,7 @@ def keep(program: Path, name: str, folder: Path, most: int) -> int:
 
 @dataclasses.dataclass
 class Found:
-    """What one run of the fuzzer did."""
+    """What the runs of one decoder did."""
 
     inputs: int = 0
     edges: int = 0
@@ -131,16 +131,15 @@ def run(program: Path, name: str, options: argparse.Namespace, work: Path) -> bo
     """Fuzz one decoder as the options say; False where it found something."""
     unpack(program, name, work / name)
     found = Found()
-    ended = "time"
-    while fuzz(program, name, options.seconds, work, found):
+    while True:
+        if not fuzz(program, name, options.seconds, work, found):
+            return False
         dry = found.inputs - found.last_new >= _DRY_INPUTS
-        if not options.until_dry or dry or found.cpu_seconds >= _DRY_CPU_SECONDS:
-            ended = "dry" if dry else "time"
+        if dry or not options.until_dry or found.cpu_seconds >= _DRY_CPU_SECONDS:
             break
-    else:
-        return False
     text = f"{name:8} {found.inputs:>12,} inputs {found.cpu_seconds:>6.0f} s {found.edges:>6} edges"
-    text += f"   {found.inputs - found.last_new:>12,} since the last new one; ended by: {ended}"
+    text += f"   {found.inputs - found.last_new:>12,} since the last new one"
+    text += "; dry" if dry else "; not dry"
     if options.keep > 0:
         text += f"; {keep(program, name, work / name, options.keep)} inputs kept"
     print(f"{text}; nothing found", flush=True)

@@ -51,7 +51,7 @@ STEPS = [
     ),
     Step("simulator", "{python} tools/simulate.py --seeds 100000", 15),
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
-    Step("fuzz", "{make} fuzz", 10),
+    Step("fuzz", "{make} fuzz", 17),
     Step("asan", "{python} tools/cpp.py asan_full", 40),
     Step("tsan", "{python} tools/cpp.py tsan_full", 60),
     Step("seam_all", "{make} seam_all", 60),

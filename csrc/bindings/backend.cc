@@ -140,7 +140,7 @@ uint32_t digestOf(const std::string& text) {
   return hash;
 }
 
-// All ranks say what CUDA tensors could use there, also those that will never have one: so all choose the same.
+// Every rank says what its CUDA tensors could use, also a rank that will never have one, so that all choose the same.
 CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group) {
   CudaDevices::Config config;
   config.library = options.cuda_library;

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,8 @@ from pycomm.integrations import _optional
 
 # The second is the older package of the same code; its classes are not those of the first.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+# Strategies by name, and their wire dtypes.
+_NAMES: dict[str, WireDtype] = {"pycomm": None, "pycomm_fp16": "fp16", "pycomm_bf16": "bf16"}
 
 
 def make_strategy(
@@ -101,17 +104,15 @@ def _register_names() -> None:
     one that is installed."""
     packages = [name for name in _PACKAGES if name in sys.modules]
     if not packages:  # both are rarely installed, and only one of them is used
-        packages = [name for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0])][
-            :1
-        ]
+        installed = (name for name in _PACKAGES if importlib.util.find_spec(name.split(".")[0]))
+        packages = list(itertools.islice(installed, 1))
     for package in packages:
         registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-        for wire_dtype in (None, "fp16", "bf16"):
+        for name, wire_dtype in _NAMES.items():
             registry.register(
-                f"pycomm_{wire_dtype}" if wire_dtype else "pycomm",
+                name,
                 make_strategy,
-                description="pycomm's wrapper over pycomm"
-                + f", {wire_dtype} sent" * bool(wire_dtype),
+                description=f"pycomm.integrations.lightning.make_strategy({wire_dtype=})",
                 override=True,
                 package=package,
                 wire_dtype=wire_dtype,

@@ -38,7 +38,7 @@ class Messages {
     virtual void cannotBegin(const std::shared_ptr<Operation>& message) noexcept = 0;
     /// Sends a frame without payload.
     virtual void send(int peer, const FrameHeader& header) = 0;
-    /// Whether a receive from any rank asks this one: a rank that has never sent anything is not asked.
+    /// Whether a receive from any rank asks this one: a rank that has never opened a link to this one is not asked.
     [[nodiscard]] virtual bool hasOpenedLink(int peer) const noexcept = 0;
     [[nodiscard]] virtual bool isAway(int peer) const noexcept = 0;
     virtual void notice(ErrorRecord record) = 0;

@@ -231,13 +231,15 @@ Secret Secret::readFile(const std::string& path) {
     throw;
   }
   ::explicit_bzero(bytes.data(), bytes.size());
-  static std::atomic<bool> warned_of_nfs{false}; // each group reads the file
-  if (facts.file_system == NFS_SUPER_MAGIC && !warned_of_nfs.exchange(true)) {
-    log(LogLevel::Warn,
-        where +
-            " is on NFS: unless Kerberos protects it, whoever sees the network between this host and the file server can read it. "
-            "Copy it to a local disk of each host (scp -p)");
-  } else if (facts.file_system != NFS_SUPER_MAGIC && (facts.mode & S_IROTH) != 0) {
+  if (facts.file_system == NFS_SUPER_MAGIC) {
+    static std::atomic<bool> warned{false}; // each group reads the file
+    if (!warned.exchange(true)) {
+      log(LogLevel::Warn,
+          where +
+              " is on NFS: unless Kerberos protects it, whoever sees the network between this host and the file server can read it. "
+              "Copy it to a local disk of each host (scp -p)");
+    }
+  } else if ((facts.mode & S_IROTH) != 0) {
     log(LogLevel::Info, where + " may be read by every user of this container: \"defaultMode: 0440\" changes that");
   }
   return *std::move(secret);

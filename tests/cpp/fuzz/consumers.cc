@@ -1,5 +1,7 @@
 #include "fuzz/consumers.h"
 
+#include <sys/socket.h>
+
 #include "engine/monitor/membership.h"
 #include "engine/report/failure_text.h"
 #include "engine/report/flight_json.h"
@@ -36,6 +38,39 @@ GroupIdentity identity() {
   identity.hosts = {"host0", "host1", "host2"};
   identity.addresses.resize(kRanks);
   return identity;
+}
+
+Hello helloOf(int rank) {
+  GroupIdentity peer = identity();
+  peer.rank = rank;
+  return peer.hello(LinkPurpose::Bulk);
+}
+
+AcceptorConfig acceptorConfig() {
+  const GroupIdentity self = identity();
+  AcceptorConfig config;
+  config.nonce = self.nonce;
+  config.group = self.hash;
+  config.epoch = self.epoch;
+  config.rank = kSelf;
+  config.size = kRanks;
+  return config;
+}
+
+UniqueFd connectTo(const Acceptor& acceptor) {
+  UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const linger at_once{1, 0}; // no connection of thousands is remembered
+  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+  const SocketAddress& address = acceptor.address();
+  promise(::connect(socket.get(), address.raw(), address.rawLength()) == 0, "nobody listens");
+  return socket;
+}
+
+void checkIntroduced(const Hello& hello) {
+  const GroupIdentity self = identity();
+  promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "a rank that is none of the others");
+  promise(hello.size == kRanks && hello.nonce == self.nonce && hello.group == self.hash, "a rank of another group");
+  promise(hello.epoch == self.epoch, "a rank of another epoch");
 }
 
 void useRecord(const ErrorRecord& record, bool trusted) {

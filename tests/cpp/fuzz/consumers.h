@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/unique_fd.h"
 #include "engine/data/data_plane.h"
+#include "transport/net/acceptor.h"
 
 namespace pycomm::fuzz {
 
@@ -14,6 +16,15 @@ inline constexpr int kSelf = 1;
 
 /// Rank kSelf of a group of kRanks.
 [[nodiscard]] GroupIdentity identity();
+
+/// What rank `rank` of that group says when it connects.
+[[nodiscard]] Hello helloOf(int rank);
+/// For an Acceptor of that group.
+[[nodiscard]] AcceptorConfig acceptorConfig();
+/// A connection to that acceptor; nothing has been sent.
+[[nodiscard]] UniqueFd connectTo(const Acceptor& acceptor);
+/// Promises about whom an acceptor with acceptorConfig() lets in.
+void checkIntroduced(const Hello& hello);
 
 /// Everything that is done with an error record of another rank or of the store: it becomes the error of operations, is reported on,
 /// chosen, printed and written to disk. `trusted`: by somebody whose ranks exist.
@@ -36,7 +47,7 @@ void useRecord(const ErrorRecord& record, bool trusted);
 /// What the store of a group of two holds when rank 1 comes: a byte that says which key, two of the text's length, the text, and so on.
 [[nodiscard]] bool readMeeting(const uint8_t* bytes, size_t nbytes);
 [[nodiscard]] std::vector<uint8_t> meetingSample();
-/// The same with a secret. What has no high bit in its first byte was written by somebody who has it.
+/// The same with a secret. The first byte of each text also says whether its writer has the secret.
 [[nodiscard]] bool readSealed(const uint8_t* bytes, size_t nbytes);
 [[nodiscard]] std::vector<uint8_t> sealedSample();
 

@@ -22,6 +22,7 @@
 namespace pycomm::fuzz {
 namespace {
 
+constexpr uint8_t kPlainFirst = 128; // the connection begins with a plain Hello; no bit of ScriptedTrouble
 constexpr uint8_t kUntrusted = kNotReused | kOtherVersion | kOtherCipher | kHandshakeFails;
 
 ProcessId processOf(int rank) {
@@ -39,12 +40,6 @@ std::shared_ptr<const TlsContext> contextOfSelf() {
 
 std::string identityText(int client, int server) {
   return PskIdentity{fuzzSecret().keyId(), processOf(client), processOf(server)}.text();
-}
-
-Hello helloOf(int rank) {
-  GroupIdentity peer = identity();
-  peer.rank = rank;
-  return peer.hello(LinkPurpose::Bulk);
 }
 
 /// Pauses, takes part of what is written, and breaks, as the bits of a byte say in turn.
@@ -154,14 +149,8 @@ std::vector<uint8_t> doorSample() {
 }
 
 bool readDoor(const uint8_t* bytes, size_t nbytes) {
-  static const GroupIdentity self = identity();
   static Acceptor acceptor = [] {
-    AcceptorConfig config;
-    config.nonce = self.nonce;
-    config.group = self.hash;
-    config.epoch = self.epoch;
-    config.rank = kSelf;
-    config.size = kRanks;
+    AcceptorConfig config = acceptorConfig();
     config.tls = contextOfSelf();
     for (int rank = 0; rank < kRanks; ++rank) {
       config.processes.push_back(processOf(rank));
@@ -175,11 +164,11 @@ bool readDoor(const uint8_t* bytes, size_t nbytes) {
   const uint8_t wish = bytes[2];
   const size_t rest = nbytes - 3;
   const size_t first = std::min<size_t>(rest, bytes[0] * 4U);
-  const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const linger at_once{1, 0}; // no connection of thousands is remembered
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-  const SocketAddress& address = acceptor.address();
-  promise(::connect(socket.get(), address.raw(), address.rawLength()) == 0, "nobody listens");
+  const UniqueFd socket = connectTo(acceptor);
+  if ((bytes[1] & kPlainFirst) != 0) {
+    const std::string plain = encodeHello(helloOf(0));
+    (void)::send(socket.get(), plain.data(), plain.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
   const auto send = [&](size_t begin, size_t end) {
     if (begin < end) {
       (void)::send(socket.get(), bytes + 3 + begin, end - begin, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -196,24 +185,23 @@ bool readDoor(const uint8_t* bytes, size_t nbytes) {
   poll();
   send(first, rest);
   (void)::shutdown(socket.get(), SHUT_WR);
+  // All has arrived already. A peer that was let in and could not be told so (kWriteFails) is lost without being counted.
   for (int round = 0; round < 1000 && accepted.empty() && acceptor.rejected() == before; ++round) {
-    poll();
-    if ((bytes[1] & kWriteFails) != 0 && ScriptedTls::open() == 0 && round >= 2) {
-      break; // a peer that was let in and could not be told so is lost without being counted
+    if (round > 2 && ScriptedTls::open() == 0) {
+      break;
     }
+    poll();
   }
   promise(!accepted.empty() || acceptor.rejected() != before || (bytes[1] & kWriteFails) != 0, "a stranger who stays");
   poll(); // refused ones are read to their end
   poll();
   promise(accepted.size() <= 1, "one connection is two peers");
   for (const Accepted& peer : accepted) {
-    const Hello& hello = peer.hello;
     promise((bytes[1] & kUntrusted) == 0, "a handshake that proved nothing lets somebody in");
-    promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "a rank that is none of the others");
-    promise(hello.nonce == self.nonce && hello.group == self.hash && hello.epoch == self.epoch, "another group");
+    checkIntroduced(peer.hello);
     const auto* const tls = dynamic_cast<const TlsLink*>(peer.link.get());
     promise(tls != nullptr, "a plain connection lets somebody in");
-    promise(tls->peer() == processOf(hello.rank), "a process that is another rank");
+    promise(tls->peer() == processOf(peer.hello.rank), "a process that is another rank");
     use(*peer.link, wish, nbytes + 16);
   }
   const bool introduced = !accepted.empty();

@@ -111,14 +111,15 @@ std::string entry(size_t key, const std::string& text) {
 
 // Byte by byte: which key (from kRaw on: as somebody writes who does not have the secret), two of the text's length, the text.
 bool meetAmong(const uint8_t* bytes, size_t nbytes, const Secret* secret) {
-  constexpr uint8_t kRaw = 128;
+  constexpr size_t kChoices = kKeys.size() + 1;
+  constexpr size_t kRaw = 14 * kChoices;
   StoreOfSample store(secret);
   Choices choices(bytes, nbytes);
   bool counted = false;
   while (!choices.over()) {
     const uint8_t choice = choices.byte();
     const bool raw = choice >= kRaw;
-    const size_t key = choice % kRaw % (kKeys.size() + 1);
+    const size_t key = choice % kChoices;
     std::string text;
     uint16_t length = 0;
     choices.take(&length, sizeof length);

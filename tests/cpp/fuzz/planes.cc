@@ -168,12 +168,6 @@ struct Data {
   int next_fd_ = -1;
 };
 
-Hello hello() {
-  GroupIdentity peer = identity();
-  peer.rank = 0;
-  return peer.hello(LinkPurpose::Bulk);
-}
-
 } // namespace
 
 // ---- control links
@@ -286,25 +280,12 @@ bool readBulk(const uint8_t* bytes, size_t nbytes) {
 // ---- connections
 
 std::vector<uint8_t> helloSample() {
-  return bytesOf(encodeHello(hello()));
+  return bytesOf(encodeHello(helloOf(0)));
 }
 
 bool readHello(const uint8_t* bytes, size_t nbytes) {
-  static const GroupIdentity self = identity();
-  static Acceptor acceptor = [] {
-    AcceptorConfig config;
-    config.nonce = self.nonce;
-    config.group = self.hash;
-    config.epoch = self.epoch;
-    config.rank = kSelf;
-    config.size = kRanks;
-    return Acceptor(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}), config);
-  }();
-  const UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  const linger at_once{1, 0}; // no connection of thousands is remembered
-  (void)::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
-  const SocketAddress& address = acceptor.address();
-  promise(::connect(socket.get(), address.raw(), address.rawLength()) == 0, "nobody listens");
+  static Acceptor acceptor(Listener::bind(SocketAddress::loopback(AddressFamily::IPv4), {}), acceptorConfig());
+  const UniqueFd socket = connectTo(acceptor);
   if (nbytes > 0) {
     (void)::send(socket.get(), bytes, nbytes, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
@@ -322,10 +303,7 @@ bool readHello(const uint8_t* bytes, size_t nbytes) {
   for (const int64_t before = acceptor.rejected(); acceptor.rejected() == before && !introduced;) {
     for (Accepted& accepted : acceptor.poll(Clock::now())) {
       introduced = true;
-      const Hello& hello = accepted.hello;
-      promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "a rank that is none of the others");
-      promise(hello.size == kRanks && hello.nonce == self.nonce && hello.group == self.hash, "a rank of another group");
-      promise(hello.epoch == self.epoch, "a rank of another epoch");
+      checkIntroduced(accepted.hello);
       control.plane->welcome(std::move(accepted));
     }
   }
