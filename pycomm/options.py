@@ -63,7 +63,8 @@ class Options:
             ``NCCL_SOCKET_IFNAME``.
         socket_family: "auto", "ipv4" or "ipv6". ``PYCOMM_SOCKET_FAMILY``.
         port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": one port
-            per rank of the host and group. Default: the kernel chooses. ``PYCOMM_PORT_RANGE``.
+            per rank of the host and group, if that has ranks on other hosts. Default: the kernel
+            chooses. ``PYCOMM_PORT_RANGE``.
         timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
             ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
             wins over the variable.

@@ -63,7 +63,7 @@ constexpr std::pair<const char*, int> kErrnos[] = {
   throw Error(
       ErrorCode::InvalidArgument,
       "PYCOMM_FAULT: '" + part + "' cannot be read: " + why,
-      "site:nth:action, as tcp.write:3:errno=EPIPE; actions: kill, stop, exit, delay=MS, nomem, errno=NAME, short, flip");
+      "site:nth:action, as socket.write:3:errno=EPIPE; actions: kill, stop, exit, delay=MS, nomem, errno=NAME, short, flip");
 }
 
 int64_t numberIn(const std::string& part, const std::string& digits) {

@@ -13,7 +13,7 @@
 //
 //   PYCOMM_FAULT_POINT("rendezvous.publish");          // may kill, stop, end or delay the process here, or throw
 //
-//   const Fault fault = PYCOMM_FAULT("tcp.write");     // the same, and may ask the caller for a fault of its own
+//   const Fault fault = PYCOMM_FAULT("socket.write");     // the same, and may ask the caller for a fault of its own
 //   if (fault.error_number != 0) { errno = fault.error_number; … }
 
 namespace pycomm {
@@ -39,7 +39,7 @@ void armFaultPoints(const std::string& spec);
 
 /// The counts of one armed fault point since it was armed.
 struct FaultPointTally {
-  std::string point; ///< as passed to armFaultPoints(), "tcp.write:3:errno=EPIPE"
+  std::string point; ///< as passed to armFaultPoints(), "socket.write:3:errno=EPIPE"
   int64_t visits = 0; ///< visits of this site
   int64_t strikes = 0; ///< visits in which the action was taken
 };

@@ -250,22 +250,25 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  std::string tcp =
-      "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
+  const bool within_host = identity.size > 1 && identity.isWithinHost();
+  std::string links = "Unix sockets";
+  if (!within_host) {
+    links = "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";
+  }
   for (const GroupIdentity::Path& path : identity.further) {
-    tcp += " and " + path.interface_name + " (" + path.local_address.ip() + ")";
+    links += " and " + path.interface_name + " (" + path.local_address.ip() + ")";
   }
   if (identity.streams > 1) {
-    tcp += ", " + std::to_string(identity.streams) + " connections a link";
+    links += ", " + std::to_string(identity.streams) + " connections a link";
   }
   if (identity.tls != nullptr) {
-    tcp += ", TLS with the secret of key id " + identity.tls->secret().keyId();
+    links += (within_host ? ", with" : ", TLS with") + (" the secret of key id " + identity.tls->secret().keyId());
   }
   const std::string ranks = std::to_string(identity.size) + " ranks over ";
   if (group.sharesMemory()) {
-    return ranks + "shared memory, and " + tcp;
+    return ranks + "shared memory, and " + links;
   }
-  return ranks + tcp + (group.whyNotShared().empty() ? "" : "; no shared memory: " + group.whyNotShared());
+  return ranks + links + (group.whyNotShared().empty() ? "" : "; no shared memory: " + group.whyNotShared());
 }
 
 } // namespace

@@ -49,7 +49,11 @@ ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, cons
 
 std::vector<Listener> takeListeners(Rendezvous&& met) {
   std::vector<Listener> listeners;
-  listeners.push_back(std::move(met.listener));
+  for (Listener* listener : {&met.unix_listener, &met.listener}) {
+    if (*listener) {
+      listeners.push_back(std::move(*listener));
+    }
+  }
   for (Rendezvous::Further& further : met.further) {
     listeners.push_back(std::move(further.listener));
   }
@@ -62,6 +66,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   AbortToken none;
   const TimePoint began = Clock::now();
   RendezvousConfig meeting = config.rendezvous;
+  meeting.unix_sockets = config.transport != Transport::Tcp;
   meeting.watch_name = meeting.size > 1 ? engine.hostMates().name() : "";
   FlightLog::Subject subject;
   subject.group = meeting.group_name;
@@ -201,11 +206,13 @@ void Group::waitForNeighbours(Deadline deadline) {
     record.peer_host = identity.host(missing.front());
     record.group = identity.name;
     record.phase = "connect";
+    const SocketAddress& here = identity.addresses[static_cast<size_t>(identity.rank)];
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " + identity.route(identity.rank).remote.text() + ".";
-    record.hint =
-        "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-        "with PYCOMM_SOCKET_IFNAME";
+        " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
+    record.hint = here.empty()
+        ? "look into that rank's log: it has ended, or is stopped"
+        : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+          "with PYCOMM_SOCKET_IFNAME";
     throw Error(record);
   }
 }

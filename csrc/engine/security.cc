@@ -35,7 +35,17 @@ std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
 }
 
 void Security::checkHosts(const Roster& roster) const {
-  if (secret != nullptr || roster.topology.hosts() == 1 || policy == SecurityPolicy::Off) {
+  if (secret != nullptr || policy == SecurityPolicy::Off) {
+    return;
+  }
+  if (roster.topology.hosts() == 1) {
+    if (policy == SecurityPolicy::Require && !roster.identity.isWithinHost()) {
+      throw Error(
+          ErrorCode::InvalidArgument,
+          "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +
+              " do not all reach each other by Unix sockets: that they are on one host is only what the store says",
+          "leave transport at auto, start the ranks as one user, or: python -m pycomm secret --generate");
+    }
     return;
   }
   const std::string what = "the ranks of group " + roster.identity.name + " are on " +
@@ -53,8 +63,12 @@ void Security::finish(Roster& roster, const std::string& transcript, std::shared
   if (tls == nullptr) {
     return;
   }
-  const Key key = secret->derive("pycomm 1 memory" + transcript);
-  std::memcpy(&roster.identity.memory_key, key.bytes(), sizeof roster.identity.memory_key);
+  const auto derive = [&](const char* purpose, uint64_t& into) {
+    const Key key = secret->derive(purpose + transcript);
+    std::memcpy(&into, key.bytes(), sizeof into);
+  };
+  derive("pycomm 1 memory", roster.identity.memory_key);
+  derive("pycomm 1 unix", roster.identity.unix_nonce);
   roster.identity.tls = std::move(tls);
 }
 

@@ -19,9 +19,10 @@ enum class SecurityPolicy : uint8_t { Off, Auto, Require };
 ///               without a secret                           with a secret
 ///     off       plain                                      error
 ///     auto      plain, a warning if hosts differ           TLS
-///     require   plain on one host, error if hosts differ   TLS
+///     require   plain over Unix sockets, else error        TLS
 ///
-/// With a secret a link is in TLS or fails. No failure leads to a plain one.
+/// Ranks that reach each other by Unix sockets use them, with a secret too: the kernel carries those bytes, between processes of one user.
+/// With a secret every other link is in TLS or fails. No failure leads to a plain one.
 struct Security {
   SecurityPolicy policy = SecurityPolicy::Auto; ///< the same on all ranks
   std::shared_ptr<const Secret> secret; ///< null: none

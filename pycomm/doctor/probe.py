@@ -163,7 +163,7 @@ def knock(question: Probe, timeout_s: float) -> Probe:
 def connect(
     address: str, port: int, timeout_s: float, max_segment: int = 0, *, local: str = ""
 ) -> socket.socket:
-    """A TCP connection, as the engine makes it (csrc/transport/net/tcp_connect.cc).
+    """A TCP connection, as the engine makes it (csrc/transport/net/socket_connect.cc).
 
     Args:
         address: Of the other host. The zone of a link-local address is that of ``local``: another

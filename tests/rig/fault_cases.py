@@ -68,7 +68,7 @@ def _killed_in_rendezvous() -> Iterator[Case]:
                     timeout_s=1.5,
                     bound_s=3.0,
                 )
-    connecting = (("tcp.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
+    connecting = (("socket.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
     for world_size in (2, 3, 4):
         for phase, victim in (*connecting, ("hello.received:1", world_size - 1)):
             yield _killed(
@@ -347,9 +347,9 @@ def _in_other_collectives() -> Iterator[Case]:
             for world_size, victim in (places[index % 3], places[(index + 1) % 3]):
                 yield _in(program, _killed(phase, world_size, victim))
         yield _in(program, _stopped_at("frame.written:2", 3, 1))
-        for phase, name in (("tcp.write:5", "ECONNRESET"), ("tcp.read:5", "ECONNRESET")):
+        for phase, name in (("socket.write:5", "ECONNRESET"), ("socket.read:5", "ECONNRESET")):
             yield _in(program, _reset(phase, name, 3, 2))
-        for spec in ("tcp.write:3:short", "tcp.read:3:short"):
+        for spec in ("socket.write:3:short", "socket.read:3:short"):
             yield _in(program, _unnoticed("no harm", spec, 3, 1))
         for site in ("operation.post", "frame.header"):
             yield _in(program, _no_memory(site, 3, 1))
@@ -374,9 +374,9 @@ def _in_codecs() -> Iterator[Case]:
             for world_size, victim in ((2, 1), (3, 0)):
                 yield _in(codec, _killed(phase, world_size, victim))
         yield _in(codec, _stopped_at("reduce.step:1", 3, 1))
-        yield _in(codec, _reset("tcp.read:5", "ECONNRESET", 3, 2))
+        yield _in(codec, _reset("socket.read:5", "ECONNRESET", 3, 2))
         yield _in(codec, _no_memory("reduce.step", 3, 1))
-        for spec in ("tcp.write:3:short", "tcp.read:3:short"):
+        for spec in ("socket.write:3:short", "socket.read:3:short"):
             yield _in(codec, _unnoticed("no harm", spec, 3, 1))
     for codec in ("bf16", "fp8"):
         yield _in(codec, _killed("reduce.step:1", 3, 2))
@@ -437,13 +437,13 @@ def _system_calls() -> Iterator[Case]:
     for world_size in (2, 3, 4):
         victim = world_size - 1
         for phase, name in (
-            ("tcp.write:5", "EPIPE"),
-            ("tcp.write:9", "ECONNRESET"),
-            ("tcp.read:5", "ECONNRESET"),
-            ("tcp.read:9", "ETIMEDOUT"),
+            ("socket.write:5", "EPIPE"),
+            ("socket.write:9", "ECONNRESET"),
+            ("socket.read:5", "ECONNRESET"),
+            ("socket.read:9", "ETIMEDOUT"),
         ):
             yield _reset(phase, name, world_size, victim)
-        for phase, name in (("tcp.write:5", "ENOBUFS"), ("tcp.read:5", "ENOMEM")):
+        for phase, name in (("socket.write:5", "ENOBUFS"), ("socket.read:5", "ENOMEM")):
             yield Case(
                 "kernel without memory",
                 f"{phase}={name}",
@@ -489,12 +489,12 @@ def _no_memory(site: str, world_size: int, victim: int) -> Case:
 def _harmless() -> Iterator[Case]:
     """What no user may notice."""
     faults = {
-        "short writes": ("tcp.write:1+:short", "small kinds"),
-        "short reads": ("tcp.read:1+:short", "small kinds"),
-        "a short write": ("tcp.write:3:short", "large"),
-        "a short read": ("tcp.read:3:short", "large"),
-        "EINTR": ("tcp.write:2:errno=EINTR,tcp.read:2:errno=EINTR", "large"),
-        "EAGAIN": ("tcp.write:2:errno=EAGAIN,tcp.read:2:errno=EAGAIN", "large"),
+        "short writes": ("socket.write:1+:short", "small kinds"),
+        "short reads": ("socket.read:1+:short", "small kinds"),
+        "a short write": ("socket.write:3:short", "large"),
+        "a short read": ("socket.read:3:short", "large"),
+        "EINTR": ("socket.write:2:errno=EINTR,socket.read:2:errno=EINTR", "large"),
+        "EAGAIN": ("socket.write:2:errno=EAGAIN,socket.read:2:errno=EAGAIN", "large"),
         "slow rank, sending": ("frame.written:3:delay=400", "large"),
         "slow rank, receiving": ("frame.header:3:delay=400", "large"),
         "slow rank, reducing": ("reduce.step:1+:delay=10", "large"),
@@ -515,7 +515,7 @@ def _harmless() -> Iterator[Case]:
                 steps=80 if program == "unhurried" else 12,
             )
     for kind, spec in {
-        "refused once": "tcp.connect:1:errno=ECONNREFUSED",
+        "refused once": "socket.connect:1:errno=ECONNREFUSED",
         "accept aborted": "listener.accept:1:errno=ECONNABORTED",
         "too many files to accept": "listener.accept:1:errno=EMFILE",
         "slow to meet": "rendezvous.publish:1:delay=700",
@@ -565,7 +565,7 @@ def _refused_at_init() -> Iterator[Case]:
             place,
             world_size,
             0,
-            spec="tcp.connect:1:errno=EMFILE",
+            spec="socket.connect:1:errno=EMFILE",
             at_init=True,
             codes=(*gone, "TOO_MANY_FILES"),
             victim_codes=("TOO_MANY_FILES",),

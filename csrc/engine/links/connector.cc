@@ -24,26 +24,26 @@ std::unique_ptr<Link> Connector::startBulk(int peer) const {
   }
   const GroupIdentity::Route route = identity_.route(peer);
   return std::make_unique<GreetedLink>(
-      route.local, route.remote, identity_.hello(LinkPurpose::Bulk), identity_.tlsTo(peer));
+      route.local, route.remote, identity_.hello(LinkPurpose::Bulk, route), identity_.tlsTo(peer, route));
 }
 
 std::unique_ptr<Link> Connector::startBell(int peer) const {
-  Hello hello = identity_.hello(LinkPurpose::Bulk);
-  hello.shared = true;
   const GroupIdentity::Route route = identity_.route(peer);
-  return std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer));
+  Hello hello = identity_.hello(LinkPurpose::Bulk, route);
+  hello.shared = true;
+  return std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer, route));
 }
 
 std::unique_ptr<Link> Connector::startStreams(int peer) const {
   std::vector<StripedLink::Part> parts;
   for (int stream = 0; stream < identity_.streams; ++stream) {
     const GroupIdentity::Route route = identity_.route(peer, stream);
-    Hello hello = identity_.hello(LinkPurpose::Bulk);
+    Hello hello = identity_.hello(LinkPurpose::Bulk, route);
     hello.stream = static_cast<uint8_t>(stream);
     StripedLink::Part part;
     part.interface_name = route.interface_name;
     try {
-      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer));
+      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer, route));
     } catch (const Error& error) {
       ErrorRecord record = error.record();
       record.summary += ", on " + part.interface_name;
@@ -73,11 +73,11 @@ std::unique_ptr<Link> Connector::openControl(
     try {
       if (link == nullptr) {
         link = std::make_unique<GreetedLink>(
-            connectTcp(route.local, route.remote, patience, abort),
+            connectSocket(route.local, route.remote, patience, abort),
             route.local,
             route.remote,
-            identity_.hello(LinkPurpose::Control),
-            identity_.tlsTo(peer));
+            identity_.hello(LinkPurpose::Control, route),
+            identity_.tlsTo(peer, route));
       }
       if (waitConnected(*link, patience, abort)) {
         return link;

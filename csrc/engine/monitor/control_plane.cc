@@ -31,7 +31,6 @@ ControlPlane::ControlPlane(
       staging_(loop_.stagingMemory()),
       unconnected_(membership.neighbours) {
   AcceptorConfig config;
-  config.nonce = identity_.nonce;
   config.group = identity_.hash;
   config.epoch = identity_.epoch;
   config.rank = identity_.rank;
@@ -39,6 +38,7 @@ ControlPlane::ControlPlane(
   config.tls = identity_.tls;
   config.processes = identity_.processes;
   for (Listener& listener : listeners) {
+    config.nonce = listener.address().isUnix() ? identity_.unix_nonce : identity_.nonce;
     acceptors_.push_back(std::make_unique<Acceptor>(std::move(listener), config));
   }
 }

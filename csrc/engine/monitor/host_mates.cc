@@ -1,14 +1,10 @@
 #include "engine/monitor/host_mates.h"
 
 #include <sys/epoll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -17,6 +13,8 @@
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
 #include "transport/memory/unix_passing.h"
+#include "transport/net/address.h"
+#include "transport/net/same_user.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -103,20 +101,14 @@ std::string HostMates::name() {
 }
 
 void HostMates::open() {
-  uint64_t number = 0;
-  if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
-    throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
-  }
-  std::array<char, 17> text{};
-  (void)std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(number));
+  const std::string name = randomUnixName();
   auto server = std::make_unique<Server>(*this);
   server->socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
   if (!server->socket) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket", errno));
   }
-  sockaddr_un address{};
-  const socklen_t length = abstractAddress(address, text.data());
-  if (::bind(server->socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+  const SocketAddress address = SocketAddress::unixSocket(name);
+  if (::bind(server->socket.get(), address.raw(), address.rawLength()) != 0 ||
       ::listen(server->socket.get(), kBacklog) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", errno));
   }
@@ -124,7 +116,7 @@ void HostMates::open() {
   loop_.watch(server->socket.get(), EPOLLIN, *server);
   loop_.addTicker(*this);
   server_ = std::move(server);
-  name_ = text.data();
+  name_ = name;
 }
 
 DeathWatch& HostMates::deathWatch() {

@@ -8,6 +8,8 @@
 #include "engine/monitor/host_greeting.h"
 #include "engine/monitor/host_mates.h"
 #include "transport/memory/unix_passing.h"
+#include "transport/net/address.h"
+#include "transport/net/same_user.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -19,9 +21,8 @@ constexpr int kAnswerSliceMs = 50; // how often who asks looks at the abort toke
 
 UniqueFd connectToMate(const std::string& name) {
   UniqueFd socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
-  sockaddr_un address{};
-  const socklen_t length = abstractAddress(address, name);
-  if (!socket || ::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+  const SocketAddress address = SocketAddress::unixSocket(name);
+  if (!socket || ::connect(socket.get(), address.raw(), address.rawLength()) != 0) {
     return UniqueFd();
   }
   if (!sameUser(socket.get())) {

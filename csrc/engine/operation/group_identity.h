@@ -23,7 +23,8 @@ struct GroupIdentity {
   uint64_t nonce = 0;
   uint64_t run = 0; ///< as random as the nonce, but grants no access: identifies this group in files and in the store
   std::vector<std::string> hosts; ///< by rank
-  std::vector<SocketAddress> addresses; ///< where each rank listens
+  std::vector<SocketAddress> addresses; ///< where each rank listens; empty ones if no rank of the group has a port
+  std::vector<SocketAddress> unix_sockets; ///< by rank; empty for a rank that this one does not reach by a Unix socket
   SocketAddress local_address; ///< to connect from
   std::string interface_name;
   /// One more interface of each rank, if several are used.
@@ -37,6 +38,8 @@ struct GroupIdentity {
   std::shared_ptr<const TlsContext>
       tls; ///< of this process; null: the group has no secret, and its connections are plain
   std::vector<ProcessId> processes; ///< by rank, if there is a secret
+  uint64_t unix_nonce =
+      0; ///< of a Hello over a Unix socket: it is not in TLS, so with a secret only its holders know this
   uint64_t memory_key = 0; ///< whoever knows it, and is this user on this host, may map what its ranks share there
 
   [[nodiscard]] bool isRank(int number) const noexcept {
@@ -52,6 +55,17 @@ struct GroupIdentity {
     return "rank " + std::to_string(number) + " on " + host(number);
   }
 
+  /// Every other rank is reached by a Unix socket: they are all on this host, whatever the store says.
+  [[nodiscard]] bool isWithinHost() const noexcept {
+    for (int other = 0; other < size; ++other) {
+      if (other != rank &&
+          (static_cast<size_t>(other) >= unix_sockets.size() || unix_sockets[static_cast<size_t>(other)].empty())) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   /// The two ends of connection `stream` of a link to `peer`, and the interface that it uses.
   struct Route {
     const SocketAddress& local;
@@ -60,6 +74,11 @@ struct GroupIdentity {
   };
   /// Throws Error(Internal) if `peer` is no rank of this group.
   [[nodiscard]] Route route(int peer, int stream = 0) const {
+    static const SocketAddress any;
+    static const std::string within_host = "a Unix socket";
+    if (const auto index = static_cast<size_t>(peer); index < unix_sockets.size() && !unix_sockets[index].empty()) {
+      return {any, unix_sockets[index], within_host};
+    }
     const size_t path = static_cast<size_t>(stream) % (further.size() + 1);
     const std::vector<SocketAddress>& remote = path == 0 ? addresses : further[path - 1].addresses;
     if (peer < 0 || static_cast<size_t>(peer) >= remote.size()) {
@@ -75,11 +94,18 @@ struct GroupIdentity {
     return path == 0 ? interface_name : further[path - 1].interface_name;
   }
 
-  /// How a connection to a rank is made secure.
-  [[nodiscard]] TlsTarget tlsTo(int peer) const {
-    return tls == nullptr ? TlsTarget{} : TlsTarget{tls, processes.at(static_cast<size_t>(peer))};
+  /// How a connection over this route to a rank is made secure. The kernel carries the bytes of a Unix socket, for this user alone.
+  [[nodiscard]] TlsTarget tlsTo(int peer, const Route& route) const {
+    return tls == nullptr || route.remote.isUnix() ? TlsTarget{}
+                                                   : TlsTarget{tls, processes.at(static_cast<size_t>(peer))};
   }
-  /// How this rank introduces itself on a connection.
+  /// How this rank introduces itself on a connection over this route.
+  [[nodiscard]] Hello hello(LinkPurpose purpose, const Route& route) const {
+    Hello hello = this->hello(purpose);
+    hello.nonce = route.remote.isUnix() ? unix_nonce : nonce;
+    return hello;
+  }
+  /// The same over TCP, or in a simulator.
   [[nodiscard]] Hello hello(LinkPurpose purpose) const {
     Hello hello;
     hello.nonce = nonce;

@@ -27,6 +27,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   identity.hash = met.group_hash;
   identity.nonce = met.nonce;
   identity.run = met.run;
+  identity.unix_nonce = met.nonce;
   identity.memory_key = met.nonce;
   identity.local_address = met.local_address;
   identity.interface_name = met.interface_name;
@@ -43,6 +44,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   for (const Member& member : met.members) {
     identity.hosts.push_back(member.host);
     identity.addresses.push_back(member.address);
+    identity.unix_sockets.push_back(member.unix_socket);
     watch_names.push_back(member.watch_name);
     remarks.push_back(member.remark);
     identity.processes.push_back(member.process_id);

@@ -1,52 +1,14 @@
 #include "transport/memory/unix_passing.h"
 
-#include <unistd.h>
+#include <sys/socket.h>
 
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 
 #include "base/fork_guard.h"
 
 namespace pycomm {
-namespace {
-
-constexpr uint64_t kAllUsers = UINT32_MAX; // as many as there are; the last number, -1, is none
-
-// True if every user of the host has its own number in this user namespace (man 7 user_namespaces). False if the kernel
-// does not report it.
-bool mapsAllUsers() {
-  std::ifstream map("/proc/self/uid_map");
-  uint64_t users = 0;
-  for (uint64_t inside = 0, outside = 0, count = 0; map >> inside >> outside >> count;) {
-    users += count;
-  }
-  return users >= kAllUsers;
-}
-
-// The number that the kernel reports for unmapped users.
-uid_t overflowUser() {
-  uid_t user = 65534;
-  std::ifstream("/proc/sys/kernel/overflowuid") >> user;
-  return user;
-}
-
-} // namespace
-
-socklen_t abstractAddress(sockaddr_un& address, const std::string& name) {
-  const std::string path = "pycomm/" + name;
-  address.sun_family = AF_UNIX;
-  std::memcpy(address.sun_path + 1, path.data(), path.size());
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + path.size());
-}
-
-bool sameUser(int socket) {
-  ucred peer{};
-  socklen_t length = sizeof peer;
-  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid() &&
-      (peer.uid != overflowUser() || mapsAllUsers());
-}
 
 bool passMessage(int socket, const void* message, size_t nbytes, int fd) {
   iovec part{const_cast<void*>(message), nbytes}; // only read

@@ -1,25 +1,12 @@
 #pragma once
 
-#include <sys/socket.h>
-#include <sys/un.h>
+#include <sys/types.h>
 
 #include <cstddef>
-#include <string>
 
 #include "base/unique_fd.h"
 
 namespace pycomm {
-
-/// Upper bound of the length of pycomm's Unix socket names.
-inline constexpr size_t kMaxUnixName = 64;
-
-/// The address of this name in the abstract namespace: it has no file and vanishes with its socket.
-[[nodiscard]] socklen_t abstractAddress(sockaddr_un& address, const std::string& name);
-
-/// True if the process at the other end runs as the same user (SO_PEERCRED). Nothing is passed between processes of
-/// different users. In a user namespace, the kernel reports every unmapped user as the overflow id, 65534. A process
-/// that runs as that id cannot distinguish its own user from others, so the result is false there.
-[[nodiscard]] bool sameUser(int socket);
 
 /// Sends one message of `nbytes`, with a descriptor unless `fd` is -1, over a SOCK_SEQPACKET socket. Never waits.
 /// Returns false if it was not sent.

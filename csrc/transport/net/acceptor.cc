@@ -102,7 +102,7 @@ void Acceptor::introduce(Stranger& stranger) {
     if (stranger.tls != nullptr) {
       peer.link = std::move(stranger.tls);
     } else {
-      peer.link = std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp);
+      peer.link = std::make_unique<SocketLink>(std::move(stranger.fd), config_.tcp);
     }
     accepted_.push_back(std::move(peer));
   } catch (const std::exception& error) {
@@ -192,7 +192,7 @@ Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
 }
 
 Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
-  if (config_.tls != nullptr) {
+  if (wantsTls()) {
     std::byte first = kFirstPlain;
     if (stranger.tls == nullptr && stranger.nbytes == 0) {
       const ssize_t got = ::recv(stranger.fd.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK);
@@ -236,7 +236,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
 Acceptor::Verdict Acceptor::hearTls(Stranger& stranger) {
   try {
     if (stranger.tls == nullptr) {
-      stranger.tls = TlsLink::accept(config_.tls, std::make_unique<TcpLink>(std::move(stranger.fd), config_.tcp));
+      stranger.tls = TlsLink::accept(config_.tls, std::make_unique<SocketLink>(std::move(stranger.fd), config_.tcp));
     }
     if (!stranger.tls->finishConnect()) {
       return Verdict::Wait;
@@ -279,7 +279,7 @@ Acceptor::Verdict Acceptor::judge(Stranger& stranger) {
       break;
   }
   const Hello& hello = reading.hello;
-  if (config_.tls != nullptr && stranger.tls == nullptr) {
+  if (wantsTls() && stranger.tls == nullptr) {
     return refuse(stranger, ErrorCode::ConfigMismatch, "this port belongs to a job with a secret");
   }
   if (hello.nonce != config_.nonce || hello.group != config_.group) {

@@ -15,7 +15,7 @@
 #include "transport/link.h"
 #include "transport/net/hello.h"
 #include "transport/net/listener.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/secure/tls_link.h"
 
 namespace pycomm {
@@ -28,13 +28,13 @@ struct Accepted {
 
 /// The identity that a Hello must match.
 struct AcceptorConfig {
-  uint64_t nonce = 0;
+  uint64_t nonce = 0; ///< for a Unix socket GroupIdentity::unix_nonce
   uint32_t group = 0;
   uint16_t epoch = 0;
   int32_t rank = -1; ///< this process's own rank; a Hello with this rank is refused
   int32_t size = 0;
   TcpOptions tcp;
-  std::shared_ptr<const TlsContext> tls; ///< null: connections are plain
+  std::shared_ptr<const TlsContext> tls; ///< null: connections are plain; a Unix socket's are in any case
   std::vector<ProcessId> processes; ///< by rank, with `tls`: a Hello of a rank must come from its process
 };
 
@@ -50,7 +50,8 @@ struct AcceptorConfig {
 /// peer that belongs here finds no room. Garbage is dropped without a reply. A pycomm of another version or job gets
 /// the reason and nothing else: neither the group nor the host. A peer of this group gets encodeHelloAccepted().
 ///
-/// With a secret, peers speak TLS from their first byte, and are read after it is up. A pycomm that does not gets the
+/// With a secret, peers speak TLS from their first byte, and are read after it is up; not on a Unix socket, which takes only connections
+/// of this user. A pycomm that does not gets the
 /// reason in plain; nothing else of a plain connection is answered.
 ///
 /// One thread at a time.
@@ -113,6 +114,10 @@ class Acceptor {
   /// True if the stranger is done: introduced or dropped.
   [[nodiscard]] bool serve(Stranger& stranger, TimePoint now);
   void introduce(Stranger& stranger);
+  /// The kernel itself carries the bytes of a Unix socket, and says whose process is at the other end.
+  [[nodiscard]] bool wantsTls() const noexcept {
+    return config_.tls != nullptr && !listener_.address().isUnix();
+  }
   [[nodiscard]] Verdict hear(Stranger& stranger);
   [[nodiscard]] Verdict hearTls(Stranger& stranger);
   [[nodiscard]] Verdict judge(Stranger& stranger);

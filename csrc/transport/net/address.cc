@@ -4,14 +4,20 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <sys/random.h>
+#include <sys/un.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <memory>
 
 #include "base/error.h"
+#include "base/printable.h"
+#include "transport/socket_error.h"
 
 namespace pycomm {
 namespace {
@@ -29,6 +35,18 @@ const sockaddr_in6& asIPv6(const sockaddr_storage& storage) {
 }
 sockaddr_in6& asIPv6(sockaddr_storage& storage) {
   return reinterpret_cast<sockaddr_in6&>(storage);
+}
+
+constexpr const char* kUnixPrefix = "pycomm/";
+
+const sockaddr_un& asUnix(const sockaddr_storage& storage) {
+  return reinterpret_cast<const sockaddr_un&>(storage);
+}
+
+// After the NUL that marks the abstract namespace. The names of pycomm have no other NUL.
+std::string abstractName(const sockaddr_storage& storage) {
+  const char* path = asUnix(storage).sun_path;
+  return path[0] == '\0' ? std::string(path + 1, ::strnlen(path + 1, sizeof asUnix(storage).sun_path - 1)) : "";
 }
 
 // Decimal digits only, at most `limit`; -1 for anything else. strtol would also take signs and spaces.
@@ -61,6 +79,8 @@ const char* addressFamilyName(AddressFamily family) noexcept {
   switch (family) {
     case AddressFamily::Any:
       return "any";
+    case AddressFamily::Unix:
+      return "Unix";
     case AddressFamily::IPv4:
       return "IPv4";
     case AddressFamily::IPv6:
@@ -89,8 +109,35 @@ SocketAddress SocketAddress::fromSockaddr(const sockaddr* address, socklen_t len
       std::memcpy(&v4.sin_addr, v6.sin6_addr.s6_addr + 12, sizeof v4.sin_addr);
       result.family_ = AddressFamily::IPv4;
     }
+  } else if (address->sa_family == AF_UNIX) {
+    std::memcpy(&result.storage_, address, std::min(static_cast<size_t>(length), sizeof(sockaddr_un)));
+    result.family_ = AddressFamily::Unix;
   }
   return result;
+}
+
+std::string randomUnixName() {
+  uint64_t number = 0;
+  while (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
+    if (errno != EINTR) {
+      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
+    }
+  }
+  std::array<char, 17> name{};
+  (void)std::snprintf(name.data(), name.size(), "%016llx", static_cast<unsigned long long>(number));
+  return name.data();
+}
+
+SocketAddress SocketAddress::unixSocket(const std::string& name) {
+  if (name.empty() || name.size() > kMaxUnixName || name.find('\0') != std::string::npos) {
+    throw Error(ErrorCode::InvalidArgument, "a Unix socket cannot have this name");
+  }
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string path = kUnixPrefix + name;
+  static_assert(kMaxUnixName + 16 < sizeof address.sun_path);
+  std::memcpy(address.sun_path + 1, path.data(), path.size());
+  return fromSockaddr(reinterpret_cast<const sockaddr*>(&address), sizeof address);
 }
 
 std::optional<SocketAddress> SocketAddress::tryParse(const std::string& ip, uint16_t port) {
@@ -136,6 +183,7 @@ SocketAddress SocketAddress::loopback(AddressFamily family, uint16_t port) {
 uint16_t SocketAddress::port() const noexcept {
   switch (family_) {
     case AddressFamily::Any:
+    case AddressFamily::Unix:
       return 0;
     case AddressFamily::IPv4:
       return ntohs(asIPv4(storage_).sin_port);
@@ -190,6 +238,10 @@ std::string SocketAddress::text() const {
   if (empty()) {
     return "(none)";
   }
+  if (isUnix()) {
+    const std::string name = abstractName(storage_);
+    return name.empty() ? "unix" : "unix:" + printable(name, kMaxUnixName + 16);
+  }
   const std::string host = family_ == AddressFamily::IPv6 ? "[" + ip() + "]" : ip();
   return host + ":" + std::to_string(port());
 }
@@ -216,6 +268,7 @@ std::optional<SocketAddress> SocketAddress::fromWireText(const std::string& text
 bool SocketAddress::isLoopback() const noexcept {
   switch (family_) {
     case AddressFamily::Any:
+    case AddressFamily::Unix:
       return false;
     case AddressFamily::IPv4:
       return ntohl(asIPv4(storage_).sin_addr.s_addr) >> 24 == 127;
@@ -228,6 +281,7 @@ bool SocketAddress::isLoopback() const noexcept {
 bool SocketAddress::isLinkLocal() const noexcept {
   switch (family_) {
     case AddressFamily::Any:
+    case AddressFamily::Unix:
       return false;
     case AddressFamily::IPv4:
       return ntohl(asIPv4(storage_).sin_addr.s_addr) >> 16 == 0xA9FE; // 169.254/16, RFC 3927
@@ -240,6 +294,7 @@ bool SocketAddress::isLinkLocal() const noexcept {
 bool SocketAddress::isUnspecified() const noexcept {
   switch (family_) {
     case AddressFamily::Any:
+    case AddressFamily::Unix:
       return false;
     case AddressFamily::IPv4:
       return asIPv4(storage_).sin_addr.s_addr == htonl(INADDR_ANY);
@@ -256,6 +311,8 @@ bool SocketAddress::sameIp(const SocketAddress& other) const noexcept {
   switch (family_) {
     case AddressFamily::Any:
       return true;
+    case AddressFamily::Unix:
+      return abstractName(storage_) == abstractName(other.storage_);
     case AddressFamily::IPv4:
       return asIPv4(storage_).sin_addr.s_addr == asIPv4(other.storage_).sin_addr.s_addr;
     case AddressFamily::IPv6:
@@ -268,6 +325,8 @@ socklen_t SocketAddress::rawLength() const noexcept {
   switch (family_) {
     case AddressFamily::Any:
       return 0;
+    case AddressFamily::Unix:
+      return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + abstractName(storage_).size());
     case AddressFamily::IPv4:
       return sizeof(sockaddr_in);
     case AddressFamily::IPv6:

@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -9,12 +10,18 @@
 
 namespace pycomm {
 
-enum class AddressFamily : uint8_t { Any = 0, IPv4 = 4, IPv6 = 6 };
+/// Upper bound of the length of the names that pycomm gives its Unix sockets.
+inline constexpr size_t kMaxUnixName = 64;
+
+enum class AddressFamily : uint8_t { Any = 0, Unix = 1, IPv4 = 4, IPv6 = 6 };
 
 [[nodiscard]] const char* addressFamilyName(AddressFamily family) noexcept;
 
-/// One IPv4 or IPv6 address with a port. A value; a default-constructed one is empty. An IPv4 address written as IPv6
-/// (::ffff:10.0.0.1) becomes IPv4, so that equal addresses compare equal.
+/// 16 random hexadecimal digits. Throws Error(SystemError).
+[[nodiscard]] std::string randomUnixName();
+
+/// One IPv4 or IPv6 address with a port, or the name of a Unix socket. A value; a default-constructed one is empty. An
+/// IPv4 address written as IPv6 (::ffff:10.0.0.1) becomes IPv4, so that equal addresses compare equal.
 class SocketAddress {
  public:
   SocketAddress() = default;
@@ -23,7 +30,10 @@ class SocketAddress {
   [[nodiscard]] static SocketAddress parse(const std::string& ip, uint16_t port);
   /// The same; nullopt if `ip` is not a literal.
   [[nodiscard]] static std::optional<SocketAddress> tryParse(const std::string& ip, uint16_t port);
-  /// Empty for families other than IPv4 and IPv6.
+  /// A Unix socket of pycomm in the abstract namespace: it has no file, and its name vanishes with it. At most
+  /// kMaxUnixName characters, none of them NUL, else Error(InvalidArgument).
+  [[nodiscard]] static SocketAddress unixSocket(const std::string& name);
+  /// Empty for other families. A Unix socket that is not in the abstract namespace has no name here.
   [[nodiscard]] static SocketAddress fromSockaddr(const sockaddr* address, socklen_t length);
   [[nodiscard]] static SocketAddress loopback(AddressFamily family, uint16_t port = 0);
 
@@ -33,15 +43,19 @@ class SocketAddress {
   [[nodiscard]] AddressFamily family() const noexcept {
     return family_;
   }
+  [[nodiscard]] bool isUnix() const noexcept {
+    return family_ == AddressFamily::Unix;
+  }
+  /// 0 for a Unix socket.
   [[nodiscard]] uint16_t port() const noexcept;
   [[nodiscard]] SocketAddress withPort(uint16_t port) const;
   /// The interface index of a link-local IPv6 address, else 0.
   [[nodiscard]] uint32_t scopeId() const noexcept;
   [[nodiscard]] SocketAddress withScopeId(uint32_t scope_id) const;
 
-  /// "10.0.0.1", "fe80::1%eth0".
+  /// "10.0.0.1", "fe80::1%eth0"; empty for a Unix socket.
   [[nodiscard]] std::string ip() const;
-  /// "10.0.0.1:29600", "[fe80::1%eth0]:29600"; "(none)" when empty.
+  /// "10.0.0.1:29600", "[fe80::1%eth0]:29600", "unix:pycomm/4f0c…"; "(none)" when empty, "unix" for one without a name.
   [[nodiscard]] std::string text() const;
 
   /// The text for other hosts: text() without the scope, which has no meaning there.
@@ -53,7 +67,7 @@ class SocketAddress {
   [[nodiscard]] bool isLinkLocal() const noexcept;
   /// 0.0.0.0 or ::
   [[nodiscard]] bool isUnspecified() const noexcept;
-  /// Same family and address; port and scope do not count.
+  /// Same family and address; port and scope do not count. Unix sockets: the same name.
   [[nodiscard]] bool sameIp(const SocketAddress& other) const noexcept;
   friend bool operator==(const SocketAddress& a, const SocketAddress& b) noexcept {
     return a.sameIp(b) && a.port() == b.port() && a.scopeId() == b.scopeId();

@@ -25,10 +25,12 @@ GreetedLink::GreetedLink(
     const SocketAddress& remote,
     const Hello& hello,
     const TlsTarget& tls)
-    : GreetedLink(startConnect(local, remote), local, remote, hello, tls) {}
+    : local_(local), remote_(remote), hello_(hello), tls_(tls), introduction_(hello) {
+  connect();
+}
 
 GreetedLink::GreetedLink(
-    std::unique_ptr<TcpLink> first,
+    std::unique_ptr<SocketLink> first,
     const SocketAddress& local,
     const SocketAddress& remote,
     const Hello& hello,
@@ -40,7 +42,20 @@ GreetedLink::GreetedLink(
       link_(secured(std::move(first))),
       introduction_(hello) {}
 
-std::unique_ptr<Link> GreetedLink::secured(std::unique_ptr<TcpLink> link) const {
+void GreetedLink::connect() {
+  try {
+    link_ = secured(startConnect(local_, remote_));
+    introduction_ = Introduction(hello_);
+    connected_ = false;
+  } catch (const Error& error) {
+    if (!remote_.isUnix() || error.record().cause.rfind("EAGAIN", 0) != 0) {
+      throw;
+    }
+    pause(); // its queue is full
+  }
+}
+
+std::unique_ptr<Link> GreetedLink::secured(std::unique_ptr<SocketLink> link) const {
   if (tls_.context == nullptr) {
     return link;
   }
@@ -62,9 +77,10 @@ bool GreetedLink::finishConnect() {
       return false;
     }
     pausing_ = false;
-    connected_ = false;
-    link_ = secured(startConnect(local_, remote_)); // no loop watches the old one any more
-    introduction_ = Introduction(hello_);
+    connect(); // no loop watches the old one any more
+    if (pausing_) {
+      return false;
+    }
   }
   if (accepted_) {
     return true;

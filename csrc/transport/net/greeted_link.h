@@ -5,7 +5,7 @@
 
 #include "base/unique_fd.h"
 #include "transport/net/introduction.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/secure/tls_context.h"
 
 namespace pycomm {
@@ -16,11 +16,11 @@ namespace pycomm {
 /// has gone, the next connection is refused and the link fails.
 class GreetedLink final : public Link {
  public:
-  /// Starts to connect. Throws what startConnect() throws.
+  /// Starts to connect. Throws what startConnect() throws, unless it only has to wait: until a Unix socket has room in its queue.
   GreetedLink(const SocketAddress& local, const SocketAddress& remote, const Hello& hello, const TlsTarget& tls = {});
   /// The same over a first connection that exists already.
   GreetedLink(
-      std::unique_ptr<TcpLink> first,
+      std::unique_ptr<SocketLink> first,
       const SocketAddress& local,
       const SocketAddress& remote,
       const Hello& hello,
@@ -46,13 +46,15 @@ class GreetedLink final : public Link {
     return link_->tryRead(into);
   }
   void shutdownWrite() noexcept override {
-    link_->shutdownWrite();
+    if (link_ != nullptr) {
+      link_->shutdownWrite();
+    }
   }
   /// Throws Error(ConnectFailed) if no process listens at the address, and what TlsLink::finishConnect() and
   /// Introduction::advance() throw except for a drop.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override {
-    return link_->describe();
+    return link_ != nullptr ? link_->describe() : local_.text() + " -> " + remote_.text();
   }
 
   /// Number of connections that the peer dropped before it replied.
@@ -61,14 +63,15 @@ class GreetedLink final : public Link {
   }
 
  private:
-  [[nodiscard]] std::unique_ptr<Link> secured(std::unique_ptr<TcpLink> link) const;
+  void connect();
+  [[nodiscard]] std::unique_ptr<Link> secured(std::unique_ptr<SocketLink> link) const;
   void pause();
 
   const SocketAddress local_;
   const SocketAddress remote_;
   const Hello hello_;
   const TlsTarget tls_;
-  std::unique_ptr<Link> link_; ///< during a pause: the dropped one
+  std::unique_ptr<Link> link_; ///< during a pause: the dropped one, or null
   Introduction introduction_;
   UniqueFd pause_; ///< a timer, created at the first drop
   bool pausing_ = false;

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "transport/net/same_user.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -100,7 +101,24 @@ Listener Listener::bind(const SocketAddress& local, PortRange ports) {
   throw Error(record);
 }
 
+Listener Listener::bindUnix(const std::string& name) {
+  Listener listener;
+  listener.address_ = SocketAddress::unixSocket(name);
+  listener.fd_ = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  const Fault fault = PYCOMM_FAULT("listener.bind_unix");
+  if (!listener.fd_ || fault.error_number != 0 ||
+      ::bind(listener.fd_.get(), listener.address_.raw(), listener.address_.rawLength()) != 0 ||
+      ::listen(listener.fd_.get(), kBacklog) != 0) {
+    const int error_number = fault.error_number != 0 ? fault.error_number : errno;
+    throw Error(systemError(ErrorCode::SystemError, "no Unix socket in the abstract namespace", error_number));
+  }
+  return listener;
+}
+
 void Listener::deferSilent() noexcept {
+  if (address_.isUnix()) {
+    return;
+  }
   // A pure optimisation: if a kernel refuses it, the listener still works.
   (void)::setsockopt(fd_.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &kSilentSeconds, sizeof kSilentSeconds);
 }
@@ -115,6 +133,9 @@ std::optional<Listener::Incoming> Listener::accept() {
           ? failWith(fault.error_number)
           : ::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
     });
+    if (fd && address_.isUnix() && !sameUser(fd.get())) {
+      continue;
+    }
     if (fd) {
       return Incoming{std::move(fd), SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&remote), length)};
     }

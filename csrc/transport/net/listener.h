@@ -20,7 +20,8 @@ struct PortRange {
   [[nodiscard]] std::string text() const;
 };
 
-/// A listening socket, on exactly the given address. Movable; empty after a move.
+/// A listening socket, on exactly the given address, or a Unix socket for this user's processes on this host. Movable;
+/// empty after a move.
 class Listener {
  public:
   /// A connection from which nothing has been read. The descriptor is nonblocking and closed on exec.
@@ -36,6 +37,9 @@ class Listener {
   /// (it would listen on all interfaces) or a range that runs backwards.
   [[nodiscard]] static Listener bind(const SocketAddress& local, PortRange ports);
 
+  /// SocketAddress::unixSocket(name). Throws Error(SystemError) where this process may have none.
+  [[nodiscard]] static Listener bindUnix(const std::string& name);
+
   [[nodiscard]] int fd() const noexcept {
     return fd_.get();
   }
@@ -48,10 +52,10 @@ class Listener {
   }
 
   /// From now on a connection waits in the kernel until its client has sent something, for 2 s at most
-  /// (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing.
+  /// (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing. Does nothing for a Unix socket.
   void deferSilent() noexcept;
 
-  /// The next waiting connection, or nullopt. Never blocks. Throws Error(TooManyFiles) if this process may open no more
+  /// The next waiting connection, or nullopt; connections of other users to a Unix socket are dropped. Never blocks. Throws Error(TooManyFiles) if this process may open no more
   /// files. The connection then stays in the kernel's queue and keeps fd() readable, so the caller must pause instead
   /// of retrying at once.
   [[nodiscard]] std::optional<Incoming> accept();

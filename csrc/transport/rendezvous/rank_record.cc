@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kMaxConfigNbytes = 4096;
 constexpr size_t kMaxHostNbytes = 255;
-constexpr size_t kMaxWatchNbytes = 32;
+constexpr size_t kMaxSocketNameNbytes = 32;
 constexpr size_t kMaxRemarkNbytes = 255;
 
 std::optional<uint64_t> parseNumber(const std::string& text, uint64_t limit) {
@@ -78,7 +78,8 @@ std::string RankRecord::wireText() const {
   if (!process_id.empty()) {
     put("process_id", process_id);
   }
-  put("watch", printable(watch_name, kMaxWatchNbytes));
+  put("watch", printable(watch_name, kMaxSocketNameNbytes));
+  put("unix", printable(unix_socket, kMaxSocketNameNbytes));
   put("remark", printable(remark, kMaxRemarkNbytes));
   put("config", printable(config_text, kMaxConfigNbytes));
   return out;
@@ -123,7 +124,8 @@ RankRecord RankRecord::fromWireText(const std::string& text, int rank) {
   record.nonce = number("nonce", UINT64_MAX);
   record.run = number("run", UINT64_MAX);
   record.config_text = printable(fields["config"], kMaxConfigNbytes);
-  record.watch_name = printable(fields["watch"], kMaxWatchNbytes);
+  record.watch_name = printable(fields["watch"], kMaxSocketNameNbytes);
+  record.unix_socket = printable(fields["unix"], kMaxSocketNameNbytes);
   record.process_id = fields["process_id"];
   if (!record.process_id.empty() && !isProcessId(record.process_id)) {
     refuse(rank, "its process id cannot be read");

@@ -12,9 +12,11 @@
 #include "base/error.h"
 #include "base/printable.h"
 #include "transport/net/select_address.h"
+#include "transport/rendezvous/address_round.h"
 #include "transport/rendezvous/find_generation.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
+#include "transport/rendezvous/unix_sockets.h"
 #include "transport/secure/crypto.h"
 #include "transport/socket_error.h"
 #include "transport/wire.h"
@@ -23,6 +25,11 @@
 //
 //   1. every rank writes  member/<rank>  = who and where I am;  rank 0 reads them all and writes  member/all
 //   2. every rank binds and writes  address/<rank>;             rank 0 reads them all and writes  address/all
+//
+// A rank that reaches all others by Unix sockets, which it tries in between, binds no port and writes "unix". If others did bind, it binds
+// too, and
+//
+//   3. every rank writes  port/<rank>;                          rank 0 reads them all and writes  port/all
 //
 // So N ranks exchange their records in O(N) store calls instead of N^2. Waiting costs more: each rank polls the list
 // and `error`, with pauses of 1 to 100 ms. Ranks other than 0 also poll up to 32 single records each time, so that they
@@ -36,7 +43,6 @@
 namespace pycomm {
 namespace {
 
-constexpr size_t kMaxAddresses = 8; // of one rank
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
 
 uint64_t randomNumber() {
@@ -71,7 +77,11 @@ void checkConfig(const RendezvousConfig& config) {
   }
 }
 
-RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route, bool sealed) {
+RankRecord ownRecord(
+    const RendezvousConfig& config,
+    const SocketAddress& route,
+    const std::string& unix_socket,
+    bool sealed) {
   RankRecord record;
   record.version = FrameHeader::kVersion;
   record.rank = config.rank;
@@ -86,6 +96,7 @@ RankRecord ownRecord(const RendezvousConfig& config, const SocketAddress& route,
   record.run = config.rank == 0 ? randomNumber() : 0;
   record.process_id = sealed ? config.process_id : ProcessId();
   record.watch_name = config.watch_name;
+  record.unix_socket = unix_socket;
   record.remark = config.remark;
   return record;
 }
@@ -141,25 +152,6 @@ Introduced introduce(StoreRound& round, const RankRecord& mine) {
   return introduced;
 }
 
-// Separated by spaces; at least one address.
-std::vector<SocketAddress> readAddresses(int rank, const std::string& text) {
-  std::vector<SocketAddress> addresses;
-  size_t begin = 0;
-  while (begin <= text.size()) {
-    const size_t end = std::min(text.find(' ', begin), text.size());
-    const auto address = SocketAddress::fromWireText(text.substr(begin, end - begin));
-    if (!address || address->port() == 0 || address->isUnspecified() || addresses.size() == kMaxAddresses) {
-      throw Error(
-          ErrorCode::ProtocolViolation,
-          "the store holds an address of rank " + std::to_string(rank) + " that no pycomm wrote",
-          "is the store shared with another program?");
-    }
-    addresses.push_back(*address);
-    begin = end + 1;
-  }
-  return addresses;
-}
-
 // The rank with the fewest interfaces decides: all ranks use the same list.
 void keepCommon(std::vector<Member>& members) {
   size_t common = kMaxAddresses;
@@ -196,14 +188,33 @@ void checkReachable(const std::vector<Member>& members) {
   }
 }
 
-std::vector<Member> exchangeAddresses(
-    const StoreRound& round,
+/// Binds the ports of this rank, and returns their addresses as text.
+std::string bindPorts(
+    Rendezvous& met,
+    const RendezvousConfig& config,
+    const AddressPolicy& policy,
+    const HostNetwork& network,
+    const AddressChoice& choice) {
+  met.listener = Listener::bind(choice.address, config.ports);
+  met.listener.deferSilent();
+  met.local_address = met.listener.address();
+  std::string addresses = met.local_address.wireText();
+  for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
+    if (met.further.size() + 1 < kMaxAddresses) {
+      met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
+      met.further.back().listener.deferSilent();
+      addresses += " " + met.further.back().listener.address().wireText();
+    }
+  }
+  return addresses;
+}
+
+std::vector<Member> membersOf(
     const std::vector<RankRecord>& records,
-    const std::string& addresses) {
-  const auto name = [&](int rank, const std::string&) { return records[static_cast<size_t>(rank)].who(); };
+    std::vector<std::vector<SocketAddress>> addresses,
+    const std::vector<SocketAddress>& reached) {
   std::vector<Member> members;
-  for (const std::string& text : round.gather("address", addresses, readAddresses, name)) {
-    const RankRecord& record = records[members.size()];
+  for (const RankRecord& record : records) {
     Member member;
     member.rank = record.rank;
     member.host = record.host;
@@ -212,13 +223,18 @@ std::vector<Member> exchangeAddresses(
     member.watch_name = record.watch_name;
     member.remark = record.remark;
     member.process_id = record.process_id;
-    member.further = readAddresses(record.rank, text);
-    member.address = member.further.front();
-    member.further.erase(member.further.begin());
+    member.unix_socket = reached[members.size()];
+    member.further = std::move(addresses[members.size()]);
+    if (!member.further.empty()) {
+      member.address = member.further.front();
+      member.further.erase(member.further.begin());
+    }
     members.push_back(std::move(member));
   }
-  checkReachable(members);
-  keepCommon(members);
+  if (!members.front().address.empty()) {
+    checkReachable(members);
+    keepCommon(members);
+  }
   return members;
 }
 
@@ -228,7 +244,8 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   policy.family = config.family;
   policy.store_host = config.store_host;
   const HostNetwork network = HostNetwork::ofThisHost();
-  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address, round.store.sealed());
+  UnixSockets sockets(config.unix_sockets && config.size > 1);
+  const RankRecord mine = ownRecord(config, chooseRoute(policy, network).address, sockets.name(), round.store.sealed());
   const auto [records, transcript, nonce] = introduce(round, mine);
 
   std::vector<RankRoute> routes;
@@ -243,19 +260,13 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   met.group_hash = hashOf(config.group_name, met.nonce);
   met.interface_name = choice.interface_name;
   met.address_reason = choice.why;
-  met.listener = Listener::bind(choice.address, config.ports);
-  met.listener.deferSilent();
-  met.local_address = met.listener.address();
-  std::string addresses = met.local_address.wireText();
-  for (const AddressChoice& other : chooseFurther(policy, network, choice)) {
-    if (met.further.size() + 1 < kMaxAddresses) {
-      met.further.push_back({other.interface_name, Listener::bind(other.address, config.ports)});
-      met.further.back().listener.deferSilent();
-      addresses += " " + met.further.back().listener.address().wireText();
-    }
-  }
-  met.members = exchangeAddresses(round, records, addresses);
+  met.local_address = choice.address;
+  sockets.reach(records, config.rank);
+  std::vector<std::vector<SocketAddress>> addresses = exchangeAddresses(
+      round, records, !sockets.reachesAll(), [&] { return bindPorts(met, config, policy, network, choice); });
+  met.members = membersOf(records, std::move(addresses), sockets.reached());
   met.further.resize(met.members.front().further.size());
+  met.unix_listener = sockets.take();
   return met;
 }
 

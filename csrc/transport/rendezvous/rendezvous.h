@@ -26,6 +26,8 @@ struct RendezvousConfig {
   PortRange ports;
   uint32_t config_digest = 0; ///< digest of every option that must be the same on all ranks
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
+  bool unix_sockets =
+      false; ///< connect ranks of one host by Unix sockets, where they reach each other so; the same on all ranks
   std::string watch_name; ///< address at which processes of this host may watch this one; empty: none
   std::string remark; ///< one line that all ranks get (Member::remark)
   ProcessId process_id; ///< of this process, if the store is sealed
@@ -39,7 +41,9 @@ struct Member {
   std::string host;
   HostIdentity identity;
   int64_t pid = 0;
-  SocketAddress address; ///< listening address
+  SocketAddress
+      address; ///< listening address; empty if all ranks reach each other by Unix sockets: then nobody has a port
+  SocketAddress unix_socket; ///< where this rank, the reader, reaches it within the host; empty: not by a Unix socket
   std::vector<SocketAddress> further; ///< further listening addresses, on as many interfaces as every rank has
   std::string watch_name;
   std::string remark;
@@ -54,10 +58,11 @@ struct Rendezvous {
   /// have known it before all ranks had written theirs. Empty in any other store.
   std::string transcript;
   uint32_t group_hash = 0; ///< of the group's name and the nonce
-  SocketAddress local_address;
+  SocketAddress local_address; ///< without a port if no rank has one
   std::string interface_name;
   std::string address_reason; ///< the reason for this address: "route to the store's host 10.0.0.1"
-  Listener listener;
+  Listener listener; ///< empty if no rank has a port
+  Listener unix_listener; ///< empty: nobody can reach this rank by a Unix socket
   /// The further interfaces that the user listed: as many as all ranks have.
   struct Further {
     std::string interface_name;
@@ -73,6 +78,8 @@ struct Rendezvous {
 /// Throws Error: InvalidArgument (rank, size), DuplicateRank, ConfigMismatch, VersionMismatch (both values printed),
 /// NoInterface, PortsExhausted, RendezvousTimeout naming the missing and the present ranks, StoreLost, or the token's
 /// reason. An error that one rank finds ends the rendezvous on all ranks, with the same record.
+/// With `unix_sockets`, ranks of one host try each other's socket before they bind a port. If each of a group reaches all
+/// others, none binds one. If a single one does not (another user, a security module), all bind, in a round of their own.
 /// Cost: O(size) store calls on rank 0, O(1) plus polling on the others.
 [[nodiscard]] Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort);
 

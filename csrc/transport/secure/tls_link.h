@@ -13,7 +13,7 @@
 
 namespace pycomm {
 
-/// A Link in TLS over another Link, which is usually a TcpLink. OpenSSL never sees the socket: it reads from and writes to two buffers of
+/// A Link in TLS over another Link, which is usually a SocketLink. OpenSSL never sees the socket: it reads from and writes to two buffers of
 /// this object.
 ///
 /// What tryWrite() takes is encrypted at once and no longer needed, so a caller may go on with other bytes after any partial write. It

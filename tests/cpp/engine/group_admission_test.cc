@@ -11,7 +11,7 @@
 #include "base/fault_point.h"
 #include "engine/ranks.h"
 #include "transport/error_matchers.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {
@@ -86,9 +86,9 @@ int64_t formed(int strangers) {
     });
   }
   const SocketAddress address = SocketAddress::fromWireText(shared.get(port_key, Deadline::after(20000))).value();
-  std::vector<std::unique_ptr<TcpLink>> crowd;
+  std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < strangers; ++i) {
-    crowd.push_back(connectTcp({}, address, Deadline::after(20000), kNoAbort));
+    crowd.push_back(connectSocket({}, address, Deadline::after(20000), kNoAbort));
     const std::byte byte{'c'};
     writeAll(*crowd.back(), {&byte, 1}, Deadline::after(20000), kNoAbort);
   }

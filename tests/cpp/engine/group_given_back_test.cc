@@ -169,7 +169,7 @@ TEST_P(GivenBack, NoByteComesIntoMemoryOfAnOperationThatHasEnded) {
     // With few cores all may be there before this thread runs again and ends the group: then there is more of it.
     for (int attempt = 0; attempt < 12 && found.cut_short == 0; ++attempt) {
       if (slow) {
-        armFaultPoints("tcp.write:1+:short,shared.write:1+:short");
+        armFaultPoints("socket.write:1+:short,shared.write:1+:short");
       }
       found = endInTheMiddle(GetParam(), kLargeNumel << (attempt / 4));
       if (slow) {

@@ -2,13 +2,22 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/fault_point.h"
+#include "engine/links/connector.h"
 #include "engine/ranks.h"
 #include "engine/sums.h"
 #include "transport/error_matchers.h"
@@ -44,7 +53,7 @@ TEST(GroupSecret, KeysChangeUnderWay) {
   });
 }
 
-// The bytes go through memory, and the bells of the links through TLS.
+// The bytes go through memory, and the bells of the links through Unix sockets.
 TEST(GroupSecret, RanksOfOneHostShareMemory) {
   runRanks(
       3,
@@ -161,6 +170,108 @@ TEST(GroupSecret, RequireWithoutASecretIsAnErrorIfHostsDiffer) {
   EXPECT_THAT(record.hint, HasSubstr("python -m pycomm secret --generate"));
   security.secret = theSecret();
   security.checkHosts(rosterOn(2));
+}
+
+// ---- Unix sockets within a host
+
+/// The TCP ports on which this process listens.
+size_t listeningPorts() {
+  std::set<std::string> inodes;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone; // the directory's own descriptor, at the end
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    if (target.rfind("socket:[", 0) == 0) {
+      inodes.insert(target.substr(8, target.size() - 9));
+    }
+  }
+  size_t count = 0;
+  for (const char* path : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
+    std::ifstream table(path);
+    for (std::string line; std::getline(table, line);) {
+      std::istringstream fields(line);
+      const std::vector<std::string> words{std::istream_iterator<std::string>(fields), {}};
+      count += words.size() > 9 && words[3] == "0A" && inodes.count(words[9]) != 0 ? 1 : 0; // 0A: LISTEN
+    }
+  }
+  return count;
+}
+
+TEST(GroupUnixSockets, AGroupOfOneHostListensOnNoPort) {
+  for (const bool secret : {false, true}) {
+    std::atomic<size_t> ports{0};
+    const auto adjust = [&](Transport transport) {
+      return [=](Group::Config& config) {
+        if (secret) {
+          withSecret(config);
+        }
+        config.transport = transport;
+      };
+    };
+    const auto look = [&](Rank& self) {
+      sumEverySize(self);
+      ports = std::max(ports.load(), listeningPorts());
+    };
+    runRanks(3, look, adjust(Transport::Auto));
+    EXPECT_EQ(ports, 0U);
+    runRanks(3, look, adjust(Transport::Tcp));
+    EXPECT_GT(ports, 0U) << "it does not see them";
+  }
+}
+
+// Ranks send messages over them where there is no shared memory, with several connections a link too.
+TEST(GroupUnixSockets, SumsOfEverySizeGoOverThem) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  for (const int streams : {1, 3}) {
+    armFaultPoints("arena.create:1+:errno=EMFILE");
+    runRanks(
+        3,
+        [](Rank& self) {
+          EXPECT_FALSE(self.group.sharesMemory());
+          EXPECT_TRUE(self.group.identity().isWithinHost());
+          sumEverySize(self);
+        },
+        [&](Group::Config& config) { withSecret(config, streams, Transport::Auto); });
+    armFaultPoints("");
+  }
+}
+
+// Whoever reads the store knows the nonce of the job, and as the same user reaches the socket; without the secret it is sent away.
+TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
+  runRanks(
+      2,
+      [](Rank& self) {
+        const GroupIdentity& identity = self.group.identity();
+        EXPECT_NE(identity.unix_nonce, identity.nonce);
+        EXPECT_NE(identity.unix_nonce, identity.memory_key);
+        if (self.rank == 0) {
+          GroupIdentity stranger = identity;
+          stranger.unix_nonce = identity.nonce;
+          const auto link = Connector(stranger).startBulk(1);
+          const ErrorRecord record = errorOf([&] { (void)waitConnected(*link, Deadline::after(5000), kNoAbort); });
+          EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
+          EXPECT_THAT(record.summary, HasSubstr("another pycomm job or group"));
+        }
+        sumEverySize(self); // and rank 1 is there until then
+      },
+      [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+}
+
+TEST(GroupUnixSockets, RequireWithoutASecretBelievesThemAlone) {
+  const auto records = [](Transport transport) {
+    return meeting([=](Group::Config& config, int) {
+      config.transport = transport;
+      config.security.policy = SecurityPolicy::Require;
+    });
+  };
+  for (const ErrorRecord& record : records(Transport::Auto)) {
+    EXPECT_EQ(record.code, ErrorCode::Ok) << record.text();
+  }
+  for (const ErrorRecord& record : records(Transport::Tcp)) {
+    EXPECT_EQ(record.code, ErrorCode::InvalidArgument);
+    EXPECT_THAT(record.summary, HasSubstr("do not all reach each other by Unix sockets"));
+  }
 }
 
 } // namespace

@@ -7,7 +7,7 @@
 
 #include <map>
 
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 namespace pycomm {
 namespace {
@@ -68,8 +68,8 @@ TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
   planes.openControl({}, membership);
   int ends[2] = {-1, -1};
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-  TcpLink peer{UniqueFd(ends[0])};
-  planes.control()->adopt(0, std::make_unique<TcpLink>(UniqueFd(ends[1])));
+  SocketLink peer{UniqueFd(ends[0])};
+  planes.control()->adopt(0, std::make_unique<SocketLink>(UniqueFd(ends[1])));
 
   FrameHeader question;
   question.type = FrameType::Waiting;

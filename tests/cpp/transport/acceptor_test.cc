@@ -74,10 +74,10 @@ class Desk {
     return true;
   }
 
-  [[nodiscard]] std::unique_ptr<TcpLink> dial() const {
-    return connectTcp(kLoopback, acceptor.address(), Deadline::after(20000), kNoAbort);
+  [[nodiscard]] std::unique_ptr<SocketLink> dial() const {
+    return connectSocket(kLoopback, acceptor.address(), Deadline::after(20000), kNoAbort);
   }
-  [[nodiscard]] std::unique_ptr<TcpLink> dial(const std::string& bytes) const {
+  [[nodiscard]] std::unique_ptr<SocketLink> dial(const std::string& bytes) const {
     auto link = dial();
     writeAll(*link, view(bytes), Deadline::after(20000), kNoAbort);
     return link;
@@ -258,7 +258,7 @@ TEST(Acceptor, KeepsNoStrangerPastItsBounds) {
 
 TEST(Acceptor, LetsAPeerThroughACrowdOfSilentConnections) {
   Desk desk;
-  std::vector<std::unique_ptr<TcpLink>> crowd;
+  std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 200; ++i) {
     crowd.push_back(desk.dial());
   }
@@ -272,7 +272,7 @@ TEST(Acceptor, LetsAPeerThroughACrowdOfSilentConnections) {
 // As many as a host can have ready before anybody is served, each of which says a little and no more.
 TEST(Acceptor, LetsAPeerThroughAThousandSlowConnections) {
   Desk desk;
-  std::vector<std::unique_ptr<TcpLink>> crowd;
+  std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 1000; ++i) {
     crowd.push_back(desk.dial(encodeHello(helloOf(1)).substr(0, static_cast<size_t>(i % 95 + 1))));
   }
@@ -291,7 +291,7 @@ TEST(Acceptor, SendsNobodyAwayWhoHasSaidEverything) {
   const std::string hello = encodeHello(helloOf(2));
   const auto slow = desk.dial(hello.substr(0, 50));
   ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
-  std::vector<std::unique_ptr<TcpLink>> crowd;
+  std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 64; ++i) {
     crowd.push_back(desk.dial("c"));
   }
@@ -328,7 +328,7 @@ TEST(Acceptor, RefusesItsOwnRankAndAnotherEpoch) {
   of_epoch.epoch = 1;
   int64_t refused = 0;
   for (const Hello& hello : {helloOf(2), of_epoch}) {
-    const auto link = connectTcp(kLoopback, acceptor.address(), Deadline::after(20000), kNoAbort);
+    const auto link = connectSocket(kLoopback, acceptor.address(), Deadline::after(20000), kNoAbort);
     writeAll(*link, view(encodeHello(hello)), Deadline::after(20000), kNoAbort);
     ++refused;
     for (const Deadline deadline = Deadline::after(5000); acceptor.rejected() < refused;) {
@@ -354,7 +354,7 @@ TEST(Acceptor, ServesPeersDuringAStormOfGarbage) {
       }
     }
   });
-  std::vector<std::unique_ptr<TcpLink>> peers;
+  std::vector<std::unique_ptr<SocketLink>> peers;
   for (int rank = 0; rank < 4; ++rank) {
     peers.push_back(desk.dial(encodeHello(helloOf(rank))));
     EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == peers.size(); })) << rank;
@@ -416,7 +416,7 @@ TEST(Acceptor, SendsGarbageAwayWithoutAFileLeft) {
   EXPECT_STRNE(early.what(), "");
   EXPECT_TRUE(Process([] {
                 Desk desk;
-                std::vector<std::unique_ptr<TcpLink>> junk;
+                std::vector<std::unique_ptr<SocketLink>> junk;
                 for (int i = 0; i < 20; ++i) {
                   junk.push_back(desk.dial("garbage"));
                 }
@@ -460,6 +460,26 @@ TEST(Acceptor, CanBeNestedInAnotherEpollSet) {
   EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 5000), 1);
   EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == 1; }));
   EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 0), 0);
+}
+
+// The Hello over a Unix socket has a nonce of its own: the other one is no secret.
+TEST(Acceptor, TakesAPeerFromAUnixSocket) {
+  Acceptor acceptor(Listener::bindUnix(randomUnixName()), config());
+  const auto dial = [&](uint64_t nonce) {
+    Hello hello = helloOf(2);
+    hello.nonce = nonce;
+    auto link = connectSocket({}, acceptor.address(), Deadline::after(5000), kNoAbort);
+    writeAll(*link, view(encodeHello(hello)), Deadline::after(5000), kNoAbort);
+    return link;
+  };
+  const auto stranger = dial(kNonce + 1);
+  const auto peer = dial(kNonce);
+  std::vector<Accepted> accepted = acceptor.poll(Clock::now());
+  ASSERT_EQ(accepted.size(), 1U);
+  EXPECT_EQ(accepted[0].hello.rank, 2);
+  EXPECT_EQ(acceptor.rejected(), 1);
+  FrameHeader header;
+  EXPECT_THAT(readReply(*stranger, header), HasSubstr("another pycomm job or group"));
 }
 
 } // namespace

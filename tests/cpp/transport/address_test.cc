@@ -4,6 +4,10 @@
 #include <gtest/gtest.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <sys/un.h>
+
+#include <cstring>
+#include <string>
 
 #include "transport/error_matchers.h"
 
@@ -94,7 +98,7 @@ TEST(SocketAddress, ReadsOnlyItsOwnWireText) {
 
 TEST(SocketAddress, IsEmptyForOtherFamilies) {
   sockaddr other{};
-  other.sa_family = AF_UNIX;
+  other.sa_family = AF_NETLINK;
   EXPECT_TRUE(SocketAddress::fromSockaddr(&other, sizeof other).empty());
   EXPECT_TRUE(SocketAddress::fromSockaddr(nullptr, 0).empty());
   other.sa_family = AF_INET6;
@@ -115,6 +119,33 @@ TEST(Resolve, NamesTheHostItCannotFind) {
   EXPECT_FALSE(record.cause.empty());
   EXPECT_THAT(
       errorOf([] { (void)resolve("10.0.0.1", 1, AddressFamily::IPv6); }).summary, HasSubstr("has no IPv6 address"));
+}
+
+TEST(SocketAddress, HasNamesOfUnixSocketsToo) {
+  const SocketAddress one = SocketAddress::unixSocket("4f0c");
+  EXPECT_TRUE(one.isUnix());
+  EXPECT_FALSE(one.empty());
+  EXPECT_EQ(one.text(), "unix:pycomm/4f0c");
+  EXPECT_EQ(one.port(), 0);
+  EXPECT_EQ(one.withPort(7), one);
+  EXPECT_FALSE(one.isLoopback() || one.isLinkLocal() || one.isUnspecified());
+  EXPECT_EQ(SocketAddress::fromSockaddr(one.raw(), one.rawLength()), one);
+  EXPECT_NE(SocketAddress::unixSocket("4f0d"), one);
+  EXPECT_NE(SocketAddress::parse("10.0.0.1", 1), one);
+  EXPECT_EQ(SocketAddress::unixSocket(std::string(kMaxUnixName, 'x')).text(), "unix:pycomm/" + std::string(64, 'x'));
+  // A socket that is bound to no name, or to a file.
+  sockaddr_un other{};
+  other.sun_family = AF_UNIX;
+  EXPECT_EQ(
+      SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&other), sizeof other.sun_family).text(), "unix");
+  std::strcpy(other.sun_path, "/tmp/file");
+  EXPECT_EQ(SocketAddress::fromSockaddr(reinterpret_cast<const sockaddr*>(&other), sizeof other).text(), "unix");
+  for (const std::string& bad : {std::string(), std::string(kMaxUnixName + 1, 'x'), std::string("a\0b", 3)}) {
+    EXPECT_EQ(errorOf([&] { (void)SocketAddress::unixSocket(bad); }).code, ErrorCode::InvalidArgument);
+  }
+  // It is no text for other hosts.
+  EXPECT_FALSE(SocketAddress::fromWireText(one.text()));
+  EXPECT_NE(randomUnixName(), randomUnixName());
 }
 
 } // namespace

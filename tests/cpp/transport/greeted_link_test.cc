@@ -37,7 +37,7 @@ Hello hello() {
 /// A peer that does with each connection what the test says.
 class Server {
  public:
-  using Serve = std::function<void(TcpLink& link, int nth)>;
+  using Serve = std::function<void(SocketLink& link, int nth)>;
 
   explicit Server(Serve serve) : serve_(std::move(serve)), listener_(Listener::bind(kLoopback, {})) {}
 
@@ -46,7 +46,7 @@ class Server {
   bool bringUp(GreetedLink& link, int timeout_ms = 10000) {
     for (const Deadline deadline = Deadline::after(timeout_ms); !deadline.expired();) {
       while (auto incoming = listener_ ? listener_.accept() : std::nullopt) {
-        links_.push_back(std::make_unique<TcpLink>(std::move(incoming->fd)));
+        links_.push_back(std::make_unique<SocketLink>(std::move(incoming->fd)));
         serve_(*links_.back(), static_cast<int>(links_.size()));
         if (dropped_) {
           links_.back() = nullptr;
@@ -81,7 +81,7 @@ class Server {
  private:
   Serve serve_;
   Listener listener_;
-  std::vector<std::unique_ptr<TcpLink>> links_;
+  std::vector<std::unique_ptr<SocketLink>> links_;
   bool dropped_ = false;
 };
 
@@ -96,8 +96,8 @@ std::string readHello(Link& link) {
 }
 
 TEST(GreetedLink, IsUpOnceThePeerHasReplied) {
-  TcpLink* reader = nullptr;
-  Server peer([&](TcpLink& link, int) { reader = &link; });
+  SocketLink* reader = nullptr;
+  Server peer([&](SocketLink& link, int) { reader = &link; });
   GreetedLink link({}, peer.address(), hello());
   EXPECT_FALSE(peer.bringUp(link, 300)) << "connected and greeted is not accepted";
   ASSERT_NE(reader, nullptr);
@@ -116,7 +116,7 @@ TEST(GreetedLink, IsUpOnceThePeerHasReplied) {
 // By an orderly end or by a reset (unread bytes), before and after the Hello: all of them are "try again".
 TEST(GreetedLink, ConnectsAgainWhenItIsDroppedBeforeTheReply) {
   Server* self = nullptr;
-  Server peer([&](TcpLink& link, int nth) {
+  Server peer([&](SocketLink& link, int nth) {
     if (nth <= 3) {
       if (nth == 2) {
         (void)readHello(link);
@@ -141,7 +141,7 @@ TEST(GreetedLink, ConnectsAgainWhenItIsDroppedBeforeTheReply) {
 
 TEST(GreetedLink, EndsWhenThePeerHasGone) {
   Server* self = nullptr;
-  Server peer([&](TcpLink&, int) {
+  Server peer([&](SocketLink&, int) {
     self->dropThis();
     self->close();
   });
@@ -158,7 +158,7 @@ TEST(GreetedLink, GivesTheReasonOfARefusal) {
   ErrorRecord reason;
   reason.code = ErrorCode::ConfigMismatch;
   reason.summary = "the two sides have world sizes 4 and 9";
-  Server peer([&](TcpLink& link, int) { writeText(link, encodeHelloRefused(reason)); });
+  Server peer([&](SocketLink& link, int) { writeText(link, encodeHelloRefused(reason)); });
   GreetedLink link({}, peer.address(), hello());
   const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
@@ -182,7 +182,7 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
       reply([](FrameHeader& header) { header.payload_nbytes = ErrorRecord::kMaxSerializedNbytes + 1; }),
       reply([](FrameHeader& header) { header.payload_nbytes = 7; }) + "garbage"};
   for (const std::string& bytes : replies) {
-    Server peer([&](TcpLink& link, int) { writeText(link, bytes); });
+    Server peer([&](SocketLink& link, int) { writeText(link, bytes); });
     GreetedLink link({}, peer.address(), hello());
     EXPECT_EQ(errorOf([&] { (void)peer.bringUp(link); }).code, ErrorCode::ProtocolViolation) << bytes;
     EXPECT_EQ(peer.connections(), 1U);
@@ -234,7 +234,7 @@ bool bringUpInAnyOrder(uint32_t seed, int streams) {
   std::atomic<bool> up{false};
   std::thread peer([&] {
     std::mt19937 random(seed);
-    std::vector<std::unique_ptr<TcpLink>> accepted;
+    std::vector<std::unique_ptr<SocketLink>> accepted;
     for (const Deadline deadline = Deadline::after(20000); !up && !deadline.expired();) {
       pollfd ready{listener.fd(), POLLIN, 0};
       (void)::poll(&ready, 1, 5);
@@ -242,7 +242,7 @@ bool bringUpInAnyOrder(uint32_t seed, int streams) {
       if (!incoming) {
         continue;
       }
-      auto link = std::make_unique<TcpLink>(std::move(incoming->fd));
+      auto link = std::make_unique<SocketLink>(std::move(incoming->fd));
       const auto answer = static_cast<Answer>(random() % kAnswers);
       try {
         if (answer == Answer::AcceptLate || answer == Answer::DropAfterHello) {
@@ -293,9 +293,9 @@ TEST(GreetedLink, IsALinkAlsoIfItCannotConnectAgain) {
     GTEST_SKIP() << "needs fault points";
   }
   Server* self = nullptr;
-  Server peer([&](TcpLink&, int) { self->dropThis(); });
+  Server peer([&](SocketLink&, int) { self->dropThis(); });
   self = &peer;
-  armFaultPoints("tcp.connect:2:errno=ENETUNREACH");
+  armFaultPoints("socket.connect:2:errno=ENETUNREACH");
   GreetedLink link({}, peer.address(), hello());
   const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
   armFaultPoints("");
@@ -314,7 +314,7 @@ TEST(GreetedLink, NamesBothVersionsToAnOlderOrNewerPeer) {
          {encodeHelloRefused(reason), encodeHelloAccepted(5), std::string("cy\x01\x02 something else")}) {
       bytes[2] = static_cast<char>(version);
       bytes.resize(std::max<size_t>(bytes.size(), sizeof(FrameHeader)), '\xff');
-      Server peer([&](TcpLink& link, int) { writeText(link, bytes); });
+      Server peer([&](SocketLink& link, int) { writeText(link, bytes); });
       GreetedLink link({}, peer.address(), hello());
       const ErrorRecord record = errorOf([&] { (void)peer.bringUp(link); });
       EXPECT_EQ(record.code, ErrorCode::VersionMismatch) << record.text();
@@ -351,6 +351,36 @@ TEST(GreetedLink, IsAcceptedByAnAcceptor) {
   std::byte next{};
   readAll(link, {&next, 1}, Deadline::after(5000), kNoAbort);
   EXPECT_EQ(next, std::byte{'x'});
+}
+
+// The queue of a Unix socket is full: its process has not come to accept for a while.
+TEST(GreetedLink, WaitsForRoomInTheQueueOfAUnixSocket) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  AcceptorConfig config;
+  config.nonce = hello().nonce;
+  config.group = hello().group;
+  config.size = hello().size;
+  Acceptor acceptor(Listener::bindUnix(randomUnixName()), config);
+  armFaultPoints("socket.connect:1:errno=EAGAIN,socket.connect:2:errno=EAGAIN");
+  GreetedLink link({}, acceptor.address(), hello());
+  EXPECT_THAT(link.describe(), HasSubstr(acceptor.address().text()));
+  bool up = false;
+  for (const Deadline deadline = Deadline::after(10000); !up && !deadline.expired();) {
+    pollfd ready{link.fd(), link.roomEvent(), 0};
+    if (::poll(&ready, 1, 5) == 1) {
+      up = link.finishConnect();
+    }
+    (void)acceptor.poll(Clock::now());
+  }
+  armFaultPoints("");
+  EXPECT_TRUE(up);
+  EXPECT_EQ(link.drops(), 2);
+  // Over TCP the same errno means that no port is left.
+  armFaultPoints("socket.connect:1:errno=EAGAIN");
+  EXPECT_EQ(errorOf([&] { GreetedLink tcp({}, kLoopback.withPort(1), hello()); }).code, ErrorCode::ConnectFailed);
+  armFaultPoints("");
 }
 
 } // namespace

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -12,7 +14,7 @@
 
 #include "transport/error_matchers.h"
 #include "transport/loopback.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/process.h"
 
 namespace pycomm {
@@ -46,7 +48,7 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
   // Another address of the same host is not listened on.
   const auto elsewhere = SocketAddress::parse("127.0.0.2", listener.address().port());
   EXPECT_EQ(
-      errorOf([&] { (void)connectTcp({}, elsewhere, Deadline::after(0), AbortToken()); }).code,
+      errorOf([&] { (void)connectSocket({}, elsewhere, Deadline::after(0), AbortToken()); }).code,
       ErrorCode::ConnectFailed);
 }
 
@@ -54,11 +56,11 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
 TEST(Listener, LeavesSilentClientsToTheKernel) {
   Listener listener = Listener::bind(kLoopback, {});
   listener.deferSilent();
-  std::vector<std::unique_ptr<TcpLink>> silent;
+  std::vector<std::unique_ptr<SocketLink>> silent;
   for (int i = 0; i < 200; ++i) {
-    silent.push_back(connectTcp(kLoopback, listener.address(), Deadline::after(5000), kNoAbort));
+    silent.push_back(connectSocket(kLoopback, listener.address(), Deadline::after(5000), kNoAbort));
   }
-  const auto speaks = connectTcp(kLoopback, listener.address(), Deadline::after(5000), kNoAbort);
+  const auto speaks = connectSocket(kLoopback, listener.address(), Deadline::after(5000), kNoAbort);
   const TimePoint begin = Clock::now();
   const std::byte byte{7};
   writeAll(*speaks, {&byte, 1}, Deadline::after(5000), kNoAbort);
@@ -79,7 +81,7 @@ TEST(Listener, WorksOverIPv6) {
   } catch (const Error& error) {
     GTEST_SKIP() << "this host has no IPv6 loopback: " << error.what();
   }
-  const auto link = connectTcp(loopback, listener.address(), Deadline::after(5000), AbortToken());
+  const auto link = connectSocket(loopback, listener.address(), Deadline::after(5000), AbortToken());
   EXPECT_THAT(link->describe(), HasSubstr("[::1]:"));
   ASSERT_TRUE(waitReadable(listener.fd()));
   EXPECT_TRUE(listener.accept()->remote.isLoopback());
@@ -152,6 +154,55 @@ TEST(Listener, SaysWhichLimitOnFilesWasReached) {
                 hoard.clear();
                 return named && listener.accept().has_value(); // the connection has waited
               }).join());
+}
+
+// ---- Unix sockets
+
+bool dials(const SocketAddress& address) {
+  return connectSocket({}, address, Deadline::after(5000), kNoAbort) != nullptr;
+}
+
+TEST(Listener, AcceptsProcessesOfThisUserOnAUnixSocket) {
+  Listener listener = Listener::bindUnix(randomUnixName());
+  listener.deferSilent();
+  EXPECT_FALSE(listener.accept());
+  Process peer([&] { return dials(listener.address()); });
+  ASSERT_TRUE(waitReadable(listener.fd()));
+  const auto incoming = listener.accept();
+  ASSERT_TRUE(incoming);
+  EXPECT_EQ(incoming->remote.text(), "unix");
+  EXPECT_NE(::fcntl(incoming->fd.get(), F_GETFL) & O_NONBLOCK, 0);
+  EXPECT_NE(::fcntl(incoming->fd.get(), F_GETFD) & FD_CLOEXEC, 0);
+  EXPECT_TRUE(peer.join());
+  // Its name is taken while it lives, and no longer.
+  const std::string text = listener.address().text();
+  const std::string name = text.substr(text.rfind('/') + 1);
+  EXPECT_EQ(errorOf([&] { (void)Listener::bindUnix(name); }).code, ErrorCode::SystemError);
+  listener = Listener();
+  EXPECT_NO_THROW((void)Listener::bindUnix(name));
+}
+
+TEST(Listener, LetsNoOtherUserOntoAUnixSocket) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "needs root, to become others";
+  }
+  Listener listener = Listener::bindUnix(randomUnixName());
+  // Who connects looks too, so a stranger with a pycomm of its own is stopped on its side already; this one does not look.
+  Process other([&] {
+    const UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    char byte = 0;
+    return ::setresuid(4321, 4321, 4321) == 0 &&
+        ::connect(fd.get(), listener.address().raw(), listener.address().rawLength()) == 0 &&
+        ::read(fd.get(), &byte, 1) == 0; // dropped
+  });
+  ASSERT_TRUE(waitReadable(listener.fd()));
+  EXPECT_FALSE(listener.accept());
+  EXPECT_TRUE(other.join());
+  Process looks([&] {
+    return ::setresuid(4321, 4321, 4321) == 0 &&
+        errorOf([&] { (void)startConnect({}, listener.address()); }).cause.rfind("EACCES", 0) == 0;
+  });
+  EXPECT_TRUE(looks.join());
 }
 
 } // namespace

@@ -12,7 +12,7 @@
 #include "transport/directory_store.h"
 #include "transport/error_matchers.h"
 #include "transport/net/select_address.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/process.h"
 #include "transport/rendezvous/rendezvous.h"
 
@@ -94,7 +94,7 @@ TEST(Netns, TwoHostsMeetOverTheWireAndNotOverLoopback) {
     EXPECT_EQ(met.members[1].identity, met.members[2].identity);
     // Everybody reaches everybody.
     for (const Member& member : met.members) {
-      (void)connectTcp(met.local_address, member.address, Deadline::after(10000), kNoAbort);
+      (void)connectSocket(met.local_address, member.address, Deadline::after(10000), kNoAbort);
     }
     // Stay until all have tried.
     store.set("done/" + std::to_string(rank), "1");
@@ -139,7 +139,7 @@ TEST(Netns, NeverConnectsASocketToItself) {
                 std::ofstream("/proc/sys/net/ipv4/ip_local_port_range") << "40001 40001";
                 const SocketAddress loopback = SocketAddress::parse("127.0.0.1", 40001);
                 const ErrorRecord record =
-                    errorOf([&] { (void)connectTcp(loopback, loopback, Deadline::after(200), kNoAbort); });
+                    errorOf([&] { (void)connectSocket(loopback, loopback, Deadline::after(200), kNoAbort); });
                 EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
                 return !::testing::Test::HasFailure();
               }).join());

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "transport/memory_store.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/rendezvous_try.h"
 
 namespace pycomm {
@@ -78,7 +78,7 @@ TEST(Meet, BringsEightRanksTogether) {
     ports.insert(met.local_address.port());
     // Everybody can be connected to.
     EXPECT_NO_THROW(
-        (void)connectTcp(met.local_address, outcomes[0].met.local_address, Deadline::after(5000), kNoAbort));
+        (void)connectSocket(met.local_address, outcomes[0].met.local_address, Deadline::after(5000), kNoAbort));
   }
   EXPECT_EQ(ports.size(), 8U);
 }

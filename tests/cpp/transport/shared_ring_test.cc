@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 #include "transport/memory/shared_link.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 namespace pycomm {
 namespace {
@@ -82,9 +82,9 @@ RingEnds endsOf(const FencedRing& ring) {
   }
   RingEnds ends;
   ends.writer = std::make_unique<SharedLink>(
-      std::make_unique<TcpLink>(UniqueFd(bells[0])), SharedLink::Rings{nullptr, ring.memory(), std::nullopt});
+      std::make_unique<SocketLink>(UniqueFd(bells[0])), SharedLink::Rings{nullptr, ring.memory(), std::nullopt});
   ends.reader = std::make_unique<SharedLink>(
-      std::make_unique<TcpLink>(UniqueFd(bells[1])), SharedLink::Rings{nullptr, std::nullopt, ring.memory()});
+      std::make_unique<SocketLink>(UniqueFd(bells[1])), SharedLink::Rings{nullptr, std::nullopt, ring.memory()});
   return ends;
 }
 

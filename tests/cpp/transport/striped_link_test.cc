@@ -13,7 +13,7 @@
 #include "base/error.h"
 #include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 namespace pycomm {
 namespace {
@@ -30,7 +30,7 @@ std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> connection() {
   if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
     throw Error(ErrorCode::SystemError, "no pair of sockets could be made");
   }
-  return {std::make_unique<TcpLink>(UniqueFd(ends[0])), std::make_unique<TcpLink>(UniqueFd(ends[1]))};
+  return {std::make_unique<SocketLink>(UniqueFd(ends[0])), std::make_unique<SocketLink>(UniqueFd(ends[1]))};
 }
 
 LinkPair striped(size_t connections) {

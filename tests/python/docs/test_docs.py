@@ -63,7 +63,7 @@ def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     losses = dict(re.findall(r"rank (\d) of 2: loss (\d+\.\d{6})", done.stdout))
     assert set(losses) == {"0", "1"}, done.stdout
     assert losses["0"] == losses["1"] and 0 < float(losses["0"]) < 0.1
-    assert "pycomm INFO: 2 ranks over shared memory, and TCP on lo" in done.stderr
+    assert "pycomm INFO: 2 ranks over shared memory, and Unix sockets" in done.stderr
 
 
 def test_the_readme_is_short_and_shows_its_commands() -> None:

@@ -16,7 +16,7 @@
 #include "engine/loop/event_loop.h"
 #include "engine/operation/issue_context.h"
 #include "schedule/step.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 namespace pycomm::testing {
 namespace {
@@ -53,8 +53,8 @@ class Plane {
     events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
     int ends[2] = {-1, -1};
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    peer = std::make_unique<TcpLink>(UniqueFd(ends[0]));
-    auto link = std::make_unique<TcpLink>(UniqueFd(ends[1]));
+    peer = std::make_unique<SocketLink>(UniqueFd(ends[0]));
+    auto link = std::make_unique<SocketLink>(UniqueFd(ends[1]));
     loop_.run([&] {
       plane_ =
           std::make_unique<ControlPlane>(identity(), loop_, std::vector<Listener>(), membership, std::move(events));
@@ -89,7 +89,7 @@ class Plane {
     int ends[2] = {-1, -1};
     EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     const UniqueFd other(ends[0]);
-    accepted.link = std::make_unique<TcpLink>(UniqueFd(ends[1]));
+    accepted.link = std::make_unique<SocketLink>(UniqueFd(ends[1]));
     loop_.run([&] { plane_->welcome(std::move(accepted)); });
   }
   std::vector<int> missing() {
@@ -97,7 +97,7 @@ class Plane {
     return plane_->waitForNeighbours(Deadline::after(0), none);
   }
 
-  std::unique_ptr<TcpLink> peer;
+  std::unique_ptr<SocketLink> peer;
   int bulk_links = 0;
   std::vector<std::pair<int, FrameHeader>> asked; ///< of the loop's thread
 
@@ -250,8 +250,8 @@ class Crossroads {
       for (const int peer : membership.neighbours) {
         int ends[2] = {-1, -1};
         EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-        links_[peer] = std::make_unique<TcpLink>(UniqueFd(ends[0]));
-        plane_->adopt(peer, std::make_unique<TcpLink>(UniqueFd(ends[1])));
+        links_[peer] = std::make_unique<SocketLink>(UniqueFd(ends[0]));
+        plane_->adopt(peer, std::make_unique<SocketLink>(UniqueFd(ends[1])));
       }
     });
   }
@@ -310,7 +310,7 @@ class Crossroads {
  private:
   EventLoop loop_;
   std::unique_ptr<ControlPlane> plane_;
-  std::map<int, std::unique_ptr<TcpLink>> links_;
+  std::map<int, std::unique_ptr<SocketLink>> links_;
 };
 
 TEST(ControlPlane, AQuestionGoesByTheNeighbourThatIsClosestToItsGoal) {

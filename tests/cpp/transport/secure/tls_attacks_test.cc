@@ -14,7 +14,7 @@
 #include "transport/link_peer.h"
 #include "transport/loopback.h"
 #include "transport/net/listener.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/secure/tls_link.h"
 
 namespace pycomm::testing {
@@ -23,16 +23,16 @@ namespace {
 constexpr size_t kHeaderNbytes = 5;
 constexpr size_t kSentNbytes = 100000; // seven records
 
-std::pair<std::unique_ptr<TcpLink>, std::unique_ptr<TcpLink>> sockets() {
+std::pair<std::unique_ptr<SocketLink>, std::unique_ptr<SocketLink>> sockets() {
   Listener listener = Listener::bind(kLoopback, {});
-  auto first = connectTcp(kLoopback, listener.address(), soon(), kNoAbort);
+  auto first = connectSocket(kLoopback, listener.address(), soon(), kNoAbort);
   pollfd wait{listener.fd(), POLLIN, 0};
   (void)::poll(&wait, 1, 10000);
   auto incoming = listener.accept();
   if (!incoming) {
     throw Error(ErrorCode::Timeout, "nobody connected");
   }
-  return {std::move(first), std::make_unique<TcpLink>(std::move(incoming->fd))};
+  return {std::move(first), std::make_unique<SocketLink>(std::move(incoming->fd))};
 }
 
 /// Passes bytes on from one link to another, a record at a time.
@@ -41,7 +41,7 @@ class Pump {
   /// Gets the number of a record and the record; what it leaves there is passed on.
   using Change = std::function<void(size_t number, std::string& record)>;
 
-  Pump(TcpLink& from, TcpLink& to, Change change) : from_(from), to_(to), change_(std::move(change)) {}
+  Pump(SocketLink& from, SocketLink& to, Change change) : from_(from), to_(to), change_(std::move(change)) {}
 
   void run() {
     std::string bytes(1 << 16, '\0');
@@ -74,8 +74,8 @@ class Pump {
     return kHeaderNbytes + (size_t{static_cast<unsigned char>(in_[3])} << 8) + static_cast<unsigned char>(in_[4]);
   }
 
-  TcpLink& from_;
-  TcpLink& to_;
+  SocketLink& from_;
+  SocketLink& to_;
   Change change_;
   std::string in_;
   std::string out_;

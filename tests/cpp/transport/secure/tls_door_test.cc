@@ -168,7 +168,7 @@ TEST(TlsDoor, StrangersAreDropped) {
   for (const std::string& bytes :
        {std::string("GET / HTTP/1.1\r\n\r\n"), hello, std::string("\x16"), std::string("c")}) {
     const int64_t before = door.acceptor.rejected();
-    const auto stranger = connectTcp(kLoopback, door.acceptor.address(), soon(), kNoAbort);
+    const auto stranger = connectSocket(kLoopback, door.acceptor.address(), soon(), kNoAbort);
     writeAll(*stranger, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, soon(), kNoAbort);
     stranger->shutdownWrite();
     for (const Deadline deadline = soon(); door.acceptor.rejected() == before && !deadline.expired();) {
@@ -191,10 +191,10 @@ TEST(TlsDoor, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
   }
   constexpr int kCrowd = 100;
   constexpr int kPlaces = 64; // kMaxStrangers
-  std::vector<std::unique_ptr<TcpLink>> crowd;
+  std::vector<std::unique_ptr<SocketLink>> crowd;
   const std::byte first{0x16};
   for (int i = 0; i < kCrowd; ++i) {
-    crowd.push_back(connectTcp(kLoopback, door.acceptor.address(), soon(), kNoAbort));
+    crowd.push_back(connectSocket(kLoopback, door.acceptor.address(), soon(), kNoAbort));
     writeAll(*crowd.back(), {&first, 1}, soon(), kNoAbort);
     ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
   }

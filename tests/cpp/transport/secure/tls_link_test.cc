@@ -20,7 +20,7 @@
 #include "transport/link_peer.h"
 #include "transport/loopback.h"
 #include "transport/net/listener.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 #include "transport/striped_link.h"
 #include "transport/wire.h"
 
@@ -52,14 +52,14 @@ Context contextOf(const std::shared_ptr<const Secret>& secret = secretOfTheLinks
 
 LinkPair sockets() {
   Listener listener = Listener::bind(kLoopback, {});
-  auto first = connectTcp(kLoopback, listener.address(), Deadline::after(10000), AbortToken());
+  auto first = connectSocket(kLoopback, listener.address(), Deadline::after(10000), AbortToken());
   pollfd wait{listener.fd(), POLLIN, 0};
   (void)::poll(&wait, 1, 10000);
   auto incoming = listener.accept();
   if (!incoming) {
     throw Error(ErrorCode::Timeout, "nobody connected");
   }
-  return {std::move(first), std::make_unique<TcpLink>(std::move(incoming->fd))};
+  return {std::move(first), std::make_unique<SocketLink>(std::move(incoming->fd))};
 }
 
 /// A handshake in one thread. What an end throws is its error.

@@ -1,4 +1,4 @@
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -26,19 +26,25 @@ using testing::LinkConformance;
 using testing::LinkPair;
 using testing::PeerPlace;
 
-std::unique_ptr<TcpLink> acceptOne(Listener& listener) {
+std::unique_ptr<SocketLink> acceptOne(Listener& listener) {
   pollfd wait{listener.fd(), POLLIN, 0};
   (void)::poll(&wait, 1, 10000);
   auto incoming = listener.accept();
   if (!incoming) {
     throw Error(ErrorCode::Timeout, "nobody connected");
   }
-  return std::make_unique<TcpLink>(std::move(incoming->fd));
+  return std::make_unique<SocketLink>(std::move(incoming->fd));
+}
+
+LinkPair unixPair() {
+  Listener listener = Listener::bindUnix(randomUnixName());
+  auto first = connectSocket({}, listener.address(), Deadline::after(10000), AbortToken());
+  return {std::move(first), acceptOne(listener)};
 }
 
 LinkPair tcpPair(const SocketAddress& local) {
   Listener listener = Listener::bind(local, {});
-  auto first = connectTcp(local, listener.address(), Deadline::after(10000), AbortToken());
+  auto first = connectSocket(local, listener.address(), Deadline::after(10000), AbortToken());
   return {std::move(first), acceptOne(listener)};
 }
 
@@ -67,6 +73,16 @@ INSTANTIATE_TEST_SUITE_P(
       return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
     });
 
+INSTANTIATE_TEST_SUITE_P(
+    Unix,
+    LinkConformance,
+    ::testing::Combine(
+        ::testing::Values(LinkCase{"Unix", unixPair}),
+        ::testing::Values(PeerPlace::Thread, PeerPlace::Process)),
+    [](const auto& test) {
+      return std::get<0>(test.param).name + (std::get<1>(test.param) == PeerPlace::Thread ? "Thread" : "Process");
+    });
+
 int option(int fd, int level, int name) {
   int value = -1;
   socklen_t length = sizeof value;
@@ -74,12 +90,12 @@ int option(int fd, int level, int name) {
   return value;
 }
 
-TEST(TcpLink, SetsItsSocketUp) {
+TEST(SocketLink, SetsItsSocketUp) {
   Listener listener = Listener::bind(kLoopback, {});
   TcpOptions options;
   options.user_timeout_ms = 2000;
   options.keepalive_idle_s = 7;
-  const auto link = connectTcp(kLoopback, listener.address(), Deadline::after(10000), AbortToken(), options);
+  const auto link = connectSocket(kLoopback, listener.address(), Deadline::after(10000), AbortToken(), options);
   EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_NODELAY), 1);
   EXPECT_EQ(option(link->fd(), SOL_SOCKET, SO_KEEPALIVE), 1);
   EXPECT_EQ(option(link->fd(), IPPROTO_TCP, TCP_KEEPIDLE), 7);
@@ -90,10 +106,10 @@ TEST(TcpLink, SetsItsSocketUp) {
   EXPECT_EQ(acceptOne(listener)->remote(), link->local());
 }
 
-TEST(TcpLink, ConnectsFromTheGivenAddress) {
+TEST(SocketLink, ConnectsFromTheGivenAddress) {
   Listener listener = Listener::bind(kLoopback, {});
   const auto link =
-      connectTcp(SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
+      connectSocket(SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
   EXPECT_EQ(link->local().ip(), "127.0.0.5");
 }
 
@@ -129,8 +145,8 @@ TEST(StartConnect, SaysWhyItFailed) {
 
 TEST(ConnectTcp, TriesUntilThePeerListens) {
   const SocketAddress remote = closedPort();
-  std::unique_ptr<TcpLink> link;
-  std::thread connecting([&] { link = connectTcp(kLoopback, remote, Deadline::after(20000), AbortToken()); });
+  std::unique_ptr<SocketLink> link;
+  std::thread connecting([&] { link = connectSocket(kLoopback, remote, Deadline::after(20000), AbortToken()); });
   // Listen only after a refusal has surely happened.
   (void)::poll(nullptr, 0, 50);
   Listener listener = Listener::bind(kLoopback, {remote.port(), remote.port()});
@@ -143,7 +159,7 @@ TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
   const SocketAddress remote = closedPort();
   const TimePoint begin = Clock::now();
   const ErrorRecord record =
-      errorOf([&] { (void)connectTcp(kLoopback, remote, Deadline::after(200, begin), AbortToken()); });
+      errorOf([&] { (void)connectSocket(kLoopback, remote, Deadline::after(200, begin), AbortToken()); });
   EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
   EXPECT_THAT(record.summary, HasSubstr(remote.text()));
   EXPECT_THAT(record.summary, HasSubstr("from 127.0.0.1 on lo"));
@@ -157,7 +173,8 @@ TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
 TEST(ConnectTcp, GivesUpAtOnceWhereTryingAgainCannotHelp) {
   const TimePoint begin = Clock::now();
   const ErrorRecord record = errorOf([] {
-    (void)connectTcp(kLoopback, SocketAddress::parse("::1", 1), Deadline::after(20000), AbortToken()); // two families
+    (void)connectSocket(
+        kLoopback, SocketAddress::parse("::1", 1), Deadline::after(20000), AbortToken()); // two families
   });
   EXPECT_EQ(record.code, ErrorCode::ConnectFailed);
   EXPECT_THAT(record.summary, HasSubstr("after 1 attempt"));
@@ -175,7 +192,7 @@ TEST(ConnectTcp, EndsWhenAborted) {
   });
   const TimePoint begin = Clock::now();
   EXPECT_EQ(
-      errorOf([&] { (void)connectTcp(kLoopback, remote, Deadline::after(30000), abort); }).code, ErrorCode::Aborted);
+      errorOf([&] { (void)connectSocket(kLoopback, remote, Deadline::after(30000), abort); }).code, ErrorCode::Aborted);
   EXPECT_WITHIN_MS(elapsedMs(begin), 10000);
   aborting.join();
 }

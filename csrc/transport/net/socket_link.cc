@@ -1,4 +1,4 @@
-#include "transport/net/tcp_link.h"
+#include "transport/net/socket_link.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -47,25 +47,27 @@ void configure(int fd, const TcpOptions& options) {
   }
 }
 
-[[noreturn]] void throwBroken(const char* what, const TcpLink& link, int error_number) {
+[[noreturn]] void throwBroken(const char* what, const SocketLink& link, int error_number) {
   const std::string summary = std::string(what) + " failed on " + link.describe();
   throw Error(systemError(ErrorCode::ConnectionReset, summary, error_number));
 }
 
 } // namespace
 
-TcpLink::TcpLink(UniqueFd fd, const TcpOptions& options) : fd_(std::move(fd)) {
+SocketLink::SocketLink(UniqueFd fd, const TcpOptions& options) : fd_(std::move(fd)) {
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags | O_NONBLOCK) != 0 ||
       ::fcntl(fd_.get(), F_SETFD, FD_CLOEXEC) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "a socket cannot be made nonblocking", errno));
   }
-  configure(fd_.get(), options);
   local_ = addressOf(fd_.get(), ::getsockname);
   remote_ = addressOf(fd_.get(), ::getpeername);
+  if (!local_.isUnix()) {
+    configure(fd_.get(), options);
+  }
 }
 
-Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
+Progress SocketLink::tryWrite(const ConstBufferView* views, size_t count) {
   std::array<iovec, kMaxSendViews> parts; // NOLINT: filled below as far as it is used
   msghdr gather{};
   gather.msg_iov = parts.data();
@@ -80,7 +82,7 @@ Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
     return progress;
   }
   for (;;) {
-    const Fault fault = PYCOMM_FAULT("tcp.write");
+    const Fault fault = PYCOMM_FAULT("socket.write");
     if (fault.shorten) {
       gather.msg_iovlen = 1;
       parts[0].iov_len = 1;
@@ -101,13 +103,13 @@ Progress TcpLink::tryWrite(const ConstBufferView* views, size_t count) {
   }
 }
 
-Progress TcpLink::tryRead(BufferView into) {
+Progress SocketLink::tryRead(BufferView into) {
   Progress progress;
   if (into.nbytes == 0) {
     return progress; // recv would return 0, which otherwise means the end
   }
   for (;;) {
-    const Fault fault = PYCOMM_FAULT("tcp.read");
+    const Fault fault = PYCOMM_FAULT("socket.read");
     const size_t wanted = fault.shorten ? 1 : into.nbytes;
     const ssize_t received =
         fault.error_number != 0 ? failWith(fault.error_number) : ::recv(fd_.get(), into.ptr, wanted, MSG_DONTWAIT);
@@ -129,15 +131,15 @@ Progress TcpLink::tryRead(BufferView into) {
   }
 }
 
-void TcpLink::shutdownWrite() noexcept {
+void SocketLink::shutdownWrite() noexcept {
   (void)::shutdown(fd_.get(), SHUT_WR); // fails only if the connection is gone already
 }
 
-std::string TcpLink::describe() const {
+std::string SocketLink::describe() const {
   return local_.text() + " -> " + remote_.text();
 }
 
-int TcpLink::connectStatus() noexcept {
+int SocketLink::connectStatus() noexcept {
   if (!connecting_) {
     return 0;
   }

@@ -9,15 +9,16 @@
 #include "base/error.h"
 #include "base/fault_point.h"
 #include "transport/net/interfaces.h"
-#include "transport/net/tcp_link.h"
+#include "transport/net/same_user.h"
+#include "transport/net/socket_link.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
 
 /// One attempt to connect: either `link` is set, connected or connecting, or `error_number` gives the reason.
-class TcpConnector {
+class SocketConnector {
  public:
-  TcpConnector(const SocketAddress& local, const SocketAddress& remote, const TcpOptions& options) {
+  SocketConnector(const SocketAddress& local, const SocketAddress& remote, const TcpOptions& options) {
     const bool needs_scope = remote.isLinkLocal() && remote.scopeId() == 0;
     const SocketAddress target = needs_scope ? remote.withScopeId(local.scopeId()) : remote;
     UniqueFd fd = UniqueFd::from(
@@ -26,27 +27,31 @@ class TcpConnector {
       error_number = errno;
       return;
     }
-    const Fault fault = PYCOMM_FAULT("tcp.connect");
+    const Fault fault = PYCOMM_FAULT("socket.connect");
     if (fault.error_number != 0) {
       error_number = fault.error_number;
       return;
     }
-    auto fresh = std::make_unique<TcpLink>(std::move(fd), options);
+    auto fresh = std::make_unique<SocketLink>(std::move(fd), options);
     fresh->remote_ = target;
     fresh->connecting_ = true;
     if (::connect(fresh->fd(), target.raw(), target.rawLength()) != 0 && errno != EINPROGRESS && errno != EINTR) {
       error_number = errno; // after EINTR the attempt goes on by itself, as after EINPROGRESS
       return;
     }
+    if (target.isUnix() && !sameUser(fresh->fd())) {
+      error_number = EACCES;
+      return;
+    }
     link = std::move(fresh);
   }
 
-  std::unique_ptr<TcpLink> link;
+  std::unique_ptr<SocketLink> link;
   int error_number = 0;
 
  private:
   static bool bindTo(const UniqueFd& fd, const SocketAddress& local) {
-    if (local.empty()) {
+    if (local.empty() || local.isUnix()) {
       return true;
     }
     // The port is chosen at connect(), which may share one among different peers; bind() would take one for us alone.
@@ -101,7 +106,7 @@ std::string interfaceOf(const SocketAddress& local) {
 }
 
 // One attempt up to its end. 0 or an errno; ETIMEDOUT at the deadline.
-int attempt(TcpConnector& connector, Deadline deadline, const AbortToken& abort) {
+int attempt(SocketConnector& connector, Deadline deadline, const AbortToken& abort) {
   if (!connector.link) {
     return connector.error_number;
   }
@@ -129,7 +134,7 @@ void pauseFor(int pause_ms, Deadline deadline, const AbortToken& abort) {
 
 } // namespace
 
-bool TcpLink::finishConnect() {
+bool SocketLink::finishConnect() {
   const int status = connectStatus();
   if (status != 0 && status != EINPROGRESS) {
     throw Error(connectFailed(local_, remote_, status));
@@ -137,18 +142,18 @@ bool TcpLink::finishConnect() {
   return status == 0;
 }
 
-std::unique_ptr<TcpLink> startConnect(
+std::unique_ptr<SocketLink> startConnect(
     const SocketAddress& local,
     const SocketAddress& remote,
     const TcpOptions& options) {
-  TcpConnector connector(local, remote, options);
+  SocketConnector connector(local, remote, options);
   if (!connector.link) {
     throw Error(connectFailed(local, remote, connector.error_number));
   }
   return std::move(connector.link);
 }
 
-std::unique_ptr<TcpLink> connectTcp(
+std::unique_ptr<SocketLink> connectSocket(
     const SocketAddress& local,
     const SocketAddress& remote,
     Deadline deadline,
@@ -158,7 +163,7 @@ std::unique_ptr<TcpLink> connectTcp(
   int pause_ms = kFirstConnectPauseMs;
   for (int attempts = 1;; ++attempts) {
     abort.throwIfAborted();
-    TcpConnector connector(local, remote, options);
+    SocketConnector connector(local, remote, options);
     const int status = attempt(connector, deadline, abort);
     if (status == 0) {
       return std::move(connector.link);

@@ -17,12 +17,12 @@ struct TcpOptions {
   int user_timeout_ms = 0; ///< TCP_USER_TIMEOUT: unacknowledged data ends the link after this; 0: the kernel's default
 };
 
-/// A Link over one TCP socket. `would_block` and `closed` are set only if the kernel reports so: a short read or write
+/// A Link over one socket: TCP, or a Unix socket within a host. `would_block` and `closed` are set only if the kernel reports so: a short read or write
 /// implies neither. Interrupted calls are repeated.
-class TcpLink final : public Link {
+class SocketLink final : public Link {
  public:
-  /// Takes over a connected socket. Sets it nonblocking, closed on exec, TCP_NODELAY.
-  explicit TcpLink(UniqueFd fd, const TcpOptions& options = {});
+  /// Takes over a connected socket. Sets it nonblocking and closed on exec, and the options if it is TCP.
+  explicit SocketLink(UniqueFd fd, const TcpOptions& options = {});
 
   [[nodiscard]] int fd() const noexcept override {
     return fd_.get();
@@ -46,7 +46,7 @@ class TcpLink final : public Link {
   }
 
  private:
-  friend class TcpConnector; // sets remote_ and connecting_, see tcp_connect.cc
+  friend class SocketConnector; // sets remote_ and connecting_, see socket_connect.cc
 
   UniqueFd fd_;
   SocketAddress local_;
@@ -55,16 +55,16 @@ class TcpLink final : public Link {
 };
 
 /// Starts to connect and returns at once. `local` is the address to connect from (its port does not count); if empty,
-/// the kernel chooses. A link-local `remote` without a scope gets that of `local`. Throws Error(ConnectFailed),
+/// the kernel chooses, as it does for a Unix socket. The process behind a Unix socket must be this user's. A link-local `remote` without a scope gets that of `local`. Throws Error(ConnectFailed),
 /// Error(TooManyFiles).
-[[nodiscard]] std::unique_ptr<TcpLink> startConnect(
+[[nodiscard]] std::unique_ptr<SocketLink> startConnect(
     const SocketAddress& local,
     const SocketAddress& remote,
     const TcpOptions& options = {});
 
 /// Connects, and retries until the deadline while the peer refuses or is unreachable. Throws Error(ConnectFailed)
 /// naming both addresses, the interface, the number of attempts and the last errno; the token's reason when aborted.
-[[nodiscard]] std::unique_ptr<TcpLink> connectTcp(
+[[nodiscard]] std::unique_ptr<SocketLink> connectSocket(
     const SocketAddress& local,
     const SocketAddress& remote,
     Deadline deadline,

@@ -1,0 +1,10 @@
+#pragma once
+
+namespace pycomm {
+
+/// True if the process at the other end of this connected Unix socket runs as the same user (SO_PEERCRED). Processes of
+/// different users pass each other nothing. In a user namespace, the kernel reports every unmapped user as the overflow
+/// id, 65534. A process that runs as that id cannot distinguish its own user from others, so the result is false there.
+[[nodiscard]] bool sameUser(int socket);
+
+} // namespace pycomm

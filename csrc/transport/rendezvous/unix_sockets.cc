@@ -1,0 +1,74 @@
+#include "transport/rendezvous/unix_sockets.h"
+
+#include <sys/socket.h>
+
+#include <cerrno>
+
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/log.h"
+#include "base/unique_fd.h"
+#include "transport/net/same_user.h"
+#include "transport/socket_error.h"
+
+namespace pycomm {
+namespace {
+
+// 0, or the errno that says why ranks connect over TCP instead.
+int tryToConnect(const std::string& name) {
+  const SocketAddress address = SocketAddress::unixSocket(name);
+  const Fault fault = PYCOMM_FAULT("unix.reach");
+  if (fault.error_number != 0) {
+    return fault.error_number;
+  }
+  const UniqueFd fd = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  if (!fd) {
+    return errno;
+  }
+  if (::connect(fd.get(), address.raw(), address.rawLength()) != 0) {
+    return errno == EAGAIN ? 0 : errno; // EAGAIN: its queue is full for now
+  }
+  return sameUser(fd.get()) ? 0 : EACCES;
+}
+
+} // namespace
+
+UnixSockets::UnixSockets(bool wanted) {
+  if (!wanted) {
+    return;
+  }
+  try {
+    name_ = randomUnixName();
+    listener_ = Listener::bindUnix(name_);
+  } catch (const Error& error) {
+    name_.clear();
+    log(LogLevel::Info, std::string("ranks of this host connect over TCP: ") + error.what());
+  }
+}
+
+void UnixSockets::reach(const std::vector<RankRecord>& records, int rank) {
+  const RankRecord& mine = records[static_cast<size_t>(rank)];
+  reached_.assign(records.size(), {});
+  all_ = !name_.empty();
+  for (const RankRecord& record : records) {
+    if (record.rank == rank) {
+      continue;
+    }
+    int error_number = ENOENT;
+    if (!name_.empty() && record.identity == mine.identity) {
+      error_number = record.unix_socket.empty() ? ENOENT : tryToConnect(record.unix_socket);
+      if (error_number != 0) {
+        log(LogLevel::Info,
+            record.who() + " is reached over TCP, not by a Unix socket: " +
+                (record.unix_socket.empty() ? "it has none" : errnoText(error_number)));
+      }
+    }
+    if (error_number == 0) {
+      reached_[static_cast<size_t>(record.rank)] = SocketAddress::unixSocket(record.unix_socket);
+    } else {
+      all_ = false;
+    }
+  }
+}
+
+} // namespace pycomm

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "transport/net/address.h"
+#include "transport/net/listener.h"
+#include "transport/rendezvous/rank_record.h"
+
+namespace pycomm {
+
+/// The Unix socket of a rank for the other ranks of its host, and those of them that it reaches. It is found by trying: containers, users,
+/// user namespaces and security modules may each stand between two ranks of one host.
+class UnixSockets {
+ public:
+  /// Listens on a socket, if `wanted`. Where this process may have none, one INFO line says so, and ranks connect over TCP.
+  explicit UnixSockets(bool wanted);
+
+  /// For RankRecord::unix_socket; empty if there is none.
+  [[nodiscard]] const std::string& name() const noexcept {
+    return name_;
+  }
+  /// Tries a connection to every rank of this host; one INFO line for each that is not reached. Does not wait.
+  void reach(const std::vector<RankRecord>& records, int rank);
+  /// After reach(): by rank; empty for this rank, and for those that are not reached.
+  [[nodiscard]] const std::vector<SocketAddress>& reached() const noexcept {
+    return reached_;
+  }
+  /// After reach(): this rank has a socket and reaches all others.
+  [[nodiscard]] bool reachesAll() const noexcept {
+    return all_;
+  }
+  [[nodiscard]] Listener take() noexcept {
+    return std::move(listener_);
+  }
+
+ private:
+  std::string name_;
+  Listener listener_;
+  std::vector<SocketAddress> reached_;
+  bool all_ = false;
+};
+
+} // namespace pycomm
