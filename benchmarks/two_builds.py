@@ -4,14 +4,14 @@ Both have to be built in place, each with its own .venv. In a pair the ranks of 
 anew and take turns at each row, a block of calls each; those whose turn it is not wait. So whatever
 else the machine does falls on both: between runs of some seconds each, its own speed may differ by
 more than the builds do. Which of the two starts first changes from pair to pair: where a process
-gets its memory stays with it, and those that start first are up to 25 % slower at 25 MiB. A row
-shows the median over the pairs of this checkout's time by the other's, and a 95 % interval by
-resampling.
+gets its memory stays with it, and of three builds the one that started first was up to 26 % slower
+at 25 MiB, 2 ranks. A row shows the median over the pairs of this checkout's time by the other's,
+and a 95 % interval by resampling.
 
     git worktree add ../before main~5 && (cd ../before && make venv)
     python benchmarks/two_builds.py ../before --pairs 20
 
-The results of each block are checked: sums exactly, and the gradients of a step must be the same
+Before each block one call is checked: sums exactly, and the gradients of a step must be the same
 bits in both checkouts and on all ranks.
 """
 

@@ -12,6 +12,8 @@ from pycomm import _extension, options
 if TYPE_CHECKING:
     from pycomm import _C
 
+_had: dict[str, tuple[_C.Secret, str]] = {}  # what this process has read, by file
+
 
 def read(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret, str]:
     """The secret and where it comes from, a path or the name of a variable.
@@ -30,6 +32,9 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
     """As ``read``, but (None, "") without a secret: no variable, and no file in the home folder, or
     ``PYCOMM_SECRET_FILE=none``.
 
+    A process that has had a secret keeps it while the variables stay the same: if its file goes
+    away, later groups are not made in plain.
+
     Raises:
         ValueError: There is one that cannot be used. It is never passed over: the job would be open
             although its user takes it for closed.
@@ -38,9 +43,13 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
     text, _ = options.secret_text(environ)
     if options.wants_no_secret(environ):
         return None, ""
-    if text or options.names_secret_file(environ) or _is_there(options.secret_file(environ)):
-        return read(environ)
-    return None, ""
+    path = options.secret_file(environ)
+    if text or options.names_secret_file(environ) or _is_there(path):
+        found = read(environ)
+        if not text:
+            _had[path] = found
+        return found
+    return _had.get(path, (None, ""))
 
 
 def read_file(path: str) -> tuple[_C.Secret, str]:

@@ -27,7 +27,12 @@ _DEFAULT_ORIGIN = "default"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
 # setup.py and tools/ read them; left in a shell they do no harm.
-_BUILD_VARIABLES = {"PYCOMM_BUILD_CUDA", "PYCOMM_UNITY", "PYCOMM_UNTESTED_TORCH"}
+_BUILD_VARIABLES = {
+    "PYCOMM_BUILD_CUDA",
+    "PYCOMM_TORCHES",
+    "PYCOMM_UNITY",
+    "PYCOMM_UNTESTED_TORCH",
+}
 _FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
 # No settings: those are printed, and published to the other ranks. Two to choose from at most.
 _SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"

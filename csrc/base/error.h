@@ -81,7 +81,7 @@ struct ErrorRecord {
   static constexpr size_t kMaxSerializedNbytes = 16 << 10;
 };
 
-/// The only exception type thrown below the torch seam.
+/// The exception of every failure that leaves a floor below torch's; std::bad_alloc passes too.
 class Error : public std::runtime_error {
  public:
   explicit Error(ErrorRecord record);

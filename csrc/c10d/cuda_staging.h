@@ -25,7 +25,8 @@
 
 namespace pycomm {
 
-/// One CUDA device of a process group in TCP mode: its pinned memory, and two side streams of torch's pool, one per direction.
+/// One CUDA device of a process group: the pinned memory for calls that the engine runs, and two side streams of torch's pool, one per
+/// direction; NCCL uses one of them too.
 /// The code uses torch's device-neutral interface to streams only, so the extension needs no CUDA to build or load.
 class CudaDevice {
  public:

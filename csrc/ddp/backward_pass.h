@@ -18,9 +18,9 @@ namespace pycomm {
 class BackwardPass {
  public:
   enum class Phase {
-    Idle, ///< gradients stay local: no_sync(), or a second backward through the same graph
+    Idle, ///< no reduction was asked for: no_sync(), or a second backward through the same graph
     Armed, ///< a forward pass asked for a reduction; no gradient has come yet
-    Local, ///< accumulating
+    Local, ///< a reduction was asked for, but this pass only accumulates
     Reducing,
   };
 

@@ -18,7 +18,7 @@
 namespace pycomm {
 
 /// The native threads that all groups of a process share: one lane, one control loop, the callback pool, and the watch over the other
-/// processes of this host. A HostPlane and a CUDA device start threads of their own.
+/// processes of this host. A HostPlane, a CUDA device and a group that uses NCCL start threads of their own.
 ///
 /// A program that embeds the library keeps one Engine, makes groups on it, and calls `shutdown` before the process ends, so that no native
 /// thread outlives what it touches.

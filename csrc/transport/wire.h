@@ -9,7 +9,8 @@ enum class FrameType : uint8_t {
   Hello = 1, ///< first frame of every connection, from the side that connected; payload: see hello.h
   HelloReply = 2, ///< accepts, or carries the error record with the reason for the refusal
   Data = 3, ///< payload: one step's bytes
-  Credit = 4, ///< the receiver of this edge has room: aux = bytes granted
+  Credit =
+      4, ///< aux = bytes that may be sent on this edge in all; of op_id 0: bytes of the eager pool that are free again
   Waiting = 5, ///< "I wait for you in this operation": carries the descriptor, no payload; see Route
   NotEntered =
       6, ///< reply to Waiting: aux = this rank's last operation id; the operation is not posted here; see Route
@@ -27,20 +28,21 @@ struct FrameHeader {
   FrameType type = FrameType::Data;
   uint32_t payload_nbytes = 0;
   uint64_t op_id = 0;
-  int64_t numel = 0; ///< elements of the operation (not of this frame)
+  int64_t numel =
+      0; ///< elements of the operation, not of this frame; of an all_to_all: what the sender has for this peer
   uint32_t group = 0; ///< hash of the group's name and nonce
   uint32_t index = 0; ///< number of this frame on its edge, counted from 0; on control links see Route
   uint8_t kind = 0; ///< Collective
   uint8_t dtype = 0; ///< DType
   uint8_t reduce_op = 0; ///< ReduceOp
-  uint8_t codec = 0; ///< DType on the wire
+  uint8_t codec = 0; ///< how values travel: the DType, or 0x80 | Codec (Descriptor::wireByte)
   uint16_t algorithm = 0; ///< Algorithm
   uint16_t epoch = 0;
   int32_t root = -1;
-  uint32_t tag = 0; ///< DDP bucket and name hash, or point-to-point tag
-  uint32_t digest = 0; ///< selection table and split sizes
+  uint32_t tag = 0; ///< Descriptor::tag
+  uint32_t digest = 0; ///< Descriptor::digest
   uint32_t route = 0; ///< on control links, of questions and answers: see Route
-  uint64_t aux = 0; ///< by type: bytes granted, last operation's id, 1 for a Waiting that answers one
+  uint64_t aux = 0; ///< by type: Credit, last operation's id, 1 for a Waiting that answers one
 
   static constexpr uint16_t kMagic = 0x7963; // "cy"
   /// 2: the side that connects waits for the HelloReply; Waiting may answer Waiting.

@@ -61,6 +61,7 @@ def _generate(path: str) -> None:
     key_id = _secret.generate_file(path).key_id
     print(f"wrote {path}, key id {key_id}")
     print("Copy it to every host of the job; -p keeps it private:")
-    print(f"  scp -p {path} HOST:{path}")
-    print("This version does not protect groups with it yet: connections stay open to the network.")
+    folder = os.path.dirname(path)
+    print(f"  ssh HOST mkdir -p -m 700 {folder} && scp -p {path} HOST:{path}")
+    print("Every job that finds it on all its hosts has its connections between them in TLS.")
     print("One secret per user or per job, not one per cluster: who has it can read the job.")

@@ -58,7 +58,7 @@ class LoopOwnership final {
   void setThreadRests(bool rests) noexcept {
     thread_rests_.store(rests, std::memory_order_seq_cst);
   }
-  /// Waits while callers drive, and for 1 ms after that; until wakeThread(), or while `stopping` is false.
+  /// Waits while callers drive, and for 1 ms after that; or until wakeThread(), or until `stopping` is true.
   void park(const std::atomic<bool>& stopping) noexcept;
   /// Owns the loop while `round` runs; nothing if a caller has taken it, or is about to.
   template <typename Round>

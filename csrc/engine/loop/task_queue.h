@@ -22,7 +22,7 @@ class TaskQueue {
     any_.store(true, std::memory_order_seq_cst);
   }
 
-  /// Sequentially consistent, so that it can be paired with a sleep flag (see EventLoop::nudge).
+  /// Sequentially consistent, so that it can be paired with a sleep flag (see LoopOwnership).
   [[nodiscard]] bool empty() const noexcept {
     return !any_.load(std::memory_order_seq_cst);
   }

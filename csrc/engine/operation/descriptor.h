@@ -18,9 +18,10 @@ struct Descriptor {
   Algorithm algorithm = Algorithm::Auto; ///< resolved: what really runs
   int32_t root = -1; ///< point-to-point: the sender
   int64_t numel = 0;
-  uint32_t tag = 0; ///< hash of a name (a DDP bucket's), 0 where there is none; point-to-point: the user's tag
+  uint32_t tag =
+      0; ///< hash of a DDP bucket's name or of the call site, 0: neither is known; point-to-point: the user's tag
   uint32_t digest =
-      0; ///< hash of split sizes and of the selection table; point-to-point: see PointToPoint::Name::index
+      0; ///< hash of the split sizes; 0 if they are equal, or of an all_to_all; point-to-point: PointToPoint::Name::index
 
   [[nodiscard]] bool operator==(const Descriptor& other) const noexcept;
   [[nodiscard]] bool operator!=(const Descriptor& other) const noexcept {

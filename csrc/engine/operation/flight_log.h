@@ -29,7 +29,7 @@ inline constexpr size_t kGroupPhases = 5;
 ///
 /// It is written all the time and read almost never, so writing takes no lock, allocates nothing, and asks for the time only where
 /// nobody else has: an operation claims a slot when it is issued (any thread), and the lane adds to it while it runs. All fields
-/// are relaxed atomics, so a reader beside them may see an operation between two states, never a torn number. A slot is found again
+/// are atomics, written with release and read with acquire, so a reader beside them may see an operation between two states, never a torn number. A slot is found again
 /// by its ticket: a late writer whose slot has been given to a newer operation leaves it alone.
 /// Operations under way keep their slots as long as ended ones can be overwritten instead: the one that hangs is what is looked for.
 class FlightLog {

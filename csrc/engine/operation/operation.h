@@ -24,7 +24,7 @@ namespace pycomm {
 /// memory.
 inline constexpr std::chrono::seconds kReportAgain(1);
 
-/// One collective on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and the thread
+/// One collective or message on one rank, from the moment it is issued until it has ended. Shared by the caller that waits for it and the thread
 /// that runs it, which ends it, once: the lane's owner, or in shared memory the thread that holds HostPlane's run_mutex_.
 class Operation {
  public:

@@ -30,7 +30,7 @@ struct PreparedSchedule {
   /// Where values of Input or Output begin that lie there encoded, each part of so many from its own first one. The value is the first
   /// of a block.
   [[nodiscard]] size_t encodedOffset(int64_t value, int64_t part_numel) const;
-  /// Elements that a step receives and sends.
+  /// Bytes of the frame that a step receives or sends.
   [[nodiscard]] size_t frameNbytes(const Step& step) const;
 };
 

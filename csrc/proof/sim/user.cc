@@ -140,7 +140,7 @@ void User::issue(const CallPlan& call) {
   group_.post(operation);
 }
 
-// As in Group::fillMessage: both sides have the descriptor of the send, and the lane matches messages.
+// As in Issuer::fillMessage: both sides have the descriptor of the send, and the lane matches messages.
 void User::nameMessage(Operation::Request& request, const CallPlan& call) const {
   request.receives = call.request.kind == Collective::Recv;
   request.peer = call.peer;

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <iterator>
 #include <utility>
@@ -19,7 +20,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kMaxStrangers = 64;
+constexpr size_t kMaxStrangers = 64; // of all acceptors of this process together
+constexpr size_t kFewestStrangers = 4; // of each, however many there are
 constexpr size_t kMaxBytesOfStranger = 512;
 constexpr milliseconds kPatience{2000};
 constexpr milliseconds kPauseWithoutFiles{100};
@@ -28,6 +30,13 @@ constexpr std::byte kFirstTls{0x16}; // a record of a handshake
 constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
 constexpr const char* kHungUp = "hung up before saying who it is";
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
+
+std::atomic<size_t> g_acceptors{0};
+
+// Strangers must not take the descriptors that the program needs, whatever number of groups and interfaces it has.
+size_t slots() noexcept {
+  return std::max(kFewestStrangers, kMaxStrangers / std::max<size_t>(g_acceptors.load(std::memory_order_relaxed), 1));
+}
 
 } // namespace
 
@@ -44,9 +53,12 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
   }
   listen(true);
   keepSpare();
+  g_acceptors.fetch_add(1, std::memory_order_relaxed);
 }
 
-Acceptor::~Acceptor() = default;
+Acceptor::~Acceptor() {
+  g_acceptors.fetch_sub(1, std::memory_order_relaxed);
+}
 
 // One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
 bool Acceptor::Stranger::send(const std::string& reply) {
@@ -168,9 +180,12 @@ void Acceptor::acceptNew(TimePoint now) {
 }
 
 void Acceptor::makeRoom(TimePoint now) {
-  if (strangers_.size() < kMaxStrangers) {
-    return;
+  while (strangers_.size() >= slots()) {
+    dropOldest(now);
   }
+}
+
+void Acceptor::dropOldest(TimePoint now) {
   // Not one that knows the secret, if there is another: it only waits for the next message of its handshake.
   auto oldest = std::find_if(strangers_.begin(), strangers_.end(), [](const Stranger& stranger) {
     return stranger.tls == nullptr || !stranger.tls->hasAnswered();

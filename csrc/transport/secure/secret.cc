@@ -240,7 +240,12 @@ Secret Secret::readFile(const std::string& path) {
               "Copy it to a local disk of each host (scp -p)");
     }
   } else if ((facts.mode & S_IROTH) != 0) {
-    log(LogLevel::Info, where + " may be read by every user of this container: \"defaultMode: 0440\" changes that");
+    static std::atomic<bool> warned{false};
+    if (!warned.exchange(true)) {
+      log(LogLevel::Warn,
+          where +
+              " may be read by every user of this container, or of this host if there is none: chmod 640, or in Kubernetes \"defaultMode: 0440\"");
+    }
   }
   return *std::move(secret);
 }

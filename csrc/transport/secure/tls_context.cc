@@ -146,6 +146,7 @@ SslContext* TlsContext::newContext(Role role) const {
     ssl_.SSL_CTX_set_psk_use_session_callback(context, useTlsSession);
     ssl_.SSL_CTX_set_psk_find_session_callback(context, findTlsSession);
   } catch (...) {
+    ssl_.ERR_clear_error(); // Python's ssl would take the errors in this thread's queue for its own
     ssl_.SSL_CTX_free(context);
     throw;
   }

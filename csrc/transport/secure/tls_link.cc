@@ -59,10 +59,16 @@ TlsLink::TlsLink(
       identity_(std::move(identity)),
       identity_text_(identity_.text()),
       in_(kSmallInNbytes) {
-  Bio* const bio = context_->newBio();
+  handle_ = context_->newSsl(role);
+  Bio* bio = nullptr;
+  try {
+    bio = context_->newBio();
+  } catch (...) {
+    ssl_.SSL_free(handle_);
+    throw;
+  }
   ssl_.BIO_set_data(bio, this);
   ssl_.BIO_set_init(bio, 1);
-  handle_ = context_->newSsl(role);
   ssl_.SSL_set_bio(handle_, bio, bio); // which frees it
   if (ssl_.SSL_set_ex_data(handle_, 0, this) != 1) {
     ssl_.SSL_free(handle_);
@@ -303,7 +309,10 @@ int TlsLink::give(char* into, size_t nbytes, bool& retry) {
   if (inNbytes() == 0 && !under_ended_ && failure_ == nullptr) {
     try {
       if (up_ && in_end_ == in_.size() && in_.size() < kInNbytes) {
-        in_.resize(kInNbytes);
+        try {
+          in_.resize(kInNbytes);
+        } catch (const std::bad_alloc&) { // it only saves system calls
+        }
       }
       in_begin_ = in_end_ = 0;
       const Progress progress = under_->tryRead({in_.data(), in_.size()});

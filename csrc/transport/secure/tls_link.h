@@ -66,7 +66,8 @@ class TlsLink final : public Link {
     return under_->describe() + " (TLS)";
   }
 
-  /// This end has written something. A server does so once it has checked that the client knows the key, or it drops the connection.
+  /// This end has written something. A server does so once it has checked that the client knew the key when it wrote its first
+  /// message; whoever has recorded that message can repeat it this far, and no further.
   [[nodiscard]] bool hasAnswered() const noexcept {
     return answered_;
   }

@@ -482,5 +482,25 @@ TEST(Acceptor, TakesAPeerFromAUnixSocket) {
   EXPECT_THAT(readReply(*stranger, header), HasSubstr("another pycomm job or group"));
 }
 
+// A process with many groups has many acceptors; strangers may not take its descriptors all the same.
+TEST(Acceptor, AllOfAProcessShareTheSlots) {
+  std::vector<std::unique_ptr<Desk>> desks;
+  for (int i = 0; i < 32; ++i) {
+    desks.push_back(std::make_unique<Desk>());
+  }
+  Desk& desk = *desks.front();
+  std::vector<std::unique_ptr<SocketLink>> crowd;
+  for (int i = 0; i < 20; ++i) {
+    crowd.push_back(desk.dial("c"));
+  }
+  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 16; }, 1500)) << "4 are kept";
+  desks.erase(desks.begin() + 1, desks.end());
+  for (int i = 0; i < 20; ++i) {
+    crowd.push_back(desk.dial("c"));
+  }
+  (void)desk.serve([&] { return desk.acceptor.rejected() > 16; }, 300);
+  EXPECT_EQ(desk.acceptor.rejected(), 16) << "the others are gone, and have given their slots back";
+}
+
 } // namespace
 } // namespace pycomm

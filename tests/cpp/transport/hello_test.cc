@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstddef>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <string>
@@ -16,6 +18,9 @@ namespace {
 using ::testing::HasSubstr;
 using testing::view;
 using State = HelloReading::State;
+
+constexpr const char* kGolden =
+    "637903012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000002000000010000000000000000000000";
 
 Hello sample() {
   Hello hello;
@@ -41,6 +46,18 @@ TEST(Hello, ReadsWhatItWrote) {
   EXPECT_EQ(reading.hello.group, 0xfeedU);
   EXPECT_EQ(reading.hello.purpose, LinkPurpose::Bulk);
   EXPECT_EQ(reading.hello.lane, 2U);
+}
+
+// Another layout needs another version: ranks with different ones must not take each other's bytes for their own.
+TEST(Hello, HasTheseBytesInVersion3) {
+  std::string hex;
+  for (const char byte : encodeHello(sample())) {
+    std::array<char, 3> digits{};
+    (void)std::snprintf(digits.data(), digits.size(), "%02x", static_cast<unsigned>(static_cast<unsigned char>(byte)));
+    hex += digits.data();
+  }
+  EXPECT_EQ(FrameHeader::kVersion, 3);
+  EXPECT_EQ(hex, kGolden);
 }
 
 TEST(Hello, IsIncompleteAtEveryBeginning) {

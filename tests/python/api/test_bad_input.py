@@ -306,6 +306,9 @@ def test_an_exhausted_port_range() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         env = {"PYCOMM_PORT_RANGE": f"{port}-{port}", "PYCOMM_SOCKET_FAMILY": "ipv4"}
+        # Ranks of one host need no port.
+        assert run_ranks(2, join_by_env, args=(2,), env=env).values() == [1000.0, 1000.0]
+        env["PYCOMM_TRANSPORT"] = "tcp"
         results = run_ranks(2, join_by_env, args=(1,), env=env, check=False)
     assert_all_fail(results, "PORTS_EXHAUSTED", str(port))
 
@@ -316,7 +319,11 @@ def test_a_port_range_that_is_large_enough() -> None:
     from ranks import free_port_range
 
     first, last = free_port_range(2)
-    env = {"PYCOMM_PORT_RANGE": f"{first}-{last}", "PYCOMM_SOCKET_IFNAME": "lo"}
+    env = {
+        "PYCOMM_PORT_RANGE": f"{first}-{last}",
+        "PYCOMM_SOCKET_IFNAME": "lo",
+        "PYCOMM_TRANSPORT": "tcp",
+    }
     assert run_ranks(2, join_by_env, args=(2,), env=env).values() == [1000.0, 1000.0]
 
 

@@ -171,3 +171,21 @@ def test_a_file_that_cannot_be_looked_at_is_not_taken_for_none(
     monkeypatch.setattr(os, "lstat", refuse)
     with pytest.raises(ValueError, match=str(tmp_path)):
         _secret.find({})
+
+
+def test_a_file_that_goes_away_does_not_make_the_next_group_plain(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from pycomm import _secret
+path = os.path.expanduser("~/.config/pycomm/secret")
+assert _secret.find() == (None, "")
+os.makedirs(os.path.dirname(path), mode=0o700)
+made = _secret.generate_file(path)
+assert _secret.find()[0].key_id == made.key_id
+os.rename(path, path + ".old")
+assert _secret.find()[0].key_id == made.key_id
+os.environ["PYCOMM_SECRET_FILE"] = "none"
+assert _secret.find() == (None, "")
+"""
+    done = run_python(["-c", program], env={"HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr

@@ -67,6 +67,22 @@ def exact(tensor: torch.Tensor) -> Any:
     return tensor.to(torch.float64).numpy().astype(np.longdouble)
 
 
+def sums_of_integers(rank: int, world_size: int) -> list[str]:
+    digests = []
+    for dtype in INTEGERS:
+        for numel in NUMELS:
+            inputs = [integers_of(each, numel, dtype) for each in range(world_size)]
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor)
+            wanted = np.zeros(numel, exact(tensor).dtype)
+            for each in inputs:
+                wanted += exact(each)
+            np.testing.assert_array_equal(exact(tensor), wanted, f"{dtype} {numel}")
+            digests.append(digest(tensor))
+    assert other_backends_threads() == []
+    return digests
+
+
 def sums_of_floats(rank: int, world_size: int) -> list[str]:
     digests = []
     for dtype, rounding in ROUNDING.items():
@@ -242,3 +258,8 @@ def profiled(rank: int, world_size: int) -> list[str]:
 def test_profiler_events() -> None:
     for names in run_ranks(2, profiled).values():
         assert "pycomm:all_reduce" in names
+
+
+def test_large_sums_of_integers_wrap_as_numpys() -> None:
+    digests = run_ranks(2, sums_of_integers).values()
+    assert digests[0] == digests[1], "ranks have different bits"

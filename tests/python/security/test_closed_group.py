@@ -71,8 +71,10 @@ def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     _secret.generate_file(str(path))
     env = {"HOME": str(tmp_path), "PYCOMM_SECRET": None}
-    for said in run_ranks(2, sum_and_say, env=env).values():
-        assert said.endswith(f"TLS with the secret of key id {_key_id(path)}")
+    for transport, ending in (("auto", "Unix sockets, with"), ("tcp", "TLS with")):
+        env["PYCOMM_TRANSPORT"] = transport
+        for said in run_ranks(2, sum_and_say, env=env).values():
+            assert said.endswith(f"{ending} the secret of key id {_key_id(path)}")
 
 
 def test_a_job_can_be_without_the_secret_in_the_home_folder(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_it_shows_nowhere(files: list[Path], tmp_path: Path) -> None:
     shown = b"\n".join(results.values())
     shown += "".join(one.stdout + one.stderr for one in results).encode()
     shown += (cli.stdout + cli.stderr).encode()
-    assert b"TLS with the secret" in shown and b"pycomm/" in shown and b"PEER_LEFT" in shown
+    assert b"with the secret of key id" in shown and b"pycomm/" in shown and b"PEER_LEFT" in shown
     characters = files[0].read_text().strip()[16:59]
     raw = base64.urlsafe_b64decode(characters + "=")
     for form in (characters.encode(), raw, raw.hex().encode(), base64.b64encode(raw)[:-1]):

@@ -57,7 +57,13 @@ def step(client: ParameterClient, model: nn.Linear) -> None:
     assert float(model.weight.detach()) == pytest.approx(before - 1)
 
 
-def test_a_session_is_in_tls(secret: Any) -> None:
+@pytest.mark.parametrize(
+    ("transport", "ending"), [("tcp", "TLS with"), ("auto", "Unix sockets, with")]
+)
+def test_a_session_is_in_tls_or_within_the_host(
+    secret: Any, monkeypatch: pytest.MonkeyPatch, transport: str, ending: str
+) -> None:
+    monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
     model = nn.Linear(1, 1, bias=False)
     with (
         Serving() as serving,
@@ -67,7 +73,7 @@ def test_a_session_is_in_tls(secret: Any) -> None:
         session = client._servers[0].session
         assert session is not None
         said = _extension.native.describe_backend(session._backend)
-        assert said.endswith(f"TLS with the secret of key id {secret.key_id}")
+        assert said.endswith(f"{ending} the secret of key id {secret.key_id}")
 
 
 @pytest.mark.parametrize("worker", ["none", "another"])

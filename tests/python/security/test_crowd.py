@@ -109,5 +109,5 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
     with Crowd(range(first, last + 1)) as crowd:
         beside = seconds("beside", first, last)
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
-    assert crowd.opened > 64 * SIZE, "it filled all places"
+    assert crowd.opened >= CROWD / 2, "it filled all places, many times"
     assert beside <= alone + 1
