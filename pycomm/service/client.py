@@ -319,6 +319,7 @@ class ParameterClient:
             timeout=self._timeout,
             name=f"service/{number}",
         )
+        session.send(hello.frame())
         welcome = session.receive()
         if welcome.kind is not Kind.WELCOME:
             raise RefusedError(f"{server.name}: {welcome.text or 'not welcome'}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import json
 import struct
 
@@ -22,7 +23,7 @@ _MAX_SERVERS = 1 << 10
 
 
 class Kind(enum.IntEnum):
-    """Of a frame. The first three come from workers; WELCOME and DONE are answers."""
+    """Of a frame. HELLO and the first three come from workers; the others are answers."""
 
     PUSH = 1
     PULL = 2
@@ -30,6 +31,7 @@ class Kind(enum.IntEnum):
     WELCOME = 4
     DONE = 5
     REFUSED = 6
+    HELLO = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,13 @@ class Hello:
 
     def encode(self) -> bytes:
         return json.dumps({"pycomm_service": 1, **dataclasses.asdict(self)}).encode()
+
+    def frame(self) -> Frame:
+        """Says within the session, which is the worker's own, what the store holds for it.
+
+        With a secret the store's text has a seal, but one of an earlier run may stand there.
+        """
+        return Frame(Kind.HELLO, text=hashlib.sha256(self.encode()).hexdigest())
 
 
 _RANGES = {

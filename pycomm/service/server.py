@@ -263,6 +263,15 @@ class ParameterServer:
             return
         for key in ("hello", "answer"):
             self._store.delete_key(f"{PREFIX}/{number}/{key}")
+        try:
+            if session.receive() != hello.frame():
+                raise ValueError("it says another hello than the store holds for it")
+        except Exception as error:
+            logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
+            with contextlib.suppress(Exception):
+                session.send(Frame(Kind.REFUSED, text=str(error)))
+            session.abort()
+            return
         with self._kept_as(worker, session, number):
             try:
                 session.send(Frame(Kind.WELCOME, clock=self._core.join(hello, number)))

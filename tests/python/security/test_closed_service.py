@@ -141,6 +141,30 @@ def test_a_hello_counts_under_its_own_number_only(secret: Any) -> None:
     assert type(caught.value).__name__ == "ProtocolViolationError"
 
 
+def test_a_sealed_hello_of_an_earlier_run_does_not_make_a_worker_another(
+    secret: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The seal fits again after a restart, since numbers start anew: the session tells."""
+    model = nn.Linear(1, 1, bias=False)
+    put = TCPStore.set
+
+    def puts_another(store: Any, key: str, value: str) -> None:
+        if key.endswith("/hello"):
+            hello = json.loads(secret.open(key, value)) | {"incarnation": 12345}
+            value = secret.seal(key, json.dumps(hello))
+        put(store, key, value)
+
+    with Serving() as serving:
+        with monkeypatch.context() as patched:
+            patched.setattr(TCPStore, "set", puts_another)
+            with pytest.raises(RefusedError, match="another hello than the store holds"):
+                ParameterClient(model, servers=serving.server.address, worker=0)
+        assert serving.server._core._session_of == {}
+        with ParameterClient(model, servers=serving.server.address, worker=0) as client:
+            step(client, model)
+    assert "is sent away" in caplog.text
+
+
 def test_the_warning_of_plain_connections_is_for_servers_without_a_secret(
     secret: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
