@@ -263,7 +263,7 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   met.local_address = choice.address;
   sockets.reach(records, config.rank);
   std::vector<std::vector<SocketAddress>> addresses = exchangeAddresses(
-      round, records, !sockets.reachesAll(), [&] { return bindPorts(met, config, policy, network, choice); });
+      round, records, config.size > 1 && !sockets.reachesAll(), [&] { return bindPorts(met, config, policy, network, choice); });
   met.members = membersOf(records, std::move(addresses), sockets.reached());
   met.further.resize(met.members.front().further.size());
   met.unix_listener = sockets.take();

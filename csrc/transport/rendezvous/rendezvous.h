@@ -61,7 +61,7 @@ struct Rendezvous {
   SocketAddress local_address; ///< without a port if no rank has one
   std::string interface_name;
   std::string address_reason; ///< the reason for this address: "route to the store's host 10.0.0.1"
-  Listener listener; ///< empty if no rank has a port
+  Listener listener; ///< empty if no rank has a port, as in a group of one
   Listener unix_listener; ///< empty: nobody can reach this rank by a Unix socket
   /// The further interfaces that the user listed: as many as all ranks have.
   struct Further {

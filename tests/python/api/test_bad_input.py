@@ -306,7 +306,8 @@ def test_an_exhausted_port_range() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         env = {"PYCOMM_PORT_RANGE": f"{port}-{port}", "PYCOMM_SOCKET_FAMILY": "ipv4"}
-        # Ranks of one host need no port.
+        # Ranks of one host need no port, nor does one alone.
+        assert run_ranks(1, join_by_env, args=(1,), env=env).values() == [1000.0]
         assert run_ranks(2, join_by_env, args=(2,), env=env).values() == [1000.0, 1000.0]
         env["PYCOMM_TRANSPORT"] = "tcp"
         results = run_ranks(2, join_by_env, args=(1,), env=env, check=False)

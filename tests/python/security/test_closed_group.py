@@ -82,8 +82,10 @@ def test_a_job_can_be_without_the_secret_in_the_home_folder(tmp_path: Path) -> N
     path.parent.mkdir(parents=True)
     _secret.generate_file(str(path))
     env = {"HOME": str(tmp_path), "PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": "none"}
-    for said in run_ranks(2, sum_and_say, env=env).values():
-        assert "TLS" not in said
+    for transport in ("auto", "tcp"):
+        env["PYCOMM_TRANSPORT"] = transport
+        for said in run_ranks(2, sum_and_say, env=env).values():
+            assert "secret" not in said and "TLS" not in said
     with pytest.raises(ValueError, match="PYCOMM_SECRET_FILE=none: this job has no secret"):
         _secret.read({"PYCOMM_SECRET_FILE": "none"})
 
