@@ -80,9 +80,9 @@ class Options:
         debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct", "hierarchical". ``PYCOMM_ALGO``.
-        transport: "auto": shared memory between ranks of one host, TCP between hosts and if there
-            is none; "shm": shared memory for a group on one host, or an error that says why
-            not; "tcp". ``PYCOMM_TRANSPORT``.
+        transport: "auto": shared memory between ranks of one host, Unix sockets if there is none,
+            TCP between hosts; "shm": shared memory for a group on one host, or an error that says why
+            not; "tcp": TCP everywhere. ``PYCOMM_TRANSPORT``.
         wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``torch.float32``, ``torch.float16``
             and ``torch.bfloat16`` are accepted for the first three. ``PYCOMM_WIRE_DTYPE``.
@@ -100,9 +100,10 @@ class Options:
             correct program whose ranks issue one operation from different lines fails with it, so
             use it only to find mistakes. ``PYCOMM_CHECK_CALL_SITES``; default: off.
         security: What the secret of the job (docs/security.md) is for. "auto": with a secret, every
-            connection is in TLS; without one, connections are plain, and a job on several hosts
-            logs a warning. "require": a job on several hosts without a secret is an error. "off":
-            no warning; with a secret, an error. ``PYCOMM_SECURITY``.
+            TCP connection is in TLS; without one, connections are plain, and a job on several hosts
+            logs a warning. "require": without a secret, a job whose ranks do not all reach each
+            other by Unix sockets is an error. "off": no warning; with a secret, an error.
+            ``PYCOMM_SECURITY``.
         flight_recorder_size: The number of last operations that a group records; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes its flight record when a group

@@ -206,7 +206,8 @@ void Group::waitForNeighbours(Deadline deadline) {
     record.peer_host = identity.host(missing.front());
     record.group = identity.name;
     record.phase = "connect";
-    const SocketAddress& here = identity.addresses[static_cast<size_t>(identity.rank)];
+    const bool by_unix = !identity.unix_sockets[static_cast<size_t>(missing.front())].empty();
+    const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
     record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
         " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
     record.hint = here.empty()

@@ -39,12 +39,13 @@ void Security::checkHosts(const Roster& roster) const {
     return;
   }
   if (roster.topology.hosts() == 1) {
-    if (policy == SecurityPolicy::Require && !roster.identity.isWithinHost()) {
+    if (policy == SecurityPolicy::Require && (roster.identity.hasPorts() || !roster.identity.isWithinHost())) {
       throw Error(
           ErrorCode::InvalidArgument,
           "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +
               " do not all reach each other by Unix sockets: that they are on one host is only what the store says",
-          "leave transport at auto, start the ranks as one user, or: python -m pycomm secret --generate");
+          "leave transport at auto and start the ranks as one user (PYCOMM_DEBUG=INFO says which rank is not reached, and why), or: python -m "
+          "pycomm secret --generate");
     }
     return;
   }

@@ -262,6 +262,7 @@ def junk(seconds: float) -> None:
 
 def main() -> None:
     what, number = sys.argv[1], float(sys.argv[2])
+    os.environ["PYCOMM_TRANSPORT"] = "tcp" if what == "junk" else "auto"  # a port to throw it at
     if what == "kills":
         strike(signal.SIGKILL, int(number))
     elif what == "messages":

@@ -111,8 +111,9 @@ std::unique_ptr<Link> Connector::openControl(
       ErrorRecord record = peerGone(peer, trouble, identity_); // adds who and where
       if (gone) {
         record.hint =
-            "look for the first error in that rank's log: it has ended, or closed its group while others still joined; if it still "
-            "runs, see whether a firewall resets connections to its port";
+            "look for the first error in that rank's log: it has ended, or closed its group while others still joined";
+        record.hint +=
+            route.remote.isUnix() ? "" : "; if it still runs, see whether a firewall resets connections to its port";
       }
       throw Error(record);
     }

@@ -55,7 +55,7 @@ struct GroupIdentity {
     return "rank " + std::to_string(number) + " on " + host(number);
   }
 
-  /// Every other rank is reached by a Unix socket: they are all on this host, whatever the store says.
+  /// Every other rank is reached by a Unix socket.
   [[nodiscard]] bool isWithinHost() const noexcept {
     for (int other = 0; other < size; ++other) {
       if (other != rank &&
@@ -64,6 +64,11 @@ struct GroupIdentity {
       }
     }
     return true;
+  }
+
+  /// Some rank has a port, so that all have one. If not, all ranks reach each other by Unix sockets, whatever the store says.
+  [[nodiscard]] bool hasPorts() const noexcept {
+    return static_cast<size_t>(rank) < addresses.size() && !addresses[static_cast<size_t>(rank)].empty();
   }
 
   /// The two ends of connection `stream` of a link to `peer`, and the interface that it uses.

@@ -21,7 +21,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr size_t kMaxStrangers = 64; // of all acceptors of this process together
-constexpr size_t kFewestStrangers = 4; // of each, however many there are
+constexpr size_t kFewestStrangers = 4; // of each, however many the others have
 constexpr size_t kMaxBytesOfStranger = 512;
 constexpr milliseconds kPatience{2000};
 constexpr milliseconds kPauseWithoutFiles{100};
@@ -31,12 +31,8 @@ constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
 constexpr const char* kHungUp = "hung up before saying who it is";
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
 
-std::atomic<size_t> g_acceptors{0};
-
 // Strangers must not take the descriptors that the program needs, whatever number of groups and interfaces it has.
-size_t slots() noexcept {
-  return std::max(kFewestStrangers, kMaxStrangers / std::max<size_t>(g_acceptors.load(std::memory_order_relaxed), 1));
-}
+std::atomic<size_t> g_strangers{0};
 
 } // namespace
 
@@ -53,11 +49,10 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
   }
   listen(true);
   keepSpare();
-  g_acceptors.fetch_add(1, std::memory_order_relaxed);
 }
 
 Acceptor::~Acceptor() {
-  g_acceptors.fetch_sub(1, std::memory_order_relaxed);
+  g_strangers.fetch_sub(strangers_.size(), std::memory_order_relaxed);
 }
 
 // One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
@@ -75,7 +70,7 @@ std::vector<Accepted> Acceptor::poll(TimePoint now) {
   // Waiting strangers come first: one whose Hello is complete by now must not give way to a newcomer. All of them are
   // served, not only those that epoll reports: there are few, and so no descriptor outlives its stranger.
   for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
-    stranger = serve(*stranger, now) ? strangers_.erase(stranger) : std::next(stranger);
+    stranger = serve(*stranger, now) ? forget(stranger) : std::next(stranger);
   }
   if (listening_ || now >= listen_again_) {
     acceptNew(now);
@@ -175,12 +170,13 @@ void Acceptor::acceptNew(TimePoint now) {
     event.events = EPOLLIN | EPOLLRDHUP;
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.watched(), &event) == 0) {
       strangers_.push_back(std::move(stranger));
+      g_strangers.fetch_add(1, std::memory_order_relaxed);
     }
   }
 }
 
 void Acceptor::makeRoom(TimePoint now) {
-  while (strangers_.size() >= slots()) {
+  if (strangers_.size() >= kFewestStrangers && g_strangers.load(std::memory_order_relaxed) >= kMaxStrangers) {
     dropOldest(now);
   }
 }
@@ -197,7 +193,12 @@ void Acceptor::dropOldest(TimePoint now) {
     (void)giveUp("had not said who it is when others came");
     reject(*oldest, now);
   }
-  strangers_.erase(oldest);
+  (void)forget(oldest);
+}
+
+std::list<Acceptor::Stranger>::iterator Acceptor::forget(std::list<Stranger>::iterator stranger) noexcept {
+  g_strangers.fetch_sub(1, std::memory_order_relaxed);
+  return strangers_.erase(stranger);
 }
 
 Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
@@ -361,6 +362,9 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
 }
 
 void Acceptor::reject(const Stranger& stranger, TimePoint now) {
+  if (harmless_ && stranger.nbytes == 0 && listener_.address().isUnix()) {
+    return; // a rank of this host tried whether it reaches this one: see UnixSockets
+  }
   ++rejected_;
   ++unlogged_;
   const LogLevel level = harmless_ ? LogLevel::Info : LogLevel::Warn;

@@ -41,8 +41,8 @@ struct AcceptorConfig {
 /// Turns incoming connections into introduced peers, without blocking and without trusting any of them.
 ///
 /// A connection is read as soon as it is accepted, so a peer whose Hello has arrived takes no slot and does not wait.
-/// Other connections are strangers. There are 64 slots for them in a process, shared equally among its acceptors, but
-/// at least 4 for each; a stranger gets 2 s, and at most 512 bytes of it are read. If all slots are taken, the oldest stranger is dropped at once, so many slow connections cannot lock out a
+/// Other connections are strangers. There are 64 slots for them in a process, and 4 for
+/// each of its acceptors in any case; a stranger gets 2 s, and at most 512 bytes of it are read. If all slots are taken, the oldest stranger is dropped at once, so many slow connections cannot lock out a
 /// peer. A peer that is dropped in this way retries (see GreetedLink). A stranger costs only a few system calls, so a
 /// thousand per second are no load.
 ///
@@ -112,6 +112,7 @@ class Acceptor {
   void keepSpare() noexcept;
   void makeRoom(TimePoint now);
   void dropOldest(TimePoint now);
+  std::list<Stranger>::iterator forget(std::list<Stranger>::iterator stranger) noexcept;
   /// True if the stranger is done: introduced or dropped.
   [[nodiscard]] bool serve(Stranger& stranger, TimePoint now);
   void introduce(Stranger& stranger);

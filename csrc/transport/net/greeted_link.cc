@@ -47,6 +47,7 @@ void GreetedLink::connect() {
     link_ = secured(startConnect(local_, remote_));
     introduction_ = Introduction(hello_);
     connected_ = false;
+    pausing_ = false;
   } catch (const Error& error) {
     if (!remote_.isUnix() || error.record().cause.rfind("EAGAIN", 0) != 0) {
       throw;
@@ -76,7 +77,6 @@ bool GreetedLink::finishConnect() {
     if (::read(pause_.get(), &expired, sizeof expired) != static_cast<ssize_t>(sizeof expired)) {
       return false;
     }
-    pausing_ = false;
     connect(); // no loop watches the old one any more
     if (pausing_) {
       return false;

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kBacklog = 1024; // the kernel caps it at net.core.somaxconn
 constexpr int kSilentSeconds = 2;
+constexpr int kMostOthers = 64; // a flood must not keep the caller
 
 // Listens on one port. Returns errno, or 0 if it succeeded.
 int listenOn(const UniqueFd& fd, const SocketAddress& address) {
@@ -124,7 +125,7 @@ void Listener::deferSilent() noexcept {
 }
 
 std::optional<Listener::Incoming> Listener::accept() {
-  for (;;) {
+  for (int others = 0; others < kMostOthers;) {
     sockaddr_storage remote{};
     socklen_t length = sizeof remote;
     const Fault fault = PYCOMM_FAULT("listener.accept");
@@ -134,6 +135,7 @@ std::optional<Listener::Incoming> Listener::accept() {
           : ::accept4(fd_.get(), reinterpret_cast<sockaddr*>(&remote), &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
     });
     if (fd && address_.isUnix() && !sameUser(fd.get())) {
+      ++others;
       continue;
     }
     if (fd) {
@@ -158,6 +160,7 @@ std::optional<Listener::Incoming> Listener::accept() {
     }
     throw Error(systemError(ErrorCode::SystemError, "no connection can be accepted on " + address_.text(), errno));
   }
+  return std::nullopt;
 }
 
 } // namespace pycomm

@@ -55,7 +55,8 @@ class Listener {
   /// (TCP_DEFER_ACCEPT). So a client that only connects costs this process nothing. Does nothing for a Unix socket.
   void deferSilent() noexcept;
 
-  /// The next waiting connection, or nullopt; connections of other users to a Unix socket are dropped. Never blocks. Throws Error(TooManyFiles) if this process may open no more
+  /// The next waiting connection, or nullopt; connections of other users to a Unix socket are dropped, at most 64 of them in one
+  /// call: then nullopt too, and fd() stays readable. Never blocks. Throws Error(TooManyFiles) if this process may open no more
   /// files. The connection then stays in the kernel's queue and keeps fd() readable, so the caller must pause instead
   /// of retrying at once.
   [[nodiscard]] std::optional<Incoming> accept();

@@ -35,7 +35,11 @@ bool sameUser(int socket) {
   ucred peer{};
   socklen_t length = sizeof peer;
   return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid() &&
-      (peer.uid != overflowUser() || mapsAllUsers());
+      canTellOwnUser();
+}
+
+bool canTellOwnUser() {
+  return ::geteuid() != overflowUser() || mapsAllUsers();
 }
 
 } // namespace pycomm

@@ -6,5 +6,7 @@ namespace pycomm {
 /// different users pass each other nothing. In a user namespace, the kernel reports every unmapped user as the overflow
 /// id, 65534. A process that runs as that id cannot distinguish its own user from others, so the result is false there.
 [[nodiscard]] bool sameUser(int socket);
+/// False if this process runs as such an id, so that sameUser() is never true here.
+[[nodiscard]] bool canTellOwnUser();
 
 } // namespace pycomm

@@ -174,6 +174,9 @@ std::unique_ptr<SocketLink> connectSocket(
       record.elapsed_ms = elapsed.count();
       record.summary += (local.empty() ? "" : interfaceOf(local)) + " after " + std::to_string(attempts) +
           (attempts == 1 ? " attempt" : " attempts");
+      if (record.hint.empty() && remote.isUnix()) {
+        record.hint = "does that process still run? PYCOMM_TRANSPORT=tcp does without Unix sockets";
+      }
       if (record.hint.empty()) {
         record.hint =
             "is the peer running, and does a firewall between the hosts let this port through? "

@@ -262,8 +262,10 @@ Rendezvous meetAs(StoreRound& round, const RendezvousConfig& config) {
   met.address_reason = choice.why;
   met.local_address = choice.address;
   sockets.reach(records, config.rank);
-  std::vector<std::vector<SocketAddress>> addresses = exchangeAddresses(
-      round, records, config.size > 1 && !sockets.reachesAll(), [&] { return bindPorts(met, config, policy, network, choice); });
+  std::vector<std::vector<SocketAddress>> addresses =
+      exchangeAddresses(round, records, config.size > 1 && !sockets.reachesAll(), [&] {
+        return bindPorts(met, config, policy, network, choice);
+      });
   met.members = membersOf(records, std::move(addresses), sockets.reached());
   met.further.resize(met.members.front().further.size());
   met.unix_listener = sockets.take();

@@ -26,7 +26,7 @@ int tryToConnect(const std::string& name) {
     return errno;
   }
   if (::connect(fd.get(), address.raw(), address.rawLength()) != 0) {
-    return errno == EAGAIN ? 0 : errno; // EAGAIN: its queue is full for now
+    return errno; // EAGAIN too: a queue that is full already is some other program's work
   }
   return sameUser(fd.get()) ? 0 : EACCES;
 }
@@ -35,6 +35,11 @@ int tryToConnect(const std::string& name) {
 
 UnixSockets::UnixSockets(bool wanted) {
   if (!wanted) {
+    return;
+  }
+  if (!canTellOwnUser()) {
+    log(LogLevel::Info,
+        "ranks of this host connect over TCP: this process runs as the user to which all unmapped ones are mapped");
     return;
   }
   try {
@@ -50,12 +55,14 @@ void UnixSockets::reach(const std::vector<RankRecord>& records, int rank) {
   const RankRecord& mine = records[static_cast<size_t>(rank)];
   reached_.assign(records.size(), {});
   all_ = !name_.empty();
+  has_mates_ = false;
   for (const RankRecord& record : records) {
     if (record.rank == rank) {
       continue;
     }
     int error_number = ENOENT;
     if (!name_.empty() && record.identity == mine.identity) {
+      has_mates_ = has_mates_ || !record.unix_socket.empty();
       error_number = record.unix_socket.empty() ? ENOENT : tryToConnect(record.unix_socket);
       if (error_number != 0) {
         log(LogLevel::Info,

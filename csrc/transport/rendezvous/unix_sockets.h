@@ -30,8 +30,9 @@ class UnixSockets {
   [[nodiscard]] bool reachesAll() const noexcept {
     return all_;
   }
+  /// After reach(): the listener, if another rank of this host may come to it; else an empty one.
   [[nodiscard]] Listener take() noexcept {
-    return std::move(listener_);
+    return has_mates_ ? std::move(listener_) : Listener();
   }
 
  private:
@@ -39,6 +40,7 @@ class UnixSockets {
   Listener listener_;
   std::vector<SocketAddress> reached_;
   bool all_ = false;
+  bool has_mates_ = false;
 };
 
 } // namespace pycomm

@@ -237,6 +237,54 @@ TEST(GroupUnixSockets, SumsOfEverySizeGoOverThem) {
   }
 }
 
+// One rank does not reach another: that pair has a TCP connection in one direction at least, and all have ports.
+TEST(GroupUnixSockets, AGroupMayHaveSomeOfThemAndTcp) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  for (const bool shared : {true, false}) {
+    armFaultPoints(std::string("unix.reach:2:errno=EACCES") + (shared ? "" : ",arena.create:1+:errno=EMFILE"));
+    std::atomic<int> reached{0};
+    runRanks(
+        3,
+        [&](Rank& self) {
+          EXPECT_TRUE(self.group.identity().hasPorts());
+          for (const SocketAddress& address : self.group.identity().unix_sockets) {
+            reached += address.empty() ? 0 : 1;
+          }
+          sumEverySize(self);
+        },
+        [&](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+    armFaultPoints("");
+    EXPECT_EQ(reached, 5);
+  }
+}
+
+// Memory is shared although no Unix socket can be had for links: the bells are in TLS then.
+TEST(GroupUnixSockets, BellsRingOverTcpWithoutThem) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  armFaultPoints("listener.bind_unix:1+:errno=EACCES");
+  runRanks(
+      3,
+      [](Rank& self) {
+        EXPECT_TRUE(self.group.sharesMemory());
+        EXPECT_FALSE(self.group.identity().isWithinHost());
+        std::vector<float> values(100000, 1.0F);
+        Group::Call call = allReduceCall(values);
+        call.schedule.algorithm = Algorithm::Ring; // over links
+        const auto operation = self.group.start(std::move(call));
+        ASSERT_TRUE(self.group.wait(*operation, Deadline::after(20000)));
+        ASSERT_FALSE(operation->error()) << operation->error()->text();
+        EXPECT_EQ(values[7], 3.0F);
+        EXPECT_GT(self.group.sharedLinks(), 0U);
+        sumEverySize(self);
+      },
+      [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+  armFaultPoints("");
+}
+
 // Whoever reads the store knows the nonce of the job, and as the same user reaches the socket; without the secret it is sent away.
 TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
   runRanks(
@@ -256,6 +304,23 @@ TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
         sumEverySize(self); // and rank 1 is there until then
       },
       [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });
+}
+
+// One rank that is not reached must end all: none may be left with an open port, waiting.
+TEST(GroupUnixSockets, RequireWithoutASecretEndsOnAllRanksIfOneIsNotReached) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  armFaultPoints("unix.reach:1:errno=EACCES");
+  const auto records = meeting([](Group::Config& config, int) {
+    config.transport = Transport::Auto;
+    config.security.policy = SecurityPolicy::Require;
+  });
+  armFaultPoints("");
+  for (const ErrorRecord& record : records) {
+    EXPECT_EQ(record.code, ErrorCode::InvalidArgument) << record.text();
+    EXPECT_LT(record.elapsed_ms, 5000);
+  }
 }
 
 TEST(GroupUnixSockets, RequireWithoutASecretBelievesThemAlone) {
