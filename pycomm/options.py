@@ -81,8 +81,8 @@ class Options:
         algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
             "direct", "hierarchical". ``PYCOMM_ALGO``.
         transport: "auto": shared memory between ranks of one host, Unix sockets if there is none,
-            TCP between hosts; "shm": shared memory for a group on one host, or an error that says why
-            not; "tcp": TCP everywhere. ``PYCOMM_TRANSPORT``.
+            TCP between hosts; "shm": shared memory for a group on one host, or an error that says
+            why not; "tcp": TCP everywhere. ``PYCOMM_TRANSPORT``.
         wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``torch.float32``, ``torch.float16``
             and ``torch.bfloat16`` are accepted for the first three. ``PYCOMM_WIRE_DTYPE``.

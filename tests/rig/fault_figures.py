@@ -242,7 +242,12 @@ def with_junk(rank: int, world_size: int, seconds: float, rate: float) -> dict[s
 
 def junk(seconds: float) -> None:
     results = run_ranks(
-        2, with_junk, args=(seconds, 1000.0), timeout_s=seconds * 4 + 60, check=False
+        2,
+        with_junk,
+        args=(seconds, 1000.0),
+        timeout_s=seconds * 4 + 60,
+        check=False,
+        env={"PYCOMM_TRANSPORT": "tcp"},  # a port to throw it at
     )
     errors = [result.error.text for result in results if result.error]
     print("\n".join(errors))
@@ -262,7 +267,6 @@ def junk(seconds: float) -> None:
 
 def main() -> None:
     what, number = sys.argv[1], float(sys.argv[2])
-    os.environ["PYCOMM_TRANSPORT"] = "tcp" if what == "junk" else "auto"  # a port to throw it at
     if what == "kills":
         strike(signal.SIGKILL, int(number))
     elif what == "messages":
