@@ -286,14 +286,22 @@ def show_all(rank: int, world_size: int, folder: str) -> bytes:
     return b"\n".join([*store.written, *(text.encode() for text in shown)])
 
 
-def test_it_shows_nowhere(files: list[Path], tmp_path: Path) -> None:
-    env = {"PYCOMM_SECRET": files[0].read_text().strip(), "PYCOMM_DEBUG": "TRACE"}
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [("auto", b"Unix sockets, with the secret"), ("tcp", b"TLS with the secret")],
+)
+def test_it_shows_nowhere(files: list[Path], tmp_path: Path, transport: str, said: bytes) -> None:
+    env = {
+        "PYCOMM_SECRET": files[0].read_text().strip(),
+        "PYCOMM_DEBUG": "TRACE",
+        "PYCOMM_TRANSPORT": transport,
+    }
     results = run_ranks(2, show_all, args=(str(tmp_path),), init="none", backend=None, env=env)
     cli = run_python(["-m", "pycomm", "env", "--json"], env=child_environment(env))
     shown = b"\n".join(results.values())
     shown += "".join(one.stdout + one.stderr for one in results).encode()
     shown += (cli.stdout + cli.stderr).encode()
-    assert b"with the secret of key id" in shown and b"pycomm/" in shown and b"PEER_LEFT" in shown
+    assert said in shown and b"pycomm/" in shown and b"PEER_LEFT" in shown
     characters = files[0].read_text().strip()[16:59]
     raw = base64.urlsafe_b64decode(characters + "=")
     for form in (characters.encode(), raw, raw.hex().encode(), base64.b64encode(raw)[:-1]):

@@ -27,8 +27,8 @@ pytestmark = [
 _STORE_PORT = 29500
 _PATTERN = b"pycomm's secret!"
 
-# Every kind of connection: control links, bulk links of two connections, bells of shared memory,
-# and those of a group that is made later.
+# Every kind of connection between hosts, and within one if transport=tcp: control links, bulk links
+# of two connections, and those of a group that is made later.
 PROGRAM = f"""
 import os, sys
 if os.fork() == 0:
