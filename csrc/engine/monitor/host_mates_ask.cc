@@ -1,5 +1,6 @@
 // The side of HostMates that asks another process for the memory of a group.
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <cerrno>
 #include <utility>
@@ -20,16 +21,7 @@ constexpr int kAnswerSliceMs = 50; // how often who asks looks at the abort toke
 } // namespace
 
 UniqueFd connectToMate(const std::string& name) {
-  UniqueFd socket = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
-  const SocketAddress address = SocketAddress::unixSocket(name);
-  if (!socket || ::connect(socket.get(), address.raw(), address.rawLength()) != 0) {
-    return UniqueFd();
-  }
-  if (!sameUser(socket.get())) {
-    errno = EACCES;
-    return UniqueFd();
-  }
-  return socket;
+  return connectToSameUser(name, SOCK_SEQPACKET);
 }
 
 UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort) {

@@ -3,8 +3,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <fstream>
+
+#include "transport/net/address.h"
 
 namespace pycomm {
 namespace {
@@ -40,6 +43,19 @@ bool sameUser(int socket) {
 
 bool canTellOwnUser() {
   return ::geteuid() != overflowUser() || mapsAllUsers();
+}
+
+UniqueFd connectToSameUser(const std::string& name, int type) {
+  const SocketAddress address = SocketAddress::unixSocket(name);
+  UniqueFd socket = UniqueFd::from([&] { return ::socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+  if (!socket || ::connect(socket.get(), address.raw(), address.rawLength()) != 0) {
+    return UniqueFd();
+  }
+  if (!sameUser(socket.get())) {
+    errno = EACCES;
+    return UniqueFd();
+  }
+  return socket;
 }
 
 } // namespace pycomm

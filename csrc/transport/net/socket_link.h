@@ -17,7 +17,8 @@ struct TcpOptions {
   int user_timeout_ms = 0; ///< TCP_USER_TIMEOUT: unacknowledged data ends the link after this; 0: the kernel's default
 };
 
-/// A Link over one socket: TCP, or a Unix socket within a host. `would_block` and `closed` are set only if the kernel reports so: a short read or write
+/// A Link over one socket: TCP, or a Unix socket within a host. `would_block` and `closed` are set only if the kernel
+/// reports so: a short read or write
 /// implies neither. Interrupted calls are repeated.
 class SocketLink final : public Link {
  public:

@@ -7,7 +7,6 @@
 #include "base/error.h"
 #include "base/fault_point.h"
 #include "base/log.h"
-#include "base/unique_fd.h"
 #include "transport/net/same_user.h"
 #include "transport/socket_error.h"
 
@@ -16,19 +15,12 @@ namespace {
 
 // 0, or the errno that says why ranks connect over TCP instead.
 int tryToConnect(const std::string& name) {
-  const SocketAddress address = SocketAddress::unixSocket(name);
   const Fault fault = PYCOMM_FAULT("unix.reach");
   if (fault.error_number != 0) {
     return fault.error_number;
   }
-  const UniqueFd fd = UniqueFd::from([] { return ::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
-  if (!fd) {
-    return errno;
-  }
-  if (::connect(fd.get(), address.raw(), address.rawLength()) != 0) {
-    return errno; // EAGAIN too: a queue that is full already is some other program's work
-  }
-  return sameUser(fd.get()) ? 0 : EACCES;
+  // EAGAIN too: a queue that is full already is some other program's work.
+  return connectToSameUser(name, SOCK_STREAM) ? 0 : errno;
 }
 
 } // namespace
