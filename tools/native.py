@@ -189,9 +189,13 @@ def near(path: str | Path) -> str:
 
 
 def link_flags(torch: Torch) -> list[str]:
-    """What follows the objects where an extension is linked."""
-    libraries = [f"-l{name}" for name in TORCH_LIBRARIES]
-    return [f"-L{near(torch.libraries)}", *libraries, *shlex.split(os.environ.get("LDFLAGS", ""))]
+    """What follows the objects where an extension is linked.
+
+    Some compilers link the C++ library as an archive. Its symbols stay inside then: half of them
+    bound to torch's copy of that library, the first stream that is opened ends the process.
+    """
+    flags = [f"-L{near(torch.libraries)}", *(f"-l{name}" for name in TORCH_LIBRARIES)]
+    return [*flags, "-Wl,--exclude-libs,ALL", *shlex.split(os.environ.get("LDFLAGS", ""))]
 
 
 def link_command(target: Path, inputs: Iterable[Path], torch: Torch) -> list[str]:

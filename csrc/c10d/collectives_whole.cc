@@ -65,6 +65,12 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce(
   });
 }
 
+c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_sparse(
+    std::vector<at::Tensor>& tensors,
+    const c10d::AllreduceOptions& opts) {
+  return allreduce(tensors, opts);
+}
+
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
     Codec codec,
     std::vector<at::Tensor> tensors,

@@ -139,7 +139,12 @@ def test_reduce_follows_float64(dtype: str, op: str, offset: int) -> None:
         return
     step = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-22, "float64": 2**-50}[dtype]
     size = exact.abs().prod(0) if op == "product" else exact.abs().sum(0)
-    assert bool(((out.double() - expected).abs() <= size * 5 * step + 2**-24).all())
+    # A product of five may be more than float16 can hold: then it is infinite, with its sign.
+    rounded = expected.to(kind).double()
+    fits = rounded.isfinite()
+    assert torch.equal(out.double()[~fits], rounded[~fits])
+    error = (out.double() - expected).abs()
+    assert bool((error[fits] <= (size * 5 * step + 2**-24)[fits]).all())
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "fp8", "int8"])
@@ -368,7 +373,7 @@ def test_a_rank_that_nccl_waits_for_is_named(how: str, code: str) -> None:
     ranks = run_ranks(2, _failure_by_nccl, args=(how,), fresh=True, timeout_s=90, check=False)
     text = ranks[0].value
     assert text is not None, ranks[0].describe()
-    assert code in text and "rank 1" in text
+    assert code in text and "rank 1" in text.lower()
 
 
 def _captured(rank: int, size: int, cuda_mode: str) -> tuple[str, float]:
