@@ -98,7 +98,7 @@ ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std
   record.sequence = operation_->request().id.sequence;
   record.dtype = dtypeName(operation_->request().descriptor.dtype);
   record.numel = operation_->request().descriptor.numel;
-  record.phase = "matching";
+  record.phase = ErrorPhase::Matching;
   record.summary = std::move(summary);
   record.hint = std::move(hint);
   return record;

@@ -17,7 +17,7 @@ constexpr size_t kLookOperations = 64;
 
 /// Bytes of a link of several connections are read and written in order: the one whose turn it is holds up the others.
 void nameInterface(ErrorRecord& record, const std::string& interface) {
-  if (record.phase == "transfer" && !interface.empty() && !record.summary.empty()) {
+  if (record.phase == ErrorPhase::Transfer && !interface.empty() && !record.summary.empty()) {
     record.summary.back() = ','; // of the sentence's end
     record.summary += " and the next bytes are those on interface " + interface + ".";
     record.hint = "check interface " + interface + " on both hosts; if the network is only slow, raise the timeout";

@@ -217,7 +217,7 @@ void HostQueue::endAll(
     ErrorRecord record = recordInAnyCase(parts_.identity, [&] { return why(operation); });
     record.bytes_done = operation.shared().bytes_done.load(std::memory_order_relaxed);
     record.bytes_total = operation.shared().bytes_total;
-    record.phase = record.phase.empty() ? "transfer" : record.phase;
+    record.phase = record.phase.known() ? record.phase : ErrorPhase::Transfer;
     try {
       if (std::exchange(oldest, false) && told) {
         told(record);

@@ -363,7 +363,7 @@ std::vector<SocketAddress> resolve(const std::string& host, uint16_t port, Addre
   record.summary = "host \"" + host + "\" has no " +
       (family == AddressFamily::Any ? std::string() : std::string(addressFamilyName(family)) + " ") + "address";
   record.cause = status == EAI_SYSTEM ? errnoText(error_number) : ::gai_strerror(status == 0 ? EAI_NONAME : status);
-  record.phase = "resolve";
+  record.phase = ErrorPhase::Resolve;
   record.hint = "check the name with `getent hosts " + host + "`, or use the address itself";
   throw Error(record);
 }

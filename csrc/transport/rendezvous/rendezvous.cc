@@ -294,7 +294,7 @@ ErrorRecord describe(const std::exception& exception, const RendezvousConfig& co
   record.rank = config.rank;
   record.host = localHostName();
   record.group = config.group_name;
-  record.phase = "rendezvous";
+  record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   return record;
 }

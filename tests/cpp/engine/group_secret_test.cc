@@ -102,7 +102,7 @@ TEST(GroupSecret, ARankWithoutASecretIsNamedInTheFirstRound) {
     });
     for (const ErrorRecord& record : records) {
       EXPECT_EQ(record.code, ErrorCode::ConfigMismatch) << record.text();
-      EXPECT_EQ(record.phase, "rendezvous");
+      EXPECT_STREQ(record.phase.text(), "rendezvous");
       EXPECT_THAT(record.summary, HasSubstr(theSecret()->keyId()));
       EXPECT_THAT(record.hint, HasSubstr("secret file"));
       EXPECT_LT(record.elapsed_ms, 5000);
