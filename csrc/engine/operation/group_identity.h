@@ -55,18 +55,7 @@ struct GroupIdentity {
     return "rank " + std::to_string(number) + " on " + host(number);
   }
 
-  /// Every other rank is reached by a Unix socket.
-  [[nodiscard]] bool isWithinHost() const noexcept {
-    for (int other = 0; other < size; ++other) {
-      if (other != rank &&
-          (static_cast<size_t>(other) >= unix_sockets.size() || unix_sockets[static_cast<size_t>(other)].empty())) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  /// Some rank has a port, so that all have one. If not, all ranks reach each other by Unix sockets, whatever the store says.
+  /// Whether the ranks have ports: all or none. Without ports, this rank has reached all others by Unix sockets, whatever the store says.
   [[nodiscard]] bool hasPorts() const noexcept {
     return static_cast<size_t>(rank) < addresses.size() && !addresses[static_cast<size_t>(rank)].empty();
   }
