@@ -21,17 +21,13 @@
 #include "engine/ranks.h"
 #include "engine/sums.h"
 #include "transport/error_matchers.h"
+#include "transport/secure/tls_contexts.h"
 
 namespace pycomm::testing {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-const std::shared_ptr<const Secret>& theSecret() {
-  static const auto secret = std::make_shared<const Secret>(Secret::generate());
-  return secret;
-}
 
 void withSecret(Group::Config& config, int streams = 1, Transport transport = Transport::Tcp) {
   config.transport = transport;

@@ -13,22 +13,12 @@
 #include "transport/loopback.h"
 #include "transport/net/acceptor.h"
 #include "transport/net/greeted_link.h"
+#include "transport/secure/tls_contexts.h"
 
 namespace pycomm::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-using Context = std::shared_ptr<const TlsContext>;
-
-const std::shared_ptr<const Secret>& theSecret() {
-  static const auto secret = std::make_shared<const Secret>(Secret::generate());
-  return secret;
-}
-
-Context newContext(const std::shared_ptr<const Secret>& secret = theSecret()) {
-  return std::make_shared<const TlsContext>(secret, newProcessId());
-}
 
 Hello helloOf(int rank) {
   Hello hello;
