@@ -133,13 +133,13 @@ bool isPrefix(const Bytes& got) {
 // Records 0 and 1 are the client's handshake; then come full records of data.
 constexpr size_t kVictim = 4;
 
-TEST(TlsAttacks, NobodyInTheMiddleIsHeard) {
+TEST(TlsLinkAttacks, NobodyInTheMiddleIsHeard) {
   const Result result = through([](size_t, std::string&) {});
   EXPECT_TRUE(result.up);
   EXPECT_EQ(result.got, pattern(kSentNbytes, 1)) << result.error.text();
 }
 
-TEST(TlsAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
+TEST(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
   std::string kept;
   const std::vector<std::pair<std::string, Pump::Change>> attacks = {
       {"flip of the first byte",
@@ -189,7 +189,7 @@ TEST(TlsAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
 }
 
 // It looks like the peer's end, and only a goodbye inside TLS is one in order.
-TEST(TlsAttacks, ACutBringsABeginningAndNoMore) {
+TEST(TlsLinkAttacks, ACutBringsABeginningAndNoMore) {
   const Result result = through([](size_t number, std::string& record) {
     if (number == kVictim) {
       record.resize(100);
@@ -203,7 +203,7 @@ TEST(TlsAttacks, ACutBringsABeginningAndNoMore) {
 }
 
 // Bytes of the handshake that OpenSSL does not look at may change; then all that follows is as if they had not.
-TEST(TlsAttacks, AChangedHandshakeLeadsToNoChangedBytes) {
+TEST(TlsLinkAttacks, AChangedHandshakeLeadsToNoChangedBytes) {
   size_t nbytes = 0;
   (void)through([&](size_t number, std::string& record) { nbytes += number == 0 ? record.size() : 0; });
   ASSERT_GT(nbytes, 200U);
