@@ -20,7 +20,7 @@ void Protocol::posted(
     TimePoint now,
     Deadline deadline) {
   try {
-    credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.heardFrom(id.id));
+    credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.unexpectedFrom(id.id));
     roll_call_.entered(id, descriptor, deadline, now);
   } catch (...) {
     roll_call_.forget(id.id);
@@ -100,13 +100,13 @@ Protocol::Verdict Protocol::dataArrived(
     roll_call_.progressed(header.op_id, now);
     return Verdict::Accept;
   }
-  return roll_call_.remember(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
+  return roll_call_.keepUnexpected(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
 }
 
 void Protocol::creditArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now) {
   const auto limit = static_cast<int64_t>(header.aux);
   if (header.op_id != 0 && standing == RollCall::Standing::Unknown && limit >= 0) {
-    if (credits_.isPast(peer, header.op_id) || !roll_call_.remember(peer, header, now)) {
+    if (credits_.isPast(peer, header.op_id) || !roll_call_.keepUnexpected(peer, header, now)) {
       return; // the former: the operation did without
     }
   }
