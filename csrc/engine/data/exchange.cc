@@ -207,8 +207,8 @@ void Exchange::act() {
             outgoing_.ask(action.peer, action.header);
           }
           break;
-        case Protocol::Action::Kind::Pump:
-          transfers_.pump(action.op_id, action.peer);
+        case Protocol::Action::Kind::MaySend:
+          transfers_.sendFrames(action.op_id, action.peer);
           break;
         case Protocol::Action::Kind::Fail:
           action.record.group = identity_.name;

@@ -137,8 +137,8 @@ std::vector<Protocol::Action> Protocol::takeActions() {
         action.header = headerFor(given.op_id, FrameType::Credit, given.peer);
         action.header.aux = static_cast<uint64_t>(given.nbytes);
         break;
-      case Credits::Action::Kind::Pump:
-        action.kind = Action::Kind::Pump;
+      case Credits::Action::Kind::MaySend:
+        action.kind = Action::Kind::MaySend;
         break;
     }
     actions.push_back(std::move(action));

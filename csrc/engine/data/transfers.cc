@@ -113,10 +113,10 @@ bool Transfers::sent(const OutFrame& frame) {
   return true;
 }
 
-void Transfers::pump(uint64_t op_id, int peer) {
+void Transfers::sendFrames(uint64_t op_id, int peer) {
   const auto found = transfers_.find(op_id);
   if (found != transfers_.end()) {
-    found->second->pump(peer);
+    found->second->sendFrames(peer);
   }
 }
 

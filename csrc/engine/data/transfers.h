@@ -52,7 +52,7 @@ class Transfers {
   /// The frame has left: whether it is one that its operation waits for.
   [[nodiscard]] bool sent(const OutFrame& frame);
   /// There may be room for its frames at that peer.
-  void pump(uint64_t op_id, int peer);
+  void sendFrames(uint64_t op_id, int peer);
   /// More of its input is here: whether the operation is under way.
   [[nodiscard]] bool inputArrived(uint64_t op_id);
   /// Takes the operation if all its steps have ended; else null.

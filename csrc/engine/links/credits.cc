@@ -244,7 +244,7 @@ const char* Credits::granted(uint64_t op_id, int rank, int64_t limit) {
     Peer& pool = peer(rank);
     pool.eager_out = std::max<int64_t>(0, pool.eager_out - limit);
     for (const auto& entry : ops_) {
-      actions_.push_back(Action{Action::Kind::Pump, rank, entry.first, 0});
+      actions_.push_back(Action{Action::Kind::MaySend, rank, entry.first, 0});
     }
     return nullptr;
   }
@@ -262,7 +262,7 @@ const char* Credits::granted(uint64_t op_id, int rank, int64_t limit) {
     return "credit on an edge that this operation does not have";
   }
   edge->limit = std::max(edge->limit, std::min(limit, edge->total));
-  actions_.push_back(Action{Action::Kind::Pump, rank, op_id, 0});
+  actions_.push_back(Action{Action::Kind::MaySend, rank, op_id, 0});
   return nullptr;
 }
 

@@ -44,7 +44,7 @@ class Credits {
   struct Action {
     enum class Kind {
       Grant, ///< tell `peer`: so many bytes of operation `op_id` in all; for op_id 0, so many bytes of the pool are free again
-      Pump, ///< operation `op_id` may be able to send to `peer` now
+      MaySend, ///< operation `op_id` may be able to send to `peer` now
     };
     Kind kind = Kind::Grant;
     int peer = -1;

@@ -130,9 +130,9 @@ TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::No);
 
   EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), Protocol::Verdict::Ignore);
-  const auto pumps = of(ActionKind::Pump, root.takeActions());
-  ASSERT_EQ(pumps.size(), 1U);
-  EXPECT_EQ(pumps.front().op_id, 2U);
+  const auto may_send = of(ActionKind::MaySend, root.takeActions());
+  ASSERT_EQ(may_send.size(), 1U);
+  EXPECT_EQ(may_send.front().op_id, 2U);
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::Credit);
   root.sent(2, 1, 1 << 20, Protocol::Permission::Credit);
   EXPECT_EQ(root.maySend(2, 1, 1), Protocol::Permission::No);
@@ -221,11 +221,11 @@ TEST(Protocol, RoomThatComesBackIsForTheOldest) {
   room.group = 7;
   room.aux = 1000;
   static_cast<void>(root.arrived(1, room, Clock::now()));
-  std::vector<uint64_t> pumped;
-  for (const Protocol::Action& action : of(ActionKind::Pump, root.takeActions())) {
-    pumped.push_back(action.op_id);
+  std::vector<uint64_t> may_send;
+  for (const Protocol::Action& action : of(ActionKind::MaySend, root.takeActions())) {
+    may_send.push_back(action.op_id);
   }
-  EXPECT_EQ(pumped, oldest_first);
+  EXPECT_EQ(may_send, oldest_first);
 }
 
 TEST(Protocol, OfManyOperationsTheOldestAsk) {
