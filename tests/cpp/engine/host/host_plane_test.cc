@@ -489,9 +489,9 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
       post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
   std::thread waiter([&] { finish(host.plane(0), *operation); });
   host.waitUntilStuck(0); // it sleeps, or is about to
-  const HostPlane::Standing standing = host.plane(0).standing(*operation);
-  EXPECT_EQ(standing.not_entered, 1);
-  EXPECT_EQ(standing.behind, -1);
+  const HostPlane::WaitsFor found = host.plane(0).waitsFor(*operation);
+  EXPECT_EQ(found.not_entered, 1);
+  EXPECT_EQ(found.behind, -1);
   ErrorRecord cause;
   cause.code = ErrorCode::PeerDead;
   cause.peer = 1;
@@ -562,7 +562,7 @@ TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
         post(host.plane(1), counter1, wish, viewOf(theirs), gathers ? viewOf(all1) : viewOf(theirs), true);
     (void)host.plane(1).drive(*late, Deadline::after(100));
     EXPECT_FALSE(late->done()) << static_cast<int>(wish.kind);
-    EXPECT_EQ(host.plane(1).standing(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
+    EXPECT_EQ(host.plane(1).waitsFor(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
     failNow(host.plane(1), cause);
     ASSERT_TRUE(late->done());
     ASSERT_TRUE(late->error()) << static_cast<int>(wish.kind);
