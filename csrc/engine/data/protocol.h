@@ -109,8 +109,8 @@ class Protocol {
   [[nodiscard]] std::vector<Action> takeActions();
 
  private:
-  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
-  void creditArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
+  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, RollCall::OperationState state, TimePoint now);
+  void creditArrived(int peer, const FrameHeader& header, RollCall::OperationState state, TimePoint now);
 
   const uint32_t group_;
   const uint16_t epoch_;

@@ -95,24 +95,24 @@ void RollCall::compare(const Descriptor& mine, int peer, const Descriptor& their
   }
 }
 
-RollCall::Standing RollCall::compared(int peer, const FrameHeader& header) {
+RollCall::OperationState RollCall::compared(int peer, const FrameHeader& header) {
   const auto found = ops_.find(header.op_id);
   if (found != ops_.end()) {
     if (header.type != FrameType::Data) { // else its bytes count: see hasCome() and progressed()
       found->second.came(peer);
     }
     compare(expectedFrom(found->second, peer), peer, Descriptor::readFrom(header), found->second.id());
-    return Standing::Entered;
+    return OperationState::Entered;
   }
   const Descriptor* const mine = history_.find(header.op_id);
   if (mine == nullptr) {
-    return Standing::Unknown;
+    return OperationState::Unknown;
   }
   const bool derived = (header.op_id & kDerivedIdBit) != 0;
   Descriptor theirs = Descriptor::readFrom(header);
   theirs.numel = theirs.kind == Collective::AllToAll ? mine->numel : theirs.numel;
   compare(*mine, peer, theirs, OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
-  return Standing::Past;
+  return OperationState::Past;
 }
 
 bool RollCall::keepUnexpected(int peer, const FrameHeader& header, TimePoint now) {

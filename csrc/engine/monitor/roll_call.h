@@ -45,7 +45,7 @@ class RollCall {
   using Action = RollCallOutput::Action;
 
   /// What this rank knows of the operation of an id.
-  enum class Standing {
+  enum class OperationState {
     Entered,
     Unknown,
     Past, ///< it has ended here, not long ago
@@ -68,7 +68,7 @@ class RollCall {
   /// An operation of this rank's that went another way, and is over. Reported late, and only if another rank asks.
   void passed(const OperationId& id, const Descriptor& descriptor);
   /// A frame about an operation has arrived: compares its descriptor.
-  [[nodiscard]] Standing compared(int peer, const FrameHeader& header);
+  [[nodiscard]] OperationState compared(int peer, const FrameHeader& header);
   /// Keeps the descriptor of an unexpected operation; false if the peer contradicts what it said before.
   [[nodiscard]] bool keepUnexpected(int peer, const FrameHeader& header, TimePoint now);
   /// Bytes of the operation have arrived.

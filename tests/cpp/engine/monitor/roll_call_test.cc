@@ -141,12 +141,12 @@ TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
   roll.answered(2, answer, at(3));
   roll.answered(3, answer, at(3));
   ASSERT_EQ(roll.missing(1)->peer, 2);
-  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::Standing::Entered); // its question
+  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::OperationState::Entered); // its question
   EXPECT_EQ(roll.missing(1)->peer, 3);
   roll.answered(2, answer, at(5)); // which was on its way for longer
   EXPECT_EQ(roll.missing(1)->peer, 3);
   EXPECT_FALSE(roll.missing(1, 2));
-  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::Standing::Entered);
+  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::OperationState::Entered);
   EXPECT_FALSE(roll.missing(1));
   roll.tick(at(200));
   static_cast<void>(roll.takeActions());
@@ -344,10 +344,10 @@ TEST_F(RollCallTest, DeadlinesAreReportedAlsoAfterAFailure) {
 
 TEST_F(RollCallTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
   enter(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Entered);
-  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::Standing::Unknown);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Entered);
+  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::OperationState::Unknown);
   end(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Past);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Past);
   EXPECT_FALSE(roll.failed());
 
   EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(9)), at(1)));
