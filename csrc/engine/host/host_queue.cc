@@ -89,15 +89,15 @@ void HostQueue::enter(uint64_t& blocked, bool& moved) {
 void HostQueue::run(uint64_t& blocked, bool& moved) {
   while (head_ < entered_) {
     HostTransfer& transfer = queue_[head_].transfer;
-    const HostTransfer::Progress progress = transfer.advance(rounds_, blocked);
-    if (progress == HostTransfer::Progress::Differs) {
+    const HostTransfer::AdvanceResult result = transfer.advance(rounds_, blocked);
+    if (result == HostTransfer::AdvanceResult::Differs) {
       throwDiffers(transfer);
     }
-    if (progress == HostTransfer::Progress::Blocked) {
+    if (result == HostTransfer::AdvanceResult::Blocked) {
       break;
     }
     moved = true;
-    if (progress == HostTransfer::Progress::Moved) {
+    if (result == HostTransfer::AdvanceResult::Moved) {
       if (transfer.large()) {
         parts_.bell.ringOthers();
       }

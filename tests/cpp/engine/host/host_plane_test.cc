@@ -643,8 +643,8 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   host.waitUntilStuck(0); // it has read all that it wants
   uint64_t rounds = 0;
   uint64_t blocked = 0;
-  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // the descriptors agree
-  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // a part is read
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::AdvanceResult::Moved); // the descriptors agree
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::AdvanceResult::Moved); // a part is read
   ErrorRecord cause;
   cause.code = ErrorCode::PeerUnresponsive;
   cause.peer = 1;
@@ -652,11 +652,11 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   waiter.join();
   ASSERT_TRUE(first->error());
   own[kNumel - 1] = -1.0F;
-  HostTransfer::Progress progress = HostTransfer::Progress::Moved;
-  while (progress == HostTransfer::Progress::Moved) {
-    progress = rank1.advance(rounds, blocked);
+  HostTransfer::AdvanceResult result = HostTransfer::AdvanceResult::Moved;
+  while (result == HostTransfer::AdvanceResult::Moved) {
+    result = rank1.advance(rounds, blocked);
   }
-  EXPECT_EQ(progress, HostTransfer::Progress::Blocked);
+  EXPECT_EQ(result, HostTransfer::AdvanceResult::Blocked);
 }
 
 // A rank with a bug writes a place into its slot that is not in its heap, or from which the operand does not fit into it.
