@@ -199,23 +199,7 @@ void Group::waitForNeighbours(Deadline deadline) {
     if (trouble) {
       throw Error(cannotAccept(*trouble, identity));
     }
-    ErrorRecord record;
-    record.code = ErrorCode::ConnectFailed;
-    record.rank = identity.rank;
-    record.host = identity.host(identity.rank);
-    record.peer = missing.front();
-    record.peer_host = identity.host(missing.front());
-    record.group = identity.name;
-    record.phase = ErrorPhase::Connect;
-    const bool by_unix = !identity.unix_sockets[static_cast<size_t>(missing.front())].empty();
-    const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
-    record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
-    record.hint = here.empty()
-        ? "look into that rank's log: it has ended, or is stopped"
-        : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-          "with PYCOMM_SOCKET_IFNAME";
-    throw Error(record);
+    throw Error(neverConnected(missing.front(), identity));
   }
 }
 

@@ -53,6 +53,26 @@ ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identi
   return record;
 }
 
+ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
+  ErrorRecord record;
+  record.code = ErrorCode::ConnectFailed;
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.peer = peer;
+  record.peer_host = identity.host(peer);
+  record.group = identity.name;
+  record.phase = ErrorPhase::Connect;
+  const bool by_unix = !identity.unix_sockets[static_cast<size_t>(peer)].empty();
+  const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+      " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
+  record.hint = here.empty()
+      ? "look into that rank's log: it has ended, or is stopped"
+      : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+        "with PYCOMM_SOCKET_IFNAME";
+  return record;
+}
+
 ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity) {
   ErrorRecord record = cause;
   if (cause.rank >= 0 && cause.rank != identity.rank) {

@@ -196,6 +196,16 @@ def test_pictures_are_shown_and_legible_everywhere(picture: Path) -> None:
 # Tables
 
 
+def test_contributing_names_functions_that_exist() -> None:
+    for _, files, functions in table(read("CONTRIBUTING.md"), "looking for", "file", "function"):
+        texts = [read(file) for file in code(files)]
+        for at, function in enumerate(code(functions)):
+            text = texts[min(at, len(texts) - 1)]  # each in its file, or all in the one
+            owner, _, name = function.replace("::", ".").rpartition(".")
+            assert re.search(rf"\b{name}\(", text), f"{function} in {files}"
+            assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
+
+
 def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
