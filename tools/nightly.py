@@ -53,7 +53,7 @@ STEPS = [
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
     Step(
         "faults_tcp",
-        "TEST_TRANSPORT=tcp {make} faults ARGS='--exact-bounds --remember-failures "
+        "{make} faults TEST_TRANSPORT=tcp ARGS='--exact-bounds --remember-failures "
         "tests/python/faults/test_fault_matrix.py'",
         10,
     ),
