@@ -158,10 +158,10 @@ def until_dry(program: Path, clang: str, options: argparse.Namespace) -> int:
             found.first_corpus = sum(1 for _ in (STATE / name).iterdir())
         return fuzz(program, name, options.seconds, STATE, found, most_inputs)
 
-    chosen = options.decoders or DECODERS
+    chosen, at = options.decoders or DECODERS, fuzz_dry.commit(ROOT)
     print(fuzz_dry.HEADING, flush=True)
     counts = fuzz_dry.run_all(chosen, DECODERS, program, STATE, one_run, options.minutes)
-    text = fuzz_dry.report(counts, ROOT, clang)
+    text = fuzz_dry.report(counts, at, clang)
     print("\n" + text, end="", flush=True)
     if options.results is not None:
         options.results.write_text(text)

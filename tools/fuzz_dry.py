@@ -137,17 +137,22 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def report(counts: dict[str, Found], root: Path, clang: str) -> str:
-    """The table, and how it was made."""
-    commit = _output("git", "rev-parse", "--short", "HEAD", cwd=root)
+def commit(root: Path) -> str:
+    """The commit, and whether the sources of the fuzzer differ from it."""
     changed = _output("git", "status", "--porcelain", "--", "csrc", "tests/cpp/fuzz", cwd=root)
+    found = _output("git", "rev-parse", "--short", "HEAD", cwd=root)
+    return f"commit {found}" + (" with changes" if changed else "")
+
+
+def report(counts: dict[str, Found], at: str, clang: str) -> str:
+    """The table, and how it was made; `at` is what commit() returned when the fuzzer was built."""
     inputs = sum(found.inputs for found in counts.values())
     rows = [found.line(name) for name, found in counts.items() if found.inputs]
     missing = [name for name, found in counts.items() if not found.inputs]
     lines = [
         f"Each fuzz target until it reaches nothing new: python {shlex.join(sys.argv)}",
-        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, commit {commit}"
-        f"{' with changes' if changed else ''}, {os.cpu_count()} cores ({_processor()}), "
+        f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {at}, "
+        f"{os.cpu_count()} cores ({_processor()}), "
         f"{_output(clang, '--version').splitlines()[0]}, AddressSanitizer and UBSan, one process.",
         f"A target is dry if {DRY_INPUTS:,} inputs in a row reached no new edge. It ends at "
         f"{MOST_INPUTS:,} inputs or {MOST_CPU_SECONDS:,} s of CPU",

@@ -99,7 +99,8 @@ def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     counts = counts_of(program, quiet, ["a"])
     assert counts["a"].reason == "dry" and ran == ["a"]
     assert counts["a"].inputs == 9 * M + 1
-    text = fuzz_dry.report({**counts, "b": fuzz_dry.Found()}, ROOT, sys.executable)
+    at = fuzz_dry.commit(ROOT)
+    text = fuzz_dry.report({**counts, "b": fuzz_dry.Found()}, at, sys.executable)
     assert "dry: a.\nNot run yet: b.\n" in text and "commit " in text and "cores (" in text
     program.write_bytes(b"another fuzzer")
     assert counts_of(program, quiet, ["a"], 0.0)["a"].inputs == 0  # begun anew
