@@ -22,6 +22,7 @@ _MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
 _MIN_PORT, _MAX_PORT = 1024, 65535
 _MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
+_ALLOWED_TIMEOUT = "seconds above 0 and up to one year, as 300 or 2.5"
 _MIN_SILENCE_S, _MAX_SILENCE_S = 0.5, 3600.0
 # By their texts, so that this module does not import torch. torch.int8 and torch's fp8 are not
 # here: they have no scales, as the wire dtypes of those names have.
@@ -105,8 +106,19 @@ def _seconds(value: object) -> float:
 def _timeout(where: str, value: object) -> float:
     seconds = _seconds(value)
     if not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
-        raise _bad(where, value, "seconds above 0 and up to one year, as 300 or 2.5")
+        raise _bad(where, value, _ALLOWED_TIMEOUT)
     return seconds
+
+
+def timeout_seconds(where: str, value: object) -> float:
+    """Of an argument: seconds or a timedelta, and no text, which variables may have.
+
+    Raises:
+        ValueError: It is neither, or out of range.
+    """
+    if isinstance(value, str):
+        raise _bad(where, value, _ALLOWED_TIMEOUT)
+    return _timeout(where, value)
 
 
 def _heartbeat_timeout(where: str, value: object) -> float:
