@@ -7,8 +7,8 @@ and either with one of these behind it:
     #torch     torch's wrapper, whatever the backend
     #fp16      gradients travel as fp16: wire_dtype of our wrapper, the hook of torch's
 
-`pycomm:fp16` is our wrapper over a group whose sums travel in the codec of that name, and
-`pycomm:tcp+fp16` the same over TCP.
+`pycomm:fp16` is torch's wrapper over a group whose sums travel in the codec of that name (ours does
+not use it), and `pycomm:tcp+fp16` the same over TCP.
 
 `step` trains 25 M parameters. `small` has 1,000 parameters of 16 elements and next to no
 arithmetic: with `--ranks 1` its time, less that of `#no_sync`, is what a reducer itself costs.
@@ -48,7 +48,9 @@ def transformer() -> nn.Module:
 def wrapped(module: nn.Module, way: str, group: Any) -> Any:
     """The module, in the wrapper that a way to train says."""
     backend, _, how = way.partition("#")
-    if backend.partition(":")[0] == "pycomm" and how != "torch":
+    name, _, variant = backend.partition(":")
+    encoded = not {"bf16", "fp16", "fp8", "int8"}.isdisjoint(variant.split("+"))
+    if name == "pycomm" and how != "torch" and not encoded:
         import pycomm
 
         wire = "fp16" if how == "fp16" else None

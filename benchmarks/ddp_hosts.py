@@ -8,10 +8,10 @@
 
 A way is WRAPPER[:CODEC][@MIB][#WIRE][/EVERY]. WRAPPER: "gloo" is torch's wrapper over gloo, "torch"
 is torch's over pycomm, "pycomm" is ours, "closed" is ours over a group with a secret, so that its
-bytes are encrypted, "no_sync" is ours sending nothing. CODEC is the group's wire dtype ("pycomm"
-and "torch" only). MIB is `bucket_cap_mb`; without it each wrapper has its own default (torch's 25,
-ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for "fp16". EVERY is
-`sync_every`.
+bytes are encrypted, "no_sync" is ours sending nothing. CODEC is the group's wire dtype ("torch"
+only, as our wrapper does not use it). MIB is `bucket_cap_mb`; without it each wrapper has its own
+default (torch's 25, ours 4). WIRE is the wrapper's wire dtype; torch's wrapper has a hook for
+"fp16". EVERY is `sync_every`.
 
 Each host is a network namespace behind a switch of `--mbit`. All ways of training live in the same
 processes and take turns, a step each, forwards and backwards, so that whatever else the machine
@@ -355,6 +355,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if plain := [way for way in options.ways if way.startswith("closed:")]:
         parser.error(f"{', '.join(plain)}: a group with a codec of its own has no secret here")
+    if unused := [way for way in options.ways if way.startswith("pycomm:")]:
+        parser.error(f"{', '.join(unused)}: our wrapper does not use a group's codec; try torch:")
     if options.beside not in ("gloo", *options.ways):
         parser.error(f"--beside {options.beside}: it is none of the ways")
     if options.sync_every:

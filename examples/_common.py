@@ -34,8 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wire-dtype",
         default="none",
-        choices=["none", "fp16"],
-        help="dtype of gradients on the network; with gloo, fp16 is torch's own fp16_compress_hook",
+        type=str.lower,
+        choices=["none", "fp32", "fp16", "bf16", "int8", "fp8"],
+        help="dtype of gradients on the network; with gloo, none, or fp16 by torch's own hook",
     )
     parser.add_argument("--seed", type=int, default=0)
     # torchrun sets LOCAL_RANK; torch.distributed.launch passes a flag, in either spelling.
@@ -50,6 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def torch_ddp(net: torch.nn.Module, wire_dtype: str) -> DistributedDataParallel:
     """Wrap in torch's own DDP, with torch's own fp16 hook: what pycomm is compared with."""
+    if wire_dtype not in ("none", "fp16"):
+        sys.exit(f"--wire-dtype {wire_dtype} needs --backend pycomm")
     model = DistributedDataParallel(net)
     if wire_dtype == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -14,6 +14,7 @@ import typing
 __all__: list[str] = [
     "CODEC_BLOCK",
     "DdpLogger",
+    "ExactSums",
     "IdMap",
     "IssueChain",
     "Reducer",
@@ -54,6 +55,11 @@ class IssueChain:
     def __enter__(self) -> typing.Any: ...
     def __exit__(self, *args: typing.Any) -> None: ...
     def __init__(self, hook_ordinal: int, index: int, codec: str | None = None) -> None: ...
+
+class ExactSums:
+    def __enter__(self) -> typing.Any: ...
+    def __exit__(self, *args: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
 
 class ReducerStats:
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,10 +21,17 @@ def ring_nbytes(nbytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * nbytes // ranks
 
 
+def exact_all_reduce(tensor: torch.Tensor, group: Any, *, async_op: bool = False) -> Any:
+    """``dist.all_reduce`` in the tensor's own dtype: a codec of the group does not apply."""
+    extension = _extension.loaded()  # None: there is no group of pycomm
+    with contextlib.nullcontext() if extension is None else extension.ExactSums():
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+
 def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
     """Replaces each tensor by its mean over the group; the same bits on all ranks.
 
-    Small floats are added and divided in fp32.
+    Small floats are added and divided in fp32. A codec of the group does not apply.
 
     Returns:
         The bytes that were given to all_reduce.
@@ -33,7 +41,7 @@ def average_(tensors: Iterable[torch.Tensor], group: Any) -> int:
     for chunk in chunks(tensors):
         flat = torch.cat([_travelling(tensor).flatten() for tensor in chunk])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
-        dist.all_reduce(wire, group=group)
+        exact_all_reduce(wire, group)
         flat /= ranks
         nbytes += flat.nbytes
         for tensor, part in zip(

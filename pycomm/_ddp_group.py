@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import collections
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pycomm.backend import native_backend
+from pycomm._wire_patterns import ENCODED, Named
+from pycomm.backend import group_wire_dtype, native_backend
 from pycomm.errors import UnsupportedError
 
+logger = logging.getLogger("pycomm")
+_codecs_reported: set[str] = set()
 # Stores handed out, by group: the same on all ranks, which make wrappers together.
 _stores: collections.Counter[str] = collections.Counter()
 
@@ -36,6 +41,34 @@ def need_pycomm(group: Any, what: str) -> Any:
             f"one's backend is {dist.get_backend(group)!r}"
         )
     return backend
+
+
+def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> None:
+    """Whether the group serves the wire dtypes of a wrapper's parameters.
+
+    Raises:
+        UnsupportedError: int8 or fp8, and the group is not pycomm's.
+    """
+    encoded = next((wire for wire in wires if wire in ENCODED), None)
+    if encoded is not None:
+        need_pycomm(group, f"wire_dtype={encoded!r}")
+    if wire_dtype is None:
+        report_unused_codec(group, "DistributedDataParallel")
+
+
+def report_unused_codec(group: Any, owner: str) -> None:
+    """Logs, once per owner, that the group's codec does not apply, as its wire_dtype is None."""
+    codec = group_wire_dtype(group)
+    if codec == "fp32" or owner in _codecs_reported or dist.get_rank(group) != 0:
+        return
+    _codecs_reported.add(owner)
+    logger.warning(
+        "The group's wire_dtype is %r, and does not apply to what %s sends, which travels in its "
+        "own dtype. Pass wire_dtype=%r to it to send fewer bytes.",
+        codec,
+        owner,
+        codec,
+    )
 
 
 def wrapper_store(group: Any) -> Any:

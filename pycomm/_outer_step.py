@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pycomm import _exit, _extension, codecs
-from pycomm._averaging import SMALL_FLOATS, chunks
+from pycomm._averaging import SMALL_FLOATS, chunks, exact_all_reduce
 from pycomm._model_check import checksum_of, first_other
 from pycomm.errors import CollectiveMismatchError
 
@@ -182,7 +182,7 @@ class Flight:
         for chunk in self._chunks:
             wire = chunk.wire()
             if wire_dtype is None:
-                self._works.append(dist.all_reduce(wire, group=group, async_op=True))
+                self._works.append(exact_all_reduce(wire, group, async_op=True))
             else:
                 work = codecs.all_reduce(wire, wire_dtype, group=group, async_op=True)
                 self._works.append(work)

@@ -22,15 +22,37 @@ _MAX_SEGMENT_NBYTES = 4 * _KIB * _KIB  # a frame's payload is never larger
 _MIN_PORT, _MAX_PORT = 1024, 65535
 _MAX_RECORDED = 1_000_000
 _LONGEST_TIMEOUT_S = 365.0 * 24 * 3600
+_ALLOWED_TIMEOUT = "seconds above 0 and up to one year, as 300 or 2.5"
 _MIN_SILENCE_S, _MAX_SILENCE_S = 0.5, 3600.0
-# By their texts, so that this module does not import torch. torch.int8 and torch's fp8 are not
-# here: they have no scales, as the wire dtypes of those names have.
-_OF_TORCH = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16"}
+WIRE_DTYPES = ("fp32", "fp16", "bf16", "fp8", "int8")
+"""The names of all wire dtypes: as ``Options``, the wrapper, the codecs and the native part use."""
+# torch's names of the same, by their texts, so that this module does not import torch. torch.int8
+# and torch's fp8 are not here: they have no scales, as the wire dtypes of those names have.
+_OF_TORCH = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_OF_TORCH |= {f"torch.{dtype}": name for dtype, name in _OF_TORCH.items()}
 
 
-def wire_name(dtype: object) -> object:
-    """ "fp16" for ``torch.float16``, and so on; anything else is returned as it is."""
-    return dtype if isinstance(dtype, str) else _OF_TORCH.get(str(dtype), dtype)
+def wire_dtype_name(where: str, value: object, *, or_none: bool = False) -> str:
+    """One of ``WIRE_DTYPES``: "fp16" for "FP16", "float16", "torch.float16", ``torch.float16``.
+
+    Every wire dtype that a user may pass goes through here.
+
+    Args:
+        where: The option or variable, in errors.
+        value: A name, in upper or lower case, or a dtype of torch.
+        or_none: Whether the error offers None, too.
+
+    Raises:
+        ValueError: It is no wire dtype.
+    """
+    text = str(value).strip().lower()
+    name = _OF_TORCH.get(text, text)
+    if name in WIRE_DTYPES:
+        return name
+    allowed = " or ".join([*(["None"] if or_none else []), *map(repr, WIRE_DTYPES)])
+    nearest = difflib.get_close_matches(text.removeprefix("torch."), WIRE_DTYPES, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise _bad(where, value, allowed + hint)
 
 
 def _bad(where: str, value: object, allowed: str) -> ValueError:
@@ -48,13 +70,6 @@ def _one_of(*allowed: str, upper: bool = False) -> Callable[[str, object], str]:
         return text
 
     return parse
-
-
-_named_wire_dtype = _one_of("fp32", "bf16", "fp16", "fp8", "int8")
-
-
-def _wire_dtype(where: str, value: object) -> str:
-    return _named_wire_dtype(where, wire_name(value))
 
 
 def _interface(where: str, value: object) -> str:
@@ -105,8 +120,19 @@ def _seconds(value: object) -> float:
 def _timeout(where: str, value: object) -> float:
     seconds = _seconds(value)
     if not 0.0 < seconds <= _LONGEST_TIMEOUT_S:  # also refuses NaN
-        raise _bad(where, value, "seconds above 0 and up to one year, as 300 or 2.5")
+        raise _bad(where, value, _ALLOWED_TIMEOUT)
     return seconds
+
+
+def timeout_seconds(where: str, value: object) -> float:
+    """Of an argument: seconds or a timedelta, and no text, which variables may have.
+
+    Raises:
+        ValueError: It is neither, or out of range.
+    """
+    if isinstance(value, str):
+        raise _bad(where, value, _ALLOWED_TIMEOUT)
+    return _timeout(where, value)
 
 
 def _heartbeat_timeout(where: str, value: object) -> float:
@@ -193,7 +219,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
     Setting(
         "wire_dtype",
-        _wire_dtype,
+        wire_dtype_name,
         "fp32",
         "PYCOMM_WIRE_DTYPE",
     ),

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pycomm._settings import wire_name
+from pycomm._settings import wire_dtype_name
 from pycomm.errors import UnsupportedError
 
-WIRE_DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8")
 ENCODED = ("int8", "fp8")
 """Those that only pycomm's own all_reduce can add up."""
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +23,7 @@ _NAMES_SHOWN = 5
 
 
 def named_wire_dtype(wire_dtype: WireDtype) -> Named:
-    """The names of wire dtypes, some of which may be torch's dtypes: "fp16" for ``torch.float16``.
+    """The names of wire dtypes, as ``wire_dtype_name`` reads them.
 
     Needs no model.
 
@@ -32,18 +31,15 @@ def named_wire_dtype(wire_dtype: WireDtype) -> Named:
         ValueError: A value names no wire dtype.
     """
     if isinstance(wire_dtype, Mapping):
-        return {pattern: _name_of(dtype) for pattern, dtype in wire_dtype.items()}
-    return _name_of(wire_dtype)
+        return {
+            pattern: _name_of(f"wire_dtype[{pattern!r}]", dtype)
+            for pattern, dtype in wire_dtype.items()
+        }
+    return _name_of("wire_dtype", wire_dtype)
 
 
-def _name_of(dtype: str | torch.dtype | None) -> str | None:
-    name = wire_name(dtype)
-    if name is None or (isinstance(name, str) and name in WIRE_DTYPES):
-        return name
-    allowed = ", ".join(repr(known) for known in WIRE_DTYPES)
-    close = difflib.get_close_matches(str(name).removeprefix("torch."), WIRE_DTYPES, 1)
-    hint = f": did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"wire_dtype={name!r} is not one of None, {allowed}{hint}")
+def _name_of(where: str, dtype: str | torch.dtype | None) -> str | None:
+    return None if dtype is None else wire_dtype_name(where, dtype, or_none=True)
 
 
 def wire_dtypes(

@@ -35,6 +35,8 @@ logger = logging.getLogger("pycomm")
 _default_group_options: Options | None = None
 _timeouts_ms: dict[str, int] = {}
 """By the group's name; torch has no way to ask a plugin's group for it."""
+_wire_dtypes: dict[str, str] = {}
+"""Likewise."""
 _told = False
 _level_set_here: int | None = None
 
@@ -85,6 +87,7 @@ def create_group(group: Any, pg_options: object) -> Any:
     _set_up_logging(extension, resolved, rank)
     timeout_ms = _timeout_ms(resolved, group.timeout)
     _timeouts_ms[str(group.group_id)] = timeout_ms
+    _wire_dtypes[str(group.group_id)] = resolved.wire_dtype
     store = group.store
     if size == 1 and dist.is_initialized():
         # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
@@ -241,6 +244,11 @@ def native_backend(group: dist.ProcessGroup | None = None) -> Any:
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout that a group of pycomm was made with."""
     return timedelta(milliseconds=_timeouts_ms[group.group_name])
+
+
+def group_wire_dtype(group: dist.ProcessGroup) -> str:
+    """The ``wire_dtype`` of a group; "fp32" for one that is not pycomm's."""
+    return _wire_dtypes.get(group.group_name, "fp32")
 
 
 def store_host(store: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm import _extension, _secret
+from pycomm._settings import timeout_seconds
 from pycomm.backend import group_timeout, last_error, native_backend
 from pycomm.errors import BY_CODE
 
@@ -24,7 +25,7 @@ _rounds: dict[str, int] = {}
 
 def monitored_barrier(
     group: dist.ProcessGroup | None = None,
-    timeout: timedelta | None = None,
+    timeout: float | timedelta | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
     """Waits until all ranks of a group have called this; names those that have not.
@@ -35,7 +36,7 @@ def monitored_barrier(
 
     Args:
         group: A group of pycomm; default: the default group.
-        timeout: How long to wait. Default: the group's timeout.
+        timeout: How long to wait: seconds or a timedelta. Default: the group's timeout.
         wait_all_ranks: A rank whose process has died ends the barrier at once, naming that rank.
             With True the barrier waits for the others until time is up, and then names every
             missing rank.
@@ -46,7 +47,7 @@ def monitored_barrier(
         PycommError: The group has failed; only with ``wait_all_ranks=False``.
         ProtocolViolationError: The job has a secret, and somebody without it has written what a
             rank writes into the store for this.
-        ValueError: The group is not pycomm's.
+        ValueError: The group is not pycomm's, or ``timeout`` is no number above 0.
 
     Blocks the calling thread. Cost: two store calls per rank, and on rank 0 two for each rank.
     """
@@ -56,12 +57,12 @@ def monitored_barrier(
         return
     backend = native_backend(group)
     if timeout is None:
-        timeout = group_timeout(group)
-    if timeout.total_seconds() <= 0:
-        raise ValueError(f"timeout must be positive, not {timeout}")
+        timeout_s = group_timeout(group).total_seconds()
+    else:
+        timeout_s = timeout_seconds("monitored_barrier: timeout", timeout)
     number = _rounds.get(group.group_name, 0) + 1
     _rounds[group.group_name] = number
-    _Round(group, backend, number, timeout, wait_all_ranks).run()
+    _Round(group, backend, number, timeout_s, wait_all_ranks).run()
 
 
 class _Round:
@@ -72,7 +73,7 @@ class _Round:
         group: dist.ProcessGroup,
         backend: Any,
         number: int,
-        timeout: timedelta,
+        timeout_s: float,
         wait_all_ranks: bool,
     ) -> None:
         self.group = group
@@ -81,8 +82,8 @@ class _Round:
         self.run_number: int = _extension.native.group_run(backend)
         self.number = number
         self.wait_all_ranks = wait_all_ranks
-        self.timeout_s = timeout.total_seconds()
-        self.deadline_s = time.monotonic() + self.timeout_s
+        self.timeout_s = timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
 
     def run(self) -> None:
         rank = self.group.rank()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _extension
-from pycomm._settings import wire_name
+from pycomm._settings import WIRE_DTYPES, wire_dtype_name
 from pycomm.backend import native_backend
 
-CODECS = ("bf16", "fp16", "fp8", "int8")
+CODECS = tuple(name for name in WIRE_DTYPES if name != "fp32")
 """Names of all codecs that change bytes."""
 
 
@@ -76,12 +76,17 @@ def all_reduce(
         current stream.
 
     Raises:
-        ValueError: The group is not pycomm's.
+        ValueError: The group is not pycomm's, or ``wire_dtype`` is none.
         InvalidArgumentError: A dtype, shape or operation does not fit, before anything is sent.
         PycommError: The operation failed; with ``async_op`` from ``wait()``.
     """
     work = _extension.native.all_reduce_as(
-        native_backend(group), tensor, str(wire_name(wire_dtype)), lost, op, async_op
+        native_backend(group),
+        tensor,
+        wire_dtype_name("codecs.all_reduce: wire_dtype", wire_dtype),
+        lost,
+        op,
+        async_op,
     )
     if async_op:
         return work
@@ -108,7 +113,7 @@ def encode(codec: str, values: torch.Tensor, *, error: torch.Tensor | None = Non
         InvalidArgumentError: An argument does not fit.
     """
     codes: torch.Tensor
-    codes, _ = _extension.native.encode(codec, values, error)
+    codes, _ = _extension.native.encode(wire_dtype_name("codec", codec), values, error)
     return codes
 
 
@@ -126,4 +131,4 @@ def decode_sum(
     Raises:
         InvalidArgumentError: An argument does not fit.
     """
-    _extension.native.sum_decoded(codec, rows, output, divisor)
+    _extension.native.sum_decoded(wire_dtype_name("codec", codec), rows, output, divisor)

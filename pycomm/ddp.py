@@ -18,7 +18,13 @@ from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
-from pycomm._ddp_group import need_pycomm, pycomm_backend, sync_when_due, wrapper_store
+from pycomm._ddp_group import (
+    check_group,
+    need_pycomm,
+    pycomm_backend,
+    sync_when_due,
+    wrapper_store,
+)
 from pycomm._ddp_options import (
     EndsByItself,
     bucket_caps,
@@ -60,9 +66,9 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         wire_dtype: The dtype that gradients travel in: None for their own dtype, "fp32", "fp16",
             "bf16", "int8" or "fp8", ``torch.float16`` and the like, or a mapping from patterns over
             parameter names to one of these; the first that matches wins:
-            ``{"*.norm.*": "fp32", "*": "int8"}``. The backend
-            rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division by the
-            number of ranks comes after, in fp32. fp16 is scaled by a power of two that follows the
+            ``{"*.norm.*": "fp32", "*": "int8"}``. The group's ``wire_dtype`` does not count. The
+            backend rounds fp16 and bf16 sums (pycomm adds in fp32 and rounds once). The division
+            comes after, in fp32. fp16 is scaled by a power of two that follows the
             gradients' size, so neither 1e-6 nor 1e5 is lost; if the scale of a bucket was wrong, it
             is reduced again and counted in ``stats()``. int8 and fp8 need a group of pycomm, and
             send a scale for each 256 elements.
@@ -360,9 +366,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         names, tensors = list(everything), list(everything.values())
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))
-        encoded = next((wire for wire in wires if wire in ENCODED), None)
-        if encoded is not None:
-            need_pycomm(self._reducing_group(), f"wire_dtype={encoded!r}")
+        check_group(self._reducing_group(), self._wire_dtype, wires)
         self.reducer = native.Reducer(
             tensors,
             names,

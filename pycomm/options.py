@@ -85,7 +85,9 @@ class Options:
             why not; "tcp": TCP everywhere. ``PYCOMM_TRANSPORT``.
         wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
             "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``torch.float32``, ``torch.float16``
-            and ``torch.bfloat16`` are accepted for the first three. ``PYCOMM_WIRE_DTYPE``.
+            and ``torch.bfloat16`` are accepted for the first three. Averages that pycomm makes do
+            not use it: ``DistributedDataParallel`` and ``StreamingDiLoCo`` have a ``wire_dtype`` of
+            their own, and the others are exact. ``PYCOMM_WIRE_DTYPE``.
         cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
             the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
             error that says why not; "auto": NCCL if every rank has a GPU of its own and NCCL

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm._ddp_group import report_unused_codec
 from pycomm._fragments import cut
 from pycomm._model_check import check_same_on_all_ranks, gather_numbers
 from pycomm._outer_step import (
@@ -60,8 +61,9 @@ class StreamingDiLoCo(LocalSGD):
         fragment_update_alpha: The part of its own parameters that a worker keeps when a fragment
             lands, from 0 to less than 1; the rest is the new anchor's. 0 drops the steps that it
             took meanwhile. None is 0 without a delay and 0.5 with one.
-        wire_dtype: The encoding of float32 and float64 differences: None for the group's own, or
-            "fp32", "fp16", "bf16", "fp8", "int8", for which the group must be pycomm's.
+        wire_dtype: The encoding of float32 and float64 differences: None or "fp32" for their own
+            dtype, or "fp16", "bf16", "fp8", "int8"; with a name the group must be pycomm's. The
+            group's ``wire_dtype`` does not count.
         outer_optimizer: Makes an optimizer of a list of tensors, alike on all ranks, once for each
             fragment. By default as ``DiLoCo``'s.
 
@@ -110,6 +112,8 @@ class StreamingDiLoCo(LocalSGD):
             Fragment(index, {name: self._parameters[name] for name in names}, make)
             for index, names in enumerate(parts)
         ]
+        if wire is None:
+            report_unused_codec(self._group, "StreamingDiLoCo")
         self._delay = fragment_sync_delay
         self._alpha = alpha
         self._wire_dtype = wire

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pycomm._averaging import exact_all_reduce
+
 
 class SyncBatchNorm(_BatchNorm):
     """``torch.nn.SyncBatchNorm`` that also takes CPU tensors.
@@ -179,7 +181,7 @@ class _Normalize(torch.autograd.Function):
         # Gradients of weight and bias stay local, as all others do until DDP averages them; the
         # input's needs the sums over all ranks.
         sums = torch.cat([of_bias, of_weight])
-        dist.all_reduce(sums, group=ctx.group)
+        exact_all_reduce(sums, ctx.group)
         everywhere_bias, everywhere_weight = (sums / total).chunk(2)
         of_input: Tensor | None = None
         if ctx.needs_input_grad[0]:

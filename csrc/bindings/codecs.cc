@@ -2,12 +2,14 @@
 
 #include <ATen/ATen.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/error.h"
 #include "c10d/dtypes.h"
+#include "c10d/exact_sums.h"
 #include "c10d/raising.h"
 #include "numeric/codec.h"
 
@@ -87,9 +89,32 @@ void sumDecodedTensors(
   });
 }
 
+/// `with ExactSumsScope():` see ExactSums.
+class ExactSumsScope {
+ public:
+  void enter() {
+    scope_ = std::make_unique<ExactSums>();
+  }
+  void exit() {
+    scope_.reset();
+  }
+
+ private:
+  std::unique_ptr<ExactSums> scope_; ///< entered and left on one thread
+};
+
 } // namespace
 
 void bindCodecs(py::module_& m) {
+  py::class_<ExactSumsScope>(m, "ExactSums")
+      .def(py::init<>())
+      .def(
+          "__enter__",
+          [](py::object self) {
+            self.cast<ExactSumsScope&>().enter();
+            return self;
+          })
+      .def("__exit__", [](ExactSumsScope& self, const py::args&) { self.exit(); });
   m.attr("CODEC_BLOCK") = kCodecBlock;
   m.def(
       "encoded_nbytes",

@@ -225,6 +225,7 @@ class PycommBackend final : public c10d::Backend {
   struct HasReduceOp<Opts, std::void_t<decltype(std::declval<Opts>().reduceOp)>> : std::true_type {};
 
   /// Sets the codec of a request that is otherwise complete, if the codec of the group, or of the chain that issues it, applies to it.
+  /// Inside ExactSums none does.
   void chooseCodec(Group::Call& call) const;
   /// Checks all requests, then starts them all.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> begin(Titled titled, Prepared prepared);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "c10d/backend.h"
+#include "c10d/exact_sums.h"
 #include "c10d/raising.h"
 #include "c10d/tensor_checks.h"
 #include "engine/operation/issue_context.h"
@@ -43,6 +44,9 @@ void PycommBackend::prepareAllReduce(Prepared& prepared, const at::Tensor& tenso
 }
 
 void PycommBackend::chooseCodec(Group::Call& call) const {
+  if (ExactSums::here()) {
+    return;
+  }
   const std::shared_ptr<IssueContext>& context = IssueContext::current();
   const std::optional<Codec> chains = context == nullptr ? std::nullopt : context->codec();
   call.schedule.codec = codecFor(call.schedule, chains.value_or(settings_.codec));

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/exact_sums.h"
 #include "ddp/flat_memory.h"
 #include "ddp/packer.h"
 #include "schedule/select.h"
@@ -155,6 +156,7 @@ size_t Wire::nbytes(const at::Tensor& travelling) const {
 
 c10::intrusive_ptr<c10d::Work> Wire::allReduce(c10d::ProcessGroup& group, const at::Tensor& travelling) const {
   std::vector<at::Tensor> tensors{travelling};
+  const ExactSums exact; // the wrapper's wire_dtype decides, and not the group's
   return group.allreduce(tensors);
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,7 +17,9 @@ import torch.distributed as dist
 from pycomm import errors
 from pycomm.backend import topology_text
 from pycomm.cli.timing import COLLECTIVES, Case, Timing, measure
+from pycomm.integrations import launch
 
+_MAX_TIMEOUT_S = 24 * 3600.0
 _SIZES = "4,4K,64K,1M,16M"
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 _FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -38,7 +39,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help=text,
-        description=text.capitalize() + ", as: torchrun --nproc-per-node 2 -m pycomm bench.",
+        description=text.capitalize() + ", as: torchrun --nproc-per-node 2 -m pycomm bench, or "
+        "mpirun -np 2 python -m pycomm bench, or srun python -m pycomm bench.",
     )
     add = parser.add_argument
     add(
@@ -51,6 +53,13 @@ def add_parser(commands: Any) -> None:
     add("--dtype", choices=_DTYPES, default="float32")
     add("--seconds", type=_seconds, default="0.5", help="about how long each row is timed")
     add(
+        "--timeout",
+        type=_timeout,
+        default="300",
+        metavar="S",
+        help="seconds after which an operation, or the ranks' meeting, fails; default: %(default)s",
+    )
+    add(
         "--json",
         nargs="?",
         const=True,
@@ -61,23 +70,29 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs as one rank. 1 if a result was wrong or the ranks failed, 2 without a launcher."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    """Runs as one rank. 1 if a result was wrong or the ranks failed, 2 for wrong usage."""
+    try:
+        found = launch.init_process_group("pycomm", timeout=timedelta(seconds=arguments.timeout))
+    except ValueError as error:
+        print(f"pycomm bench: {error}", file=sys.stderr)
+        return 2
+    except (errors.PycommError, OSError, RuntimeError) as error:
+        print(f"pycomm bench: {error}", file=sys.stderr)
+        return 1
+    if found is None:
         print(
-            "pycomm bench: no launcher has said which rank this is (RANK, WORLD_SIZE); start it as "
-            "torchrun --nproc-per-node 2 -m pycomm bench",
+            "pycomm bench: no launcher has said which rank this is (torchrun, mpirun and srun do); "
+            "start it as torchrun --nproc-per-node 2 -m pycomm bench",
             file=sys.stderr,
         )
         return 2
     try:
-        dist.init_process_group("pycomm", timeout=timedelta(seconds=300))
-        try:
-            wrong = _timed(arguments)
-        finally:
-            dist.destroy_process_group()
+        wrong = _timed(arguments)
     except (errors.PycommError, OSError, ValueError) as error:
-        print(f"pycomm bench: {error}", file=sys.stderr)
+        print(f"pycomm bench: rank {found.rank}: {error}", file=sys.stderr)
         return 1
+    finally:
+        dist.destroy_process_group()
     return 1 if wrong else 0
 
 
@@ -141,13 +156,21 @@ def size_of(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _up_to(600.0, text)
+
+
+def _timeout(text: str) -> float:
+    return _up_to(_MAX_TIMEOUT_S, text)
+
+
+def _up_to(most: float, text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0.0 < seconds <= 600.0:
+    if not 0.0 < seconds <= most:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of seconds, above 0 and up to 600"
+            f"{text!r} is not a number of seconds, above 0 and up to {most:.0f}"
         )
     return seconds
 

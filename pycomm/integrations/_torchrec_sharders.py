@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pycomm._settings import wire_name
+from pycomm._settings import wire_dtype_name
 from pycomm._torch_range import torch_minor
 
 RELEASES = {"2.13": "1.8.0"}
@@ -78,7 +78,8 @@ def sharders(*, wire_dtype: str | torch.dtype | None = None) -> list[Any]:
         ImportError: TorchRec is not installed, or its kernels do not load with this torch.
         ValueError: TorchRec does not send this dtype on the CPU.
     """
-    wire_dtype = cast("str | None", wire_name(wire_dtype))
+    if wire_dtype is not None:
+        wire_dtype = wire_dtype_name("wire_dtype", wire_dtype, or_none=True)
     if wire_dtype not in (None, "fp32", "fp16"):
         raise ValueError(
             f"wire_dtype={wire_dtype!r}: on the CPU TorchRec sends 'fp32' (None) or 'fp16'"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from processes import free_port
 from ranks import run_python
 
 import pycomm
@@ -142,6 +146,56 @@ def test_bench_prints_one_json_object() -> None:
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["size"], row["collective"], row["wrong"]) == (4, "all_reduce", 0)
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
+def as_open_mpi(rank: int, port: int, *options: str) -> subprocess.CompletedProcess[str]:
+    number = str(rank)
+    env = {"OMPI_COMM_WORLD_RANK": number, "OMPI_COMM_WORLD_LOCAL_RANK": number, **OPEN_MPI}
+    bench = ["-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05", *options]
+    return run_python(bench, env={**env, "MASTER_PORT": str(port)}, timeout_s=120.0)
+
+
+def test_bench_runs_under_mpirun() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda rank: as_open_mpi(rank, port, "--json"), range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    (row,) = json.loads(first.stdout)["rows"]
+    assert (row["collective"], row["wrong"], second.stdout) == ("all_reduce", 0, "")
+
+
+def test_bench_waits_as_long_as_it_is_told() -> None:
+    begin = time.monotonic()
+    alone = as_open_mpi(0, free_port(), "--timeout=1.5")
+    assert alone.returncode == 1
+    assert "pycomm bench: The rendezvous timed out: rank 0 waited 1500 ms" in alone.stderr
+    assert time.monotonic() - begin < 60.0  # the default is 300 s
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({}, "no launcher has said which rank this is (torchrun, mpirun and srun do)"),
+        ({"RANK": "0"}, "WORLD_SIZE='' is not a whole number"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x' is not"),
+    ],
+)
+def test_bench_without_a_launcher_is_wrong_usage(env: dict[str, str], text: str) -> None:
+    done = run_python(["-m", "pycomm", "bench"], env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+
+
+def test_bench_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0", "-1", "nan", "inf", "soon", "90000"):
+        with pytest.raises(SystemExit) as caught:
+            main(["bench", f"--timeout={wrong}"])
+        assert caught.value.code == 2
+        said = f"argument --timeout: {wrong!r} is not a number of seconds, above 0 and up to 86400"
+        assert said in capsys.readouterr().err
 
 
 def test_bench_still_writes_a_file_and_says_what_to_do_instead(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycomm import Options
+from pycomm import Options, codecs
 from pycomm._settings import SETTINGS
+from pycomm._wire_patterns import named_wire_dtype
 from pycomm.options import ResolvedOptions, unknown_variables, variables
 
 
@@ -296,6 +297,37 @@ def test_a_codec_goes_with_direct_alone() -> None:
 )
 def test_torchs_dtypes_are_wire_dtypes(dtype: torch.dtype, name: str) -> None:
     assert Options(wire_dtype=dtype) == Options(wire_dtype=name)
+
+
+@pytest.mark.needs_native
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8", "int8"])
+def test_a_wire_dtype_may_be_spelled_alike_everywhere(name: str) -> None:
+    other = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    spelled = [name, name.upper(), f" {name} "]
+    if name in other:
+        dtype = getattr(torch, other[name])
+        spelled += [other[name], other[name].upper(), f"torch.{other[name]}", dtype]
+    for text in spelled:
+        assert Options(wire_dtype=text).wire_dtype == name
+        assert named_wire_dtype(text) == name
+        assert named_wire_dtype({"*.bias": text, "*": None}) == {"*.bias": name, "*": None}
+        if isinstance(text, str):
+            assert Options().resolve({"PYCOMM_WIRE_DTYPE": text}).wire_dtype == name
+        if name != "fp32":
+            assert codecs.encode(text, torch.ones(256)).numel() > 0
+
+
+@pytest.mark.needs_native
+@pytest.mark.parametrize("wrong", ["fp64", "torch.int8", "None", "", "half", 16, True, torch.int8])
+def test_no_wire_dtype_anywhere(wrong: object) -> None:
+    for call in (
+        lambda: Options(wire_dtype=wrong),
+        lambda: named_wire_dtype(wrong),
+        lambda: named_wire_dtype({"*": wrong}),
+        lambda: codecs.encode(wrong, torch.ones(256)),
+    ):
+        with pytest.raises(ValueError, match=r"=.* is not allowed: use .*'fp32' or 'fp16' or"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float64])

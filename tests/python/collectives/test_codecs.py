@@ -157,14 +157,9 @@ def test_ranks_with_different_codecs_are_told() -> None:
         assert "wire_dtype=int8" in error.text and "wire_dtype=fp16" in error.text
 
 
-def train_ddp(rank: int, world_size: int, wrapper: str, steps: int) -> Any:
+def train_ddp(rank: int, world_size: int, steps: int) -> Any:
     base = make_model()
-    wrap = (
-        pycomm.DistributedDataParallel
-        if wrapper == "pycomm"
-        else nn.parallel.DistributedDataParallel
-    )
-    model = wrap(copy.deepcopy(base), bucket_cap_mb=0.05)
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(base), bucket_cap_mb=0.05)
     inputs, targets = batch_of(rank, 0)
     nn.functional.mse_loss(model(inputs), targets).backward()
     gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
@@ -174,11 +169,10 @@ def train_ddp(rank: int, world_size: int, wrapper: str, steps: int) -> Any:
     return gradients, own, digest(*model.parameters()), losses, pycomm.codec_stats().bytes_saved
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "pycomm"])
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
-def test_ddp_trains_over_an_encoded_group(wrapper: str, codec: str) -> None:
+def test_ddp_trains_over_an_encoded_group(codec: str) -> None:
     runs = run_ranks(
-        2, train_ddp, args=(wrapper, 40), pg_options={"wire_dtype": codec}, preload=TORCH_DDP
+        2, train_ddp, args=(40,), pg_options={"wire_dtype": codec}, preload=TORCH_DDP
     ).values()
     exact = torch.stack([run[1] for run in runs]).double().mean(0)
     for gradients, _, parameters, losses, saved in runs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from datetime import timedelta
 from typing import Any
@@ -27,8 +28,12 @@ def all_come(rank: int, size: int) -> None:
         tensor = torch.ones(5)
         dist.all_reduce(tensor)
         assert tensor.eq(size).all()
-    with pytest.raises(ValueError, match="positive"):
-        pycomm.monitored_barrier(timeout=timedelta(0))
+    for seconds in (60, 45.5):
+        pycomm.monitored_barrier(timeout=seconds)
+    for wrong in (timedelta(0), timedelta(seconds=-1), 0, -2.5, True, math.nan, math.inf, "60"):
+        with pytest.raises(ValueError, match=r"timeout=.* is not allowed: use seconds above 0"):
+            pycomm.monitored_barrier(timeout=wrong)  # type: ignore[arg-type]
+    pycomm.monitored_barrier(timeout=LONG)  # a refused call does not count as one
 
 
 def some_stay_away(rank: int, size: int, absent: list[int]) -> dict[str, Any] | None:
@@ -38,7 +43,7 @@ def some_stay_away(rank: int, size: int, absent: list[int]) -> dict[str, Any] | 
     dist.barrier()  # whoever is slow to start is not absent
     if rank not in absent:
         try:
-            pycomm.monitored_barrier(timeout=SHORT)
+            pycomm.monitored_barrier(timeout=SHORT.total_seconds())
         except pycomm.errors.CollectiveTimeoutError as error:
             caught = {"text": str(error), **error.record}
     # The group has not failed: late ranks learn of it, and all can go on.

@@ -1075,7 +1075,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1 is not a whole number from 0 to 11"),
     ({"fragment_update_alpha": 1}, "fragment_update_alpha=1 is neither None nor a number"),
     ({"fragment_update_alpha": -0.5}, "fragment_update_alpha=-0.5 is neither None nor"),
-    ({"wire_dtype": "int4"}, "wire_dtype='int4' is not one of None, 'fp32', 'fp16'"),
+    ({"wire_dtype": "int4"}, "wire_dtype='int4' is not allowed: use None or 'fp32' or"),
     ({"wire_dtype": {"*": "int8"}}, "is not one name: all fragments travel alike"),
 ]
 BAD = [given for given, _ in BAD_OPTIONS]

@@ -20,8 +20,7 @@ from documents import ROOT, blocks, installed_environment, read, table
 import pycomm
 from pycomm import errors
 from pycomm._ddp_options import ONLY
-from pycomm._settings import SETTINGS
-from pycomm._wire_patterns import WIRE_DTYPES
+from pycomm._settings import SETTINGS, WIRE_DTYPES
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),

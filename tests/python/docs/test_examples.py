@@ -226,7 +226,7 @@ def test_digits_fails_below_its_target_and_takes_the_old_launcher() -> None:
 @pytest.mark.needs_native
 @pytest.mark.in_shares
 def test_lm_loss_falls() -> None:
-    flags = ["--steps", "20", "--accumulate", "2", "--wire-dtype", "fp16"]
+    flags = ["--steps", "20", "--accumulate", "2", "--wire-dtype", "INT8"]
     done = run_example("train_lm.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = re.search(
@@ -236,6 +236,12 @@ def test_lm_loss_falls() -> None:
     assert 5.0 < float(ends[1]) < 6.5  # about ln 256, before anything is learnt
     assert float(ends[2]) < float(ends[1]) - 1.0
     assert_parameters_equal(done.stdout)
+
+
+def test_gloo_has_no_int8() -> None:
+    flags = ["--backend", "gloo", "--epochs", "1", "--wire-dtype", "int8"]
+    status, _ = run_example_without_torchrun("train_digits.py", *flags)
+    assert status == "--wire-dtype int8 needs --backend pycomm"
 
 
 def test_lm_fails_where_the_loss_does_not_fall() -> None:
