@@ -209,7 +209,7 @@ def test_a_rank_that_is_past_an_operation_is_not_accused() -> None:
 
 
 def test_a_receive_that_waits_does_not_hide_a_collective() -> None:
-    receive = _op(0, "running", op="recv", id="0", sequence=None, peer=1)
+    receive = _op(0, "running") | {"op": "recv", "id": "0", "sequence": None, "peer": 1}
     one, other = _told(_process(0, [receive, _op(7, "running")]), _process(1, [_op(6, "done")]))
     assert one.startswith("Rank 4 (pid 100) waits in recv from rank 1")
     assert "all_reduce #7" in other and "rank 5 (pid 101) has not entered" in other
