@@ -251,7 +251,10 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  const bool within_host = identity.size > 1 && !identity.hasPorts();
+  if (identity.size == 1) {
+    return "1 rank, without connections";
+  }
+  const bool within_host = !identity.hasPorts();
   std::string links = "Unix sockets";
   if (!within_host) {
     links = "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";

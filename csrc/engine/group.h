@@ -126,7 +126,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] size_t sharedLinks();
   /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
   [[nodiscard]] bool reachesTensors() const noexcept;
-  /// Why they do not, although nobody has asked for TCP; empty otherwise.
+  /// Why they share no memory, although transport="tcp" was not asked for; empty otherwise.
   [[nodiscard]] const std::string& whyNotShared() const noexcept {
     return why_not_shared_;
   }

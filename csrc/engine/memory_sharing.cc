@@ -28,7 +28,7 @@ bool has(const std::string& vote) {
   throw Error(
       ErrorCode::Unsupported,
       "The ranks cannot share memory: " + why + ".",
-      "use transport='auto', which falls back to TCP");
+      "use transport='auto', which falls back to sockets");
 }
 
 /// Runs `body`; if it throws an Error and the group has not failed, `trouble` gets its text.
@@ -61,8 +61,8 @@ uint64_t MemorySharing::heapKey(int rank) const noexcept {
   return mix64(identity_.memory_key + static_cast<uint64_t>(rank) + 1);
 }
 
-void MemorySharing::logTcp(const std::string& why) const {
-  log(LogLevel::Info, "group " + identity_.name + " goes by TCP" + why);
+void MemorySharing::logWithout(const std::string& why) const {
+  log(LogLevel::Info, "group " + identity_.name + " uses no shared memory: " + why);
 }
 
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
@@ -169,7 +169,7 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
   }
   if (roster_.topology.mostRanks() == 1) {
     if (identity_.rank == 0) {
-      logTcp(": " + several);
+      logWithout(several);
     }
     return several;
   }
@@ -189,13 +189,13 @@ std::string MemorySharing::share(Transport transport, Deadline deadline) {
       throwCannotShare(why);
     }
     if (identity_.rank == mates.front()) {
-      logTcp(": " + why);
+      logWithout(why);
     }
     return why;
   }
   if (!one_host) {
     if (identity_.rank == 0) {
-      logTcp(" between hosts, and by shared memory within them");
+      log(LogLevel::Info, "group " + identity_.name + " uses TCP between hosts, and shared memory within them");
     }
     return several + "; only links within a host go through it";
   }

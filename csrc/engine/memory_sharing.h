@@ -14,8 +14,8 @@
 
 namespace pycomm {
 
-/// Auto: shared memory between ranks of one host if it can be had, TCP between hosts. SharedMemory: an error unless the whole group can use
-/// it.
+/// Auto: shared memory between ranks of one host if it can be had, else Unix sockets, and TCP between hosts. SharedMemory: an error unless
+/// the whole group can use it. Tcp: neither shared memory nor Unix sockets.
 enum class Transport { Auto, SharedMemory, Tcp };
 
 /// How the ranks of a group come to share memory while it forms: the first rank of each host makes it, the others ask its process for
@@ -39,7 +39,7 @@ class MemorySharing final {
   [[nodiscard]] std::vector<std::string> vote(Deadline deadline, Opened& opened);
   void openHostPlane(Opened opened);
   [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
-  void logTcp(const std::string& why) const;
+  void logWithout(const std::string& why) const;
 
   Engine& engine_;
   Store& store_;

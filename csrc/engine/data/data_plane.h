@@ -66,7 +66,7 @@ class DataPlane final : public Loop::Ticker {
   void adoptShared(int peer, std::unique_ptr<Link> link);
   /// Memory that the ranks of this host share: from now on they may send through it. What is for them waits for useRings().
   void shareRings(HostRings rings);
-  /// Whether all of them have it: then this rank sends to them through it, else by TCP.
+  /// Whether all of them have it: then this rank sends to them through it, else through sockets.
   void useRings(bool all_have_them);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);

@@ -27,7 +27,7 @@ namespace pycomm {
 /// Thread: the lane's, for everything.
 class OutLinks final : private PortOwner {
  public:
-  /// Begins to connect, for a simulator; empty: over TCP.
+  /// Begins to connect, for a simulator; empty: by a socket.
   using Connect = std::function<std::unique_ptr<Link>(int peer)>;
 
   /// All that is given here outlives this.

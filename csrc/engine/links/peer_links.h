@@ -22,15 +22,15 @@ namespace pycomm {
 /// opens to this rank (InLinks). Frames go in and come out; what they mean, and whether the end of a link is a failure, is the owner's
 /// business.
 ///
-/// A link is a TCP connection, several that use the interfaces in turn, or a ring in memory that both ranks share (RingRoute). It is opened
-/// by the first frame for that peer.
+/// A link is a socket (TCP, or a Unix socket within a host), several that use the interfaces in turn, or a ring in memory that both ranks
+/// share (RingRoute). It is opened by the first frame for that peer.
 /// Thread: the lane's, for everything.
 class PeerLinks final {
  public:
   using Owner = LinkOwner;
 
   struct Options {
-    OutLinks::Connect connect; ///< begins to connect, for a simulator; empty: over TCP
+    OutLinks::Connect connect; ///< begins to connect, for a simulator; empty: by a socket
     size_t read_buffer_nbytes = 64 << 10; ///< of each link
   };
 
@@ -67,7 +67,7 @@ class PeerLinks final {
   void shareRings(HostRings rings) {
     out_.shareRings(std::move(rings));
   }
-  /// Whether all of them have it: then this rank sends to them through it, else by TCP.
+  /// Whether all of them have it: then this rank sends to them through it, else through sockets.
   void useRings(bool all_have_them) {
     out_.useRings(all_have_them);
   }

@@ -14,7 +14,7 @@ void RingRoute::share(HostRings rings) {
 }
 
 std::vector<RingRoute::Kept> RingRoute::decide(bool all_have_them) {
-  way_ = all_have_them ? Way::Rings : Way::Tcp;
+  way_ = all_have_them ? Way::Rings : Way::Sockets;
   return std::exchange(kept_, {});
 }
 
@@ -26,10 +26,10 @@ std::optional<SharedLink::Rings> RingRoute::take(int peer) {
     PYCOMM_FAULT_POINT("ring.commit");
     rings_->commit(identity_.rank, peer);
   } catch (const Error& error) {
-    way_ = Way::Tcp; // logged once
+    way_ = Way::Sockets; // logged once
     log(LogLevel::Info,
         "group " + identity_.name + ": what rank " + std::to_string(identity_.rank) +
-            " sends within its host goes by TCP from now on, but for what collectives share: " +
+            " sends within its host goes through sockets from now on, except what collectives share: " +
             error.record().summary);
     return std::nullopt;
   }

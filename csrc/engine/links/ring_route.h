@@ -12,10 +12,10 @@
 
 namespace pycomm {
 
-/// The way to the other ranks of this host: over TCP, or through rings in memory that these ranks share.
+/// The way to the other ranks of this host: through sockets, or through rings in memory that these ranks share.
 ///
-/// It is TCP, until share() brings the memory. Then it is undecided until decide(): a link that was opened meanwhile would be TCP for
-/// good, so frames are kept. If the memory turns out to be too small later, it is TCP again, for links that have not been opened.
+/// Links are sockets until share() brings the memory. Then the way is undecided until decide(): a link that was opened meanwhile would be
+/// a socket for good, so frames are kept. If the memory turns out to be too small later, links that have not been opened are sockets again.
 /// Thread: the lane's, for everything.
 class RingRoute {
  public:
@@ -30,8 +30,8 @@ class RingRoute {
   explicit RingRoute(const GroupIdentity& identity) : identity_(identity) {}
 
   void share(HostRings rings);
-  /// `all_have_them`: all ranks of this host have the memory, so this rank sends through it, else over TCP. Returns the frames that were
-  /// kept, in order.
+  /// `all_have_them`: all ranks of this host have the memory, so this rank sends through it, else through sockets. Returns the frames
+  /// that were kept, in order.
   [[nodiscard]] std::vector<Kept> decide(bool all_have_them);
 
   /// Frames for this peer must be kept.
@@ -45,17 +45,17 @@ class RingRoute {
     kept_.clear();
   }
 
-  /// The ring for a new link to this peer. Nothing if it goes over TCP, also because there is no memory for a ring, or because an earlier
+  /// The ring for a new link to this peer. Nothing if the link is a socket, also because there is no memory for a ring, or because an earlier
   /// link used it: a second writer would begin to count anew.
   [[nodiscard]] std::optional<SharedLink::Rings> take(int peer);
   /// The ring through which this peer sends. Throws Error(ProtocolViolation) if there is none.
   [[nodiscard]] SharedLink::Rings incoming(int peer) const;
 
  private:
-  enum class Way { Tcp, Undecided, Rings };
+  enum class Way { Sockets, Undecided, Rings };
 
   const GroupIdentity& identity_;
-  Way way_ = Way::Tcp;
+  Way way_ = Way::Sockets;
   std::optional<HostRings> rings_;
   std::set<int> taken_; ///< peers whose ring a link has used
   std::vector<Kept> kept_;

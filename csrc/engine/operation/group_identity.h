@@ -99,7 +99,7 @@ struct GroupIdentity {
     hello.nonce = ends.remote.isUnix() ? unix_nonce : nonce;
     return hello;
   }
-  /// The same over TCP, or in a simulator.
+  /// The same over TCP, or in a simulator: not for a Unix socket, whose Hello has another nonce.
   [[nodiscard]] Hello hello(LinkPurpose purpose) const {
     Hello hello;
     hello.nonce = nonce;

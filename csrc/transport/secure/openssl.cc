@@ -100,6 +100,7 @@ OpenSsl takeOpenSsl(void* library, const char* name) {
   PYCOMM_FIND(SSL_get_error);
   PYCOMM_FIND(SSL_key_update);
   PYCOMM_FIND(SSL_shutdown);
+  PYCOMM_FIND(SSL_get_client_random);
   PYCOMM_FIND(SSL_session_reused);
   PYCOMM_FIND(SSL_version);
   PYCOMM_FIND(SSL_get_current_cipher);

@@ -74,6 +74,7 @@ struct OpenSsl {
   int (*SSL_get_error)(const Ssl*, int) = nullptr;
   int (*SSL_key_update)(Ssl*, int) = nullptr;
   int (*SSL_shutdown)(Ssl*) = nullptr;
+  size_t (*SSL_get_client_random)(const Ssl*, unsigned char*, size_t) = nullptr;
   int (*SSL_session_reused)(const Ssl*) = nullptr;
   int (*SSL_version)(const Ssl*) = nullptr;
   const SslCipher* (*SSL_get_current_cipher)(const Ssl*) = nullptr;

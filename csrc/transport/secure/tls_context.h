@@ -8,6 +8,7 @@
 
 #include "transport/secure/openssl.h"
 #include "transport/secure/secret.h"
+#include "transport/secure/seen_hellos.h"
 
 namespace pycomm {
 
@@ -71,6 +72,10 @@ class TlsContext {
   /// The key of this identity, in the form that OpenSSL's callbacks return. A new one each time: OpenSSL's sessions age, and one that is
   /// kept fails after 304 seconds.
   [[nodiscard]] SslSession* newSession(Ssl* ssl, const PskIdentity& identity) const;
+  /// The first messages of clients that knew the key. They were for this process and group, so no other process needs to know them.
+  [[nodiscard]] SeenHellos& seenHellos() const noexcept {
+    return seen_hellos_;
+  }
 
  private:
   [[nodiscard]] SslContext* newContext(Role role) const;
@@ -83,6 +88,7 @@ class TlsContext {
   SslContext* client_ = nullptr;
   SslContext* server_ = nullptr;
   BioMethod* bio_method_ = nullptr;
+  mutable SeenHellos seen_hellos_;
 };
 
 /// The process that a connection goes to, if it is to be in TLS; without a context it is plain.

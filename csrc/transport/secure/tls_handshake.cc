@@ -37,6 +37,7 @@ bool TlsLink::finishConnect() {
     throw failed;
   }
   ssl_.ERR_clear_error();
+  refuseRepeated();
   flush();
   if (waits) {
     return false;
@@ -55,6 +56,23 @@ void TlsLink::checkHandshake() const {
     throw Error(
         ErrorCode::ProtocolViolation,
         "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted");
+  }
+}
+
+// Nothing is sent: a client whose first message somebody else sent sooner sees only that the connection ends, and tries again.
+void TlsLink::refuseRepeated() {
+  if (role_ == TlsContext::Role::Client || !answered_ || remembered_) {
+    return;
+  }
+  ClientRandom random{};
+  if (ssl_.SSL_get_client_random(handle_, random.data(), random.size()) != random.size()) {
+    throw Error(ErrorCode::Internal, "OpenSSL does not have the random number of a client that it has answered");
+  }
+  remembered_ = true;
+  if (!context_->seenHellos().add(random)) {
+    throw Error(
+        ErrorCode::ProtocolViolation,
+        "the client on " + under_->describe() + " repeats the first message of another connection");
   }
 }
 

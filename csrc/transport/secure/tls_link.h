@@ -67,7 +67,8 @@ class TlsLink final : public Link {
   }
 
   /// This end has written something. A server does so once it has checked that the client knew the key when it wrote its first
-  /// message; whoever has recorded that message can repeat it this far, and no further.
+  /// message. finishConnect() throws Error(ProtocolViolation) if another connection began with the same message, which somebody has
+  /// recorded then.
   [[nodiscard]] bool hasAnswered() const noexcept {
     return answered_;
   }
@@ -100,6 +101,7 @@ class TlsLink final : public Link {
   void flush();
   void encrypt(ConstBufferView bytes);
   void checkHandshake() const;
+  void refuseRepeated();
   /// Why the last call of OpenSSL failed. Leaves nothing in this thread's queue: the next user of OpenSSL on it may be Python's ssl.
   [[nodiscard]] std::string takeReason() const;
   [[nodiscard]] Error handshakeFailed(const std::string& why) const;
@@ -132,6 +134,7 @@ class TlsLink final : public Link {
   bool under_up_ = false; ///< the link below is connected
   bool up_ = false;
   bool answered_ = false; ///< OpenSSL has written
+  bool remembered_ = false; ///< a server's: the context has seen the first message of the client
   bool ending_ = false; ///< shutdownWrite() was called
   bool shut_ = false; ///< and has reached the link below
   bool under_ended_ = false; ///< the link below has nothing more to read

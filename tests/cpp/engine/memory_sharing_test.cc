@@ -68,7 +68,7 @@ TEST(MemorySharing, SeveralHostsCannotHaveItEvenIfItIsAskedFor) {
     } catch (const Error& error) {
       EXPECT_EQ(error.record().code, ErrorCode::Unsupported);
       EXPECT_EQ(error.record().summary, "The ranks cannot share memory: the ranks are on several hosts.");
-      EXPECT_EQ(error.record().hint, "use transport='auto', which falls back to TCP");
+      EXPECT_EQ(error.record().hint, "use transport='auto', which falls back to sockets");
     }
   }
 }

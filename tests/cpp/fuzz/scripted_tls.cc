@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 
 #include "fuzz/door.h"
@@ -27,6 +28,7 @@ constexpr size_t kHeaderNbytes = 5;
 
 struct Connection {
   Bio* bio = nullptr;
+  uint64_t number = 0; ///< in place of the client's random number: no two are alike
   bool client = false;
   bool greeted = false; ///< its own part of the handshake was sent
   bool up = false;
@@ -195,7 +197,9 @@ OpenSsl scripted() {
   table.SSL_CTX_set_psk_find_session_callback = [](SslContext*, auto function) { find_session = function; };
   table.SSL_new = [](SslContext* context) {
     Ssl* const ssl = openSsl().SSL_new(context);
+    static uint64_t opened = 0;
     connections()[ssl] = {};
+    connections()[ssl].number = ++opened;
     return ssl;
   };
   table.SSL_free = [](Ssl* ssl) {
@@ -221,6 +225,12 @@ OpenSsl scripted() {
     return !has(kKeyUpdateFails) && send(connections().at(ssl), kNewKey, "") ? 1 : 0;
   };
   table.SSL_shutdown = [](Ssl* ssl) { return send(connections().at(ssl), kEnd, "") ? 0 : -1; };
+  table.SSL_get_client_random = [](const Ssl* ssl, unsigned char* into, size_t nbytes) {
+    std::fill_n(into, nbytes, static_cast<unsigned char>(0));
+    const uint64_t number = connections().at(ssl).number;
+    std::memcpy(into, &number, sizeof number);
+    return nbytes;
+  };
   table.SSL_session_reused = [](const Ssl*) { return has(kNotReused) ? 0 : 1; };
   table.SSL_version = [](const Ssl*) { return has(kOtherVersion) ? kTlsVersion - 1 : kTlsVersion; };
   table.SSL_get_current_cipher = [](const Ssl* ssl) {

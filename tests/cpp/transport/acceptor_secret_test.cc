@@ -2,9 +2,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/socket.h>
 
+#include <array>
+#include <cerrno>
+#include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -195,6 +201,117 @@ TEST(AcceptorSecret, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
   ASSERT_TRUE(door.open(link));
   EXPECT_EQ(door.accepted.size(), 1U);
   EXPECT_EQ(door.acceptor.rejected(), kCrowd + 1 - kPlaces) << "the peer has not had to come again";
+}
+
+/// Passes what a rank sends to the door on, and keeps it, as somebody on the network can.
+std::string recordFirstMessage(Door& door) {
+  Listener between = Listener::bind(kLoopback, {});
+  GreetedLink rank({}, between.address(), helloOf(1), {door.first, door.self->self()});
+  std::string message;
+  std::optional<Listener::Incoming> incoming;
+  for (const Deadline deadline = soon(); message.empty() && !deadline.expired();) {
+    (void)rank.finishConnect();
+    incoming = incoming ? std::move(incoming) : between.accept();
+    std::array<char, 4096> bytes{};
+    const ssize_t got = incoming ? ::recv(incoming->fd.get(), bytes.data(), bytes.size(), MSG_DONTWAIT) : -1;
+    message.assign(bytes.data(), got > 0 ? static_cast<size_t>(got) : 0);
+  }
+  return message;
+}
+
+std::unique_ptr<SocketLink> say(Door& door, const std::string& bytes) {
+  auto link = connectSocket(kLoopback, door.acceptor.address(), soon(), kNoAbort);
+  writeAll(*link, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, soon(), kNoAbort);
+  return link;
+}
+
+bool isAnswered(const SocketLink& link, int timeout_ms) {
+  pollfd ready{link.fd(), POLLIN, 0};
+  char byte = 0;
+  return ::poll(&ready, 1, timeout_ms) == 1 && ::recv(link.fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 1;
+}
+
+// The first time the message is a rank's own, for all that can be known: it gets an answer, and one of the kept places.
+TEST(TlsDoor, ARecordedFirstMessageIsAnsweredOnce) {
+  Door door;
+  const std::string message = recordFirstMessage(door);
+  ASSERT_FALSE(message.empty());
+  const auto once = say(door, message);
+  for (const Deadline deadline = soon(); !isAnswered(*once, 1);) {
+    ASSERT_FALSE(deadline.expired());
+    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+  }
+  for (int64_t repeat = 1; repeat <= 100; ++repeat) {
+    const auto again = say(door, message);
+    for (const Deadline deadline = soon(); door.acceptor.rejected() < repeat && !deadline.expired();) {
+      ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    }
+    ASSERT_EQ(door.acceptor.rejected(), repeat);
+    ASSERT_FALSE(isAnswered(*again, 0));
+  }
+  // None of them has a place, and the same rank can come: it draws another number.
+  GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
+  EXPECT_TRUE(door.open(link));
+  EXPECT_EQ(door.accepted.size(), 1U);
+  EXPECT_EQ(door.acceptor.rejected(), 100);
+}
+
+// Somebody between the two was faster than the rank with the rank's own message. The rank sees its connection end, and tries again.
+TEST(TlsDoor, ARankWhoseFirstMessageWasRepeatedBeforeItCameTriesAgain) {
+  Door door;
+  Listener between = Listener::bind(kLoopback, {});
+  GreetedLink rank({}, between.address(), helloOf(1), {door.first, door.self->self()});
+  std::vector<std::unique_ptr<SocketLink>> repeats;
+  std::vector<std::pair<UniqueFd, std::unique_ptr<SocketLink>>> passed; // both sides of what stands between
+  std::array<char, 1 << 14> bytes{};
+  for (const Deadline deadline = soon(); door.accepted.empty() && !deadline.expired();) {
+    (void)rank.finishConnect();
+    if (auto incoming = between.accept()) {
+      passed.emplace_back(std::move(incoming->fd), connectSocket(kLoopback, door.acceptor.address(), soon(), kNoAbort));
+    }
+    for (auto& [near, far] : passed) {
+      if (const ssize_t got = ::recv(near.get(), bytes.data(), bytes.size(), MSG_DONTWAIT); got > 0) {
+        const std::string message(bytes.data(), static_cast<size_t>(got));
+        if (repeats.empty()) { // only the first one
+          repeats.push_back(say(door, message));
+          while (!isAnswered(*repeats.back(), 1)) {
+            ASSERT_FALSE(deadline.expired());
+            ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+          }
+        }
+        writeAll(*far, {reinterpret_cast<const std::byte*>(message.data()), message.size()}, soon(), kNoAbort);
+      }
+      const ssize_t got = ::recv(far->fd(), bytes.data(), bytes.size(), MSG_DONTWAIT);
+      if (got > 0) {
+        ASSERT_EQ(::send(near.get(), bytes.data(), static_cast<size_t>(got), MSG_NOSIGNAL), got);
+      } else if (got == 0 || errno != EAGAIN) {
+        (void)::shutdown(near.get(), SHUT_RDWR);
+      }
+    }
+    for (Accepted& peer : door.acceptor.poll(Clock::now())) {
+      door.accepted.push_back(std::move(peer));
+    }
+  }
+  ASSERT_EQ(door.accepted.size(), 1U);
+  EXPECT_EQ(door.accepted[0].hello.rank, 1);
+  EXPECT_EQ(passed.size(), 2U) << "the rank has come twice";
+  EXPECT_EQ(door.acceptor.rejected(), 1);
+}
+
+TEST(SeenHellos, ForgetsTheOldestOnly) {
+  const auto numbered = [](size_t number) {
+    ClientRandom random{};
+    std::memcpy(random.data(), &number, sizeof number);
+    return random;
+  };
+  SeenHellos seen;
+  for (size_t number = 0; number <= SeenHellos::kMost; ++number) {
+    ASSERT_TRUE(seen.add(numbered(number)));
+  }
+  for (size_t number = 1; number <= SeenHellos::kMost; ++number) {
+    ASSERT_FALSE(seen.add(numbered(number)));
+  }
+  EXPECT_TRUE(seen.add(numbered(0)));
 }
 
 } // namespace

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <deque>
 #include <memory>
 #include <string>
 #include <utility>
@@ -27,6 +28,7 @@ using ::testing::Not;
 constexpr uint64_t kNonce = 77;
 constexpr uid_t kOtherUser = 4321;
 constexpr int kCrowd = 2000; // more than a queue holds
+constexpr size_t kHeld = 500; // connections that stay open, so that an answer would reach them
 
 Hello helloOf(int rank) {
   Hello hello;
@@ -94,6 +96,7 @@ struct UnixDoor {
 // A child that runs as another user. It connects `count` times and says each time what a rank would say. At first it fills the queue.
 bool crowdAsOther(const SocketAddress& door, int count, SharedFlag& full, SharedFlag& connected) {
   const std::string hello = encodeHello(helloOf(2));
+  std::deque<UniqueFd> held;
   if (::setresuid(kOtherUser, kOtherUser, kOtherUser) != 0) {
     return false;
   }
@@ -102,6 +105,10 @@ bool crowdAsOther(const SocketAddress& door, int count, SharedFlag& full, Shared
     if (socket && ::connect(socket.get(), door.raw(), door.rawLength()) == 0) {
       (void)::send(socket.get(), hello.data(), hello.size(), MSG_NOSIGNAL); // it may be dropped already
       connected.raise(connected.value() + 1);
+      held.push_back(std::move(socket));
+      if (held.size() > kHeld) {
+        held.pop_front();
+      }
       continue;
     }
     if (errno != EAGAIN) {

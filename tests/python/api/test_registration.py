@@ -289,6 +289,12 @@ def test_rank_0_says_one_line_and_nobody_else_anything() -> None:
         assert bool(first.stderr) == (level == "TRACE"), first.stderr
 
 
+@pytest.mark.needs_native
+def test_a_group_of_one_says_that_it_has_no_connections() -> None:
+    (alone,) = run_ranks(1, sum_of_ranks)
+    assert alone.stderr.endswith("] pycomm INFO: 1 rank, without connections\n"), alone.stderr
+
+
 def make_two_groups(rank: int, world_size: int) -> None:
     sum_of_ranks(rank, world_size)
     dist.barrier(group=dist.new_group([0, 1]))

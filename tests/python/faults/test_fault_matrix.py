@@ -297,5 +297,6 @@ def window_that_ends_in_a_call(rank: int, world_size: int, store: str) -> list[A
 
 def test_a_call_that_began_within_its_coalescing_window_ends_in_it(tmp_path: Path) -> None:
     args = (f"file://{tmp_path}/store",)
-    results = run_ranks(2, window_that_ends_in_a_call, init="none", args=args)
+    env = {"PYCOMM_TRANSPORT": None}  # over TCP no thread is started for it
+    results = run_ranks(2, window_that_ends_in_a_call, init="none", args=args, env=env)
     assert results.values() == [[[2.0] * 4, 1]] * 2
