@@ -80,8 +80,9 @@ py: ## Python tests only; ARGS="-k name" passes options to pytest
 
 TCP_TESTS = collectives/test_collectives_basic collectives/test_async_work faults/test_error_contract \
   faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
-  faults/test_life_cycle
-tcp: ## the Python tests whose ranks would share memory, over TCP
+  faults/test_life_cycle service/test_service service/test_service_ends service/test_service_restarts \
+  service/test_service_strangers
+tcp: ## Python tests over TCP whose ranks would share memory or connect by Unix sockets
 	$(BOOTSTRAP) --group test
 	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py \
 	  $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)

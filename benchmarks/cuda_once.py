@@ -66,6 +66,16 @@ def bucket(on: Device, grad: str, wire: str, offset: int) -> None:
         raise SystemExit(f"unpack of {wire} as {grad} at offset {offset}: wrong values")
 
 
+def exponent(on: Device) -> None:
+    """The tail of an fp16 bucket for more ranks than a block has threads; the largest is 3.0."""
+    stats = torch.zeros(4, dtype=torch.int32)
+    stats[2] = torch.tensor(3.0).view(torch.int32)
+    there, tail = on.tensor(stats), on.tensor(torch.ones(300, dtype=torch.float16))
+    on.table.write_exponent(there.data_ptr(), tail.data_ptr(), 300, 299, on.stream)
+    if tail.cpu().tolist() != [0.0] * 299 + [202.0]:
+        raise SystemExit("exponent: wrong values")
+
+
 def reduce(on: Device, dtype: str, op: str) -> None:
     """Sums of whole numbers, which are exact in every dtype."""
     kind = getattr(torch, dtype)
@@ -110,6 +120,7 @@ def main() -> None:
     for grad, wire in PAIRS:
         for offset in (0, 1):
             bucket(on, grad, wire, offset)
+    exponent(on)
     for dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64"):
         for op in ("sum", "avg", "product", "min", "max"):
             if op != "avg" or not dtype.startswith("int"):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-VERSION = 6
+VERSION = 7
 NO_KERNEL = -1
 MAX_SEGMENTS = 1900
 MAX_SOURCES = 1024
@@ -57,6 +57,7 @@ _FUNCTIONS = (
     "has_reduce",
     "pack",
     "unpack",
+    "write_exponent",
     "reduce",
     "encode",
     "decode",
@@ -83,6 +84,17 @@ class BucketArgs(ctypes.Structure):
         ("count", ctypes.c_uint32),
         ("factor", ctypes.c_float),
         ("segments", Segment * MAX_SEGMENTS),
+    )
+
+
+class ExponentArgs(ctypes.Structure):
+    """One launch of the kernel that writes a bucket's tail."""
+
+    _fields_ = (
+        ("stats", ctypes.c_void_p),
+        ("tail", ctypes.c_void_p),
+        ("numel", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
     )
 
 
@@ -220,6 +232,12 @@ class CudaTable:
     ) -> None:
         """gradients = grad(bucket * factor)."""
         self._bucket("unpack", gradients, grad, wire, bucket, factor, 0, stream)
+
+    def write_exponent(self, stats: int, tail: int, numel: int, rank: int, stream: int = 0) -> None:
+        """tail[rank] = the code of the stats' largest magnitude, the others 0; float16."""
+        args = ExponentArgs(stats, tail, numel, rank)
+        does = "writes a bucket's tail"
+        self._call("write_exponent", ctypes.pointer(args), ctypes.c_void_p(stream), does=does)
 
     def reduce(
         self,

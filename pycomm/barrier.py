@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pycomm import _extension
+from pycomm import _extension, _secret
 from pycomm._settings import timeout_seconds
 from pycomm.backend import group_timeout, last_error, native_backend
 from pycomm.errors import BY_CODE
@@ -17,6 +17,7 @@ from pycomm.errors import BY_CODE
 # How often a waiting rank checks whether the group has failed.
 _LOOK_S = 0.25
 _PASSED = "passed"
+_CAME = "came"
 
 # How often each group's barrier was entered, by the group's name; the same on all ranks that agree.
 _rounds: dict[str, int] = {}
@@ -44,9 +45,11 @@ def monitored_barrier(
         CollectiveTimeoutError: On every rank that waited: which ranks, on which hosts, were
             missing when time was up. A rank that comes later gets it, too.
         PycommError: The group has failed; only with ``wait_all_ranks=False``.
+        ProtocolViolationError: The job has a secret, and somebody without it has written what a
+            rank writes into the store for this.
         ValueError: The group is not pycomm's, or ``timeout`` is no number above 0.
 
-    Blocks the calling thread. Cost: two store calls per rank, and one for each rank on rank 0.
+    Blocks the calling thread. Cost: two store calls per rank, and on rank 0 two for each rank.
     """
     if group is None:
         group = dist.distributed_c10d._get_default_group()
@@ -84,16 +87,16 @@ class _Round:
 
     def run(self) -> None:
         rank = self.group.rank()
-        self.store.set(self._key("came", rank), "")
+        self._write("came", rank, value=_CAME)
         if rank != 0:
             # A little longer than rank 0 itself waits: its verdict has more than this rank knows.
             grace_s = max(1.0, self.timeout_s * 0.1)
             if self._wait_for(self._key("verdict"), grace_s=grace_s):
-                verdict = bytes(self.store.get(self._key("verdict"))).decode()
+                verdict = self._read("verdict")
             else:
                 verdict = self._conclude([0])
         else:
-            came = [self._wait_for(self._key("came", peer)) for peer in range(self.group.size())]
+            came = [self._has_come(peer) for peer in range(self.group.size())]
             verdict = self._conclude([peer for peer, here in enumerate(came) if not here])
             self._forget_the_last()
         if verdict != _PASSED:
@@ -101,8 +104,31 @@ class _Round:
 
     def _conclude(self, missing: Sequence[int]) -> str:
         # The first verdict counts, so that rank 0 cannot pass when it comes after the others left.
-        verdict = ",".join(map(str, missing)) or _PASSED
-        return bytes(self.store.compare_set(self._key("verdict"), "", verdict)).decode()
+        key, verdict = self._key("verdict"), ",".join(map(str, missing)) or _PASSED
+        first = self.store.compare_set(key, "", _secret.sealed(self._sealed_name(key), verdict))
+        return self._opened(key, first)
+
+    def _has_come(self, peer: int) -> bool:
+        if not self._wait_for(self._key("came", peer)):
+            return False
+        self._read("came", peer)
+        return True
+
+    def _write(self, what: str, *parts: int, value: str) -> None:
+        key = self._key(what, *parts)
+        self.store.set(key, _secret.sealed(self._sealed_name(key), value))
+
+    def _read(self, what: str, *parts: int) -> str:
+        key = self._key(what, *parts)
+        return self._opened(key, self.store.get(key))
+
+    def _opened(self, key: str, value: bytes) -> str:
+        """Raises an error if the job has a secret and the writer did not know it."""
+        return _secret.opened(self._sealed_name(key), bytes(value).decode(errors="replace"))
+
+    def _sealed_name(self, key: str) -> str:
+        # What is sealed for a group is not valid in another one, whose keys differ by a prefix.
+        return f"{self.group.group_name}/{key}"
 
     def _key(self, what: str, *parts: int, number: int | None = None) -> str:
         words = [self.number if number is None else number, what, *parts]

@@ -95,8 +95,8 @@ class Options:
         segment_nbytes: Bytes of one pipelined piece of a collective over links, from 4 KiB to
             4 MiB; also "256K", "1M". No effect on collectives that run in the shared memory of one
             host. ``PYCOMM_SEGMENT_NBYTES``.
-        streams: Connections of each TCP link over each interface, 1 to 16. No effect within a host,
-            if its ranks share memory. ``PYCOMM_STREAMS``.
+        streams: Connections of each link, over each interface, 1 to 16. No effect on links through
+            shared memory. ``PYCOMM_STREAMS``.
         check_call_sites: Also compare the lines of Python that issue an operation, so that two
             equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines. A
             correct program whose ranks issue one operation from different lines fails with it, so

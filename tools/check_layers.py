@@ -101,7 +101,15 @@ FORBIDDEN_CALLS = [
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_settings", "_torch_range", "_version"},
     {"errors", "flight_record"},
-    {"_extension", "_model_check", "_saved_state", "_wire_patterns", "_ddp_options", "_ddp_stats"},
+    {
+        "_extension",
+        "_model_check",
+        "_process_reports",
+        "_saved_state",
+        "_wire_patterns",
+        "_ddp_options",
+        "_ddp_stats",
+    },
     {"options", "_averaging", "_exit", "_fragments", "_sparse_rows"},
     {"_secret"},
     {"backend"},

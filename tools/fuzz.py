@@ -3,8 +3,12 @@
     python tools/fuzz.py                        # every decoder for a minute; needs clang, libFuzzer
     python tools/fuzz.py --seconds 3600 frames matching
     python tools/fuzz.py --keep 300            # and keep the smallest inputs that reach as much
-    python tools/fuzz.py --until-dry           # each until 10^7 inputs in a row reach nothing new,
-                                               # or it has used an hour of CPU time
+    python tools/fuzz.py --until-dry           # each until 10^6 inputs in a row reach nothing new,
+                                               # at most 10^7 inputs or an hour of CPU time
+    python tools/fuzz.py --until-dry --minutes 30 sealed door   # a session of half an hour
+
+--until-dry continues where an earlier session has ended: its state is in build/fuzz (fuzz_dry.py).
+It prints a table of all targets, and --results FILE also writes it there.
 
 The inputs that are kept, a line of hex digits each, lie in tests/cpp/fuzz/corpus; every test run
 reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says so and ends with 0.
@@ -13,7 +17,6 @@ reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import resource
 import shutil
@@ -22,7 +25,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import fuzz_dry
 import machine
+from fuzz_dry import Found
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp-fuzz"
@@ -30,10 +35,8 @@ CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
 DECODERS = ["hello", "reply", "error", "rank", "text", "meeting"]
 DECODERS += ["sealed", "secret", "door", "knock"]
 DECODERS += ["control", "bulk", "frames", "matching"]
+STATE = ROOT / "build" / "fuzz"
 _MAX_NBYTES = 4096
-# A decoder is dry if so many inputs in a row have reached no new edge.
-_DRY_INPUTS = 10_000_000
-_DRY_CPU_SECONDS = 3600
 
 
 def find_clang() -> str | None:
@@ -58,6 +61,7 @@ def build(clang: str) -> Path:
     """Build the fuzzer, and return it."""
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), f"-DCMAKE_CXX_COMPILER={clang}"]
     configure += ["-DPYCOMM_SANITIZE=fuzzer-no-link,address,undefined", "-DPYCOMM_TESTS=ON"]
+    configure += machine.find_googletest(ROOT / "build" / "googletest")
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     command = ["cmake", "--build", str(BUILD), "--target", "pycomm_fuzz", "-j"]
     subprocess.run([*command, str(machine.jobs(1.0))], check=True, stdout=subprocess.DEVNULL)
@@ -77,6 +81,7 @@ def unpack(program: Path, name: str, folder: Path) -> None:
 def keep(program: Path, name: str, folder: Path, most: int) -> int:
     """Keep the inputs that together reach all that was reached, and return how many."""
     fewest = folder.with_name(f"{name}-fewest")
+    shutil.rmtree(fewest, ignore_errors=True)
     fewest.mkdir()
     command = [str(program), f"--target={name}", "-merge=1", str(fewest), str(folder)]
     subprocess.run(command, check=True, capture_output=True)
@@ -90,23 +95,16 @@ def keep(program: Path, name: str, folder: Path, most: int) -> int:
     return len(inputs)
 
 
-@dataclasses.dataclass
-class Found:
-    """What the runs of one decoder did."""
-
-    inputs: int = 0
-    edges: int = 0
-    last_new: int = 0  # the input that reached an edge for the first time, counted over all runs
-    cpu_seconds: float = 0.0
-
-
-def fuzz(program: Path, name: str, seconds: int, work: Path, found: Found) -> bool:
+def fuzz(
+    program: Path, name: str, seconds: int, work: Path, found: Found, most_inputs: int = 0
+) -> bool:
     """Fuzz one decoder for some seconds, from its folder in `work`. False where it found something.
 
-    Adds to `found`.
+    Adds to `found`. `most_inputs` other than 0 ends it earlier.
     """
     limits = [f"-max_total_time={seconds}", f"-max_len={_MAX_NBYTES}", "-timeout=10"]
-    limits += ["-rss_limit_mb=2048", f"-artifact_prefix={work}/"]
+    limits += ["-rss_limit_mb=2048", f"-artifact_prefix={work}/{name}-"]
+    limits += [f"-runs={most_inputs}"] if most_inputs else []
     command = [str(program), f"--target={name}", *limits, str(work / name)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
@@ -114,36 +112,64 @@ def fuzz(program: Path, name: str, seconds: int, work: Path, found: Found) -> bo
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found.cpu_seconds += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    found.corpus = sum(1 for _ in (work / name).iterdir())
     ran = re.search(r"Done (\d+) runs", done.stderr)
     if done.returncode != 0 or ran is None:
-        failing = [path.read_bytes().hex() for path in work.glob("*-*") if path.is_file()]
+        failing = [path.read_bytes().hex() for path in work.glob(f"{name}-*") if path.is_file()]
         print(f"{name}: FOUND SOMETHING with {failing}\n{done.stderr[-4000:]}", flush=True)
         return False
-    for number, edges in re.findall(r"^#(\d+)\s.*cov: (\d+)", done.stderr, re.MULTILINE):
-        if int(edges) > found.edges:
-            found.edges = int(edges)
-            found.last_new = found.inputs + int(number)
-    found.inputs += int(ran[1])
+    add(found, done.stderr, int(ran[1]))
     return True
 
 
+def add(found: Found, log: str, runs: int) -> None:
+    """Add what libFuzzer has logged. What it only reads again at its start doesn't count."""
+    began = re.search(r"^#(\d+)\s+INITED\s+cov: (\d+)", log, re.MULTILINE)
+    reread = int(began[1]) if began is not None else 0
+    if found.inputs == 0 and began is not None:
+        found.first_edges = found.edges = int(began[2])
+    for number, edges in re.findall(r"^#(\d+)\s.*cov: (\d+)", log, re.MULTILINE):
+        if int(edges) > found.edges:
+            found.edges = int(edges)
+            found.last_new = found.inputs + max(0, int(number) - reread)
+    found.inputs += max(0, runs - reread)
+
+
 def run(program: Path, name: str, options: argparse.Namespace, work: Path) -> bool:
-    """Fuzz one decoder as the options say; False where it found something."""
+    """Fuzz one decoder for a while; False where it found something."""
     unpack(program, name, work / name)
     found = Found()
-    while True:
-        if not fuzz(program, name, options.seconds, work, found):
-            return False
-        dry = found.inputs - found.last_new >= _DRY_INPUTS
-        if dry or not options.until_dry or found.cpu_seconds >= _DRY_CPU_SECONDS:
-            break
+    if not fuzz(program, name, options.seconds, work, found):
+        return False
     text = f"{name:8} {found.inputs:>12,} inputs {found.cpu_seconds:>6.0f} s {found.edges:>6} edges"
-    text += f"   {found.inputs - found.last_new:>12,} since the last new one"
-    text += "; dry" if dry else "; not dry"
+    text += f"   {found.since_new():>12,} since the last new one"
     if options.keep > 0:
         text += f"; {keep(program, name, work / name, options.keep)} inputs kept"
     print(f"{text}; nothing found", flush=True)
     return True
+
+
+def until_dry(program: Path, clang: str, options: argparse.Namespace) -> int:
+    """Fuzz the decoders until they are dry; 1 if one found something."""
+
+    def one_run(name: str, most_inputs: int, found: Found) -> bool:
+        if found.inputs == 0:
+            unpack(program, name, STATE / name)
+            found.first_corpus = sum(1 for _ in (STATE / name).iterdir())
+        return fuzz(program, name, options.seconds, STATE, found, most_inputs)
+
+    chosen, at = options.decoders or DECODERS, fuzz_dry.commit(ROOT)
+    print(fuzz_dry.HEADING, flush=True)
+    counts = fuzz_dry.run_all(chosen, DECODERS, program, STATE, one_run, options.minutes)
+    text = fuzz_dry.report(counts, at, clang)
+    print("\n" + text, end="", flush=True)
+    if options.results is not None:
+        options.results.write_text(text)
+    if options.keep > 0:
+        for name in chosen:
+            kept = keep(program, name, STATE / name, options.keep)
+            print(f"{name}: {kept} inputs kept", flush=True)
+    return 1 if any(counts[name].reason == fuzz_dry.FOUND for name in chosen) else 0
 
 
 def main() -> int:
@@ -153,9 +179,13 @@ def main() -> int:
     parser.add_argument(
         "--until-dry",
         action="store_true",
-        help=f"again and again, until {_DRY_INPUTS:,} inputs in a row reached no new edge, or "
-        f"{_DRY_CPU_SECONDS} s of CPU time are used",
+        help=f"again and again, until {fuzz_dry.DRY_INPUTS:,} inputs in a row reached no new edge; "
+        f"at most {fuzz_dry.MOST_INPUTS:,} inputs or {fuzz_dry.MOST_CPU_SECONDS} s of CPU time",
     )
+    parser.add_argument(
+        "--minutes", type=float, default=60 * 24, help="of this session; with --until-dry"
+    )
+    parser.add_argument("--results", type=Path, metavar="FILE", help="with --until-dry: the table")
     parser.add_argument(
         "--keep", type=int, default=0, metavar="N", help="keep up to N inputs of each"
     )
@@ -167,6 +197,8 @@ def main() -> int:
         print("fuzz: SKIPPED, no clang++ that links libFuzzer (apt install clang libfuzzer-14-dev)")
         return 0
     program = build(clang)
+    if options.until_dry:
+        return until_dry(program, clang, options)
     with tempfile.TemporaryDirectory() as work:
         chosen = options.decoders or DECODERS
         failed = [name for name in chosen if not run(program, name, options, Path(work))]

@@ -51,6 +51,12 @@ STEPS = [
     ),
     Step("simulator", "{python} tools/simulate.py --seeds 100000", 15),
     Step("faults", "{make} faults ARGS='--exact-bounds --remember-failures'", 60),
+    Step(
+        "faults_tcp",
+        "{make} faults TEST_TRANSPORT=tcp ARGS='--exact-bounds --remember-failures "
+        "tests/python/faults/test_fault_matrix.py'",
+        10,
+    ),
     Step("fuzz", "{make} fuzz", 17),
     Step("asan", "{python} tools/cpp.py asan_full", 40),
     Step("tsan", "{python} tools/cpp.py tsan_full", 60),
@@ -64,6 +70,7 @@ STEPS = [
     Step(
         "cases", "{python} tools/python_tests.py -m in_shares --all-cases --remember-failures", 30
     ),
+    Step("cases_tcp", "{make} tcp ARGS='-m in_shares --all-cases --remember-failures'", 15),
     Step("strict", "{make} strict", 15),
     Step("wheel", "{make} wheel", 15),
     Step("try_wheel", "{python} tools/try_wheel.py", 10),

@@ -20,7 +20,7 @@ struct TextField {
 };
 
 // In the order in which they travel.
-constexpr std::array<TextField, 9> kTexts = {{
+constexpr std::array<TextField, 8> kTexts = {{
     {&ErrorRecord::summary, 4096},
     {&ErrorRecord::hint, 4096},
     {&ErrorRecord::cause, 4096},
@@ -29,11 +29,11 @@ constexpr std::array<TextField, 9> kTexts = {{
     {&ErrorRecord::group, 1024},
     {&ErrorRecord::op, 64},
     {&ErrorRecord::dtype, 64},
-    {&ErrorRecord::phase, 64},
 }};
+constexpr uint16_t kMaxPhaseNbytes = 64; // its text travels last
 
 constexpr size_t longestRecord() {
-  size_t nbytes = 9 * sizeof(int64_t);
+  size_t nbytes = 9 * sizeof(int64_t) + sizeof(uint16_t) + kMaxPhaseNbytes;
   for (const TextField& field : kTexts) {
     nbytes += sizeof(uint16_t) + field.max_nbytes;
   }
@@ -199,7 +199,7 @@ std::string ErrorRecord::line() const {
   if (bytes_total >= 0) {
     addPair(out, "bytes", std::to_string(bytes_done < 0 ? 0 : bytes_done) + "/" + std::to_string(bytes_total));
   }
-  addPair(out, "phase", phase);
+  addPair(out, "phase", std::string(phase.text()));
   addPair(out, "cause", cause);
   if (elapsed_ms >= 0) {
     addPair(out, "elapsed", std::to_string(elapsed_ms) + "ms");
@@ -226,6 +226,7 @@ std::string ErrorRecord::serialize() const {
   for (const TextField& field : kTexts) {
     putText(out, this->*field.text, field.max_nbytes);
   }
+  putText(out, phase.text(), kMaxPhaseNbytes);
   return out;
 }
 
@@ -242,6 +243,7 @@ std::optional<ErrorRecord> ErrorRecord::deserialize(const std::string& bytes, in
   for (const TextField& field : kTexts) {
     record.*field.text = in.text(field.max_nbytes);
   }
+  record.phase = ErrorPhase::find(in.text(kMaxPhaseNbytes)).value_or(ErrorPhase::Unknown);
   const bool known = std::string_view(errorCodeName(record.code)) != kUnknownCode;
   return in.complete() && known ? std::optional<ErrorRecord>(std::move(record)) : std::nullopt;
 }

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/error_phase.h"
+
 namespace pycomm {
 
 /// The kind of a failure. The numbers travel in error frames: never reuse one.
@@ -64,7 +66,7 @@ struct ErrorRecord {
   int64_t numel = -1;
   int64_t bytes_done = -1;
   int64_t bytes_total = -1;
-  std::string phase; ///< "rendezvous", "connect", "transfer", …
+  ErrorPhase phase;
   int64_t elapsed_ms = -1;
 
   /// "SUMMARY [code=PEER_DEAD rank=0 host=a peer=2 …] Try: HINT" on one line.

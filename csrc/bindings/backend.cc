@@ -250,7 +250,7 @@ PycommBackend& asPycomm(const c10::intrusive_ptr<c10d::Backend>& backend) {
 
 std::string describe(const Group& group) {
   const GroupIdentity& identity = group.identity();
-  const bool within_host = identity.size > 1 && identity.isWithinHost() && !identity.hasPorts();
+  const bool within_host = identity.size > 1 && !identity.hasPorts();
   std::string links = "Unix sockets";
   if (!within_host) {
     links = "TCP on " + group.interfaceName() + " (" + identity.local_address.ip() + "; " + group.addressReason() + ")";

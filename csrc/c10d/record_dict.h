@@ -35,7 +35,7 @@ namespace pycomm {
   number("numel", record.numel);
   number("bytes_done", record.bytes_done);
   number("bytes_total", record.bytes_total);
-  text("phase", record.phase);
+  text("phase", record.phase.text());
   number("elapsed_ms", record.elapsed_ms);
   return dict;
 }

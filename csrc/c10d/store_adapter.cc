@@ -34,12 +34,12 @@ auto translated(const char* what, Deadline deadline, const Call& call) -> declty
     if (lacksFiles(text)) {
       ErrorRecord record =
           systemError(ErrorCode::StoreLost, std::string("The store of the process group (") + what + ")", EMFILE);
-      record.phase = "rendezvous";
+      record.phase = ErrorPhase::Rendezvous;
       throw Error(record);
     }
     ErrorRecord record;
     record.code = deadline.expired() ? ErrorCode::RendezvousTimeout : ErrorCode::StoreLost;
-    record.phase = "rendezvous";
+    record.phase = ErrorPhase::Rendezvous;
     record.summary = std::string("The store of the process group ") +
         (deadline.expired() ? "timed out (" : "did not answer (") + what + ").";
     record.cause = text.substr(0, text.find('\n'));

@@ -249,7 +249,7 @@ void waitFor(Group& group, const Operation& operation, int rank, std::chrono::mi
       record.sequence = operation.identified() ? operation.request().id.sequence : -1;
       record.dtype = dtypeName(operation.request().descriptor.dtype);
       record.numel = operation.request().descriptor.numel;
-      record.phase = "wait";
+      record.phase = ErrorPhase::Wait;
       record.elapsed_ms = timeout.count();
       record.summary = "wait() timed out after " + std::to_string(timeout.count()) + " ms: " + operation.label() +
           " has not ended; it goes on.";

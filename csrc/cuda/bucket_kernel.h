@@ -147,6 +147,31 @@ struct Unpacker {
   }
 };
 
+/// The code of the largest gradient, by integers alone: kExponentBias + frexp()'s exponent of a finite number above 0.
+PYCOMM_HD int exponentCode(uint32_t max_abs_bits) {
+  if (max_abs_bits == 0) {
+    return 0;
+  }
+  if (max_abs_bits >= kFloatInfinity) {
+    return kNonFiniteCode;
+  }
+  int exponent = static_cast<int>(max_abs_bits >> 23) - 126;
+  if (max_abs_bits < 0x800000U) { // subnormal: its leading bit says how far below
+    exponent = -149;
+    for (uint32_t rest = max_abs_bits; rest != 0; rest >>= 1) {
+      ++exponent;
+    }
+  }
+  return kExponentBias + exponent;
+}
+
+PYCOMM_HD void writeExponentShare(const ExponentArgs& args, uint32_t thread, uint32_t threads) {
+  for (uint32_t i = thread; i < args.numel; i += threads) {
+    args.tail[i] =
+        i == args.rank ? Half::store(static_cast<float>(exponentCode(args.stats->max_abs_bits))) : uint16_t{0};
+  }
+}
+
 template <class Grad, class Wire>
 PYCOMM_HD void packTile(
     const BucketArgs& args,

@@ -178,6 +178,11 @@ int unpack(DType grad, DType wire, const BucketArgs* args, void* stream) {
   return launched(launchUnpack(grad, wire, *args, stream));
 }
 
+int writeExponent(const ExponentArgs* args, void* stream) {
+  launchExponent(*args, stream);
+  return launched(true);
+}
+
 int reduce(DType dtype, ReduceOp op, const ReduceArgs* args, void* stream) {
   return launched(launchReduce(dtype, op, *args, stream));
 }
@@ -236,6 +241,7 @@ CudaTable makeTable() {
   table.has_reduce = hasReduce;
   table.pack = pack;
   table.unpack = unpack;
+  table.write_exponent = writeExponent;
   table.reduce = reduce;
   table.encode = encode;
   table.decode = decode;

@@ -41,6 +41,10 @@ __global__ void __launch_bounds__(kBlockThreads) unpackKernel(const __grid_const
   }
 }
 
+__global__ void __launch_bounds__(kBlockThreads) exponentKernel(const __grid_constant__ ExponentArgs args) {
+  writeExponentShare(args, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+}
+
 template <class Element, class Op>
 __global__ void __launch_bounds__(kBlockThreads) reduceKernel(const __grid_constant__ ReduceArgs args) {
   const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -108,6 +112,11 @@ bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream) 
     unpackKernel<typename Pair::GradElement, typename Pair::WireElement>
         <<<blocksFor(tileCount(args.numel)), kBlockThreads, 0, native(stream)>>>(args);
   });
+}
+
+void launchExponent(const ExponentArgs& args, void* stream) {
+  const unsigned blocks = blocksFor((args.numel + kBlockThreads - 1) / kBlockThreads);
+  exponentKernel<<<blocks, kBlockThreads, 0, native(stream)>>>(args);
 }
 
 bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream) {

@@ -11,6 +11,7 @@ namespace pycomm::cuda {
 
 [[nodiscard]] bool launchPack(DType grad, DType wire, const BucketArgs& args, void* stream);
 [[nodiscard]] bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream);
+void launchExponent(const ExponentArgs& args, void* stream);
 [[nodiscard]] bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream);
 void launchEncode(const CodecArgs& args, void* stream);
 void launchDecode(const CodecArgs& args, void* stream);

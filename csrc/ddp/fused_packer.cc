@@ -1,22 +1,15 @@
 #include "ddp/fused_packer.h"
 
 #include <ATen/core/TensorBody.h>
-#include <ATen/ops/frexp.h>
-#include <ATen/ops/isfinite.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstddef>
-#include <tuple>
 #include <utility>
 
 #include "c10d/cuda_staging.h"
 #include "c10d/dtypes.h"
 #include "ddp/grad_streams.h"
-#include "ddp/wire_scale.h"
 #include "device/bucket_plan.h"
 #include "device/cuda_library.h"
 
@@ -24,7 +17,6 @@ namespace pycomm {
 namespace {
 
 constexpr int64_t kStatsNumel = sizeof(cuda::PackStats) / sizeof(int32_t);
-static_assert(offsetof(cuda::PackStats, max_abs_bits) == BucketKernels::kLargest * sizeof(int32_t));
 
 cuda::BucketPlan planOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels, DType dtype) {
   std::vector<cuda::Gradient> places;
@@ -111,6 +103,16 @@ at::Tensor BucketKernels::newStats() const {
   return at::zeros({kStatsNumel}, at::TensorOptions().dtype(at::kInt).device(device_));
 }
 
+void BucketKernels::writeExponent(const at::Tensor& stats, const at::Tensor& tail, int rank) const {
+  cuda::ExponentArgs args;
+  args.stats = static_cast<const cuda::PackStats*>(stats.const_data_ptr());
+  args.tail = static_cast<uint16_t*>(tail.data_ptr());
+  args.numel = static_cast<uint32_t>(tail.numel());
+  args.rank = static_cast<uint32_t>(rank);
+  const c10::DeviceGuard guard(device_);
+  runtime_->writeExponent(args, currentHandle(device_));
+}
+
 // --- packer ---------------------------------------------------------------------------------------
 
 void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ) {
@@ -143,18 +145,14 @@ void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ)
   }
 }
 
-// WireScale::exponentCode() of the bits, on the device: reading them here would wait for it in the middle of backward.
+// By a kernel of its own: reading the bits here would wait for the device in the middle of backward, and torch's operators would be
+// 18 launches a bucket.
 void FusedPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
-  tail.zero_();
-  if (!stats_.defined()) {
-    return; // zeros were packed
+  if (stats_.defined()) {
+    kernels_.writeExponent(stats_, tail, rank);
+  } else {
+    tail.zero_(); // zeros were packed
   }
-  const at::Tensor largest = stats_.narrow(0, BucketKernels::kLargest, 1).view(at::kFloat);
-  const at::Tensor exponent = std::get<1>(at::frexp(largest));
-  const at::Tensor zero = at::zeros_like(largest);
-  const at::Tensor size = at::where(largest.eq(0), zero, exponent.to(at::kFloat).add(WireScale::kBias));
-  const at::Tensor value = at::where(at::isfinite(largest), size, zero.add(WireScale::kNonFiniteCode));
-  tail.narrow(0, rank, 1).copy_(value);
 }
 
 void FusedPacker::unpack(BucketMemory& memory, const std::vector<size_t>& slots, double factor) const {

@@ -39,9 +39,10 @@ class BucketKernels {
       const at::Tensor& bucket,
       float factor) const;
 
-  /// For pack(): int32 elements. The kernels write the bits of the largest magnitude to element kLargest.
+  /// For pack(): a PackStats of zeros.
   [[nodiscard]] at::Tensor newStats() const;
-  static constexpr int64_t kLargest = 2;
+  /// tail[rank] = WireScale::exponentCode() of what was packed with `stats`, the other elements = 0; one launch. float16.
+  void writeExponent(const at::Tensor& stats, const at::Tensor& tail, int rank) const;
 
  private:
   cuda::DeviceRuntime* runtime_; ///< lives as long as the process

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "device/kernel_args.h"
+
 namespace pycomm {
 
 /// The power of two that one fp16 bucket is multiplied by before its gradients are cast, the same on every rank.
@@ -42,8 +44,8 @@ class WireScale {
   };
 
   /// exponentCode() adds kBias to frexp's exponent, and returns kNonFiniteCode for Inf and NaN, 0 for all zeros. All are exact in fp16.
-  static constexpr int kBias = 200;
-  static constexpr int kNonFiniteCode = 1000;
+  static constexpr int kBias = cuda::kExponentBias;
+  static constexpr int kNonFiniteCode = cuda::kNonFiniteCode;
 
   /// `exponent`: the s to start with, the same on every rank.
   explicit WireScale(int world_size, int exponent = 0);

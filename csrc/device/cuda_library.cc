@@ -124,6 +124,9 @@ class LibraryRuntime final : public DeviceRuntime {
   bool unpack(DType grad, DType wire, const BucketArgs& args, Stream stream) override {
     return launched(table_.unpack(grad, wire, &args, stream), "the launch of the unpack kernel");
   }
+  void writeExponent(const ExponentArgs& args, Stream stream) override {
+    check(table_.write_exponent(&args, stream), "the launch of the exponent kernel");
+  }
   bool hasReduce(DType dtype, ReduceOp op) override {
     return table_.has_reduce(dtype, op) != 0;
   }

@@ -17,7 +17,7 @@
 
 namespace pycomm::cuda {
 
-inline constexpr uint32_t kPycommCudaVersion = 6;
+inline constexpr uint32_t kPycommCudaVersion = 7;
 inline constexpr const char* kPycommCudaEntry = "pycomm_cuda_table";
 
 inline constexpr int kCudaOutOfMemory = 2; ///< cudaErrorMemoryAllocation
@@ -57,6 +57,7 @@ struct CudaTable {
   int (*has_reduce)(DType dtype, ReduceOp op); ///< 1 or 0: whether `reduce` has such a kernel
   int (*pack)(DType grad, DType wire, const BucketArgs* args, void* stream);
   int (*unpack)(DType grad, DType wire, const BucketArgs* args, void* stream);
+  int (*write_exponent)(const ExponentArgs* args, void* stream);
   int (*reduce)(DType dtype, ReduceOp op, const ReduceArgs* args, void* stream);
   int (*encode)(const CodecArgs* args, void* stream);
   int (*decode)(const CodecArgs* args, void* stream);

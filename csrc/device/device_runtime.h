@@ -59,6 +59,8 @@ class DeviceRuntime {
   /// `grad` and `wire` are the dtypes of the gradients and of the bucket. Returns false if there is no such kernel.
   [[nodiscard]] virtual bool pack(DType grad, DType wire, const BucketArgs& args, Stream stream) = 0;
   [[nodiscard]] virtual bool unpack(DType grad, DType wire, const BucketArgs& args, Stream stream) = 0;
+  /// Writes the tail of an fp16 bucket. `args` has at least one element.
+  virtual void writeExponent(const ExponentArgs& args, Stream stream) = 0;
   /// Whether reduce() has a kernel for these.
   [[nodiscard]] virtual bool hasReduce(DType dtype, ReduceOp op) = 0;
   virtual void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Stream stream) = 0;

@@ -28,6 +28,18 @@ struct PackStats {
   uint32_t reserved = 0;
 };
 
+/// What a rank writes behind an fp16 bucket about the largest of its gradients: see ddp/wire_scale.h. Exact in fp16.
+inline constexpr int kExponentBias = 200; ///< is added to frexp()'s exponent; 0 if all gradients are zero
+inline constexpr int kNonFiniteCode = 1000; ///< Inf or NaN
+
+/// tail[rank] = the code of `stats`, the other elements = 0.
+struct ExponentArgs {
+  const PackStats* stats = nullptr;
+  uint16_t* tail = nullptr; ///< fp16
+  uint32_t numel = 0; ///< of the tail
+  uint32_t rank = 0;
+};
+
 /// One launch of the pack or unpack kernel. `bucket` is the launch's first element, not the bucket's.
 struct BucketArgs {
   void* bucket = nullptr;

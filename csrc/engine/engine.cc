@@ -18,7 +18,7 @@ Engine::Engine()
     : forks_(forkCount()),
       lane_(std::make_unique<EventLoop>("pycomm-lane-0")),
       control_(std::make_unique<EventLoop>("pycomm-control")),
-      host_mates_(std::make_unique<HostMates>(*control_)),
+      host_mates_(std::make_unique<HostMates>(*control_, [this] { return recorder_->report(); })),
       callbacks_(std::make_unique<CallbackPool>()) {
   recorder_ = std::make_unique<FlightRecorder>(*callbacks_);
   lane_->setSpin(kSpin);

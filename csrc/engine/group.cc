@@ -64,11 +64,11 @@ std::shared_ptr<Operation> Group::startChecked(const Call& call) {
   std::shared_ptr<Operation> operation = issuer_.overLinks(call);
   const Collective kind = call.schedule.kind;
   if (call.held) {
-    onLane(&DataPlane::hold, operation, Pace::Soon);
+    onLane(&DataPlane::hold, operation, RunOn::LaneThread);
   } else if (kind == Collective::Send || kind == Collective::Recv) { // torch does not say who waits for it
-    onLane(&DataPlane::post, operation, kind == Collective::Send ? Pace::Here : Pace::HereAndPatient);
+    onLane(&DataPlane::post, operation, kind == Collective::Send ? RunOn::Caller : RunOn::CallerPatiently);
   } else {
-    onLane(&DataPlane::post, operation, call.waits ? Pace::WhenDriven : Pace::Soon);
+    onLane(&DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::LaneThread);
   }
   return operation;
 }
@@ -78,7 +78,8 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
   std::shared_ptr<Operation> operation;
   const auto make = [&] { return issuer_.onHost(std::move(request), call.held); };
   if (!planes_.host()->post(std::cref(make), call.waits, operation)) {
-    onLane(&DataPlane::post, operation, call.waits ? Pace::WhenDriven : Pace::Soon); // which knows why it is over
+    onLane(
+        &DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::LaneThread); // which knows why it is over
   }
   return operation;
 }
@@ -86,7 +87,7 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
 std::shared_ptr<Operation> Group::follow(const Call& call) {
   refuseInChild();
   std::shared_ptr<Operation> operation = issuer_.followed(call);
-  onLane(&DataPlane::follow, operation, Pace::Soon);
+  onLane(&DataPlane::follow, operation, RunOn::LaneThread);
   return operation;
 }
 
@@ -106,23 +107,23 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->shared().ticket != 0) {
     planes_.host()->release(*operation);
   } else {
-    onLane(&DataPlane::release, operation, Pace::Soon);
+    onLane(&DataPlane::release, operation, RunOn::LaneThread);
   }
 }
 
-void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace) {
+void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread) {
   auto begin =
       Loop::owned(planes_, [self = shared_from_this(), step, operation] { self->planes_.run(step, operation); });
-  switch (pace) {
-    case Pace::Soon:
+  switch (thread) {
+    case RunOn::LaneThread:
       engine_.lane().post(std::move(begin));
       return;
-    case Pace::WhenDriven:
+    case RunOn::NextDriver:
       engine_.lane().postQuietly(std::move(begin));
       return;
-    case Pace::Here:
-    case Pace::HereAndPatient:
-      engine_.lane().postHere(std::move(begin), pace == Pace::HereAndPatient);
+    case RunOn::Caller:
+    case RunOn::CallerPatiently:
+      engine_.lane().postHere(std::move(begin), thread == RunOn::CallerPatiently);
       return;
   }
 }

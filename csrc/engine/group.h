@@ -143,15 +143,15 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;
-  /// Which thread runs a step.
-  enum class Pace {
-    Soon, ///< the lane's thread
-    WhenDriven, ///< the caller, which calls wait() next
-    Here, ///< the caller, now, if nobody drives
-    HereAndPatient ///< the same, and what it begins can do no more than wait for others
+  /// Which thread runs a step of the data plane.
+  enum class RunOn {
+    LaneThread,
+    NextDriver, ///< the caller, which calls wait() next: the lane's thread is not woken
+    Caller, ///< now, if no other thread runs the lane: EventLoop::postHere()
+    CallerPatiently, ///< the same of a step that can only wait for other ranks
   };
   /// Runs Planes::run() on the lane.
-  void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, Pace pace);
+  void onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread);
   [[nodiscard]] std::shared_ptr<Operation> startOnHost(const Call& call);
 
   Engine& engine_;

@@ -24,7 +24,7 @@ std::string cannotJoin(const ErrorRecord& record) {
 }
 
 /// The record of this rank about what keeps a group from forming, whoever noticed it.
-ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, const std::string& phase, TimePoint began) {
+ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, ErrorPhase phase, TimePoint began) {
   if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
     GroupIdentity self;
     self.rank = meeting.rank;
@@ -42,7 +42,7 @@ ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, cons
   record.host = localHostName();
   record.group = meeting.group_name;
   record.epoch = 0;
-  record.phase = !record.phase.empty() ? record.phase : phase;
+  record.phase = record.phase.known() ? record.phase : phase;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   return record;
 }
@@ -99,7 +99,8 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
   } catch (const Error& error) {
-    ErrorRecord record = asSeenHere(error.record(), meeting, group == nullptr ? "rendezvous" : "connect", began);
+    ErrorRecord record =
+        asSeenHere(error.record(), meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
     if (group != nullptr) {
       // Ranks without a link to this one would otherwise wait for it until their deadline. Where that is what has passed, it has for
       // all, and each can say best what it missed.
@@ -198,23 +199,7 @@ void Group::waitForNeighbours(Deadline deadline) {
     if (trouble) {
       throw Error(cannotAccept(*trouble, identity));
     }
-    ErrorRecord record;
-    record.code = ErrorCode::ConnectFailed;
-    record.rank = identity.rank;
-    record.host = identity.host(identity.rank);
-    record.peer = missing.front();
-    record.peer_host = identity.host(missing.front());
-    record.group = identity.name;
-    record.phase = "connect";
-    const bool by_unix = !identity.unix_sockets[static_cast<size_t>(missing.front())].empty();
-    const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
-    record.summary = "Rank " + std::to_string(missing.front()) + " on " + record.peer_host +
-        " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
-    record.hint = here.empty()
-        ? "look into that rank's log: it has ended, or is stopped"
-        : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-          "with PYCOMM_SOCKET_IFNAME";
-    throw Error(record);
+    throw Error(neverConnected(missing.front(), identity));
   }
 }
 

@@ -39,7 +39,7 @@ void Security::checkHosts(const Roster& roster) const {
     return;
   }
   if (roster.topology.hosts() == 1) {
-    if (policy == SecurityPolicy::Require && (roster.identity.hasPorts() || !roster.identity.isWithinHost())) {
+    if (policy == SecurityPolicy::Require && roster.identity.hasPorts()) {
       throw Error(
           ErrorCode::InvalidArgument,
           "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +

@@ -57,7 +57,7 @@ struct Route {
   int from = -1;
   int to = -1;
   uint32_t hops = 0; ///< links that the frame has passed
-  static constexpr int kMaxRanks = 1 << 16;
+  static constexpr int kMaxGroupSize = 1 << 16; ///< larger groups cannot use it
 
   [[nodiscard]] static Route of(const FrameHeader& header) noexcept {
     return {static_cast<int>(header.route & 0xffff), static_cast<int>(header.route >> 16), header.index};

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm._version import __version__
-from pycomm.cli import bench, doctor, env, secret, serve, trace
+from pycomm.cli import bench, doctor, env, secret, serve, status, trace
 
 _INTERRUPTED = 130  # as a shell says of a program that SIGINT has ended
 
@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     env.add_parser(commands)
     doctor.add_parser(commands)
+    status.add_parser(commands)
     trace.add_parser(commands)
     bench.add_parser(commands)
     secret.add_parser(commands)

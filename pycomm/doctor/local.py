@@ -105,7 +105,7 @@ def _descriptors(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 def _memfd(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         if host.memfd and len(host.ranks) > 1:
-            text = f"{host.name}: ranks cannot share memory ({host.memfd}); they use TCP instead"
+            text = f"{host.name}: ranks share no memory ({host.memfd}); they use sockets instead"
             yield Finding(NOTE, "MEMFD", host.name, text)
 
 

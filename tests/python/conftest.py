@@ -173,10 +173,15 @@ def no_process_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's own settings must not decide a test."""
+    """The caller's own settings must not decide a test, other than TEST_TRANSPORT (`make tcp`).
+
+    That holds also for tests that make groups in this process, as those of the service do.
+    """
     for name in list(os.environ):
         if name.startswith(("PYCOMM_", "GLOO_SOCKET", "NCCL_SOCKET")):
             monkeypatch.delenv(name)
+    if transport := os.environ.get("TEST_TRANSPORT"):
+        monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
 
 
 @pytest.fixture(scope="session")

@@ -623,6 +623,57 @@ def _refused_at_init() -> Iterator[Case]:
     )
 
 
+def _over_unix_sockets() -> Iterator[Case]:
+    """Ranks of one host connect by Unix sockets, unless the transport is "tcp"."""
+    unix = {"transport": "auto"}
+    init = {"at_init": True, "timeout_s": 1.5, "bound_s": 3.5, **unix}
+    phases = (("socket.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
+    gone = ("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_LEFT", "PEER_DEAD")
+    for world_size in (2, 3, 4):
+        for phase, victim in (*phases, ("hello.received:1", world_size - 1)):
+            case = _killed(phase, world_size, victim, codes=("CONNECT_FAILED", "PEER_DEAD"), **init)
+            yield dataclasses.replace(case, kind="killed at a Unix socket")
+    for world_size in (2, 3):
+        for phase in ("listener.bind_unix:1", "unix.reach:1"):
+            for victim in _ends(world_size):
+                case = _killed(phase, world_size, victim, codes=("RENDEZVOUS_TIMEOUT",), **init)
+                yield dataclasses.replace(case, kind="killed at a Unix socket")
+        yield Case(
+            "too many files to connect to a Unix socket",
+            "making the group",
+            world_size,
+            0,
+            spec="socket.connect:1:errno=EMFILE",
+            codes=(*gone, "TOO_MANY_FILES"),
+            victim_codes=("TOO_MANY_FILES",),
+            **init,  # type: ignore[arg-type]
+        )
+        for phase, name in (("socket.write:3", "EPIPE"), ("socket.read:3", "ECONNRESET")):
+            case = _reset(phase, name, world_size, world_size - 1)
+            yield dataclasses.replace(
+                case, kind="a Unix socket breaks", program="unhurried", **unix
+            )
+        yield from _harmless_at_unix_sockets(world_size)
+
+
+def _harmless_at_unix_sockets(world_size: int) -> Iterator[Case]:
+    """The last three make ranks connect over TCP: those of one host that have no Unix socket."""
+    for kind, spec, victim in (
+        ("refused once", "socket.connect:1:errno=ECONNREFUSED", 0),
+        ("its queue is full", "socket.connect:1:errno=EAGAIN", 0),
+        ("accept aborted", "listener.accept:1:errno=ECONNABORTED", world_size - 1),
+        ("too many files to accept", "listener.accept:1:errno=EMFILE", world_size - 1),
+        ("short writes", "socket.write:1+:short", 0),
+        ("short reads", "socket.read:1+:short", world_size - 1),
+        ("EINTR", "socket.write:1:errno=EINTR,socket.read:1:errno=EINTR", 0),
+        ("none may be had", "listener.bind_unix:1:errno=EACCES", world_size - 1),
+        ("another is not reached", "unix.reach:1:errno=EACCES", 0),
+        ("another's queue is full", "unix.reach:1:errno=EAGAIN", world_size - 1),
+    ):
+        case = _unnoticed("no harm at a Unix socket", spec, world_size, victim, at_init=True)
+        yield dataclasses.replace(case, phase=kind, program="messages", transport="auto")
+
+
 def cases() -> list[Case]:
     """All cases of a fault and a victim; mismatches and networks are counted apart."""
     made = [
@@ -631,6 +682,7 @@ def cases() -> list[Case]:
         *_stopped(),
         *_in_shared_memory(),
         *_in_shared_links(),
+        *_over_unix_sockets(),
         *_in_other_collectives(),
         *_in_codecs(),
         *_acts(),

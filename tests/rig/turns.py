@@ -23,7 +23,7 @@ try:
 except ImportError:  # an ordinary pytest: one process
     LoadScopeScheduling = object
 
-BY_TEST = ("test_fault_matrix.py",)
+BY_TEST = ("test_fault_matrix.py", "test_cuda.py")
 LONG = ("test_fault_matrix.py",)
 
 _ALONE = "alone"

@@ -65,11 +65,11 @@ void Exchange::start(const std::shared_ptr<Operation>& operation) {
   const TimePoint now = Clock::now();
   Transfer& transfer = transfers_.add(operation, now);
   act();
-  if (protocol_.failed()) { // what was held for it does not fit it: it ends when the group's failure comes back
+  if (protocol_.failed()) { // an unexpected frame does not fit it: it ends when the group's failure comes back
     return;
   }
   transfer.start();
-  transfers_.replayHeld(transfer);
+  transfers_.replayUnexpected(transfer);
   departures_.posted(request.schedule.get(), false, now);
   act();
   finishIfComplete(request.id.id);
@@ -114,7 +114,7 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
     return sink;
   }
   if (ours && header.kind == static_cast<uint8_t>(Collective::Send) &&
-      !messages_.heard(peer, header, transfers_.runs(header.op_id))) {
+      !messages_.arrived(peer, header, transfers_.runs(header.op_id))) {
     return sink;
   }
   if (!transfers_.runs(header.op_id)) {
@@ -129,7 +129,7 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
       }
       break;
     case Protocol::Verdict::Hold:
-      sink = transfers_.hold(header);
+      sink = transfers_.placeUnexpected(header);
       break;
     case Protocol::Verdict::Ignore:
       messages_.beginQueued(peer); // it may have brought room
@@ -207,8 +207,8 @@ void Exchange::act() {
             outgoing_.ask(action.peer, action.header);
           }
           break;
-        case Protocol::Action::Kind::Pump:
-          transfers_.pump(action.op_id, action.peer);
+        case Protocol::Action::Kind::MaySend:
+          transfers_.sendFrames(action.op_id, action.peer);
           break;
         case Protocol::Action::Kind::Fail:
           action.record.group = identity_.name;
@@ -255,7 +255,7 @@ void Exchange::tick(TimePoint now) {
 Exchange::Usage Exchange::usage() const {
   Usage usage;
   usage.transfers = transfers_.size();
-  usage.held_frames = transfers_.heldFrames();
+  usage.unexpected_frames = transfers_.unexpectedFrames();
   usage.queued_sends = messages_.queued();
   usage.shared_links = links_.sharedLinks();
   usage.staging_nbytes = staging_.takenNbytes();

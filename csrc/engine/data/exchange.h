@@ -31,7 +31,7 @@ namespace pycomm {
 ///
 /// Each part owns one state:
 ///   Protocol           which operations the ranks have entered, and how much may be sent
-///   Transfers          operations under way, and frames that came before their operation
+///   Transfers          operations under way, and unexpected frames
 ///   Messages           messages that have not begun
 ///   WatchedOperations  operations that run elsewhere, or not yet
 ///   OperationEnds      operations that cannot begin; how operations end together
@@ -44,7 +44,7 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   /// What is kept for operations; all zero when nothing is under way, here or at peers that are ahead.
   struct Usage {
     size_t transfers = 0;
-    size_t held_frames = 0;
+    size_t unexpected_frames = 0;
     size_t queued_sends = 0; ///< messages that wait for room at their receiver
     size_t staging_nbytes = 0;
     size_t shared_links = 0; ///< open ones, of both directions

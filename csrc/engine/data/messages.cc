@@ -140,7 +140,7 @@ void Messages::ended(const Operation& message) {
 
 // The receiver of a message looks at it before the protocol does: if a receive waits for it, the operation is posted by the time the
 // protocol sees the frame, and the payload goes straight to its place.
-bool Messages::heard(int peer, const FrameHeader& header, bool running) {
+bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   const bool self = peer == identity_.rank;
   const bool reply = header.type == FrameType::Waiting || header.type == FrameType::Credit;
   const bool mine = self ? (header.op_id & PointToPoint::kSelfBit) == 0 : header.root == identity_.rank;
@@ -148,10 +148,10 @@ bool Messages::heard(int peer, const FrameHeader& header, bool running) {
     return false; // what its receiver said when it had left here already
   }
   const bool announces = header.type == FrameType::Data || header.type == FrameType::Waiting;
-  const bool first = !running && !protocol_.hasHeardOf(header.op_id);
+  const bool first = !running && !protocol_.isUnexpected(header.op_id);
   if (announces && first && header.root == peer && (!self || (header.op_id & PointToPoint::kSelfBit) != 0)) {
     not_entered_.erase(peer);
-    names_.heard(peer, header.tag, PointToPoint::Name{header.op_id, header.digest});
+    names_.arrived(peer, header.tag, PointToPoint::Name{header.op_id, header.digest});
     beginMatched();
   }
   return true;

@@ -64,7 +64,7 @@ class Messages {
   void asked(int peer, const FrameHeader& header);
   /// The header of a frame of a message. If a receive waits for it, that has begun by the time this returns. `running`: the owner has
   /// that operation. False if the frame is about a message that has ended here.
-  [[nodiscard]] bool heard(int peer, const FrameHeader& header, bool running);
+  [[nodiscard]] bool arrived(int peer, const FrameHeader& header, bool running);
   /// There may be room at that peer.
   void beginQueued(int peer);
   /// A message that had begun has ended.

@@ -63,8 +63,8 @@ ErrorRecord OperationEnds::errorIn(const Operation& operation, const Transfer* t
   } else if (operation.request().receives && operation.request().schedule != nullptr) {
     record.bytes_total = static_cast<int64_t>(operation.request().output.nbytes);
   }
-  if (record.phase.empty()) {
-    record.phase = transfer != nullptr ? "transfer" : "matching";
+  if (!record.phase.known()) {
+    record.phase = transfer != nullptr ? ErrorPhase::Transfer : ErrorPhase::Matching;
   }
   return record;
 }

@@ -67,7 +67,7 @@ void PlaneEnd::endAtOnce(Operation& operation) const noexcept {
         record.bytes_total += edge.nbytes;
       }
     }
-    record.phase = record.phase.empty() ? "not_started" : record.phase;
+    record.phase = record.phase.known() ? record.phase : ErrorPhase::NotStarted;
     return record;
   }));
 }

@@ -50,13 +50,13 @@ void PointToPoint::postReceive(uint64_t ticket, int from, uint32_t tag) {
   }
 }
 
-void PointToPoint::heard(int from, uint32_t tag, Name name) {
+void PointToPoint::arrived(int from, uint32_t tag, Name name) {
   Tag& under = tags_[tag];
   const auto own = under.receives.find(from);
   const auto any = under.receives.find(kAnyRank);
   const auto none = under.receives.end();
   if (own == none && any == none) {
-    under.messages[from].push_back(Message{heard_count_++, name});
+    under.messages[from].push_back(Unexpected{unexpected_count_++, name});
     return;
   }
   const bool takes_own = own != none && (any == none || own->second.front() < any->second.front());

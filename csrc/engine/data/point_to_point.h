@@ -14,13 +14,13 @@ namespace pycomm {
 /// Finds out which send a receive belongs to, and gives both the same operation id; without I/O. Afterwards they are an ordinary
 /// operation of two ranks: matching, credits and execution treat them like any other.
 ///
-/// The sender numbers its messages to each rank, whatever their tags, and the number makes the id. A receive has no id until a message
-/// for it is heard of. A message takes the first receive posted that fits its sender and tag; a receive takes the first message heard
-/// of that fits. All frames of a rank come on one link, and a message is announced when it is begun, so under one tag the k-th send
+/// The sender numbers its messages to each rank, whatever their tags, and the number makes the id. A receive has no id until its
+/// message arrives. A message takes the first receive posted that fits its sender and tag. If there is none, the message is unexpected; a
+/// receive takes the first unexpected message that fits. All frames of a rank come on one link, and a message is announced when it is begun, so under one tag the k-th send
 /// from a to b belongs to the k-th receive from a on b (MPI's rule: messages do not overtake each other). Example, tag 7 on rank 2:
-/// recv(any), recv(0) posted; a message from 0 is heard of: it goes to recv(any), and recv(0) is for the next one from 0.
+/// recv(any), recv(0) posted; a message from 0 arrives: it goes to recv(any), and recv(0) is for the next one from 0.
 ///
-/// It keeps one counter per rank, and the receives and messages that wait. An unused tag costs nothing.
+/// It keeps one counter per rank, the receives that wait, and the unexpected messages. An unused tag costs nothing.
 /// Thread: the lane's.
 class PointToPoint {
  public:
@@ -44,7 +44,7 @@ class PointToPoint {
   /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
   void postReceive(uint64_t ticket, int from, uint32_t tag);
   /// The first frame of that message has arrived.
-  void heard(int from, uint32_t tag, Name name);
+  void arrived(int from, uint32_t tag, Name name);
   /// Receives whose message is known now.
   [[nodiscard]] std::vector<Match> takeMatches() {
     return std::exchange(matches_, {});
@@ -71,14 +71,14 @@ class PointToPoint {
   static constexpr uint64_t kAskId = kAskForMessagesId;
 
  private:
-  struct Message {
-    uint64_t order; ///< of hearing
+  struct Unexpected {
+    uint64_t order; ///< of arrival
     Name name;
   };
   /// What waits under one tag, by sender. No queue is empty.
   struct Tag {
     std::map<int, std::deque<uint64_t>> receives; ///< tickets
-    std::map<int, std::deque<Message>> messages;
+    std::map<int, std::deque<Unexpected>> messages;
   };
 
   /// In receives_: by rank, kAnyRank first.
@@ -91,7 +91,7 @@ class PointToPoint {
   std::vector<uint64_t> sends_; ///< by rank: named so far
   std::vector<size_t> receives_; ///< from each rank, without a message: see placeOf()
   std::unordered_map<uint32_t, Tag> tags_;
-  uint64_t heard_count_ = 0;
+  uint64_t unexpected_count_ = 0;
   std::vector<Match> matches_;
 };
 

@@ -20,7 +20,7 @@ void Protocol::posted(
     TimePoint now,
     Deadline deadline) {
   try {
-    credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.heardFrom(id.id));
+    credits_.posted(id.id, schedule, descriptor.kind == Collective::Send, roll_call_.unexpectedFrom(id.id));
     roll_call_.entered(id, descriptor, deadline, now);
   } catch (...) {
     roll_call_.forget(id.id);
@@ -47,25 +47,25 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
     roll_call_.violated(peer, header, "a frame of another group or epoch");
     return Verdict::Ignore;
   }
-  RollCall::Standing standing = RollCall::Standing::Unknown;
+  RollCall::OperationState state = RollCall::OperationState::Unknown;
   if (header.op_id != 0 &&
       header.type != FrameType::NotEntered) { // else it is about no operation, or about another one
-    standing = roll_call_.compared(peer, header);
-    if (standing == RollCall::Standing::Entered) {
+    state = roll_call_.compared(peer, header);
+    if (state == RollCall::OperationState::Entered) {
       credits_.shown(header.op_id, peer);
     }
-    if (standing == RollCall::Standing::Past && !failed() && header.type == FrameType::Data) {
+    if (state == RollCall::OperationState::Past && !failed() && header.type == FrameType::Data) {
       roll_call_.violated(peer, header, "data of an operation that has ended");
     }
-    if (standing == RollCall::Standing::Past || failed()) {
+    if (state == RollCall::OperationState::Past || failed()) {
       return Verdict::Ignore;
     }
   }
   switch (header.type) {
     case FrameType::Data:
-      return dataArrived(peer, header, standing, now);
+      return dataArrived(peer, header, state, now);
     case FrameType::Credit:
-      creditArrived(peer, header, standing, now);
+      creditArrived(peer, header, state, now);
       return Verdict::Ignore;
     case FrameType::Waiting:
       roll_call_.asked(peer, header, now);
@@ -89,24 +89,24 @@ Protocol::Verdict Protocol::arrived(int peer, const FrameHeader& header, TimePoi
 Protocol::Verdict Protocol::dataArrived(
     int peer,
     const FrameHeader& header,
-    RollCall::Standing standing,
+    RollCall::OperationState state,
     TimePoint now) {
   const bool eager = (header.aux & kEagerFlag) != 0;
   if (const char* const refused = credits_.arrived(header.op_id, peer, header.payload_nbytes, eager)) {
     roll_call_.violated(peer, header, refused);
     return Verdict::Ignore;
   }
-  if (standing == RollCall::Standing::Entered) {
+  if (state == RollCall::OperationState::Entered) {
     roll_call_.progressed(header.op_id, now);
     return Verdict::Accept;
   }
-  return roll_call_.remember(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
+  return roll_call_.keepUnexpected(peer, header, now) ? Verdict::Hold : Verdict::Ignore;
 }
 
-void Protocol::creditArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now) {
+void Protocol::creditArrived(int peer, const FrameHeader& header, RollCall::OperationState state, TimePoint now) {
   const auto limit = static_cast<int64_t>(header.aux);
-  if (header.op_id != 0 && standing == RollCall::Standing::Unknown && limit >= 0) {
-    if (credits_.isPast(peer, header.op_id) || !roll_call_.remember(peer, header, now)) {
+  if (header.op_id != 0 && state == RollCall::OperationState::Unknown && limit >= 0) {
+    if (credits_.isPast(peer, header.op_id) || !roll_call_.keepUnexpected(peer, header, now)) {
       return; // the former: the operation did without
     }
   }
@@ -137,8 +137,8 @@ std::vector<Protocol::Action> Protocol::takeActions() {
         action.header = headerFor(given.op_id, FrameType::Credit, given.peer);
         action.header.aux = static_cast<uint64_t>(given.nbytes);
         break;
-      case Credits::Action::Kind::Pump:
-        action.kind = Action::Kind::Pump;
+      case Credits::Action::Kind::MaySend:
+        action.kind = Action::Kind::MaySend;
         break;
     }
     actions.push_back(std::move(action));

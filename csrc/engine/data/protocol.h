@@ -30,7 +30,7 @@ class Protocol {
 
   enum class Verdict {
     Accept, ///< data of an operation posted here
-    Hold, ///< data of an operation not posted here yet: keep it, it fits the pool
+    Hold, ///< data of an operation that is not posted here yet: an unexpected frame. Keep it, it fits the pool
     Ignore, ///< nothing more to do; drop a payload
   };
 
@@ -82,8 +82,8 @@ class Protocol {
   [[nodiscard]] bool hasRoom(int peer, int64_t nbytes, size_t frames) const {
     return credits_.hasRoom(peer, nbytes, frames);
   }
-  [[nodiscard]] bool hasHeardOf(uint64_t op_id) const {
-    return roll_call_.hasHeardOf(op_id);
+  [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
+    return roll_call_.isUnexpected(op_id);
   }
   [[nodiscard]] static std::string lastText(const FrameHeader& not_entered) {
     return RollCall::lastText(not_entered);
@@ -101,7 +101,7 @@ class Protocol {
     return roll_call_.headerFor(op_id, type, peer);
   }
 
-  /// What is remembered of operations that have not ended here or are not posted here.
+  /// What is kept of operations that have not ended here or are not posted here.
   struct Usage : RollCall::Usage, Credits::Usage {};
   [[nodiscard]] Usage usage() const;
 
@@ -109,8 +109,8 @@ class Protocol {
   [[nodiscard]] std::vector<Action> takeActions();
 
  private:
-  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
-  void creditArrived(int peer, const FrameHeader& header, RollCall::Standing standing, TimePoint now);
+  [[nodiscard]] Verdict dataArrived(int peer, const FrameHeader& header, RollCall::OperationState state, TimePoint now);
+  void creditArrived(int peer, const FrameHeader& header, RollCall::OperationState state, TimePoint now);
 
   const uint32_t group_;
   const uint16_t epoch_;

@@ -98,7 +98,7 @@ ErrorRecord Transfer::refused(ErrorCode code, int peer, std::string summary, std
   record.sequence = operation_->request().id.sequence;
   record.dtype = dtypeName(operation_->request().descriptor.dtype);
   record.numel = operation_->request().descriptor.numel;
-  record.phase = "matching";
+  record.phase = ErrorPhase::Matching;
   record.summary = std::move(summary);
   record.hint = std::move(hint);
   return record;
@@ -205,7 +205,7 @@ void Transfer::execute(uint32_t index) {
     return;
   }
   state.sendable = true;
-  pumpEdge(static_cast<size_t>(prepared_.outgoing_of_step[index]));
+  sendFramesOf(static_cast<size_t>(prepared_.outgoing_of_step[index]));
 }
 
 void Transfer::consumed(uint32_t index) {
@@ -217,7 +217,7 @@ void Transfer::consumed(uint32_t index) {
       states_[index].eager);
 }
 
-void Transfer::pumpEdge(size_t edge_index) {
+void Transfer::sendFramesOf(size_t edge_index) {
   const Edge& edge = prepared_.outgoing[edge_index];
   size_t& next = leaving_[edge_index].queued;
   const uint64_t op_id = operation_->request().id.id;
@@ -242,10 +242,10 @@ void Transfer::pumpEdge(size_t edge_index) {
   }
 }
 
-void Transfer::pump(int peer) {
+void Transfer::sendFrames(int peer) {
   size_t edge_index = 0;
   if (findEdge(prepared_.outgoing, peer, edge_index) != nullptr) {
-    pumpEdge(edge_index);
+    sendFramesOf(edge_index);
   }
 }
 

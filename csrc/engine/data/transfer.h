@@ -48,7 +48,7 @@ class Transfer {
   /// More of the input has come (Operation::Request::pieces).
   void inputArrived();
   /// The peer may have room now.
-  void pump(int peer);
+  void sendFrames(int peer);
 
   [[nodiscard]] bool complete() const noexcept {
     return steps_left_ == 0 && inputComplete();
@@ -90,7 +90,7 @@ class Transfer {
   void execute(uint32_t step);
   void ended(uint32_t step);
   void consumed(uint32_t step);
-  void pumpEdge(size_t edge);
+  void sendFramesOf(size_t edge);
 
   std::shared_ptr<Operation> operation_;
   const PreparedSchedule& prepared_; ///< held by the operation's request

@@ -17,7 +17,7 @@ constexpr size_t kLookOperations = 64;
 
 /// Bytes of a link of several connections are read and written in order: the one whose turn it is holds up the others.
 void nameInterface(ErrorRecord& record, const std::string& interface) {
-  if (record.phase == "transfer" && !interface.empty() && !record.summary.empty()) {
+  if (record.phase == ErrorPhase::Transfer && !interface.empty() && !record.summary.empty()) {
     record.summary.back() = ','; // of the sentence's end
     record.summary += " and the next bytes are those on interface " + interface + ".";
     record.hint = "check interface " + interface + " on both hosts; if the network is only slow, raise the timeout";
@@ -53,14 +53,14 @@ Transfer& Transfers::add(const std::shared_ptr<Operation>& operation, TimePoint 
   return running;
 }
 
-void Transfers::replayHeld(Transfer& transfer) {
-  const auto found = held_.find(transfer.operation().request().id.id);
-  if (found == held_.end()) {
+void Transfers::replayUnexpected(Transfer& transfer) {
+  const auto found = unexpected_.find(transfer.operation().request().id.id);
+  if (found == unexpected_.end()) {
     return;
   }
-  std::vector<HeldFrame> frames = std::move(found->second);
-  held_.erase(found);
-  for (HeldFrame& frame : frames) {
+  std::vector<UnexpectedFrame> frames = std::move(found->second);
+  unexpected_.erase(found);
+  for (UnexpectedFrame& frame : frames) {
     transfer.expect(frame.peer, frame.header);
     Sink sink;
     sink.into = frame.staging.view();
@@ -77,9 +77,9 @@ Sink Transfers::place(int peer, const FrameHeader& header, TimePoint now) {
   return sink;
 }
 
-Sink Transfers::hold(const FrameHeader& header) {
+Sink Transfers::placeUnexpected(const FrameHeader& header) {
   Sink sink;
-  sink.held = true;
+  sink.unexpected = true;
   if (header.payload_nbytes > 0) {
     sink.staging = staging_.take(header.payload_nbytes);
     sink.into = sink.staging.view();
@@ -90,13 +90,13 @@ Sink Transfers::hold(const FrameHeader& header) {
 bool Transfers::arrived(int peer, const FrameHeader& header, Sink&& sink) {
   const auto found = transfers_.find(header.op_id);
   if (found == transfers_.end()) {
-    if (sink.held) {
-      held_[header.op_id].push_back(HeldFrame{peer, header, std::move(sink.staging)});
+    if (sink.unexpected) {
+      unexpected_[header.op_id].push_back(UnexpectedFrame{peer, header, std::move(sink.staging)});
     }
     return false;
   }
   Transfer& transfer = *found->second;
-  if (sink.held) { // posted between its header and its last byte
+  if (sink.unexpected) { // posted between its header and its last byte
     transfer.expect(peer, header);
   }
   transfer.arrived(peer, header, std::move(sink));
@@ -113,10 +113,10 @@ bool Transfers::sent(const OutFrame& frame) {
   return true;
 }
 
-void Transfers::pump(uint64_t op_id, int peer) {
+void Transfers::sendFrames(uint64_t op_id, int peer) {
   const auto found = transfers_.find(op_id);
   if (found != transfers_.end()) {
-    found->second->pump(peer);
+    found->second->sendFrames(peer);
   }
 }
 
@@ -142,7 +142,7 @@ std::unique_ptr<Transfer> Transfers::takeComplete(uint64_t op_id) {
 }
 
 void Transfers::endAll(const std::function<void(const Transfer&)>& end) noexcept {
-  held_.clear();
+  unexpected_.clear();
   const auto transfers = std::exchange(transfers_, {});
   lane_.addBusy(-static_cast<int>(transfers.size()));
   for (const auto& entry : transfers) {
@@ -158,9 +158,9 @@ bool Transfers::has(const Operation& operation) const noexcept {
   });
 }
 
-size_t Transfers::heldFrames() const noexcept {
+size_t Transfers::unexpectedFrames() const noexcept {
   size_t frames = 0;
-  for (const auto& entry : held_) {
+  for (const auto& entry : unexpected_) {
     frames += entry.second.size();
   }
   return frames;

@@ -22,10 +22,10 @@
 
 namespace pycomm {
 
-/// The operations of one group that are under way on this rank, and the frames that came before their operation.
+/// The operations of one group that are under way on this rank, and unexpected frames: those that came before their operation was posted.
 ///
-/// An operation: add() -> takeComplete() or endAll(). A frame whose operation is not posted yet: hold() when its header is here,
-/// arrived() when its payload is, then replayHeld() or endAll().
+/// An operation: add() -> takeComplete() or endAll(). An unexpected frame: placeUnexpected() when its header is here, arrived() when its
+/// payload is, then replayUnexpected() or endAll().
 /// Thread: the lane's.
 class Transfers {
  public:
@@ -39,25 +39,25 @@ class Transfers {
 
   // ---- events
   /// The operation is under way from now on, and the protocol knows it. If this throws, neither has it. The owner then calls
-  /// Transfer::start() and replayHeld().
+  /// Transfer::start() and replayUnexpected().
   [[nodiscard]] Transfer& add(const std::shared_ptr<Operation>& operation, TimePoint now);
-  /// Gives the transfer the frames that came before it.
-  void replayHeld(Transfer& transfer);
+  /// Gives the transfer its unexpected frames.
+  void replayUnexpected(Transfer& transfer);
   /// Says where the payload of a data frame goes. Its operation is under way.
   [[nodiscard]] Sink place(int peer, const FrameHeader& header, TimePoint now);
-  /// The same if its operation is not posted yet.
-  [[nodiscard]] Sink hold(const FrameHeader& header);
+  /// The same of an unexpected one.
+  [[nodiscard]] Sink placeUnexpected(const FrameHeader& header);
   /// The payload of a data frame is complete: whether its operation is under way.
   [[nodiscard]] bool arrived(int peer, const FrameHeader& header, Sink&& sink);
   /// The frame has left: whether it is one that its operation waits for.
   [[nodiscard]] bool sent(const OutFrame& frame);
   /// There may be room for its frames at that peer.
-  void pump(uint64_t op_id, int peer);
+  void sendFrames(uint64_t op_id, int peer);
   /// More of its input is here: whether the operation is under way.
   [[nodiscard]] bool inputArrived(uint64_t op_id);
   /// Takes the operation if all its steps have ended; else null.
   [[nodiscard]] std::unique_ptr<Transfer> takeComplete(uint64_t op_id);
-  /// Takes all operations, for `end`, and drops all held frames.
+  /// Takes all operations, for `end`, and drops all unexpected frames.
   void endAll(const std::function<void(const Transfer&)>& end) noexcept;
 
   // ---- questions
@@ -68,7 +68,7 @@ class Transfers {
   [[nodiscard]] size_t size() const noexcept {
     return transfers_.size();
   }
-  [[nodiscard]] size_t heldFrames() const noexcept;
+  [[nodiscard]] size_t unexpectedFrames() const noexcept;
   /// The one that was issued first; null if there is none.
   [[nodiscard]] const Transfer* oldest() const noexcept;
   /// The one with the lowest id; null if there is none, as for the next two.
@@ -84,7 +84,7 @@ class Transfers {
   [[nodiscard]] std::optional<ErrorRecord> overdue(uint64_t op_id, const PeerLinks& links) const;
 
  private:
-  struct HeldFrame {
+  struct UnexpectedFrame {
     int peer;
     FrameHeader header;
     StagingBuffer staging;
@@ -96,7 +96,7 @@ class Transfers {
   Loop& lane_;
   const Transfer::SendFrame send_frame_;
   std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
-  std::unordered_map<uint64_t, std::vector<HeldFrame>> held_; ///< by operation
+  std::unordered_map<uint64_t, std::vector<UnexpectedFrame>> unexpected_; ///< by operation
 };
 
 } // namespace pycomm

@@ -118,19 +118,19 @@ std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& ope
   if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
     return inputLate(operation, operation.shared().bytes_total, identity_);
   }
-  const HostPlane::Standing standing = host_->standing(operation);
+  const HostPlane::WaitsFor found = host_->waitsFor(operation);
   std::optional<NotEntered> missing;
-  if (standing.not_entered >= 0) {
-    missing = protocol_.missing(operation.request().id.id, standing.not_entered);
+  if (found.not_entered >= 0) {
+    missing = protocol_.missing(operation.request().id.id, found.not_entered);
     if (!missing) {
-      missing = NotEntered{standing.not_entered, "not known"};
+      missing = NotEntered{found.not_entered, "not known"};
     }
   }
   return timedOut(
       operation,
       operation.shared().bytes_done.load(std::memory_order_relaxed),
       operation.shared().bytes_total,
-      standing.behind,
+      found.behind,
       missing,
       identity_);
 }

@@ -128,7 +128,7 @@ bool HostInPlace::operandsLasted(const HostOperation& op, uint64_t& blocked) noe
   return true;
 }
 
-HostInPlace::Progress HostInPlace::advance(const HostOperation& op, uint64_t& blocked) {
+HostInPlace::AdvanceResult HostInPlace::advance(const HostOperation& op, uint64_t& blocked) {
   HostProgress& own = op.view.progress(op.view.rank);
   Run work{0, op.numel};
   if (op.kind == Collective::AllReduce) {
@@ -150,23 +150,23 @@ HostInPlace::Progress HostInPlace::advance(const HostOperation& op, uint64_t& bl
     }
     position_ += count;
     op.operation->shared().bytes_done.fetch_add(count * element_nbytes, std::memory_order_relaxed);
-    return Progress::Moved;
+    return AdvanceResult::Moved;
   }
   if (!finished_) {
     finished_ = true;
     own.staged.store(base_ + 1, std::memory_order_seq_cst);
     own.reduced.store(base_ + 1, std::memory_order_seq_cst); // after the last byte that this rank reads or writes
-    return Progress::Moved;
+    return AdvanceResult::Moved;
   }
   // Its operands are its own again once nobody reads or writes them.
   if (!op.view.allHave(&HostProgress::reduced, base_ + 1, blocked)) {
-    return Progress::Blocked;
+    return AdvanceResult::Blocked;
   }
   if (!operandsLasted(op, blocked)) {
-    return Progress::Blocked;
+    return AdvanceResult::Blocked;
   }
   own.collected.store(base_ + 1, std::memory_order_seq_cst);
-  return Progress::Done;
+  return AdvanceResult::Done;
 }
 
 } // namespace pycomm

@@ -20,7 +20,7 @@ namespace pycomm {
 /// Thread: the one that runs the operation.
 class HostInPlace {
  public:
-  using Progress = HostOperation::Progress;
+  using AdvanceResult = HostOperation::AdvanceResult;
 
   /// `heap`: where tensors lie that peers can reach; null if peers are to reach none of this operation.
   void publish(const HostOperation& op, const SharedHeap* heap, HostSlot& slot);
@@ -31,7 +31,7 @@ class HostInPlace {
     base_ = earlier;
   }
   /// About 1 MiB of this rank's work, or one step to the end of the operation.
-  [[nodiscard]] Progress advance(const HostOperation& op, uint64_t& blocked);
+  [[nodiscard]] AdvanceResult advance(const HostOperation& op, uint64_t& blocked);
 
   /// Memory that peers may be reading or writing: nothing unless published.
   struct Published {

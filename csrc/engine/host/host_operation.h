@@ -13,8 +13,8 @@ namespace pycomm {
 /// One operation of a HostTransfer as this rank sees it: its tensors, the memory that the ranks share, and how elements are copied and
 /// added up. Nothing here changes while the operation runs.
 struct HostOperation {
-  /// The result of one step.
-  enum class Progress {
+  /// What one call of advance() did.
+  enum class AdvanceResult {
     Blocked, ///< other ranks must go on first
     Moved,
     Done,

@@ -190,9 +190,9 @@ uint64_t HostPlane::haveLeft() const noexcept {
   return left;
 }
 
-HostPlane::Standing HostPlane::standing(const Operation& operation) const noexcept {
+HostPlane::WaitsFor HostPlane::waitsFor(const Operation& operation) const noexcept {
   const HostView& view = memory_.view();
-  Standing standing;
+  WaitsFor found;
   const uint64_t ticket = operation.shared().ticket;
   for (int rank = 0; rank < view.size; ++rank) {
     const bool ended = view.progress(rank).done.load(std::memory_order_seq_cst) >= ticket;
@@ -201,10 +201,10 @@ HostPlane::Standing HostPlane::standing(const Operation& operation) const noexce
     }
     const HostSlot& slot = view.slot(rank, ticket);
     const bool entered = (slot.ticket.load(std::memory_order_seq_cst) & ~kHostWithdrawn) == ticket;
-    int& first = entered ? standing.behind : standing.not_entered;
+    int& first = entered ? found.behind : found.not_entered;
     first = first < 0 ? rank : first;
   }
-  return standing;
+  return found;
 }
 
 void HostPlane::fail(

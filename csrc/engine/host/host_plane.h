@@ -92,11 +92,11 @@ class HostPlane {
     return inbox_.recent();
   }
   /// Whom an operation waits for.
-  struct Standing {
+  struct WaitsFor {
     int not_entered = -1; ///< a rank that has not entered it
     int behind = -1; ///< one that has, and has not ended it
   };
-  [[nodiscard]] Standing standing(const Operation& operation) const noexcept;
+  [[nodiscard]] WaitsFor waitsFor(const Operation& operation) const noexcept;
 
  private:
   template <typename Done>

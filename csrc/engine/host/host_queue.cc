@@ -89,15 +89,15 @@ void HostQueue::enter(uint64_t& blocked, bool& moved) {
 void HostQueue::run(uint64_t& blocked, bool& moved) {
   while (head_ < entered_) {
     HostTransfer& transfer = queue_[head_].transfer;
-    const HostTransfer::Progress progress = transfer.advance(rounds_, blocked);
-    if (progress == HostTransfer::Progress::Differs) {
+    const HostTransfer::AdvanceResult result = transfer.advance(rounds_, blocked);
+    if (result == HostTransfer::AdvanceResult::Differs) {
       throwDiffers(transfer);
     }
-    if (progress == HostTransfer::Progress::Blocked) {
+    if (result == HostTransfer::AdvanceResult::Blocked) {
       break;
     }
     moved = true;
-    if (progress == HostTransfer::Progress::Moved) {
+    if (result == HostTransfer::AdvanceResult::Moved) {
       if (transfer.large()) {
         parts_.bell.ringOthers();
       }
@@ -217,7 +217,7 @@ void HostQueue::endAll(
     ErrorRecord record = recordInAnyCase(parts_.identity, [&] { return why(operation); });
     record.bytes_done = operation.shared().bytes_done.load(std::memory_order_relaxed);
     record.bytes_total = operation.shared().bytes_total;
-    record.phase = record.phase.empty() ? "transfer" : record.phase;
+    record.phase = record.phase.known() ? record.phase : ErrorPhase::Transfer;
     try {
       if (std::exchange(oldest, false) && told) {
         told(record);

@@ -39,21 +39,21 @@ std::shared_ptr<PieceFlow> HostRounds::piecesOf(const Descriptor& descriptor, in
   return PieceFlow::ofRounds(rounds);
 }
 
-HostRounds::Progress HostRounds::advance(const HostOperation& op, uint64_t& blocked) {
+HostRounds::AdvanceResult HostRounds::advance(const HostOperation& op, uint64_t& blocked) {
   // First what others wait for.
   if (mayReduce(op, blocked)) {
     reduce(op);
   } else if (mayCollect(op, blocked)) {
     collect(op);
     if (collected_ == count_) {
-      return Progress::Done;
+      return AdvanceResult::Done;
     }
   } else if (mayStage(op, blocked)) {
     stage(op);
   } else {
-    return Progress::Blocked;
+    return AdvanceResult::Blocked;
   }
-  return Progress::Moved;
+  return AdvanceResult::Moved;
 }
 
 int64_t HostRounds::firstOf(uint64_t round) const noexcept {

@@ -23,7 +23,7 @@ namespace pycomm {
 /// Thread: the one that runs the operation.
 class HostRounds {
  public:
-  using Progress = HostOperation::Progress;
+  using AdvanceResult = HostOperation::AdvanceResult;
 
   explicit HostRounds(const HostOperation& op);
 
@@ -39,7 +39,7 @@ class HostRounds {
     base_ = earlier;
   }
   /// One step, if any can be done: first one that others wait for. Else `blocked` gets a bit for each rank that must go on first.
-  [[nodiscard]] Progress advance(const HostOperation& op, uint64_t& blocked);
+  [[nodiscard]] AdvanceResult advance(const HostOperation& op, uint64_t& blocked);
 
  private:
   [[nodiscard]] bool mayStage(const HostOperation& op, uint64_t& blocked) const noexcept;

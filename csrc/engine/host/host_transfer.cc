@@ -49,36 +49,36 @@ void HostTransfer::withdraw() const noexcept {
   op_.view.slot(op_.view.rank, op_.ticket).ticket.store(op_.ticket | kHostWithdrawn, std::memory_order_seq_cst);
 }
 
-HostTransfer::Progress HostTransfer::match(uint64_t& blocked) {
+HostTransfer::AdvanceResult HostTransfer::match(uint64_t& blocked) {
   for (; matched_ < op_.view.size; ++matched_) {
     const HostSlot& slot = op_.view.slot(matched_, op_.ticket);
     if (slot.ticket.load(std::memory_order_seq_cst) != op_.ticket) {
       blocked |= hostBit(matched_);
-      return Progress::Blocked;
+      return AdvanceResult::Blocked;
     }
     if (slot.header.op_id != op_.request().id.id) {
       astray_ = true;
       blocked |= hostBit(matched_);
-      return Progress::Blocked;
+      return AdvanceResult::Blocked;
     }
     if (Descriptor::readFrom(slot.header) != op_.request().descriptor) {
-      return Progress::Differs;
+      return AdvanceResult::Differs;
     }
   }
   for (int rank = 0; rank < op_.view.size; ++rank) { // one that was compared early may have withdrawn since
     if (op_.view.slot(rank, op_.ticket).ticket.load(std::memory_order_seq_cst) != op_.ticket) {
       matched_ = rank;
       blocked |= hostBit(rank);
-      return Progress::Blocked;
+      return AdvanceResult::Blocked;
     }
   }
-  return Progress::Moved;
+  return AdvanceResult::Moved;
 }
 
-HostTransfer::Progress HostTransfer::matched(uint64_t& rounds) {
+HostTransfer::AdvanceResult HostTransfer::matched(uint64_t& rounds) {
   if (!large()) {
     finishSmall();
-    return Progress::Done;
+    return AdvanceResult::Done;
   }
   if (in_place_.reach(op_)) {
     phase_ = Phase::InPlace;
@@ -90,10 +90,10 @@ HostTransfer::Progress HostTransfer::matched(uint64_t& rounds) {
     rounds += rounds_.count();
   }
   op_.operation->mark().arriving(Clock::now());
-  return Progress::Moved;
+  return AdvanceResult::Moved;
 }
 
-HostTransfer::Progress HostTransfer::advance(uint64_t& rounds, uint64_t& blocked) {
+HostTransfer::AdvanceResult HostTransfer::advance(uint64_t& rounds, uint64_t& blocked) {
   switch (phase_) {
     case Phase::InRounds:
       return rounds_.advance(op_, blocked);
@@ -102,8 +102,8 @@ HostTransfer::Progress HostTransfer::advance(uint64_t& rounds, uint64_t& blocked
     case Phase::Matching:
       break;
   }
-  const Progress matching = match(blocked);
-  return matching == Progress::Moved ? matched(rounds) : matching;
+  const AdvanceResult matching = match(blocked);
+  return matching == AdvanceResult::Moved ? matched(rounds) : matching;
 }
 
 void HostTransfer::foldPayloads(size_t offset) const {

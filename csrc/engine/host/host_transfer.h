@@ -25,7 +25,7 @@ namespace pycomm {
 /// Thread: the one that runs the operation.
 class HostTransfer {
  public:
-  using Progress = HostOperation::Progress;
+  using AdvanceResult = HostOperation::AdvanceResult;
 
   /// `heap`: where operands may lie that peers can reach; null where they cannot.
   HostTransfer(const HostView& view, const SharedHeap* heap, std::shared_ptr<Operation> operation, uint64_t ticket)
@@ -45,7 +45,7 @@ class HostTransfer {
 
   /// Goes on by one step where it can. `rounds` counts those of all operations of the group, and is raised when this one has all
   /// descriptors. Where it cannot, `blocked` gets a bit for each rank that must go on first.
-  [[nodiscard]] Progress advance(uint64_t& rounds, uint64_t& blocked);
+  [[nodiscard]] AdvanceResult advance(uint64_t& rounds, uint64_t& blocked);
 
   [[nodiscard]] const std::shared_ptr<Operation>& operation() const noexcept {
     return op_.operation;
@@ -53,7 +53,7 @@ class HostTransfer {
   [[nodiscard]] uint64_t ticket() const noexcept {
     return op_.ticket;
   }
-  /// After Progress::Differs: who asks for something else, and for what.
+  /// After AdvanceResult::Differs: who asks for something else, and for what.
   [[nodiscard]] int differentPeer() const noexcept {
     return matched_;
   }
@@ -77,8 +77,8 @@ class HostTransfer {
     InPlace,
   };
 
-  [[nodiscard]] Progress match(uint64_t& blocked);
-  [[nodiscard]] Progress matched(uint64_t& rounds);
+  [[nodiscard]] AdvanceResult match(uint64_t& blocked);
+  [[nodiscard]] AdvanceResult matched(uint64_t& rounds);
   void givePayload() const;
   void finishSmall() const;
   void foldPayloads(size_t offset) const;

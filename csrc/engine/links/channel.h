@@ -26,7 +26,7 @@ struct OutFrame {
 struct Sink {
   BufferView into; ///< of the payload's size, or empty to drop it
   StagingBuffer staging; ///< owns `into` unless that is the operation's own memory
-  bool held = false; ///< the operation is not posted here yet
+  bool unexpected = false; ///< the operation was not posted here when the header arrived
 };
 
 /// Queues frames for one peer and writes them as the link takes them, many in one system call.

@@ -22,28 +22,28 @@ std::unique_ptr<Link> Connector::startBulk(int peer) const {
   if (identity_.streams > 1) {
     return startStreams(peer);
   }
-  const GroupIdentity::Route route = identity_.route(peer);
+  const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
   return std::make_unique<GreetedLink>(
-      route.local, route.remote, identity_.hello(LinkPurpose::Bulk, route), identity_.tlsTo(peer, route));
+      ends.local, ends.remote, identity_.hello(LinkPurpose::Bulk, ends), identity_.tlsTo(peer, ends));
 }
 
 std::unique_ptr<Link> Connector::startBell(int peer) const {
-  const GroupIdentity::Route route = identity_.route(peer);
-  Hello hello = identity_.hello(LinkPurpose::Bulk, route);
+  const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
+  Hello hello = identity_.hello(LinkPurpose::Bulk, ends);
   hello.shared = true;
-  return std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer, route));
+  return std::make_unique<GreetedLink>(ends.local, ends.remote, hello, identity_.tlsTo(peer, ends));
 }
 
 std::unique_ptr<Link> Connector::startStreams(int peer) const {
   std::vector<StripedLink::Part> parts;
   for (int stream = 0; stream < identity_.streams; ++stream) {
-    const GroupIdentity::Route route = identity_.route(peer, stream);
-    Hello hello = identity_.hello(LinkPurpose::Bulk, route);
+    const GroupIdentity::Endpoints ends = identity_.endpoints(peer, stream);
+    Hello hello = identity_.hello(LinkPurpose::Bulk, ends);
     hello.stream = static_cast<uint8_t>(stream);
     StripedLink::Part part;
-    part.interface_name = route.interface_name;
+    part.interface_name = ends.interface_name;
     try {
-      part.link = std::make_unique<GreetedLink>(route.local, route.remote, hello, identity_.tlsTo(peer, route));
+      part.link = std::make_unique<GreetedLink>(ends.local, ends.remote, hello, identity_.tlsTo(peer, ends));
     } catch (const Error& error) {
       ErrorRecord record = error.record();
       record.summary += ", on " + part.interface_name;
@@ -60,7 +60,7 @@ std::unique_ptr<Link> Connector::openControl(
     Deadline deadline,
     const AbortToken& abort,
     const std::function<void()>& look) const {
-  const GroupIdentity::Route route = identity_.route(peer);
+  const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
   std::unique_ptr<GreetedLink> link;
   bool dropped = false;
   for (;;) {
@@ -73,11 +73,11 @@ std::unique_ptr<Link> Connector::openControl(
     try {
       if (link == nullptr) {
         link = std::make_unique<GreetedLink>(
-            connectSocket(route.local, route.remote, patience, abort),
-            route.local,
-            route.remote,
-            identity_.hello(LinkPurpose::Control, route),
-            identity_.tlsTo(peer, route));
+            connectSocket(ends.local, ends.remote, patience, abort),
+            ends.local,
+            ends.remote,
+            identity_.hello(LinkPurpose::Control, ends),
+            identity_.tlsTo(peer, ends));
       }
       if (waitConnected(*link, patience, abort)) {
         return link;
@@ -113,7 +113,7 @@ std::unique_ptr<Link> Connector::openControl(
         record.hint =
             "look for the first error in that rank's log: it has ended, or closed its group while others still joined";
         record.hint +=
-            route.remote.isUnix() ? "" : "; if it still runs, see whether a firewall resets connections to its port";
+            ends.remote.isUnix() ? "" : "; if it still runs, see whether a firewall resets connections to its port";
       }
       throw Error(record);
     }

@@ -37,11 +37,7 @@ const Credits::EdgeState* Credits::outgoing(uint64_t op_id, int peer) const {
 
 // ---- the life of an operation
 
-void Credits::posted(
-    uint64_t op_id,
-    const PreparedSchedule& schedule,
-    bool message,
-    const std::vector<int>& heard_from) {
+void Credits::posted(uint64_t op_id, const PreparedSchedule& schedule, bool message, const std::vector<int>& shown_by) {
   Op& op = ops_[op_id];
   op.message = message;
   for (const Edge& edge : schedule.incoming) {
@@ -50,7 +46,7 @@ void Credits::posted(
   for (const Edge& edge : schedule.outgoing) {
     op.outgoing.push_back(stateOf(edge));
   }
-  for (const auto& entry : takeEarly(op_id)) {
+  for (const auto& entry : takeUnexpected(op_id)) {
     if (EdgeState* edge = edgeTo(op.outgoing, entry.first)) {
       edge->limit = std::max(edge->limit, entry.second.limit);
     }
@@ -58,7 +54,7 @@ void Credits::posted(
       edge->passed = entry.second.frames;
     }
   }
-  for (const int rank : heard_from) {
+  for (const int rank : shown_by) {
     if (EdgeState* edge = edgeTo(op.incoming, rank)) {
       edge->shown = true;
     }
@@ -96,16 +92,16 @@ void Credits::forget(uint64_t op_id) noexcept {
 }
 
 void Credits::passed(uint64_t op_id) {
-  static_cast<void>(takeEarly(op_id));
+  static_cast<void>(takeUnexpected(op_id));
 }
 
-std::map<int, Credits::Early> Credits::takeEarly(uint64_t op_id) {
-  const auto found = early_.find(op_id);
-  if (found == early_.end()) {
+std::map<int, Credits::Unexpected> Credits::takeUnexpected(uint64_t op_id) {
+  const auto found = unexpected_.find(op_id);
+  if (found == unexpected_.end()) {
     return {};
   }
-  std::map<int, Early> ranks = std::move(found->second);
-  early_.erase(found);
+  std::map<int, Unexpected> ranks = std::move(found->second);
+  unexpected_.erase(found);
   for (const auto& entry : ranks) {
     peer(entry.first).limits -= entry.second.limit == kNoLimit ? 0 : 1;
   }
@@ -212,7 +208,7 @@ const char* Credits::arrived(uint64_t op_id, int rank, int64_t nbytes, bool eage
     grantAllFrom(rank);
   }
   if (found == ops_.end()) {
-    ++early_[op_id][rank].frames;
+    ++unexpected_[op_id][rank].frames;
   }
   return nullptr;
 }
@@ -248,17 +244,17 @@ const char* Credits::granted(uint64_t op_id, int rank, int64_t limit) {
     Peer& pool = peer(rank);
     pool.eager_out = std::max<int64_t>(0, pool.eager_out - limit);
     for (const auto& entry : ops_) {
-      actions_.push_back(Action{Action::Kind::Pump, rank, entry.first, 0});
+      actions_.push_back(Action{Action::Kind::MaySend, rank, entry.first, 0});
     }
     return nullptr;
   }
   const auto found = ops_.find(op_id);
   if (found == ops_.end()) {
-    Early& early = early_[op_id][rank];
-    if (early.limit == kNoLimit && ++peer(rank).limits > config_.max_ahead) {
+    Unexpected& unexpected = unexpected_[op_id][rank];
+    if (unexpected.limit == kNoLimit && ++peer(rank).limits > config_.max_ahead) {
       return "credit for too many operations that are not posted here";
     }
-    early.limit = std::max(early.limit, limit);
+    unexpected.limit = std::max(unexpected.limit, limit);
     return nullptr;
   }
   EdgeState* edge = edgeTo(found->second.outgoing, rank);
@@ -266,7 +262,7 @@ const char* Credits::granted(uint64_t op_id, int rank, int64_t limit) {
     return "credit on an edge that this operation does not have";
   }
   edge->limit = std::max(edge->limit, std::min(limit, edge->total));
-  actions_.push_back(Action{Action::Kind::Pump, rank, op_id, 0});
+  actions_.push_back(Action{Action::Kind::MaySend, rank, op_id, 0});
   return nullptr;
 }
 
@@ -279,8 +275,9 @@ Credits::Permission Credits::maySend(uint64_t op_id, int rank, int64_t nbytes) c
     return Permission::Credit;
   }
   const Peer& pool = peer(rank);
-  const bool early = edge->moved + nbytes <= config_.eager_nbytes;
-  return early && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ? Permission::Eager : Permission::No;
+  const bool within_eager = edge->moved + nbytes <= config_.eager_nbytes;
+  return within_eager && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ? Permission::Eager
+                                                                                    : Permission::No;
 }
 
 bool Credits::hasRoom(int rank, int64_t nbytes, size_t frames) const {

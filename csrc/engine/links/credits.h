@@ -44,7 +44,7 @@ class Credits {
   struct Action {
     enum class Kind {
       Grant, ///< tell `peer`: so many bytes of operation `op_id` in all; for op_id 0, so many bytes of the pool are free again
-      Pump, ///< operation `op_id` may be able to send to `peer` now
+      MaySend, ///< operation `op_id` may be able to send to `peer` now
     };
     Kind kind = Kind::Grant;
     int peer = -1;
@@ -55,8 +55,8 @@ class Credits {
   Credits(Config config, int size) : config_(config), peers_(static_cast<size_t>(size)) {}
 
   // ---- events
-  /// `message`: a point-to-point operation. `heard_from`: ranks that have posted the operation, as a frame of it shows.
-  void posted(uint64_t op_id, const PreparedSchedule& schedule, bool message, const std::vector<int>& heard_from);
+  /// `message`: a point-to-point operation. `shown_by`: ranks that have posted the operation, as a frame of it shows.
+  void posted(uint64_t op_id, const PreparedSchedule& schedule, bool message, const std::vector<int>& shown_by);
   void ended(uint64_t op_id);
   /// As if it had not been posted. Takes no memory.
   void forget(uint64_t op_id) noexcept;
@@ -122,9 +122,9 @@ class Credits {
     bool message = false;
   };
   /// What a peer has sent of an operation that is not posted here.
-  struct Early {
+  struct Unexpected {
     int64_t limit = kNoLimit;
-    size_t frames = 0; ///< that are held
+    size_t frames = 0; ///< unexpected ones
   };
   /// An operation that has ended here, for which credit may still come: all that was sent went eagerly.
   struct Past {
@@ -140,7 +140,7 @@ class Credits {
     /// it has read that operation's frames before, and credit that it granted until then has come.
     std::deque<Past> past;
     size_t ahead = 0; ///< edges that have credit, while nothing shows that the peer has posted their operations
-    size_t limits = 0; ///< entries of early_ with credit
+    size_t limits = 0; ///< entries of unexpected_ with credit
   };
 
   [[nodiscard]] static EdgeState stateOf(const Edge& edge);
@@ -157,13 +157,13 @@ class Credits {
   void grant(uint64_t op_id, EdgeState& edge);
   void grantAllFrom(int rank);
   void noLongerAhead(EdgeState& edge);
-  [[nodiscard]] std::map<int, Early> takeEarly(uint64_t op_id);
+  [[nodiscard]] std::map<int, Unexpected> takeUnexpected(uint64_t op_id);
   [[nodiscard]] bool crowded(int rank) const;
   void keepPast(const EdgeState& edge, uint64_t op_id, bool message);
 
   const Config config_;
   std::map<uint64_t, Op> ops_; ///< oldest first: room that comes back is for those that other ranks enter next
-  std::unordered_map<uint64_t, std::map<int, Early>> early_; ///< of operations that are not posted here
+  std::unordered_map<uint64_t, std::map<int, Unexpected>> unexpected_; ///< of operations that are not posted here
   std::vector<Peer> peers_;
   std::vector<Action> actions_;
 };

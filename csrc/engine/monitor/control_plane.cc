@@ -29,7 +29,7 @@ ControlPlane::ControlPlane(
       neighbours_(membership.neighbours),
       membership_(membership, Clock::now()),
       staging_(loop_.stagingMemory()),
-      unconnected_(membership.neighbours) {
+      missing_(membership.neighbours) {
   AcceptorConfig config;
   config.group = identity_.hash;
   config.epoch = identity_.epoch;
@@ -107,22 +107,10 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
   slot = std::make_unique<ControlLink>(*this, peer, std::move(link));
   loop_.watch(slot->link->fd(), EPOLLIN, *slot);
   membership_.alive(peer, Clock::now());
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    unconnected_.erase(std::remove(unconnected_.begin(), unconnected_.end(), peer), unconnected_.end());
-  }
-  connected_.notify_all();
+  missing_.connected(peer);
   if (slot->link->buffered()) { // it came with the peer's Hello, or with its reply
     linkReady(*slot, EPOLLIN);
   }
-}
-
-std::vector<int> ControlPlane::waitForNeighbours(Deadline deadline, const AbortToken& abort) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!unconnected_.empty() && !abort.aborted() && !deadline.expired()) {
-    connected_.wait_for(lock, std::chrono::milliseconds(deadline.remainingMs(50)));
-  }
-  return unconnected_;
 }
 
 void ControlPlane::notice(const ErrorRecord& record) {
@@ -275,7 +263,7 @@ void ControlPlane::tellFailure() {
     PYCOMM_FAULT_POINT("control.failed");
     events_.failed(*untold_);
     untold_.reset();
-    connected_.notify_all();
+    missing_.failed();
   }
 }
 

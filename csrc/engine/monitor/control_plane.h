@@ -1,10 +1,8 @@
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -14,6 +12,7 @@
 #include "engine/links/channel.h"
 #include "engine/loop/loop.h"
 #include "engine/monitor/membership.h"
+#include "engine/monitor/missing_neighbours.h"
 #include "engine/monitor/question.h"
 #include "engine/operation/group_identity.h"
 #include "transport/net/acceptor.h"
@@ -67,8 +66,10 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   /// Why no connection can be accepted at the moment, if so.
   [[nodiscard]] std::optional<ErrorRecord> trouble() const;
 
-  /// Any thread: waits until every neighbour has a link, or the group failed. Returns the ranks still missing at the deadline.
-  [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort);
+  /// Any thread: see MissingNeighbours::wait(). `abort` is the group's failure.
+  [[nodiscard]] std::vector<int> waitForNeighbours(Deadline deadline, const AbortToken& abort) {
+    return missing_.wait(deadline, abort);
+  }
 
   // Loop::Handler (the acceptors' descriptors), Loop::Ticker
   void onReady(uint32_t events) override;
@@ -108,11 +109,8 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
   std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been told
+  MissingNeighbours missing_;
   bool open_ = false;
-
-  std::mutex mutex_; ///< guards unconnected_
-  std::condition_variable connected_;
-  std::vector<int> unconnected_;
 };
 
 } // namespace pycomm

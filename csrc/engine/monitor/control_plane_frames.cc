@@ -97,7 +97,7 @@ void ControlPlane::onFrame(int peer, const FrameHeader& header, ConstBufferView 
 
 void ControlPlane::ask(const std::vector<Question>& questions) {
   for (const Question& question : questions) {
-    if (identity_.size <= Route::kMaxRanks) { // in a larger group questions go over bulk links: see RollCall
+    if (identity_.size <= Route::kMaxGroupSize) { // in a larger group questions go over bulk links: see RollCall
       passOn(Route{identity_.rank, question.to}, question.header, identity_.rank);
     }
   }

@@ -16,16 +16,16 @@ constexpr std::chrono::milliseconds kLinkWithin(3000);
 Departures::Departures(GroupIdentity identity, const Dealings& dealings)
     : identity_(std::move(identity)),
       dealings_(dealings),
-      standing_(static_cast<size_t>(identity_.size), Standing::Here) {}
+      presence_(static_cast<size_t>(identity_.size), Presence::Here) {}
 
 void Departures::notice(ErrorRecord record) {
   actions_.push_back(Action{Action::Kind::Notice, std::move(record)});
 }
 
 void Departures::saidGoodbye(int peer, TimePoint now) {
-  Standing& standing = standing_[static_cast<size_t>(peer)];
-  away_ += standing == Standing::Here ? 1 : 0;
-  standing = Standing::Left;
+  Presence& presence = presence_[static_cast<size_t>(peer)];
+  away_ += presence == Presence::Here ? 1 : 0;
+  presence = Presence::Left;
   lost_.erase(peer);
   suspicions_.erase(peer);
   check(peer, now);
@@ -33,7 +33,7 @@ void Departures::saidGoodbye(int peer, TimePoint now) {
 }
 
 void Departures::readingEnded(int peer, ErrorRecord gone, TimePoint now) {
-  if (standing_[static_cast<size_t>(peer)] == Standing::Left) {
+  if (presence_[static_cast<size_t>(peer)] == Presence::Left) {
     saidGoodbye(peer, now); // what waited for this link waits in vain
   } else {
     notice(std::move(gone));
@@ -41,7 +41,7 @@ void Departures::readingEnded(int peer, ErrorRecord gone, TimePoint now) {
 }
 
 void Departures::writingBroke(int peer, ErrorRecord gone, TimePoint now) {
-  if (standing_[static_cast<size_t>(peer)] == Standing::Left) {
+  if (presence_[static_cast<size_t>(peer)] == Presence::Left) {
     saidGoodbye(peer, now); // what is queued for it will not leave
   } else {
     suspicions_.emplace(peer, Suspicion{Suspicion::State::AwaitsGoodbye, std::move(gone), now + kGoodbyeWithin});
@@ -163,9 +163,9 @@ void Departures::decide(int peer, Suspicion suspicion, TimePoint now) {
 // Nothing is due in either direction. Either the peer was only asked whether it has entered an operation, and has ended since. Or a
 // message had left and is lost, and the rank that waits for it would wait for ever.
 void Departures::lose(int peer, const ErrorRecord& broke, TimePoint doubt_at) {
-  Standing& standing = standing_[static_cast<size_t>(peer)];
-  away_ += standing == Standing::Here ? 1 : 0;
-  standing = Standing::Lost;
+  Presence& presence = presence_[static_cast<size_t>(peer)];
+  away_ += presence == Presence::Here ? 1 : 0;
+  presence = Presence::Lost;
   ErrorRecord lost = linkLost(peer, broke, identity_);
   lost_.insert_or_assign(peer, lost);
   suspicions_.emplace(peer, Suspicion{Suspicion::State::Doubted, std::move(lost), doubt_at});

@@ -80,7 +80,7 @@ class Departures {
   // ---- questions
   /// The peer said goodbye, or is lost.
   [[nodiscard]] bool isAway(int peer) const noexcept {
-    return standing_[static_cast<size_t>(peer)] != Standing::Here;
+    return presence_[static_cast<size_t>(peer)] != Presence::Here;
   }
   [[nodiscard]] TimePoint nextTick() const noexcept;
   [[nodiscard]] std::vector<Action> takeActions() {
@@ -89,7 +89,7 @@ class Departures {
 
  private:
   /// Here -> Lost -> Left, or Here -> Left.
-  enum class Standing {
+  enum class Presence {
     Here,
     Lost, ///< the link to it broke while nothing was due, and it said no goodbye
     Left, ///< it said goodbye
@@ -115,7 +115,7 @@ class Departures {
 
   const GroupIdentity identity_;
   const Dealings& dealings_;
-  std::vector<Standing> standing_; ///< by rank
+  std::vector<Presence> presence_; ///< by rank
   size_t away_ = 0; ///< ranks that are not Here
   std::unordered_map<int, ErrorRecord> lost_; ///< by rank, of those that are Lost: what broke
   std::map<int, Suspicion> suspicions_; ///< by rank

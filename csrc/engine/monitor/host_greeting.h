@@ -17,9 +17,10 @@ struct Greeting {
   uint32_t word = 0;
 };
 
-/// A watcher asks for the memory of a group, and the answer.
+/// A watcher asks for the memory of a group, or (kReport) for what this process is doing, and the answer.
 struct Ask {
   static constexpr uint32_t kMagic = 0x61736370; // "pcsa"
+  static constexpr uint32_t kReport = 0x72736370; // "pcsr": the answer's memory holds the report, and `key` its length
   uint32_t magic = kMagic;
   uint32_t there = 0; ///< of the answer: 1 if the memory comes with it
   uint64_t key = 0;

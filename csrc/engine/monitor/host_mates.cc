@@ -7,11 +7,13 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
+#include "transport/memory/shared_arena.h"
 #include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
 #include "transport/net/same_user.h"
@@ -81,7 +83,7 @@ struct HostMates::Watched final : EventLoop::Handler {
   std::unordered_map<uint64_t, Died> interests;
 };
 
-HostMates::HostMates(EventLoop& loop) : loop_(loop) {}
+HostMates::HostMates(EventLoop& loop, Report report) : loop_(loop), report_(std::move(report)) {}
 
 HostMates::~HostMates() {
   close();
@@ -202,6 +204,10 @@ void HostMates::hearWatcher(Watcher& watcher) {
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
+  if (got == static_cast<ssize_t>(sizeof ask) && ask.magic == Ask::kReport) {
+    answerReport(watcher);
+    return;
+  }
   if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {
     dismiss(watcher.socket.get());
     return;
@@ -220,6 +226,25 @@ void HostMates::answer(Watcher& watcher) noexcept {
   reply.there = found->second >= 0 ? 1 : 0;
   watcher.asks.reset();
   (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
+}
+
+void HostMates::answerReport(Watcher& watcher) noexcept {
+  Ask reply;
+  reply.magic = Ask::kReport;
+  std::optional<SharedArena> memory;
+  try {
+    const std::string report = report_ ? report_() : "";
+    if (!report.empty()) {
+      memory.emplace(SharedArena::create(report.size()));
+      std::memcpy(memory->at(0), report.data(), report.size());
+      reply.there = 1;
+      reply.key = report.size();
+    }
+  } catch (const std::exception&) { // no memory: who asks is told that there is none
+    reply = {Ask::kReport, 0, 0};
+    memory.reset();
+  }
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, memory ? memory->fd() : -1);
 }
 
 void HostMates::offer(uint64_t key, int memory) {

@@ -26,7 +26,10 @@ class HostMates final : Loop::Ticker {
  public:
   using Died = std::function<void()>;
 
-  explicit HostMates(EventLoop& loop);
+  using Report = std::function<std::string()>;
+
+  /// `report`: what a process of the same user is told that asks what this one is doing (`pycomm status`). Called on the control loop.
+  explicit HostMates(EventLoop& loop, Report report = {});
   ~HostMates() override;
   HostMates(const HostMates&) = delete;
   HostMates& operator=(const HostMates&) = delete;
@@ -66,6 +69,7 @@ class HostMates final : Loop::Ticker {
   void admit();
   void hearWatcher(Watcher& watcher);
   void answer(Watcher& watcher) noexcept;
+  void answerReport(Watcher& watcher) noexcept;
   void dismiss(int fd) noexcept;
   void heard(Watched& watched);
   using WatchedByName = std::unordered_map<std::string, std::unique_ptr<Watched>>;
@@ -76,6 +80,7 @@ class HostMates final : Loop::Ticker {
   [[nodiscard]] DeathWatch& deathWatch();
 
   EventLoop& loop_;
+  const Report report_;
   std::mutex name_mutex_; ///< guards name_ and opened_
   std::string name_;
   bool opened_ = false;

@@ -71,7 +71,10 @@ bool Membership::precedes(const ErrorRecord& a, const ErrorRecord& b) {
   // A deadline that can say who never came is better evidence than one that only saw a neighbour wait; best is who knows why it has
   // not come itself.
   const auto vagueness = [](const ErrorRecord& r) {
-    return r.code != ErrorCode::Timeout || r.phase == "copy_to_host" ? 0 : r.phase == "not_entered" ? 1 : 2;
+    if (r.code != ErrorCode::Timeout || r.phase == ErrorPhase::CopyToHost) {
+      return 0;
+    }
+    return r.phase == ErrorPhase::NotEntered ? 1 : 2;
   };
   const auto key = [&](const ErrorRecord& r) {
     return std::make_tuple(
@@ -125,7 +128,7 @@ void Membership::learn(ErrorRecord record, int from, TimePoint now) {
 // The other ranks have had time for their own news since the doubtful report: so this makes the choice earlier and never later.
 void Membership::confirm(Candidate& known, int from, TimePoint now) {
   ErrorRecord certain = known.record;
-  certain.phase.clear();
+  certain.phase = ErrorPhase::Unknown;
   flood(certain, from);
   known.due = std::min(decideAt(), now + std::chrono::milliseconds(config_.merge_ms));
   known.record = std::move(certain);
@@ -241,7 +244,7 @@ void Membership::controlClosed(int peer, const std::string& cause, TimePoint now
   record.hint =
       "look for the first error in that rank's log; if there is none, check that host's kernel log (dmesg) for the "
       "out-of-memory killer";
-  record.phase = broke ? kDoubt : "";
+  record.phase = broke ? ErrorPhase::Reset : ErrorPhase::Unknown;
   learn(std::move(record), -1, now);
 }
 
@@ -283,7 +286,7 @@ void Membership::choose() {
   fail.kind = Action::Kind::Fail;
   fail.record = *best;
   if (doubtful(fail.record)) {
-    fail.record.phase.clear(); // no goodbye came
+    fail.record.phase = ErrorPhase::Unknown; // no goodbye came
   }
   ErrorRecord chosen = fail.record;
   actions_.push_back(std::move(fail)); // the last that can throw: then the next tick chooses once more

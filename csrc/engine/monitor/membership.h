@@ -105,7 +105,7 @@ class Membership {
   static bool precedes(const ErrorRecord& a, const ErrorRecord& b);
   /// The report of a link that was reset; no other one has that phase.
   [[nodiscard]] static bool doubtful(const ErrorRecord& record) noexcept {
-    return record.code == ErrorCode::PeerDead && record.phase == kDoubt;
+    return record.code == ErrorCode::PeerDead && record.phase == ErrorPhase::Reset;
   }
   void learn(ErrorRecord record, int from, TimePoint now);
   void confirm(Candidate& known, int from, TimePoint now);
@@ -117,8 +117,6 @@ class Membership {
   [[nodiscard]] TimePoint decideAt() const noexcept;
   [[nodiscard]] ErrorRecord cutOff(ErrorRecord record, TimePoint::duration silence) const;
   Neighbour* neighbour(int rank);
-
-  static constexpr const char* kDoubt = "reset";
 
   const Config config_;
   std::vector<Neighbour> neighbours_;

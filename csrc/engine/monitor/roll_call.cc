@@ -48,12 +48,12 @@ void RollCall::entered(const OperationId& id, const Descriptor& descriptor, Dead
   history_.entered(id, descriptor);
   next_tick_ = std::min(next_tick_, op.firstQuestion(config_));
   next_deadline_ = std::min(next_deadline_, deadline.instant());
-  const HeardOperations::Heard heard = heard_.take(id.id);
-  for (const auto& entry : heard.ranks) {
+  const UnexpectedOperations::Entry unexpected = unexpected_.take(id.id);
+  for (const auto& entry : unexpected.ranks) {
     op.came(entry.first);
     compare(expectedFrom(op, entry.first), entry.first, entry.second, id);
   }
-  correct(id.id, heard.refused);
+  correct(id.id, unexpected.refused);
   if (op.isMessage()) {
     announce(op);
   }
@@ -83,8 +83,8 @@ void RollCall::passed(const OperationId& id, const Descriptor& descriptor) {
     return;
   }
   history_.passed(id, descriptor);
-  const HeardOperations::Heard heard = heard_.take(id.id);
-  for (const auto& entry : heard.ranks) {
+  const UnexpectedOperations::Entry unexpected = unexpected_.take(id.id);
+  for (const auto& entry : unexpected.ranks) {
     compare(descriptor, entry.first, entry.second, id);
   }
 }
@@ -95,28 +95,28 @@ void RollCall::compare(const Descriptor& mine, int peer, const Descriptor& their
   }
 }
 
-RollCall::Standing RollCall::compared(int peer, const FrameHeader& header) {
+RollCall::OperationState RollCall::compared(int peer, const FrameHeader& header) {
   const auto found = ops_.find(header.op_id);
   if (found != ops_.end()) {
     if (header.type != FrameType::Data) { // else its bytes count: see hasCome() and progressed()
       found->second.came(peer);
     }
     compare(expectedFrom(found->second, peer), peer, Descriptor::readFrom(header), found->second.id());
-    return Standing::Entered;
+    return OperationState::Entered;
   }
   const Descriptor* const mine = history_.find(header.op_id);
   if (mine == nullptr) {
-    return Standing::Unknown;
+    return OperationState::Unknown;
   }
   const bool derived = (header.op_id & kDerivedIdBit) != 0;
   Descriptor theirs = Descriptor::readFrom(header);
   theirs.numel = theirs.kind == Collective::AllToAll ? mine->numel : theirs.numel;
   compare(*mine, peer, theirs, OperationId{header.op_id, derived ? -1 : static_cast<int64_t>(header.op_id)});
-  return Standing::Past;
+  return OperationState::Past;
 }
 
-bool RollCall::remember(int peer, const FrameHeader& header, TimePoint now) {
-  if (!heard_.add(peer, header.op_id, Descriptor::readFrom(header), now)) {
+bool RollCall::keepUnexpected(int peer, const FrameHeader& header, TimePoint now) {
+  if (!unexpected_.add(peer, header.op_id, Descriptor::readFrom(header), now)) {
     violated(peer, header, "two different descriptors for one operation");
     return false;
   }

@@ -14,9 +14,9 @@
 #include "engine/links/credits.h"
 #include "engine/monitor/entered_operation.h"
 #include "engine/monitor/entry_history.h"
-#include "engine/monitor/heard_operations.h"
 #include "engine/monitor/roll_call_config.h"
 #include "engine/monitor/roll_call_output.h"
+#include "engine/monitor/unexpected_operations.h"
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
 #include "engine/operation/not_entered.h"
@@ -27,14 +27,14 @@ namespace pycomm {
 /// Which operations this rank has entered, whether the other ranks entered the same ones, who has not entered yet, and which deadlines
 /// have passed. Events in, actions out: no I/O and no clock of its own.
 ///
-/// Matching. Every frame carries its operation's descriptor. It is compared with the local operation of that id, or remembered until
-/// there is one. Schedules may differ between the two sides of a mistake, so frames on edges alone do not find every mistake: a rank
+/// Matching. Every frame carries its operation's descriptor. It is compared with the local operation of that id. If there is
+/// none yet, the operation is unexpected, and the descriptor is kept. Schedules may differ between the two sides of a mistake, so frames on edges alone do not find every mistake: a rank
 /// that has waited 2 ms sends a question (Waiting) to the ranks it waits for, and they compare, or answer that they have not entered
 /// the operation (NotEntered). After 200 ms it asks all ranks, so that an error names the rank that is late and not a neighbour that
 /// waits as well. It asks them again later: an answer may be lost on its way, or be true no more. If many operations are under way, only
 /// the oldest ask: questions about hundreds would keep data waiting on a slow link.
 ///
-/// Its parts: EnteredOperation is one operation that waits here, HeardOperations has those that only other ranks have entered, EntryHistory
+/// Its parts: EnteredOperation is one operation that waits here, UnexpectedOperations has those that only other ranks have entered, EntryHistory
 /// those that are over. RollCall feeds them frames and time.
 ///
 /// Thread: the owner's; no locks.
@@ -45,16 +45,16 @@ class RollCall {
   using Action = RollCallOutput::Action;
 
   /// What this rank knows of the operation of an id.
-  enum class Standing {
+  enum class OperationState {
     Entered,
     Unknown,
     Past, ///< it has ended here, not long ago
   };
 
-  /// `credits` has each operation before it is entered here, and until it has ended here. `places`: operations of a peer that may be
-  /// remembered. Both outlive this.
+  /// `credits` has each operation before it is entered here, and until it has ended here. `places`: unexpected operations of a peer that may be
+  /// kept. Both outlive this.
   RollCall(Config config, const Credits& credits, size_t places)
-      : config_(std::move(config)), credits_(credits), output_(config_), heard_(places, config_.size) {}
+      : config_(std::move(config)), credits_(credits), output_(config_), unexpected_(places, config_.size) {}
   RollCall(const RollCall&) = delete; ///< the output points into it
   RollCall& operator=(const RollCall&) = delete;
 
@@ -68,9 +68,9 @@ class RollCall {
   /// An operation of this rank's that went another way, and is over. Reported late, and only if another rank asks.
   void passed(const OperationId& id, const Descriptor& descriptor);
   /// A frame about an operation has arrived: compares its descriptor.
-  [[nodiscard]] Standing compared(int peer, const FrameHeader& header);
-  /// Keeps the descriptor of an operation that is not entered here; false if the peer contradicts what it said before.
-  [[nodiscard]] bool remember(int peer, const FrameHeader& header, TimePoint now);
+  [[nodiscard]] OperationState compared(int peer, const FrameHeader& header);
+  /// Keeps the descriptor of an unexpected operation; false if the peer contradicts what it said before.
+  [[nodiscard]] bool keepUnexpected(int peer, const FrameHeader& header, TimePoint now);
   /// Bytes of the operation have arrived.
   void progressed(uint64_t op_id, TimePoint now);
   /// A question (Waiting) has arrived.
@@ -79,7 +79,7 @@ class RollCall {
   void answered(int peer, const FrameHeader& header, TimePoint now);
   /// This rank asks that peer for messages under a tag.
   void asksForMessages(int peer) {
-    heard_.askedForMessages(peer);
+    unexpected_.askedForMessages(peer);
   }
   /// Answers a rank that waits in something that this rank has not entered: says what this rank entered last.
   void answerNotEntered(int peer, uint64_t op_id, Way way);
@@ -101,12 +101,12 @@ class RollCall {
     return ops_.count(op_id) != 0;
   }
   /// A frame of this operation has arrived, and it is not entered here.
-  [[nodiscard]] bool hasHeardOf(uint64_t op_id) const {
-    return heard_.has(op_id);
+  [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
+    return unexpected_.has(op_id);
   }
   /// The ranks whose frames of it have arrived, of an operation that is not entered here.
-  [[nodiscard]] std::vector<int> heardFrom(uint64_t op_id) const {
-    return heard_.ranks(op_id);
+  [[nodiscard]] std::vector<int> unexpectedFrom(uint64_t op_id) const {
+    return unexpected_.ranks(op_id);
   }
   /// The lowest rank that said that it has not entered a stuck operation.
   [[nodiscard]] std::optional<NotEntered> missing(uint64_t op_id) const;
@@ -119,10 +119,10 @@ class RollCall {
 
   struct Usage {
     size_t operations = 0;
-    size_t heard = 0; ///< operations that are not entered here
+    size_t unexpected = 0; ///< operations that are not entered here
   };
   [[nodiscard]] Usage usage() const noexcept {
-    return {ops_.size(), heard_.size()};
+    return {ops_.size(), unexpected_.size()};
   }
   [[nodiscard]] std::vector<Action> takeActions() {
     return output_.take();
@@ -152,7 +152,7 @@ class RollCall {
   const Credits& credits_;
   RollCallOutput output_;
   std::map<uint64_t, Op> ops_; ///< oldest first
-  HeardOperations heard_;
+  UnexpectedOperations unexpected_;
   EntryHistory history_;
   TimePoint next_tick_ = TimePoint::max();
   TimePoint next_asks_ = TimePoint::max(); ///< when the oldest operation that may not ask yet wants to

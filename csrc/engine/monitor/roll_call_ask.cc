@@ -32,16 +32,16 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   // A collective is kept if there is a place for it: its data will be compared in any case, and this rank asks when it enters it. The
   // sender of messages announces no more than there are places for, and one for each question.
   const bool message = header.kind == static_cast<uint8_t>(Collective::Send);
-  const bool has_place = heard_.hasPlace(peer, header.op_id, message);
+  const bool has_place = unexpected_.hasPlace(peer, header.op_id, message);
   if (message && !has_place) {
     violated(peer, header, "it announces too many messages");
     return;
   }
-  if (has_place && !remember(peer, header, now)) {
+  if (has_place && !keepUnexpected(peer, header, now)) {
     return;
   }
   if (has_place && !message) {
-    heard_.refused(peer, header.op_id);
+    unexpected_.refused(peer, header.op_id);
   }
   answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfQuestions());
 }
@@ -86,21 +86,21 @@ std::string RollCall::lastText(const FrameHeader& not_entered) {
 // of leaving it to the deadline. Counted operations alone cannot meet so: all ranks count in the same order.
 //
 // The other rank's operation may have ended without this rank, as that of a root does, or its question may have come very late. So one that
-// was not heard of lately is answered once more: if that rank still waits in it, this answer makes that rank find the two. It has heard of
-// this rank's operation a moment ago, by the question whose answer led here.
+// brought no frame lately is answered once more: if that rank still waits in it, this answer makes that rank find the two. A frame of this
+// rank's operation reached it a moment ago: the question whose answer led here.
 void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   const auto patience = std::chrono::milliseconds(config_.standoff_after_ms);
   if (op.waited(now) < patience || op.isMessage()) {
     return;
   }
-  heard_.forEachOf(peer, [&](uint64_t op_id, HeardOperations::Heard& heard, const Descriptor& theirs) {
+  unexpected_.forEachOf(peer, [&](uint64_t op_id, UnexpectedOperations::Entry& entry, const Descriptor& theirs) {
     const bool derived = ((op_id | op.id().id) & kDerivedIdBit) != 0;
-    if (theirs.kind == Collective::Send || !derived || now - heard.since < patience) {
+    if (theirs.kind == Collective::Send || !derived || now - entry.since < patience) {
       return true;
     }
-    if (now - heard.last > kLately) {
+    if (now - entry.last > kLately) {
       // Once for each question: two ranks that both have only old questions would answer each other without end.
-      if (heard.answered_late.insert(peer).second) {
+      if (entry.answered_late.insert(peer).second) {
         answerNotEntered(peer, op_id, wayOfQuestions());
       }
       return true;

@@ -41,7 +41,7 @@ void RollCallOutput::violated(int peer, const FrameHeader& header, const std::st
   record.peer_host = config_.hosts[static_cast<size_t>(peer)];
   record.op = collectiveName(Descriptor::readFrom(header).kind);
   record.sequence = (header.op_id & kDerivedIdBit) != 0 ? -1 : static_cast<int64_t>(header.op_id);
-  record.phase = "matching";
+  record.phase = ErrorPhase::Matching;
   record.summary = "Rank " + std::to_string(peer) + " sent what the protocol does not allow: " + what + ".";
   record.hint = "check that all ranks run the same build of pycomm; otherwise report this as a bug";
   fail(std::move(record));

@@ -26,7 +26,7 @@ class RollCallOutput {
       Send, ///< a frame without payload to `peer`
       Fail, ///< the group has failed: `record`
       Overdue, ///< the deadline of operation `op_id` has passed. Again each second until it has ended: a report may be lost
-      Pump, ///< Protocol's, never the roll call's: operation `op_id` may be able to send to `peer` now
+      MaySend, ///< operation `op_id` may be able to send to `peer` now. Protocol adds it, of Credits; the roll call never does
     };
     Kind kind = Kind::Send;
     int peer = -1;

@@ -55,30 +55,19 @@ struct GroupIdentity {
     return "rank " + std::to_string(number) + " on " + host(number);
   }
 
-  /// Every other rank is reached by a Unix socket.
-  [[nodiscard]] bool isWithinHost() const noexcept {
-    for (int other = 0; other < size; ++other) {
-      if (other != rank &&
-          (static_cast<size_t>(other) >= unix_sockets.size() || unix_sockets[static_cast<size_t>(other)].empty())) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  /// Some rank has a port, so that all have one. If not, all ranks reach each other by Unix sockets, whatever the store says.
+  /// Whether the ranks have ports: all or none. Without ports, this rank has reached all others by Unix sockets, whatever the store says.
   [[nodiscard]] bool hasPorts() const noexcept {
     return static_cast<size_t>(rank) < addresses.size() && !addresses[static_cast<size_t>(rank)].empty();
   }
 
   /// The two ends of connection `stream` of a link to `peer`, and the interface that it uses.
-  struct Route {
+  struct Endpoints {
     const SocketAddress& local;
     const SocketAddress& remote;
     const std::string& interface_name;
   };
   /// Throws Error(Internal) if `peer` is no rank of this group.
-  [[nodiscard]] Route route(int peer, int stream = 0) const {
+  [[nodiscard]] Endpoints endpoints(int peer, int stream = 0) const {
     static const SocketAddress any;
     static const std::string within_host = "a Unix socket";
     if (const auto index = static_cast<size_t>(peer); index < unix_sockets.size() && !unix_sockets[index].empty()) {
@@ -99,15 +88,15 @@ struct GroupIdentity {
     return path == 0 ? interface_name : further[path - 1].interface_name;
   }
 
-  /// How a connection over this route to a rank is made secure. The kernel carries the bytes of a Unix socket, for this user alone.
-  [[nodiscard]] TlsTarget tlsTo(int peer, const Route& route) const {
-    return tls == nullptr || route.remote.isUnix() ? TlsTarget{}
-                                                   : TlsTarget{tls, processes.at(static_cast<size_t>(peer))};
+  /// How a connection to a rank, between these endpoints, is made secure. The kernel carries the bytes of a Unix socket, for this user alone.
+  [[nodiscard]] TlsTarget tlsTo(int peer, const Endpoints& ends) const {
+    return tls == nullptr || ends.remote.isUnix() ? TlsTarget{}
+                                                  : TlsTarget{tls, processes.at(static_cast<size_t>(peer))};
   }
-  /// How this rank introduces itself on a connection over this route.
-  [[nodiscard]] Hello hello(LinkPurpose purpose, const Route& route) const {
+  /// How this rank introduces itself on a connection between these endpoints.
+  [[nodiscard]] Hello hello(LinkPurpose purpose, const Endpoints& ends) const {
     Hello hello = this->hello(purpose);
-    hello.nonce = route.remote.isUnix() ? unix_nonce : nonce;
+    hello.nonce = ends.remote.isUnix() ? unix_nonce : nonce;
     return hello;
   }
   /// The same over TCP, or in a simulator.

@@ -18,7 +18,7 @@ struct Roster {
 
   GroupIdentity identity; ///< this rank's own
   TopologyView topology; ///< ranks are on one host if their HostIdentity is equal: hostNumbers() in roster.cc
-  std::vector<std::string> watch_names; ///< by rank: where processes of its host may watch it
+  std::vector<std::string> watch_names; ///< by rank: RankRecord::watch_name
   std::vector<std::string> remarks; ///< by rank: RendezvousConfig::remark
   std::string address_reason; ///< this rank's own: why it has this address
   RankClaim claim; ///< this rank's own

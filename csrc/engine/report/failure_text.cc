@@ -47,9 +47,29 @@ ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity) {
 
 ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity) {
   ErrorRecord record = withNeed(trouble, identity);
-  record.phase = "connect";
+  record.phase = ErrorPhase::Connect;
   record.summary = "Rank " + std::to_string(identity.rank) + " on " + record.host +
       " cannot take the connections of other ranks: " + record.summary;
+  return record;
+}
+
+ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
+  ErrorRecord record;
+  record.code = ErrorCode::ConnectFailed;
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.peer = peer;
+  record.peer_host = identity.host(peer);
+  record.group = identity.name;
+  record.phase = ErrorPhase::Connect;
+  const bool by_unix = !identity.unix_sockets[static_cast<size_t>(peer)].empty();
+  const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
+  record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
+      " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
+  record.hint = here.empty()
+      ? "look into that rank's log: it has ended, or is stopped"
+      : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
+        "with PYCOMM_SOCKET_IFNAME";
   return record;
 }
 
@@ -103,12 +123,12 @@ ErrorRecord timedOut(
   record.bytes_total = bytes_total;
   record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: ";
   if (missing) {
-    record.phase = "not_entered";
+    record.phase = ErrorPhase::NotEntered;
     record.summary += identity.rankText(missing->peer) + " has not entered it (its last: " + missing->last + ").";
     record.hint =
         "find out why that rank is late (uneven data? a slow loader? an exception?), or set a longer timeout for the group";
   } else {
-    record.phase = "transfer";
+    record.phase = ErrorPhase::Transfer;
     record.summary += "it waits for " + (record.peer >= 0 ? identity.rankText(record.peer) : ownPart(operation)) + ".";
     record.hint = "raise the timeout if the network is only slow";
   }
@@ -118,7 +138,7 @@ ErrorRecord timedOut(
 ErrorRecord inputLate(const Operation& operation, int64_t bytes_total, const GroupIdentity& identity) {
   ErrorRecord record = about(operation, identity.rank, identity);
   record.code = ErrorCode::Timeout;
-  record.phase = "copy_to_host";
+  record.phase = ErrorPhase::CopyToHost;
   record.bytes_total = bytes_total;
   record.summary = operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms: the tensor of " +
       identity.rankText(identity.rank) + " has not left its device.";
@@ -170,7 +190,7 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
   const int peer = operation.request().peer;
   ErrorRecord record = about(operation, peer, identity);
   record.code = ErrorCode::Timeout;
-  record.phase = "matching";
+  record.phase = ErrorPhase::Matching;
   record.summary =
       operation.label() + " timed out after " + std::to_string(record.elapsed_ms) + " ms without a message: ";
   if (peer < 0) {

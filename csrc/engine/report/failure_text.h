@@ -17,6 +17,8 @@ namespace pycomm {
 /// Out of descriptors or memory: with who it is that lacks them, and how many descriptors its group takes.
 [[nodiscard]] ErrorRecord withNeed(ErrorRecord record, const GroupIdentity& identity);
 [[nodiscard]] ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity);
+/// While the group forms, `peer`, which was to connect to this rank, has not, by the deadline.
+[[nodiscard]] ErrorRecord neverConnected(int peer, const GroupIdentity& identity);
 /// Anything that this rank tells about the group: by whom, where and in which group. `cause` may come from another rank.
 [[nodiscard]] ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity);
 

@@ -142,7 +142,7 @@ std::string jsonOf(const ErrorRecord& record) {
   out.known("numel", record.numel);
   out.known("bytes_done", record.bytes_done);
   out.known("bytes_total", record.bytes_total);
-  out.known("phase", record.phase);
+  out.known("phase", record.phase.text());
   out.known("elapsed_ms", record.elapsed_ms);
   return out.end();
 }

@@ -65,6 +65,30 @@ void writeFile(const std::string& path, const std::string& text) {
   }
 }
 
+void keepWhatMatters(FlightLog::Snapshot& log) {
+  size_t ended = FlightRecorder::kReportEnded;
+  size_t pending = FlightRecorder::kReportPending;
+  const auto is_over = [](const FlightLog::Entry& entry) {
+    return entry.state == OperationState::Done || entry.state == OperationState::Failed;
+  };
+  std::vector<FlightLog::Entry> kept;
+  for (auto entry = log.entries.begin(); entry != log.entries.end(); ++entry) { // the oldest that wait
+    if (!is_over(*entry) && pending > 0) {
+      --pending;
+      kept.push_back(*entry);
+    }
+  }
+  for (auto entry = log.entries.rbegin(); entry != log.entries.rend() && ended > 0; ++entry) { // the last that ended
+    if (is_over(*entry)) {
+      --ended;
+      kept.push_back(*entry);
+    }
+  }
+  std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.ticket < b.ticket; });
+  log.complete = log.complete && kept.size() == log.entries.size();
+  log.entries = std::move(kept);
+}
+
 } // namespace
 
 FlightRecorder::FlightRecorder(CallbackPool& callbacks)
@@ -82,27 +106,43 @@ std::shared_ptr<FlightLog> FlightRecorder::open(FlightLog::Subject subject) {
   return log;
 }
 
+FlightRecorder::Logs FlightRecorder::logs() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return logs_;
+}
+
 std::string FlightRecorder::json(const FlightLog* only) const {
-  std::vector<std::shared_ptr<FlightLog>> logs;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    logs = logs_;
+  Logs chosen = logs();
+  const int rank = chosen.empty() ? 0 : chosen.front()->subject().world_rank;
+  if (only != nullptr) {
+    chosen.erase(
+        std::remove_if(chosen.begin(), chosen.end(), [&](const auto& log) { return log.get() != only; }), chosen.end());
   }
+  return jsonOfLogs(chosen, only != nullptr ? only->subject().world_rank : rank, false);
+}
+
+std::string FlightRecorder::report() const {
+  Logs open = logs();
+  open.erase(std::remove_if(open.begin(), open.end(), [](const auto& log) { return log->closed(); }), open.end());
+  return jsonOfLogs(open, open.empty() ? 0 : open.front()->subject().world_rank, true);
+}
+
+std::string FlightRecorder::jsonOfLogs(const Logs& logs, int world_rank, bool brief) const {
   const WallClock clock{steadyNs(steady_anchor_), wall_anchor_ns_};
   const int64_t now = clock.at(steadyNs(Clock::now()));
-  const int rank = logs.empty() ? 0 : logs.front()->subject().world_rank;
   std::string out = "{\"format\":\"pycomm-flight-record\",\"version\":" + std::to_string(kFormatVersion) +
-      ",\"rank\":" + std::to_string(only != nullptr ? only->subject().world_rank : rank) +
-      ",\"host\":" + jsonText(localHostName()) + ",\"pid\":" + std::to_string(::getpid()) +
-      ",\"written_ns\":" + std::to_string(now) + ",\"clock\":{\"wall_ns\":" + std::to_string(wall_anchor_ns_) +
+      ",\"rank\":" + std::to_string(world_rank) + ",\"host\":" + jsonText(localHostName()) +
+      ",\"pid\":" + std::to_string(::getpid()) + ",\"written_ns\":" + std::to_string(now) +
+      ",\"clock\":{\"wall_ns\":" + std::to_string(wall_anchor_ns_) +
       ",\"monotonic_ns\":" + std::to_string(clock.steady_anchor_ns) + "},\"groups\":[";
   bool first = true;
   for (const auto& log : logs) {
-    if (only != nullptr && log.get() != only) {
-      continue;
+    FlightLog::Snapshot snapshot = log->read();
+    if (brief) {
+      keepWhatMatters(snapshot);
     }
     out += std::exchange(first, false) ? "\n" : ",\n";
-    out += jsonOf(log->subject(), log->read(), clock);
+    out += jsonOf(log->subject(), snapshot, clock);
   }
   return out + "\n]}\n";
 }

@@ -32,12 +32,21 @@ class FlightRecorder {
   /// The record as JSON: of all groups, or of one.
   [[nodiscard]] std::string json(const FlightLog* only = nullptr) const;
 
+  /// The same of the groups that are not closed, short enough to be made in about a millisecond: of each, the operations that have not
+  /// ended, at most kReportPending of them, and the last kReportEnded that have.
+  [[nodiscard]] std::string report() const;
+  static constexpr size_t kReportPending = 64;
+  static constexpr size_t kReportEnded = 8;
+
   /// Writes the whole record to `path`, which appears there complete or not at all; its folder is made where there is none. Blocks.
   /// Throws Error(SystemError).
   void write(const std::string& path) const;
 
  private:
   void dump(const FlightLog& failed) noexcept;
+  using Logs = std::vector<std::shared_ptr<FlightLog>>;
+  [[nodiscard]] Logs logs() const;
+  [[nodiscard]] std::string jsonOfLogs(const Logs& logs, int world_rank, bool brief) const;
 
   CallbackPool& callbacks_;
   // One pair of readings of both clocks; all times of a process are told by it, so that they do not jump when somebody sets the
@@ -45,7 +54,7 @@ class FlightRecorder {
   const TimePoint steady_anchor_;
   const int64_t wall_anchor_ns_;
   mutable std::mutex mutex_; ///< guards logs_
-  std::vector<std::shared_ptr<FlightLog>> logs_; ///< oldest first
+  Logs logs_; ///< oldest first
   mutable std::mutex
       write_mutex_; ///< one writer at a time: a program may ask for the very file that a failure has written
   std::atomic<bool> dump_waits_{false}; ///< a dump is queued and will see what has happened until it begins

@@ -24,7 +24,7 @@ ErrorRecord mismatch(
   record.sequence = id.sequence;
   record.dtype = dtypeName(mine.dtype);
   record.numel = mine.numel;
-  record.phase = "matching";
+  record.phase = ErrorPhase::Matching;
   record.hint =
       "make every rank issue the same operations in the same order with the same shapes and dtypes; if a DDP comm hook or a "
       "future's callback issues collectives, wrap the hook in pycomm.comm_hooks.ordered";

@@ -75,12 +75,12 @@ class Checks {
     // Hellos to ranks that this one only wanted to query, and that have not accepted yet.
     const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
     if (clean && usage &&
-        (usage->transfers != 0 || usage->held_frames != 0 || usage->staging_nbytes > greetings ||
-         usage->protocol.operations != 0 || usage->protocol.heard != 0 || usage->protocol.eager_in != 0)) {
+        (usage->transfers != 0 || usage->unexpected_frames != 0 || usage->staging_nbytes > greetings ||
+         usage->protocol.operations != 0 || usage->protocol.unexpected != 0 || usage->protocol.eager_in != 0)) {
       add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) +
-          " transfers, " + std::to_string(usage->held_frames) + " held frames, " +
+          " transfers, " + std::to_string(usage->unexpected_frames) + " unexpected frames, " +
           std::to_string(usage->staging_nbytes) + " B of staging, " + std::to_string(usage->protocol.operations) +
-          " operations, " + std::to_string(usage->protocol.heard) + " heard of, " +
+          " operations, " + std::to_string(usage->protocol.unexpected) + " unexpected, " +
           std::to_string(usage->protocol.eager_in) + " B in pools");
     }
   }

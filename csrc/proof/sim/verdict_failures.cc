@@ -224,7 +224,7 @@ class Failures {
 
   /// A timeout that names the ranks that have not entered must name the right ones.
   void checkTimeout(const std::string& who, const ErrorRecord& cause) {
-    if (cause.phase != "not_entered" || cause.peer < 0 || cause.sequence <= 0) {
+    if (cause.phase != ErrorPhase::NotEntered || cause.peer < 0 || cause.sequence <= 0) {
       return;
     }
     const auto id = static_cast<uint64_t>(cause.sequence);

@@ -341,7 +341,7 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
   ErrorRecord reason;
   reason.code = code;
   reason.summary = listener_.address().text() + " refused a connection: " + why;
-  reason.phase = "connect";
+  reason.phase = ErrorPhase::Connect;
   if (code == ErrorCode::VersionMismatch) {
     reason.hint = "install the same pycomm on all hosts";
   }

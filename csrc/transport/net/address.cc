@@ -4,7 +4,6 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
-#include <sys/random.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -17,7 +16,7 @@
 
 #include "base/error.h"
 #include "base/printable.h"
-#include "transport/socket_error.h"
+#include "transport/random_bytes.h"
 
 namespace pycomm {
 namespace {
@@ -117,14 +116,8 @@ SocketAddress SocketAddress::fromSockaddr(const sockaddr* address, socklen_t len
 }
 
 std::string randomUnixName() {
-  uint64_t number = 0;
-  while (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
-    if (errno != EINTR) {
-      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
-    }
-  }
   std::array<char, 17> name{};
-  (void)std::snprintf(name.data(), name.size(), "%016llx", static_cast<unsigned long long>(number));
+  (void)std::snprintf(name.data(), name.size(), "%016llx", static_cast<unsigned long long>(randomNumber()));
   return name.data();
 }
 
@@ -363,7 +356,7 @@ std::vector<SocketAddress> resolve(const std::string& host, uint16_t port, Addre
   record.summary = "host \"" + host + "\" has no " +
       (family == AddressFamily::Any ? std::string() : std::string(addressFamilyName(family)) + " ") + "address";
   record.cause = status == EAI_SYSTEM ? errnoText(error_number) : ::gai_strerror(status == 0 ? EAI_NONAME : status);
-  record.phase = "resolve";
+  record.phase = ErrorPhase::Resolve;
   record.hint = "check the name with `getent hosts " + host + "`, or use the address itself";
   throw Error(record);
 }

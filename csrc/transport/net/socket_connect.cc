@@ -71,7 +71,7 @@ constexpr int kLastConnectPauseMs = 250;
 ErrorRecord connectFailed(const SocketAddress& local, const SocketAddress& remote, int error_number) {
   const std::string from = local.empty() ? "" : " from " + local.ip();
   ErrorRecord record = systemError(ErrorCode::ConnectFailed, "no connection to " + remote.text() + from, error_number);
-  record.phase = "connect";
+  record.phase = ErrorPhase::Connect;
   return record;
 }
 

@@ -1,9 +1,6 @@
 #include "transport/rendezvous/rendezvous.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -12,13 +9,13 @@
 #include "base/error.h"
 #include "base/printable.h"
 #include "transport/net/select_address.h"
+#include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
 #include "transport/rendezvous/find_generation.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
 #include "transport/rendezvous/unix_sockets.h"
 #include "transport/secure/crypto.h"
-#include "transport/socket_error.h"
 #include "transport/wire.h"
 
 // Two rounds, because an address to listen on can only be chosen after all ranks are known:
@@ -44,16 +41,6 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kMaxTextNbytes = 512; // of exchangeTexts()
-
-uint64_t randomNumber() {
-  uint64_t number = 0;
-  while (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
-    if (errno != EINTR) {
-      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
-    }
-  }
-  return number;
-}
 
 // FNV-1a, folded to 32 bits.
 uint32_t hashOf(const std::string& name, uint64_t nonce) {
@@ -294,7 +281,7 @@ ErrorRecord describe(const std::exception& exception, const RendezvousConfig& co
   record.rank = config.rank;
   record.host = localHostName();
   record.group = config.group_name;
-  record.phase = "rendezvous";
+  record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   return record;
 }

@@ -28,7 +28,7 @@ struct RendezvousConfig {
   std::string config_text; ///< "key=value key=value …", for the report of a mismatch
   bool unix_sockets =
       false; ///< connect ranks of one host by Unix sockets, where they reach each other so; the same on all ranks
-  std::string watch_name; ///< address at which processes of this host may watch this one; empty: none
+  std::string watch_name; ///< see RankRecord::watch_name
   std::string remark; ///< one line that all ranks get (Member::remark)
   ProcessId process_id; ///< of this process, if the store is sealed
   Takeover takeover = Takeover::Never;

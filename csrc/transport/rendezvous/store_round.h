@@ -13,7 +13,7 @@
 
 namespace pycomm {
 
-/// Upper bound of the world size.
+/// Upper bound of a group's size.
 inline constexpr int kMaxRanks = 1 << 20;
 
 /// gather() throws it if this generation was left to an earlier run (StoreRound::over).

@@ -1,7 +1,6 @@
 #include "transport/secure/crypto.h"
 
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -99,19 +98,6 @@ Key hkdfSha256(std::string_view key, std::string_view salt, std::string_view inf
 
 bool equalInConstantTime(std::string_view a, std::string_view b) {
   return a.size() == b.size() && openSsl().CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
-}
-
-void fillRandom(void* into, size_t nbytes) {
-  auto* next = static_cast<unsigned char*>(into);
-  while (nbytes > 0) {
-    const ssize_t got = ::getrandom(next, nbytes, 0);
-    if (got < 0 && errno != EINTR) {
-      throw Error(systemError(ErrorCode::SystemError, "no random number could be drawn", errno));
-    }
-    const size_t filled = got < 0 ? 0 : static_cast<size_t>(got);
-    next += filled;
-    nbytes -= filled;
-  }
 }
 
 void wipe(std::string& text) noexcept {

@@ -45,9 +45,6 @@ class Key {
 /// The time that this takes does not depend on where they differ. False if their lengths do.
 [[nodiscard]] bool equalInConstantTime(std::string_view a, std::string_view b);
 
-/// From the kernel. Throws Error(SystemError).
-void fillRandom(void* into, size_t nbytes);
-
 /// Overwrites `text`, which the compiler cannot leave out, and empties it.
 void wipe(std::string& text) noexcept;
 

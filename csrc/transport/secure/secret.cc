@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/unique_fd.h"
+#include "transport/random_bytes.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {

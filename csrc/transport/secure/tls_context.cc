@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/fork_guard.h"
+#include "transport/random_bytes.h"
 #include "transport/secure/tls_callbacks.h"
 
 namespace pycomm {

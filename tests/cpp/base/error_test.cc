@@ -121,11 +121,31 @@ TEST(ErrorRecord, LongTextsAreCutNotRefused) {
   const ErrorRecord read = ErrorRecord::deserialize(record.serialize(), 1).value();
   EXPECT_EQ(read.summary.size(), 4096U);
   EXPECT_EQ(read.host.size(), 255U);
-  for (std::string* text :
-       {&record.hint, &record.cause, &record.peer_host, &record.group, &record.op, &record.dtype, &record.phase}) {
+  for (std::string* text : {&record.hint, &record.cause, &record.peer_host, &record.group, &record.op, &record.dtype}) {
     *text = record.summary;
   }
   EXPECT_LE(record.serialize().size(), ErrorRecord::kMaxSerializedNbytes);
+}
+
+// A phase travels as its text, which is the last of a record's bytes.
+TEST(ErrorRecord, APhaseSurvivesTheWireAndAnUnknownTextIsNone) {
+  for (const char* text : ErrorPhase::kTexts) {
+    ErrorRecord record;
+    record.phase = ErrorPhase::find(text).value();
+    const std::string bytes = record.serialize();
+    EXPECT_EQ(bytes.substr(bytes.size() - std::string(text).size()), text);
+    EXPECT_EQ(ErrorRecord::deserialize(bytes, 1).value().phase, record.phase) << text;
+  }
+  ErrorRecord record;
+  record.phase = ErrorPhase::Transfer;
+  std::string bytes = record.serialize();
+  bytes.back() = '?';
+  EXPECT_FALSE(ErrorRecord::deserialize(bytes, 1).value().phase.known());
+}
+
+TEST(ErrorPhase, TextsAreDistinct) {
+  const std::set<std::string> texts(ErrorPhase::kTexts.begin(), ErrorPhase::kTexts.end());
+  EXPECT_EQ(texts.size(), ErrorPhase::kTexts.size());
 }
 
 TEST(ErrorCode, NamesAreDistinct) {

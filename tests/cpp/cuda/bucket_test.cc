@@ -279,5 +279,27 @@ TEST(Plan, AddressesBeyondTwoToTheThirtyOneElementsAreExact) {
   EXPECT_EQ(last[0].first + last[0].second * 4, reinterpret_cast<uintptr_t>(b) + kLarge * 4);
 }
 
+TEST(ExponentCode, IsFrexpsExponent) {
+  EXPECT_EQ(exponentCode(0), 0);
+  EXPECT_EQ(exponentCode(kFloatInfinity), kNonFiniteCode);
+  EXPECT_EQ(exponentCode(kFloatNan), kNonFiniteCode);
+  for (uint32_t bits = 1; bits < kFloatInfinity; bits += bits < 0x1000000U ? 4097 : 65521) {
+    int exponent = 0;
+    static_cast<void>(std::frexp(floatOf(bits), &exponent));
+    ASSERT_EQ(exponentCode(bits), kExponentBias + exponent) << std::hex << bits;
+  }
+}
+
+TEST(ExponentCode, IsWrittenToTheRanksOwnElement) {
+  HostDevice device;
+  PackStats stats;
+  stats.max_abs_bits = floatBits(-3.0F) & 0x7fffffffU;
+  std::vector<uint16_t> tail(100, 0xffff);
+  device.writeExponent({&stats, tail.data(), 100, 77}, nullptr);
+  for (size_t i = 0; i < tail.size(); ++i) {
+    EXPECT_EQ(Half::load(tail[i]), i == 77 ? 202.0F : 0.0F);
+  }
+}
+
 } // namespace
 } // namespace pycomm::cuda

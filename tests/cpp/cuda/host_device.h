@@ -87,6 +87,12 @@ class HostDevice : public DeviceRuntime {
       }
     });
   }
+  void writeExponent(const ExponentArgs& args, Stream) override {
+    ++launches;
+    for (uint32_t thread = 0; thread < threads_; ++thread) {
+      writeExponentShare(args, thread, threads_);
+    }
+  }
   bool hasReduce(DType dtype, ReduceOp op) override {
     return hasReduceKernel(dtype, op);
   }

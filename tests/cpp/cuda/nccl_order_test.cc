@@ -433,7 +433,7 @@ TEST_F(NcclOrder, WaitingForOtherRanksEndsByTheDeadlineOrTheGroup) {
   nccl.state = NcclResult::InProgress;
   const ErrorRecord late = failureOf([&] { static_cast<void>(make(0, 2, 30)); });
   EXPECT_EQ(late.code, ErrorCode::Timeout);
-  EXPECT_EQ(late.phase, "nccl init");
+  EXPECT_STREQ(late.phase.text(), "nccl init");
   EXPECT_EQ(journal.back(), "abort");
   ErrorRecord dead;
   dead.code = ErrorCode::PeerDead;

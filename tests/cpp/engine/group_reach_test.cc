@@ -54,7 +54,7 @@ TEST(Reach, ARankThatDiesBeforeItRepliesIsDead) {
   dies.join();
   EXPECT_EQ(record.code, ErrorCode::PeerDead) << record.text();
   EXPECT_EQ(record.peer, 1) << record.text();
-  EXPECT_EQ(record.phase, "connect");
+  EXPECT_STREQ(record.phase.text(), "connect");
   EXPECT_THAT(record.summary, HasSubstr("Rank 1 on "));
   EXPECT_THAT(record.summary, HasSubstr("its connection ended without a goodbye"));
   EXPECT_THAT(record.cause, HasSubstr("ECONNREFUSED"));

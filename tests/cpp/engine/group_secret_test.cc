@@ -21,17 +21,13 @@
 #include "engine/ranks.h"
 #include "engine/sums.h"
 #include "transport/error_matchers.h"
+#include "transport/secure/tls_contexts.h"
 
 namespace pycomm::testing {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-const std::shared_ptr<const Secret>& theSecret() {
-  static const auto secret = std::make_shared<const Secret>(Secret::generate());
-  return secret;
-}
 
 void withSecret(Group::Config& config, int streams = 1, Transport transport = Transport::Tcp) {
   config.transport = transport;
@@ -102,7 +98,7 @@ TEST(GroupSecret, ARankWithoutASecretIsNamedInTheFirstRound) {
     });
     for (const ErrorRecord& record : records) {
       EXPECT_EQ(record.code, ErrorCode::ConfigMismatch) << record.text();
-      EXPECT_EQ(record.phase, "rendezvous");
+      EXPECT_STREQ(record.phase.text(), "rendezvous");
       EXPECT_THAT(record.summary, HasSubstr(theSecret()->keyId()));
       EXPECT_THAT(record.hint, HasSubstr("secret file"));
       EXPECT_LT(record.elapsed_ms, 5000);
@@ -229,7 +225,7 @@ TEST(GroupUnixSockets, SumsOfEverySizeGoOverThem) {
         3,
         [](Rank& self) {
           EXPECT_FALSE(self.group.sharesMemory());
-          EXPECT_TRUE(self.group.identity().isWithinHost());
+          EXPECT_FALSE(self.group.identity().hasPorts());
           sumEverySize(self);
         },
         [&](Group::Config& config) { withSecret(config, streams, Transport::Auto); });
@@ -270,7 +266,9 @@ TEST(GroupUnixSockets, BellsRingOverTcpWithoutThem) {
       3,
       [](Rank& self) {
         EXPECT_TRUE(self.group.sharesMemory());
-        EXPECT_FALSE(self.group.identity().isWithinHost());
+        for (const SocketAddress& address : self.group.identity().unix_sockets) {
+          EXPECT_TRUE(address.empty());
+        }
         std::vector<float> values(100000, 1.0F);
         Group::Call call = allReduceCall(values);
         call.schedule.algorithm = Algorithm::Ring; // over links

@@ -3,11 +3,10 @@
 
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
-#include <sys/socket.h>
 
 #include <map>
 
-#include "transport/net/socket_link.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm {
 namespace {
@@ -66,10 +65,9 @@ TEST(Planes, QuestionsThatTheLaneCannotTakeAreDropped) {
   events.failed = [](const ErrorRecord& cause) { ADD_FAILURE() << cause.text(); };
   Planes planes(identity, lane, control, std::move(events));
   planes.openControl({}, membership);
-  int ends[2] = {-1, -1};
-  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-  SocketLink peer{UniqueFd(ends[0])};
-  planes.control()->adopt(0, std::make_unique<SocketLink>(UniqueFd(ends[1])));
+  testing::SocketPair pair = testing::namelessPair();
+  SocketLink& peer = *pair.first;
+  planes.control()->adopt(0, std::move(pair.second));
 
   FrameHeader question;
   question.type = FrameType::Waiting;

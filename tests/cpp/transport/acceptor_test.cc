@@ -48,7 +48,7 @@ Hello helloOf(int rank) {
   hello.rank = rank;
   hello.size = 4;
   hello.group = 5;
-  hello.lane = 3;
+  hello.stream = 3;
   return hello;
 }
 
@@ -111,7 +111,7 @@ TEST(Acceptor, IntroducesAPeerAndLeavesItsNextBytesAlone) {
   const auto link = desk.dial(encodeHello(helloOf(2)) + "next");
   ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }));
   EXPECT_EQ(desk.accepted[0].hello.rank, 2);
-  EXPECT_EQ(desk.accepted[0].hello.lane, 3U);
+  EXPECT_EQ(desk.accepted[0].hello.stream, 3U);
   std::string next(4, '\0');
   readAll(
       *desk.accepted[0].link,

@@ -20,7 +20,7 @@ using testing::view;
 using State = HelloReading::State;
 
 constexpr const char* kGolden =
-    "637903012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000002000000010000000000000000000000";
+    "637903012000000000000000000000000000000000000000edfe0000000000000000000000000700ffffffff0000000000000000000000000000000000000000efcdab8967452301030000000500000000000000010200000000000000000000";
 
 Hello sample() {
   Hello hello;
@@ -30,7 +30,7 @@ Hello sample() {
   hello.epoch = 7;
   hello.group = 0xfeedU;
   hello.purpose = LinkPurpose::Bulk;
-  hello.lane = 2;
+  hello.stream = 2;
   return hello;
 }
 
@@ -45,7 +45,7 @@ TEST(Hello, ReadsWhatItWrote) {
   EXPECT_EQ(reading.hello.epoch, 7);
   EXPECT_EQ(reading.hello.group, 0xfeedU);
   EXPECT_EQ(reading.hello.purpose, LinkPurpose::Bulk);
-  EXPECT_EQ(reading.hello.lane, 2U);
+  EXPECT_EQ(reading.hello.stream, 2U);
 }
 
 // Another layout needs another version: ranks with different ones must not take each other's bytes for their own.

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -12,10 +11,8 @@
 #include <optional>
 #include <vector>
 
-#include "transport/error_matchers.h"
-#include "transport/loopback.h"
-#include "transport/net/socket_link.h"
 #include "transport/process.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm {
 namespace {
@@ -26,11 +23,7 @@ using ::testing::HasSubstr;
 using testing::kLoopback;
 using testing::kNoAbort;
 using testing::Process;
-
-bool waitReadable(int fd, int timeout_ms = 5000) {
-  pollfd wait{fd, POLLIN, 0};
-  return ::poll(&wait, 1, timeout_ms) == 1;
-}
+using testing::waitReadable;
 
 TEST(Listener, AcceptsOnExactlyItsAddress) {
   Listener listener = Listener::bind(kLoopback, {});

@@ -169,7 +169,7 @@ TEST(Meet, NamesWhoIsMissingAndWhoIsThere) {
     EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout) << outcome.error.text();
     EXPECT_EQ(outcome.error.rank, 0); // it ran out of time first, and that ended it for both
     EXPECT_EQ(outcome.error.peer, 1);
-    EXPECT_EQ(outcome.error.phase, "rendezvous");
+    EXPECT_STREQ(outcome.error.phase.text(), "rendezvous");
     EXPECT_EQ(outcome.error.group, "world");
     EXPECT_THAT(outcome.error.summary, HasSubstr("missing: 1, 3;"));
     EXPECT_THAT(outcome.error.summary, HasSubstr("present: rank 0 (host " + localHostName()));

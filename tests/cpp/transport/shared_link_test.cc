@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 
 #include <atomic>
 #include <memory>
@@ -14,7 +13,7 @@
 
 #include "base/error.h"
 #include "transport/link_peer.h"
-#include "transport/net/socket_link.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm {
 namespace {
@@ -26,6 +25,7 @@ using testing::kNoAbort;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
+using testing::namelessPair;
 using testing::pattern;
 using testing::PeerPlace;
 using testing::Process;
@@ -39,14 +39,6 @@ struct LinkEnds {
   RingMemory out; ///< from first to second
 };
 
-std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> bells() {
-  int ends[2] = {-1, -1};
-  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
-    throw Error(ErrorCode::SystemError, "no pair of sockets could be made");
-  }
-  return {std::make_unique<SocketLink>(UniqueFd(ends[0])), std::make_unique<SocketLink>(UniqueFd(ends[1]))};
-}
-
 LinkEnds connected(size_t nbytes, bool both_ways = true) {
   LinkEnds ends;
   const size_t total = RingMemory::totalNbytes(nbytes);
@@ -55,7 +47,7 @@ LinkEnds connected(size_t nbytes, bool both_ways = true) {
   (void)::madvise(ends.arena->at(0), 2 * total, MADV_DOFORK); // the test's peer is a child
   ends.out = {ends.arena->at(0), nbytes};
   const RingMemory back{ends.arena->at(total), nbytes};
-  auto [near, far] = bells();
+  auto [near, far] = namelessPair();
   SharedLink::Rings here{ends.arena, ends.out, std::nullopt};
   SharedLink::Rings there{ends.arena, std::nullopt, ends.out};
   if (both_ways) {

@@ -9,14 +9,13 @@
 
 #include <thread>
 
-#include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
-#include "transport/loopback.h"
-#include "transport/net/listener.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm {
 namespace {
 
+using testing::acceptOne;
 using testing::elapsedMs;
 using testing::errorOf;
 using ::testing::HasSubstr;
@@ -25,26 +24,11 @@ using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
 using testing::PeerPlace;
-
-std::unique_ptr<SocketLink> acceptOne(Listener& listener) {
-  pollfd wait{listener.fd(), POLLIN, 0};
-  (void)::poll(&wait, 1, 10000);
-  auto incoming = listener.accept();
-  if (!incoming) {
-    throw Error(ErrorCode::Timeout, "nobody connected");
-  }
-  return std::make_unique<SocketLink>(std::move(incoming->fd));
-}
+using testing::tcpPair;
 
 LinkPair unixPair() {
   Listener listener = Listener::bindUnix(randomUnixName());
   auto first = connectSocket({}, listener.address(), Deadline::after(10000), AbortToken());
-  return {std::move(first), acceptOne(listener)};
-}
-
-LinkPair tcpPair(const SocketAddress& local) {
-  Listener listener = Listener::bind(local, {});
-  auto first = connectSocket(local, listener.address(), Deadline::after(10000), AbortToken());
   return {std::move(first), acceptOne(listener)};
 }
 

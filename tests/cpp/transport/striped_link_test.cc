@@ -2,7 +2,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 
 #include <algorithm>
 #include <map>
@@ -11,9 +10,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "transport/error_matchers.h"
 #include "transport/link_conformance.h"
-#include "transport/net/socket_link.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm {
 namespace {
@@ -23,21 +21,14 @@ using ::testing::HasSubstr;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
+using testing::namelessPair;
 using testing::PeerPlace;
-
-std::pair<std::unique_ptr<Link>, std::unique_ptr<Link>> connection() {
-  int ends[2] = {-1, -1};
-  if (::socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
-    throw Error(ErrorCode::SystemError, "no pair of sockets could be made");
-  }
-  return {std::make_unique<SocketLink>(UniqueFd(ends[0])), std::make_unique<SocketLink>(UniqueFd(ends[1]))};
-}
 
 LinkPair striped(size_t connections) {
   std::vector<StripedLink::Part> near;
   std::vector<StripedLink::Part> far;
   for (size_t i = 0; i < connections; ++i) {
-    auto [one, other] = connection();
+    auto [one, other] = namelessPair();
     near.push_back({std::move(one), "near" + std::to_string(i)});
     far.push_back({std::move(other), "far" + std::to_string(i)});
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from datetime import timedelta
@@ -107,6 +108,21 @@ def test_overflow_is_counted() -> None:
         stream=_stream(),
     )
     assert int(stats[0]) == 2
+
+
+@pytest.mark.parametrize(
+    "largest", [0.0, 1e-45, 1.1e-38, 1.1754944e-38, 0.5, 1.0, 65520.0, 3.4e38, float("inf")]
+)
+def test_the_exponent_of_the_largest_is_written(largest: float) -> None:
+    table = CudaTable(_extension.CUDA_LIBRARY)
+    stats = torch.zeros(4, dtype=torch.int32)
+    stats[2] = torch.tensor(largest).view(torch.int32)
+    on_device = stats.cuda()
+    tail = torch.full((300,), 7.0, device="cuda", dtype=torch.float16)
+    table.write_exponent(on_device.data_ptr(), tail.data_ptr(), 300, 299, _stream())
+    stored = float(torch.tensor(largest))  # as float32
+    code = 1000 if math.isinf(stored) else (200 + math.frexp(stored)[1] if stored else 0)
+    assert tail.tolist() == [0.0] * 299 + [code]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
@@ -296,20 +312,31 @@ def test_pycomms_ddp_trains_as_torchs(wire: str | None) -> None:
     assert ours == pytest.approx(torchs, rel=tolerance, abs=tolerance)
 
 
-def _mixed(rank: int, size: int) -> list[bool]:
-    torch.cuda.set_device(rank % torch.cuda.device_count())
+def _mixed(rank: int, size: int, cuda_mode: str) -> list[bool]:
     right = []
+    group = dist.new_group(pg_options=pycomm.Options(cuda_mode=cuda_mode))  # type: ignore[arg-type]
+    if rank != 0:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     for numel in (5, 3_000_001):  # whole, and in pieces
         tensor = torch.full((numel,), float(rank + 1), device="cpu" if rank == 0 else "cuda")
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         right.append(bool((tensor == size * (size + 1) / 2).all()))
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, src=0, group=group)
         right.append(bool((tensor == size * (size + 1) / 2).all()))
     return right
 
 
 def test_ranks_with_and_without_a_device_meet_in_one_collective() -> None:
-    for right in run_ranks(3, _mixed, fresh=True, timeout_s=120).values():
+    def environment(rank: int) -> dict[str, str | None]:
+        return {"CUDA_VISIBLE_DEVICES": ""} if rank == 0 else {}
+
+    ranks = run_ranks(3, _mixed, args=("auto",), env=environment, fresh=True, timeout_s=120)
+    for right in ranks.values():
+        assert all(right)
+
+
+def test_tensors_of_either_kind_meet_if_the_group_does_not_choose_nccl() -> None:
+    for right in run_ranks(3, _mixed, args=("tcp",), fresh=True, timeout_s=120).values():
         assert all(right)
 
 

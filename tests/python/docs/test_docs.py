@@ -24,7 +24,7 @@ from pycomm._ddp_options import ONLY
 from pycomm._settings import SETTINGS, WIRE_DTYPES
 
 DOCUMENTS = [
-    *("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"),
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
 ]
 
@@ -148,6 +148,27 @@ def test_commands_name_what_exists(name: str) -> None:
         assert (ROOT / "pycomm" / "cli" / f"{command}.py").is_file(), f"{name}: {command}"
 
 
+def without_code(text: str) -> str:
+    return re.sub(r"^(```+).*?^\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments by which GitHub links to the headings of a document."""
+    headings = re.findall(r"^#+ (.+)$", without_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_to_what_exists(name: str) -> None:
+    """`make site` checks those of its pages. SECURITY.md is not among them."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(read(name))):
+        path, _, fragment = link.partition("#")
+        if not re.match("[a-z]+:", link):
+            target = (ROOT / name).parent / path if path else ROOT / name
+            assert target.exists(), f"{name}: {link}"
+            assert not fragment or fragment in anchors(target.read_text()), f"{name}: {link}"
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_python_blocks_name_what_exists(name: str) -> None:
     for block in blocks(read(name), "python"):
@@ -173,6 +194,16 @@ def test_pictures_are_shown_and_legible_everywhere(picture: Path) -> None:
 
 
 # Tables
+
+
+def test_contributing_names_functions_that_exist() -> None:
+    for _, files, functions in table(read("CONTRIBUTING.md"), "looking for", "file", "function"):
+        texts = [read(file) for file in code(files)]
+        for at, function in enumerate(code(functions)):
+            text = texts[min(at, len(texts) - 1)]  # each in its file, or all in the one
+            owner, _, name = function.replace("::", ".").rpartition(".")
+            assert re.search(rf"\b{name}\(", text), f"{function} in {files}"
+            assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
 
 
 def code(cell: str) -> list[str]:
@@ -227,6 +258,13 @@ def test_fields_of_a_record_are_those_of_the_native_part() -> None:
     assert documented == {field.name for field in dataclasses.fields(errors.ErrorRecord)}
     in_text = set(re.findall(r'addPair\(out, "(\w+)"', read("csrc/base/error.cc")))
     assert {key for row in rows for key in code(row[0])} == in_text
+
+
+def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
+    rows = table(read("docs/errors.md"), "key in the text", "in `record`", "meaning")
+    (documented,) = (code(row[2]) for row in rows if row[0] == "`phase`")
+    (texts,) = re.findall(r"kTexts = \{(.*?)\}", read("csrc/base/error_phase.h"), re.S)
+    assert {*documented, "", "reset"} == set(re.findall(r'"(.*?)"', texts)), "reset: in no error"
 
 
 def test_the_errors_of_two_machines_exist() -> None:

@@ -1,10 +1,15 @@
-"""A thousand slow connections at the ports of a group while it forms."""
+"""A thousand slow connections at the ports of a group while it forms, or at its Unix sockets."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -110,4 +115,151 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
         beside = seconds("beside", first, last)
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
     assert crowd.opened >= CROWD / 2, "it filled all places, many times"
+    assert beside <= alone + 1
+
+
+# Another user of the host at the ranks' Unix sockets, whose names are no secret (/proc/net/unix)
+
+OTHER_USER = 4321
+# Connects to each name that it reads, until its input ends: then it prints what it has done.
+AS_ANOTHER_USER = f"""
+import collections, json, os, socket, time
+os.setgroups([])
+os.setresgid({OTHER_USER}, {OTHER_USER}, {OTHER_USER})
+os.setresuid({OTHER_USER}, {OTHER_USER}, {OTHER_USER})
+os.set_blocking(0, False)
+names, held, did, ended = [], collections.deque(), collections.Counter(), False
+while not ended:
+    try:
+        text = os.read(0, 1 << 16)
+        names += text.decode().split()
+        ended = not text
+    except BlockingIOError:
+        pass
+    for name in names:
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.setblocking(False)
+        try:
+            stranger.connect(b"\\0pycomm/" + name.encode())
+            did["opened"] += 1
+            stranger.send(b"c")  # as a pycomm begins
+        except BlockingIOError:
+            did["full"] += 1
+        except OSError:  # not open yet, or no more; or it is dropped already
+            pass
+        held.append(stranger)
+        if len(held) > {CROWD}:
+            oldest = held.popleft()
+            try:
+                did["answered"] += len(oldest.recv(1))
+            except OSError:
+                pass
+            oldest.close()
+    time.sleep(max(1, len(names)) / 1000)
+print(json.dumps(did))
+"""
+
+
+def own_unix_sockets() -> set[str]:
+    """The names, without "pycomm/", of the sockets that links of this process are opened to."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/self/fd/{descriptor}"))
+            inodes.update(found.groups() if found else ())
+    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    listening_stream = ("00010000", "0001")
+    return {
+        line[7].removeprefix("@pycomm/")
+        for line in lines
+        if len(line) == 8 and tuple(line[3:5]) == listening_stream and line[6] in inodes
+    }
+
+
+def form_and_tell_names(rank: int, world_size: int, folder: str) -> float:
+    """The same as form(), and the crowd learns the names of this rank's sockets."""
+    done = threading.Event()
+
+    def tell() -> None:
+        told: set[str] = set()
+        while not done.wait(0.01):
+            for name in own_unix_sockets() - told:
+                (Path(folder) / f"name-{name}").touch()
+                told.add(name)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        return form(rank, world_size, folder)
+    finally:
+        done.set()
+        teller.join()
+
+
+class UnixCrowd:
+    """A process of another user; it connects to the sockets that ranks name in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.did: dict[str, int] = {}
+        self._folder = folder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._forward, name="names for the crowd")
+
+    def __enter__(self) -> UnixCrowd:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", AS_ANOTHER_USER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        output, _ = self._child.communicate(timeout=30)
+        self.did = json.loads(output)
+
+    def _forward(self) -> None:
+        told: set[str] = set()
+        assert self._child.stdin is not None
+        while not self._stop.wait(0.01):
+            for path in set(self._folder.glob("name-*")):
+                name = path.name.removeprefix("name-")
+                if name not in told:
+                    told.add(name)
+                    self._child.stdin.write(name + "\n")
+                    self._child.stdin.flush()
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("many_files")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_users_crowd_at_unix_sockets_delays_a_group_by_less_than_a_second(
+    tmp_path: Path,
+) -> None:
+    def seconds(name: str) -> float:
+        results = run_ranks(
+            SIZE,
+            form_and_tell_names,
+            args=(str(tmp_path / name),),
+            init="none",
+            backend=None,
+            env={"PYCOMM_TRANSPORT": "auto"},
+        )
+        for result in results:
+            # One that is read is logged. Those of another user are dropped before.
+            assert "turned away" not in result.stderr, result.stderr
+        return float(max(results.values()))
+
+    for name in ("alone", "beside"):
+        (tmp_path / name).mkdir()
+    alone = seconds("alone")
+    with UnixCrowd(tmp_path / "beside") as crowd:
+        beside = seconds("beside")
+    print(f"alone {alone:.2f} s, beside {crowd.did} {beside:.2f} s")
+    assert len(list((tmp_path / "beside").glob("name-*"))) >= SIZE
+    assert crowd.did["opened"] >= CROWD / 4
+    assert crowd.did["answered"] == 0
     assert beside <= alone + 1

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import _extension
 from pycomm.service import ParameterClient, ParameterServer, RefusedError, ServerStats
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(300)]
@@ -190,6 +191,19 @@ def test_more_workers_have_the_bits_of_adding_in_their_order(
     for parameters in found:
         for mine, theirs in zip(parameters, model.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_session_uses_the_transport_of_the_run() -> None:
+    """So that `make tcp` runs these tests over TCP, and `make test` does not."""
+    over_tcp = os.environ.get("TEST_TRANSPORT") == "tcp"
+    with (
+        serving(new_server()) as address,
+        ParameterClient(make_model(), servers=address, worker=0) as client,
+    ):
+        session = client._servers[0].session
+        assert session is not None
+        said = _extension.native.describe_backend(session._backend)
+        assert ("TCP on lo" if over_tcp else "Unix sockets") in said, said
 
 
 def test_a_schedule_of_the_learning_rate_is_stepped() -> None:

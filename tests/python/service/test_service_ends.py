@@ -69,7 +69,14 @@ def test_a_goodbye_from_before_a_restart_counts(goodbyes: int) -> None:
 def test_stop_in_a_signal_handler_ends_the_server() -> None:
     server = counter_server()
     signals = 2000
-    before = signal.signal(signal.SIGUSR2, lambda *_: server.stop())
+    handled = 0
+
+    def handler(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        server.stop()
+
+    before = signal.signal(signal.SIGUSR2, handler)
     main = threading.get_ident()
 
     def shower() -> None:
@@ -83,6 +90,8 @@ def test_stop_in_a_signal_handler_ends_the_server() -> None:
     finally:
         sender.join()
         signal.signal(signal.SIGUSR2, before)
+    assert handled > 0, "no signal arrived"
+    assert server._stopping.is_set(), "serve() returned, and did not close the server"
 
 
 def test_the_time_for_retries_begins_with_the_first_failure() -> None:

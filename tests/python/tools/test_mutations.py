@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import read, table
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tests" / "cpp" / "proof" / "programs" / "mutations.py"
@@ -19,6 +20,11 @@ mutations = importlib.import_module("mutations")
 def test_every_mutation_applies() -> None:
     assert mutations.misplaced(ROOT) == []
     assert len({mutation.name for mutation in mutations.MUTATIONS}) == len(mutations.MUTATIONS)
+
+
+def test_the_page_lists_those_that_survive() -> None:
+    listed = {row[0] for row in table(read("docs/simulator.md"), "broken", "why no seed notices")}
+    assert listed == {mutation.name for mutation in mutations.MUTATIONS if mutation.survives}
 
 
 @pytest.mark.parametrize(("copies", "said"), [(0, "stands 0 times"), (2, "stands 2 times")])

@@ -683,6 +683,14 @@ bool launchUnpack(DType grad, DType wire, const BucketArgs& args, void* stream) 
     });
   });
 }
+void launchExponent(const ExponentArgs& args, void* stream) {
+  launch("exponent", stream, [&] {
+    ExponentArgs on_host = args;
+    on_host.stats = resolved(args.stats, sizeof(*args.stats));
+    on_host.tail = resolved(args.tail, args.numel * sizeof(*args.tail));
+    return [=] { processor().writeExponent(on_host, nullptr); };
+  });
+}
 bool launchReduce(DType dtype, ReduceOp op, const ReduceArgs& args, void* stream) {
   return withFold(dtype, op, [&](auto) {
     launch("reduce", stream, [&] {

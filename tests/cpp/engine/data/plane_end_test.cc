@@ -33,7 +33,7 @@ ErrorCode late(const PlaneEnd& end) {
   end.endAtOnce(operation);
   const auto error = operation.error();
   EXPECT_TRUE(error.has_value());
-  EXPECT_EQ(error->phase, "not_started");
+  EXPECT_STREQ(error->phase.text(), "not_started");
   return error->code;
 }
 

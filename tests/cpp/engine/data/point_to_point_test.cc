@@ -17,12 +17,12 @@ TEST(PointToPoint, TheKthReceiveIsForTheKthSend) {
   for (uint64_t k = 0; k < 6; ++k) {
     const PointToPoint::Name sent = sender.nameSend(2);
     EXPECT_EQ(sent.index, k);
-    if (k % 2 == 0) { // the receive is posted before its message is heard of, or after
+    if (k % 2 == 0) { // the receive is posted before its message arrives, or after
       receiver.postReceive(k, 0, 7);
       EXPECT_EQ(receiver.waitingFor(0), 1U);
       EXPECT_TRUE(receiver.takeMatches().empty());
     }
-    receiver.heard(0, 7, sent);
+    receiver.arrived(0, 7, sent);
     if (k % 2 == 1) {
       receiver.postReceive(k, 0, 7);
     }
@@ -48,9 +48,9 @@ TEST(PointToPoint, NamesDifferByRankAndCount) {
 
 TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
   PointToPoint receiver(2, 4, kGroup);
-  receiver.heard(3, 7, named(30));
-  receiver.heard(1, 7, named(10));
-  receiver.heard(0, 8, named(1)); // another tag
+  receiver.arrived(3, 7, named(30));
+  receiver.arrived(1, 7, named(10));
+  receiver.arrived(0, 8, named(1)); // another tag
   receiver.postReceive(10, PointToPoint::kAnyRank, 7);
   receiver.postReceive(11, PointToPoint::kAnyRank, 7);
   receiver.postReceive(12, PointToPoint::kAnyRank, 7);
@@ -59,7 +59,7 @@ TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
   EXPECT_EQ(matches[0].from, 3);
   EXPECT_EQ(matches[0].name.id, named(30).id);
   EXPECT_EQ(matches[1].from, 1);
-  receiver.heard(0, 7, named(2));
+  receiver.arrived(0, 7, named(2));
   matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
   EXPECT_EQ(matches[0].ticket, 12U);
@@ -69,8 +69,8 @@ TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
 TEST(PointToPoint, MessagesOfOneSenderAndTagKeepTheirOrder) {
   PointToPoint receiver(2, 3, kGroup);
   for (uint64_t k = 0; k < 4; ++k) {
-    receiver.heard(0, 7, named(2 * k));
-    receiver.heard(0, 8, named(2 * k + 1));
+    receiver.arrived(0, 7, named(2 * k));
+    receiver.arrived(0, 8, named(2 * k + 1));
   }
   for (uint64_t k = 0; k < 4; ++k) {
     receiver.postReceive(k, k % 2 == 0 ? 0 : PointToPoint::kAnyRank, 8);
@@ -84,13 +84,13 @@ TEST(PointToPoint, AReceiveFromOneRankDoesNotOvertakeOneFromAny) {
   PointToPoint receiver(2, 3, kGroup);
   receiver.postReceive(10, PointToPoint::kAnyRank, 7);
   receiver.postReceive(11, 0, 7);
-  receiver.heard(0, 7, named(1));
+  receiver.arrived(0, 7, named(1));
   auto matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
   EXPECT_EQ(matches[0].ticket, 10U);
-  receiver.heard(1, 7, named(5)); // for nobody
+  receiver.arrived(1, 7, named(5)); // for nobody
   EXPECT_TRUE(receiver.takeMatches().empty());
-  receiver.heard(0, 7, named(2));
+  receiver.arrived(0, 7, named(2));
   matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
   EXPECT_EQ(matches[0].ticket, 11U);
@@ -101,7 +101,7 @@ TEST(PointToPoint, AReceiveFromOneRankIsNotKeptBackByOneFromAnother) {
   PointToPoint receiver(2, 3, kGroup);
   receiver.postReceive(10, 0, 7);
   receiver.postReceive(11, 1, 7);
-  receiver.heard(1, 7, named(5));
+  receiver.arrived(1, 7, named(5));
   const auto matches = receiver.takeMatches();
   ASSERT_EQ(matches.size(), 1U);
   EXPECT_EQ(matches[0].ticket, 11U);
@@ -123,8 +123,8 @@ TEST(PointToPoint, ATagThatNobodyWaitsUnderCostsNothing) {
   PointToPoint receiver(1, 2, kGroup);
   for (uint32_t tag = 0; tag < 10000; ++tag) {
     receiver.postReceive(2 * tag, 0, tag);
-    receiver.heard(0, tag, named(2 * tag));
-    receiver.heard(0, tag, named(2 * tag + 1));
+    receiver.arrived(0, tag, named(2 * tag));
+    receiver.arrived(0, tag, named(2 * tag + 1));
     receiver.postReceive(2 * tag + 1, PointToPoint::kAnyRank, tag);
     ASSERT_EQ(receiver.takeMatches().size(), 2U);
     ASSERT_EQ(receiver.tags(), 0U);

@@ -130,9 +130,9 @@ TEST(Protocol, SmallGoesEagerlyLargeWaitsForCredit) {
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::No);
 
   EXPECT_EQ(root.arrived(1, frameOf(large, FrameType::Credit, 0, 1 << 20), Clock::now()), Protocol::Verdict::Ignore);
-  const auto pumps = of(ActionKind::Pump, root.takeActions());
-  ASSERT_EQ(pumps.size(), 1U);
-  EXPECT_EQ(pumps.front().op_id, 2U);
+  const auto may_send = of(ActionKind::MaySend, root.takeActions());
+  ASSERT_EQ(may_send.size(), 1U);
+  EXPECT_EQ(may_send.front().op_id, 2U);
   EXPECT_EQ(root.maySend(2, 1, 256 << 10), Protocol::Permission::Credit);
   root.sent(2, 1, 1 << 20, Protocol::Permission::Credit);
   EXPECT_EQ(root.maySend(2, 1, 1), Protocol::Permission::No);
@@ -221,11 +221,11 @@ TEST(Protocol, RoomThatComesBackIsForTheOldest) {
   room.group = 7;
   room.aux = 1000;
   static_cast<void>(root.arrived(1, room, Clock::now()));
-  std::vector<uint64_t> pumped;
-  for (const Protocol::Action& action : of(ActionKind::Pump, root.takeActions())) {
-    pumped.push_back(action.op_id);
+  std::vector<uint64_t> may_send;
+  for (const Protocol::Action& action : of(ActionKind::MaySend, root.takeActions())) {
+    may_send.push_back(action.op_id);
   }
-  EXPECT_EQ(pumped, oldest_first);
+  EXPECT_EQ(may_send, oldest_first);
 }
 
 TEST(Protocol, OfManyOperationsTheOldestAsk) {
@@ -584,7 +584,7 @@ TEST(Protocol, CreditForWhatHasEndedIsNotKept) {
     ASSERT_FALSE(root.failed()) << of(ActionKind::Fail, root.takeActions()).front().record.summary;
     static_cast<void>(root.takeActions());
   }
-  EXPECT_EQ(root.usage().heard, 0U);
+  EXPECT_EQ(root.usage().unexpected, 0U);
   EXPECT_LE(root.usage().past, static_cast<size_t>(protocolConfig(0, 2).eager_pool_nbytes / (4 * kNumel)) + 1);
 }
 
@@ -660,12 +660,12 @@ TEST(Protocol, ManyCollectivesAheadTakeNoPlacesOfMessages) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Broadcast), Clock::now()));
   }
   EXPECT_EQ(of(ActionKind::Send, slow.takeActions()).size(), 2 * places) << "each is answered";
-  EXPECT_EQ(slow.usage().heard, places) << "and so many are kept";
+  EXPECT_EQ(slow.usage().unexpected, places) << "and so many are kept";
   for (size_t i = 0; i < places; ++i) {
     static_cast<void>(slow.arrived(0, waitingIn(2 * places + i, Collective::Send), Clock::now()));
     ASSERT_FALSE(slow.failed()) << i << ": " << of(ActionKind::Fail, slow.takeActions()).front().record.summary;
   }
-  EXPECT_EQ(slow.usage().heard, 2 * places);
+  EXPECT_EQ(slow.usage().unexpected, 2 * places);
 }
 
 TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
@@ -675,7 +675,7 @@ TEST(Protocol, ManyMessagesAheadTakeNoPlacesOfCollectives) {
     static_cast<void>(slow.arrived(0, waitingIn(i, Collective::Send), Clock::now()));
   }
   static_cast<void>(slow.arrived(0, waitingIn(places, Collective::Broadcast), Clock::now()));
-  EXPECT_EQ(slow.usage().heard, places + 1);
+  EXPECT_EQ(slow.usage().unexpected, places + 1);
   EXPECT_FALSE(slow.failed());
 }
 

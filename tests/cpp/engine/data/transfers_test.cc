@@ -81,10 +81,10 @@ struct TransfersTest : ::testing::Test {
     return header;
   }
   /// The frame of the operation arrives before that.
-  void arriveEarly(const FrameHeader& header) {
+  void arriveUnexpected(const FrameHeader& header) {
     ASSERT_EQ(protocol.arrived(0, header, now), Protocol::Verdict::Hold);
-    Sink sink = transfers.hold(header);
-    EXPECT_TRUE(sink.held);
+    Sink sink = transfers.placeUnexpected(header);
+    EXPECT_TRUE(sink.unexpected);
     ASSERT_EQ(sink.into.nbytes, header.payload_nbytes);
     std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
     EXPECT_FALSE(transfers.arrived(0, header, std::move(sink)));
@@ -117,14 +117,14 @@ TEST_F(TransfersTest, AFrameGoesStraightToItsPlace) {
 
 TEST_F(TransfersTest, FramesThatCameBeforeTheirOperationAreReplayed) {
   const auto operation = broadcast(1);
-  arriveEarly(frameOf(*operation));
-  EXPECT_EQ(transfers.heldFrames(), 1U);
+  arriveUnexpected(frameOf(*operation));
+  EXPECT_EQ(transfers.unexpectedFrames(), 1U);
   EXPECT_EQ(staging.takenNbytes(), kNumel * sizeof(float));
   Transfer& transfer = transfers.add(operation, now);
   transfer.start();
   EXPECT_EQ(transfers.takeComplete(1), nullptr);
-  transfers.replayHeld(transfer);
-  EXPECT_EQ(transfers.heldFrames(), 0U);
+  transfers.replayUnexpected(transfer);
+  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
   EXPECT_NE(transfers.takeComplete(1), nullptr);
   EXPECT_EQ(output, values);
   EXPECT_EQ(staging.takenNbytes(), 0U);
@@ -134,11 +134,11 @@ TEST_F(TransfersTest, AFrameWhoseOperationIsPostedBeforeItsLastByteIsNotHeld) {
   const auto operation = broadcast(1);
   const FrameHeader header = frameOf(*operation);
   ASSERT_EQ(protocol.arrived(0, header, now), Protocol::Verdict::Hold);
-  Sink sink = transfers.hold(header);
+  Sink sink = transfers.placeUnexpected(header);
   std::memcpy(sink.into.ptr, values.data(), sink.into.nbytes);
   transfers.add(operation, now).start();
   EXPECT_TRUE(transfers.arrived(0, header, std::move(sink)));
-  EXPECT_EQ(transfers.heldFrames(), 0U);
+  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
   EXPECT_NE(transfers.takeComplete(1), nullptr);
   EXPECT_EQ(output, values);
 }
@@ -146,7 +146,7 @@ TEST_F(TransfersTest, AFrameWhoseOperationIsPostedBeforeItsLastByteIsNotHeld) {
 TEST_F(TransfersTest, AllEndOnceAndNoFrameStaysHeld) {
   const auto one = broadcast(1);
   const auto other = broadcast(2);
-  arriveEarly(frameOf(*broadcast(3)));
+  arriveUnexpected(frameOf(*broadcast(3)));
   transfers.add(other, now).start();
   transfers.add(one, now).start();
   EXPECT_EQ(transfers.first(), one.get()) << "the lowest id";
@@ -158,7 +158,7 @@ TEST_F(TransfersTest, AllEndOnceAndNoFrameStaysHeld) {
     ended.push_back(transfer.operation().request().id.sequence);
   });
   EXPECT_EQ(ended, (std::vector<int64_t>{1, 2}));
-  EXPECT_EQ(transfers.heldFrames(), 0U);
+  EXPECT_EQ(transfers.unexpectedFrames(), 0U);
   EXPECT_EQ(staging.takenNbytes(), 0U);
   EXPECT_EQ(lane.busy, 0);
   EXPECT_EQ(transfers.oldest(), nullptr);

@@ -489,9 +489,9 @@ TEST(HostPlane, AFailureEndsACallerThatWaits) {
       post(host.plane(0), counter, {Collective::AllReduce, 1, ReduceOp::Sum}, viewOf(values), viewOf(values), true);
   std::thread waiter([&] { finish(host.plane(0), *operation); });
   host.waitUntilStuck(0); // it sleeps, or is about to
-  const HostPlane::Standing standing = host.plane(0).standing(*operation);
-  EXPECT_EQ(standing.not_entered, 1);
-  EXPECT_EQ(standing.behind, -1);
+  const HostPlane::WaitsFor found = host.plane(0).waitsFor(*operation);
+  EXPECT_EQ(found.not_entered, 1);
+  EXPECT_EQ(found.behind, -1);
   ErrorRecord cause;
   cause.code = ErrorCode::PeerDead;
   cause.peer = 1;
@@ -562,7 +562,7 @@ TEST(HostPlane, ALateRankDoesNotEndWhatAnotherHasGivenUp) {
         post(host.plane(1), counter1, wish, viewOf(theirs), gathers ? viewOf(all1) : viewOf(theirs), true);
     (void)host.plane(1).drive(*late, Deadline::after(100));
     EXPECT_FALSE(late->done()) << static_cast<int>(wish.kind);
-    EXPECT_EQ(host.plane(1).standing(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
+    EXPECT_EQ(host.plane(1).waitsFor(*late).not_entered, -1) << "rank 0 had entered it: it is not the one to blame";
     failNow(host.plane(1), cause);
     ASSERT_TRUE(late->done());
     ASSERT_TRUE(late->error()) << static_cast<int>(wish.kind);
@@ -643,8 +643,8 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   host.waitUntilStuck(0); // it has read all that it wants
   uint64_t rounds = 0;
   uint64_t blocked = 0;
-  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // the descriptors agree
-  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::Progress::Moved); // a part is read
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::AdvanceResult::Moved); // the descriptors agree
+  ASSERT_EQ(rank1.advance(rounds, blocked), HostTransfer::AdvanceResult::Moved); // a part is read
   ErrorRecord cause;
   cause.code = ErrorCode::PeerUnresponsive;
   cause.peer = 1;
@@ -652,11 +652,11 @@ TEST(HostPlane, WhatWasReadFromARankThatGaveUpIsNoResult) {
   waiter.join();
   ASSERT_TRUE(first->error());
   own[kNumel - 1] = -1.0F;
-  HostTransfer::Progress progress = HostTransfer::Progress::Moved;
-  while (progress == HostTransfer::Progress::Moved) {
-    progress = rank1.advance(rounds, blocked);
+  HostTransfer::AdvanceResult result = HostTransfer::AdvanceResult::Moved;
+  while (result == HostTransfer::AdvanceResult::Moved) {
+    result = rank1.advance(rounds, blocked);
   }
-  EXPECT_EQ(progress, HostTransfer::Progress::Blocked);
+  EXPECT_EQ(result, HostTransfer::AdvanceResult::Blocked);
 }
 
 // A rank with a bug writes a place into its slot that is not in its heap, or from which the operand does not fit into it.

@@ -67,13 +67,13 @@ TEST(Credits, RoomThatComesBackIsForTheOldestOperation) {
     postTo(credits, op_id, sending(10));
   }
   ASSERT_EQ(credits.granted(0, 1, 100), nullptr);
-  std::vector<uint64_t> pumped;
+  std::vector<uint64_t> may_send;
   for (const Credits::Action& action : credits.takeActions()) {
-    EXPECT_EQ(action.kind, CreditKind::Pump);
+    EXPECT_EQ(action.kind, CreditKind::MaySend);
     EXPECT_EQ(action.peer, 1);
-    pumped.push_back(action.op_id);
+    may_send.push_back(action.op_id);
   }
-  EXPECT_EQ(pumped, (std::vector<uint64_t>{10, 20, 30}));
+  EXPECT_EQ(may_send, (std::vector<uint64_t>{10, 20, 30}));
 }
 
 TEST(Credits, AReceiverGrantsAWindowAtOnceAndRaisesItByQuarters) {

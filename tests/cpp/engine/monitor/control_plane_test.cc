@@ -3,7 +3,6 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
 
 #include <cstring>
 #include <future>
@@ -16,7 +15,7 @@
 #include "engine/loop/event_loop.h"
 #include "engine/operation/issue_context.h"
 #include "schedule/step.h"
-#include "transport/net/socket_link.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm::testing {
 namespace {
@@ -51,10 +50,8 @@ class Plane {
     events.bulk_link = [this](const Hello&, std::unique_ptr<Link>) { ++bulk_links; };
     events.left = [](int) {};
     events.asked = [this](int from, const FrameHeader& question) { asked.emplace_back(from, question); };
-    int ends[2] = {-1, -1};
-    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    peer = std::make_unique<SocketLink>(UniqueFd(ends[0]));
-    auto link = std::make_unique<SocketLink>(UniqueFd(ends[1]));
+    auto [near, link] = namelessPair();
+    peer = std::move(near);
     loop_.run([&] {
       plane_ =
           std::make_unique<ControlPlane>(identity(), loop_, std::vector<Listener>(), membership, std::move(events));
@@ -86,10 +83,8 @@ class Plane {
     Accepted accepted;
     accepted.hello = identity().hello(purpose);
     accepted.hello.rank = rank;
-    int ends[2] = {-1, -1};
-    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-    const UniqueFd other(ends[0]);
-    accepted.link = std::make_unique<SocketLink>(UniqueFd(ends[1]));
+    auto [near, other] = namelessPair();
+    accepted.link = std::move(near);
     loop_.run([&] { plane_->welcome(std::move(accepted)); });
   }
   std::vector<int> missing() {
@@ -248,10 +243,9 @@ class Crossroads {
       plane_ = std::make_unique<ControlPlane>(self, loop_, std::vector<Listener>(), membership, std::move(events));
       plane_->open();
       for (const int peer : membership.neighbours) {
-        int ends[2] = {-1, -1};
-        EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
-        links_[peer] = std::make_unique<SocketLink>(UniqueFd(ends[0]));
-        plane_->adopt(peer, std::make_unique<SocketLink>(UniqueFd(ends[1])));
+        auto [near, far] = namelessPair();
+        links_[peer] = std::move(near);
+        plane_->adopt(peer, std::move(far));
       }
     });
   }

@@ -8,12 +8,17 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
+#include <cstring>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
+#include "engine/monitor/host_greeting.h"
 #include "sanitized.h"
+#include "transport/memory/unix_passing.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {
@@ -23,6 +28,55 @@ namespace {
 bool asks(const std::string& name, uint64_t key, int timeout_ms) {
   const AbortToken none;
   return static_cast<bool>(HostMates::ask(name, key, Deadline::after(timeout_ms), none));
+}
+
+/// What the process of that name answers to who asks for a report; "none" if it has none.
+std::string reportOf(const std::string& name) {
+  const UniqueFd socket = connectToMate(name);
+  std::array<char, 64> room{};
+  UniqueFd memory;
+  const auto take = [&] {
+    ssize_t got = -1;
+    for (int i = 0; i < 1000 && (got = takeMessage(socket.get(), room.data(), room.size(), memory)) < 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return got;
+  };
+  EXPECT_EQ(take(), static_cast<ssize_t>(sizeof(Greeting)));
+  Ask ask;
+  ask.magic = Ask::kReport;
+  EXPECT_TRUE(passMessage(socket.get(), &ask, sizeof ask, -1));
+  memory.reset();
+  EXPECT_EQ(take(), static_cast<ssize_t>(sizeof ask));
+  std::memcpy(&ask, room.data(), sizeof ask);
+  EXPECT_EQ(ask.magic, Ask::kReport);
+  if (ask.there == 0) {
+    return "none";
+  }
+  std::string text(ask.key, '?');
+  EXPECT_EQ(::pread(memory.get(), text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
+  return text;
+}
+
+TEST(HostMates, TellsAProcessThatAsksWhatThisOneIsDoing) {
+  EventLoop loop("test");
+  std::string said = "all is well";
+  HostMates mates(loop, [&] {
+    if (said == "throw") {
+      throw std::bad_alloc();
+    }
+    return said;
+  });
+  const std::string name = mates.name();
+  EXPECT_EQ(reportOf(name), "all is well");
+  loop.run([&] { said.assign(100000, 'x'); });
+  EXPECT_EQ(reportOf(name), std::string(100000, 'x'));
+  loop.run([&] { said = "throw"; });
+  EXPECT_EQ(reportOf(name), "none");
+  loop.run([&] { said.clear(); });
+  EXPECT_EQ(reportOf(name), "none");
+  mates.close();
+  loop.stop();
 }
 
 // A lack of files passes: processes that asked meanwhile are served when it is over, and so are later ones.

@@ -199,7 +199,7 @@ TEST(Membership, AResetIsADeathAfter40MsWithoutAGoodbye) {
   membership.tick(start + milliseconds(40));
   ASSERT_TRUE(membership.failure());
   EXPECT_EQ(membership.failure()->code, ErrorCode::PeerDead);
-  EXPECT_EQ(membership.failure()->phase, "") << "the doubt is over";
+  EXPECT_STREQ(membership.failure()->phase.text(), "") << "the doubt is over";
 }
 
 // Else a rank that hears of the reset has failed, when the one whose link it was gets the goodbye and goes on.
@@ -242,8 +242,8 @@ TEST(Membership, AProofOfTheDeathEndsTheDoubtHereAndElsewhere) {
   hears.reported(1, news[1].record, start + milliseconds(12));
   const std::vector<Membership::Action> passed = hears.takeActions();
   ASSERT_EQ(passed.size(), 2U) << "each report once";
-  EXPECT_NE(passed[0].record.phase, "");
-  EXPECT_EQ(passed[1].record.phase, "");
+  EXPECT_STRNE(passed[0].record.phase.text(), "");
+  EXPECT_STREQ(passed[1].record.phase.text(), "");
 
   Membership late(membershipConfig(0, 3), start);
   late.controlClosed(1, "reset", start, true);

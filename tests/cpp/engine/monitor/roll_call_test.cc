@@ -59,7 +59,7 @@ class RollCallTest : public ::testing::Test {
     schedule.incoming.back().peer = from;
     schedule.incoming.back().steps.resize(1);
     const auto id = static_cast<uint64_t>(sequence);
-    credits.posted(id, schedule, false, roll.heardFrom(id));
+    credits.posted(id, schedule, false, roll.unexpectedFrom(id));
     roll.entered(OperationId{id, sequence}, barrierOf(), deadline, at(0));
   }
   void end(uint64_t op_id) {
@@ -141,12 +141,12 @@ TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
   roll.answered(2, answer, at(3));
   roll.answered(3, answer, at(3));
   ASSERT_EQ(roll.missing(1)->peer, 2);
-  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::Standing::Entered); // its question
+  EXPECT_EQ(roll.compared(2, rollFrame(1, barrierOf())), RollCall::OperationState::Entered); // its question
   EXPECT_EQ(roll.missing(1)->peer, 3);
   roll.answered(2, answer, at(5)); // which was on its way for longer
   EXPECT_EQ(roll.missing(1)->peer, 3);
   EXPECT_FALSE(roll.missing(1, 2));
-  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::Standing::Entered);
+  EXPECT_EQ(roll.compared(3, rollFrame(1, barrierOf(), FrameType::Credit)), RollCall::OperationState::Entered);
   EXPECT_FALSE(roll.missing(1));
   roll.tick(at(200));
   static_cast<void>(roll.takeActions());
@@ -158,13 +158,14 @@ TEST_F(RollCallTest, ARankThatHasEnteredSinceIsNotMissing) {
 TEST_F(RollCallTest, AnOldQuestionIsAnsweredOnceMoreAndNotWithoutEnd) {
   const uint64_t theirs = kDerivedIdBit | 5;
   enter(1);
-  EXPECT_TRUE(roll.remember(2, rollFrame(theirs, barrierOf()), at(0)));
+  EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(theirs, barrierOf()), at(0)));
   const FrameHeader answer = rollFrame(1, barrierOf(), FrameType::NotEntered);
   for (int i = 0; i < 3; ++i) {
     roll.answered(2, answer, at(20000 + i));
   }
   EXPECT_EQ(taken(Kind::Send).size(), 1U);
-  EXPECT_TRUE(roll.remember(2, rollFrame(theirs, barrierOf()), at(30000))); // it asks again, and is stopped once more
+  EXPECT_TRUE(
+      roll.keepUnexpected(2, rollFrame(theirs, barrierOf()), at(30000))); // it asks again, and is stopped once more
   roll.answered(2, answer, at(35000));
   EXPECT_EQ(taken(Kind::Send).size(), 1U);
 }
@@ -174,11 +175,11 @@ TEST_F(RollCallTest, AnAnswerAboutWhatIsForgottenIsNotAQuestion) {
   answer.aux = 1;
   roll.asked(2, answer, at(0));
   EXPECT_TRUE(roll.takeActions().empty());
-  EXPECT_FALSE(roll.hasHeardOf(kDerivedIdBit | 5));
+  EXPECT_FALSE(roll.isUnexpected(kDerivedIdBit | 5));
 }
 
 TEST_F(RollCallTest, ARankThatCameFirstIsNotMissing) {
-  EXPECT_TRUE(roll.remember(2, rollFrame(1, barrierOf()), at(0)));
+  EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(1, barrierOf()), at(0)));
   enter(1);
   roll.answered(2, rollFrame(1, barrierOf(), FrameType::NotEntered), at(1));
   EXPECT_FALSE(roll.missing(1));
@@ -239,7 +240,7 @@ class StandOffTest : public RollCallTest {
  protected:
   static constexpr uint64_t kTheirs = kDerivedIdBit | 8;
   void hearOfTheirs(int ms) {
-    EXPECT_TRUE(roll.remember(1, rollFrame(kTheirs, barrierOf()), at(ms)));
+    EXPECT_TRUE(roll.keepUnexpected(1, rollFrame(kTheirs, barrierOf()), at(ms)));
   }
   void answer(int ms) {
     static_cast<void>(roll.takeActions());
@@ -343,27 +344,27 @@ TEST_F(RollCallTest, DeadlinesAreReportedAlsoAfterAFailure) {
 
 TEST_F(RollCallTest, WhatArrivesIsComparedWithWhatIsEnteredEndedOrEnteredLater) {
   enter(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Entered);
-  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::Standing::Unknown);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Entered);
+  EXPECT_EQ(roll.compared(1, rollFrame(2, barrierOf())), RollCall::OperationState::Unknown);
   end(1);
-  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::Standing::Past);
+  EXPECT_EQ(roll.compared(1, rollFrame(1, barrierOf())), RollCall::OperationState::Past);
   EXPECT_FALSE(roll.failed());
 
-  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(9)), at(1)));
-  EXPECT_TRUE(roll.hasHeardOf(2));
-  EXPECT_EQ(roll.heardFrom(2), std::vector<int>{3});
+  EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(9)), at(1)));
+  EXPECT_TRUE(roll.isUnexpected(2));
+  EXPECT_EQ(roll.unexpectedFrom(2), std::vector<int>{3});
   enter(2);
   const std::vector<RollCall::Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::CollectiveMismatch);
   EXPECT_EQ(failures[0].record.peer, 3);
-  EXPECT_FALSE(roll.hasHeardOf(2));
+  EXPECT_FALSE(roll.isUnexpected(2));
 }
 
 TEST_F(RollCallTest, APeerThatContradictsItselfBreaksTheProtocol) {
-  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(1)), at(1)));
-  EXPECT_TRUE(roll.remember(3, rollFrame(2, barrierOf(1)), at(1)));
-  EXPECT_FALSE(roll.remember(3, rollFrame(2, barrierOf(2)), at(1)));
+  EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
+  EXPECT_TRUE(roll.keepUnexpected(3, rollFrame(2, barrierOf(1)), at(1)));
+  EXPECT_FALSE(roll.keepUnexpected(3, rollFrame(2, barrierOf(2)), at(1)));
   const std::vector<RollCall::Action> failures = taken(Kind::Fail);
   ASSERT_EQ(failures.size(), 1U);
   EXPECT_EQ(failures[0].record.code, ErrorCode::ProtocolViolation);
@@ -381,7 +382,7 @@ TEST_F(RollCallTest, AQuestionAboutWhatIsNotEnteredIsAnsweredAlsoIfThereIsNoPlac
     EXPECT_EQ(answers[0].header.op_id, op_id);
     EXPECT_EQ(answers[0].header.aux, 1U) << "the last one that was entered";
   }
-  EXPECT_EQ(roll.usage().heard, kPlaces);
+  EXPECT_EQ(roll.usage().unexpected, kPlaces);
   roll.asked(1, rollFrame(1, barrierOf()), at(1));
   EXPECT_TRUE(taken(Kind::Send).empty()) << "it is entered here";
 }
@@ -397,10 +398,10 @@ TEST_F(RollCallTest, ASenderAnnouncesNoMoreMessagesThanThereArePlacesAndQuestion
 }
 
 TEST_F(RollCallTest, AnOperationThatWentAnotherWayIsComparedAndIsTheLastOne) {
-  EXPECT_TRUE(roll.remember(2, rollFrame(5, barrierOf()), at(0)));
+  EXPECT_TRUE(roll.keepUnexpected(2, rollFrame(5, barrierOf()), at(0)));
   roll.passed(OperationId{5, 5}, barrierOf());
   EXPECT_FALSE(roll.failed());
-  EXPECT_FALSE(roll.hasHeardOf(5));
+  EXPECT_FALSE(roll.isUnexpected(5));
   roll.asked(1, rollFrame(4, barrierOf()), at(1));
   EXPECT_TRUE(taken(Kind::Send).empty()) << "a counted operation before the last one is over";
   roll.asked(1, rollFrame(6, barrierOf()), at(1));

@@ -277,6 +277,36 @@ TEST(FlightRecorder, KeepsTheLastClosedGroups) {
   EXPECT_EQ(text.find("group10."), std::string::npos);
 }
 
+// What waits is what is asked for: it is there however many have ended since.
+TEST(FlightRecorder, ReportsWhatWaitsAndWhatEndedLast) {
+  CallbackPool pool;
+  FlightRecorder recorder(pool);
+  FlightLog::Subject subject;
+  subject.group = "closed.";
+  subject.slots = 200;
+  recorder.open(subject)->reached(GroupPhase::Closed);
+  subject.group = "open.";
+  const auto log = recorder.open(subject);
+  for (int64_t sequence = 1; sequence <= 200; ++sequence) {
+    const FlightLog::Mark mark = issue(log, sequence);
+    if (sequence % 2 == 0) {
+      mark.ended(std::nullopt);
+    }
+  }
+  const std::string text = recorder.report();
+  EXPECT_EQ(text.find("closed."), std::string::npos);
+  const auto has = [&](int sequence) {
+    return text.find("\"sequence\":" + std::to_string(sequence) + ",") != std::string::npos;
+  };
+  EXPECT_TRUE(has(1));
+  EXPECT_TRUE(has(127)); // the 64th that waits
+  EXPECT_FALSE(has(129));
+  EXPECT_TRUE(has(200));
+  EXPECT_TRUE(has(186));
+  EXPECT_FALSE(has(184));
+  EXPECT_NE(text.find("\"complete\":false"), std::string::npos);
+}
+
 TEST(FlightRecorder, AGroupRecordsItsOperations) {
   runRanks(3, [](Rank& self) {
     std::vector<float> values(1000, 1.0F);

@@ -77,14 +77,14 @@ MUTATIONS = [
     Mutation(
         "ignore the pool's size when sending",
         "credits.cc",
-        "return early && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ?",
-        "return early ?",
+        "return within_eager && pool.eager_out + cost(nbytes) <= config_.eager_pool_nbytes ?",
+        "return within_eager ?",
     ),
     Mutation(
-        "forget credit that came early",
+        "forget credit of unexpected operations",
         "credits.cc",
-        "early.limit = std::max(early.limit, limit);",
-        "early.limit = 0;",
+        "unexpected.limit = std::max(unexpected.limit, limit);",
+        "unexpected.limit = 0;",
     ),
     Mutation(
         "no credit from a crowded pool",
@@ -94,7 +94,7 @@ MUTATIONS = [
         survives="only callbacks may issue in another order on each rank; no program here has any",
     ),
     Mutation(
-        "do not compare what was heard before posting",
+        "do not compare unexpected operations",
         "roll_call.cc",
         "    compare(expectedFrom(op, entry.first), entry.first, entry.second, id);\n",
         "",
@@ -182,7 +182,10 @@ MUTATIONS = [
         "    if (false) {\n",
     ),
     Mutation(
-        "held frames are not replayed", "exchange.cc", "  transfers_.replayHeld(transfer);\n", ""
+        "unexpected frames are not replayed",
+        "exchange.cc",
+        "  transfers_.replayUnexpected(transfer);\n",
+        "",
     ),
     Mutation(
         "operations end before the links stop",
@@ -268,13 +271,13 @@ MUTATIONS = [
         "",
     ),
     Mutation(
-        "a message counts each time it is heard",
+        "a message counts for each of its frames",
         "messages.cc",
-        "const bool first = !running && !protocol_.hasHeardOf(header.op_id);",
+        "const bool first = !running && !protocol_.isUnexpected(header.op_id);",
         "const bool first = true;",
     ),
     Mutation(
-        "credit for what has ended is remembered",
+        "credit for what has ended is kept",
         "protocol.cc",
         "credits_.isPast(peer, header.op_id) || ",
         "",

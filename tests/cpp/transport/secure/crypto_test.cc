@@ -74,15 +74,6 @@ TEST(Crypto, ComparesAllBytes) {
   }
 }
 
-TEST(Crypto, DrawsOtherBytesEachTimeAndFillsAll) {
-  std::string first(100000, '\0');
-  std::string second(100000, '\0');
-  fillRandom(first.data(), first.size());
-  fillRandom(second.data(), second.size());
-  EXPECT_NE(first, second);
-  EXPECT_LT(std::count(first.end() - 1000, first.end(), '\0'), 50); // 4 are expected
-}
-
 TEST(Key, MovesWithoutACopyAndIsGivenBack) {
   Key key = hkdfSha256("secret", "", "test");
   const std::string bytes(key.view());

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -18,9 +17,8 @@
 
 #include "base/error.h"
 #include "transport/link_peer.h"
-#include "transport/loopback.h"
-#include "transport/net/listener.h"
-#include "transport/net/socket_link.h"
+#include "transport/secure/tls_contexts.h"
+#include "transport/socket_pairs.h"
 #include "transport/striped_link.h"
 #include "transport/wire.h"
 
@@ -28,39 +26,20 @@ namespace pycomm {
 namespace {
 
 using testing::Bytes;
+using testing::Context;
 using testing::errorOf;
 using ::testing::HasSubstr;
-using testing::kLoopback;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
+using testing::newContext;
 using testing::pattern;
 using testing::PeerPlace;
 using testing::readExactly;
+using testing::SocketPair;
 using testing::soon;
-
-std::shared_ptr<const Secret> secretOfTheLinks() {
-  static const auto secret = std::make_shared<const Secret>(Secret::generate());
-  return secret;
-}
-
-using Context = std::shared_ptr<const TlsContext>;
-
-Context contextOf(const std::shared_ptr<const Secret>& secret = secretOfTheLinks(), const TlsOptions& options = {}) {
-  return std::make_shared<const TlsContext>(secret, newProcessId(), options);
-}
-
-LinkPair sockets() {
-  Listener listener = Listener::bind(kLoopback, {});
-  auto first = connectSocket(kLoopback, listener.address(), Deadline::after(10000), AbortToken());
-  pollfd wait{listener.fd(), POLLIN, 0};
-  (void)::poll(&wait, 1, 10000);
-  auto incoming = listener.accept();
-  if (!incoming) {
-    throw Error(ErrorCode::Timeout, "nobody connected");
-  }
-  return {std::move(first), std::make_unique<SocketLink>(std::move(incoming->fd))};
-}
+using testing::tcpPair;
+using testing::theSecret;
 
 /// A handshake in one thread. What an end throws is its error.
 struct Handshake {
@@ -101,14 +80,14 @@ struct TlsPair {
 };
 
 TlsPair unconnected(const Context& client, const Context& server) {
-  LinkPair under = sockets();
+  SocketPair under = tcpPair();
   return {
       TlsLink::connect(client, std::move(under.first), server->self()),
       TlsLink::accept(server, std::move(under.second))};
 }
 
 TlsPair connected(const TlsOptions& options = {}) {
-  TlsPair pair = unconnected(contextOf(secretOfTheLinks(), options), contextOf(secretOfTheLinks(), options));
+  TlsPair pair = unconnected(newContext(theSecret(), options), newContext(theSecret(), options));
   const Handshake result = shake(*pair.client, *pair.server);
   if (!result.good()) {
     throw std::runtime_error(result.client.text() + "\n" + result.server.text());
@@ -154,8 +133,8 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(TlsLink, BothEndsKnowWhoThePeerIs) {
-  const Context client = contextOf();
-  const Context server = contextOf();
+  const Context client = newContext();
+  const Context server = newContext();
   TlsPair pair = unconnected(client, server);
   EXPECT_EQ(pair.client->peer(), "");
   EXPECT_TRUE(shake(*pair.client, *pair.server).good());
@@ -166,23 +145,22 @@ TEST(TlsLink, BothEndsKnowWhoThePeerIs) {
 
 TEST(TlsLink, AnotherSecretIsRefusedAndNamed) {
   const auto other = std::make_shared<const Secret>(Secret::generate());
-  TlsPair pair = unconnected(contextOf(other), contextOf());
+  TlsPair pair = unconnected(newContext(other), newContext());
   const Handshake result = shake(*pair.client, *pair.server);
   EXPECT_EQ(result.server.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.server.summary,
-      HasSubstr(
-          "the peer has another secret (key id " + other->keyId() + ", here " + secretOfTheLinks()->keyId() + ")"));
+      HasSubstr("the peer has another secret (key id " + other->keyId() + ", here " + theSecret()->keyId() + ")"));
   EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.client.summary, HasSubstr("with the secret of key id " + other->keyId() + " does not listen there"));
 }
 
 TEST(TlsLink, AServerTakesItsOwnIdOnlyAndNeverItself) {
-  const Context client = contextOf();
-  const Context server = contextOf();
+  const Context client = newContext();
+  const Context server = newContext();
   const auto refusal = [](const Context& from, const Context& to, const ProcessId& wanted) {
-    LinkPair under = sockets();
+    SocketPair under = tcpPair();
     const auto near = TlsLink::connect(from, std::move(under.first), wanted);
     const auto far = TlsLink::accept(to, std::move(under.second));
     const Handshake result = shake(*near, *far);
@@ -223,7 +201,7 @@ const OpenSsl* misbehaving(const std::function<void(OpenSsl&)>& change) {
 }
 
 Context contextWith(const OpenSsl* ssl, const TlsOptions& options = {}) {
-  return std::make_shared<const TlsContext>(secretOfTheLinks(), newProcessId(), options, *ssl);
+  return std::make_shared<const TlsContext>(theSecret(), newProcessId(), options, *ssl);
 }
 
 // It knows the key id, but not the key.
@@ -235,7 +213,7 @@ TEST(TlsLink, AWrongKeyUnderTheRightIdentityIsRefused) {
     };
   });
   for (const bool client_lies : {true, false}) {
-    const Context honest = contextOf();
+    const Context honest = newContext();
     const Context liar = contextWith(ssl);
     TlsPair pair = client_lies ? unconnected(liar, honest) : unconnected(honest, liar);
     const Handshake result = shake(*pair.client, *pair.server);
@@ -296,7 +274,7 @@ const OpenSsl* withCertificate() {
 
 // TLS falls back to certificates if the server does not know the key, and by default a client believes any.
 TEST(TlsLink, AServerWithACertificateAndNoKeyIsRefused) {
-  TlsPair pair = unconnected(contextOf(), contextWith(withCertificate()));
+  TlsPair pair = unconnected(newContext(), contextWith(withCertificate()));
   const Handshake result = shake(*pair.client, *pair.server);
   EXPECT_EQ(result.client.code, ErrorCode::ProtocolViolation);
   EXPECT_THAT(result.client.cause, HasSubstr("certificate verify failed"));
@@ -358,7 +336,7 @@ TEST(TlsLink, TheWriterChangesItsKeyAfterSoManyRecords) {
     };
   });
   keyUpdates() = 0;
-  TlsPair pair = unconnected(contextWith(ssl, {8}), contextOf());
+  TlsPair pair = unconnected(contextWith(ssl, {8}), newContext());
   ASSERT_TRUE(shake(*pair.client, *pair.server).good());
   for (int i = 0; i < 801; ++i) {
     writeAll(*pair.client, testing::view(pattern(64, 1)), soon(), testing::kNoAbort);
@@ -434,8 +412,8 @@ TEST(TlsLink, AForgedRecordEndsTheConnection) {
 }
 
 TEST(TlsLink, APeerWithoutASecretIsNamed) {
-  LinkPair under = sockets();
-  const auto server = TlsLink::accept(contextOf(), std::move(under.first));
+  SocketPair under = tcpPair();
+  const auto server = TlsLink::accept(newContext(), std::move(under.first));
   FrameHeader hello;
   hello.type = FrameType::Hello;
   writeAll(*under.second, {reinterpret_cast<const std::byte*>(&hello), sizeof hello}, soon(), testing::kNoAbort);
@@ -443,15 +421,15 @@ TEST(TlsLink, APeerWithoutASecretIsNamed) {
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       record.summary,
-      HasSubstr("the peer has no secret, and this process has one (key id " + secretOfTheLinks()->keyId() + ")"));
+      HasSubstr("the peer has no secret, and this process has one (key id " + theSecret()->keyId() + ")"));
 }
 
 TEST(TlsLink, StrangersAreRefused) {
   const std::string large = std::string("\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03", 11) + std::string(16384, 'x');
   for (const std::string& bytes :
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(300, '\0'), large, std::string()}) {
-    LinkPair under = sockets();
-    const auto server = TlsLink::accept(contextOf(), std::move(under.first));
+    SocketPair under = tcpPair();
+    const auto server = TlsLink::accept(newContext(), std::move(under.first));
     writeAll(
         *under.second, {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, soon(), testing::kNoAbort);
     under.second->shutdownWrite();
@@ -480,14 +458,14 @@ TEST(TlsLink, AnErrorOfSomebodyElseIsNotItsOwn) {
   writeAll(*pair.client, testing::view(pattern(10, 1)), soon(), testing::kNoAbort);
   leaveError();
   EXPECT_EQ(readExactly(*pair.server, 10), pattern(10, 1));
-  TlsPair second = unconnected(contextOf(), contextOf());
+  TlsPair second = unconnected(newContext(), newContext());
   leaveError();
   EXPECT_TRUE(shake(*second.client, *second.server).good());
 }
 
 // The other way round: the next call of OpenSSL on this thread may be Python's.
 TEST(TlsLink, LeavesNoErrorOfItsOwn) {
-  TlsPair refused = unconnected(contextOf(std::make_shared<const Secret>(Secret::generate())), contextOf());
+  TlsPair refused = unconnected(newContext(std::make_shared<const Secret>(Secret::generate())), newContext());
   EXPECT_FALSE(shake(*refused.client, *refused.server).good());
   EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
 
@@ -532,7 +510,7 @@ TEST(TlsLink, LostMemoryIsNotThePeersFault) {
     table.SSL_SESSION_new = []() -> SslSession* { return lost ? nullptr : openSsl().SSL_SESSION_new(); };
   });
   const Context client = contextWith(ssl);
-  const Context server = contextOf();
+  const Context server = newContext();
   TlsPair pair = unconnected(client, server);
   lost = true;
   EXPECT_THROW((void)pair.client->finishConnect(), std::bad_alloc);
@@ -548,7 +526,7 @@ TEST(TlsLink, LostMemoryIsNotThePeersFault) {
 
 // The link below lost the connection, and a link that is opened is opened again then.
 TEST(TlsLink, ADropInTheHandshakeIsAReset) {
-  TlsPair pair = unconnected(contextOf(), contextOf());
+  TlsPair pair = unconnected(newContext(), newContext());
   EXPECT_FALSE(pair.client->finishConnect());
   pair.server.reset();
   const ErrorRecord record = errorOf([&] { (void)waitConnected(*pair.client, soon(), testing::kNoAbort); });

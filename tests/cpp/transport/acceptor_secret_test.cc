@@ -13,22 +13,12 @@
 #include "transport/loopback.h"
 #include "transport/net/acceptor.h"
 #include "transport/net/greeted_link.h"
+#include "transport/secure/tls_contexts.h"
 
 namespace pycomm::testing {
 namespace {
 
 using ::testing::HasSubstr;
-
-using Context = std::shared_ptr<const TlsContext>;
-
-const std::shared_ptr<const Secret>& theSecret() {
-  static const auto secret = std::make_shared<const Secret>(Secret::generate());
-  return secret;
-}
-
-Context newContext(const std::shared_ptr<const Secret>& secret = theSecret()) {
-  return std::make_shared<const TlsContext>(secret, newProcessId());
-}
 
 Hello helloOf(int rank) {
   Hello hello;
@@ -83,7 +73,7 @@ struct Door {
   std::vector<Accepted> accepted;
 };
 
-TEST(TlsDoor, APeerGetsInAndBothCanSpeak) {
+TEST(AcceptorSecret, APeerGetsInAndBothCanSpeak) {
   Door door;
   GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
   ASSERT_TRUE(door.open(link));
@@ -102,7 +92,7 @@ TEST(TlsDoor, APeerGetsInAndBothCanSpeak) {
 }
 
 // Bytes behind the Hello are in the link's memory and no longer in the kernel's.
-TEST(TlsDoor, WhatFollowsTheReplyAtOnceIsNotLost) {
+TEST(AcceptorSecret, WhatFollowsTheReplyAtOnceIsNotLost) {
   Door door;
   GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
   const std::string text = "at once";
@@ -122,7 +112,7 @@ TEST(TlsDoor, WhatFollowsTheReplyAtOnceIsNotLost) {
 }
 
 // A member that says it is another rank, and one of another group with the same secret.
-TEST(TlsDoor, ARankIsTakenFromItsOwnProcessOnly) {
+TEST(AcceptorSecret, ARankIsTakenFromItsOwnProcessOnly) {
   Door door;
   for (const Context& process : {door.second, newContext()}) {
     const int64_t before = door.acceptor.rejected();
@@ -133,7 +123,7 @@ TEST(TlsDoor, ARankIsTakenFromItsOwnProcessOnly) {
   }
 }
 
-TEST(TlsDoor, AnotherSecretOrAnotherProcessIsRefusedForGood) {
+TEST(AcceptorSecret, AnotherSecretOrAnotherProcessIsRefusedForGood) {
   Door door;
   const auto other = std::make_shared<const Secret>(Secret::generate());
   ErrorRecord record = door.refusal(helloOf(1), {newContext(other), door.self->self()});
@@ -144,7 +134,7 @@ TEST(TlsDoor, AnotherSecretOrAnotherProcessIsRefusedForGood) {
   EXPECT_TRUE(door.accepted.empty());
 }
 
-TEST(TlsDoor, APlainPeerIsToldWhy) {
+TEST(AcceptorSecret, APlainPeerIsToldWhy) {
   Door door;
   const ErrorRecord record = door.refusal(helloOf(1), {});
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
@@ -153,7 +143,7 @@ TEST(TlsDoor, APlainPeerIsToldWhy) {
   EXPECT_TRUE(door.accepted.empty());
 }
 
-TEST(TlsDoor, APlainPortTellsAPeerWithASecretWhy) {
+TEST(AcceptorSecret, APlainPortTellsAPeerWithASecretWhy) {
   Door door(false);
   const ErrorRecord record = door.refusal(helloOf(1), {door.first, door.self->self()});
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
@@ -162,7 +152,7 @@ TEST(TlsDoor, APlainPortTellsAPeerWithASecretWhy) {
 }
 
 // Neither its own kind of noise nor TLS without the key costs more than a drop.
-TEST(TlsDoor, StrangersAreDropped) {
+TEST(AcceptorSecret, StrangersAreDropped) {
   Door door;
   const std::string hello = std::string("\x16\x03\x01\x00\x05", 5) + "hello";
   for (const std::string& bytes :
@@ -179,7 +169,7 @@ TEST(TlsDoor, StrangersAreDropped) {
 }
 
 // Each of the crowd says one byte that may begin a handshake.
-TEST(TlsDoor, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
+TEST(AcceptorSecret, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
   Door door;
   GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
   pollfd ready{link.fd(), POLLIN, 0};

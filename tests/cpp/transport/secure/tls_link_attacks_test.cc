@@ -12,28 +12,15 @@
 
 #include "base/error.h"
 #include "transport/link_peer.h"
-#include "transport/loopback.h"
-#include "transport/net/listener.h"
-#include "transport/net/socket_link.h"
+#include "transport/secure/tls_contexts.h"
 #include "transport/secure/tls_link.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm::testing {
 namespace {
 
 constexpr size_t kHeaderNbytes = 5;
 constexpr size_t kSentNbytes = 100000; // seven records
-
-std::pair<std::unique_ptr<SocketLink>, std::unique_ptr<SocketLink>> sockets() {
-  Listener listener = Listener::bind(kLoopback, {});
-  auto first = connectSocket(kLoopback, listener.address(), soon(), kNoAbort);
-  pollfd wait{listener.fd(), POLLIN, 0};
-  (void)::poll(&wait, 1, 10000);
-  auto incoming = listener.accept();
-  if (!incoming) {
-    throw Error(ErrorCode::Timeout, "nobody connected");
-  }
-  return {std::move(first), std::make_unique<SocketLink>(std::move(incoming->fd))};
-}
 
 /// Passes bytes on from one link to another, a record at a time.
 class Pump {
@@ -96,11 +83,10 @@ struct Result {
 
 /// The client sends kSentNbytes to the server, through somebody who changes what the client sends.
 Result through(Pump::Change change) {
-  const auto secret = std::make_shared<const Secret>(Secret::generate());
-  const auto near = std::make_shared<const TlsContext>(secret, newProcessId());
-  const auto far = std::make_shared<const TlsContext>(secret, newProcessId());
-  auto [client_socket, proxy_near] = sockets();
-  auto [proxy_far, server_socket] = sockets();
+  const Context near = newContext();
+  const Context far = newContext();
+  auto [client_socket, proxy_near] = tcpPair();
+  auto [proxy_far, server_socket] = tcpPair();
   const auto client = TlsLink::connect(near, std::move(client_socket), far->self());
   const auto server = TlsLink::accept(far, std::move(server_socket));
   Pump there(*proxy_near, *proxy_far, std::move(change));
@@ -147,13 +133,13 @@ bool isPrefix(const Bytes& got) {
 // Records 0 and 1 are the client's handshake; then come full records of data.
 constexpr size_t kVictim = 4;
 
-TEST(TlsAttacks, NobodyInTheMiddleIsHeard) {
+TEST(TlsLinkAttacks, NobodyInTheMiddleIsHeard) {
   const Result result = through([](size_t, std::string&) {});
   EXPECT_TRUE(result.up);
   EXPECT_EQ(result.got, pattern(kSentNbytes, 1)) << result.error.text();
 }
 
-TEST(TlsAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
+TEST(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
   std::string kept;
   const std::vector<std::pair<std::string, Pump::Change>> attacks = {
       {"flip of the first byte",
@@ -203,7 +189,7 @@ TEST(TlsAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
 }
 
 // It looks like the peer's end, and only a goodbye inside TLS is one in order.
-TEST(TlsAttacks, ACutBringsABeginningAndNoMore) {
+TEST(TlsLinkAttacks, ACutBringsABeginningAndNoMore) {
   const Result result = through([](size_t number, std::string& record) {
     if (number == kVictim) {
       record.resize(100);
@@ -217,7 +203,7 @@ TEST(TlsAttacks, ACutBringsABeginningAndNoMore) {
 }
 
 // Bytes of the handshake that OpenSSL does not look at may change; then all that follows is as if they had not.
-TEST(TlsAttacks, AChangedHandshakeLeadsToNoChangedBytes) {
+TEST(TlsLinkAttacks, AChangedHandshakeLeadsToNoChangedBytes) {
   size_t nbytes = 0;
   (void)through([&](size_t number, std::string& record) { nbytes += number == 0 ? record.size() : 0; });
   ASSERT_GT(nbytes, 200U);

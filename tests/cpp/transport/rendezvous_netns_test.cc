@@ -44,7 +44,7 @@ bool canMakeNamespaces() {
     GTEST_SKIP() << "network namespaces need root, `ip` and veth pairs"; \
   }
 
-TEST(Netns, ListsAndChoosesAmongSeveralInterfaces) {
+TEST(RendezvousNetns, ListsAndChoosesAmongSeveralInterfaces) {
   SKIP_WITHOUT_NAMESPACES();
   EXPECT_TRUE(Process([] {
                 if (!isolate() ||
@@ -73,7 +73,7 @@ TEST(Netns, ListsAndChoosesAmongSeveralInterfaces) {
 }
 
 // Two hosts on a wire. The store's host calls itself 127.0.1.1, as Debian does.
-TEST(Netns, TwoHostsMeetOverTheWireAndNotOverLoopback) {
+TEST(RendezvousNetns, TwoHostsMeetOverTheWireAndNotOverLoopback) {
   SKIP_WITHOUT_NAMESPACES();
   DirectoryStore store;
   SharedFlag wired;
@@ -129,7 +129,7 @@ TEST(Netns, TwoHostsMeetOverTheWireAndNotOverLoopback) {
   EXPECT_TRUE(alpha.join(40000));
 }
 
-TEST(Netns, NeverConnectsASocketToItself) {
+TEST(RendezvousNetns, NeverConnectsASocketToItself) {
   SKIP_WITHOUT_NAMESPACES();
   // The only local port there is equals the peer's, where nobody listens: TCP would connect the socket to itself.
   EXPECT_TRUE(Process([] {
@@ -145,7 +145,7 @@ TEST(Netns, NeverConnectsASocketToItself) {
               }).join());
 }
 
-TEST(Netns, SaysWhenAHostHasOnlyLoopback) {
+TEST(RendezvousNetns, SaysWhenAHostHasOnlyLoopback) {
   SKIP_WITHOUT_NAMESPACES();
   DirectoryStore store;
   const auto rankAlone = [&store](int rank) {

@@ -1,0 +1,120 @@
+"""tools/fuzz.py --until-dry: when a target ends, and where the next session continues."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "tools"))
+fuzz_dry = importlib.import_module("fuzz_dry")
+fuzz = importlib.import_module("fuzz")
+
+M = 1_000_000
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program"
+    path.write_bytes(b"a fuzzer")
+    return path
+
+
+def runs_of(
+    inputs: int, *, new_at: int = 0, cpu_seconds: float = 1.0, good: bool = True
+) -> tuple[Callable[..., bool], list[str]]:
+    """A run of so many inputs, a new edge at the input `new_at` of each run; and who ran."""
+    ran: list[str] = []
+
+    def one_run(name: str, most_inputs: int, found: Any) -> bool:
+        ran.append(name)
+        if new_at:
+            found.edges += 1
+            found.last_new = found.inputs + new_at
+        found.inputs += min(inputs, most_inputs)
+        found.cpu_seconds += cpu_seconds
+        return good
+
+    return one_run, ran
+
+
+def counts_of(program: Path, one_run: object, names: list[str], minutes: float = 9.0) -> Any:
+    return fuzz_dry.run_all(names, names, program, program.parent / "state", one_run, minutes)
+
+
+def test_a_target_is_dry_after_a_million_inputs_that_reach_nothing_new(program: Path) -> None:
+    one_run, ran = runs_of(M // 4)
+    counts = counts_of(program, one_run, ["a", "b"])
+    assert [found.reason for found in counts.values()] == ["dry", "dry"]
+    assert ran == ["a"] * 4 + ["b"] * 4
+    counts_of(program, one_run, ["a", "b"])
+    assert len(ran) == 8  # a later session does not repeat them
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "runs"),
+    [
+        ({"new_at": M // 2}, "10^7 inputs", 10),
+        ({"new_at": M // 2, "cpu_seconds": 1200.0}, "60 CPU minutes", 3),
+        ({"good": False}, "FOUND SOMETHING", 1),
+    ],
+)
+def test_a_target_that_does_not_become_dry_ends(
+    program: Path, more: dict[str, Any], reason: str, runs: int
+) -> None:
+    one_run, ran = runs_of(M, **more)
+    assert counts_of(program, one_run, ["a"])["a"].reason == reason
+    assert len(ran) == runs
+    assert counts_of(program, one_run, ["a"])["a"].reason == reason
+    assert len(ran) == runs
+
+
+def test_all_targets_together_have_a_budget(program: Path) -> None:
+    one_run, ran = runs_of(10 * M, new_at=10 * M - 1)
+    names = [f"t{number:02}" for number in range(12)]
+    counts = counts_of(program, one_run, names)
+    assert [found.reason for found in counts.values()] == ["10^7 inputs"] * 10 + [
+        "10^8 inputs of all targets"
+    ] * 2
+    assert ran == names[:10]
+
+
+def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
+    one_run, ran = runs_of(M // 2, new_at=1)
+    state = program.parent / "state"
+    fuzz_dry.run_all(["a"], ["a", "b"], program, state, one_run, 0.0)
+    assert ran == []
+    state_of_a = fuzz_dry.Found(
+        inputs=9 * M, last_new=8 * M + 1, program=fuzz_dry.load(state, "a", "").program
+    )
+    digest = counts_of(program, one_run, ["a"], 0.0)["a"].program
+    state_of_a.program = digest
+    fuzz_dry.save(state, "a", state_of_a)
+    quiet, ran = runs_of(1)
+    counts = counts_of(program, quiet, ["a"])
+    assert counts["a"].reason == "dry" and ran == ["a"]
+    assert counts["a"].inputs == 9 * M + 1
+    at = fuzz_dry.commit(ROOT)
+    text = fuzz_dry.report({**counts, "b": fuzz_dry.Found()}, at, sys.executable)
+    assert "dry: a.\nNot run yet: b.\n" in text and "commit " in text and "cores (" in text
+    program.write_bytes(b"another fuzzer")
+    assert counts_of(program, quiet, ["a"], 0.0)["a"].inputs == 0  # begun anew
+
+
+def test_counts_are_those_that_libfuzzer_logs() -> None:
+    log = (
+        "#2\tINITED cov: 40 ft: 80 corp: 2/9b\n"
+        "#9\tNEW    cov: 42 ft: 81 corp: 3/9b\n"
+        "#99\tREDUCE cov: 42 ft: 90 corp: 4/9b\n"
+        "Done 100 runs in 2 second(s)\n"
+    )
+    found = fuzz_dry.Found()
+    fuzz.add(found, log, 100)
+    assert (found.inputs, found.first_edges, found.edges, found.last_new) == (98, 40, 42, 7)
+    fuzz.add(found, log.replace("cov: 40", "cov: 42"), 100)
+    assert (found.inputs, found.edges, found.since_new()) == (196, 42, 189)
