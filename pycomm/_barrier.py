@@ -9,14 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pycomm import _extension, _secret
+from pycomm import _extension
 from pycomm._backend import group_timeout, last_error, native_backend
 from pycomm._settings import timeout_seconds
-from pycomm.errors import BY_CODE
+from pycomm.errors import BY_CODE, PycommError
 
 # How often a waiting rank checks whether the group has failed.
 _LOOK_S = 0.25
 _PASSED = "passed"
+_REFUSED = "refused "
 _CAME = "came"
 
 # How often each group's barrier was entered, by the group's name; the same on all ranks that agree.
@@ -45,8 +46,9 @@ def monitored_barrier(
         CollectiveTimeoutError: On every rank that waited: which ranks, on which hosts, were
             missing when time was up. A rank that comes later gets it, too.
         PycommError: The group has failed; only with ``wait_all_ranks=False``.
-        ProtocolViolationError: The job has a secret, and somebody without it has written what a
-            rank writes into the store for this.
+        ProtocolViolationError: The group has a secret, and somebody without it has written what a
+            rank writes into the store for this (a ConfigMismatchError on the rank that reads it if
+            it has no seal at all).
         ValueError: The group is not pycomm's, or ``timeout`` is no number above 0.
 
     Blocks the calling thread. Cost: two store calls per rank, and on rank 0 two for each rank.
@@ -77,6 +79,7 @@ class _Round:
         wait_all_ranks: bool,
     ) -> None:
         self.group = group
+        self.backend = backend
         self.hosts: Sequence[str] = _extension.native.rank_hosts(backend)
         self.store = dist.distributed_c10d._get_process_group_store(group)
         self.run_number: int = _extension.native.group_run(backend)
@@ -99,24 +102,32 @@ class _Round:
             came = [self._has_come(peer) for peer in range(self.group.size())]
             verdict = self._conclude([peer for peer, here in enumerate(came) if not here])
             self._forget_the_last()
+        if verdict.startswith(_REFUSED):
+            raise self._refused(int(verdict[len(_REFUSED) :]))
         if verdict != _PASSED:
             raise self._missing([int(each) for each in verdict.split(",")])
 
     def _conclude(self, missing: Sequence[int]) -> str:
+        return self._decide(",".join(map(str, missing)) or _PASSED)
+
+    def _decide(self, verdict: str) -> str:
         # The first verdict counts, so that rank 0 cannot pass when it comes after the others left.
-        key, verdict = self._key("verdict"), ",".join(map(str, missing)) or _PASSED
-        first = self.store.compare_set(key, "", _secret.sealed(self._sealed_name(key), verdict))
-        return self._opened(key, first)
+        key = self._key("verdict")
+        return self._opened(key, self.store.compare_set(key, "", self._sealed(key, verdict)))
 
     def _has_come(self, peer: int) -> bool:
         if not self._wait_for(self._key("came", peer)):
             return False
-        self._read("came", peer)
+        try:
+            self._read("came", peer)
+        except PycommError:
+            self._decide(f"{_REFUSED}{peer}")  # else the others would wait for this rank
+            raise
         return True
 
     def _write(self, what: str, *parts: int, value: str) -> None:
         key = self._key(what, *parts)
-        self.store.set(key, _secret.sealed(self._sealed_name(key), value))
+        self.store.set(key, self._sealed(key, value))
 
     def _read(self, what: str, *parts: int) -> str:
         key = self._key(what, *parts)
@@ -124,7 +135,14 @@ class _Round:
 
     def _opened(self, key: str, value: bytes) -> str:
         """Raises an error if the job has a secret and the writer did not know it."""
-        return _secret.opened(self._sealed_name(key), bytes(value).decode(errors="replace"))
+        text = bytes(value).decode(errors="replace")
+        opened: str = _extension.native.group_open(self.backend, self._sealed_name(key), text)
+        return opened
+
+    def _sealed(self, key: str, value: str) -> str:
+        # By the secret that the group was made with: a file may have changed since.
+        sealed: str = _extension.native.group_seal(self.backend, self._sealed_name(key), value)
+        return sealed
 
     def _sealed_name(self, key: str) -> str:
         # What is sealed for a group is not valid in another one, whose keys differ by a prefix.
@@ -177,6 +195,24 @@ class _Round:
             "missing": list(ranks),
         }
         return BY_CODE["TIMEOUT"](f"{summary} Try: {hint}", record)
+
+    def _refused(self, peer: int) -> Exception:
+        own = self.group.rank()
+        summary = (
+            f"monitored_barrier #{self.number}: what the store has from rank {peer} was not "
+            "written with the secret of this group; rank 0 has the details."
+        )
+        hint = "look for another program that writes into this store"
+        record = {
+            "code": "PROTOCOL_VIOLATION",
+            "summary": summary,
+            "hint": hint,
+            "rank": own,
+            "host": self.hosts[own],
+            "op": "monitored_barrier",
+            "sequence": self.number,
+        }
+        return BY_CODE["PROTOCOL_VIOLATION"](f"{summary} Try: {hint}", record)
 
     def _forget_the_last(self) -> None:
         # Everybody is past the round before this one. Not every store can delete.

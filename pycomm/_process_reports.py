@@ -27,16 +27,19 @@ _GREETING = struct.Struct("=II")
 _GREETING_MAGIC = 0x61776370
 _ASK = struct.Struct("=IIQ")
 _REPORT_MAGIC = 0x72736370
+_SILENT = "it is stopped, or out of memory or files"
 _CREDENTIALS = struct.Struct("=iII")
 _DESCRIPTOR = struct.calcsize("i")
 _MOST_NBYTES = 64 << 20
+_MOST_THREADS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """What one process said."""
 
-    pid: int
+    pid: int | None
+    """None: not even that is known."""
     record: ProcessRecord | None
     """None: it did not answer."""
     why: str = ""
@@ -51,7 +54,7 @@ def reports(timeout_s: float) -> list[Report]:
     """One for each process of this user in this network namespace that has groups, by pid.
 
     Args:
-        timeout_s: For each process; they are asked at the same time.
+        timeout_s: For all; they are asked at the same time.
 
     Raises:
         OSError: /proc/net/unix cannot be read.
@@ -59,9 +62,10 @@ def reports(timeout_s: float) -> list[Report]:
     names = _names(_UNIX_SOCKETS.read_text(errors="replace"))
     if not names:
         return []
-    with concurrent.futures.ThreadPoolExecutor(min(len(names), 32)) as pool:
-        found = pool.map(lambda name: _ask(name, time.monotonic() + timeout_s), names)
-        return sorted((one for one in found if one is not None), key=lambda one: one.pid)
+    deadline = time.monotonic() + timeout_s
+    with concurrent.futures.ThreadPoolExecutor(min(len(names), _MOST_THREADS)) as pool:
+        found = pool.map(lambda name: _ask(name, deadline), names)
+        return sorted((one for one in found if one is not None), key=lambda one: one.pid or 0)
 
 
 def _names(table: str) -> list[str]:
@@ -83,7 +87,9 @@ def _ask(name: str, deadline: float) -> Report | None:
         try:
             asked.connect("\0" + name)
             credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        except OSError:  # it has ended, or has no room for one more
+        except (TimeoutError, BlockingIOError):  # whose it is, only a connection tells
+            return Report(None, None, f"the socket {name} takes no connection: {_SILENT}")
+        except OSError:  # it has ended
             return None
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid != os.geteuid():
@@ -93,13 +99,15 @@ def _ask(name: str, deadline: float) -> Report | None:
         except _NotPycommError:
             return None
         except TimeoutError:
-            return Report(pid, None, "it does not answer: it is stopped, or out of memory or files")
+            return Report(pid, None, f"it does not answer: {_SILENT}")
         except (BadRecordError, OSError) as error:
             return Report(pid, None, str(error))
 
 
 def _report(asked: socket.socket, deadline: float) -> str:
     greeting = _message(asked, deadline)
+    if not greeting:
+        raise BadRecordError("it hung up: 512 processes watch it already, or it ends just now")
     if len(greeting) != _GREETING.size or _GREETING.unpack(greeting)[0] != _GREETING_MAGIC:
         raise _NotPycommError
     descriptors: list[int] = []
@@ -113,7 +121,7 @@ def _report(asked: socket.socket, deadline: float) -> str:
             raise BadRecordError("its version of pycomm does not tell, or it ends just now")
         magic, there, nbytes = _ASK.unpack(answer)
         if magic != _REPORT_MAGIC or not there or not descriptors or nbytes > _MOST_NBYTES:
-            raise BadRecordError("it has no memory to tell")
+            raise BadRecordError("it could not make the memory for an answer")
         return os.pread(descriptors[0], nbytes, 0).decode("utf-8", "replace")
     except struct.error as error:
         raise BadRecordError(f"it answered with something else: {error}") from error

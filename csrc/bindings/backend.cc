@@ -20,6 +20,7 @@
 #include "schedule/select.h"
 #include "transport/rendezvous/sealed_store.h"
 #include "transport/secure/secret.h"
+#include "transport/secure/tls_context.h"
 
 namespace py = pybind11;
 
@@ -352,6 +353,31 @@ void bindBackend(py::module_& m) {
       "group_run",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().run; },
       py::arg("backend"));
+  m.def(
+      "group_seal",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& key, const std::string& value) {
+        const GroupIdentity& identity = asPycomm(backend).group().identity();
+        return raising(
+            [&] { return identity.tls == nullptr ? value : Seal(identity.tls->secret()).sealed(key, value); });
+      },
+      py::arg("backend"),
+      py::arg("key"),
+      py::arg("value"));
+  m.def(
+      "group_open",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& key, const std::string& text) {
+        const GroupIdentity& identity = asPycomm(backend).group().identity();
+        return raising([&] {
+          if (identity.tls != nullptr) {
+            return Seal(identity.tls->secret()).opened(key, text);
+          }
+          refuseSealed(key, text);
+          return text;
+        });
+      },
+      py::arg("backend"),
+      py::arg("key"),
+      py::arg("text"));
   m.def(
       "rank_hosts",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().identity().hosts; },

@@ -146,7 +146,7 @@ void FusedPacker::seal(BucketMemory& memory, double factor, bool streams_differ)
 }
 
 // By a kernel of its own: reading the bits here would wait for the device in the middle of backward, and torch's operators would be
-// 18 launches a bucket.
+// more than ten launches a bucket.
 void FusedPacker::writeMagnitude(const at::Tensor& tail, int rank) const {
   if (stats_.defined()) {
     kernels_.writeExponent(stats_, tail, rank);

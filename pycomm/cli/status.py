@@ -17,6 +17,7 @@ from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned, align
 from pycomm.trace.findings import ranks_text, seconds_text
 
 _WIDTH = 79
+_LONGEST_S = 1e6
 
 
 def add_parser(commands: Any) -> None:
@@ -45,6 +46,8 @@ class Row:
     """In the world."""
     pid: int
     group: str
+    run: str
+    """Tells groups of the same name in two jobs apart; "0" before their ranks have met."""
     state: str
     """The last phase that the group has reached: "rendezvous", "connect", "ready", "failed"."""
     op: str | None
@@ -59,8 +62,9 @@ class Row:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the state; 1 if something waits or has failed, 2 if nothing can be asked."""
-    if arguments.after < 0 or not arguments.timeout > 0:
-        print("pycomm status: --after is at least 0, --timeout above 0", file=sys.stderr)
+    if not (0 <= arguments.after < _LONGEST_S and 0 < arguments.timeout < _LONGEST_S):
+        text = f"--after is at least 0, --timeout above 0, and both under {_LONGEST_S:.0f}"
+        print(f"pycomm status: {text}", file=sys.stderr)
         return 2
     try:
         found = reports(arguments.timeout)
@@ -69,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     records = [one.record for one in found if one.record is not None]
     rows = [row for record in records for row in _rows(record)]
-    problems = list(_problems(found, align(records), round(arguments.after * NS_PER_S)))
+    rows.sort(key=lambda row: (row.group, row.run, row.rank, row.pid))
+    problems = list(_problems(found, records, round(arguments.after * NS_PER_S)))
     if arguments.json:
         shown = [dataclasses.asdict(row) for row in rows]
         silent = [{"pid": one.pid, "why": one.why} for one in found if one.record is None]
@@ -93,7 +98,8 @@ def _rows(record: ProcessRecord) -> list[Row]:
                 rank=record.rank,
                 pid=record.pid,
                 group=group.name,
-                state=_state(group),
+                run=group.run,
+                state=max(group.phases_ns, key=lambda it: group.phases_ns[it], default="?"),
                 op=waiting[0].label if waiting else None,
                 for_s=None if since_ns is None else (record.written_ns - since_ns) / NS_PER_S,
                 pending=len(waiting),
@@ -103,68 +109,104 @@ def _rows(record: ProcessRecord) -> list[Row]:
     return rows
 
 
-def _state(group: GroupRecord) -> str:
-    return max(group.phases_ns, key=lambda phase: group.phases_ns[phase], default="rendezvous")
-
-
 def _pending(group: GroupRecord) -> list[OperationRecord]:
     """Oldest first."""
     waiting = [one for one in group.operations if one.state in ("queued", "running")]
     return sorted(waiting, key=lambda one: one.issued_ns)
 
 
-def _problems(found: Iterable[Report], groups: Sequence[Aligned], after_ns: int) -> Iterable[str]:
+def _problems(
+    found: Iterable[Report], records: Sequence[ProcessRecord], after_ns: int
+) -> Iterable[str]:
     for one in found:
         if one.record is None:
-            yield f"Process {one.pid}: {one.why}."
-    for group in groups:
-        for rank, member in sorted(group.members.items()):
-            if member.group.failure is not None:
-                summary = member.group.failure.get("summary", "")
-                yield f"Group {group.name} has failed on rank {rank}: {summary}"
-            elif "ready" not in member.group.phases_ns:
-                now_ns, begun = member.process.written_ns, member.group.phases_ns
-                waited_ns = now_ns - min(begun.values(), default=now_ns)
-                if waited_ns >= after_ns:
-                    yield (
-                        f"Rank {rank} has waited for the other ranks of group {group.name} for "
-                        f"{seconds_text(waited_ns)}. Try: python -m pycomm doctor"
-                    )
-        yield from _waits(group, after_ns)
+            yield f"Process {one.pid}: {one.why}." if one.pid else f"{one.why.capitalize()}."
+    for record in records:
+        for group in record.groups:
+            yield from _trouble(record, group, after_ns)
+            yield from _waits_for_messages(record, group, after_ns)
+    for aligned in align(records):
+        yield from _waits(aligned, after_ns)
+
+
+def _trouble(record: ProcessRecord, group: GroupRecord, after_ns: int) -> Iterable[str]:
+    """A group that has failed, or that has not come together."""
+    who = f"rank {record.rank} (pid {record.pid})"
+    if group.failure is not None:
+        yield f"Group {group.name} has failed on {who}: {group.failure.get('summary', '')}"
+    elif "ready" not in group.phases_ns:
+        waited_ns = record.written_ns - min(group.phases_ns.values(), default=record.written_ns)
+        if waited_ns >= after_ns:
+            yield (
+                f"{who.capitalize()} has waited for the other ranks of group {group.name} for "
+                f"{seconds_text(waited_ns)}. Try: python -m pycomm doctor"
+            )
+
+
+def _waits_for_messages(record: ProcessRecord, group: GroupRecord, after_ns: int) -> Iterable[str]:
+    """The message that a rank has waited for longest: messages have no number in their group."""
+    for one in _pending(group):
+        waited_ns = record.written_ns - one.issued_ns
+        if one.op in POINT_TO_POINT and waited_ns >= after_ns:
+            yield (
+                f"Rank {record.rank} (pid {record.pid}) waits in {one.label} ({one.described}) of "
+                f"group {group.name}, for {seconds_text(waited_ns)} so far."
+            )
+            return
 
 
 def _waits(group: Aligned, after_ns: int) -> Iterable[str]:
-    """The operation that has waited longest, and who has not entered it."""
+    """The collective that has waited longest, and who has not entered it."""
     inside: dict[int, OperationRecord] = {}
     for rank, member in group.members.items():
-        waiting = _pending(member.group)
-        if waiting and member.process.written_ns - waiting[0].issued_ns >= after_ns:
-            inside[rank] = waiting[0]
+        for one in _pending(member.group):
+            if one.op not in POINT_TO_POINT:
+                if member.process.written_ns - one.issued_ns >= after_ns:
+                    inside[rank] = one
+                break
     if not inside:
         return
     first = min(inside, key=lambda rank: inside[rank].issued_ns)
     what = inside[first]
     same = sorted(rank for rank, mine in inside.items() if mine.id == what.id)
     for_ns = group.members[first].process.written_ns - what.issued_ns
-    text = f"{ranks_text(same).capitalize()} of group {group.name} "
+    text = f"{_named(group, same).capitalize()} of group {group.name} "
     text += f"{'waits' if len(same) == 1 else 'wait'} in {what.label} ({what.described}), for "
     text += f"{seconds_text(for_ns)} so far"
-    if what.op in POINT_TO_POINT:
-        yield text + "."
-        return
-    outside = [
-        rank
-        for rank, member in sorted(group.members.items())
-        if what.id not in member.by_id and not member.may_have_forgotten(what)
-    ]
-    elsewhere = group.missing
+    outside = [rank for rank in sorted(group.members) if not _may_be_in(group, rank, what)]
     if outside:
-        text += f"; {ranks_text(outside)} {'has' if len(outside) == 1 else 'have'} not entered it"
+        pids = ", ".join(f"pid {group.members[rank].process.pid}" for rank in outside)
+        have = "has" if len(outside) == 1 else "have"
+        text += f"; {_named(group, outside)} ({pids}) {have} not entered it"
+    here = {member.process.host for member in group.members.values()}
+    gone = [rank for rank in group.missing if group.host_of(rank) in here]
+    elsewhere = [rank for rank in group.missing if group.host_of(rank) not in here]
+    if gone:
+        text += f". {_named(group, gone).capitalize()} of this host did not answer or has ended"
     if elsewhere:
         hosts = sorted({group.host_of(rank) or "?" for rank in elsewhere})
-        text += f". Of {ranks_text(elsewhere)} nothing is known here: run this on "
+        text += f". Of {_named(group, elsewhere)} nothing is known here: run this on "
         text += ", ".join(hosts)
     yield text + "."
+
+
+def _may_be_in(group: Aligned, rank: int, what: OperationRecord) -> bool:
+    """Whether the rank has entered it, or whether that is not known.
+
+    A report always has the last operation with a number: a rank that is past a number has entered
+    it. What a callback has issued has none.
+    """
+    member = group.members[rank]
+    if what.id in member.by_id or what.sequence is None:
+        return True
+    numbers = [one.sequence for one in member.group.operations if one.sequence is not None]
+    return max(numbers, default=-1) >= what.sequence
+
+
+def _named(group: Aligned, ranks: Iterable[int]) -> str:
+    """By their numbers in the world, as the table has them."""
+    member = next(iter(group.members.values()))
+    return ranks_text(member.group.world_rank(rank) for rank in ranks)
 
 
 def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str]) -> str:
@@ -177,7 +219,11 @@ def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str
     lines = [f"pycomm status: {count} of {_user()} on this host"]
     if rows:
         lines += ["", f"{'rank':>4} {'pid':>8}  {'group':<14} {'state':<10} {'in':<24} {'for':>9}"]
-    for row in sorted(rows, key=lambda row: (row.group, row.rank)):
+    before = rows[0] if rows else None
+    for row in rows:
+        if before is not None and (row.group, row.run) != (before.group, before.run):
+            lines.append("")
+        before = row
         where = row.op or (f"- after {row.last}" if row.last else "-")
         if row.pending > 1:
             where += f" +{row.pending - 1}"

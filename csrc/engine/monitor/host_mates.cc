@@ -236,6 +236,7 @@ void HostMates::answerReport(Watcher& watcher) noexcept {
     const std::string report = report_ ? report_() : "";
     if (!report.empty()) {
       memory.emplace(SharedArena::create(report.size()));
+      memory->commit(0, report.size());
       std::memcpy(memory->at(0), report.data(), report.size());
       reply.there = 1;
       reply.key = report.size();

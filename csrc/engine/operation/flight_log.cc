@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 
 namespace pycomm {
@@ -47,6 +48,10 @@ uint32_t callingThread() noexcept {
 
 bool ended(uint64_t outcome) noexcept {
   return (outcome & 0xff) >= static_cast<uint64_t>(OperationState::Done);
+}
+
+bool byTicket(const FlightLog::Entry& a, const FlightLog::Entry& b) {
+  return a.ticket < b.ticket;
 }
 
 } // namespace
@@ -251,10 +256,57 @@ FlightLog::Snapshot FlightLog::read() const {
       snapshot.entries.push_back(entry);
     }
   }
-  std::sort(snapshot.entries.begin(), snapshot.entries.end(), [](const Entry& a, const Entry& b) {
-    return a.ticket < b.ticket;
-  });
+  std::sort(snapshot.entries.begin(), snapshot.entries.end(), byTicket);
   snapshot.complete = tickets == snapshot.entries.size();
+  readRest(snapshot);
+  return snapshot;
+}
+
+FlightLog::Snapshot FlightLog::readBrief(size_t pending, size_t ended) const {
+  Snapshot snapshot;
+  const uint64_t tickets = next_.load(kRelaxed);
+  const size_t used = static_cast<size_t>(std::min<uint64_t>(tickets, slot_count_));
+  std::vector<Entry> waiting; // a heap whose front is the newest
+  std::vector<Entry> over; // a heap whose front is the oldest
+  std::optional<Entry> newest;
+  const auto keep = [](std::vector<Entry>& heap, const Entry& entry, size_t most, const auto& order) {
+    if (most > 0) {
+      heap.push_back(entry);
+      std::push_heap(heap.begin(), heap.end(), order);
+      if (heap.size() > most) {
+        std::pop_heap(heap.begin(), heap.end(), order);
+        heap.pop_back();
+      }
+    }
+  };
+  const auto later = [](const Entry& a, const Entry& b) { return a.ticket > b.ticket; };
+  for (size_t i = 0; i < used; ++i) {
+    Entry entry;
+    if (!readSlot(slots_[i], entry)) {
+      continue;
+    }
+    if (entry.id.sequence >= 0 && (!newest || newest->ticket < entry.ticket)) {
+      newest = entry;
+    }
+    if (entry.state == OperationState::Done || entry.state == OperationState::Failed) {
+      keep(over, entry, ended, later);
+    } else {
+      keep(waiting, entry, pending, byTicket);
+    }
+  }
+  snapshot.entries = std::move(waiting);
+  snapshot.entries.insert(snapshot.entries.end(), over.begin(), over.end());
+  const auto is_newest = [&](const Entry& entry) { return entry.ticket == newest->ticket; };
+  if (newest && std::none_of(snapshot.entries.begin(), snapshot.entries.end(), is_newest)) {
+    snapshot.entries.push_back(*newest);
+  }
+  std::sort(snapshot.entries.begin(), snapshot.entries.end(), byTicket);
+  snapshot.complete = tickets == snapshot.entries.size();
+  readRest(snapshot);
+  return snapshot;
+}
+
+void FlightLog::readRest(Snapshot& snapshot) const {
   for (size_t phase = 0; phase < kGroupPhases; ++phase) {
     snapshot.phase_ns[phase] = phase_ns_[phase].load(kRelaxed);
   }
@@ -262,7 +314,6 @@ FlightLog::Snapshot FlightLog::read() const {
   snapshot.hosts = hosts_;
   snapshot.run = run_;
   snapshot.failure = failure_;
-  return snapshot;
 }
 
 } // namespace pycomm

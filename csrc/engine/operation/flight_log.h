@@ -143,6 +143,9 @@ class FlightLog {
   };
   /// Any thread, beside writers.
   [[nodiscard]] Snapshot read() const;
+  /// The oldest operations that have not ended, the newest of all, and the last that have ended; entries' room is bounded by these
+  /// numbers, and the time by one look at each slot.
+  [[nodiscard]] Snapshot readBrief(size_t pending, size_t ended) const;
 
  private:
   struct Free {
@@ -154,6 +157,7 @@ class FlightLog {
 
   explicit FlightLog(Subject subject);
   [[nodiscard]] static bool readSlot(const Slot& slot, Entry& entry) noexcept;
+  void readRest(Snapshot& snapshot) const;
 
   const Subject subject_;
   // From calloc: pages that no operation has used yet cost nothing, and a program may have hundreds of groups. It aligns to 16 bytes

@@ -65,30 +65,6 @@ void writeFile(const std::string& path, const std::string& text) {
   }
 }
 
-void keepWhatMatters(FlightLog::Snapshot& log) {
-  size_t ended = FlightRecorder::kReportEnded;
-  size_t pending = FlightRecorder::kReportPending;
-  const auto is_over = [](const FlightLog::Entry& entry) {
-    return entry.state == OperationState::Done || entry.state == OperationState::Failed;
-  };
-  std::vector<FlightLog::Entry> kept;
-  for (auto entry = log.entries.begin(); entry != log.entries.end(); ++entry) { // the oldest that wait
-    if (!is_over(*entry) && pending > 0) {
-      --pending;
-      kept.push_back(*entry);
-    }
-  }
-  for (auto entry = log.entries.rbegin(); entry != log.entries.rend() && ended > 0; ++entry) { // the last that ended
-    if (is_over(*entry)) {
-      --ended;
-      kept.push_back(*entry);
-    }
-  }
-  std::sort(kept.begin(), kept.end(), [](const auto& a, const auto& b) { return a.ticket < b.ticket; });
-  log.complete = log.complete && kept.size() == log.entries.size();
-  log.entries = std::move(kept);
-}
-
 } // namespace
 
 FlightRecorder::FlightRecorder(CallbackPool& callbacks)
@@ -137,10 +113,7 @@ std::string FlightRecorder::jsonOfLogs(const Logs& logs, int world_rank, bool br
       ",\"monotonic_ns\":" + std::to_string(clock.steady_anchor_ns) + "},\"groups\":[";
   bool first = true;
   for (const auto& log : logs) {
-    FlightLog::Snapshot snapshot = log->read();
-    if (brief) {
-      keepWhatMatters(snapshot);
-    }
+    const FlightLog::Snapshot snapshot = brief ? log->readBrief(kReportPending, kReportEnded) : log->read();
     out += std::exchange(first, false) ? "\n" : ",\n";
     out += jsonOf(log->subject(), snapshot, clock);
   }

@@ -32,8 +32,8 @@ class FlightRecorder {
   /// The record as JSON: of all groups, or of one.
   [[nodiscard]] std::string json(const FlightLog* only = nullptr) const;
 
-  /// The same of the groups that are not closed, short enough to be made in about a millisecond: of each, the operations that have not
-  /// ended, at most kReportPending of them, and the last kReportEnded that have.
+  /// The same of the groups that are not closed, but of each no more than the kReportPending oldest operations that have not ended, the
+  /// kReportEnded last that have, and the last that was issued.
   [[nodiscard]] std::string report() const;
   static constexpr size_t kReportPending = 64;
   static constexpr size_t kReportEnded = 8;

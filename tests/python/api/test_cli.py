@@ -220,8 +220,8 @@ def test_bench_waits_as_long_as_it_is_told() -> None:
     begin = time.monotonic()
     alone = as_open_mpi(0, free_port(), "--timeout=1.5")
     assert alone.returncode == 1
-    text = r"pycomm bench: The rendezvous timed out: rank 0 waited 1\d\d\d ms"
-    assert re.search(text, alone.stderr), alone.stderr
+    waited = re.search(r"pycomm bench: .* timed out: rank 0 waited (\d+) ms", alone.stderr)
+    assert waited and 1400 <= int(waited[1]) < 10_000, alone.stderr
     assert time.monotonic() - begin < 60.0  # the default is 300 s
 
 

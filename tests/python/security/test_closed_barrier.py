@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -59,3 +60,72 @@ def test_what_has_no_seal_of_the_job_is_an_error(
     caught = texts[1] if what == "verdict" else texts[0]
     assert caught.startswith(code), caught
     assert "pycomm/monitored_barrier/" in caught and f"/2/{what}" in caught, caught
+
+
+def meet_a_forger_of_three(rank: int, world_size: int) -> tuple[float, str]:
+    """Rank 2 comes; what rank 1 writes has no seal."""
+    pycomm.monitored_barrier(timeout=LONG)
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    run = _extension.native.group_run(native_backend())
+    begin, text = time.monotonic(), ""
+    if rank == 1:
+        store.set(f"pycomm/monitored_barrier/{run}/2/came/1", "came")
+    else:
+        with pytest.raises(pycomm.errors.PycommError) as caught:
+            pycomm.monitored_barrier(timeout=LONG)
+        text = f"{caught.value.code} {caught.value}"
+    took = time.monotonic() - begin
+    dist.barrier()
+    return took, text
+
+
+def test_the_other_ranks_hear_of_it_at_once(tmp_path: Path) -> None:
+    _secret.generate_file(str(tmp_path / "secret"))
+    env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
+    took, text = run_ranks(3, meet_a_forger_of_three, env=env).values()[2]
+    assert text.startswith("PROTOCOL_VIOLATION") and "from rank 1" in text
+    assert took < LONG.total_seconds() / 2
+
+
+def replay_between_groups(rank: int, world_size: int) -> str:
+    """The seal of one group's barrier is not valid in another's."""
+    world = dist.group.WORLD
+    other = dist.new_group([0, 1])
+    pycomm.monitored_barrier(world, timeout=LONG)
+    native = _extension.native
+    texts = []
+    for group, number in ((world, 1), (other, 1)):
+        run = native.group_run(native_backend(group))
+        texts.append(f"pycomm/monitored_barrier/{run}/{number}/came/1")
+    text = ""
+    if rank == 1:
+        stored = dist.distributed_c10d._get_process_group_store(world).get(texts[0]).decode()
+        dist.distributed_c10d._get_process_group_store(other).set(texts[1], stored)
+    else:
+        with pytest.raises(pycomm.errors.PycommError) as caught:
+            pycomm.monitored_barrier(other, timeout=LONG)
+        text = caught.value.code
+    dist.barrier()
+    return text
+
+
+def test_a_seal_of_another_group_does_not_fit(tmp_path: Path) -> None:
+    _secret.generate_file(str(tmp_path / "secret"))
+    env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
+    assert run_ranks(2, replay_between_groups, env=env).values()[0] == "PROTOCOL_VIOLATION"
+
+
+def change_the_secret(rank: int, world_size: int, path: str) -> None:
+    pycomm.monitored_barrier(timeout=LONG)
+    dist.barrier()
+    if rank == 1:
+        Path(path).unlink()
+        _secret.generate_file(path)
+    dist.barrier()
+    pycomm.monitored_barrier(timeout=LONG)
+
+
+def test_a_group_keeps_the_secret_that_it_was_made_with(tmp_path: Path) -> None:
+    _secret.generate_file(str(tmp_path / "secret"))
+    env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(tmp_path / "secret")}
+    run_ranks(2, change_the_secret, args=(str(tmp_path / "secret"),), env=env)
