@@ -33,6 +33,6 @@ def register() -> None:
 
 
 def _create_group(group: Any, pg_options: Any) -> Any:
-    from pycomm.backend import create_group
+    from pycomm._backend import create_group
 
     return create_group(group, pg_options)

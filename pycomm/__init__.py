@@ -12,16 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pycomm import comm_hooks, errors
-from pycomm._shared import empty
-from pycomm._version import __version__
-from pycomm.backend import (
+from pycomm._backend import (
     backend_error,
     dump_flight_record,
     flight_record,
     last_error,
     register,
 )
-from pycomm.barrier import monitored_barrier
+from pycomm._barrier import monitored_barrier
+from pycomm._flight_record import GroupRecord, OperationRecord
+from pycomm._shared import empty
+from pycomm._version import __version__
 from pycomm.codecs import CodecStats, codec_stats
 from pycomm.options import Options
 
@@ -38,7 +39,9 @@ __all__ = [
     "CodecStats",
     "DiLoCo",
     "DistributedDataParallel",
+    "GroupRecord",
     "LocalSGD",
+    "OperationRecord",
     "Options",
     "ParameterClient",
     "ParameterServer",
@@ -64,6 +67,7 @@ register()
 
 # The module of each name, imported by its first use: the wrapper needs the native part, and some
 # need torch.nn, which a program that uses only the backend should not load.
+_MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.2
 _LATER = {
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",
@@ -77,8 +81,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "report":
-        return importlib.import_module("pycomm.report")
+    if name in _MODULES:
+        return importlib.import_module(f"pycomm.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(f"pycomm.{_LATER[name]}"), name)
     raise AttributeError(f"module 'pycomm' has no attribute {name!r}")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pycomm._backend import group_wire_dtype, native_backend
 from pycomm._wire_patterns import ENCODED, Named
-from pycomm.backend import group_wire_dtype, native_backend
 from pycomm.errors import UnsupportedError
 
 logger = logging.getLogger("pycomm")

@@ -18,7 +18,7 @@ import struct
 import time
 from pathlib import Path
 
-from pycomm.flight_record import BadRecordError, ProcessRecord, parse_record
+from pycomm._flight_record import BadRecordError, ProcessRecord, parse_record
 
 _UNIX_SOCKETS = Path("/proc/net/unix")
 _LISTENS = 0x10000  # __SO_ACCEPTCON

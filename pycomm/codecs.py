@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm import _extension
+from pycomm._backend import native_backend
 from pycomm._settings import WIRE_DTYPES, wire_dtype_name
-from pycomm.backend import native_backend
 
 CODECS = tuple(name for name in WIRE_DTYPES if name != "fp32")
 """Names of all codecs that change bytes."""

@@ -20,7 +20,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from pycomm import _exit, _extension
-from pycomm.compression import Int8, TopK
+from pycomm._compression import Int8, TopK
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm._backend import native_backend
 from pycomm._ddp_group import report_unused_codec
 from pycomm._fragments import cut
 from pycomm._model_check import check_same_on_all_ranks, gather_numbers
@@ -37,7 +38,6 @@ from pycomm._outer_step import (
 )
 from pycomm._saved_state import check_options, check_outer, check_tensors, part_of
 from pycomm._wire_patterns import WireDtype, named_wire_dtype
-from pycomm.backend import native_backend
 from pycomm.local_sgd import LocalSGD, nesterov
 
 __all__ = ["StreamingDiLoCo"]

@@ -100,7 +100,7 @@ FORBIDDEN_CALLS = [
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_settings", "_torch_range", "_version"},
-    {"errors", "flight_record"},
+    {"errors", "_flight_record"},
     {
         "_extension",
         "_model_check",
@@ -112,9 +112,10 @@ PYTHON_FLOORS = [
     },
     {"options", "_averaging", "_exit", "_fragments", "_sparse_rows"},
     {"_secret"},
-    {"backend"},
-    {"_ddp_group", "_shared", "barrier", "codecs", "sync_batch_norm"},
-    {"compression"},
+    {"_backend"},
+    {"_ddp_group", "_shared", "_barrier", "codecs", "sync_batch_norm"},
+    {"_compression"},
+    {"backend", "barrier", "compression"},  # the old names of these, until 0.2
     {"comm_hooks"},
     {"ddp"},
     {"_outer_step"},

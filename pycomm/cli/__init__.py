@@ -1,6 +1,6 @@
 """The command line, ``pycomm COMMAND`` or ``python -m pycomm COMMAND``.
 
-Exit codes: 0 fine, 1 a problem was found, 2 wrong usage; ``doctor`` has one more.
+Exit codes: 0 fine, 1 a problem was found, 2 wrong usage, 130 Ctrl-C; ``doctor`` has one more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from pycomm._version import __version__
 from pycomm.cli import bench, doctor, env, secret, serve, status, trace
+
+_INTERRUPTED = 130  # as a shell says of a program that SIGINT has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     serve.add_parser(commands)
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args([_with_dashes(argument) for argument in given])
-    return int(parsed.run(parsed))
+    try:
+        return int(parsed.run(parsed))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _called_as(program: str) -> str:

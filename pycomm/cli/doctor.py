@@ -94,8 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         took = time.monotonic() - begin
         alone = report_alone(place, os.environ, arguments.strict, took, str(error))
         return _print(alone, arguments)
-    except KeyboardInterrupt:
-        return 130
     except (errors.PycommError, dist.DistError, OSError, TimeoutError) as error:
         print(f"pycomm doctor: rank {place.rank}: {error}", file=sys.stderr)
         return 1

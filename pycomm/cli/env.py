@@ -37,6 +37,9 @@ class Report:
     versions: Mapping[str, str]
     interfaces: Sequence[Mapping[str, Any]]
     options: Sequence[Mapping[str, Any]]
+    secret: Mapping[str, str]
+    """Whether this host has a secret: "state" is "configured", "none" or "cannot be used". One that
+    is configured also has its public "key_id" and its "origin". The secret itself is never here."""
     problems: Sequence[str]
     notes: Sequence[str]
     """What a user may want to know, and no job fails of."""
@@ -76,11 +79,11 @@ def collect(environ: Mapping[str, str]) -> Report:
     except errors.TorchVersionError as error:
         problems.append(str(error))
     options, wrong = _options(environ)
-    problems += [*wrong, *_other_problems(environ, any_wrong=bool(wrong))]
+    secret, unusable = _secret_facts(environ)
+    problems += [*wrong, *unusable, *_other_problems(environ, any_wrong=bool(wrong))]
     unlike = [each for each in unknown_variables(environ) if not is_misspelled(each)]
-    return Report(
-        versions, interfaces, options, problems, [variable_error(each) for each in unlike]
-    )
+    notes = [variable_error(each) for each in unlike]
+    return Report(versions, interfaces, options, secret, problems, notes)
 
 
 def as_text(report: Report) -> str:
@@ -98,10 +101,15 @@ def as_text(report: Report) -> str:
             "options",
             [(row["option"], _shown(row["value"]), row["origin"]) for row in report.options],
         ),
+        _table("secret", [_secret_row(**report.secret)]),
         _table("problems", [(problem,) for problem in report.problems]),
         _table("notes", [(note,) for note in report.notes]),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _secret_row(state: str, key_id: str = "", origin: str = "") -> tuple[str, ...]:
+    return (state, f"key id {key_id}", origin) if key_id else (state,)
 
 
 def _shown(value: object) -> str:
@@ -141,6 +149,18 @@ def _options(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[str
     return rows, problems
 
 
+def _secret_facts(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    try:
+        secret, origin = _secret.find(environ)
+    except errors.TorchVersionError:  # a problem that is reported already
+        return {"state": "cannot be used"}, []
+    except (ValueError, errors.PycommError) as error:
+        return {"state": "cannot be used"}, [str(error)]
+    if secret is None:
+        return {"state": "none"}, []
+    return {"state": "configured", "key_id": secret.key_id, "origin": origin}, []
+
+
 def _other_problems(environ: Mapping[str, str], *, any_wrong: bool) -> list[str]:
     """What else init_process_group() would raise for these variables."""
     problems = []
@@ -151,10 +171,6 @@ def _other_problems(environ: Mapping[str, str], *, any_wrong: bool) -> list[str]
                 Options().resolve(environ)
         except ValueError as error:
             problems.append(str(error))
-    try:
-        _secret.find(environ)
-    except (ValueError, errors.PycommError) as error:
-        problems.append(str(error))
     try:
         if spec := fault_points():
             _extension.native.arm_fault_points(spec)

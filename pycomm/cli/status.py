@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord
 from pycomm._process_reports import Report, reports
-from pycomm.flight_record import GroupRecord, OperationRecord, ProcessRecord
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned, align
 from pycomm.trace.findings import ranks_text, seconds_text
 

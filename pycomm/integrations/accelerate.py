@@ -13,14 +13,20 @@ leaves the model unwrapped, so that every rank trains for itself. Here the group
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pycomm._backend import group_wire_dtype
+from pycomm._settings import wire_dtype_name
 from pycomm._wire_patterns import WireDtype
 from pycomm.integrations import _optional, launch
+from pycomm.options import Options
 
 _WRAPPERS = ("pycomm", "torch")
 
@@ -29,7 +35,8 @@ def make_accelerator(
     *,
     wrapper: str = "pycomm",
     wire_dtype: WireDtype = None,
-    process_group: dict[str, Any] | None = None,
+    group_options: Mapping[str, Any] | None = None,
+    process_group: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """An ``accelerate.Accelerator`` for CPU training whose ``prepare`` wraps models for sure.
@@ -40,13 +47,15 @@ def make_accelerator(
     Args:
         wrapper: "pycomm" for ``pycomm.DistributedDataParallel``, "torch" for torch's own.
         wire_dtype: For pycomm's wrapper: what gradients travel as.
-        process_group: Further arguments of ``init_process_group``, such as ``timeout``.
+        group_options: Further arguments of ``init_process_group``, such as ``timeout``.
+        process_group: The old name of ``group_options``, until 0.2.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
             ``DistributedDataParallelKwargs``.
 
     Raises:
         ImportError: Accelerate is not installed.
         RuntimeError: An Accelerator was made before in this process, without the other ranks.
+        TypeError: ``group_options`` is no mapping.
         ValueError: The default group is not pycomm's, or an argument does not fit.
     """
     if wrapper not in _WRAPPERS:
@@ -58,10 +67,11 @@ def make_accelerator(
             "make_accelerator is for CPU training. Try, on GPUs: Accelerator("
             "kwargs_handlers=[InitProcessGroupKwargs(backend='pycomm')])"
         )
+    arguments = group_arguments(group_options, process_group)
     accelerate = _optional.load(
         "accelerate", package="accelerate", needed_by="pycomm.integrations.accelerate"
     )
-    make_group(process_group)
+    make_group(arguments)
     kind = _wrapping_accelerator() if wrapper == "pycomm" else accelerate.Accelerator
     accelerator = kind(**options)
     if wrapper == "pycomm":
@@ -70,19 +80,62 @@ def make_accelerator(
     return accelerator
 
 
-def make_group(options: dict[str, Any] | None = None) -> None:
+def group_arguments(group_options: object, process_group: object) -> dict[str, Any]:
+    """The arguments of ``init_process_group`` that a caller gave, by the new or the old name."""
+    if process_group is not None:
+        if group_options is not None:
+            raise TypeError("process_group is the old name of group_options: pass only the latter")
+        if isinstance(process_group, Mapping):
+            warnings.warn(
+                "process_group= of a dict will be removed in 0.2. Try: group_options=",
+                FutureWarning,
+                stacklevel=3,
+            )
+        group_options = process_group
+    if group_options is None:
+        return {}
+    if not isinstance(group_options, Mapping):
+        raise TypeError(
+            f"group_options is of type {type(group_options).__name__}, and not a dict of arguments "
+            "of init_process_group, such as {'timeout': …}. Instead of passing a group, make the "
+            "default group before this call"
+        )
+    return dict(group_options)
+
+
+def make_group(options: Mapping[str, Any], wire_dtype: str | torch.dtype | None = None) -> None:
     """Makes the default group over pycomm where a launcher's variables are, unless there is one.
 
+    Args:
+        options: For ``init_process_group``.
+        wire_dtype: What sums of the whole group travel as; None: as ``options`` or variables say.
+
     Raises:
-        ValueError: There is a default group of another backend.
+        ValueError: There is a default group of another backend, or of another ``wire_dtype``.
     """
+    wire = None if wire_dtype is None else wire_dtype_name("wire_dtype", wire_dtype, or_none=True)
     if not dist.is_initialized():
-        launch.init_process_group("pycomm", **(options or {}))
+        arguments = dict(options)
+        chosen = arguments.get("pg_options") or Options()
+        if wire is not None and isinstance(chosen, Options):  # torch's caller refuses all others
+            if chosen.wire_dtype not in (None, wire):
+                raise ValueError(f"wire_dtype={wire!r}, and pg_options has {chosen.wire_dtype!r}")
+            arguments["pg_options"] = dataclasses.replace(chosen, wire_dtype=wire)
+        launch.init_process_group("pycomm", **arguments)
     elif "pycomm" not in (backend := str(dist.get_backend_config())):
         raise ValueError(
             f"the default group is {backend!r}, not pycomm's. "
             "Try: make no group beforehand, or one over 'pycomm'"
         )
+    elif wire is not None and (other := group_wire_dtype(_world())) != wire:
+        raise ValueError(
+            f"wire_dtype={wire!r}, and the default group was made with {other!r}. "
+            f"Try: make it with pg_options=pycomm.Options(wire_dtype={wire!r})"
+        )
+
+
+def _world() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
 
 
 def check_distributed(state: Any) -> None:

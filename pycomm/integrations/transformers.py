@@ -11,6 +11,7 @@ and without it the ranks use gloo, or, worse, train apart:
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from pycomm.integrations import accelerate as _accelerate
 
 
 def make_training_arguments(
-    *, process_group: dict[str, Any] | None = None, arguments_class: Any = None, **options: Any
+    *,
+    wire_dtype: str | torch.dtype | None = None,
+    group_options: Mapping[str, Any] | None = None,
+    process_group: Mapping[str, Any] | None = None,
+    arguments_class: Any = None,
+    **options: Any,
 ) -> Any:
     """``transformers.TrainingArguments`` for training over pycomm, on GPUs or on CPU.
 
@@ -28,15 +34,22 @@ def make_training_arguments(
     from the variables of torchrun, mpirun or srun.
 
     Args:
-        process_group: Further arguments of ``init_process_group``, for CPU.
+        wire_dtype: What gradients, and other sums of 16 KiB or more, travel as. The Trainer wraps
+            the model in torch's wrapper, so this is the ``pycomm.Options.wire_dtype`` of the group;
+            for CPU. On GPUs set ``PYCOMM_WIRE_DTYPE``.
+        group_options: Further arguments of ``init_process_group``, for CPU.
+        process_group: The old name of ``group_options``, until 0.2.
         arguments_class: A subclass of ``TrainingArguments`` to make instead.
         options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
 
     Raises:
         ImportError: transformers or accelerate is not installed.
         RuntimeError: Accelerate's state was set before in this process, without the other ranks.
-        ValueError: ``ddp_backend`` or the default group is another backend's.
+        TypeError: ``group_options`` is no mapping.
+        ValueError: ``ddp_backend`` or the default group is another backend's, or ``wire_dtype``
+            does not fit.
     """
+    arguments_of_group = _accelerate.group_arguments(group_options, process_group)
     library = _load()
     _optional.load("accelerate", package="accelerate", needed_by="pycomm.integrations.transformers")
     kind = library.TrainingArguments if arguments_class is None else arguments_class
@@ -46,8 +59,13 @@ def make_training_arguments(
     if options.get("use_cpu") is None:
         options["use_cpu"] = not torch.cuda.is_available()
     if not options["use_cpu"]:
+        if wire_dtype is not None:
+            raise ValueError(
+                "wire_dtype is for use_cpu=True: on GPUs Accelerate makes the group. Try: "
+                "PYCOMM_WIRE_DTYPE"
+            )
         return kind(ddp_backend=backend, **options)
-    _accelerate.make_group(process_group)
+    _accelerate.make_group(arguments_of_group, wire_dtype)
     arguments = kind(**options)  # which finds the group, and would refuse its name
     if arguments.device.type != "cpu":  # which sets Accelerate's state
         raise RuntimeError(f"transformers chose the device {arguments.device}, not the CPU")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from pycomm.backend import connect_pair
+from pycomm._backend import connect_pair
 from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
 
 PREFIX = "pycomm_service"

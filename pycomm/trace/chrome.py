@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm.flight_record import OperationRecord
+from pycomm._flight_record import OperationRecord
 from pycomm.trace.align import Aligned, Member
 
 _ROWS_A_GROUP = 100

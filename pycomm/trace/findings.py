@@ -7,7 +7,7 @@ import datetime
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from pycomm.flight_record import OperationRecord
+from pycomm._flight_record import OperationRecord
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned
 
 _LATE_NS = 1_000_000

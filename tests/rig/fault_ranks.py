@@ -23,7 +23,7 @@ from rank_child import describe_exception, mark
 
 import pycomm
 from pycomm import _extension
-from pycomm.backend import native_backend
+from pycomm._backend import native_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 # tools/seam.py runs these tests with a build of its own, which has fault points too.

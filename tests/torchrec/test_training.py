@@ -66,7 +66,7 @@ def test_fp16_wire_rounds_and_trains(kind: str, world_size: int) -> None:
 
 def description(rank: int, world_size: int) -> str:
     from pycomm import _extension
-    from pycomm.backend import native_backend
+    from pycomm._backend import native_backend
 
     training.losses_of(rank, world_size, training.Spec(steps=1))
     return _extension.load().describe_backend(native_backend(None))

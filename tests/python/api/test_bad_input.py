@@ -346,7 +346,7 @@ def raised(call: Callable[[], Any]) -> tuple[str, tuple[str, ...], str]:
 def bad_tensors(rank: int, world_size: int) -> dict[str, tuple[str, tuple[str, ...], str]]:
     several = torch.ones(3).expand(4, 3)  # each element is written four times
     sparse = torch.eye(3).to_sparse()
-    backend = pycomm.backend.native_backend()
+    backend = pycomm._backend.native_backend()
     found = {
         "all_reduce, overlapping": raised(lambda: dist.all_reduce(several)),
         "broadcast, overlapping": raised(lambda: dist.broadcast(several, 0)),

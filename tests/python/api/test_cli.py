@@ -14,11 +14,20 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from processes import free_port
+from processes import child_environment, free_port
 from ranks import run_python
 
 import pycomm
 from pycomm.cli import env, main
+
+# What Ctrl-C does to a command that waits: the alarm comes when it has begun.
+INTERRUPTED = """
+import os, signal, sys, threading
+from pycomm.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_env_as_json_holds_every_setting_with_its_origin() -> None:
@@ -65,6 +74,46 @@ def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str)
     result = run_python(["-m", "pycomm", "env", "--json"], env=variables)
     assert any(text in problem for problem in json.loads(result.stdout)["problems"]), result.stdout
     assert result.returncode == 1
+
+
+def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)]).stdout.split()
+    for flags in ([], ["--json"]):
+        done = run_python(["-m", "pycomm", "env", *flags], env={"PYCOMM_SECRET_FILE": str(path)})
+        assert path.read_text().strip().removeprefix("pycomm-secret-1:") not in done.stdout
+    report = json.loads(done.stdout)
+    key_id, origin = shown
+    assert report["secret"] == {"state": "configured", "key_id": key_id, "origin": origin}
+    text = run_python(["-m", "pycomm", "env"], env={"PYCOMM_SECRET_FILE": str(path)}).stdout
+    assert f"secret:\n  configured  key id {key_id}  {path}\n" in text + "\n"
+    none = run_python(["-m", "pycomm", "env"], env={"PYCOMM_SECRET_FILE": "none"})
+    assert "secret:\n  none\n" in none.stdout + "\n"
+    path.chmod(0o644)
+    done = run_python(["-m", "pycomm", "env", "--json"], env={"PYCOMM_SECRET_FILE": str(path)})
+    report = json.loads(done.stdout)
+    assert report["secret"] == {"state": "cannot be used"} and done.returncode == 1
+    assert any(str(path) in problem for problem in report["problems"])
+
+
+def test_ctrl_c_ends_the_doctor_with_130_and_no_traceback() -> None:
+    for rank in (0, 1):
+        arguments = ["doctor", "--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
+        port = f"--master-port={free_port()}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, *arguments, port],
+            env=child_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert (process.returncode, out) == (130, ""), err
+        assert "Traceback" not in err
 
 
 def test_a_foreign_variable_is_a_note_and_no_problem() -> None:

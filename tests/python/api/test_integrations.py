@@ -5,9 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import LOOPBACK, free_port, run_ranks
 
+import pycomm
 from pycomm.integrations import _optional, accelerate, launch, lightning, node_list, transformers
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -224,3 +228,56 @@ def test_bad_arguments_come_before_anything_is_made() -> None:
         lightning.make_strategy(process_group_backend="gloo")
     with pytest.raises(ValueError, match=r"choose one of lightning.pytorch, pytorch_lightning"):
         lightning.make_strategy(package="keras")
+
+
+# The default group
+
+
+def test_options_of_the_group_are_a_mapping() -> None:
+    arguments = accelerate.group_arguments
+    assert arguments(None, None) == {}
+    assert arguments({"timeout": 3}, None) == {"timeout": 3}
+    with pytest.warns(FutureWarning, match=r"process_group= of a dict .* 0.2. Try: group_options="):
+        assert arguments(None, {"timeout": 3}) == {"timeout": 3}
+    with pytest.raises(TypeError, match="pass only the latter"):
+        arguments({}, {})
+    for wrong in ((None, object()), (object(), None)):
+        with pytest.raises(TypeError, match="group_options is of type object, and not a dict"):
+            arguments(*wrong)
+
+
+def make_with_wire_dtype(rank: int, world_size: int) -> str:
+    """What ``make_training_arguments(wire_dtype=...)`` does before it asks for transformers."""
+    options = {"pg_options": pycomm.Options(transport="tcp")}
+    with pytest.raises(ValueError, match="wire_dtype='fp61' is not allowed: use None or 'fp32'"):
+        accelerate.make_group(options, "fp61")
+    with pytest.raises(ValueError, match="wire_dtype='int8', and pg_options has 'fp16'"):
+        accelerate.make_group({"pg_options": pycomm.Options(wire_dtype="fp16")}, "int8")
+    accelerate.make_group(options, torch.float16)
+    accelerate.make_group({}, "FP16")
+    accelerate.make_group({})
+    with pytest.raises(ValueError, match="wire_dtype='int8', and the default group was made with"):
+        accelerate.make_group({}, "int8")
+    before = pycomm.codec_stats().bytes_saved
+    dist.all_reduce(torch.ones(8192))
+    assert pycomm.codec_stats().bytes_saved > before
+    return str(dist.get_backend())
+
+
+@pytest.mark.needs_native
+def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
+    port = str(free_port())
+
+    def launched(rank: int) -> dict[str, str | None]:
+        address: dict[str, str | None] = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        return {**address, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+    runs = run_ranks(2, make_with_wire_dtype, init="none", env=launched).values()
+    assert runs == ["pycomm", "pycomm"]
+
+
+def test_a_wire_dtype_on_gpus_is_refused() -> None:
+    with pytest.raises((ValueError, ImportError)) as caught:
+        transformers.make_training_arguments(output_dir="out", use_cpu=False, wire_dtype="fp16")
+    if isinstance(caught.value, ValueError):  # transformers is installed
+        assert "Try: PYCOMM_WIRE_DTYPE" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 
 import _pycomm_autoload
 import pycomm
-from pycomm.backend import store_host
+from pycomm._backend import store_host
 
 ROOT = Path(_pycomm_autoload.__file__).resolve().parent
 
@@ -304,3 +305,33 @@ def test_sys_path_is_not_needed() -> None:
     """The entry point's module stands beside the package, not in it."""
     assert "_pycomm_autoload" in sys.modules
     assert Path(_pycomm_autoload.__file__).parent == Path(str(pycomm.__file__)).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [("backend", "native_backend"), ("barrier", "monitored_barrier"), ("compression", "TopK")],
+)
+def test_old_names_of_private_modules_warn_once(name: str, has: str) -> None:
+    program = f"""
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pycomm
+    assert not caught, caught[0]
+    from pycomm.{name} import {has} as by_import
+    import pycomm.{name}
+    assert pycomm.{name}.{has} is by_import
+    from pycomm import _{name}
+    assert _{name}.{has} is by_import
+(warning,) = caught
+assert warning.category is FutureWarning and warning.filename == "<string>", warning
+assert str(warning.message).startswith("pycomm.{name} is private and will be removed in 0.2. Try:")
+"""
+    done = run_python(["-c", program])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_function_hides_no_module() -> None:
+    assert callable(pycomm.flight_record)
+    assert importlib.util.find_spec("pycomm.flight_record") is None
+    assert pycomm.GroupRecord.__name__ == "GroupRecord"

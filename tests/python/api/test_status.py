@@ -21,8 +21,8 @@ from processes import child_environment
 from ranks import mark, start_ranks
 
 from pycomm import _process_reports
+from pycomm._flight_record import ProcessRecord, parse_record
 from pycomm.cli import main, status
-from pycomm.flight_record import ProcessRecord, parse_record
 
 pytestmark = pytest.mark.needs_native
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pycomm._flight_record import BadRecordError, parse_record
 from pycomm.cli import main
-from pycomm.flight_record import BadRecordError, parse_record
 from pycomm.trace.align import dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
 from pycomm.trace.findings import findings_of, ranks_text

@@ -912,7 +912,7 @@ def test_ranks_that_began_with_other_parameters_are_told() -> None:
 def only_orders(rank: int, world_size: int) -> list[int]:
     """A sum as NCCL has them: wait() returns at once, and the device finds the group failed."""
     import pycomm
-    from pycomm import _outer_step
+    from pycomm import _averaging
 
     class Sum:
         waits = 0
@@ -935,7 +935,7 @@ def only_orders(rank: int, world_size: int) -> list[int]:
     model = ddp_models.make("mlp")
     local = pycomm.StreamingDiLoCo(model, sync_every=1)
     before = local.state_dict()["anchor"]
-    _outer_step.dist = Half()  # type: ignore[assignment]
+    _averaging.dist = Half()  # type: ignore[assignment]
     with pytest.raises(pycomm.errors.PeerDeadError):
         local.step()
     assert_equal(local.state_dict()["anchor"].values(), before.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import json
 import re
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from documents import ROOT, blocks, installed_environment, read, table
 
 import pycomm
-from pycomm import errors
+from pycomm import errors, service
 from pycomm._ddp_options import ONLY
 from pycomm._settings import SETTINGS, WIRE_DTYPES
 
@@ -237,7 +238,15 @@ def test_the_table_of_errors_is_the_codes() -> None:
         }, family
         only = named - set(builtin)  # the codes of a row that says "for"
         assert only <= set(members), family
-    assert "`pycomm.errors.TorchVersionError`" in read("docs/errors.md")  # the one without a code
+    header = ("class", "also Python's", "meaning", "what to try")
+    without = {code(row[0])[0]: code(row[1]) for row in table(read("docs/errors.md"), *header)}
+    assert without == {
+        "pycomm.errors.TorchVersionError": [errors.TorchVersionError.__base__.__name__],
+        "pycomm.service.RefusedError": [service.RefusedError.__base__.__name__],
+    }
+    public = {name for name in errors.__all__ if name.endswith("Error")}
+    everywhere = set(re.findall(r"\w+Error\b", read("docs/errors.md")))
+    assert public - everywhere == {"PycommError", "PycommBackendError", "PycommNetworkError"}
 
 
 def test_fields_of_a_record_are_those_of_the_native_part() -> None:
@@ -245,7 +254,8 @@ def test_fields_of_a_record_are_those_of_the_native_part() -> None:
     native = read("csrc/c10d/record_dict.h")
     in_record = set(re.findall(r'(?:text|number)\("(\w+)"|dict\["(\w+)"\]', native))
     documented = {field for row in rows for field in code(row[1])}
-    assert documented | {"summary", "hint"} == {a or b for a, b in in_record}
+    assert documented == {a or b for a, b in in_record} | {"missing"}  # that is monitored_barrier's
+    assert documented == {field.name for field in dataclasses.fields(errors.ErrorRecord)}
     in_text = set(re.findall(r'addPair\(out, "(\w+)"', read("csrc/base/error.cc")))
     assert {key for row in rows for key in code(row[0])} == in_text
 

@@ -109,7 +109,7 @@ def sockets():
                 yield fields[1], fields[2], fields[3]
 
 from pycomm import _extension
-from pycomm.backend import native_backend
+from pycomm._backend import native_backend
 report = {
     "sums": [float(large[0]), float(large[-1]), float(small[0])],
     "says": _extension.load().describe_backend(native_backend()),

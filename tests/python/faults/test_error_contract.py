@@ -23,7 +23,7 @@ from processes import run_python
 from ranks import RankError, describe_exception, mark, run_ranks, start_ranks
 
 import pycomm
-from pycomm import backend
+from pycomm import _backend
 from pycomm.errors import ErrorRecord
 from pycomm.options import Options
 
@@ -235,28 +235,28 @@ class SilentExtension:
 
 @pytest.mark.parametrize("own", [logging.ERROR, logging.DEBUG])
 def test_the_programs_own_log_level_stays(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_level_set_here", None)
+    monkeypatch.setattr(_backend, "_level_set_here", None)
     extension: Any = SilentExtension()
-    before = backend.logger.level
+    before = _backend.logger.level
     try:
-        backend.logger.setLevel(own)
+        _backend.logger.setLevel(own)
         for environ in ({}, {"PYCOMM_DEBUG": "INFO"}):
-            backend._set_up_logging(extension, Options().resolve(environ), 0)
-            assert backend.logger.level == own
-        backend.logger.setLevel(logging.NOTSET)  # nobody's: then PYCOMM_DEBUG decides, each time
+            _backend._set_up_logging(extension, Options().resolve(environ), 0)
+            assert _backend.logger.level == own
+        _backend.logger.setLevel(logging.NOTSET)  # nobody's: then PYCOMM_DEBUG decides, each time
         for level in ("INFO", "TRACE"):
-            backend._set_up_logging(extension, Options(debug=level).resolve({}), 0)
-            assert backend.logger.level == {"INFO": logging.INFO, "TRACE": logging.DEBUG}[level]
+            _backend._set_up_logging(extension, Options(debug=level).resolve({}), 0)
+            assert _backend.logger.level == {"INFO": logging.INFO, "TRACE": logging.DEBUG}[level]
             assert extension.level == level
     finally:
-        backend.logger.setLevel(before)
+        _backend.logger.setLevel(before)
 
 
 LOGS_BEFORE_AND_AFTER = """
 import logging
 from typing import Any
 
-from pycomm import backend
+from pycomm import _backend
 from pycomm.options import Options
 
 class Extension:
@@ -264,12 +264,12 @@ class Extension:
         pass
 
 extension: Any = Extension()
-backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
-backend.logger.info("first")
+_backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+_backend.logger.info("first")
 logging.basicConfig(format="the program's: %(message)s")
-backend.logger.info("second")
-backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
-backend.logger.info("third")
+_backend.logger.info("second")
+_backend._set_up_logging(extension, Options(debug="INFO").resolve({}), 0)
+_backend.logger.info("third")
 """
 
 

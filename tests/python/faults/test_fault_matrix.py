@@ -279,7 +279,7 @@ def window_that_ends_in_a_call(rank: int, world_size: int, store: str) -> list[A
     dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
     dist.barrier()  # the limit is also that of making the group: here both begin together
     group = dist.new_group(timeout=timedelta(seconds=4))
-    backend = pycomm.backend.native_backend(group)
+    backend = pycomm._backend.native_backend(group)
     dist.barrier(group=group)
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=60)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 import pycomm
 from pycomm import _extension, _secret
-from pycomm.backend import native_backend
+from pycomm._backend import native_backend
 
 pytestmark = pytest.mark.needs_native
 

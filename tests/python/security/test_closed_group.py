@@ -18,7 +18,7 @@ from ranks import child_environment, run_python, run_ranks
 
 import pycomm
 from pycomm import _extension, _secret
-from pycomm.backend import flight_record, native_backend
+from pycomm._backend import flight_record, native_backend
 
 pytestmark = pytest.mark.needs_native
 

@@ -1,0 +1,379 @@
+"""The functions that torch calls to make a group, and those that users call on one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sysconfig
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.constants import default_pg_timeout
+
+import _pycomm_autoload
+from pycomm import _extension, _secret, errors
+from pycomm._flight_record import GroupRecord, parse_record
+from pycomm.options import (
+    FLIGHT_RECORD_NAME,
+    Options,
+    ResolvedOptions,
+    fault_points,
+    nccl_serves,
+)
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ErrorType
+
+logger = logging.getLogger("pycomm")
+
+_default_group_options: Options | None = None
+_timeouts_ms: dict[str, int] = {}
+"""By the group's name; torch has no way to ask a plugin's group for it."""
+_wire_dtypes: dict[str, str] = {}
+"""Likewise."""
+_told = False
+_level_set_here: int | None = None
+
+
+_FOREIGN_FOLDERS = [
+    os.path.join(folder, "")
+    for folder in (
+        str(Path(dist.__file__).parent.parent),
+        str(Path(__file__).parent),
+        sysconfig.get_path("stdlib"),
+    )
+]
+"""Where no code of the user lies: torch, pycomm, Python's library."""
+
+
+def register() -> None:
+    """Registers the backend "pycomm" with torch, as importing pycomm does. Idempotent."""
+    _pycomm_autoload.register()
+
+
+def create_group(group: Any, pg_options: object) -> Any:
+    """Makes this rank's end of a group; torch calls it through the registration.
+
+    Args:
+        group: torch's ``_DistributedBackendOptions``.
+        pg_options: The user's ``pg_options``.
+
+    Returns:
+        The native backend.
+
+    Raises:
+        TypeError: ``pg_options`` is not a ``pycomm.Options``.
+        ValueError: A setting, the rank or the world size is wrong.
+        TorchVersionError: The extension does not fit this torch.
+        PycommError: The ranks did not come together.
+    """
+    options = _options_of(group, pg_options)
+    resolved = options.resolve()
+    rank, size = int(group.group_rank), int(group.group_size)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"rank {rank} is not in a group of {size}: ranks go from 0 to world_size - 1. "
+            "Try: compare RANK and WORLD_SIZE on every host"
+        )
+    extension = _extension.load()
+    if faults := fault_points():
+        extension.arm_fault_points(faults)
+    _set_up_logging(extension, resolved, rank)
+    timeout_ms = _timeout_ms(resolved, group.timeout)
+    _timeouts_ms[str(group.group_id)] = timeout_ms
+    _wire_dtypes[str(group.group_id)] = resolved.wire_dtype
+    store = group.store
+    if size == 1 and dist.is_initialized():
+        # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
+        # subgroups, gives groups of different ranks one name and so one place in the store.
+        store = HashStore()
+    backend = extension.create_backend(
+        store,
+        rank,
+        size,
+        str(group.group_id),
+        timeout_ms,
+        native_options(
+            resolved,
+            store_host(group.store),
+            list(group.global_ranks_in_group),
+            launcher_restarts=store_outlives_ranks(group.store),
+        ),
+    )
+    _tell_once(extension, backend, rank)
+    return backend
+
+
+def connect_pair(store: Any, rank: int, name: str, *, host: str, timeout: float) -> Any:
+    """A group of two processes that need not be ranks of a job; torch does not list it.
+
+    Args:
+        store: Where the two meet; nobody else may use it.
+        rank: 0 on one of them, 1 on the other.
+        name: Of the group, in errors.
+        host: An address of rank 0's host, as this process calls it: it chooses the interface.
+        timeout: Seconds for the meeting, and for each operation until ``set_timeout()``.
+
+    Returns:
+        The native backend, with ``send``, ``recv``, ``set_timeout`` and ``abort``.
+
+    Raises:
+        ValueError: A setting is wrong.
+        PycommError: The two did not come together.
+    """
+    resolved = Options().resolve()
+    extension = _extension.load()
+    if faults := fault_points():
+        extension.arm_fault_points(faults)
+    _set_up_logging(extension, resolved, rank)
+    native = native_options(resolved, host, [0, 1])
+    return extension.create_backend(store, rank, 2, name, round(timeout * 1000), native)
+
+
+def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | None:
+    """Why a group has failed, as this rank knows it; it stays so until the group is destroyed.
+
+    Args:
+        group: Default: the default group.
+
+    Returns:
+        The fields of ``PycommError.record`` of the group's errors, without those about the
+        operation that raised them; None if the group has not failed.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    extension = _extension.loaded()
+    backend = native_backend(group)
+    record = None if extension is None else extension.last_error(backend)
+    return None if record is None else errors.ErrorRecord(**record)
+
+
+def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
+    """``getError()`` of torch's interface to backends, which torch does not offer in Python.
+
+    Deprecated, and removed in 0.2: ``last_error()`` has the code, the peer and the hint.
+
+    Args:
+        group: Default: the default group.
+
+    Returns:
+        ``SUCCESS`` if there is no error; ``TIMEOUT``; ``REMOTE_ERROR`` if another rank is to blame;
+        ``COMM_ERROR`` for all others.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    warnings.warn(
+        "pycomm.backend_error will be removed in 0.2. Try: pycomm.last_error(), which is None "
+        "until a failure and then has its code",
+        FutureWarning,
+        stacklevel=2,
+    )
+    backend = native_backend(group)
+    return _extension.native.backend_error(backend)
+
+
+def flight_record(group: dist.ProcessGroup | None = None) -> GroupRecord:
+    """The flight record of a group: its last operations on this rank. Does not block.
+
+    Args:
+        group: Default: the default group.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    backend = native_backend(group)
+    (record,) = parse_record(_extension.native.flight_record(backend), "flight_record()").groups
+    return record
+
+
+def dump_flight_record(folder: str | os.PathLike[str]) -> Path:
+    """Writes the flight record of all groups of this process, as a failing group does by itself.
+
+    Any thread may call it, and a signal handler: waiting for an operation lets handlers run.
+
+    Args:
+        folder: Made if there is none. An older file of this rank is replaced.
+
+    Returns:
+        The file, which ``python -m pycomm trace`` reads.
+
+    Raises:
+        SystemCallError: It could not be written.
+    """
+    path = Path(folder) / f"{FLIGHT_RECORD_NAME}{_world_rank(0)}.json"
+    _extension.native.write_flight_record(str(path))
+    return path
+
+
+def topology_text(group: dist.ProcessGroup | None = None) -> str:
+    """The distribution of a group's ranks over hosts, as ``2 hosts with 4 ranks each``.
+
+    Args:
+        group: Default: the default group.
+
+    Raises:
+        ValueError: The group is not pycomm's, or there is no group.
+    """
+    return _extension.native.topology_text(native_backend(group))
+
+
+def native_backend(group: dist.ProcessGroup | None = None) -> Any:
+    """The backend object of pycomm inside a group; None is the default group.
+
+    Raises:
+        ValueError: The group has none.
+    """
+    group = dist.distributed_c10d._get_default_group() if group is None else group
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if backend.name() == "pycomm":
+            return backend
+    raise ValueError(f"group {group.group_name!r} is not a group of pycomm")
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that a group of pycomm was made with."""
+    return timedelta(milliseconds=_timeouts_ms[group.group_name])
+
+
+def group_wire_dtype(group: dist.ProcessGroup) -> str:
+    """The ``wire_dtype`` of a group; "fp32" for one that is not pycomm's."""
+    return _wire_dtypes.get(group.group_name, "fp32")
+
+
+def store_host(store: Any) -> str:
+    """The host of the store's server, as this rank calls it; "" if there is none."""
+    return str(getattr(_base_of(store), "host", "") or "")
+
+
+def store_outlives_ranks(store: Any) -> bool:
+    """Whether it is the one in which torchrun lets its ranks meet, before and after a restart.
+
+    torchrun ends all ranks before it starts new ones. The store stays, and holds the records of
+    ranks that could not say goodbye.
+    """
+    base = _base_of(store)
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and isinstance(base, dist.TCPStore)  # type: ignore[attr-defined]
+        and os.environ.get("MASTER_PORT") == str(base.port)
+    )
+
+
+def _base_of(store: Any) -> Any:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return store
+
+
+def native_options(
+    resolved: ResolvedOptions,
+    store_host: str,
+    global_ranks: list[int],
+    *,
+    launcher_restarts: bool = False,
+) -> dict[str, Any]:
+    """The ``options`` of ``create_backend``."""
+    secret, secret_origin = _secret.find()
+    return {
+        "interface": resolved.interface,
+        "socket_family": resolved.socket_family,
+        "port_first": resolved.port_range[0],
+        "port_last": resolved.port_range[1],
+        "algorithm": resolved.algorithm,
+        "transport": resolved.transport,
+        "segment_nbytes": resolved.segment_nbytes,
+        "streams": resolved.streams,
+        "heartbeat_timeout_ms": round(resolved.heartbeat_timeout * 1000),
+        "wire_dtype": resolved.wire_dtype,
+        "cuda_mode": resolved.cuda_mode,
+        "cuda_library": str(_extension.CUDA_LIBRARY),
+        "nccl_libraries": [str(path) for path in _extension.NCCL_LIBRARIES],
+        "nccl_host_id": os.environ.get("NCCL_HOSTID", ""),  # NCCL's own variable
+        "why_no_nccl": _extension.why_no_nccl()
+        if nccl_serves(resolved.algorithm, resolved.wire_dtype)
+        else f"has algorithm={resolved.algorithm!r} and wire_dtype={resolved.wire_dtype!r}",
+        "flight_recorder_size": resolved.flight_recorder_size,
+        "flight_recorder_prefix": resolved.flight_recorder_prefix,
+        "store_host": store_host,
+        "global_ranks": global_ranks,
+        "check_call_sites": resolved.check_call_sites,
+        "security": resolved.security,
+        "secret": secret,
+        "secret_origin": secret_origin,
+        "launcher_restarts": launcher_restarts,
+        "skipped_folders": _FOREIGN_FOLDERS,
+    }
+
+
+def _options_of(group: Any, pg_options: object) -> Options:
+    global _default_group_options
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise TypeError(
+            f"pg_options must be a pycomm.Options, not {type(pg_options).__qualname__}. "
+            "Try: init_process_group('pycomm', pg_options=pycomm.Options(interface='eth0'))"
+        )
+    if not group.global_ranks_in_group:  # this is how torch marks the default group
+        _default_group_options = pg_options
+    if pg_options is not None:
+        return pg_options
+    # Libraries make groups of their own without options: what the user said of the default group
+    # holds for them.
+    return _default_group_options or Options()
+
+
+def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:
+    # torch always passes a timeout; only one that differs from its default was set by
+    # the program, and the program's goes before a variable.
+    wished = from_torch != default_pg_timeout
+    explicit = resolved.origins["timeout"].startswith("Options.")
+    if (wished and not explicit) or resolved.is_default("timeout"):
+        seconds = from_torch.total_seconds()
+    else:
+        seconds = resolved.timeout
+    return max(1, round(seconds * 1000))
+
+
+def _set_up_logging(extension: ModuleType, resolved: ResolvedOptions, rank: int) -> None:
+    configured = logger.handlers or logging.getLogger().handlers
+    chosen = logger.level != logging.NOTSET and logger.level != _level_set_here
+    if not configured:
+        handler = logging.StreamHandler()
+        prefix = f"[rank{_world_rank(rank)}@{socket.gethostname()}]"
+        handler.setFormatter(logging.Formatter(f"{prefix} pycomm %(levelname)s: %(message)s"))
+        # Once the program sets logging up, its own handlers write these lines.
+        handler.addFilter(lambda _: logger.handlers == [handler] and not logging.root.handlers)
+        logger.addHandler(handler)
+    # A level that the program has set itself is its own; ours may be set again, for a later group.
+    if not chosen and not resolved.is_default("debug"):
+        _set_level(_extension.LOG_LEVELS[resolved.debug])
+    elif not chosen and not configured:
+        _set_level(logging.INFO)  # for the one line of _tell_once; native lines start at WARN
+    _extension.set_debug_level(extension, resolved.debug)
+
+
+def _set_level(level: int) -> None:
+    global _level_set_here
+    _level_set_here = level
+    logger.setLevel(level)
+
+
+def _world_rank(rank: int) -> int:
+    return dist.get_rank() if dist.is_initialized() else rank
+
+
+def _tell_once(extension: ModuleType, backend: Any, rank: int) -> None:
+    global _told
+    if not _told and _world_rank(rank) == 0:
+        logger.info("%s", extension.describe_backend(backend))
+    _told = True
