@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <string_view>
 
 #include "base/error.h"
 #include "base/printable.h"
@@ -43,9 +44,10 @@ const sockaddr_un& asUnix(const sockaddr_storage& storage) {
 }
 
 // After the NUL that marks the abstract namespace. The names of pycomm have no other NUL.
-std::string abstractName(const sockaddr_storage& storage) {
+std::string_view abstractName(const sockaddr_storage& storage) noexcept {
   const char* path = asUnix(storage).sun_path;
-  return path[0] == '\0' ? std::string(path + 1, ::strnlen(path + 1, sizeof asUnix(storage).sun_path - 1)) : "";
+  const size_t room = sizeof asUnix(storage).sun_path - 1;
+  return path[0] == '\0' ? std::string_view(path + 1, ::strnlen(path + 1, room)) : std::string_view();
 }
 
 // Decimal digits only, at most `limit`; -1 for anything else. strtol would also take signs and spaces.
@@ -232,7 +234,7 @@ std::string SocketAddress::text() const {
     return "(none)";
   }
   if (isUnix()) {
-    const std::string name = abstractName(storage_);
+    const std::string name(abstractName(storage_));
     return name.empty() ? "unix" : "unix:" + printable(name, kMaxUnixName + 16);
   }
   const std::string host = family_ == AddressFamily::IPv6 ? "[" + ip() + "]" : ip();
