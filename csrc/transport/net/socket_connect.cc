@@ -36,6 +36,12 @@ class SocketConnector {
     fresh->remote_ = target;
     fresh->connecting_ = true;
     if (::connect(fresh->fd(), target.raw(), target.rawLength()) != 0 && errno != EINPROGRESS && errno != EINTR) {
+      if (target.isUnix() && errno == ECONNREFUSED) {
+        // Told by connectStatus(), as TCP tells it: a peer that leaves has said so on its control link, and is heard first.
+        fresh->refused_ = true;
+        link = std::move(fresh);
+        return;
+      }
       error_number = errno; // after EINTR the attempt goes on by itself, as after EINPROGRESS
       return;
     }

@@ -143,6 +143,9 @@ int SocketLink::connectStatus() noexcept {
   if (!connecting_) {
     return 0;
   }
+  if (refused_) {
+    return ECONNREFUSED;
+  }
   pollfd wait{fd_.get(), POLLOUT, 0};
   if (::poll(&wait, 1, 0) <= 0) {
     return EINPROGRESS;

@@ -53,6 +53,7 @@ class SocketLink final : public Link {
   SocketAddress local_;
   SocketAddress remote_;
   bool connecting_ = false;
+  bool refused_ = false; ///< a Unix socket that nobody listens at
 };
 
 /// Starts to connect and returns at once. `local` is the address to connect from (its port does not count); if empty,
