@@ -227,7 +227,7 @@ def test_a_library_of_another_build_is_refused_with_both_versions(
     subprocess.run(command, check=True, timeout=60)
     for text in run_ranks(2, _without_library, args=(str(fake_cuda), str(old))).values():
         assert f"{old}, which is of another build" in text
-        assert "version 5, this extension's 6" in text
+        assert "version 5, this extension's 7" in text
         assert "PYCOMM_BUILD_CUDA=1" in text
 
 
