@@ -104,7 +104,9 @@ def fuzz(
     """
     limits = [f"-max_total_time={seconds}", f"-max_len={_MAX_NBYTES}", "-timeout=10"]
     limits += ["-rss_limit_mb=2048", f"-artifact_prefix={work}/{name}-"]
-    limits += [f"-runs={most_inputs}"] if most_inputs else []
+    if most_inputs:  # what it reads again at its start is counted, too, and an empty input besides
+        known = sum(1 for path in (work / name).iterdir() if path.is_file())
+        limits.append(f"-runs={most_inputs + known + 1}")
     command = [str(program), f"--target={name}", *limits, str(work / name)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

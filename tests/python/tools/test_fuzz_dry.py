@@ -118,3 +118,27 @@ def test_counts_are_those_that_libfuzzer_logs() -> None:
     assert (found.inputs, found.first_edges, found.edges, found.last_new) == (98, 40, 42, 7)
     fuzz.add(found, log.replace("cov: 40", "cov: 42"), 100)
     assert (found.inputs, found.edges, found.since_new()) == (196, 42, 189)
+
+
+def _fuzzer(path: Path, ends_with: int) -> Path:
+    """Says what libFuzzer says that has read 5 inputs again and then done the rest."""
+    path.write_text(
+        "#!/bin/sh\n"
+        'for word in "$@"; do case "$word" in -runs=*) runs=${word#-runs=};; esac; done\n'
+        'printf "#5\\tINITED cov: 3\\nDone %s runs in 1 second(s)\\n" "$runs" >&2\n'
+        f"exit {ends_with}\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("ends_with", [0, 77])
+def test_what_is_read_again_does_not_use_up_the_inputs(tmp_path: Path, ends_with: int) -> None:
+    folder = tmp_path / "hello"
+    folder.mkdir()
+    for number in range(5):
+        (folder / str(number)).write_bytes(b"x")
+    found = fuzz_dry.Found()
+    good = fuzz.fuzz(_fuzzer(tmp_path / "fuzzer", ends_with), "hello", 1, tmp_path, found, 100)
+    assert good == (ends_with == 0)
+    assert found.inputs >= (100 if good else 0)
