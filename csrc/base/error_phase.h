@@ -42,8 +42,6 @@ class ErrorPhase {
   };
 
   constexpr ErrorPhase(Value value = Unknown) noexcept : value_(value) {}
-  /// Of a literal. One that is not in kTexts does not compile.
-  consteval ErrorPhase(const char* text) : value_(find(text).value()) {}
 
   /// nullopt if no phase has this text.
   [[nodiscard]] static constexpr std::optional<Value> find(std::string_view text) noexcept {

@@ -49,7 +49,7 @@ void NcclComm::connect() {
   ErrorRecord making;
   making.rank = config_.rank;
   making.group = config_.group;
-  making.phase = "nccl init";
+  making.phase = ErrorPhase::NcclInit;
   NcclUniqueId id;
   if (config_.rank == 0) {
     check(api_.uniqueId(&id), "ncclGetUniqueId");
@@ -121,7 +121,7 @@ void NcclComm::waitUntilReady(Deadline deadline, const ErrorRecord& about) {
       throwIfFailed();
       NcclResult state = NcclResult::Success;
       check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
-      check(state, about.phase == "nccl init" ? "making the communicator" : "the group's launch");
+      check(state, about.phase == ErrorPhase::NcclInit ? "making the communicator" : "the group's launch");
       if (state == NcclResult::Success) {
         return;
       }
@@ -287,7 +287,7 @@ std::optional<ErrorRecord> NcclComm::findFailure() {
     if (operation->deadline.expired()) {
       ErrorRecord cause = operation->about;
       cause.code = ErrorCode::Timeout;
-      cause.phase = "transfer";
+      cause.phase = ErrorPhase::Transfer;
       cause.elapsed_ms =
           std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation->issued_at).count();
       cause.summary = cause.op + " timed out on the device.";

@@ -29,7 +29,7 @@ ErrorRecord fullRecord() {
   record.numel = 100;
   record.bytes_done = 40;
   record.bytes_total = 400;
-  record.phase = "transfer";
+  record.phase = ErrorPhase::Transfer;
   record.elapsed_ms = 7;
   return record;
 }
