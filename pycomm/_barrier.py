@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -134,7 +134,7 @@ class _Round:
         return self._opened(key, self.store.get(key))
 
     def _opened(self, key: str, value: bytes) -> str:
-        """Raises an error if the job has a secret and the writer did not know it."""
+        """Raises an error if the group has a secret and the writer did not know it."""
         text = bytes(value).decode(errors="replace")
         opened: str = _extension.native.group_open(self.backend, self._sealed_name(key), text)
         return opened
@@ -176,43 +176,38 @@ class _Round:
         own = self.group.rank()
         named = ", ".join(f"{rank} (on {self.hosts[rank]})" for rank in ranks)
         summary = (
-            f"monitored_barrier #{self.number} timed out after {self.timeout_s:g} s: "
-            f"rank{'s' * (len(ranks) > 1)} {named} of {self.group.size()} did not enter it."
+            f"timed out after {self.timeout_s:g} s: rank{'s' * (len(ranks) > 1)} {named} of "
+            f"{self.group.size()} did not enter it."
         )
         if own in ranks:
             summary += f" This is rank {own}: it came too late."
         hint = "look at what these ranks are doing: an exception? a slow loader? other calls?"
-        record = {
-            "code": "TIMEOUT",
-            "summary": summary,
-            "hint": hint,
-            "rank": own,
-            "host": self.hosts[own],
-            "peer": ranks[0],
-            "peer_host": self.hosts[ranks[0]],
-            "op": "monitored_barrier",
-            "sequence": self.number,
-            "missing": list(ranks),
-        }
-        return BY_CODE["TIMEOUT"](f"{summary} Try: {hint}", record)
+        about = {"peer": ranks[0], "peer_host": self.hosts[ranks[0]], "missing": list(ranks)}
+        return self._error("TIMEOUT", f" {summary}", hint, about)
 
     def _refused(self, peer: int) -> Exception:
-        own = self.group.rank()
         summary = (
-            f"monitored_barrier #{self.number}: what the store has from rank {peer} was not "
-            "written with the secret of this group; rank 0 has the details."
+            f": what the store has from rank {peer} was not written with the secret of this group; "
+            "rank 0 has the details."
         )
         hint = "look for another program that writes into this store"
+        return self._error("PROTOCOL_VIOLATION", summary, hint, {})
+
+    def _error(self, code: str, what: str, hint: str, about: Mapping[str, Any]) -> Exception:
+        """An error of this round: ``what`` follows its name."""
+        own = self.group.rank()
+        summary = f"monitored_barrier #{self.number}{what}"
         record = {
-            "code": "PROTOCOL_VIOLATION",
+            "code": code,
             "summary": summary,
             "hint": hint,
             "rank": own,
             "host": self.hosts[own],
             "op": "monitored_barrier",
             "sequence": self.number,
+            **about,
         }
-        return BY_CODE["PROTOCOL_VIOLATION"](f"{summary} Try: {hint}", record)
+        return BY_CODE[code](f"{summary} Try: {hint}", record)
 
     def _forget_the_last(self) -> None:
         # Everybody is past the round before this one. Not every store can delete.

@@ -104,6 +104,7 @@ PYTHON_FLOORS = [
     {
         "_extension",
         "_model_check",
+        "_old_names",
         "_process_reports",
         "_saved_state",
         "_wire_patterns",

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pwd
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -239,8 +240,6 @@ def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str
 
 def _user() -> str:
     try:
-        import pwd
-
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return f"user {os.geteuid()}"

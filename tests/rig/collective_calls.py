@@ -224,28 +224,35 @@ def _fold(call: Call, tensors: list[torch.Tensor]) -> tuple[Any, Any]:
         return wanted, scale * relative * roundings * 1.05 + absolute * roundings * 2
 
 
+def _inputs(call: Call) -> list[torch.Tensor]:
+    return [make_tensor(call, each, input_numel(call, each)) for each in range(call.size)]
+
+
+def _terms(call: Call, member: int) -> list[torch.Tensor]:
+    """What a reduction folds into the member's output, by rank."""
+    if not call.collective.startswith("reduce_scatter"):
+        return _inputs(call)
+    begin = sum(call.parts()[:member])
+    return [each[begin : begin + call.part(member)] for each in _inputs(call)]
+
+
 def expected(call: Call, member: int) -> tuple[Any, Any] | None:
     """What the member's output must hold and how far off it may be (None: exactly that).
 
     None where the member gets nothing.
     """
-    size = range(call.size)
-    inputs = [make_tensor(call, each, input_numel(call, each)) for each in size]
     kind = call.collective
     if kind == "barrier" or (kind in ("reduce", "gather") and member != call.root):
         return None
-    if kind in ("all_reduce", "reduce"):
-        return _fold(call, inputs)
+    if kind in ("all_reduce", "reduce") or kind.startswith("reduce_scatter"):
+        return _fold(call, _terms(call, member))
+    inputs = _inputs(call)
     if kind == "broadcast":
         return exact(inputs[call.root]), None
-    if kind.startswith("reduce_scatter"):
-        begin = sum(call.parts()[:member])
-        end = begin + call.part(member)
-        return _fold(call, [each[begin:end] for each in inputs])
     if kind == "scatter":
         return exact(inputs[call.root].split(call.parts())[member]), None
     if kind.startswith("all_to_all"):
-        inputs = [inputs[each].split(call.parts(each))[member] for each in size]
+        inputs = [inputs[each].split(call.parts(each))[member] for each in range(call.size)]
     return np.concatenate([exact(each) for each in inputs]), None
 
 
@@ -254,13 +261,10 @@ def _may_overflow(call: Call, member: int) -> Any:
 
     e4m3 holds 448 at most and has no infinity: what is more is NaN there, and stays it.
     """
-    inputs = [make_tensor(call, each, input_numel(call, each)) for each in range(call.size)]
-    if call.collective.startswith("reduce_scatter"):
-        begin = sum(call.parts()[:member])
-        inputs = [each[begin : begin + call.part(member)] for each in inputs]
-    sizes = np.abs(np.stack([exact(each) for each in inputs]).astype(np.longdouble))
+    terms = _terms(call, member)
+    sizes = np.abs(np.stack([exact(each) for each in terms]).astype(np.longdouble))
     with np.errstate(all="ignore"):
-        return np.multiply.reduce(np.maximum(sizes, 1), axis=0) > torch.finfo(inputs[0].dtype).max
+        return np.multiply.reduce(np.maximum(sizes, 1), axis=0) > torch.finfo(terms[0].dtype).max
 
 
 def difference(call: Call, output: torch.Tensor, member: int) -> str:

@@ -26,6 +26,8 @@ from pycomm.cli import main, status
 
 pytestmark = pytest.mark.needs_native
 
+GREETING = _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3)
+
 
 def _status(*arguments: str) -> tuple[int, str]:
     """By a process of its own, as a user would."""
@@ -265,22 +267,22 @@ def _listing(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         (b"", None, "hung up"),
         (b"hello, I am something else", None, "nothing"),
         (
-            _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3),
+            GREETING,
             b"",
             "does not tell",
         ),
         (
-            _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3),
+            GREETING,
             b"short",
             "something else",
         ),
         (
-            _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3),
+            GREETING,
             _process_reports._ASK.pack(_process_reports._REPORT_MAGIC, 0, 0),
             "could not make the memory",
         ),
         (
-            _process_reports._GREETING.pack(_process_reports._GREETING_MAGIC, 3),
+            GREETING,
             _process_reports._ASK.pack(_process_reports._REPORT_MAGIC, 1, 5),
             "not a flight record",
         ),
