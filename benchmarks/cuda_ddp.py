@@ -42,6 +42,10 @@ def table(blocks: int, batch: int, command: str) -> None:
                 wrappers[f"{name}, {wire or 'fp32'}"] = pycomm.DistributedDataParallel(
                     model(), process_group=group, wire_dtype=wire
                 )
+        if name == "pycomm:nccl":  # the buckets that are meant for Ethernet
+            wrappers[f"{name}, fp16, 4 MiB"] = pycomm.DistributedDataParallel(
+                model(), process_group=group, wire_dtype="fp16", bucket_cap_mb=4
+            )
     samples = torch.randn(batch, WIDTH, device="cuda")
 
     def step(ddp: nn.Module) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pycomm import _extension
 from pycomm._backend import group_wire_dtype, native_backend
 from pycomm._wire_patterns import ENCODED, Named
 from pycomm.errors import UnsupportedError
@@ -41,6 +42,17 @@ def need_pycomm(group: Any, what: str) -> Any:
             f"one's backend is {dist.get_backend(group)!r}"
         )
     return backend
+
+
+def by_nccl(group: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether NCCL moves these tensors. Call it on all ranks: a group decides that together."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        return False
+    backend = pycomm_backend(group)
+    if backend is None:
+        return "nccl" in str(dist.get_backend_config(group))
+    return bool(_extension.native.goes_by_nccl(backend, device))
 
 
 def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> None:

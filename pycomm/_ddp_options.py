@@ -19,6 +19,9 @@ _EDGE_BUCKET_CAP_NBYTES = _MIB
 # Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
 # short against a backward pass.
 _BUCKET_CAP_NBYTES = 4 * _MIB
+# The same for NCCL, as torch's wrapper has it: between GPUs of one host 4 MiB take less time than
+# an operation costs.
+_NCCL_BUCKET_CAP_NBYTES = 25 * _MIB
 
 _TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -212,15 +215,17 @@ def reducible(module: nn.Module, ignored: Iterable[str]) -> dict[str, nn.Paramet
     }
 
 
-def bucket_caps(listed: Sequence[int], cap: int | None) -> dict[str, Any]:
+def bucket_caps(listed: Sequence[int], cap: int | None, by_nccl: bool) -> dict[str, Any]:
     """Caps in bytes of the first, second … bucket, of which the last holds for all others.
 
     Args:
         listed: What ``bucket_cap_mb_list`` says; empty without one.
         cap: What ``bucket_cap_mb`` says; None without one.
+        by_nccl: Whether NCCL moves the buckets.
     """
     if listed:
         return {"bucket_caps": list(listed), "last_bucket_cap": 0}
-    inner = _BUCKET_CAP_NBYTES if cap is None else cap
+    default = _NCCL_BUCKET_CAP_NBYTES if by_nccl else _BUCKET_CAP_NBYTES
+    inner = default if cap is None else cap
     edge = min(_EDGE_BUCKET_CAP_NBYTES, inner)
     return {"bucket_caps": [edge, inner], "last_bucket_cap": edge}

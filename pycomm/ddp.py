@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
 from pycomm._ddp_group import (
+    by_nccl,
     check_group,
     need_pycomm,
     pycomm_backend,
@@ -378,6 +379,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             **bucket_caps(
                 getattr(self, "bucket_bytes_cap_list", []),
                 None if self._uses_default_cap else self.bucket_bytes_cap,
+                by_nccl(self._reducing_group(), tensors),
             ),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,

@@ -10,21 +10,21 @@
 #include "c10d/cuda_staging.h"
 #include "c10d/dtypes.h"
 #include "ddp/grad_streams.h"
-#include "device/bucket_plan.h"
 #include "device/cuda_library.h"
+#include "device/fused_bucket.h"
 
 namespace pycomm {
 namespace {
 
 constexpr int64_t kStatsNumel = sizeof(cuda::PackStats) / sizeof(int32_t);
 
-cuda::BucketPlan planOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels, DType dtype) {
+cuda::FusedBucket planOf(const std::vector<at::Tensor>& gradients, const std::vector<size_t>& numels, DType dtype) {
   std::vector<cuda::Gradient> places;
   places.reserve(gradients.size());
   for (size_t i = 0; i < gradients.size(); ++i) {
     places.push_back({gradients[i].defined() ? gradients[i].data_ptr() : nullptr, numels[i]});
   }
-  return cuda::planBucket(places.data(), places.size(), dtype);
+  return cuda::planFusedBucket(places.data(), places.size(), dtype);
 }
 
 void* currentHandle(c10::Device device) {

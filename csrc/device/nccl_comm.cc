@@ -14,27 +14,14 @@ namespace {
 constexpr std::chrono::microseconds kAwakeFor{200};
 constexpr std::chrono::microseconds kLookEvery{50};
 
-ErrorCode codeOf(NcclResult result) {
-  switch (result) {
-    case NcclResult::RemoteError:
-      return ErrorCode::ConnectionReset;
-    case NcclResult::InvalidArgument:
-    case NcclResult::InvalidUsage:
-      return ErrorCode::InvalidArgument;
-    case NcclResult::Success:
-    case NcclResult::UnhandledCudaError:
-    case NcclResult::SystemError:
-    case NcclResult::InternalError:
-    case NcclResult::InProgress:
-      break;
-  }
-  return ErrorCode::SystemError;
-}
-
 } // namespace
 
 NcclComm::NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config)
-    : api_(api), runtime_(runtime), config_(std::move(config)) {}
+    : api_(api),
+      runtime_(runtime),
+      config_(std::move(config)),
+      rank_{api_, runtime_, config_.rank, config_.size, config_.group, config_.stream},
+      collectives_(rank_) {}
 
 std::unique_ptr<NcclComm> NcclComm::create(NcclApi& api, DeviceRuntime& runtime, Config config) {
   std::unique_ptr<NcclComm> comm(new NcclComm(api, runtime, std::move(config)));
@@ -52,13 +39,13 @@ void NcclComm::connect() {
   making.phase = ErrorPhase::NcclInit;
   NcclUniqueId id;
   if (config_.rank == 0) {
-    check(api_.uniqueId(&id), "ncclGetUniqueId");
+    rank_.check(api_.uniqueId(&id), "ncclGetUniqueId", comm_);
   }
   id = config_.exchange(config_.rank == 0 ? &id : nullptr, config_.deadline);
   try {
     {
       const std::lock_guard<std::mutex> lock(api_mutex_);
-      check(api_.init(&comm_, config_.size, id, config_.rank), "ncclCommInitRankConfig");
+      rank_.check(api_.init(&comm_, config_.size, id, config_.rank), "ncclCommInitRankConfig", comm_);
     }
     waitUntilReady(config_.deadline, making);
   } catch (const Error& error) {
@@ -88,26 +75,6 @@ NcclComm::~NcclComm() {
   if (watched_ != nullptr) {
     runtime_.destroyStream(watched_);
   }
-  if (scratch_ != nullptr) {
-    runtime_.freeDevice(scratch_);
-  }
-}
-
-void NcclComm::check(NcclResult result, const char* call) const {
-  if (result == NcclResult::Success || result == NcclResult::InProgress) {
-    return;
-  }
-  ErrorRecord record;
-  record.code = codeOf(result);
-  record.rank = config_.rank;
-  record.group = config_.group;
-  record.summary = std::string("NCCL: ") + call + " failed.";
-  record.cause = ncclResultName(result);
-  if (const std::string words = api_.lastError(comm_); !words.empty()) {
-    record.cause += ": " + words;
-  }
-  record.hint = "NCCL_DEBUG=WARN prints what NCCL saw";
-  throw Error(record);
 }
 
 void NcclComm::waitUntilReady(Deadline deadline, const ErrorRecord& about) {
@@ -120,8 +87,8 @@ void NcclComm::waitUntilReady(Deadline deadline, const ErrorRecord& about) {
       const std::lock_guard<std::mutex> lock(api_mutex_);
       throwIfFailed();
       NcclResult state = NcclResult::Success;
-      check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
-      check(state, about.phase == ErrorPhase::NcclInit ? "making the communicator" : "the group's launch");
+      rank_.check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError", comm_);
+      rank_.check(state, about.phase == ErrorPhase::NcclInit ? "making the communicator" : "the group's launch", comm_);
       if (state == NcclResult::Success) {
         return;
       }
@@ -145,7 +112,7 @@ void NcclComm::waitUntilReady(Deadline deadline, const ErrorRecord& about) {
 
 std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& calls, Stream caller, Deadline deadline) {
   for (const NcclCall& call : calls) {
-    validate(call);
+    collectives_.validate(call);
   }
   throwIfFailed();
   if (runtime_.isCapturing(caller)) {
@@ -158,33 +125,12 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
   auto operation = std::make_shared<NcclOperation>();
   operation->deadline = deadline;
   operation->issued_at = Clock::now();
-  operation->about = about(calls.front());
+  operation->about = rank_.about(calls.front());
   try {
     runtime_.record(entry_, caller);
     runtime_.streamWait(config_.stream, entry_);
-    std::vector<NcclCall> together;
-    for (const NcclCall& call : calls) {
-      if (call.kind == Collective::AllReduce && call.algorithm == Algorithm::Ring) {
-        ring(call, deadline, operation->about);
-      } else if (call.kind == Collective::AllReduce && call.algorithm == Algorithm::Direct) {
-        direct(call, deadline, operation->about);
-      } else {
-        together.push_back(call);
-      }
-    }
-    if (!together.empty()) {
-      for (const NcclCall& call : together) {
-        copyOwnPart(call);
-      }
-      inGroup(
-          [&] {
-            for (const NcclCall& call : together) {
-              enqueueMoves(call);
-            }
-          },
-          deadline,
-          operation->about);
-    }
+    collectives_.enqueue(
+        calls, [&](const std::function<void(NcclHandle)>& body) { inGroup(body, deadline, operation->about); });
     notifyOfEnd(operation);
   } catch (const Error& error) {
     // Part of it may be on the stream, and other ranks wait for the rest.
@@ -193,19 +139,19 @@ std::shared_ptr<NcclOperation> NcclComm::start(const std::vector<NcclCall>& call
   return operation;
 }
 
-void NcclComm::inGroup(const std::function<void()>& body, Deadline deadline, ErrorRecord& about) {
+void NcclComm::inGroup(const std::function<void(NcclHandle)>& body, Deadline deadline, const ErrorRecord& about) {
   {
     // NCCL's groups are the calling thread's, but an abort in the middle would free what the calls use.
     const std::lock_guard<std::mutex> lock(api_mutex_);
     throwIfFailed();
-    check(api_.groupStart(), "ncclGroupStart");
+    rank_.check(api_.groupStart(), "ncclGroupStart", comm_);
     try {
-      body();
+      body(comm_);
     } catch (...) {
       static_cast<void>(api_.groupEnd());
       throw;
     }
-    check(api_.groupEnd(), "ncclGroupEnd");
+    rank_.check(api_.groupEnd(), "ncclGroupEnd", comm_);
   }
   // Only when NCCL has put its kernels onto the stream is what follows behind them.
   waitUntilReady(deadline, about);
@@ -265,8 +211,8 @@ std::optional<ErrorRecord> NcclComm::findFailure() {
     if (comm_ == nullptr) {
       return std::nullopt;
     }
-    check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError");
-    check(state, "an operation under way");
+    rank_.check(api_.asyncError(comm_, &state), "ncclCommGetAsyncError", comm_);
+    rank_.check(state, "an operation under way", comm_);
   } catch (const Error& error) {
     ErrorRecord cause = error.record();
     const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -328,17 +274,6 @@ void NcclComm::throwIfFailed() const {
   if (const auto record = failure()) {
     throw Error(*record);
   }
-}
-
-ErrorRecord NcclComm::about(const NcclCall& call) const {
-  ErrorRecord record;
-  record.rank = config_.rank;
-  record.group = config_.group;
-  record.op = call.name;
-  record.sequence = call.sequence;
-  record.dtype = dtypeName(call.dtype);
-  record.numel = static_cast<int64_t>(call.numel);
-  return record;
 }
 
 } // namespace pycomm::cuda

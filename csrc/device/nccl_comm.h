@@ -15,6 +15,8 @@
 #include "device/device_runtime.h"
 #include "device/nccl_api.h"
 #include "device/nccl_call.h"
+#include "device/nccl_collectives.h"
+#include "device/nccl_rank.h"
 
 namespace pycomm::cuda {
 
@@ -67,19 +69,10 @@ class NcclComm {
  private:
   NcclComm(NcclApi& api, DeviceRuntime& runtime, Config config);
   void connect();
-  void validate(const NcclCall& call) const;
-  void copyOwnPart(const NcclCall& call);
-  void enqueueMoves(const NcclCall& call);
-  void allToAll(const NcclCall& call);
   void notifyOfEnd(const std::shared_ptr<NcclOperation>& operation);
   static void onReached(void* notice, const char* failure);
-  void ring(const NcclCall& call, Deadline deadline, ErrorRecord& about);
-  void direct(const NcclCall& call, Deadline deadline, ErrorRecord& about);
-  [[nodiscard]] void* scratch(size_t nbytes);
-  void inGroup(const std::function<void()>& body, Deadline deadline, ErrorRecord& about);
+  void inGroup(const std::function<void(NcclHandle)>& body, Deadline deadline, const ErrorRecord& about);
   void waitUntilReady(Deadline deadline, const ErrorRecord& about);
-  void check(NcclResult result, const char* call) const;
-  [[nodiscard]] ErrorRecord about(const NcclCall& call) const;
   [[nodiscard]] std::optional<ErrorRecord> findFailure();
   void throwIfFailed() const;
   /// Aborts the communicator; the first failure wins. Returns that one.
@@ -88,11 +81,11 @@ class NcclComm {
   NcclApi& api_;
   DeviceRuntime& runtime_;
   const Config config_;
+  const NcclRank rank_;
 
   // Order: issue_mutex_, api_mutex_, the state's. Only issue_mutex_ is held while CUDA is called.
   std::mutex issue_mutex_; ///< one start() at a time: NCCL wants the same order on all ranks
-  void* scratch_ = nullptr; ///< of issue_mutex_; grows
-  size_t scratch_nbytes_ = 0;
+  NcclCollectives collectives_; ///< of issue_mutex_
   Event entry_ = nullptr; ///< of issue_mutex_; these two are used again by each start, which CUDA allows
   Event exit_ = nullptr;
   Stream watched_ = nullptr; ///< CUDA notifies of ends on it

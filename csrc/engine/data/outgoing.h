@@ -8,7 +8,7 @@
 #include "engine/links/channel.h"
 #include "engine/links/peer_links.h"
 #include "engine/monitor/question.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -13,7 +13,7 @@
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
 #include "engine/operation/prepared_schedule.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/buffer_view.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -9,8 +9,8 @@
 #include "base/buffer_view.h"
 #include "base/error.h"
 #include "engine/loop/staging_pool.h"
+#include "transport/frame_header.h"
 #include "transport/link.h"
-#include "transport/wire.h"
 
 namespace pycomm {
 

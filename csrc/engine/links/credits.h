@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/operation/prepared_schedule.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

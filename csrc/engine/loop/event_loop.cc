@@ -149,9 +149,9 @@ bool EventLoop::dispatch(int timeout_ms) noexcept {
   ownership_.setDriverSleeps(false);
   epoll_.handle(ready);
   const bool polled = tickers_.pollShared();
-  tasks_.runAll();
-  tickers_.tick(Clock::now());
-  return ready.count > 0 || polled;
+  const bool ran = tasks_.runAll();
+  const bool ticked = tickers_.tick(Clock::now());
+  return ready.count > 0 || polled || ran || ticked;
 }
 
 void EventLoop::threadMain() noexcept {

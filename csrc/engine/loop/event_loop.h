@@ -112,7 +112,8 @@ class EventLoop final : public TaskLoop {
   void turn(Deadline deadline) noexcept;
   /// Polls for a while; whether there was something.
   bool spin(std::chrono::microseconds longest) noexcept;
-  /// Waits for events, at most so long, and handles them and what was posted. Whether there were events.
+  /// Waits for events, at most so long, and handles them, what was posted, and what is due. Whether there was any of it: a driver looks
+  /// then whether what it waits for is done, before it sleeps.
   bool dispatch(int timeout_ms) noexcept;
   void threadMain() noexcept;
   [[nodiscard]] int sleepMs() const noexcept;

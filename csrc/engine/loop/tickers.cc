@@ -19,14 +19,17 @@ TimePoint Tickers::nextTick() const noexcept {
   return next;
 }
 
-void Tickers::tick(TimePoint now) noexcept {
+bool Tickers::tick(TimePoint now) noexcept {
+  bool any = false;
   for (size_t i = 0; i < tickers_.size(); ++i) {
     if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
       Loop::Ticker& ticker = *tickers_[i];
       Loop::guarded(ticker, [&] { ticker.tick(now); });
+      any = true;
     }
   }
   tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
+  return any;
 }
 
 Loop::Ticker::Look Tickers::look() noexcept {

@@ -23,8 +23,8 @@ class Tickers final {
 
   /// When the first wants to be called; TimePoint::max() for never.
   [[nodiscard]] TimePoint nextTick() const noexcept;
-  /// Calls those whose time has come.
-  void tick(TimePoint now) noexcept;
+  /// Calls those whose time has come. Whether there were any.
+  bool tick(TimePoint now) noexcept;
 
   // All of them as one, for the rest of Loop::Ticker:
   [[nodiscard]] Loop::Ticker::Look look() noexcept;

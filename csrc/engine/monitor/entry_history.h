@@ -7,7 +7,7 @@
 
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

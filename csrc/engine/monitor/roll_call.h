@@ -20,7 +20,7 @@
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
 #include "engine/operation/not_entered.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "engine/monitor/roll_call_config.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "schedule/step.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

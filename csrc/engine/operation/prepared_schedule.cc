@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 namespace {

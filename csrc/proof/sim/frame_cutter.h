@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm::sim {
 

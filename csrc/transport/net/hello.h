@@ -7,7 +7,7 @@
 
 #include "base/buffer_view.h"
 #include "base/error.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 

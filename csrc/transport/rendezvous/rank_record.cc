@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "base/printable.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 namespace {

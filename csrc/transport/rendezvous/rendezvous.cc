@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/printable.h"
+#include "transport/frame_header.h"
 #include "transport/net/select_address.h"
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
@@ -16,7 +17,6 @@
 #include "transport/rendezvous/store_round.h"
 #include "transport/rendezvous/unix_sockets.h"
 #include "transport/secure/crypto.h"
-#include "transport/wire.h"
 
 // Two rounds, because an address to listen on can only be chosen after all ranks are known:
 //

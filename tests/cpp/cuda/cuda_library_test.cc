@@ -7,7 +7,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "device/bucket_plan.h"
+#include "device/fused_bucket.h"
 
 namespace pycomm::cuda {
 namespace {
@@ -73,13 +73,13 @@ TEST(CudaLibrary, KernelsThatThereAreNotAreRefusedBeforeTheyTouchAnything) {
   int32_t gradient = 0; // of the host: a launch would be refused for it
   const Gradient gradients[] = {{&gradient, 1}};
   const ErrorRecord pair = failureOf([&] {
-    const BucketPlan plan = planBucket(gradients, 1, DType::Int32);
+    const FusedBucket plan = planFusedBucket(gradients, 1, DType::Int32);
     packBucket(*runtime, plan, DType::Int32, DType::Float16, &gradient, 1.0F, nullptr, nullptr);
   });
   EXPECT_EQ(pair.code, ErrorCode::Unsupported);
   EXPECT_EQ(pair.summary, "there is no kernel that packs int32 gradients as float16.");
   const ErrorRecord back = failureOf([&] {
-    const BucketPlan plan = planBucket(gradients, 1, DType::Int32);
+    const FusedBucket plan = planFusedBucket(gradients, 1, DType::Int32);
     unpackBucket(*runtime, plan, DType::Int32, DType::Float16, &gradient, 1.0F, nullptr);
   });
   EXPECT_EQ(back.summary, pair.summary);

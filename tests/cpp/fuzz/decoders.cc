@@ -7,11 +7,11 @@
 #include "fuzz/door.h"
 #include "fuzz/frames.h"
 #include "fuzz/promise.h"
+#include "transport/frame_header.h"
 #include "transport/net/address.h"
 #include "transport/net/host_identity.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
-#include "transport/wire.h"
 
 namespace pycomm::fuzz {
 namespace {

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "transport/error_matchers.h"
-#include "transport/wire.h"
+#include "transport/frame_header.h"
 
 namespace pycomm {
 namespace {

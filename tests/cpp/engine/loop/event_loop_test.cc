@@ -173,6 +173,52 @@ TEST(EventLoop, WhoLooksForOneThingSeesTheOthers) {
   }
 }
 
+// What a driver waits for may be done by a task of another thread or at a deadline, in the middle of polling: it must not poll on, and then
+// sleep, until something else happens.
+TEST(EventLoop, ADriverSeesWhatATaskOrATickHasDone) {
+  struct Worker final : Loop::Ticker {
+    void onThrown(const std::exception_ptr&) noexcept override {}
+    [[nodiscard]] TimePoint nextTick() const noexcept override {
+      return by_tick && armed && !done ? Clock::now() : TimePoint::max();
+    }
+    void tick(TimePoint) noexcept override {
+      done = true;
+    }
+    // Asked right before the loop runs what was posted.
+    [[nodiscard]] bool pollShared() noexcept override {
+      if (!by_tick && armed && !posted) {
+        posted = true;
+        loop->postQuietly([this] { done = true; });
+      }
+      return false;
+    }
+    EventLoop* loop = nullptr;
+    bool by_tick = false;
+    std::atomic<bool> armed = false;
+    bool posted = false;
+    std::atomic<bool> done = false;
+  };
+  for (const bool by_tick : {false, true}) {
+    EventLoop loop("test");
+    loop.setSpin(std::chrono::seconds(2));
+    Worker worker;
+    worker.loop = &loop;
+    worker.by_tick = by_tick;
+    loop.run([&] { loop.addTicker(worker); });
+    const TimePoint begin = Clock::now();
+    ASSERT_TRUE(loop.drive(
+        [&] {
+          const bool done = worker.done;
+          worker.armed = true; // from now on, when nobody looks
+          return done;
+        },
+        Deadline::after(10000)));
+    EXPECT_TRUE(worker.done.load());
+    EXPECT_WITHIN_MS(std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count(), 1000);
+    loop.run([&] { loop.removeTicker(worker); });
+  }
+}
+
 // The thread is asleep, or in the middle of a round: then the task is left to it.
 TEST(EventLoop, RunsATaskWhereItIsPosted) {
   EventLoop loop("test");

@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "base/error.h"
+#include "transport/frame_header.h"
 #include "transport/link_peer.h"
 #include "transport/secure/tls_contexts.h"
 #include "transport/socket_pairs.h"
 #include "transport/striped_link.h"
-#include "transport/wire.h"
 
 namespace pycomm {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #include "cuda/bucket_kernel.h"
-#include "device/bucket_plan.h"
+#include "device/fused_bucket.h"
 #include "host_device.h"
 #include "numeric/convert.h"
 
@@ -83,7 +83,7 @@ TEST(Bucket, PackIsTheConversionOfEachElementAndNothingElse) {
         for (const uint32_t threads : {1, 7, 256}) {
           const Fixture grads(pair.grad, manySizes(), shift, 11);
           HostDevice device(threads);
-          const BucketPlan plan = planBucket(grads.gradients.data(), grads.gradients.size(), pair.grad);
+          const FusedBucket plan = planFusedBucket(grads.gradients.data(), grads.gradients.size(), pair.grad);
           ASSERT_EQ(plan.numel, grads.flat.size());
           ASSERT_EQ(plan.launches.size(), 1U);
           const size_t element = elementSize(pair.wire);
@@ -116,7 +116,7 @@ TEST(Bucket, UnpackScattersAndLeavesTheRestAlone) {
     for (const size_t shift : {0, 1, 3}) {
       Fixture grads(pair.grad, manySizes(), shift, 12);
       HostDevice device(7);
-      const BucketPlan plan = planBucket(grads.gradients.data(), grads.gradients.size(), pair.grad);
+      const FusedBucket plan = planFusedBucket(grads.gradients.data(), grads.gradients.size(), pair.grad);
       std::vector<std::byte> bucket(plan.numel * elementSize(pair.wire));
       convertScalar(pair.wire, bucket.data(), DType::Float32, grads.flat.data(), grads.flat.size());
       std::vector<std::byte> before = grads.memory;
@@ -143,7 +143,7 @@ TEST(Bucket, RoundTripStaysWithinTheFormatsErrorAgainstFloat64) {
   const std::vector<size_t> sizes(200, 313);
   Fixture grads(DType::Float32, sizes, 1, 13);
   HostDevice device;
-  const BucketPlan plan = planBucket(grads.gradients.data(), grads.gradients.size(), DType::Float32);
+  const FusedBucket plan = planFusedBucket(grads.gradients.data(), grads.gradients.size(), DType::Float32);
   std::vector<uint16_t> bucket(plan.numel);
   packBucket(device, plan, DType::Float32, DType::Float16, bucket.data(), 16.0F, nullptr, nullptr);
   unpackBucket(device, plan, DType::Float32, DType::Float16, bucket.data(), 1.0F / (16 * 4), nullptr);
@@ -163,7 +163,7 @@ TEST(Bucket, CountsWhatRoundingMakesInfiniteAndNotWhatWasInfiniteBefore) {
   std::vector<float> values = {1, 65519, 65520, -65536, infinity, nan, -infinity, 7e4F, 0};
   values.resize(40, 2.0F);
   const Gradient gradient{values.data(), values.size()};
-  const BucketPlan plan = planBucket(&gradient, 1, DType::Float32);
+  const FusedBucket plan = planFusedBucket(&gradient, 1, DType::Float32);
   HostDevice device;
   std::vector<uint16_t> bucket(values.size());
   PackStats stats;
@@ -183,7 +183,7 @@ TEST(Bucket, CountsWhatRoundingMakesInfiniteAndNotWhatWasInfiniteBefore) {
   const Gradient short_gradient{values.data(), values.size()};
   packBucket(
       device,
-      planBucket(&short_gradient, 1, DType::Float32),
+      planFusedBucket(&short_gradient, 1, DType::Float32),
       DType::Float32,
       DType::Float8E4M3,
       bytes.data(),
@@ -197,7 +197,7 @@ TEST(Bucket, AGradientThatIsNotThereTravelsAsZerosAndIsNotWritten) {
   std::vector<float> first(100, 1.0F);
   std::vector<float> last(100, 3.0F);
   const std::vector<Gradient> gradients = {{first.data(), 100}, {nullptr, 37}, {nullptr, 5}, {last.data(), 100}};
-  const BucketPlan plan = planBucket(gradients.data(), gradients.size(), DType::Float32);
+  const FusedBucket plan = planFusedBucket(gradients.data(), gradients.size(), DType::Float32);
   EXPECT_EQ(plan.segments.size(), 3U) << "neighbours without memory are one segment";
   HostDevice device;
   std::vector<float> bucket(plan.numel, 9.0F);
@@ -216,7 +216,7 @@ TEST(Plan, JoinsNeighboursAndStartsANewLaunchWhenTheArgumentsAreFull) {
   for (size_t i = 0; i < 2 * kMaxSegments + 1; ++i) {
     gradients.push_back({values.data() + 3 * i, 2}); // a hole of one after each
   }
-  BucketPlan plan = planBucket(gradients.data(), gradients.size(), DType::Float32);
+  FusedBucket plan = planFusedBucket(gradients.data(), gradients.size(), DType::Float32);
   ASSERT_EQ(plan.launches.size(), 3U);
   EXPECT_EQ(plan.launches[1].begin, 2 * kMaxSegments);
   EXPECT_EQ(plan.launches[1].numel, 2 * kMaxSegments);
@@ -234,18 +234,18 @@ TEST(Plan, JoinsNeighboursAndStartsANewLaunchWhenTheArgumentsAreFull) {
   for (size_t i = 0; i < gradients.size(); ++i) {
     gradients[i].ptr = values.data() + 2 * i; // no holes
   }
-  plan = planBucket(gradients.data(), gradients.size(), DType::Float32);
+  plan = planFusedBucket(gradients.data(), gradients.size(), DType::Float32);
   EXPECT_EQ(plan.segments.size(), 1U);
 }
 
 TEST(Plan, RefusesWhatIsNoGradient) {
   alignas(16) std::byte memory[16] = {};
   const Gradient crooked{memory + 2, 1};
-  EXPECT_THROW(static_cast<void>(planBucket(&crooked, 1, DType::Float32)), Error);
-  EXPECT_NO_THROW(static_cast<void>(planBucket(&crooked, 1, DType::Float16)));
+  EXPECT_THROW(static_cast<void>(planFusedBucket(&crooked, 1, DType::Float32)), Error);
+  EXPECT_NO_THROW(static_cast<void>(planFusedBucket(&crooked, 1, DType::Float16)));
   const Gradient endless{memory, uint64_t{1} << 60};
-  EXPECT_THROW(static_cast<void>(planBucket(&endless, 1, DType::Float16)), Error);
-  EXPECT_TRUE(planBucket(nullptr, 0, DType::Float32).launches.empty());
+  EXPECT_THROW(static_cast<void>(planFusedBucket(&endless, 1, DType::Float16)), Error);
+  EXPECT_TRUE(planFusedBucket(nullptr, 0, DType::Float32).launches.empty());
 }
 
 TEST(Plan, AddressesBeyondTwoToTheThirtyOneElementsAreExact) {
@@ -254,7 +254,7 @@ TEST(Plan, AddressesBeyondTwoToTheThirtyOneElementsAreExact) {
   auto* const b = reinterpret_cast<void*>(uintptr_t{1} << 45);
   constexpr uint64_t kLarge = 5'000'000'001; // more than 2^32
   const std::vector<Gradient> gradients = {{a, kLarge}, {b, kLarge}};
-  const BucketPlan plan = planBucket(gradients.data(), gradients.size(), DType::Float32);
+  const FusedBucket plan = planFusedBucket(gradients.data(), gradients.size(), DType::Float32);
   HostDevice device;
   const BucketArgs args = argsOf(plan, plan.launches.at(0), nullptr, 2, 1.0F, nullptr);
   const auto runs = [&](uint64_t tile) {

@@ -24,7 +24,8 @@ struct Launch {
   uint64_t numel = 0;
 };
 
-struct BucketPlan {
+/// How one bucket's gradients are packed and unpacked by few kernel launches.
+struct FusedBucket {
   std::vector<Segment> segments;
   std::vector<Launch> launches;
   uint64_t numel = 0;
@@ -35,7 +36,7 @@ struct BucketPlan {
 /// unpackBucket() run from one plan, which holds as long as the gradients stay where they are.
 ///
 /// Throws Error(InvalidArgument) for a pointer that does not fit its element, or sizes that do not fit an address.
-[[nodiscard]] BucketPlan planBucket(
+[[nodiscard]] FusedBucket planFusedBucket(
     const Gradient* gradients,
     size_t count,
     DType dtype,
@@ -43,7 +44,7 @@ struct BucketPlan {
 
 /// The arguments of one of the plan's launches. `wire_element` is the size of the bucket's elements.
 [[nodiscard]] BucketArgs argsOf(
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     const Launch& launch,
     void* bucket,
     size_t wire_element,
@@ -54,7 +55,7 @@ struct BucketPlan {
 /// kernel for these dtypes.
 void packBucket(
     DeviceRuntime& runtime,
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     DType grad,
     DType wire,
     void* bucket,
@@ -64,7 +65,7 @@ void packBucket(
 /// From the bucket to the gradients; the bucket is only read.
 void unpackBucket(
     DeviceRuntime& runtime,
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     DType grad,
     DType wire,
     void* bucket,

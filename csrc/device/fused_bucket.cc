@@ -1,4 +1,4 @@
-#include "device/bucket_plan.h"
+#include "device/fused_bucket.h"
 
 #include <algorithm>
 #include <string>
@@ -43,9 +43,9 @@ bool continues(const void* ptr, uint64_t numel, const void* next, size_t element
 
 } // namespace
 
-BucketPlan planBucket(const Gradient* gradients, size_t count, DType dtype, size_t max_segments) {
+FusedBucket planFusedBucket(const Gradient* gradients, size_t count, DType dtype, size_t max_segments) {
   const size_t element = elementSize(dtype);
-  BucketPlan plan;
+  FusedBucket plan;
   uint64_t begin_of_last = 0; // in the bucket
   for (size_t i = 0; i < count; ++i) {
     const Gradient& gradient = gradients[i];
@@ -72,7 +72,7 @@ BucketPlan planBucket(const Gradient* gradients, size_t count, DType dtype, size
 }
 
 BucketArgs argsOf(
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     const Launch& launch,
     void* bucket,
     size_t wire_element,
@@ -90,7 +90,7 @@ BucketArgs argsOf(
 
 void packBucket(
     DeviceRuntime& runtime,
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     DType grad,
     DType wire,
     void* bucket,
@@ -106,7 +106,7 @@ void packBucket(
 
 void unpackBucket(
     DeviceRuntime& runtime,
-    const BucketPlan& plan,
+    const FusedBucket& plan,
     DType grad,
     DType wire,
     void* bucket,
