@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -196,6 +197,8 @@ def pair(options: argparse.Namespace, number: int, ranks: int, times: Times) -> 
             builds[checkout] = Build(checkout, options.port + len(builds), ranks)
             builds[checkout].ready()
         for index, (name, nbytes, _) in enumerate(ROWS):
+            if not re.search(options.rows, f"{name.strip()} {nbytes}"):
+                continue
             for build in builds.values():
                 build.block(index, 3)
             us, _ = builds[checkouts[1]].block(index, 5)
@@ -243,6 +246,7 @@ def main() -> None:
     add("--pairs", type=int, default=20)
     add("--seconds", type=float, default=0.3, help="a block; default: %(default)s")
     add("--ranks", default="2,4")
+    add("--rows", default="", help='an expression that a row matches, such as "tcp (4|4096)$"')
     add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
     if options.other.resolve() == HERE:
