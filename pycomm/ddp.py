@@ -80,7 +80,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         sync_every: Above 1, gradients are averaged inside each host only, and every so many steps
             the next forward averages the parameters over all ranks. Optimizer state is not sent.
         gradient_as_bucket_view: True by default here.
-        bucket_cap_mb: Buckets hold 4 MiB by default here; the first and the last one 1 MiB.
+        bucket_cap_mb: Buckets hold 4 MiB by default here, 25 MiB if NCCL moves them; the first and
+            the last one 1 MiB.
 
     Raises:
         ConfigMismatchError: The model or an option differs between ranks. Names the first

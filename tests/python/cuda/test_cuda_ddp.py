@@ -349,6 +349,25 @@ def test_a_comm_hook_and_autograd_issue_in_one_order(fake_cuda: Path, nccl: bool
             assert abs(mine - expected).max() < 1e-5
 
 
+def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
+    Device(Path(library), nccl=True)
+    counts = {}
+    for mode in ("tcp", "nccl"):
+        group = dist.new_group(pg_options=pycomm.Options(cuda_mode=mode))  # type: ignore[arg-type]
+        layers = [nn.Linear(1024, 512, bias=False) for _ in range(6)]  # 2 MiB each
+        ddp = pycomm.DistributedDataParallel(
+            nn.Sequential(*layers).to("cuda:0"), process_group=group, init_sync=False
+        )
+        counts[mode] = len(ddp.reducer.bucket_names())
+    return counts
+
+
+def test_buckets_that_nccl_moves_are_large(fake_cuda: Path) -> None:
+    # 4 MiB: {2} {2 2} {2 2} {2}, as the first and the last are small; 25 MiB: {2} {2 2 2 2} {2}.
+    for counts in _run(_bucket_counts, fake_cuda):
+        assert counts == {"tcp": 4, "nccl": 3}
+
+
 def _uncrossed() -> nn.Module:
     """The same numbers, without ranks."""
     torch.manual_seed(0)
