@@ -25,7 +25,7 @@ namespace pycomm {
 /// native thread, so a held interpreter lock does not silence them.
 ///
 /// Goodbyes: a rank passes each one on to its neighbours, once. So a goodbye that a link loses comes another way, and ranks without a link
-/// to the one that left hear of it, too. A report that such a rank is dead counts no more: whoever wrote it has not heard the goodbye yet.
+/// to the one that left learn of it, too. A report that such a rank is dead counts no more: its writer did not have the goodbye yet.
 class Membership {
  public:
   struct Config {

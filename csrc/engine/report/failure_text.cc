@@ -103,7 +103,7 @@ ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const 
 
 namespace {
 
-// What is left to wait for where every rank has come.
+// Names the part of this rank that an operation waits for if it waits for no other rank.
 std::string ownPart(const Operation& operation) {
   return operation.request().descriptor.algorithm == Algorithm::Nccl ? "NCCL, or its stream" : "its own memory";
 }
