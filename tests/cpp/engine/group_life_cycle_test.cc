@@ -361,7 +361,7 @@ TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
                         ++done;
                       } catch (const Error& error) {
                         const ErrorCode code = error.record().code;
-                        // Who has joined before the other found itself without room only sees it go.
+                        // A rank that joined before the other one ran out of descriptors only sees that rank go.
                         if (code != ErrorCode::TooManyFiles && code != ErrorCode::RendezvousTimeout &&
                             code != ErrorCode::PeerDead) {
                           typed = false;

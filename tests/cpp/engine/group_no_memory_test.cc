@@ -179,7 +179,8 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
   }
 }
 
-// Whoever is told of an error may begin the next operation at once. If the group had not failed by then, the others would blame that.
+// A caller that gets an error may begin the next operation at once. If the group had not failed by then, the other ranks would name that
+// operation as the cause.
 TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

@@ -180,7 +180,7 @@ TEST(Listener, LetsNoOtherUserOntoAUnixSocket) {
     GTEST_SKIP() << "needs root, to become others";
   }
   Listener listener = Listener::bindUnix(randomUnixName());
-  // Who connects looks too, so a stranger with a pycomm of its own is stopped on its side already; this one does not look.
+  // pycomm checks the user on the connecting side, too, and would stop a stranger there. So this process connects without pycomm.
   Process other([&] {
     const UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     char byte = 0;

@@ -169,7 +169,7 @@ TEST(Membership, AGoodbyeIsPassedOnOnce) {
   EXPECT_FALSE(membership.hasLeft(1));
 }
 
-// A reset swallowed the goodbye on its way to whoever reports a death.
+// A reset swallowed the goodbye on its way to the rank that reports a death.
 TEST(Membership, AReportOfADeathDoesNotCountIfTheGoodbyeComesAnotherWay) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 3), start);
@@ -270,7 +270,7 @@ TEST(Membership, TheMergeWindowBeginsWithTheFirstReportThatIsCertain) {
   EXPECT_EQ(sooner.failure()->code, ErrorCode::Timeout);
 }
 
-// What is explained takes its due time with it: the doubt about another rank has its own 40 ms.
+// A candidate that a goodbye explains takes its due time with it: the doubt about another rank has its own 40 ms.
 TEST(Membership, AGoodbyeOfOneRankLeavesTheOthersTheirTime) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 4), start);

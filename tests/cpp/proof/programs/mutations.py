@@ -352,7 +352,7 @@ MUTATIONS = [
         "    if (isOver(*entry.second) && false) {\n      owner_.notice(noMessage(",
     ),
     Mutation(
-        "no plane is told of a failure",
+        "a failure does not reach the data plane",
         "planes.cc",
         "    data_->fail(cause, ending);\n",
         "",
