@@ -184,7 +184,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
         """After loading.
 
         Raises:
-            ValueError: What was loaded has other buckets.
+            ValueError: The loaded state has other buckets.
         """
         if not torch.equal(self._output_segments_tensor, self._segments):
             raise ValueError(

@@ -198,7 +198,7 @@ class ProgramRanks:
 
 
 def problems_of(call: Call, outcomes: dict[int, Outcome | None]) -> Iterator[str]:
-    """What is wrong with one call, over the ranks of its group."""
+    """Describes every mistake in the outcomes of one call on the ranks of its group."""
     refusal = call.refusal()
     for rank, outcome in outcomes.items():
         if outcome is None:

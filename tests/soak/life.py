@@ -158,7 +158,7 @@ def _sockets() -> list[str]:
 
 
 class Knot:
-    """A cycle: only the collector frees it, whenever it likes, on whichever thread."""
+    """A cycle: only the collector frees it, at any time and on any thread."""
 
     def __init__(self, *held: object) -> None:
         self.held = held

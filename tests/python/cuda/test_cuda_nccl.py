@@ -1,7 +1,7 @@
 """CUDA tensors by NCCL, with a strict device that is no GPU and an NCCL that moves files.
 
-What is tested is all between torch's collectives and NCCL's functions: which way a group goes, the
-calls, the order of streams, and that NCCL and the group fail together.
+The tests cover everything between torch's collectives and NCCL's functions: whether a group uses
+NCCL, its calls, the order of streams, and that NCCL and the group fail together.
 """
 
 from __future__ import annotations
