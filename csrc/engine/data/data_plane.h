@@ -74,11 +74,11 @@ class DataPlane final : public Loop::Ticker {
   void heardQuestion(int peer, const FrameHeader& question);
 
   // ---- the end
-  /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
-  /// operation under way will end with; nothing if there is none.
+  /// The group has failed: every operation ends, nothing is sent or received any more. Before that it calls `told` with the error that
+  /// the oldest operation under way will end with, if there is one.
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under
-  /// way, and later ones, end with `reason`; if there were some, the other ranks are told.
+  /// way, and later ones, end with `reason`; if there were some, the other ranks are notified.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
 
   [[nodiscard]] Usage usage() const {

@@ -77,14 +77,14 @@ class HostPlane {
   bool drive(const Operation& operation, Deadline deadline);
 
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
-  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
-  /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
-  /// Not with run_mutex_ held.
+  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. It calls `told` before that with
+  /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
+  /// returns. Not with run_mutex_ held.
   void fail(
       const ErrorRecord& cause,
       const std::function<void(const ErrorRecord&)>& told,
       const std::function<void()>& ended) noexcept;
-  /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
+  /// Leaves: operations under way end with `reason`; if there were some, the other ranks are notified. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
   /// For the lane, which is asked over links about operations that it never saw: the last ones that were posted here, oldest first.

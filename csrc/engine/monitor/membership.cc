@@ -317,7 +317,7 @@ void Membership::tick(TimePoint now) {
       if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
-      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would
+      // If every other neighbour is silent as well, this rank itself receives nothing: to blame the first of them would
       // be wrong.
       const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
       const auto counts = [&](const Neighbour& other) {

@@ -34,7 +34,7 @@ class Membership {
     std::vector<int> neighbours; ///< ranks with a control link
     std::string group;
     int merge_ms = 5;
-    int merge_mismatches_ms = 25; ///< many pairs of ranks find one at once, and no peer's death waits for it to be told
+    int merge_mismatches_ms = 25; ///< longer, because many pairs of ranks find one mismatch at once
     int heartbeat_every_ms = 500;
     int dead_after_ms = 3000;
   };

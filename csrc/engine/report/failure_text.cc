@@ -167,7 +167,7 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
     record.summary = who + " has no memory left.";
     record.hint = "use a smaller batch, or fewer operations at once";
   } catch (const std::exception& error) {
-    record.summary = "A native thread met an exception that it does not know.";
+    record.summary = "A native thread caught an unexpected exception.";
     record.cause = error.what();
   }
   if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {
