@@ -119,7 +119,7 @@ double secondsOver(
   return best;
 }
 
-/// One of two wires goes silent between two operations: the ranks hear each other by the other one, and at the deadline they say which.
+/// One of two wires goes silent between two operations: the ranks reach each other by the other one, and at the deadline they name the silent one.
 void expectTheSilentInterfaceIsNamed(DirectoryStore& store, int rank) {
   Engine engine;
   Group::Config config;

@@ -45,7 +45,7 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
       ErrorCode::ConnectFailed);
 }
 
-// The kernel keeps a client that has said nothing to itself; 2 s later this process would hear of it.
+// The kernel keeps a client to itself until the client sends bytes; 2 s later it would give it to this process.
 TEST(Listener, LeavesSilentClientsToTheKernel) {
   Listener listener = Listener::bind(kLoopback, {});
   listener.deferSilent();
