@@ -165,7 +165,7 @@ class Device:
         return from_dlpack(make(ctypes.addressof(managed), b"dltensor", None))
 
     def synchronize(self, index: int = 0) -> None:
-        """Until the current stream is through with what it was given; arrays follow tensors."""
+        """Waits until the current stream has finished its work; arrays follow tensors."""
         self.library.fake_synchronize(index)
         self.fetch()
 

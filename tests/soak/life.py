@@ -113,7 +113,7 @@ def destroy(rank: int) -> str:
 
 
 def interrupt(rank: int) -> str:
-    """Ctrl-C in the middle of a sum; the others are told."""
+    """Ctrl-C in the middle of a sum; the others raise an error."""
     if rank != 0:
         return reduce_until_it_fails()
     timer = threading.Timer(0.002 + random.random() * 0.01, os.kill, (os.getpid(), signal.SIGINT))

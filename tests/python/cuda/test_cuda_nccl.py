@@ -330,7 +330,7 @@ def _nccl_fails(rank: int, size: int, library: str) -> list[str]:
     group = _group(size)
     array = np.ones(4, "float32")
     dist.all_reduce(device.tensor(array), group=group)
-    dist.barrier(group=group)  # else rank 0 may hear of the failure within the call above
+    dist.barrier(group=group)  # else rank 0 may learn of the failure within the call above
     if rank == 1:
         device.library.fake_nccl_report(2)
     told = []

@@ -393,7 +393,7 @@ def refused_for_a_hook(rank: int, world_size: int) -> list[str]:
             model.register_comm_hook(state, hook)
         said.append(str(caught.value))
     wrap(Slopes(), wire_dtype="bf16").register_comm_hook(ours, default_hooks.allreduce_hook)
-    # A hook of the user's, without a group in its state, goes by the wrapper's.
+    # A hook of the user's, without a group in its state, uses the wrapper's.
     for users in (lambda state, bucket: None, default_hooks.fp16_compress_wrapper(users_hook)):
         model = wrap(Slopes(), process_group=ours, wire_dtype="int8")
         model.register_comm_hook(None, users)
