@@ -176,7 +176,7 @@ def extension_keywords() -> dict[str, object]:
         # is used, that it has no module for a torch that came later.
         requirement = f"torch>={versions.SUPPORTED[0]}"
     else:
-        # What is built here runs with this minor only.
+        # The module that is built here works with this minor version of torch only.
         requirement = f"torch=={versions.torch_minor(found[0].version)}.*"
     return {
         "ext_modules": [setuptools.Extension(name, sources=[]) for name in names],

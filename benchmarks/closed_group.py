@@ -21,7 +21,7 @@ def new_secret() -> str:
 
 @contextlib.contextmanager
 def secret(text: str) -> Iterator[None]:
-    """What is opened meanwhile has this secret; none if `text` is empty."""
+    """Groups that open inside have this secret; none if `text` is empty."""
     names = ("PYCOMM_SECRET", "PYCOMM_SECRET_FILE")
     before = {name: os.environ.pop(name, None) for name in names}
     os.environ.update({"PYCOMM_SECRET": text} if text else {"PYCOMM_SECRET_FILE": "none"})

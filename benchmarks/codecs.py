@@ -25,7 +25,7 @@ def seconds(body: Callable[[], object], repeats: int) -> float:
 
 
 def bodies(values: torch.Tensor, ranks: int) -> dict[str, Callable[[], object]]:
-    """What is timed: copy, and for each codec encoding and adding up `ranks` encoded rows."""
+    """The timed calls: a copy, and for each codec encoding and adding up `ranks` encoded rows."""
     copy = torch.empty_like(values)
     timed: dict[str, Callable[[], object]] = {"memcpy": lambda: copy.copy_(values)}
     for codec in codecs.CODECS:

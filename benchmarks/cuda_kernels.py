@@ -134,7 +134,7 @@ def launches(body: Body) -> int:
 
 
 def verdicts(found: Rows, medians: dict[str, float]) -> list[str]:
-    """What is to be reached, and whether it was."""
+    """The targets, and whether the medians met them."""
 
     def speed(name: str) -> float:
         return found[name][0] / medians[name]

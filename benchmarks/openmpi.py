@@ -1,9 +1,9 @@
-"""Open MPI beside the backends: the same collectives by a small C program, one mpirun a block.
+"""Open MPI beside the backends: the same collectives by a small C program, one mpirun per block.
 
 Not a process group: its ranks poll for their messages also where they have nothing to do, so that
 they cannot stand idle beside a backend that is measured. Rank 0 of the harness therefore starts
-mpirun for each block, while the other ranks wait in the store. `openmpi` goes by TCP over the same
-interface, `openmpi:shm` by Open MPI's own shared memory.
+mpirun for each block, while the other ranks wait in the store. `openmpi` uses TCP over the same
+interface, `openmpi:shm` Open MPI's own shared memory.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def best_rates(found: Iterable[Mapping[str, Any]], method: Method) -> tuple[floa
 
 
 def next_run(found: Sequence[Mapping[str, Any]]) -> Run | None:
-    """What is still to do, trials first; None when nothing is."""
+    """The next run that is missing, trials first; None if none is."""
     done = {
         Run(run["method"], run["inner"], run["outer"], run["seed"], run["steps"]) for run in found
     }

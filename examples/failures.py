@@ -1,4 +1,4 @@
-"""Make three failures happen, and read what the other ranks are told.
+"""Make three failures happen, and read the errors that the other ranks raise.
 
     python examples/failures.py
 

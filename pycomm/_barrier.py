@@ -145,7 +145,7 @@ class _Round:
         return sealed
 
     def _sealed_name(self, key: str) -> str:
-        # What is sealed for a group is not valid in another one, whose keys differ by a prefix.
+        # A value that is sealed for one group is invalid in another: its keys have another prefix.
         return f"{self.group.group_name}/{key}"
 
     def _key(self, what: str, *parts: int, number: int | None = None) -> str:

@@ -16,8 +16,8 @@ _NAMES_SHOWN = 10
 _MIB = 1024 * 1024
 # Small, so that the first all-reduce starts early and backward waits little for the last one.
 _EDGE_BUCKET_CAP_NBYTES = _MIB
-# Unless bucket_cap_mb says otherwise: at a gigabit 35 ms, long against what an operation costs and
-# short against a backward pass.
+# The default of bucket_cap_mb. At a gigabit a bucket takes 35 ms: long against an operation's own
+# cost, and short against a backward pass.
 _BUCKET_CAP_NBYTES = 4 * _MIB
 # The same for NCCL, as torch's wrapper has it: between GPUs of one host 4 MiB take less time than
 # an operation costs.

@@ -124,7 +124,7 @@ class Scratch:
 
 class _Chunk(NamedTuple):
     flat: torch.Tensor
-    """What is summed: small floats as float32, about 32 MiB."""
+    """The tensor that ranks sum: small floats as float32, about 32 MiB."""
     parts: dict[str, torch.Tensor]
     """Each parameter's part of it, by name, in the parameter's shape."""
 

@@ -1,7 +1,7 @@
 """Link the extension with fault points into build/faults/pycomm; print its path.
 
 Sources that include torch name no fault point, so their objects are those of the ordinary build;
-the core comes from the C++ tests' build, which has fault points. What is left to do is one link.
+the core comes from the C++ tests' build, which has fault points. So this program only links.
 
     PYTHONPATH=build/faults PYCOMM_FAULT=frame.written:3:kill python train.py
 """

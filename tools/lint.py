@@ -1,4 +1,4 @@
-"""Check the form of C++, Python and workflows; --fix mends what can be mended by machine."""
+"""Check the form of C++, Python and workflows, and the words; --fix mends what a machine can."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def main() -> int:
             for schema, files in github.items()
             if files  # none in an sdist
         ),
+        [sys.executable, "tools/words.py"],
     ]
     failed = [
         command

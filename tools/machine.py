@@ -111,7 +111,7 @@ def unpack_debian(packages: Sequence[str], folder: Path) -> bool:
         return False
     print(f"fetching {' and '.join(packages)}, and unpacking under {folder}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    # apt's own processes may still write there when they were told to end.
+    # apt's own processes may still write there after the signal to end.
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as scratch:
         # A fresh image has no lists of packages. These are fetched for this one use.
         lists = Path(scratch) / "lists"

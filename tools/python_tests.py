@@ -51,7 +51,7 @@ def _run(arguments: Sequence[str], failures: Path) -> tuple[int, str]:
 
 
 def _too_slow(failures: Path) -> list[str]:
-    """What may be run again: nothing if any test failed in another way, or pytest itself died."""
+    """Tests that may run again: none if any test failed in another way, or pytest itself died."""
     if not failures.exists():
         return []
     found = json.loads(failures.read_text())

@@ -78,7 +78,7 @@ class Scenario:
     size: int = 3
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     size_of: Callable[[int], int] | None = None
-    """What a rank is told that the size is, where that is wrong."""
+    """The WORLD_SIZE that a rank gets, if that is wrong."""
     ranks_of: Callable[[int], int] | None = None
     shown: tuple[int, ...] = (0,)
     """The processes whose errors are shown."""

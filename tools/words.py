@@ -2,9 +2,10 @@
 
 python tools/words.py [--count] [--at COMMIT]
 
-Ends with 1 if there is one. ``make lint`` runs it. The list is short and holds habits of this project's
-own that readers stumbled over, each with what to write instead. A name in code that contains such a
-word counts, too: rename it. Where a word is right, say so in ALLOWED.
+Ends with 1 if there is one. ``make lint`` runs it. The list is short. It holds this project's own
+habits that readers stumbled over, each with what to write instead. It reads comments, texts and
+names: rename a function whose name has such a word. If a word is right as it is, put it into
+ALLOWED.
 """
 
 from __future__ import annotations
@@ -20,33 +21,67 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("csrc", "pycomm", "docs", "examples", "benchmarks", "tools", "tests", ".github")
 SUFFIXES = (".md", ".py", ".h", ".cc", ".cu", ".sh", ".yml")
-SKIPPED = ("csrc/third_party/", "benchmarks/results/", "docs/pictures/", "tools/words.py")
-
-_A_UNIT = (
-    "rank|port|step|call|bucket|link|peer|host|group|process|thread|core|message|operation|page"
+SKIPPED = (
+    "csrc/third_party/",
+    "benchmarks/results/",
+    "docs/pictures/",
+    "tools/words.py",
+    "tests/python/tools/test_words.py",
 )
 
-WORDS = {
-    r"\bwhoever\b": "the one who acts: the rank, the caller, the thread",
-    r"\bwhichever\b": '"any", or what decides',
-    r"\bwhomever\b": "the one it happens to",
-    r"(?:^|[.:;] |// |/// |# |\"\"\")What (?:is|has|was|goes|comes|may|cannot)\b[^?\n]*$": (
-        "a subject: start with the thing that acts"
-    ),
-    r"(?:^|[.;] |// |/// |# |\"\"\")Who (?:\w+s|is|has|does)\b[^?\n]*$": "a subject: the rank that ...",
-    rf"\b(?:a|one|two|\d+) (?:{_A_UNIT})s? a (?:{_A_UNIT})\b": '"per" or "each"',
-    r"\b(?:baton|desk|thaw|thawed|cloakroom)\b": "the field's term",
-    r"\bis told of\b|\bare told of\b": "is notified of, is reported to",
-}
-"""An expression, and what to write instead."""
+_A_UNIT = (
+    "rank|port|step|call|bucket|link|peer|host|group|process|thread|core|message|operation|page|"
+    "line|row|byte|block|chunk|file|key|value|element|second|minute|interface|tensor|frame"
+)
+_BEGINS = r"(?:^|[.;] |// |/// |# |\"\"\")"
 
-ALLOWED: dict[str, int] = {}
-"""Lines that are right as they are: "path: expression", and how many of them there are."""
+WORDS = {
+    "whoever": (r"\b[Ww]hoever\b|\b[Ww]homever\b", "the rank, the caller, the thread"),
+    "whichever": (r"\b[Ww]hichever\b", '"any", or what decides'),
+    "What is": (
+        rf"(?:{_BEGINS}|: )What (?:is|has|was|goes|comes|may|cannot)\b[^?\n]*$",
+        "a subject: start with the thing that acts",
+    ),
+    "Who does": (rf"{_BEGINS}Who (?:\w+s|is|has|does)\b[^?\n]*$", "a subject: the rank that ..."),
+    "one X a Y": (rf"\b(?:an?|one|two|\d+) (?:{_A_UNIT})s? an? (?:{_A_UNIT})\b", "per, or each"),
+    "our own term": (r"\b(?:baton|desk|thaw(?:s|ed|ing)?|cloakroom)\b", "the field's term"),
+    "is told": (
+        r"\b(?:is|are|was|were|be|been) told\b(?! apart)",
+        "is notified, gets the error, is reported to",
+    ),
+    "hears": (r"\bhears?\b", "receives, learns, is notified"),
+    "goes by": (r"\b(?:go|goes|going) by\b", "uses, is sent by"),
+    "through with": (r"\bthrough with\b", "has finished, is done with"),
+    "that is none": (r"\bthat is none\b|\bwhich there (?:is|are) not\b", "is not valid"),
+    "says otherwise": (r"\bsays? otherwise\b|\bsaid aloud\b", "the setting or the value itself"),
+    "met an exception": (r"\b(?:met|meets?) an? (?:exception|error)\b", "caught, got, raised"),
+}
+"""A name of each, the expression, and what to write instead."""
+
+ALLOWED = {
+    # The log line is shown in docs/options.md: it changes with that page.
+    "csrc/engine/operation/schedule_cache.cc: goes by": 1,
+    "docs/options.md: goes by": 1,
+    "tests/cpp/engine/operation/schedule_cache_test.cc: goes by": 2,
+    # To mend with the next change of these files.
+    "csrc/transport/secure/crypto.h: What is": 1,
+    "csrc/transport/secure/openssl.cc: whoever": 1,
+    "csrc/transport/secure/secret.cc: whoever": 1,
+    "csrc/transport/secure/secret.h: whoever": 1,
+    "csrc/transport/secure/tls_link.cc: whoever": 1,
+    "pycomm/doctor/firewall.py: What is": 2,
+    "pycomm/doctor/join.py: that is none": 1,
+    "pycomm/doctor/rate_findings.py: What is": 1,
+    "pycomm/doctor/report.py: What is": 1,
+    "pycomm/doctor/system.py: whichever": 2,
+    "pycomm/options.py: whoever": 1,
+}
+"""Lines that stay as they are, "path: name", and how many of them there are."""
 
 
 def files(commit: str) -> Iterator[tuple[str, str]]:
     """The texts of the work tree, or of a commit, by path."""
-    listing = ["git", "ls-files"] if not commit else ["git", "ls-tree", "-r", "--name-only", commit]
+    listing = ["git", "ls-tree", "-r", "--name-only", commit] if commit else ["git", "ls-files"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
         top = name.partition("/")[0]
@@ -62,14 +97,14 @@ def files(commit: str) -> Iterator[tuple[str, str]]:
             yield name, (ROOT / name).read_text(encoding="utf-8", errors="replace")
 
 
-def found(name: str, text: str) -> Iterator[tuple[int, str, str]]:
-    """Line number, line and expression of each. Headings of documents may be "What is missing"."""
+def found(path: str, text: str) -> Iterator[tuple[int, str, str]]:
+    """Line number, line and name of each. A heading of a document may be "What is missing"."""
     for number, line in enumerate(text.splitlines(), 1):
-        if name.endswith(".md") and line.startswith("#"):
+        if path.endswith(".md") and line.startswith("#"):
             continue
-        for expression in WORDS:
+        for name, (expression, _) in WORDS.items():
             if re.search(expression, line):
-                yield number, line.strip(), expression
+                yield number, line.strip(), name
 
 
 def main() -> int:
@@ -79,16 +114,21 @@ def main() -> int:
     options = parser.parse_args()
     counts: Counter[str] = Counter()
     lines = []
-    for name, text in files(options.at):
+    try:
+        texts = list(files(options.at))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"words: skipped, as git lists no files here ({error})")
+        return 0
+    for path, text in texts:
         per_file: Counter[str] = Counter()
-        for number, line, expression in found(name, text):
-            per_file[expression] += 1
-            if per_file[expression] > ALLOWED.get(f"{name}: {expression}", 0):
-                counts[expression] += 1
-                lines.append(f"{name}:{number}: {line}\n    write instead: {WORDS[expression]}")
+        for number, line, name in found(path, text):
+            per_file[name] += 1
+            if per_file[name] > ALLOWED.get(f"{path}: {name}", 0):
+                counts[name] += 1
+                lines.append(f"{path}:{number}: {line}\n    {name}: write {WORDS[name][1]}")
     if options.count:
-        for expression in WORDS:
-            print(f"{counts[expression]:6d}  {expression}")
+        for name in WORDS:
+            print(f"{counts[name]:6d}  {name}")
         print(f"{counts.total():6d}  in all")
     elif lines:
         print("\n".join(lines))

@@ -156,7 +156,7 @@ CudaDevices::Config cudaConfig(const NativeOptions& options, const Group& group)
   const bool bare = group.identity().tls != nullptr && group.topology().hosts() > 1;
   if (bare && !config.must_use_nccl) {
     log(LogLevel::Info,
-        "group " + group.identity().name + ": CUDA tensors do not go by NCCL, which would send them in plain");
+        "group " + group.identity().name + ": CUDA tensors do not use NCCL, which would send them in plain");
     return config;
   }
   if (bare && options.security == "require") {

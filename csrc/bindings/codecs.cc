@@ -44,7 +44,7 @@ py::tuple encodeTensor(const std::string& name, const at::Tensor& values, const 
     const py::gil_scoped_release no_gil;
     raising([&] {
       const Codec codec = lossyCodec(name);
-      require(isPlain(values), "the values cannot be encoded as they lie.");
+      require(isPlain(values), "the values must be a contiguous CPU tensor.");
       codes = at::empty({encodedNbytes(codec, values.numel())}, at::kByte);
       const auto numel = static_cast<size_t>(values.numel());
       if (!error) {

@@ -82,7 +82,7 @@ py::list interfaces() {
   return list;
 }
 
-/// The address that this process would bind. Without other ranks: its first guess, which they then are told.
+/// The address that this process would bind. If `everyone` is empty: its first guess, which a rank would report to the others.
 py::dict chooseAddressOf(
     const std::string& interface,
     const std::string& family,
@@ -144,7 +144,7 @@ void bindProcess(py::module_& m) {
         const Deadline deadline = Deadline::after(timeout_ms);
         CudaDevices::stopAllThreads(Deadline::after(timeout_ms / 2)); // while there is an engine that they can tell
         shutdownProcessEngine(deadline);
-        setLogSink(nullptr, LogLevel::Off); // now: where a failure's record was written is told at exit, too
+        setLogSink(nullptr, LogLevel::Off); // last: the line about a failure's record may come at exit
       },
       py::arg("timeout_ms"),
       py::call_guard<py::gil_scoped_release>());

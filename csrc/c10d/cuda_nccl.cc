@@ -162,8 +162,8 @@ std::string NcclGroup::origin() const {
   return api_->origin();
 }
 
-// The id goes by the group's own broadcast and not by the store: that fails with the group, names who is missing, and needs no keys
-// that somebody has to remove.
+// The group's own broadcast carries the id, not the store: a broadcast fails with the group, names the rank that is missing, and leaves no
+// keys to remove.
 cuda::NcclUniqueId NcclGroup::exchange(const cuda::NcclUniqueId* own, Deadline deadline) {
   cuda::NcclUniqueId id = own != nullptr ? *own : cuda::NcclUniqueId{};
   Group::Call call;
@@ -329,7 +329,7 @@ void NcclGroup::endAll(const ErrorRecord& why) {
   changed_.notify_all();
 }
 
-// wait() only orders streams, so a program may be through with its collectives while the device is not.
+// wait() only orders streams, so a program may have finished its collectives while the device has not.
 void NcclGroup::stop(std::chrono::milliseconds drain_for) {
   std::thread thread;
   bool idle = false;

@@ -382,7 +382,7 @@ void PycommWork::completeFuture(State& state) {
   try {
     state.finish();
     state.complete(*future);
-  } catch (...) { // unpack failed: the threads that wait must hear of it
+  } catch (...) { // unpack failed: the threads that wait must get its error
     future->setErrorIfNeeded(std::current_exception());
   }
 }

@@ -116,7 +116,7 @@ void Stager::notify(Stream stream, Notice notice) {
     const std::lock_guard<std::mutex> lock(core_->mutex);
     if (core_->stopping) {
       if (notice.block != nullptr) {
-        core_->capacity.erase(notice.block); // never freed: nobody is there to hear that the device has read it
+        core_->capacity.erase(notice.block); // never freed: no thread can learn any more that the device has read it
         return;
       }
       throw Error(shutDown());

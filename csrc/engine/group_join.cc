@@ -23,7 +23,7 @@ std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
 }
 
-/// The record of this rank about what keeps a group from forming, whoever noticed it.
+/// Makes this rank's own record of what keeps a group from forming. This rank or another one may have noticed it.
 ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, ErrorPhase phase, TimePoint began) {
   if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
     GroupIdentity self;

@@ -96,7 +96,7 @@ void Planes::onFailed(const ErrorRecord& cause) {
   lane_.post(Loop::owned(*this, [this, cause] { failOnLane(cause); }));
 }
 
-// The closures are so small that a std::function needs no memory for them: nothing may fail before both planes have been told.
+// The closures are so small that a std::function needs no memory for them: nothing may fail before both planes know of the failure.
 void Planes::failOnLane(const ErrorRecord& cause) {
   const auto ending = [this](const ErrorRecord& oldest) {
     if (events_.ending) {

@@ -51,7 +51,7 @@ void Security::checkHosts(const Roster& roster) const {
   }
   const std::string what = "the ranks of group " + roster.identity.name + " are on " +
       std::to_string(roster.topology.hosts()) +
-      " hosts and there is no secret: whoever reaches the network between them can read and change what they send";
+      " hosts and there is no secret: anybody on the network between them can read and change what they send";
   if (policy == SecurityPolicy::Require) {
     throw Error(ErrorCode::InvalidArgument, "PYCOMM_SECURITY=require, but " + what, kHowToClose);
   }

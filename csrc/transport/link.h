@@ -71,7 +71,7 @@ class Link {
   [[nodiscard]] virtual Progress tryWrite(const ConstBufferView* views, size_t count) = 0;
   [[nodiscard]] virtual Progress tryRead(BufferView into) = 0;
 
-  /// Ends the write side: the peer reads to the end and then sees `closed`. What is unsent() must still be sent.
+  /// Ends the write side: the peer reads to the end and then sees `closed`. While unsent() is true, bytes must still be sent.
   virtual void shutdownWrite() noexcept = 0;
 
   /// For a link that is still connecting: returns true once it is connected. Throws Error(ConnectFailed); the link is

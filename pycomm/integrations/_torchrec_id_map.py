@@ -44,7 +44,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
         ValueError: An argument is wrong.
         DistBackendError: In a step: an id is negative.
 
-    Thread: one at a time. Memory: about 60 bytes a row, 120 with ``admit_after``.
+    Thread: one at a time. Memory: about 60 bytes per row, 120 with ``admit_after``.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
         """After loading.
 
         Raises:
-            ValueError: What was loaded has other buckets.
+            ValueError: The loaded state has other buckets.
         """
         if not torch.equal(self._output_segments_tensor, self._segments):
             raise ValueError(

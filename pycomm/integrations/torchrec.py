@@ -229,7 +229,7 @@ def _warn_without_optimizer(tables: list[_UncutTable]) -> None:
     if names:
         warnings.warn(
             f"no optimizer is applied in backward to: {', '.join(names)}. TorchRec updates such "
-            "tables by SGD with lr=0.01, unless the fused_params of your sharder say otherwise. "
+            "tables by SGD with lr=0.01, unless your sharder's fused_params set something else. "
             "Try: torch.distributed.optim._apply_optimizer_in_backward before cpu_plan",
             stacklevel=3,
         )

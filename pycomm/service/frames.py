@@ -66,7 +66,7 @@ def decode_frame(data: bytes) -> Frame:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """Who asks for a session, and what it takes the service for."""
+    """A worker's request for a session, with what it expects of the service."""
 
     worker: int
     incarnation: int

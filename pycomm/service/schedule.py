@@ -42,7 +42,7 @@ class Worker:
     """Up to this clock its pushes are in the parameters, or counted as lost."""
     live: bool = True
     offset: int = 0
-    """What is added to the process's own clock: the steps that the others made without it."""
+    """The server adds this to the process's own clock: steps that the others made without it."""
     behind: bool = False
     """It has not pulled since the others went on without it: its gradients are too old."""
 

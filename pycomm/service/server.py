@@ -124,8 +124,8 @@ class ParameterServer:
         """
         if in_use() is None and not self.address.startswith(("127.", "[::1]", "localhost")):
             logger.warning(
-                "the parameter service listens on %s without encryption: whoever reaches it can "
-                "read and change the model. Keep it on a private network",
+                "the parameter service listens on %s without encryption: anybody who reaches it "
+                "can read and change the model. Keep it on a private network",
                 self.address,
             )
         write_at = time.monotonic() + self._checkpoint_every

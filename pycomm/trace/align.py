@@ -130,7 +130,7 @@ def dump_files(places: Iterable[Path]) -> list[Path]:
 
 
 def read_records(files: Sequence[Path]) -> Records:
-    """Reads dumps and aligns them. What cannot be read is left out and noted.
+    """Reads dumps and aligns them. Leaves out a file that it cannot read, with a note.
 
     Raises:
         BadRecordError: Not one of them can be read.

@@ -13,7 +13,7 @@ _ROWS_A_GROUP = 100
 
 
 def chrome_trace(groups: Sequence[Aligned]) -> dict[str, Any]:
-    """One process a rank, in it one row a group; operations that overlap get rows of their own."""
+    """One process per rank, in it one row per group; operations that overlap get own rows."""
     starts = [
         member.issued_ns(operation)
         for group in groups

@@ -108,7 +108,7 @@ def _variables(launcher: str, rank: int, world_size: int, port: int) -> dict[str
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": "integrations",  # how Lightning knows torchrun
         }
-    if launcher == "mpirun":  # MPICH's: whoever reads RANK finds nothing
+    if launcher == "mpirun":  # MPICH's, which does not set RANK
         return {
             "PMI_RANK": own,
             "PMI_SIZE": all_,

@@ -138,7 +138,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _commit() -> str:
-    """What was tested: a short hash, with a note if tracked files differ from it."""
+    """The tested commit: a short hash, with a note if tracked files differ from it."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty= with changes"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 

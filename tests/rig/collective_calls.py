@@ -268,7 +268,7 @@ def _may_overflow(call: Call, member: int) -> Any:
 
 
 def difference(call: Call, output: torch.Tensor, member: int) -> str:
-    """What is wrong with a member's output, "" if nothing."""
+    """Describes how a member's output is wrong, "" if it is right."""
     wanted_and_allowed = expected(call, member)
     if wanted_and_allowed is None:
         return ""

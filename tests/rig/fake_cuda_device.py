@@ -2,7 +2,7 @@
 
 ``build`` compiles ``fake_cuda`` and the strict device of ``tests/cpp/cuda/fake_cudart``, with the
 CUDA library's own table over it, into a second libpycomm_cuda.so; ``Device`` loads
-it and makes tensors. Who touches their memory from the host dies of a signal. In which order
+it and makes tensors. A host access to their memory ends the process with a signal. In which order
 streams run is drawn from a seed, which each process prints; ``FAKE_CUDA_SEED`` sets it.
 """
 
@@ -165,7 +165,7 @@ class Device:
         return from_dlpack(make(ctypes.addressof(managed), b"dltensor", None))
 
     def synchronize(self, index: int = 0) -> None:
-        """Until the current stream is through with what it was given; arrays follow tensors."""
+        """Waits until the current stream has finished its work; arrays follow tensors."""
         self.library.fake_synchronize(index)
         self.fetch()
 
@@ -182,7 +182,7 @@ class Device:
         return ptr
 
     def read(self, ptr: int, like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """What is there, as an array of the same kind."""
+        """Reads device memory into an array of the same shape and type."""
         array = np.empty_like(like)
         target = ctypes.c_void_p(array.ctypes.data)
         assert self.library.fake_read(target, ctypes.c_void_p(ptr), array.nbytes) == 0

@@ -232,7 +232,7 @@ def _in_shared_memory() -> Iterator[Case]:
 
 
 def _in_shared_links() -> Iterator[Case]:
-    """What goes over links between ranks of one host: messages, uneven parts."""
+    """Kills in links between ranks of one host, which carry messages and uneven parts."""
     shared = {"transport": "shm"}
     for world_size in (2, 3, 5):
         for victim in _ends(world_size):

@@ -3,7 +3,7 @@
 python tests/rig/fault_figures.py kills 100          SIGKILL to exception on every other rank
 python tests/rig/fault_figures.py messages 100       the same, in messages and not in all_reduce
 python tests/rig/fault_figures.py stops 5            SIGSTOP to exception
-python tests/rig/fault_figures.py oversubscribed 10  minutes of 4 ranks a core
+python tests/rig/fault_figures.py oversubscribed 10  minutes of 4 ranks per core
 python tests/rig/fault_figures.py junk 60            seconds of 1,000 junk connections a second
 """
 

@@ -77,7 +77,7 @@ def make(host: Host, others: Sequence[Host]) -> None:
 
 def connect(alpha: Host, beta: Host) -> None:
     """Lays the wire, eth0 to eth0, and gives each host a bridge that leads nowhere."""
-    for host in (alpha, beta):  # the bridge first: whoever takes the first interface is wrong
+    for host in (alpha, beta):  # the bridge first: taking the first interface is wrong
         host.ip("link", "set", "lo", "up")
         host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
         host.ip("addr", "add", f"{DOCKER}/16", "dev", "docker0")

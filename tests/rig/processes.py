@@ -46,9 +46,9 @@ def free_port_range(count: int) -> tuple[int, int]:
 def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """The environment for a rank or any other child.
 
-    None of the caller's PYCOMM_* or launcher variables, one thread a process, and this very pycomm
-    on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT, and TEST_SECRET their
-    PYCOMM_SECRET. A value of None in ``extra`` removes a variable.
+    None of the caller's PYCOMM_* or launcher variables, one thread per process, and this very
+    pycomm on the path. TEST_TRANSPORT of the caller is their PYCOMM_TRANSPORT, and TEST_SECRET
+    their PYCOMM_SECRET. A value of None in ``extra`` removes a variable.
     """
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     prefixes = ("PYCOMM_", "TORCHELASTIC_", "GLOO_", "NCCL_")

@@ -198,15 +198,15 @@ class ProgramRanks:
 
 
 def problems_of(call: Call, outcomes: dict[int, Outcome | None]) -> Iterator[str]:
-    """What is wrong with one call, over the ranks of its group."""
+    """Describes every mistake in the outcomes of one call on the ranks of its group."""
     refusal = call.refusal()
     for rank, outcome in outcomes.items():
         if outcome is None:
             yield f"rank {rank} took no part"
         elif refusal and not outcome.refused:
-            yield f"rank {rank} was not told {refusal!r}"
+            yield f"rank {rank} did not raise {refusal!r}"
         elif refusal and refusal not in outcome.refused:
-            yield f"rank {rank} was told {outcome.refused!r} and not {refusal!r}"
+            yield f"rank {rank} raised {outcome.refused!r} and not {refusal!r}"
         elif outcome.wrong:
             yield f"rank {rank}: {outcome.wrong}"
     digests = {outcome.digest for outcome in outcomes.values() if outcome is not None}

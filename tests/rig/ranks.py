@@ -355,8 +355,8 @@ def start_ranks(
         pg_options: Keyword arguments of ``pycomm.Options`` for the group.
         import_pycomm: Import pycomm before joining. Off to test the entry point.
         destroy: Call ``destroy_process_group`` after the target.
-        only_pycomm: Let whoever makes a group of gloo, NCCL or MPI fail, so that nothing goes
-            through them unseen. Default: where ``backend`` is "pycomm".
+        only_pycomm: Raise an error if a rank makes a group of gloo, NCCL or MPI, so that nothing
+            uses them unnoticed. Default: if ``backend`` is "pycomm".
         ranks: Start only these.
         fresh: Start interpreters, do not fork: for what depends on how a process came to be.
         preload: Modules that the ranks are to find imported already, before any group exists.

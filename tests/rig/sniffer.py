@@ -5,8 +5,8 @@
     for stream in streams:           # every stream of every interface, whole
         not_tls(stream.data)         # "" if all of it is TLS records
 
-Run as a program with the name of a network namespace it is the recorder. It does not stay inside,
-where whoever ends the host's processes would end it too.
+Run as a program with the name of a network namespace it is the recorder. It does not stay inside:
+a test that ends the host's processes would end it, too.
 """
 
 from __future__ import annotations

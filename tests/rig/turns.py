@@ -38,8 +38,8 @@ def runs_alone(item: pytest.Item) -> bool:
 class Turns:
     """Lets many tests run at once, or one that runs alone. Processes share the folder.
 
-    Whoever enters passes the gate first. A test that runs alone waits in the gate until the room is
-    empty, so those that come after it wait, too.
+    A test that enters passes the gate first. A test that runs alone waits in the gate until the
+    room is empty, so those that come after it wait, too.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -114,7 +114,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # What is pickled here and there must be one class.
+    # Objects that are pickled here and unpickled there must be of one class.
     import zygote_process as _this
 
     sys.exit(_this.main())

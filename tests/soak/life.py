@@ -113,7 +113,7 @@ def destroy(rank: int) -> str:
 
 
 def interrupt(rank: int) -> str:
-    """Ctrl-C in the middle of a sum; the others are told."""
+    """Ctrl-C in the middle of a sum; the others raise an error."""
     if rank != 0:
         return reduce_until_it_fails()
     timer = threading.Timer(0.002 + random.random() * 0.01, os.kill, (os.getpid(), signal.SIGINT))
@@ -158,7 +158,7 @@ def _sockets() -> list[str]:
 
 
 class Knot:
-    """A cycle: only the collector frees it, whenever it likes, on whichever thread."""
+    """A cycle: only the collector frees it, at any time and on any thread."""
 
     def __init__(self, *held: object) -> None:
         self.held = held

@@ -1,4 +1,4 @@
-"""Lets tests written for several GPUs run on CPU tensors: whoever asks for a GPU gets the CPU."""
+"""Lets tests written for several GPUs run on CPU tensors: a request for a GPU gives the CPU."""
 
 from __future__ import annotations
 

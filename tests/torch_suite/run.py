@@ -135,7 +135,7 @@ def problems(face: str, ours: Outcomes, gloo_passes: Collection[str]) -> list[st
 
 
 def commit() -> str:
-    """What was tested: a short hash, with a note if tracked files differ from it."""
+    """The tested commit: a short hash, with a note if tracked files differ from it."""
     git = ["git", "-C", str(FOLDER), "describe", "--always", "--exclude=*", "--dirty= with changes"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -64,9 +64,9 @@ class DataPlane final : public Loop::Ticker {
   void adopt(int peer, std::unique_ptr<Link> link, int stream = 0);
   /// The same for a link whose bytes go through shared memory, and which `link` is the bell of.
   void adoptShared(int peer, std::unique_ptr<Link> link);
-  /// Memory that the ranks of this host share: from now on they may send through it. What is for them waits for useRings().
+  /// The other ranks of this host may send to this one through these rings from now on. Frames for them wait for useRings().
   void shareRings(HostRings rings);
-  /// Whether all of them have it: then this rank sends to them through it, else through sockets.
+  /// If all of them have the memory, this rank sends to them through it, else through sockets.
   void useRings(bool all_have_them);
   /// A peer said goodbye, here or on its control link: it will send nothing more.
   void peerLeft(int peer);
@@ -74,11 +74,11 @@ class DataPlane final : public Loop::Ticker {
   void heardQuestion(int peer, const FrameHeader& question);
 
   // ---- the end
-  /// The group has failed: every operation ends, nothing is sent or received any more. Before that `told` hears what the oldest
-  /// operation under way will end with; nothing if there is none.
+  /// The group has failed: every operation ends, nothing is sent or received any more. Before that it calls `told` with the error that
+  /// the oldest operation under way will end with, if there is one.
   void fail(const ErrorRecord& cause, const std::function<void(const ErrorRecord&)>& told = nullptr) noexcept;
   /// Says goodbye to all peers and calls `closed` when the links are down, 20 ms after the last goodbye has left. Operations that are under
-  /// way, and later ones, end with `reason`; if there were some, the other ranks are told.
+  /// way, and later ones, end with `reason`; if there were some, the other ranks are notified.
   void close(const ErrorRecord& reason, std::function<void()> closed) noexcept;
 
   [[nodiscard]] Usage usage() const {

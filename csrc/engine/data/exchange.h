@@ -41,7 +41,7 @@ namespace pycomm {
 /// Thread: the lane's.
 class Exchange final : private PeerLinks::Owner, private Messages::Owner {
  public:
-  /// What is kept for operations; all zero when nothing is under way, here or at peers that are ahead.
+  /// The state kept for operations. All of it is zero when no operation is under way, here or at peers that are ahead.
   struct Usage {
     size_t transfers = 0;
     size_t unexpected_frames = 0;

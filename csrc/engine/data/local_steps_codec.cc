@@ -15,7 +15,7 @@ void countOverflows(const Operation& operation, Codec codec, size_t overflows) {
     return;
   }
   auto& counted = operation.request().extras().codec_counters->overflows;
-  if (counted.fetch_add(static_cast<int64_t>(overflows), std::memory_order_relaxed) == 0) { // one line a group
+  if (counted.fetch_add(static_cast<int64_t>(overflows), std::memory_order_relaxed) == 0) { // one line per group
     log(LogLevel::Warn,
         operation.label() + ": " + std::to_string(overflows) + " finite values became infinite as " + codecName(codec) +
             ", being beyond or next to the largest float32; codec_stats() counts them.");

@@ -21,8 +21,8 @@
 
 namespace pycomm {
 
-/// How operations of one group end without success, whichever part of the data plane has them. The memory rule is here: before operations
-/// end together, nothing touches their memory any more.
+/// Ends operations of one group without success, in every part of the data plane that may hold them. It keeps the memory rule: when
+/// operations end together, nothing touches their memory any more.
 /// Thread: the lane's.
 class OperationEnds {
  public:

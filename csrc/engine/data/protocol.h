@@ -52,7 +52,7 @@ class Protocol {
   /// See RollCall::passed.
   void passed(const OperationId& id, const Descriptor& descriptor);
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);
-  /// The bytes of one data frame have been used and their memory is free again. A frame of 0 bytes is told of, too.
+  /// The bytes of one data frame have been used and their memory is free again. Called for a frame of 0 bytes, too.
   void consumed(uint64_t op_id, int peer, int64_t nbytes, bool eager) {
     credits_.consumed(op_id, peer, nbytes, eager);
   }
@@ -101,7 +101,7 @@ class Protocol {
     return roll_call_.headerFor(op_id, type, peer);
   }
 
-  /// What is kept of operations that have not ended here or are not posted here.
+  /// The state kept for operations that have not ended here or are not posted here.
   struct Usage : RollCall::Usage, Credits::Usage {};
   [[nodiscard]] Usage usage() const;
 

@@ -113,9 +113,9 @@ void HostInPlace::read(const HostOperation& op, int64_t first, int64_t numel) co
   }
 }
 
-// A rank that gave up before it had ended this operation has its operands for itself again. So a rank that was stopped in the meantime
-// may have read something else there: it must not take that for a result, and hears why before long. Who gives up says so before it
-// lets go of its operands; so if it has not said so by now, all that was read here was what it gave.
+// A rank that gave up before it had ended this operation has its operands for itself again. A rank that was stopped in the meantime may
+// have read other values there. It must not take them for a result, and it learns the cause before long. A rank that gives up sets `left`
+// before it lets go of its operands. So if `left` is not set by now, this rank has read nothing but operands.
 bool HostInPlace::operandsLasted(const HostOperation& op, uint64_t& blocked) noexcept {
   for (int rank = 0; rank < op.view.size; ++rank) {
     const HostProgress& progress = op.view.progress(rank);

@@ -37,7 +37,7 @@ struct alignas(64) HostSlot {
 static_assert(sizeof(HostSlot) == 128, "the payload begins on a cache line");
 
 inline constexpr uint32_t kLeftInOrder = 1;
-inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others are told why, and nobody is to blame for it
+inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others learn why, and nobody is to blame for it
 inline constexpr uint64_t kHostWithdrawn = uint64_t{1} << 63; ///< in HostSlot::ticket: entered, and given up since
 inline constexpr int kMaxHostRanks = 64; ///< bits of HostProgress::waits_for
 inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ahead of another

@@ -23,19 +23,19 @@ namespace pycomm {
 /// else.
 ///
 /// Operations get tickets, 1, 2, 3, …, in the order of the group's counter, which is the same on all ranks; they are entered and run in
-/// that order. So there is never a question whose turn a stage is, and a slow rank holds up only what comes after. What is issued in
-/// callbacks and chains has no such order, and goes over links.
+/// that order. So there is never a question whose turn a stage is, and a slow rank holds up only what comes after. Operations that
+/// callbacks and chains issue have no such order, and go over links.
 ///
 /// An operation whose input is not there yet (Operation::Shared::held: it is on its way from a device) has its ticket from the time when
 /// it was issued all the same, since that order alone is the ranks' common one, and is not entered before it is released. To the others
 /// this rank is one that comes late, so they need not know whose tensors lie on devices.
 ///
-/// Who runs them: a caller that waits (`drive`), with no other thread in between; or, for what nobody waits for, a thread of the
-/// plane's own, which is started when it is first needed. One at a time: the thread that holds `run_mutex_`.
+/// A caller that waits runs them (`drive`), with no other thread in between. Operations that no caller waits for are run by a thread of
+/// the plane's own, which is started when it is first needed. One thread at a time runs operations: the one that holds `run_mutex_`.
 ///
-/// Like the DataPlane it never decides that the group has failed: it tells `notice`, and `fail` brings the cause back. Deadlines are the
-/// lane's: an operation that has waited for a while is told to it (`stuck`), and from then on the ranks ask each other over links who
-/// has not entered it, as they do for every other operation.
+/// Like the DataPlane it never decides that the group has failed: it reports to `notice`, and `fail` brings the cause back. The lane has
+/// the deadlines: the plane reports an operation that has waited for a while to it (`stuck`), and from then on the ranks ask each other
+/// over links which of them has not entered it, as they do for every other operation.
 class HostPlane {
  public:
   using Events = HostQueue::Events;
@@ -77,14 +77,14 @@ class HostPlane {
   bool drive(const Operation& operation, Deadline deadline);
 
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
-  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. `told` hears before what the
-  /// oldest operation will end with; `ended` is called when all have ended. Both may be null, and are called before close() returns.
-  /// Not with run_mutex_ held.
+  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. It calls `told` before that with
+  /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
+  /// returns. Not with run_mutex_ held.
   void fail(
       const ErrorRecord& cause,
       const std::function<void(const ErrorRecord&)>& told,
       const std::function<void()>& ended) noexcept;
-  /// Leaves: what is under way ends with `reason`, and the others are told if there was something. Joins the thread. Idempotent.
+  /// Leaves: operations under way end with `reason`; if there were some, the other ranks are notified. Joins the thread. Idempotent.
   void close(const ErrorRecord& reason);
 
   /// For the lane, which is asked over links about operations that it never saw: the last ones that were posted here, oldest first.

@@ -11,7 +11,7 @@ namespace pycomm {
 
 /// A thread that is started when it is first needed. It does the HostPlane's work that no caller does.
 ///
-/// Thread: any, unless a function says otherwise.
+/// Thread: any, unless a function names one.
 class HostWorker {
  public:
   /// `work` runs on the thread after wake(), and after errands; it never throws. If it returns true, it runs again.

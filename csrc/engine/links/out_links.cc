@@ -219,7 +219,7 @@ void OutLinks::broke(OutPort& port, const Error& error) {
   } else if (
       before == OutPort::State::Connecting && code != ErrorCode::ConnectFailed && code != ErrorCode::ConnectionReset) {
     owner_.onThrown(port.peer, std::make_exception_ptr(Error(refusedBy(port.peer, error.record(), identity_))));
-  } else if (code == ErrorCode::ProtocolViolation) { // this peer's, whichever peer the loop's turn was for
+  } else if (code == ErrorCode::ProtocolViolation) { // blames this port's peer, not the one that the loop serves
     owner_.onThrown(port.peer, std::make_exception_ptr(error));
   } else {
     owner_.onWritingBroke(port.peer, error);

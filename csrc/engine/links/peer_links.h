@@ -63,7 +63,7 @@ class PeerLinks final {
   void adoptShared(int peer, std::unique_ptr<Link> bell) {
     in_.adoptShared(peer, std::move(bell));
   }
-  /// Memory that the ranks of this host share: from now on they may send through it. Frames for them wait for useRings().
+  /// The other ranks of this host may send to this one through these rings from now on. Frames for them wait for useRings().
   void shareRings(HostRings rings) {
     out_.shareRings(std::move(rings));
   }

@@ -45,7 +45,7 @@ void EpollSet::watch(int fd, uint32_t events, Loop::Handler& handler) {
   epoll_event event{};
   event.events = events;
   event.data.u64 = (uint64_t{serial} << 32) | static_cast<uint32_t>(fd);
-  watches_[fd] = Watch{&handler, serial}; // first: the kernel must not report a descriptor that nobody can be told of
+  watches_[fd] = Watch{&handler, serial}; // first: the kernel must not report a descriptor without a handler
   if (::epoll_ctl(epoll_.get(), op, fd, &event) != 0) {
     const int error_number = errno;
     watches_.erase(fd);

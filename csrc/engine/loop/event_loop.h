@@ -37,8 +37,8 @@ class EventLoop final : public TaskLoop {
   /// A system call only if the loop sleeps.
   void post(Task task) override;
 
-  /// Runs what was posted, then joins the thread. What is posted later runs at once on the thread that posts it. Idempotent; not on
-  /// the loop's thread.
+  /// Runs the posted tasks, then joins the thread. A task that is posted later runs at once on the thread that posts it. Idempotent.
+  /// Not on the loop's thread.
   void stop() noexcept;
   /// Nothing ticks any more.
   [[nodiscard]] bool ended() const noexcept {

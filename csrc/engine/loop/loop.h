@@ -46,8 +46,8 @@ class Loop {
       return Look::Nothing;
     }
 
-    // What comes through shared memory, of which the kernel knows nothing:
-    [[nodiscard]] virtual bool sharesMemory() const noexcept { ///< whether there is such a thing at all
+    // For tickers that receive through shared memory, of which the kernel knows nothing:
+    [[nodiscard]] virtual bool sharesMemory() const noexcept { ///< whether this is one of them
       return false;
     }
     /// Processes what arrived through shared memory; returns whether anything did. Costs a few loads if nothing did.

@@ -108,7 +108,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   Membership membership_;
   StagingPool staging_;
   std::unordered_map<int, std::unique_ptr<ControlLink>> links_;
-  std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been told
+  std::optional<ErrorRecord> untold_; ///< the group's failure, until Events::failed has been called
   MissingNeighbours missing_;
   bool open_ = false;
 };

@@ -125,8 +125,8 @@ const Operation* Departures::withoutSenders() const noexcept {
   return dealings_.awaitingAnyone();
 }
 
-// A broken link to a peer matters only if something has still to go out on it. What is due from the peer comes on its own link, and the
-// end of that one says more. If the peer died, the ranks with a control link to it report that.
+// A broken link to a peer matters only if something has still to go out on it. The peer sends on a link of its own, and the end of that
+// link is better evidence. If the peer died, the ranks with a control link to it report that.
 void Departures::decide(int peer, Suspicion suspicion, TimePoint now) {
   if (suspicion.state == Suspicion::State::Doubted) {
     actions_.push_back(Action{Action::Kind::Doubt, std::move(suspicion.record)});

@@ -225,7 +225,7 @@ void HostMates::answer(Watcher& watcher) noexcept {
   reply.key = *watcher.asks;
   reply.there = found->second >= 0 ? 1 : 0;
   watcher.asks.reset();
-  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // who does not hear it, does without
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // a watcher may miss it
 }
 
 void HostMates::answerReport(Watcher& watcher) noexcept {
@@ -241,7 +241,7 @@ void HostMates::answerReport(Watcher& watcher) noexcept {
       reply.there = 1;
       reply.key = report.size();
     }
-  } catch (const std::exception&) { // no memory: who asks is told that there is none
+  } catch (const std::exception&) { // no memory: the reply is that there is no report
     reply = {Ask::kReport, 0, 0};
     memory.reset();
   }
@@ -355,7 +355,7 @@ void HostMates::onDeath(uint64_t watch) {
       continue;
     }
     watched.dead = true;
-    const std::unordered_map<uint64_t, Died> told = watched.interests; // who is told may look away
+    const std::unordered_map<uint64_t, Died> told = watched.interests; // a copy: a callback may end its own interest
     for (const auto& interest : told) {
       interest.second();
     }

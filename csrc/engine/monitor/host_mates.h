@@ -28,7 +28,7 @@ class HostMates final : Loop::Ticker {
 
   using Report = std::function<std::string()>;
 
-  /// `report`: what a process of the same user is told that asks what this one is doing (`pycomm status`). Called on the control loop.
+  /// `report`: makes the reply to a process of the same user that asks what this one does (`pycomm status`). Called on the control loop.
   explicit HostMates(EventLoop& loop, Report report = {});
   ~HostMates() override;
   HostMates(const HostMates&) = delete;

@@ -144,8 +144,9 @@ TimePoint Membership::decideAt() const noexcept {
   return certain == candidates_.end() ? candidates_.front().due : certain->due;
 }
 
-// Who has said goodbye has left in order, also where a link of another thread ended before its own could be said or read: a rank that
-// does not read for longer than a leaving one waits. What that one still owed ends as what a rank that left owes.
+// A rank that has said goodbye on a control link has left in order, even if one of its bulk links ended without a goodbye: a leaving rank
+// cannot say one there to a rank that does not read for longer than it waits. Operations for which it still owed data end as they do for
+// any rank that has left.
 bool Membership::isExplained(const ErrorRecord& record) const {
   return record.code == ErrorCode::PeerDead && record.peer != config_.rank && hasLeft(record.peer);
 }
@@ -298,9 +299,9 @@ void Membership::tick(TimePoint now) {
     choose();
   }
   if (heartbeat_at_ <= now) {
-    // A tick that comes late: this process has not run meanwhile (a debugger, a paused container, a host that slept), and
-    // heard nobody because it did not listen. Where the whole group slept, nobody is to blame. What has come meanwhile is read
-    // before anything is sent: it may say that the others have left, and a heartbeat to them would only bring a reset.
+    // A tick that comes late: this process did not run for a time (a debugger, a paused container, a host that slept), and received
+    // nothing because it did not read. If the whole group slept, no rank is to blame. The next heartbeat waits until this process has
+    // read what arrived in that time: the others may have left, and a heartbeat to them would only bring a reset.
     if (const auto late = now - heartbeat_at_; late >= std::chrono::milliseconds(config_.heartbeat_every_ms)) {
       for (Neighbour& entry : neighbours_) {
         entry.heard_at = std::min(now, entry.heard_at + late);
@@ -316,7 +317,7 @@ void Membership::tick(TimePoint now) {
       if (entry.left || !entry.connected || now - entry.heard_at < std::chrono::milliseconds(config_.dead_after_ms)) {
         continue;
       }
-      // Where everybody else is silent as well, it is this rank that hears nothing: to blame the first of them would
+      // If every other neighbour is silent as well, this rank itself receives nothing: to blame the first of them would
       // be wrong.
       const auto lately = now - std::chrono::milliseconds(config_.dead_after_ms / 2);
       const auto counts = [&](const Neighbour& other) {

@@ -25,7 +25,7 @@ namespace pycomm {
 /// native thread, so a held interpreter lock does not silence them.
 ///
 /// Goodbyes: a rank passes each one on to its neighbours, once. So a goodbye that a link loses comes another way, and ranks without a link
-/// to the one that left hear of it, too. A report that such a rank is dead counts no more: whoever wrote it has not heard the goodbye yet.
+/// to the one that left learn of it, too. A report that such a rank is dead counts no more: its writer did not have the goodbye yet.
 class Membership {
  public:
   struct Config {
@@ -34,7 +34,7 @@ class Membership {
     std::vector<int> neighbours; ///< ranks with a control link
     std::string group;
     int merge_ms = 5;
-    int merge_mismatches_ms = 25; ///< many pairs of ranks find one at once, and no peer's death waits for it to be told
+    int merge_mismatches_ms = 25; ///< longer, because many pairs of ranks find one mismatch at once
     int heartbeat_every_ms = 500;
     int dead_after_ms = 3000;
   };

@@ -123,7 +123,7 @@ class FlightLog {
   void reached(GroupPhase phase) noexcept;
   /// The first failure is kept.
   void failed(const ErrorRecord& record);
-  /// What is known once the ranks have met. `run` tells this group from one of the same name in another run.
+  /// Records the hosts of all ranks after the rendezvous. `run` tells this group from one of the same name in another run.
   void met(std::vector<std::string> hosts, uint64_t run);
 
   [[nodiscard]] const Subject& subject() const noexcept {

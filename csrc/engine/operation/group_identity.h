@@ -40,7 +40,7 @@ struct GroupIdentity {
   std::vector<ProcessId> processes; ///< by rank, if there is a secret
   uint64_t unix_nonce =
       0; ///< of a Hello over a Unix socket: it is not in TLS, so with a secret only its holders know this
-  uint64_t memory_key = 0; ///< whoever knows it, and is this user on this host, may map what its ranks share there
+  uint64_t memory_key = 0; ///< a process of this user on this host needs it to map what its ranks share there
 
   [[nodiscard]] bool isRank(int number) const noexcept {
     return number >= 0 && number < size;

@@ -39,7 +39,7 @@ std::shared_ptr<IssueContext> callbackContext(
     const std::shared_ptr<IssueContext>& issuer,
     uint64_t op_id,
     uint32_t group) {
-  // A chain runs one operation after another, whichever thread issues the next: its callbacks go on with its own numbers.
+  // A chain runs one operation after another, no matter which thread issues the next one. So its callbacks use the chain's numbers.
   if (issuer != nullptr && issuer->kind() == IssueContext::Kind::Chain) {
     return issuer;
   }

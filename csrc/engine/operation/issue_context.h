@@ -9,8 +9,8 @@
 
 namespace pycomm {
 
-/// Who issues an operation, for its identity. Two ranks must give the same operation the same id however their threads
-/// interleave:
+/// The issuer of an operation, which determines the operation's id. Two ranks must give the same operation the same id however
+/// their threads interleave:
 ///   - a user's thread takes the group's counter: ids 1, 2, 3, …
 ///   - a callback of operation P takes hash(P, 0), hash(P, 1), … in the order in which P's callbacks issue them;
 ///   - a chain (comm_hooks.ordered) takes hash(chain, 0), … both on the thread that runs the chain and in callbacks of the

@@ -55,8 +55,8 @@ class PieceFlow {
   [[nodiscard]] const std::vector<Piece>& leaving() const noexcept {
     return leaving_;
   }
-  /// Before the operation is released. `leave` hears of pieces of leaving(), each once, when the operation is through with them; not of
-  /// those that it does not write, and of none that it never comes to. On a native thread: it must not block, nor throw.
+  /// Before the operation is released. It calls `leave` once for each piece of leaving() that it is done with: not for pieces that it does
+  /// not write, nor for those that it never reaches. On a native thread: `leave` must not block, nor throw.
   void onLeave(Leave leave) {
     leave_ = std::move(leave);
   }

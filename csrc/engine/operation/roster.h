@@ -10,8 +10,8 @@
 
 namespace pycomm {
 
-/// Who is in a group and where: what the rendezvous found. It does not change while the group lives, and all ranks have the same but for
-/// what is marked as this rank's own.
+/// The ranks of a group and their hosts, as the rendezvous found them. A roster does not change while the group lives. It is the same on
+/// all ranks, except for the members that are marked as this rank's own.
 struct Roster {
   /// `streams`: connections of a link over each interface. Listeners stay in `met`.
   Roster(const RendezvousConfig& config, int streams, const Rendezvous& met);

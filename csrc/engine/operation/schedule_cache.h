@@ -15,7 +15,7 @@
 namespace pycomm {
 
 /// The schedules of a group's calls on this rank. The last 64 distinct ones are kept, so that a call in a training step makes none.
-/// Logs (info) which algorithm each collective goes by and why: once per collective and power of two of bytes.
+/// Logs (info) which algorithm each collective uses and why: once per collective and power of two of bytes.
 ///
 /// Any thread.
 class ScheduleCache final {

@@ -103,7 +103,7 @@ ErrorRecord errorOf(const Operation& operation, const ErrorRecord& cause, const 
 
 namespace {
 
-// What is left to wait for where every rank has come.
+// Names the part of this rank that an operation waits for if it waits for no other rank.
 std::string ownPart(const Operation& operation) {
   return operation.request().descriptor.algorithm == Algorithm::Nccl ? "NCCL, or its stream" : "its own memory";
 }
@@ -167,7 +167,7 @@ ErrorRecord ownTrouble(const std::exception_ptr& exception, const GroupIdentity&
     record.summary = who + " has no memory left.";
     record.hint = "use a smaller batch, or fewer operations at once";
   } catch (const std::exception& error) {
-    record.summary = "A native thread met an exception that it does not know.";
+    record.summary = "A native thread caught an unexpected exception.";
     record.cause = error.what();
   }
   if (record.code == ErrorCode::TooManyFiles || record.code == ErrorCode::OutOfMemory) {

@@ -68,13 +68,13 @@ template <typename Make>
 /// A link to `peer` broke although that rank is still there: as peerGone() tells it, `what`, for another reason.
 [[nodiscard]] ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
-/// A connection to `peer` did not come about. A refusal, or a reply that is none, names that rank; other trouble stays what it is.
+/// A connection to `peer` did not come about. A refusal, or a reply that is not valid, names that rank; another error stays as it is.
 [[nodiscard]] ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
 /// `peer` closed its group in order although this operation still needs it.
 [[nodiscard]] ErrorRecord peerLeftUs(int peer, const Operation& operation, const GroupIdentity& identity);
 
-/// This rank closes its group although this operation is under way: what the others are told.
+/// This rank closes its group although this operation is under way: the error that the others get.
 [[nodiscard]] ErrorRecord leftInTheMiddle(const Operation& operation, const GroupIdentity& identity);
 
 } // namespace pycomm

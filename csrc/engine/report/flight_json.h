@@ -17,10 +17,10 @@ struct WallClock {
   }
 };
 
-/// A JSON string with its quotes. What is not UTF-8 becomes U+FFFD: a host may be called anything, and the file must be readable.
+/// A JSON string with its quotes. Bytes that are not UTF-8 become U+FFFD: a host may be called anything, and the file must be readable.
 [[nodiscard]] std::string jsonText(std::string_view text);
 
-/// One group of a dump as a JSON object, an operation a line. `pycomm/_flight_record.py` reads it; numbers that mean "none" are left out.
+/// One group of a dump as a JSON object, one operation per line. `pycomm/_flight_record.py` reads it. Numbers that mean "none" are absent.
 [[nodiscard]] std::string jsonOf(
     const FlightLog::Subject& subject,
     const FlightLog::Snapshot& log,

@@ -132,7 +132,7 @@ void FlightRecorder::failed(const std::shared_ptr<FlightLog>& log, const ErrorRe
     if (!log->subject().dump_prefix.empty() && !dump_waits_.exchange(true)) {
       callbacks_.submit([this, log] { dump(*log); });
     }
-  } catch (...) { // no memory, or no thread: the failure itself is told all the same
+  } catch (...) { // no memory, or no thread: the failure itself is reported all the same
     dump_waits_.store(false);
   }
 }

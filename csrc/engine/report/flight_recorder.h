@@ -49,7 +49,7 @@ class FlightRecorder {
   [[nodiscard]] std::string jsonOfLogs(const Logs& logs, int world_rank, bool brief) const;
 
   CallbackPool& callbacks_;
-  // One pair of readings of both clocks; all times of a process are told by it, so that they do not jump when somebody sets the
+  // One pair of readings of both clocks. All times of a process are computed from it, so that they do not jump when somebody sets the
   // clock.
   const TimePoint steady_anchor_;
   const int64_t wall_anchor_ns_;

@@ -79,7 +79,7 @@ std::vector<Accepted> Acceptor::poll(TimePoint now) {
 }
 
 bool Acceptor::serve(Stranger& stranger, TimePoint now) {
-  Verdict verdict = stranger.refused ? drain(stranger) : hear(stranger);
+  Verdict verdict = stranger.refused ? drain(stranger) : readFirst(stranger);
   if (verdict == Verdict::Wait && now - stranger.arrived >= kPatience) {
     verdict = giveUp("said nothing useful for 2 s");
   }
@@ -207,7 +207,7 @@ Acceptor::Verdict Acceptor::giveUp(std::string why, bool harmless) {
   return Verdict::Drop;
 }
 
-Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
+Acceptor::Verdict Acceptor::readFirst(Stranger& stranger) {
   if (wantsTls()) {
     std::byte first = kFirstPlain;
     if (stranger.tls == nullptr && stranger.nbytes == 0) {
@@ -220,7 +220,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
       }
     }
     if (stranger.tls != nullptr || first == kFirstTls) {
-      return hearTls(stranger);
+      return readTls(stranger);
     }
     if (first != kFirstPlain) {
       return giveUp("does not speak TLS");
@@ -249,7 +249,7 @@ Acceptor::Verdict Acceptor::hear(Stranger& stranger) {
   }
 }
 
-Acceptor::Verdict Acceptor::hearTls(Stranger& stranger) {
+Acceptor::Verdict Acceptor::readTls(Stranger& stranger) {
   try {
     if (stranger.tls == nullptr) {
       stranger.tls = TlsLink::accept(config_.tls, std::make_unique<SocketLink>(std::move(stranger.fd), config_.tcp));

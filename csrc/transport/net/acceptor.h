@@ -120,8 +120,8 @@ class Acceptor {
   [[nodiscard]] bool wantsTls() const noexcept {
     return config_.tls != nullptr && !listener_.address().isUnix();
   }
-  [[nodiscard]] Verdict hear(Stranger& stranger);
-  [[nodiscard]] Verdict hearTls(Stranger& stranger);
+  [[nodiscard]] Verdict readFirst(Stranger& stranger);
+  [[nodiscard]] Verdict readTls(Stranger& stranger);
   [[nodiscard]] Verdict judge(Stranger& stranger);
   [[nodiscard]] Verdict drain(Stranger& stranger);
   [[nodiscard]] Verdict refuse(Stranger& stranger, ErrorCode code, const std::string& why);

@@ -98,7 +98,7 @@ Listener Listener::bind(const SocketAddress& local, PortRange ports) {
   record.summary = ports.any() ? "no free port on " + local.ip()
                                : "no port of the range " + ports.text() + " on " + local.ip() + " can be listened on";
   record.cause = counted(errors);
-  record.hint = "a wider PYCOMM_PORT_RANGE, one port a rank on each host; `ss -ltnp` shows who holds them";
+  record.hint = "a wider PYCOMM_PORT_RANGE, one port per rank on each host; `ss -ltnp` shows who holds them";
   throw Error(record);
 }
 

@@ -37,7 +37,7 @@ class SocketConnector {
     fresh->connecting_ = true;
     if (::connect(fresh->fd(), target.raw(), target.rawLength()) != 0 && errno != EINPROGRESS && errno != EINTR) {
       if (target.isUnix() && errno == ECONNREFUSED) {
-        // Told by connectStatus(), as TCP tells it: a peer that leaves has said so on its control link, and is heard first.
+        // connectStatus() reports the refusal, as for TCP: a peer that leaves has said goodbye on its control link, which is read first.
         fresh->refused_ = true;
         link = std::move(fresh);
         return;

@@ -34,7 +34,7 @@ int rankIn(const std::string& text) {
   return number ? std::stoi(text) : -1;
 }
 
-// Who writes a key: ".../member/RANK", ".../member/all" (rank 0), ".../owner/RANK/CLAIM" and ".../end/RANK/CLAIM".
+// The rank that writes a key, -1 for no rank: ".../member/RANK", ".../member/all" (rank 0), ".../owner/RANK/CLAIM", ".../end/RANK/CLAIM".
 int writerOf(std::string key) {
   const std::string last = takeLastPart(key);
   const std::string before = takeLastPart(key);

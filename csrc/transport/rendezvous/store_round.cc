@@ -95,7 +95,7 @@ void StoreRound::throwIfFailed() const {
 //   <generation>/<binding>error   is of a rank that knows all member records: nobody else could name the key;
 //   <generation>/error            begins with a digest of its writer's member record. A rank that knows all of them believes no other,
 //                                 but does not wait long beside it: the writer may have been given another list. A rank that does
-//                                 not know them believes it: whoever can write there could stop it in other ways, too.
+//                                 not know them believes it: a process that can write there could stop it in other ways, too.
 std::optional<std::string> StoreRound::findErrorText() const {
   std::optional<std::string> text = store.find(prefix + binding + "error");
   if (!store.sealed() || (text && !binding.empty())) {
@@ -224,8 +224,8 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
         return abort.aborted() ? record : first;
       }
     } else if (const auto first = findError()) {
-      // A counter elects nobody here: whoever reaches the store can add to it, and then nobody would write. Two ranks may both write;
-      // then the later record counts.
+      // A counter elects no rank here: any process that reaches the store can add to it, and then no rank would write. Two ranks may
+      // both write; then the later record counts.
       return abort.aborted() ? record : *first;
     }
     const std::string text = record.serialize();

@@ -14,7 +14,7 @@
 
 namespace pycomm::cuda::testing {
 
-inline Stream const kCaller = reinterpret_cast<Stream>(0xca); ///< the stream of whoever calls; only compared
+inline Stream const kCaller = reinterpret_cast<Stream>(0xca); ///< the caller's stream; only compared
 
 /// A device that is host memory: what goes onto a stream has happened when the call returns. Kernels are the very
 /// functions that the device runs, called for each of `threads` threads in turn.

@@ -23,7 +23,7 @@ using testing::HostDevice;
 using testing::HostNccl;
 using testing::HostWire;
 
-/// Runs `body(comm, rank)` on a thread a rank; what a rank throws fails the test.
+/// Runs `body(comm, rank)` on one thread per rank. An exception of a rank fails the test.
 void onRanks(int size, const std::function<void(NcclComm&, int)>& body) {
   const auto wire = std::make_shared<HostWire>();
   std::vector<std::thread> threads;

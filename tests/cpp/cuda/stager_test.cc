@@ -263,7 +263,7 @@ TEST(Stager, ADeviceThatBreaksInTheMiddleFailsWhatWaits) {
   device.refuse_copies = true;
   bool called = false;
   EXPECT_THROW(stager.toHost({{&value, block, 4}}, kCaller, [&](size_t, const Verdict&) { called = true; }), Error);
-  EXPECT_FALSE(called) << "whoever is told by an exception is not told again";
+  EXPECT_FALSE(called) << "toHost() has thrown, so the callback must not report the error again";
 }
 
 TEST(Stager, ClosingTellsWhatIsNotReady) {

@@ -51,7 +51,7 @@ class Closed : public ::testing::Test, public Closing::Steps {
     arena->commit(0, HostView::commonNbytes(2));
     lane_.run([&] { planes_.openHost(arena, HostHeaps(), HostPlane::Config()); });
   }
-  /// A receive from whichever rank sends first: it waits for ever.
+  /// A receive from any rank. It waits for ever, because no rank sends.
   std::shared_ptr<Operation> receive() {
     Operation::Request request;
     request.descriptor.kind = Collective::Send;

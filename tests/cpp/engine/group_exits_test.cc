@@ -73,7 +73,7 @@ TEST(Exits, InTheMiddleOfDroppedOperations) {
         config.transport = round % 3 == 0 ? Transport::Auto : Transport::Tcp; // rings, sockets, several sockets
         config.streams = round % 3 == 2 ? 2 : 1;
         std::shared_ptr<Group> group = Group::join(engine, store, config);
-        for (++joined; joined < kRanks;) { // a rank that joins late is told that others have left
+        for (++joined; joined < kRanks;) { // a rank that joins late fails because others have left
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
         std::atomic<size_t> freed{0};

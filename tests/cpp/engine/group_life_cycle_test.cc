@@ -64,7 +64,7 @@ TEST(LifeCycle, AKilledRankIsNoticedWhileItsMemoryIsStillThere) {
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code, ErrorCode::PeerDead) << error->text();
   EXPECT_EQ(error->peer, 1);
-  // docs/errors.md: about a millisecond, then 5 ms. A thread that loses its core for longer hears of it by a connection.
+  // docs/errors.md: about a millisecond, then 5 ms. A thread that loses its core for longer learns of it from a connection.
   EXPECT_WITHIN_MS(elapsed_ms, kSanitized ? 200 : 25);
   if (elapsed_ms < 25) {
     EXPECT_THAT(error->cause, HasSubstr("the kernel has ended its process"));
@@ -187,7 +187,7 @@ TEST(LifeCycle, WhoLeavesInTheMiddleHasItsMemoryBack) {
         std::mt19937_64 dice(static_cast<uint64_t>(1000 * round + rank));
         Engine engine;
         const auto group = Group::join(engine, store, groupConfig(rank, 3));
-        for (++joined; joined < 3;) { // who joins late is told that others have left: another test's subject
+        for (++joined; joined < 3;) { // a late rank fails because others have left: another test's subject
           std::this_thread::sleep_for(std::chrono::microseconds(100));
         }
         std::vector<std::vector<float>> values;
@@ -361,7 +361,7 @@ TEST(LifeCycle, WithoutFilesEveryStepEndsInATypedError) {
                         ++done;
                       } catch (const Error& error) {
                         const ErrorCode code = error.record().code;
-                        // Who has joined before the other found itself without room only sees it go.
+                        // A rank that joined before the other one ran out of descriptors only sees that rank go.
                         if (code != ErrorCode::TooManyFiles && code != ErrorCode::RendezvousTimeout &&
                             code != ErrorCode::PeerDead) {
                           typed = false;

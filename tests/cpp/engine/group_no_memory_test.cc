@@ -115,7 +115,7 @@ TEST(NoMemory, WhileAPeerLeaves) {
   failEachAllocation(Event::PeerLeaves, false);
 }
 
-// An operation in shared memory that was told to the lane, because it waited for long, ends.
+// An operation in shared memory that was reported to the lane, because it waited for long, ends.
 TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
   for (int64_t nth = 1; nth <= 6; ++nth) {
     std::promise<void> waited_long;
@@ -131,7 +131,7 @@ TEST(NoMemory, WhileAnOperationThatWaitedGoesOn) {
       const auto operation = self.group.start(allReduceCall(values));
       bool struck = false;
       if (self.rank == 0) {
-        // The lane is told after 50 ms, and asks everybody after 200 ms.
+        // The plane notifies the lane after 50 ms, which asks all ranks after 200 ms.
         for (const Deadline most = Deadline::after(10000); !struck && !most.expired();) {
           lane.run([&] { struck = allocationFailed(); });
         }
@@ -179,7 +179,8 @@ TEST(NoMemory, WhileTheDeathOfAPeerIsNoticed) {
   }
 }
 
-// Whoever is told of an error may begin the next operation at once. If the group had not failed by then, the others would blame that.
+// A caller that gets an error may begin the next operation at once. If the group had not failed by then, the other ranks would name that
+// operation as the cause.
 TEST(NoMemory, AnOperationThatCannotBeginEndsNoSoonerThanItsGroup) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";

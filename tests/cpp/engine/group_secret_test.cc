@@ -283,7 +283,7 @@ TEST(GroupUnixSockets, BellsRingOverTcpWithoutThem) {
   armFaultPoints("");
 }
 
-// Whoever reads the store knows the nonce of the job, and as the same user reaches the socket; without the secret it is sent away.
+// A process that reads the store knows the nonce of the job, and as the same user it reaches the socket. Without the secret it is refused.
 TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
   runRanks(
       2,

@@ -122,7 +122,7 @@ TEST(SharedLinks, GoByTcpWhereThereIsNoRoomForTheirPages) {
   armFaultPoints("");
 }
 
-// A counter that cannot be ends the group on both ranks, with the error of whoever saw it.
+// An impossible value of a counter ends the group on both ranks, with the error of the rank that saw it.
 TEST(SharedLinks, EndWhereACounterInMemoryIsBroken) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";
@@ -155,9 +155,9 @@ TEST(SharedLinks, EndWhereACounterInMemoryIsBroken) {
   }
 }
 
-// The waiting thread drives and leaves, the loop's thread takes over, asleep or not: whoever was left without a wake-up would sit out
-// the second that a loop sleeps at most.
-TEST(SharedLinks, WakeWhoeverReadsNext) {
+// The waiting thread drives and leaves, and the loop's thread takes over, asleep or not. Without a wake-up a thread would sleep for a
+// second, the longest sleep of a loop.
+TEST(SharedLinks, WakeTheThreadThatReadsNext) {
   runRanks(2, [](Rank& self) {
     int late = 0;
     for (int round = 0; round < 30; ++round) {

@@ -119,7 +119,8 @@ double secondsOver(
   return best;
 }
 
-/// One of two wires goes silent between two operations: the ranks hear each other by the other one, and at the deadline they say which.
+/// One of two wires goes silent between two operations. The ranks reach each other by the other one, and name the silent one at the
+/// deadline.
 void expectTheSilentInterfaceIsNamed(DirectoryStore& store, int rank) {
   Engine engine;
   Group::Config config;

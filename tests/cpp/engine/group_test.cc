@@ -145,7 +145,7 @@ TEST(Group, PartsInBuffersOfTheirOwn) {
       EXPECT_EQ(all[static_cast<size_t>(rank)], startValues(rank, counts[rank]));
     }
 
-    // What was gathered goes back to where it came from, summed: three times itself.
+    // Each gathered part goes back to its rank, summed over three ranks: three times itself.
     Group::Call scatter = gather;
     scatter.schedule.kind = Collective::ReduceScatter;
     scatter.schedule.reduce_op = ReduceOp::Sum;
@@ -303,7 +303,7 @@ TEST(Group, CloseWithWorkUnderWay) {
   });
 }
 
-// 2.4 MB of eager payloads where the pool holds 1 MiB: the rest must find its way by explicit credit, whichever is waited for first.
+// 2.4 MB of eager payloads, of which the pool holds 1 MiB: the rest needs explicit credit, in any order in which the callers wait.
 TEST(Group, MoreEagerBytesThanThePoolHolds) {
   runRanks(2, [](Rank& self) {
     std::vector<std::vector<float>> many(300, std::vector<float>(2048, 1.0F));

@@ -33,7 +33,7 @@ class NoStore final : public Store {
   }
 };
 
-/// What rank 0 of ranks on these hosts gets to hear, without asking anybody.
+/// Why rank 0 of ranks on these hosts shares no memory. It asks no other rank.
 std::string share(const std::vector<std::string>& hosts, Transport transport) {
   Engine engine;
   NoStore store;

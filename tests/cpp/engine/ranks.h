@@ -78,7 +78,7 @@ struct Rank {
 };
 
 /// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception. No rank begins before all have
-/// joined: a group that fails meanwhile fails the join of whoever is late.
+/// joined: if a group fails before that, the join of a late rank fails, too.
 inline void runRanks(
     int size,
     const std::function<void(Rank&)>& body,

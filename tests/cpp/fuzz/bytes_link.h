@@ -12,7 +12,7 @@
 
 namespace pycomm::fuzz {
 
-/// Gives out given bytes in pieces, then closes. What is written on it is gone.
+/// Gives out given bytes in pieces, then closes. It drops the bytes that are written to it.
 class BytesLink final : public Link {
  public:
   BytesLink(const uint8_t* bytes, size_t nbytes, size_t piece, int fd = -1)

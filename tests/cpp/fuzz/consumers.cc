@@ -68,7 +68,7 @@ UniqueFd connectTo(const Acceptor& acceptor) {
 
 void checkIntroduced(const Hello& hello) {
   const GroupIdentity self = identity();
-  promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "a rank that is none of the others");
+  promise(hello.rank >= 0 && hello.rank < kRanks && hello.rank != kSelf, "the Hello names no other rank");
   promise(hello.size == kRanks && hello.nonce == self.nonce && hello.group == self.hash, "a rank of another group");
   promise(hello.epoch == self.epoch, "a rank of another epoch");
 }

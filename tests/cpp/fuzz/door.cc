@@ -185,7 +185,7 @@ bool readDoor(const uint8_t* bytes, size_t nbytes) {
   poll();
   send(first, rest);
   (void)::shutdown(socket.get(), SHUT_WR);
-  // All has arrived already. A peer that was let in and could not be told so (kWriteFails) is lost without being counted.
+  // All bytes have arrived already. If the acceptor cannot answer a peer that it admits (kWriteFails), it drops it without counting it.
   for (int round = 0; round < 1000 && accepted.empty() && acceptor.rejected() == before; ++round) {
     if (round > 2 && ScriptedTls::open() == 0) {
       break;

@@ -65,7 +65,9 @@ struct Control {
     events.left = [](int) {};
     events.asked = [](int from, const FrameHeader& question) {
       promise(from >= 0 && from < kRanks && from != kSelf, "a question of nobody");
-      promise(question.type == FrameType::Waiting || question.type == FrameType::NotEntered, "a question that is none");
+      promise(
+          question.type == FrameType::Waiting || question.type == FrameType::NotEntered,
+          "a frame that is not a question");
       promise(question.payload_nbytes == 0, "a question with a payload");
     };
     plane = std::make_unique<ControlPlane>(identity(), loop, std::vector<Listener>(), membership, std::move(events));

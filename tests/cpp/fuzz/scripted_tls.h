@@ -16,7 +16,7 @@ enum ScriptedTrouble : uint8_t {
   kWriteFails = 8,
   kKeyUpdateFails = 16,
   kHandshakeFails = 32, ///< after the identity was accepted: the binder does not verify
-  kOneByteReads = 64, ///< SSL_read gives one byte a call
+  kOneByteReads = 64, ///< SSL_read gives one byte per call
 };
 
 /// A TLS engine that encrypts nothing and believes everybody, so that a fuzzer reaches what lies behind a handshake that it could never

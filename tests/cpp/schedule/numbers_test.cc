@@ -109,7 +109,7 @@ TEST(Order, TheRingFoldsFromTheRankAfterTheOwner) {
   const auto inputs = unevenFloats(size, size);
   const auto requests = forAllRanks(allReduce(Algorithm::Ring, size, size, DType::Float32, ReduceOp::Sum));
   const auto outputs = runGroup(requests, inputs, withOp(ReduceOp::Sum));
-  for (size_t owner = 0; owner < 5; ++owner) { // one element a chunk
+  for (size_t owner = 0; owner < 5; ++owner) { // one element per chunk
     float sum = inputs[(owner + 1) % 5][owner];
     for (size_t k = 2; k <= 5; ++k) {
       sum += inputs[(owner + k) % 5][owner];
@@ -131,7 +131,7 @@ TEST(Order, RecursiveDoublingIsATreeOverConsecutiveRanks) {
 }
 
 TEST(Order, RecursiveHalvingFoldsTheFarthestFirst) {
-  const auto inputs = unevenFloats(4, 4); // one element a rank
+  const auto inputs = unevenFloats(4, 4); // one element per rank
   auto request = allReduce(Algorithm::RecursiveHalving, 4, 1, DType::Float32, ReduceOp::Sum);
   request.kind = Collective::ReduceScatter;
   const auto outputs = runGroup(forAllRanks(request), inputs, withOp(ReduceOp::Sum));

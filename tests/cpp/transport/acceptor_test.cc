@@ -53,9 +53,9 @@ Hello helloOf(int rank) {
 }
 
 /// Runs an acceptor as its owner does: waits on its descriptor until the next deadline, then polls.
-class Desk {
+class AcceptorServer {
  public:
-  Desk() : acceptor(Listener::bind(kLoopback, {}), config()) {}
+  AcceptorServer() : acceptor(Listener::bind(kLoopback, {}), config()) {}
 
   // Serves until `enough` says so or `timeout_ms` have passed; false at the timeout.
   bool serve(const std::function<bool()>& enough, int timeout_ms = 20000) {
@@ -105,58 +105,58 @@ bool isClosed(Link& link) {
 }
 
 TEST(Acceptor, IntroducesAPeerAndLeavesItsNextBytesAlone) {
-  Desk desk;
-  EXPECT_EQ(desk.acceptor.nextDeadline(), TimePoint::max());
-  EXPECT_TRUE(desk.acceptor.poll(Clock::now()).empty());
-  const auto link = desk.dial(encodeHello(helloOf(2)) + "next");
-  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }));
-  EXPECT_EQ(desk.accepted[0].hello.rank, 2);
-  EXPECT_EQ(desk.accepted[0].hello.stream, 3U);
+  AcceptorServer server;
+  EXPECT_EQ(server.acceptor.nextDeadline(), TimePoint::max());
+  EXPECT_TRUE(server.acceptor.poll(Clock::now()).empty());
+  const auto link = server.dial(encodeHello(helloOf(2)) + "next");
+  ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }));
+  EXPECT_EQ(server.accepted[0].hello.rank, 2);
+  EXPECT_EQ(server.accepted[0].hello.stream, 3U);
   std::string next(4, '\0');
   readAll(
-      *desk.accepted[0].link,
+      *server.accepted[0].link,
       {reinterpret_cast<std::byte*>(next.data()), next.size()},
       Deadline::after(5000),
       kNoAbort);
   EXPECT_EQ(next, "next");
-  EXPECT_EQ(desk.acceptor.rejected(), 0);
+  EXPECT_EQ(server.acceptor.rejected(), 0);
   // Its descriptor is quiet again, though the link is still open.
-  pollfd wait{desk.acceptor.fd(), POLLIN, 0};
+  pollfd wait{server.acceptor.fd(), POLLIN, 0};
   writeAll(*link, view("more"), Deadline::after(5000), kNoAbort);
   EXPECT_EQ(::poll(&wait, 1, 50), 0);
 }
 
 TEST(Acceptor, WaitsForAHelloInPieces) {
-  Desk desk;
+  AcceptorServer server;
   const std::string hello = encodeHello(helloOf(1));
-  const auto link = desk.dial(hello.substr(0, 1));
+  const auto link = server.dial(hello.substr(0, 1));
   for (size_t at = 1; at < hello.size(); ++at) {
-    const int64_t before = desk.wakes;
+    const int64_t before = server.wakes;
     writeAll(*link, view(hello.substr(at, 1)), Deadline::after(5000), kNoAbort);
-    ASSERT_TRUE(desk.serve([&] { return desk.wakes > before; }));
-    ASSERT_TRUE(desk.accepted.empty() || at + 1 == hello.size());
+    ASSERT_TRUE(server.serve([&] { return server.wakes > before; }));
+    ASSERT_TRUE(server.accepted.empty() || at + 1 == hello.size());
   }
-  EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == 1; }));
+  EXPECT_TRUE(server.serve([&] { return server.accepted.size() == 1; }));
 }
 
 TEST(Acceptor, DropsGarbageWithoutAnAnswer) {
-  Desk desk;
-  const auto link = desk.dial("GET / HTTP/1.1\r\nHost: here\r\n\r\n" + std::string(5000, 'x'));
+  AcceptorServer server;
+  const auto link = server.dial("GET / HTTP/1.1\r\nHost: here\r\n\r\n" + std::string(5000, 'x'));
   const TimePoint begin = Clock::now();
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 1; }));
   EXPECT_WITHIN_MS(elapsedMs(begin), 2000);
   std::byte byte{};
   const ErrorRecord record = errorOf([&] { readAll(*link, {&byte, 1}, Deadline::after(5000), kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
-  EXPECT_TRUE(desk.accepted.empty());
+  EXPECT_TRUE(server.accepted.empty());
 }
 
 TEST(Acceptor, TellsAnotherVersionWhy) {
-  Desk desk;
+  AcceptorServer server;
   std::string hello = encodeHello(helloOf(1));
   hello[2] = 9;
-  const auto link = desk.dial(hello + std::string(200, 'z')); // a longer hello than ours
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  const auto link = server.dial(hello + std::string(200, 'z')); // a longer hello than ours
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 1; }));
   FrameHeader header;
   const auto reason = decodeHelloReply(view(readReply(*link, header)), 4);
   EXPECT_EQ(header.type, FrameType::HelloReply);
@@ -165,20 +165,20 @@ TEST(Acceptor, TellsAnotherVersionWhy) {
   EXPECT_THAT(
       reason->summary,
       HasSubstr("the connecting rank speaks pycomm wire version 9 and the listening rank version " + kOurVersion));
-  EXPECT_TRUE(desk.serve([&] { return isClosed(*link); }));
+  EXPECT_TRUE(server.serve([&] { return isClosed(*link); }));
 }
 
 // The Hello of rank 1 of 2 as the first wire version wrote it, byte by byte; the reply in the layout that version could read.
 TEST(Acceptor, TellsAPeerOfTheFirstVersionWhy) {
-  Desk desk;
+  AcceptorServer server;
   std::string hello(96, '\0');
   hello.replace(0, 8, std::string("cy\x01\x01\x20\0\0\0", 8)); // magic, version, type, 32 bytes of payload
   hello[24] = 5; // group
   hello[64] = 77; // nonce
   hello[72] = 1; // rank
   hello[76] = 2; // size
-  const auto link = desk.dial(hello);
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  const auto link = server.dial(hello);
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 1; }));
   std::string header(64, '\0');
   readAll(*link, {reinterpret_cast<std::byte*>(header.data()), header.size()}, Deadline::after(5000), kNoAbort);
   EXPECT_EQ(header.substr(0, 4), std::string("cy") + static_cast<char>(FrameHeader::kVersion) + '\x02') << "a reply";
@@ -190,11 +190,11 @@ TEST(Acceptor, TellsAPeerOfTheFirstVersionWhy) {
       reason,
       HasSubstr("the connecting rank speaks pycomm wire version 1 and the listening rank version " + kOurVersion));
   EXPECT_EQ(decodeHelloReply(view(reason), 4)->code, ErrorCode::VersionMismatch);
-  EXPECT_TRUE(desk.accepted.empty());
+  EXPECT_TRUE(server.accepted.empty());
 }
 
 TEST(Acceptor, TellsAnotherJobWhy) {
-  Desk desk;
+  AcceptorServer server;
   Hello other_job = helloOf(1);
   other_job.nonce = kNonce + 1;
   Hello other_group = helloOf(1);
@@ -203,107 +203,107 @@ TEST(Acceptor, TellsAnotherJobWhy) {
   other_size.size = 9;
   int64_t count = 0;
   for (const Hello& hello : {other_job, other_group, other_size}) {
-    const auto link = desk.dial(encodeHello(hello));
+    const auto link = server.dial(encodeHello(hello));
     ++count;
-    ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == count; }));
+    ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == count; }));
     FrameHeader header;
     const auto reason = decodeHelloReply(view(readReply(*link, header)), 4);
     ASSERT_TRUE(reason);
     EXPECT_EQ(reason->code, ErrorCode::ConfigMismatch);
     EXPECT_THAT(reason->summary, HasSubstr(hello.size == 9 ? "4 and 9" : "another pycomm job"));
   }
-  EXPECT_TRUE(desk.accepted.empty());
+  EXPECT_TRUE(server.accepted.empty());
 }
 
 TEST(Acceptor, GivesStrangersTwoSeconds) {
-  Desk desk;
-  const auto silent = desk.dial();
-  const auto half = desk.dial(encodeHello(helloOf(1)).substr(0, 70));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
-  const TimePoint due = desk.acceptor.nextDeadline();
+  AcceptorServer server;
+  const auto silent = server.dial();
+  const auto half = server.dial(encodeHello(helloOf(1)).substr(0, 70));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.nextDeadline() != TimePoint::max(); }));
+  const TimePoint due = server.acceptor.nextDeadline();
   EXPECT_LE(due, Clock::now() + milliseconds(2000));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 2; }, 6000));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 2; }, 6000));
   EXPECT_GE(Clock::now(), due);
-  EXPECT_EQ(desk.acceptor.nextDeadline(), TimePoint::max());
+  EXPECT_EQ(server.acceptor.nextDeadline(), TimePoint::max());
   EXPECT_TRUE(isClosed(*silent));
   EXPECT_TRUE(isClosed(*half));
-  EXPECT_LT(desk.wakes, 50); // it slept in between
+  EXPECT_LT(server.wakes, 50); // it slept in between
 }
 
 TEST(Acceptor, DoesNotLetOneTrickleForever) {
   // One byte now and then must not renew the two seconds. Time is passed in, so nothing has to be waited for.
-  Desk desk;
-  const auto link = desk.dial();
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
+  AcceptorServer server;
+  const auto link = server.dial();
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.nextDeadline() != TimePoint::max(); }));
   const std::string hello = encodeHello(helloOf(1));
-  const TimePoint arrived = desk.acceptor.nextDeadline() - milliseconds(2000);
+  const TimePoint arrived = server.acceptor.nextDeadline() - milliseconds(2000);
   for (int i = 0; i < 19; ++i) {
     writeAll(*link, view(hello.substr(static_cast<size_t>(i), 1)), Deadline::after(5000), kNoAbort);
-    EXPECT_TRUE(desk.acceptor.poll(arrived + milliseconds(100 * (i + 1))).empty());
-    ASSERT_EQ(desk.acceptor.rejected(), 0) << i;
+    EXPECT_TRUE(server.acceptor.poll(arrived + milliseconds(100 * (i + 1))).empty());
+    ASSERT_EQ(server.acceptor.rejected(), 0) << i;
   }
-  EXPECT_TRUE(desk.acceptor.poll(arrived + milliseconds(2000)).empty());
-  EXPECT_EQ(desk.acceptor.rejected(), 1);
+  EXPECT_TRUE(server.acceptor.poll(arrived + milliseconds(2000)).empty());
+  EXPECT_EQ(server.acceptor.rejected(), 1);
 }
 
 TEST(Acceptor, KeepsNoStrangerPastItsBounds) {
   // A refused peer that goes on talking is cut off after 512 bytes.
-  Desk desk;
+  AcceptorServer server;
   std::string hello = encodeHello(helloOf(1));
   hello[2] = 9;
-  const auto link = desk.dial(hello + std::string(100000, 'z'));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() == TimePoint::max(); }, 1500));
+  const auto link = server.dial(hello + std::string(100000, 'z'));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 1; }));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.nextDeadline() == TimePoint::max(); }, 1500));
 }
 
 TEST(Acceptor, LetsAPeerThroughACrowdOfSilentConnections) {
-  Desk desk;
+  AcceptorServer server;
   std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 200; ++i) {
-    crowd.push_back(desk.dial());
+    crowd.push_back(server.dial());
   }
-  const auto peer = desk.dial(encodeHello(helloOf(3)));
+  const auto peer = server.dial(encodeHello(helloOf(3)));
   const TimePoint begin = Clock::now();
-  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }, 10000));
-  EXPECT_EQ(desk.accepted[0].hello.rank, 3);
+  ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }, 10000));
+  EXPECT_EQ(server.accepted[0].hello.rank, 3);
   EXPECT_WITHIN_MS(elapsedMs(begin), 1000); // nobody waits for a place
 }
 
 // As many as a host can have ready before anybody is served, each of which says a little and no more.
 TEST(Acceptor, LetsAPeerThroughAThousandSlowConnections) {
-  Desk desk;
+  AcceptorServer server;
   std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 1000; ++i) {
-    crowd.push_back(desk.dial(encodeHello(helloOf(1)).substr(0, static_cast<size_t>(i % 95 + 1))));
+    crowd.push_back(server.dial(encodeHello(helloOf(1)).substr(0, static_cast<size_t>(i % 95 + 1))));
   }
-  const auto peer = desk.dial(encodeHello(helloOf(3)));
+  const auto peer = server.dial(encodeHello(helloOf(3)));
   const TimePoint begin = Clock::now();
-  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }, 10000));
-  EXPECT_EQ(desk.accepted[0].hello.rank, 3);
+  ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }, 10000));
+  EXPECT_EQ(server.accepted[0].hello.rank, 3);
   EXPECT_WITHIN_MS(elapsedMs(begin), 1000);
-  EXPECT_GE(desk.acceptor.rejected(), 1000 - 64) << "the oldest give way, and 64 are kept";
-  EXPECT_LE(desk.acceptor.rejected(), 1000);
+  EXPECT_GE(server.acceptor.rejected(), 1000 - 64) << "the oldest give way, and 64 are kept";
+  EXPECT_LE(server.acceptor.rejected(), 1000);
 }
 
 // One that has said everything by the time that its place is asked for is a peer.
 TEST(Acceptor, SendsNobodyAwayWhoHasSaidEverything) {
-  Desk desk;
+  AcceptorServer server;
   const std::string hello = encodeHello(helloOf(2));
-  const auto slow = desk.dial(hello.substr(0, 50));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.nextDeadline() != TimePoint::max(); }));
+  const auto slow = server.dial(hello.substr(0, 50));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.nextDeadline() != TimePoint::max(); }));
   std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 64; ++i) {
-    crowd.push_back(desk.dial("c"));
+    crowd.push_back(server.dial("c"));
   }
   writeAll(*slow, view(hello.substr(50)), Deadline::after(5000), kNoAbort);
-  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }, 5000));
-  EXPECT_EQ(desk.accepted[0].hello.rank, 2);
+  ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }, 5000));
+  EXPECT_EQ(server.accepted[0].hello.rank, 2);
 }
 
 TEST(Acceptor, RepliesToAPeerAndTellsAStrangerNothingOfTheGroup) {
-  Desk desk;
-  const auto peer = desk.dial(encodeHello(helloOf(2)));
-  ASSERT_TRUE(desk.serve([&] { return !desk.accepted.empty(); }));
+  AcceptorServer server;
+  const auto peer = server.dial(encodeHello(helloOf(2)));
+  ASSERT_TRUE(server.serve([&] { return !server.accepted.empty(); }));
   FrameHeader header;
   EXPECT_EQ(readReply(*peer, header), "");
   EXPECT_EQ(header.type, FrameType::HelloReply);
@@ -311,8 +311,8 @@ TEST(Acceptor, RepliesToAPeerAndTellsAStrangerNothingOfTheGroup) {
 
   Hello other = helloOf(2);
   other.nonce = 0;
-  const auto stranger = desk.dial(encodeHello(other));
-  ASSERT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 1; }));
+  const auto stranger = server.dial(encodeHello(other));
+  ASSERT_TRUE(server.serve([&] { return server.acceptor.rejected() == 1; }));
   const std::string payload = readReply(*stranger, header);
   EXPECT_EQ(header.group, 0U);
   EXPECT_EQ(decodeHelloReply(view(payload), 4).value().host, "");
@@ -339,14 +339,14 @@ TEST(Acceptor, RefusesItsOwnRankAndAnotherEpoch) {
 }
 
 TEST(Acceptor, ServesPeersDuringAStormOfGarbage) {
-  Desk desk;
+  AcceptorServer server;
   std::atomic<bool> stop{false};
   std::thread storm([&] {
     const std::vector<std::string> junk = {
         "", "x", std::string(3, '\0'), std::string(600, 'A'), encodeHello(helloOf(1)).substr(0, 64), "SSH-2.0-x\r\n"};
     for (size_t i = 0; !stop && i < 3000; ++i) {
       try {
-        auto link = desk.dial();
+        auto link = server.dial();
         const ConstBufferView bytes = view(junk[i % junk.size()]);
         (void)link->tryWrite(&bytes, 1);
       } catch (const Error&) {
@@ -356,12 +356,12 @@ TEST(Acceptor, ServesPeersDuringAStormOfGarbage) {
   });
   std::vector<std::unique_ptr<SocketLink>> peers;
   for (int rank = 0; rank < 4; ++rank) {
-    peers.push_back(desk.dial(encodeHello(helloOf(rank))));
-    EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == peers.size(); })) << rank;
+    peers.push_back(server.dial(encodeHello(helloOf(rank))));
+    EXPECT_TRUE(server.serve([&] { return server.accepted.size() == peers.size(); })) << rank;
   }
   stop = true;
   storm.join();
-  EXPECT_EQ(desk.accepted.size(), 4U);
+  EXPECT_EQ(server.accepted.size(), 4U);
 }
 
 std::atomic<int> g_lines{0};
@@ -371,10 +371,10 @@ TEST(Acceptor, LogsFewLinesForManyStrangers) {
   const TimePoint begin = Clock::now();
   setLogSink([](LogLevel, const char*) { ++g_lines; }, LogLevel::Warn);
   {
-    Desk desk;
+    AcceptorServer server;
     for (int i = 1; i <= 50; ++i) {
-      const auto link = desk.dial("garbage");
-      EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == i; }));
+      const auto link = server.dial("garbage");
+      EXPECT_TRUE(server.serve([&] { return server.acceptor.rejected() == i; }));
     }
   }
   setLogSink(nullptr, LogLevel::Off);
@@ -388,9 +388,9 @@ TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {
   EXPECT_STRNE(early.what(), "");
   // In a process of its own: the limit must not hit anything else.
   EXPECT_TRUE(Process([] {
-                Desk desk;
-                const auto link = desk.dial(encodeHello(helloOf(1)));
-                const auto late = desk.dial(encodeHello(helloOf(2)));
+                AcceptorServer server;
+                const auto link = server.dial(encodeHello(helloOf(1)));
+                const auto late = server.dial(encodeHello(helloOf(2)));
                 rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);
                 std::vector<UniqueFd> hoard;
@@ -399,15 +399,15 @@ TEST(Acceptor, PausesWhenTheProcessHasNoFilesLeft) {
                 }
                 // The reserve lets garbage be sent away, and one peer come in; the next finds no room.
                 const auto junk = ::socket(AF_INET, SOCK_STREAM, 0) < 0; // none left, indeed
-                const bool first = desk.serve([&] { return desk.accepted.size() == 1; }, 5000);
+                const bool first = server.serve([&] { return server.accepted.size() == 1; }, 5000);
                 const TimePoint begin = Clock::now();
-                desk.wakes = 0;
-                const bool waited = !desk.serve([&] { return desk.accepted.size() > 1; }, 500);
-                const bool calm = desk.wakes < 30 && elapsedMs(begin) >= 500;
-                const bool told = desk.acceptor.trouble()->code == ErrorCode::TooManyFiles;
+                server.wakes = 0;
+                const bool waited = !server.serve([&] { return server.accepted.size() > 1; }, 500);
+                const bool calm = server.wakes < 30 && elapsedMs(begin) >= 500;
+                const bool told = server.acceptor.trouble()->code == ErrorCode::TooManyFiles;
                 hoard.clear();
-                const bool served = desk.serve([&] { return desk.accepted.size() > 1; });
-                return junk && first && waited && calm && told && served && !desk.acceptor.trouble();
+                const bool served = server.serve([&] { return server.accepted.size() > 1; });
+                return junk && first && waited && calm && told && served && !server.acceptor.trouble();
               }).join());
 }
 
@@ -415,10 +415,10 @@ TEST(Acceptor, SendsGarbageAwayWithoutAFileLeft) {
   const std::exception& early = Error(ErrorCode::Internal, "early"); // see above
   EXPECT_STRNE(early.what(), "");
   EXPECT_TRUE(Process([] {
-                Desk desk;
+                AcceptorServer server;
                 std::vector<std::unique_ptr<SocketLink>> junk;
                 for (int i = 0; i < 20; ++i) {
-                  junk.push_back(desk.dial("garbage"));
+                  junk.push_back(server.dial("garbage"));
                 }
                 rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);
@@ -426,7 +426,7 @@ TEST(Acceptor, SendsGarbageAwayWithoutAFileLeft) {
                 while (hoard.empty() || hoard.back()) {
                   hoard.emplace_back(::fcntl(junk[0]->fd(), F_DUPFD_CLOEXEC, 0));
                 }
-                return desk.serve([&] { return desk.acceptor.rejected() == 20; }) && !desk.acceptor.trouble();
+                return server.serve([&] { return server.acceptor.rejected() == 20; }) && !server.acceptor.trouble();
               }).join());
 }
 
@@ -436,29 +436,29 @@ TEST(Acceptor, WarnsOfNobodyWhoOnlyLeavesAgain) {
   g_warnings = 0;
   setLogSink([](LogLevel level, const char*) { g_warnings += level == LogLevel::Warn ? 1 : 0; }, LogLevel::Trace);
   {
-    Desk desk;
+    AcceptorServer server;
     for (int i = 1; i <= 3; ++i) {
-      (void)desk.dial(encodeHello(helloOf(1)).substr(0, i == 2 ? 40 : 0));
-      EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == i; }));
+      (void)server.dial(encodeHello(helloOf(1)).substr(0, i == 2 ? 40 : 0));
+      EXPECT_TRUE(server.serve([&] { return server.acceptor.rejected() == i; }));
     }
     EXPECT_EQ(g_warnings, 0);
-    const auto link = desk.dial("garbage"); // and they do not silence this
-    EXPECT_TRUE(desk.serve([&] { return desk.acceptor.rejected() == 4; }));
+    const auto link = server.dial("garbage"); // and they do not silence this
+    EXPECT_TRUE(server.serve([&] { return server.acceptor.rejected() == 4; }));
     EXPECT_EQ(g_warnings, 1);
   }
   setLogSink(nullptr, LogLevel::Off);
 }
 
 TEST(Acceptor, CanBeNestedInAnotherEpollSet) {
-  Desk desk;
+  AcceptorServer server;
   const UniqueFd outer(::epoll_create1(EPOLL_CLOEXEC));
   epoll_event event{};
   event.events = EPOLLIN;
-  ASSERT_EQ(::epoll_ctl(outer.get(), EPOLL_CTL_ADD, desk.acceptor.fd(), &event), 0);
+  ASSERT_EQ(::epoll_ctl(outer.get(), EPOLL_CTL_ADD, server.acceptor.fd(), &event), 0);
   EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 0), 0);
-  const auto link = desk.dial(encodeHello(helloOf(0)));
+  const auto link = server.dial(encodeHello(helloOf(0)));
   EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 5000), 1);
-  EXPECT_TRUE(desk.serve([&] { return desk.accepted.size() == 1; }));
+  EXPECT_TRUE(server.serve([&] { return server.accepted.size() == 1; }));
   EXPECT_EQ(::epoll_wait(outer.get(), &event, 1, 0), 0);
 }
 
@@ -484,15 +484,15 @@ TEST(Acceptor, TakesAPeerFromAUnixSocket) {
 
 // A process with many groups has many acceptors; strangers may not take its descriptors all the same.
 TEST(Acceptor, AllOfAProcessShareTheSlots) {
-  auto first = std::make_unique<Desk>();
-  Desk second;
+  auto first = std::make_unique<AcceptorServer>();
+  AcceptorServer second;
   std::vector<std::unique_ptr<SocketLink>> crowd;
-  const auto come = [&](Desk& desk, int count, int64_t sent_away) {
+  const auto come = [&](AcceptorServer& server, int count, int64_t sent_away) {
     for (int i = 0; i < count; ++i) {
-      crowd.push_back(desk.dial("c"));
+      crowd.push_back(server.dial("c"));
     }
-    (void)desk.serve([&] { return desk.acceptor.rejected() > sent_away; }, 300);
-    EXPECT_EQ(desk.acceptor.rejected(), sent_away);
+    (void)server.serve([&] { return server.acceptor.rejected() > sent_away; }, 300);
+    EXPECT_EQ(server.acceptor.rejected(), sent_away);
   };
   come(*first, 50, 0);
   come(second, 20, 6); // 14 are left
@@ -502,8 +502,8 @@ TEST(Acceptor, AllOfAProcessShareTheSlots) {
 }
 
 TEST(Acceptor, HasFourSlotsWhateverTheOthersHave) {
-  Desk greedy;
-  Desk late;
+  AcceptorServer greedy;
+  AcceptorServer late;
   std::vector<std::unique_ptr<SocketLink>> crowd;
   for (int i = 0; i < 64; ++i) {
     crowd.push_back(greedy.dial("c"));

@@ -19,7 +19,7 @@
 
 namespace pycomm::testing {
 
-/// A Store for ranks that are processes of one test: one file a key, in a directory that whoever made it removes.
+/// A Store for ranks that are processes of one test: one file per key, in a directory that the process which made it removes.
 class DirectoryStore final : public Store {
  public:
   void set(const std::string& key, const std::string& value) override {

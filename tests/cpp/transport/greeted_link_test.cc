@@ -189,7 +189,7 @@ TEST(GreetedLink, BelievesNoReplyThatIsNone) {
   }
 }
 
-/// Watches a link as the lane does: the kernel is told of a descriptor when the link names another one, and not otherwise.
+/// Watches a link as the lane does: it registers a descriptor with the kernel only when the link names another one.
 class Watcher {
  public:
   bool bringUp(Link& link, int timeout_ms) {

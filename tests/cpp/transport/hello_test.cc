@@ -136,7 +136,7 @@ TEST(HelloReply, AcceptsOrSaysWhyNot) {
   reason.summary = "too old";
   const std::string refused = encodeHelloRefused(reason);
   ASSERT_EQ(headerOf(refused).payload_nbytes, refused.size() - sizeof(FrameHeader));
-  EXPECT_EQ(headerOf(refused).group, 0U) << "a stranger is told nothing about the group";
+  EXPECT_EQ(headerOf(refused).group, 0U) << "a stranger learns nothing about the group";
   const auto read = decodeHelloReply(view(refused.substr(sizeof(FrameHeader))), 1);
   ASSERT_TRUE(read);
   EXPECT_EQ(read->code, ErrorCode::VersionMismatch);

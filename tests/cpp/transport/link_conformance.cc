@@ -50,7 +50,7 @@ TEST_P(LinkConformance, TakesEmptyBuffers) {
   EXPECT_TRUE(peer.join());
 }
 
-// Both sides send and receive at once with more than any buffer holds: whoever only wrote would wait forever.
+// Both sides send and receive at once with more than any buffer holds: a side that only wrote would wait for ever.
 bool exchange(Link& link, const Bytes& out, Bytes& in) {
   size_t sent = 0;
   size_t received = 0;

@@ -10,7 +10,7 @@ namespace {
 using testing::elapsedMs;
 using testing::errorOf;
 
-/// Moves one byte a call, always at once.
+/// Moves one byte per call, always at once.
 class TricklingLink final : public Link {
  public:
   [[nodiscard]] int fd() const noexcept override {

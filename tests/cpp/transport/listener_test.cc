@@ -45,7 +45,7 @@ TEST(Listener, AcceptsOnExactlyItsAddress) {
       ErrorCode::ConnectFailed);
 }
 
-// The kernel keeps a client that has said nothing to itself; 2 s later this process would hear of it.
+// The kernel keeps a client to itself until the client sends bytes; 2 s later it would give it to this process.
 TEST(Listener, LeavesSilentClientsToTheKernel) {
   Listener listener = Listener::bind(kLoopback, {});
   listener.deferSilent();
@@ -180,7 +180,7 @@ TEST(Listener, LetsNoOtherUserOntoAUnixSocket) {
     GTEST_SKIP() << "needs root, to become others";
   }
   Listener listener = Listener::bindUnix(randomUnixName());
-  // Who connects looks too, so a stranger with a pycomm of its own is stopped on its side already; this one does not look.
+  // pycomm checks the user on the connecting side, too, and would stop a stranger there. So this process connects without pycomm.
   Process other([&] {
     const UniqueFd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     char byte = 0;

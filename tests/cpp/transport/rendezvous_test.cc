@@ -249,7 +249,7 @@ TEST(Meet, FailsOnRecordsThatNoPycommWrote) {
   }
 }
 
-// Whoever reaches the store can write what every rank prints.
+// A process that reaches the store can write texts that every rank prints.
 TEST(Meet, PrintsNoTerminalEscapesFromTheStore) {
   const std::string escape =
       "\x1b]0;owned\x07\n\xc2\x9b"
@@ -342,7 +342,7 @@ TEST(Meet, EndsWhenAborted) {
   rank0.join();
   EXPECT_EQ(waiting.error.code, ErrorCode::Aborted);
   EXPECT_WITHIN_MS(waiting.elapsed_ms, 10000);
-  // Whoever comes later learns it at once.
+  // A rank that comes later learns it at once.
   const Outcome late = tryToMeet(store, configOf(1, 3));
   EXPECT_EQ(late.error.code, ErrorCode::Aborted);
   EXPECT_EQ(late.error.rank, 0);

@@ -113,7 +113,7 @@ TEST(SharedLink, TakesWhatFitsAndThenNothing) {
   EXPECT_TRUE(none.would_block);
 }
 
-// The kernel hears of an end only when that sleeps: not for each of a hundred writes.
+// A writer wakes the other end by the kernel only if that end sleeps: not for each of a hundred writes.
 TEST(SharedLink, RingsOnlyForWhoSleeps) {
   LinkEnds ends = connected(4096, false);
   const Bytes one = pattern(1, 1);

@@ -178,7 +178,7 @@ def test_it_runs_as_a_step_of_slurm(three: Cluster, tmp_path: Path) -> None:
     assert report["hosts"][0]["master_port"] == 10077  # as pycomm.integrations.launch derives it
 
 
-# Who reaches whom
+# Which host reaches which
 
 
 @pytest.mark.in_shares
@@ -347,7 +347,7 @@ def test_the_first_host_prints_the_lines_for_the_others(three: Cluster, tmp_path
     assert second.out.rstrip("\n") == as_text(Report.from_json(report))
 
 
-# Who is slow
+# Slow hosts and slow links
 
 
 @rates

@@ -165,7 +165,7 @@ def test_the_benchmark_with_a_slower_receiver() -> None:
     rows = [line.split() for line in output.stdout.splitlines() if line[:6] in ("pycomm", "gloo  ")]
     assert len(rows) == 6, output.stdout
     for row in rows:
-        assert float(row[3]) < 10_000, "at most 10,000 messages a second can be taken"
+        assert float(row[3]) < 10_000, "at most 10,000 messages per second can be taken"
 
 
 @pytest.mark.nightly

@@ -40,7 +40,7 @@ def some_stay_away(rank: int, size: int, absent: list[int]) -> dict[str, Any] | 
     import pycomm
 
     caught: dict[str, Any] | None = None
-    dist.barrier()  # whoever is slow to start is not absent
+    dist.barrier()  # a rank that is slow to start is not absent
     if rank not in absent:
         try:
             pycomm.monitored_barrier(timeout=SHORT.total_seconds())

@@ -125,7 +125,7 @@ def test_interleaved_ranks_share_their_hosts_slices(
     for one in told:
         assert one["wrong"] == [], one
         assert one["algorithms"] == ["recursive_doubling", "hierarchical"]
-    # What a rank sends within its host goes through 1 MiB of memory. Not on every link: one that
-    # was opened to answer a faster rank, before this one knew of the memory, is TCP. Whoever was
-    # the first to know had nobody to answer.
+    # Links within a host go through 1 MiB of memory. Not every link does: one that was opened to
+    # answer a faster rank, before this rank knew of the memory, is TCP. The first rank to know of
+    # it had no rank to answer.
     assert max(one["kib"] for one in told) > 900, told

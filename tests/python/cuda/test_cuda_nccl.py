@@ -1,7 +1,7 @@
 """CUDA tensors by NCCL, with a strict device that is no GPU and an NCCL that moves files.
 
-What is tested is all between torch's collectives and NCCL's functions: which way a group goes, the
-calls, the order of streams, and that NCCL and the group fail together.
+The tests cover everything between torch's collectives and NCCL's functions: whether a group uses
+NCCL, its calls, the order of streams, and that NCCL and the group fail together.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def _nccl_fails(rank: int, size: int, library: str) -> list[str]:
     group = _group(size)
     array = np.ones(4, "float32")
     dist.all_reduce(device.tensor(array), group=group)
-    dist.barrier(group=group)  # else rank 0 may hear of the failure within the call above
+    dist.barrier(group=group)  # else rank 0 may learn of the failure within the call above
     if rank == 1:
         device.library.fake_nccl_report(2)
     told = []

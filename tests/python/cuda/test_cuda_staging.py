@@ -109,7 +109,7 @@ def _collectives(rank: int, size: int, library: str) -> dict[str, Any]:
     future.wait()
     ended("future", array)
 
-    # Dropped without wait(): the memory is told to stay until the side stream is through.
+    # Dropped without wait(): record_stream keeps the memory until the side stream has finished.
     array = _inputs(size, 2000)[rank]
     dist.all_reduce(device.tensor(array), group=group, async_op=True)
     dist.barrier(group=group)

@@ -124,8 +124,8 @@ def wire_accuracy(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
             local_mean_loss(ours(batch)).backward()
             trained = [p for p in ours.parameters() if p.requires_grad]
-            # What is subnormal in fp16 has an absolute error: 2^-25 of a wire whose largest element
-            # may be as small as 2^-3, in each rank's part and in the sum.
+            # A value that is subnormal in fp16 has an absolute error: 2^-25 of a wire whose largest
+            # element may be as small as 2^-3, in each rank's part and in the sum.
             largest = max(float(g.abs().max()) for g in local if g.numel())
             floor = 2.0**-20 * max(map(float, all_ranks(torch.tensor(largest))))
             for parameter, alone in zip(trained, local, strict=True):

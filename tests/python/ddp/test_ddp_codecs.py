@@ -107,7 +107,7 @@ def feedback(rank: int, world_size: int) -> None:
 
 
 def sums_are_conserved(rank: int, world_size: int) -> None:
-    """What has arrived plus what is kept is what was given, also over a rebuild and a thawing."""
+    """Arrived and kept values add up to the given ones, also over a rebuild and an unfreezing."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 128), nn.Linear(128, 64))
     model = wrap(layers, wire_dtype="int8", bucket_cap_mb=0.05)
@@ -307,7 +307,7 @@ class _Watched(nn.Module):
 
 
 def averages_are_written_early(rank: int, world_size: int) -> None:
-    """What has come is in .grad when the next gradient comes, and not only after backward."""
+    """An average that has come is in .grad before the next gradient, not only after backward."""
     torch.manual_seed(0)
     model = wrap(_Watched(), wire_dtype="fp16", bucket_cap_mb=0.05)
     torch.manual_seed(1 + rank)
@@ -393,7 +393,7 @@ def refused_for_a_hook(rank: int, world_size: int) -> list[str]:
             model.register_comm_hook(state, hook)
         said.append(str(caught.value))
     wrap(Slopes(), wire_dtype="bf16").register_comm_hook(ours, default_hooks.allreduce_hook)
-    # A hook of the user's, without a group in its state, goes by the wrapper's.
+    # A hook of the user's, without a group in its state, uses the wrapper's.
     for users in (lambda state, bucket: None, default_hooks.fp16_compress_wrapper(users_hook)):
         model = wrap(Slopes(), process_group=ours, wire_dtype="int8")
         model.register_comm_hook(None, users)

@@ -1,4 +1,4 @@
-"""What our wrapper does beyond a plain step: thawing, uneven data, patterns, hooks that fail."""
+"""Our wrapper beyond a plain step: unfreezing, uneven data, patterns, hooks that fail."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mean_gradients(model: Any, name: str, rank: int, step: int) -> list[torch.Te
     return [each.grad for each in alone.parameters() if each.grad is not None]
 
 
-def thawed(rank: int, world_size: int) -> None:
+def unfrozen(rank: int, world_size: int) -> None:
     """Frozen at first, trained, frozen again: each step is that of one process."""
     ours = wrap(ddp_models.make("frozen"))
     frozen = ours.module.layers[0].weight
@@ -161,8 +161,8 @@ def in_turn(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
     return {name: globals()[name](rank, world_size) for name in names}
 
 
-def test_thawing_order_uneven_data_and_patterns() -> None:
-    names = ["thawed", "rebuilt", "crossed", "uneven", "by_pattern", "states"]
+def test_unfreezing_order_uneven_data_and_patterns() -> None:
+    names = ["unfrozen", "rebuilt", "crossed", "uneven", "by_pattern", "states"]
     first, second = ranks.run_ranks(
         2, in_turn, args=(names,), timeout_s=200, preload=ranks.TORCH_DDP
     ).values()
@@ -203,7 +203,7 @@ def test_a_hook_that_raises_on_one_rank_ends_all() -> None:
     assert_within(max(first_s, second_s), 20)
 
 
-def thawed_alone(rank: int, world_size: int) -> tuple[str, str, str]:
+def unfrozen_alone(rank: int, world_size: int) -> tuple[str, str, str]:
     model = wrap(ddp_models.make("frozen"))
     loss_of(model, "frozen", rank, 0).backward()
     loss_of(model, "frozen", rank, 1).backward()
@@ -220,8 +220,10 @@ def thawed_alone(rank: int, world_size: int) -> tuple[str, str, str]:
     raise AssertionError("backward did not raise")
 
 
-def test_a_parameter_that_one_rank_alone_thaws_is_named() -> None:
-    results = ranks.run_ranks(2, thawed_alone, timeout_s=100, preload=ranks.TORCH_DDP, check=False)
+def test_a_parameter_that_one_rank_alone_unfreezes_is_named() -> None:
+    results = ranks.run_ranks(
+        2, unfrozen_alone, timeout_s=100, preload=ranks.TORCH_DDP, check=False
+    )
     why = "parameter 'layers.0.weight' is trained on rank 1 and frozen on rank 0"
     for rank in range(2):
         error, notes, later = results[rank].value

@@ -41,7 +41,7 @@ def gradients(model: Any) -> torch.Tensor:
 
 
 def the_same(rank: int, world_size: int) -> list[int]:
-    """The default group shares memory, the other one goes by TCP: bits must not know."""
+    """The default group shares memory, the other one uses TCP: both give the same bits."""
     import pycomm
 
     over_tcp = dist.new_group(backend="pycomm", pg_options=pycomm.Options(transport="tcp"))

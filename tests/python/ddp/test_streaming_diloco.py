@@ -531,7 +531,7 @@ def test_the_state_of_another_run_is_refused() -> None:
         assert part in text
 
 
-# What goes on meanwhile
+# Steps during a sync
 
 
 def launched_alone(rank: int, world_size: int) -> list[bool]:
@@ -940,7 +940,7 @@ def only_orders(rank: int, world_size: int) -> list[int]:
         local.step()
     assert_equal(local.state_dict()["anchor"].values(), before.values())
     versions: list[int] = local.state_dict()["versions"]
-    # What is dropped by load_state_dict() may fail: nobody is told.
+    # A sync that load_state_dict() drops may fail: no error is raised.
     delayed = pycomm.StreamingDiLoCo(model, sync_every=2, fragment_sync_delay=1)
     state = delayed.state_dict()
     delayed.step()

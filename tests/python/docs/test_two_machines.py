@@ -161,7 +161,7 @@ def torchrun(host: Host, master: str, ranks: int) -> list[str]:
 
 
 def one_rank(host: Host, master: str) -> dict[str, str]:
-    """What any launcher sets, for one rank a host."""
+    """The variables that any launcher sets, for one rank per host."""
     rank = str(list(ADDRESSES).index(host.name))
     names = {"MASTER_ADDR": master, "MASTER_PORT": str(STORE_PORT)}
     return {**names, "RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
@@ -302,7 +302,7 @@ def run_errors(
     folder: Path,
     *own: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Starts a rank a host that should not come together, and returns each one's error record."""
+    """Starts one rank per host, which must not find each other; returns their error records."""
     script = folder / "error.py"
     script.write_text(ERROR)
     commands = [

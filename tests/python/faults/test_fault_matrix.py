@@ -102,7 +102,7 @@ def check_victim(case: Case, result: RankResult, results: RankResults) -> None:
         return
     assert result.exit_code == case.victim_exit, results.describe()
     if case.victim_codes is None:
-        # What is to end its process has ended it, and nothing before or after.
+        # The fault ends the victim's process, and nothing else does before or after.
         assert result.value is None, f"the victim lives on\n{results.describe()}"
         if case.act == "raise":
             assert result.error and "this rank's own mistake" in result.error.text, result.error
@@ -138,7 +138,7 @@ def check_other(
     assert met["sticks"] == error.code, f"then {met['sticks']}\n{said}"
     assert "\n" not in error.text and f"code={error.code}" in error.text
     if case.culprit == "victim":
-        # Who differs is a matter of view: both sides are named, and one of them is the victim.
+        # Either side may be said to differ: both are named, and one of them is the victim.
         both = error.code == "CONFIG_MISMATCH"
         assert case.victim in (ranks_in(error) if both else {blamed(error, result.rank)}), said
         assert case.victim in ranks_in(error), said
@@ -209,8 +209,8 @@ def test_ranks_that_call_different_things(
         name = f"mismatch-{met[0]['case']}-{world_size}ranks-rank{met[0]['victim']}"
         agreement(record_property, name, told, joined=True)
         took(record_property, name, max(each["s"] for each in met), 1.0)
-    # The ranks vote for 25 ms on which two to name. Whoever loses its core meanwhile may choose
-    # alone.
+    # The ranks vote for 25 ms on which two to name. A rank that loses its core in that time may
+    # choose alone.
     assert differ * 20 <= len(results[0].value), f"{differ} of {len(results[0].value)} differ"
     for each in (each for met in results.values() for each in met):
         said = f"{each['case']}, rank {each['victim']} differs"

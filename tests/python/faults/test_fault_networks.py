@@ -117,7 +117,7 @@ NO_OTHER_PORT = "tcp dport 29500 accept; tcp sport 29500 accept; meta l4proto tc
 RESET = _filter("meta l4proto tcp reject with tcp reset", "accept")
 TROUBLES = (
     Trouble("silent drop", _filter("drop", "drop"), _heal, SILENCE),
-    # Who resets what comes in hears nothing: a reset on one side, silence on the other.
+    # Beta answers incoming packets with a reset and receives none: alpha sees resets, beta silence.
     Trouble("reset", RESET, _heal, ("PEER_DEAD", "CONN_RESET", *SILENCE)),
     Trouble("drop, outgoing only", _filter("accept", "drop"), _heal, SILENCE),
     Trouble("drop, incoming only", _filter("drop", "accept"), _heal, SILENCE),
@@ -269,8 +269,8 @@ def check(
         assert met["error"] is None, said
         return
     assert met["error"] in trouble.codes, said
-    # Whoever saw it, this rank or the one that reported it, can only say that it does not hear a
-    # rank on the other side of the cut.
+    # The rank that saw it, this one or the one that reported it, can only say that it does not
+    # receive from a rank on the other side of the cut.
     record = met["record"]
     peer = record["peer"]
     reported = re.search(r"reported by rank (\d+)", record.get("cause") or "")

@@ -37,7 +37,7 @@ def findings_in(folder: Path) -> dict[str, Finding]:
     records = records_in(folder)
     assert not records.notes
     (group,) = records.groups
-    # Who was late by a millisecond, and how many ranks were, is chance.
+    # Which ranks were late by a millisecond, and how many, is chance.
     found = [finding for finding in findings_of(group) if finding.is_problem]
     by_kind: dict[str, Finding] = {}
     for finding in found:

@@ -249,7 +249,7 @@ def test_destroying_twice_and_using_what_is_destroyed() -> None:
 
 
 class Knot:
-    """A cycle: only the collector frees it, whenever it likes, on whichever thread."""
+    """A cycle: only the collector frees it, at any time and on any thread."""
 
     def __init__(self, *held: object) -> None:
         self.held = held

@@ -1,8 +1,8 @@
 """The memory of an operation that has ended is its user's: no byte comes into it any more.
 
-Rank 0 is in the middle of a large receive when its group ends. Whoever learns of the end first
-overwrites the part of the tensor that was being received, and looks at it 0.3 s later. Between two
-network namespaces the bytes come by TCP, and within one host through a ring in shared memory.
+Rank 0 is in the middle of a large receive when its group ends. The first code that learns of the
+end overwrites the part of the tensor that was being received, and checks it 0.3 s later. Between
+two network namespaces the bytes come by TCP, and within one host through a ring in shared memory.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def counted(attempt: Callable[[Path], None], how: str, folder: Path, wanted: int
 
 
 WAYS = ("waiter", "future", "exit", "dropped")
-"""Who learns of the end; the group ends by destroy_process_group(), but in one case by exit."""
+"""How a rank learns of the end of its group: destroy_process_group(), or in one case an exit."""
 
 
 @pytest.fixture(scope="module")

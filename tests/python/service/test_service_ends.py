@@ -1,4 +1,4 @@
-"""Who has ended, over restarts; the handler of a signal; and retries after a long wait."""
+"""Goodbyes over a restart, a stop in a signal's handler, and retries after a long wait."""
 
 from __future__ import annotations
 

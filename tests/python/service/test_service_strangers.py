@@ -108,7 +108,7 @@ def test_the_end_of_an_old_connection_is_not_the_end_of_the_worker() -> None:
 
 @pytest.mark.parametrize("value", ["abc", "-5", "9" * 30, "", "1" * 17, "7\n"])
 def test_whatever_is_written_over_the_counter_new_workers_come_in(value: str) -> None:
-    """Whoever reaches the store can do that."""
+    """Any process that reaches the store can do that."""
     server = counter_server(workers=2)
     with serving(server) as address:
         first, second = Counter(), Counter()

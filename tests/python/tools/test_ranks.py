@@ -205,7 +205,7 @@ def parent_of(pid: int) -> str:
 
 
 def wait_for_the_end(pid: int) -> None:
-    """Whoever inherits it waits for it; until then it may be there, dead."""
+    """Returns once it has ended. It stays as a zombie until its new parent waits for it."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:

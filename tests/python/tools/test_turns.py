@@ -94,7 +94,7 @@ def test_a_file_stays_in_one_process(tmp_path: Path) -> None:
     assert sorted(pids.count(pid) for pid in set(pids)) in ([6, 6, 6], [6, 12], [18]), noted
 
 
-# The other process is through with its file and begins the tests that run alone, but for the lock.
+# The other process has finished its file. Only the lock keeps it from the tests that run alone.
 LOOKS = """
 def test_looks_about():
     (HERE / "inside").touch()

@@ -1,5 +1,5 @@
 // torch's own operators on the fake device. Each waits for the current stream, then runs torch's CPU kernel on the memory as kernels
-// find it: like a kernel of that stream, to whoever looks at it from the stream.
+// find it. Seen from that stream, it is like a kernel of the stream.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>

@@ -391,7 +391,7 @@ FAKE_EXPORT int ncclCommDestroy(Comm* comm) {
   return ncclCommAbort(comm);
 }
 FAKE_EXPORT const char* ncclGetLastError(Comm*) {
-  return "the fake was told to";
+  return "the test asked for it";
 }
 FAKE_EXPORT int ncclGroupStart() {
   ++depth;

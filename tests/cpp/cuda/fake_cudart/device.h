@@ -28,7 +28,7 @@ using Task = std::function<bool(bool broken)>;
 void put(cudaStream_t stream, Task task);
 
 /// Memory as torch's allocator hands it out: free, to the stream that was current when it was made, at once when it is given back; and
-/// when the streams that recordUse() named are through with what they have then. Its bytes are wrong from there on.
+/// when the streams that recordUse() named have finished their work so far. Its bytes are wrong from there on.
 [[nodiscard]] void* allocate(size_t nbytes, cudaStream_t stream);
 void giveBack(void* ptr);
 void recordUse(const void* ptr, cudaStream_t stream);
@@ -39,7 +39,7 @@ void recordUse(const void* ptr, cudaStream_t stream);
 void hold(cudaStream_t stream); ///< nothing more happens on it, as behind a kernel that does not end, until letGo()
 void holdCopies(int count); ///< the stream that copies next does so many copies, and no more until letGo()
 void letGo();
-void breakDown(); ///< every call fails from here on, and every callback is told
+void breakDown(); ///< every call fails from here on, and every callback gets the error
 void mend(); ///< for the next test
 void beginCapture(cudaStreamCaptureMode mode); ///< of the calling thread, on its current stream
 [[nodiscard]] bool endCapture(); ///< whether it was not broken

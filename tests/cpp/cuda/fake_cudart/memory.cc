@@ -27,7 +27,7 @@ void onFault(int number, siginfo_t* info, void* /*context*/) {
     constexpr char kText[] = "fake CUDA: the host has touched device memory; only kernels and copies may\n";
     static_cast<void>(!write(STDERR_FILENO, kText, sizeof(kText) - 1));
   }
-  sigaction(number, &g_before, nullptr); // the same instruction again, and whoever was there before reports it
+  sigaction(number, &g_before, nullptr); // the same instruction runs again, and the former handler reports it
 }
 
 std::string addressText(const void* ptr, size_t nbytes) {
@@ -101,7 +101,7 @@ void Memory::poison(void* ptr) {
     const uintptr_t end = (reinterpret_cast<uintptr_t>(inside) + nbytes) / kPage * kPage;
     madvise(reinterpret_cast<void*>(begin), end - begin, MADV_REMOVE);
   } else {
-    std::memset(inside, 0xff, nbytes); // NaN, to whoever reads it as a float
+    std::memset(inside, 0xff, nbytes); // NaN, if read as a float
   }
 }
 

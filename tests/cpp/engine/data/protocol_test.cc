@@ -552,7 +552,7 @@ TEST(Protocol, AnEmptyFrameGoesAgainstCreditWhereThePoolIsFull) {
     static_cast<void>(receiver.arrived(0, frameOf(posted, FrameType::Data, 4 << 10, kEagerFlag), Clock::now()));
   }
   post(sender, wanted);
-  // What is left of the pool has no room for a payload, but for some empty frames.
+  // The rest of the pool has no room for a payload, but for some empty frames.
   while (sender.maySend(wanted.id.id, 1, 0) == Protocol::Permission::Eager) {
     sender.sent(wanted.id.id, 1, 0, Protocol::Permission::Eager);
   }

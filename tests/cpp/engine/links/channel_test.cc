@@ -92,7 +92,7 @@ class Keeper final : public InChannel::Receiver {
   }
 };
 
-/// None, some, what goes by the buffer, what is read straight to its place, and more than one turn.
+/// No bytes, some bytes, sizes that use the buffer, sizes that are read straight to their place, and more than one turn.
 const std::vector<size_t> kSizes = {0, 1, 300, 5000, 16 << 10, 70'000, 0, (1 << 20) + 13};
 
 TEST(Channel, FramesOfEverySizeArriveWholeAndInOrderHoweverTheyAreCut) {

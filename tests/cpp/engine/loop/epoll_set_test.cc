@@ -80,8 +80,8 @@ TEST(EpollSet, ASleepTakesNothing) {
   EXPECT_EQ(handleAll(set), 1);
 }
 
-// Two descriptors are ready. Whichever handler comes first closes the other's descriptor, and a new one with the same number is watched:
-// what the kernel reported belongs to the old one.
+// Two descriptors are ready. The handler that comes first closes the other's descriptor, and a new one with the same number is watched:
+// the kernel's report belongs to the old one.
 TEST(EpollSet, AnEventOfAnEarlierDescriptorOfThisNumberIsDropped) {
   EpollSet set;
   UniqueFd fds[2] = {readable(), readable()};

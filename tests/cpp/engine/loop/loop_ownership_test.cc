@@ -1,4 +1,4 @@
-// Who runs a loop. That no wake-up is lost while threads race is in event_loop_test.cc.
+// LoopOwnership: the thread that runs a loop. event_loop_test.cc shows that no wake-up is lost while threads race.
 #include "engine/loop/loop_ownership.h"
 
 #include <gtest/gtest.h>

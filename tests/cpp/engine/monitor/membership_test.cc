@@ -169,7 +169,7 @@ TEST(Membership, AGoodbyeIsPassedOnOnce) {
   EXPECT_FALSE(membership.hasLeft(1));
 }
 
-// A reset swallowed the goodbye on its way to whoever reports a death.
+// A reset swallowed the goodbye on its way to the rank that reports a death.
 TEST(Membership, AReportOfADeathDoesNotCountIfTheGoodbyeComesAnotherWay) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 3), start);
@@ -202,7 +202,7 @@ TEST(Membership, AResetIsADeathAfter40MsWithoutAGoodbye) {
   EXPECT_STREQ(membership.failure()->phase.text(), "") << "the doubt is over";
 }
 
-// Else a rank that hears of the reset has failed, when the one whose link it was gets the goodbye and goes on.
+// Else a rank that learns of the reset would fail, although the rank whose link it was gets the goodbye and goes on.
 TEST(Membership, TheDoubtOfAResetIsPassedOn) {
   const TimePoint start = Clock::now();
   Membership whose(membershipConfig(0, 4), start);
@@ -210,23 +210,23 @@ TEST(Membership, TheDoubtOfAResetIsPassedOn) {
   const std::vector<Membership::Action> news = whose.takeActions();
   ASSERT_EQ(news.size(), 1U);
 
-  Membership hears(membershipConfig(2, 4), start);
-  hears.reported(0, news[0].record, start);
-  hears.tick(start + milliseconds(39));
-  EXPECT_FALSE(hears.failure());
-  const std::vector<Membership::Action> passed = hears.takeActions();
+  Membership other(membershipConfig(2, 4), start);
+  other.reported(0, news[0].record, start);
+  other.tick(start + milliseconds(39));
+  EXPECT_FALSE(other.failure());
+  const std::vector<Membership::Action> passed = other.takeActions();
   ASSERT_EQ(passed.size(), 1U);
   EXPECT_EQ(passed[0].record.phase, news[0].record.phase) << "and so it goes on";
-  hears.saidGoodbye(1, 3);
-  hears.tick(start + milliseconds(10000));
-  EXPECT_FALSE(hears.failure());
+  other.saidGoodbye(1, 3);
+  other.tick(start + milliseconds(10000));
+  EXPECT_FALSE(other.failure());
 }
 
 // The kernel of the same host says that the process is gone, or its bulk link ends: nobody waits for a goodbye any more.
 TEST(Membership, AProofOfTheDeathEndsTheDoubtHereAndElsewhere) {
   const TimePoint start = Clock::now();
   Membership whose(membershipConfig(0, 3), start);
-  Membership hears(membershipConfig(2, 3), start);
+  Membership other(membershipConfig(2, 3), start);
   whose.controlClosed(1, "reset", start, true);
   whose.controlClosed(1, "reset", start + milliseconds(9), true); // no proof
   EXPECT_EQ(whose.nextTick(), start + milliseconds(40));
@@ -236,11 +236,11 @@ TEST(Membership, AProofOfTheDeathEndsTheDoubtHereAndElsewhere) {
   ASSERT_EQ(news.size(), 2U);
   EXPECT_EQ(news[1].kind, Membership::Action::Kind::Flood);
 
-  hears.reported(0, news[0].record, start);
-  hears.reported(0, news[1].record, start + milliseconds(11));
-  EXPECT_EQ(hears.nextTick(), start + milliseconds(16));
-  hears.reported(1, news[1].record, start + milliseconds(12));
-  const std::vector<Membership::Action> passed = hears.takeActions();
+  other.reported(0, news[0].record, start);
+  other.reported(0, news[1].record, start + milliseconds(11));
+  EXPECT_EQ(other.nextTick(), start + milliseconds(16));
+  other.reported(1, news[1].record, start + milliseconds(12));
+  const std::vector<Membership::Action> passed = other.takeActions();
   ASSERT_EQ(passed.size(), 2U) << "each report once";
   EXPECT_STRNE(passed[0].record.phase.text(), "");
   EXPECT_STREQ(passed[1].record.phase.text(), "");
@@ -270,7 +270,7 @@ TEST(Membership, TheMergeWindowBeginsWithTheFirstReportThatIsCertain) {
   EXPECT_EQ(sooner.failure()->code, ErrorCode::Timeout);
 }
 
-// What is explained takes its due time with it: the doubt about another rank has its own 40 ms.
+// A candidate that a goodbye explains takes its due time with it: the doubt about another rank has its own 40 ms.
 TEST(Membership, AGoodbyeOfOneRankLeavesTheOthersTheirTime) {
   const TimePoint start = Clock::now();
   Membership membership(membershipConfig(0, 4), start);

@@ -120,7 +120,7 @@ TEST_F(RollCallTest, AsksAllRanksAgainButNotWhenAnAnswerWouldComeTooLate) {
   EXPECT_EQ(roll.nextTick(), at(2000));
   roll.tick(at(2000));
   EXPECT_EQ(askedRanks(), (std::vector<int>{1, 2, 3})) << "of one operation only";
-  EXPECT_TRUE(roll.missing(1)) << "until it says otherwise: the second answer may be lost";
+  EXPECT_TRUE(roll.missing(1)) << "until another answer comes: the second one may be lost";
   EXPECT_TRUE(roll.missing(2)) << "the first answer must do";
 }
 
@@ -235,7 +235,7 @@ TEST(RollCallOfALargeGroup, QuestionsAndAnswersAreNotLost) {
   }
 }
 
-/// Two ranks in operations of two names: what rank 0, which waits in #1, hears of rank 1's.
+/// Two ranks in operations of two names: rank 0 waits in #1 and gets questions about rank 1's operation.
 class StandOffTest : public RollCallTest {
  protected:
   static constexpr uint64_t kTheirs = kDerivedIdBit | 8;

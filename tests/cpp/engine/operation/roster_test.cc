@@ -32,7 +32,7 @@ TEST(Roster, RanksOfOneHostAreMatesAndItselfIsOne) {
   EXPECT_THAT(rosterOf(2, hosts).hostMates(), ElementsAre(0, 2));
 }
 
-// Two machines may have the same name: hosts are told apart by their identity.
+// Two machines may have the same name: their identity distinguishes hosts.
 TEST(Roster, AHostsNameDoesNotMakeItTheSameHost) {
   Rendezvous met = metOn({"alpha", "alpha"});
   met.members[1].identity.boot_id = "another machine";

@@ -252,7 +252,7 @@ MUTATIONS = [
         "return false;",
     ),
     Mutation(
-        "who hears nobody blames a neighbour",
+        "a rank that receives from no neighbour blames one of them",
         "membership.cc",
         "if (others && !heard) {",
         "if (false) {",
@@ -265,7 +265,7 @@ MUTATIONS = [
         survives="Membership.NewsThatComesWhenTheChoiceIsDueDoesNotCount notices it, a unit test",
     ),
     Mutation(
-        "a rank that slept counts what it did not hear",
+        "a rank that slept counts heartbeats that it did not read as missing",
         "membership.cc",
         "        entry.heard_at = std::min(now, entry.heard_at + late);\n",
         "",
@@ -352,7 +352,7 @@ MUTATIONS = [
         "    if (isOver(*entry.second) && false) {\n      owner_.notice(noMessage(",
     ),
     Mutation(
-        "no plane is told of a failure",
+        "a failure does not reach the data plane",
         "planes.cc",
         "    data_->fail(cause, ending);\n",
         "",

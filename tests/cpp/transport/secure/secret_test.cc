@@ -156,7 +156,7 @@ TEST(SecretFile, RefusesWhatIsNoPrivateRegularFile) {
   EXPECT_WITHIN_MS(testing::elapsedMs(begin), 5000);
 }
 
-// As the user who runs the test, whoever that is.
+// As the user who runs the test, root or not.
 TEST(SecretFile, RefusesAFileThatOthersMayChange) {
   for (const mode_t mode : {0602, 0620, 0666, 0777}) {
     const TempFolder folder;
