@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,15 +45,23 @@ def need_pycomm(group: Any, what: str) -> Any:
     return backend
 
 
-def by_nccl(group: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether NCCL moves these tensors. Call it on all ranks: a group decides that together."""
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    if device is None:
+def by_nccl(group: Any, device: torch.device) -> bool:
+    """Whether NCCL moves a group's tensors of a device.
+
+    Call it on all ranks: a group of pycomm decides that together, in the first collective.
+    """
+    if device.type != "cuda":
         return False
-    backend = pycomm_backend(group)
-    if backend is None:
-        return "nccl" in str(dist.get_backend_config(group))
-    return bool(_extension.native.goes_by_nccl(backend, device))
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # it serves no such device
+        return False
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around every backend.
+    backend = getattr(backend, "wrapped_pg", backend)
+    if _extension.loaded() is not None:
+        with contextlib.suppress(TypeError):  # another library's
+            return _extension.native.goes_by_nccl(backend, device)
+    return bool(backend.name() == "nccl")
 
 
 def check_group(group: Any, wire_dtype: Named, wires: Iterable[str | None]) -> None:

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from pycomm import _exit, _extension
 from pycomm._compression import Int8, TopK
+from pycomm._ddp_group import by_nccl
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
@@ -284,7 +285,8 @@ class _Worker:
         self._stopped = False
 
     def submit(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        inline = self._goes_by_nccl(state, bucket.buffer().device)
+        group = self._group or group_of(state) or dist.group.WORLD
+        inline = group is not None and by_nccl(group, bucket.buffer().device)
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the interpreter is ending: no more buckets are reduced")
@@ -300,19 +302,6 @@ class _Worker:
                 self._thread.start()
                 _exit.running.add(self)
         return self._issue(job) if inline else job.outcome.future
-
-    def _goes_by_nccl(self, state: Any, device: torch.device) -> bool:
-        if device.type != "cuda":
-            return False
-        group = self._group or group_of(state) or dist.group.WORLD
-        try:
-            backend = None if group is None else group._get_backend(device)
-        except RuntimeError:  # it serves no such device: the hook moves the buckets elsewhere
-            return False
-        if backend is not None and _extension.loaded() is not None:
-            with contextlib.suppress(TypeError):  # another library's
-                return _extension.native.goes_by_nccl(backend, device)
-        return backend is not None and backend.name() == "nccl"
 
     def _issue(self, job: _Job) -> Future[torch.Tensor]:
         """Runs the hook here; its future ends when the streams have been ordered."""

@@ -380,7 +380,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             **bucket_caps(
                 getattr(self, "bucket_bytes_cap_list", []),
                 None if self._uses_default_cap else self.bucket_bytes_cap,
-                by_nccl(self._reducing_group(), tensors),
+                bool(tensors) and by_nccl(self._reducing_group(), tensors[0].device),
             ),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,

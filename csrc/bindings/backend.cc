@@ -390,14 +390,6 @@ void bindBackend(py::module_& m) {
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return asPycomm(backend).group().topology().text(); },
       py::arg("backend"));
   m.def(
-      "goes_by_nccl",
-      [](const c10::intrusive_ptr<c10d::Backend>& backend, const c10::Device& device) {
-        const py::gil_scoped_release unlocked;
-        return asPycomm(backend).goesByNccl(device);
-      },
-      py::arg("backend"),
-      py::arg("device"));
-  m.def(
       "describe_backend",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) { return describe(asPycomm(backend).group()); },
       py::arg("backend"));
