@@ -40,7 +40,7 @@ class TlsBio {
   /// Reads from the link below if nothing is read ahead. Returns the number of bytes; 0 at the peer's end; -1 with `retry` if nothing
   /// has arrived; -1 without it after a failure(), or if the peer's handshake is too long.
   [[nodiscard]] int read(char* into, size_t nbytes, bool& retry) noexcept;
-  /// read() would return 0.
+  /// A read() has found the peer's end, and nothing is left before it.
   [[nodiscard]] bool atEnd() const noexcept {
     return under_ended_ && inNbytes() == 0;
   }
