@@ -15,8 +15,8 @@ TlsLink& linkOf(Ssl* ssl) {
   return *static_cast<TlsLink*>(openSsl().SSL_get_ex_data(ssl, 0));
 }
 
-TlsLink& linkOf(Bio* bio) {
-  return *static_cast<TlsLink*>(openSsl().BIO_get_data(bio));
+TlsBio& bioOf(Bio* bio) {
+  return *static_cast<TlsBio*>(openSsl().BIO_get_data(bio));
 }
 
 } // namespace
@@ -31,7 +31,7 @@ int useTlsSession(Ssl* ssl, const EvpMd*, const unsigned char** identity, size_t
     *nbytes = link.identity_text_.size();
     return 1;
   } catch (...) {
-    link.failure_ = std::current_exception();
+    link.bio_.fail();
     return 0;
   }
 }
@@ -42,14 +42,14 @@ int findTlsSession(Ssl* ssl, const unsigned char* identity, size_t nbytes, SslSe
     *session = link.sessionFor({reinterpret_cast<const char*>(identity), nbytes});
     return 1; // without a session: the handshake goes on to certificates, of which there is none, and fails
   } catch (...) {
-    link.failure_ = std::current_exception();
+    link.bio_.fail();
     return 0;
   }
 }
 
 int writeTlsBio(Bio* bio, const char* bytes, int nbytes) {
   openSsl().BIO_clear_flags(bio, kBioAll);
-  return nbytes <= 0 ? 0 : linkOf(bio).take(bytes, static_cast<size_t>(nbytes));
+  return nbytes <= 0 ? 0 : bioOf(bio).write(bytes, static_cast<size_t>(nbytes));
 }
 
 int readTlsBio(Bio* bio, char* into, int nbytes) {
@@ -58,7 +58,7 @@ int readTlsBio(Bio* bio, char* into, int nbytes) {
     return 0;
   }
   bool retry = false;
-  const int given = linkOf(bio).give(into, static_cast<size_t>(nbytes), retry);
+  const int given = bioOf(bio).read(into, static_cast<size_t>(nbytes), retry);
   if (retry) {
     openSsl().BIO_set_flags(bio, kBioRead | kBioRetry);
   }
@@ -67,8 +67,7 @@ int readTlsBio(Bio* bio, char* into, int nbytes) {
 
 long controlTlsBio(Bio* bio, int command, long, void*) {
   if (command == kBioEof) {
-    const TlsLink& link = linkOf(bio);
-    return link.under_ended_ && link.inNbytes() == 0 ? 1 : 0;
+    return bioOf(bio).atEnd() ? 1 : 0;
   }
   return command == kBioFlush ? 1 : 0;
 }

@@ -14,37 +14,37 @@ constexpr std::string_view kPlainFirst = "cy"; // FrameHeader::kMagic: a pycomm 
 } // namespace
 
 bool TlsLink::finishConnect() {
-  if (up_) {
+  if (up()) {
     return true;
   }
   if (!under_->finishConnect()) {
     return false;
   }
   under_up_ = true;
-  flush();
+  bio_.flush();
   ssl_.ERR_clear_error();
   const int done = ssl_.SSL_do_handshake(handle_);
   const int error = done == 1 ? 0 : ssl_.SSL_get_error(handle_, done);
-  const bool waits = error == kHandshakeWantsRead && failure_ == nullptr && !under_ended_;
+  const bool waits = error == kHandshakeWantsRead && bio_.failure() == nullptr && !bio_.underEnded();
   if (done != 1 && !waits) {
     const std::string why = takeReason();
     throwOwnTrouble(why);
     const Error failed = handshakeFailed(why);
     try {
-      flush(); // the alert, so that the peer need not guess
+      bio_.flush(); // the alert, so that the peer need not guess
     } catch (const Error&) {
     }
     throw failed;
   }
   ssl_.ERR_clear_error();
   refuseRepeated();
-  flush();
+  bio_.flush();
   if (waits) {
     return false;
   }
   checkHandshake();
   peer_ = role_ == TlsContext::Role::Client ? identity_.server : identity_.client;
-  up_ = true;
+  bio_.finishHandshake();
   return true;
 }
 
@@ -61,7 +61,7 @@ void TlsLink::checkHandshake() const {
 
 // Nothing is sent: a client whose first message somebody else sent sooner sees only that the connection ends, and tries again.
 void TlsLink::refuseRepeated() {
-  if (role_ == TlsContext::Role::Client || !answered_ || remembered_) {
+  if (role_ == TlsContext::Role::Client || !hasAnswered() || remembered_) {
     return;
   }
   ClientRandom random{};
@@ -81,15 +81,15 @@ Error TlsLink::handshakeFailed(const std::string& why) const {
   record.code = ErrorCode::ProtocolViolation;
   record.cause = why;
   record.summary = "the TLS handshake failed on " + under_->describe();
-  if (failure_ != nullptr) { // of the link below: all others have been thrown
+  if (bio_.failure() != nullptr) { // of the link below: all others have been thrown
     try {
-      std::rethrow_exception(failure_);
+      std::rethrow_exception(bio_.failure());
     } catch (const Error& error) {
       record.code = ErrorCode::ConnectionReset;
       record.summary += ": " + error.record().summary;
       record.cause = error.record().cause;
     }
-  } else if (first_ == kPlainFirst) {
+  } else if (bio_.first() == kPlainFirst) {
     record.code = ErrorCode::ConfigMismatch;
     record.summary += ": the peer has no secret, and this process has one (key id " + context_->secret().keyId() + ")";
     record.hint = "give every rank the same secret file";
@@ -97,7 +97,7 @@ Error TlsLink::handshakeFailed(const std::string& why) const {
     record.code = ErrorCode::ConfigMismatch;
     record.summary += ": " + refusal_;
     record.hint = "give every rank the same secret file, and each job its own port";
-  } else if (under_ended_) {
+  } else if (bio_.underEnded()) {
     record.code = ErrorCode::ConnectionReset;
     record.summary += ": the peer closed the connection";
   } else if (role_ == TlsContext::Role::Client && why.find(" alert ") != std::string::npos) {

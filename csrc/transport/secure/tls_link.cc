@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
 #include <new>
 #include <utility>
 
@@ -19,16 +20,8 @@ constexpr int kErrorZeroReturn = 6;
 constexpr int kKeyUpdateNotRequested =
     0; // an answer would have to travel against the stream, where perhaps nothing is ever written
 
-constexpr size_t kRecordNbytes = 16 << 10; // of plain text
-constexpr size_t kRecordRoomNbytes =
-    kRecordNbytes + 512; // with its header and tag, a key update before it, an alert after it
-constexpr size_t kOutNbytes = 64 << 10; // no further record is made while so many bytes wait
-constexpr size_t kSmallInNbytes = 4 << 10; // enough for handshakes and control frames
-constexpr size_t kInNbytes = 64 << 10; // from the first read that fills the small buffer
+constexpr size_t kRecordNbytes = TlsBio::kRecordNbytes;
 constexpr size_t kTlsTurnNbytes = 1 << 20;
-constexpr size_t kMaxHandshakeNbytes = 4 << 10; // of one side; about 400 are usual
-constexpr size_t kRecordHeaderNbytes = 5;
-constexpr size_t kFirstNbytes = 2;
 constexpr const char* kReasonMark = "OpenSSL: ";
 
 } // namespace
@@ -58,7 +51,7 @@ TlsLink::TlsLink(
       forks_(forkCount()),
       identity_(std::move(identity)),
       identity_text_(identity_.text()),
-      in_(kSmallInNbytes) {
+      bio_(*under_) {
   handle_ = context_->newSsl(role);
   Bio* bio = nullptr;
   try {
@@ -67,7 +60,7 @@ TlsLink::TlsLink(
     ssl_.SSL_free(handle_);
     throw;
   }
-  ssl_.BIO_set_data(bio, this);
+  ssl_.BIO_set_data(bio, &bio_);
   ssl_.BIO_set_init(bio, 1);
   ssl_.SSL_set_bio(handle_, bio, bio); // which frees it
   if (ssl_.SSL_set_ex_data(handle_, 0, this) != 1) {
@@ -86,29 +79,20 @@ short TlsLink::roomEvent() const noexcept {
   if (!under_up_) {
     return under_->roomEvent();
   }
-  return up_ || unsent() ? POLLOUT : POLLIN;
+  return up() || unsent() ? POLLOUT : POLLIN;
 }
 
 bool TlsLink::buffered() const noexcept {
-  if (failure_ != nullptr) {
+  if (bio_.failure() != nullptr) {
     return true; // kept for the next call to tryRead(), and the socket may never be readable again
   }
-  if (!up_) {
+  if (!up()) {
     return false;
   }
   if (ended_) { // bytes behind the end of the peer's side, if there are any, belong to nobody
     return !end_reported_;
   }
-  if (ssl_.SSL_pending(handle_) > 0) {
-    return true;
-  }
-  if (inNbytes() < kRecordHeaderNbytes) {
-    return false;
-  }
-  // OpenSSL stops between two records if it has not been asked for more, so the next bytes are a header.
-  const auto* const header = reinterpret_cast<const unsigned char*>(in_.data() + in_begin_);
-  const size_t body = (size_t{header[3]} << 8) | header[4];
-  return inNbytes() >= kRecordHeaderNbytes + body;
+  return ssl_.SSL_pending(handle_) > 0 || bio_.hasRecord();
 }
 
 std::string TlsLink::takeReason() const {
@@ -123,11 +107,11 @@ void TlsLink::throwOwnTrouble(const std::string& why) const {
   if (why == std::string(kReasonMark) + "malloc failure") {
     throw std::bad_alloc();
   }
-  if (failure_ == nullptr) {
+  if (bio_.failure() == nullptr) {
     return;
   }
   try {
-    std::rethrow_exception(failure_);
+    std::rethrow_exception(bio_.failure());
   } catch (const Error& error) {
     if (error.record().code != ErrorCode::ConnectionReset) {
       throw;
@@ -142,21 +126,6 @@ void TlsLink::throwBroken(const char* what) const {
   record.code = ErrorCode::ConnectionReset;
   record.summary = std::string(what) + " failed on " + describe();
   throw Error(record);
-}
-
-void TlsLink::flush() {
-  if (unsent()) {
-    const ConstBufferView rest(out_.data() + out_begin_, out_.size() - out_begin_);
-    out_begin_ += under_->tryWrite(&rest, 1).nbytes;
-    if (!unsent()) {
-      out_.clear();
-      out_begin_ = 0;
-    }
-  }
-  if (ending_ && !shut_ && !unsent()) {
-    shut_ = true;
-    under_->shutdownWrite();
-  }
 }
 
 void TlsLink::encrypt(ConstBufferView bytes) {
@@ -175,11 +144,11 @@ void TlsLink::encrypt(ConstBufferView bytes) {
 
 Progress TlsLink::tryWrite(const ConstBufferView* views, size_t count) {
   Progress progress;
-  if (!up_) {
+  if (!up()) {
     progress.would_block = true;
     return progress;
   }
-  flush();
+  bio_.flush();
   std::array<std::byte, kRecordNbytes> together; // NOLINT: filled below as far as it is used
   size_t view = 0;
   size_t offset = 0;
@@ -193,9 +162,9 @@ Progress TlsLink::tryWrite(const ConstBufferView* views, size_t count) {
   };
   const bool wanted = skipEmpty();
   while (progress.nbytes < kTlsTurnNbytes && skipEmpty()) {
-    if (out_.size() - out_begin_ >= kOutNbytes) {
-      flush();
-      if (out_.size() - out_begin_ >= kOutNbytes) {
+    if (bio_.full()) {
+      bio_.flush();
+      if (bio_.full()) {
         break;
       }
     }
@@ -216,23 +185,23 @@ Progress TlsLink::tryWrite(const ConstBufferView* views, size_t count) {
     encrypt(record);
     progress.nbytes += record.nbytes;
   }
-  flush();
+  bio_.flush();
   progress.would_block = wanted && progress.nbytes == 0;
   return progress;
 }
 
 Progress TlsLink::tryRead(BufferView into) {
   Progress progress;
-  if (into.nbytes == 0 || !up_) {
+  if (into.nbytes == 0 || !up()) {
     progress.would_block = into.nbytes != 0;
     return progress;
   }
   while (progress.nbytes < into.nbytes && !ended_) {
-    if (failure_ != nullptr) {
+    if (bio_.failure() != nullptr) {
       if (progress.nbytes > 0) {
         break; // reported by the next call
       }
-      std::rethrow_exception(failure_);
+      std::rethrow_exception(bio_.failure());
     }
     constexpr size_t kMost = 1U << 30;
     const int wanted = static_cast<int>(std::min(into.nbytes - progress.nbytes, kMost));
@@ -243,26 +212,26 @@ Progress TlsLink::tryRead(BufferView into) {
       continue;
     }
     const int error = ssl_.SSL_get_error(handle_, got);
-    if (error == kErrorWantRead && failure_ == nullptr) {
+    if (error == kErrorWantRead && bio_.failure() == nullptr) {
       break;
     }
-    if (failure_ != nullptr) {
+    if (bio_.failure() != nullptr) {
       ssl_.ERR_clear_error();
       continue;
     }
-    ended_ = error == kErrorZeroReturn || under_ended_;
+    ended_ = error == kErrorZeroReturn || bio_.underEnded();
     if (!ended_) {
       try {
         throwBroken("reading");
       } catch (...) {
-        failure_ = std::current_exception();
+        bio_.fail();
       }
       continue; // reports it now, or in the next call if something has been read
     }
     ssl_.ERR_clear_error();
   }
   try {
-    flush();
+    bio_.flush();
   } catch (const Error&) {
     // whoever writes finds out, and here there may still be something to read
   }
@@ -274,66 +243,15 @@ Progress TlsLink::tryRead(BufferView into) {
 
 void TlsLink::shutdownWrite() noexcept {
   try {
-    if (up_ && !ending_) {
+    if (up() && !bio_.endsWriting()) {
       ssl_.ERR_clear_error();
-      (void)ssl_.SSL_shutdown(handle_); // puts a record into out_
+      (void)ssl_.SSL_shutdown(handle_); // writes a record into bio_
       ssl_.ERR_clear_error();
     }
-    ending_ = true;
-    flush();
+    bio_.shutdownWrite();
   } catch (const std::exception&) {
     // the connection is gone already
   }
-}
-
-int TlsLink::take(const char* bytes, size_t nbytes) {
-  if (out_.size() - out_begin_ + nbytes > kOutNbytes + kRecordRoomNbytes) {
-    return -1; // only a peer that makes OpenSSL answer again and again while it reads nothing
-  }
-  try {
-    if (out_begin_ > 0 && out_.size() + nbytes > out_.capacity()) {
-      out_.erase(out_.begin(), out_.begin() + static_cast<std::ptrdiff_t>(out_begin_));
-      out_begin_ = 0;
-    }
-    const auto* const begin = reinterpret_cast<const std::byte*>(bytes);
-    out_.insert(out_.end(), begin, begin + nbytes);
-    answered_ = true;
-    return static_cast<int>(nbytes);
-  } catch (...) {
-    failure_ = std::current_exception();
-    return -1;
-  }
-}
-
-int TlsLink::give(char* into, size_t nbytes, bool& retry) {
-  if (inNbytes() == 0 && !under_ended_ && failure_ == nullptr) {
-    try {
-      if (up_ && in_end_ == in_.size() && in_.size() < kInNbytes) {
-        try {
-          in_.resize(kInNbytes);
-        } catch (const std::bad_alloc&) { // it only saves system calls
-        }
-      }
-      in_begin_ = in_end_ = 0;
-      const Progress progress = under_->tryRead({in_.data(), in_.size()});
-      in_end_ = progress.nbytes;
-      under_ended_ = progress.closed;
-      if (first_.size() < kFirstNbytes) {
-        first_.append(reinterpret_cast<const char*>(in_.data()), std::min(in_end_, kFirstNbytes - first_.size()));
-      }
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
-  }
-  const size_t given = std::min(nbytes, inNbytes());
-  handshake_nbytes_ += up_ ? 0 : given;
-  if (failure_ != nullptr || handshake_nbytes_ > kMaxHandshakeNbytes) {
-    return -1;
-  }
-  std::memcpy(into, in_.data() + in_begin_, given);
-  in_begin_ += given;
-  retry = given == 0 && !under_ended_;
-  return retry ? -1 : static_cast<int>(given);
 }
 
 } // namespace pycomm

@@ -2,19 +2,18 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "transport/link.h"
+#include "transport/secure/tls_bio.h"
 #include "transport/secure/tls_context.h"
 
 namespace pycomm {
 
-/// A Link in TLS over another Link, which is usually a SocketLink. OpenSSL never sees the socket: it reads from and writes to two buffers of
-/// this object.
+/// A Link in TLS over another Link, which is usually a SocketLink. OpenSSL never sees the socket: it reads from and writes to a
+/// TlsBio.
 ///
 /// What tryWrite() takes is encrypted at once and no longer needed, so a caller may go on with other bytes after any partial write. It
 /// takes nothing if the encrypted bytes would not fit: OpenSSL never waits in the middle of a record.
@@ -50,7 +49,7 @@ class TlsLink final : public Link {
   [[nodiscard]] short roomEvent() const noexcept override;
   [[nodiscard]] bool buffered() const noexcept override;
   [[nodiscard]] bool unsent() const noexcept override {
-    return out_.size() > out_begin_;
+    return bio_.unsent();
   }
   /// At most 1 MiB. Of no views: sends what is unsent().
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
@@ -70,7 +69,7 @@ class TlsLink final : public Link {
   /// message. finishConnect() throws Error(ProtocolViolation) if another connection began with the same message, which somebody has
   /// recorded then.
   [[nodiscard]] bool hasAnswered() const noexcept {
-    return answered_;
+    return bio_.hasWritten();
   }
   /// The process at the other end, which has proved that it has the secret. Empty before finishConnect() has returned true.
   [[nodiscard]] const ProcessId& peer() const noexcept {
@@ -80,9 +79,6 @@ class TlsLink final : public Link {
  private:
   friend int useTlsSession(Ssl*, const EvpMd*, const unsigned char**, size_t*, SslSession**);
   friend int findTlsSession(Ssl*, const unsigned char*, size_t, SslSession**);
-  friend int writeTlsBio(Bio*, const char*, int);
-  friend int readTlsBio(Bio*, char*, int);
-  friend long controlTlsBio(Bio*, int, long, void*);
 
   TlsLink(
       std::shared_ptr<const TlsContext> context,
@@ -90,15 +86,12 @@ class TlsLink final : public Link {
       TlsContext::Role role,
       PskIdentity identity);
 
-  // What the callbacks do.
+  /// The key for a client that sent `identity`; null, with a refusal_, if there is none.
   [[nodiscard]] SslSession* sessionFor(std::string_view identity);
-  [[nodiscard]] int take(const char* bytes, size_t nbytes);
-  [[nodiscard]] int give(char* into, size_t nbytes, bool& retry);
 
-  [[nodiscard]] size_t inNbytes() const noexcept {
-    return in_end_ - in_begin_;
+  [[nodiscard]] bool up() const noexcept {
+    return bio_.handshakeDone();
   }
-  void flush();
   void encrypt(ConstBufferView bytes);
   void checkHandshake() const;
   void refuseRepeated();
@@ -118,26 +111,12 @@ class TlsLink final : public Link {
   std::string identity_text_; ///< OpenSSL borrows it during the handshake
   Ssl* handle_ = nullptr;
 
-  // Encrypted bytes that OpenSSL has written and the kernel has not taken, and that the kernel has given and OpenSSL has not read.
-  std::vector<std::byte> out_;
-  size_t out_begin_ = 0;
-  std::vector<std::byte> in_;
-  size_t in_begin_ = 0;
-  size_t in_end_ = 0;
-
+  TlsBio bio_; ///< over under_
   uint64_t records_ = 0; ///< written with the present key
-  size_t handshake_nbytes_ = 0; ///< read before the handshake was done
-  std::string first_; ///< the first two bytes of the peer
   ProcessId peer_;
   std::string refusal_; ///< why this server knows no key for the client
-  std::exception_ptr failure_; ///< of the link below, while OpenSSL read from it
   bool under_up_ = false; ///< the link below is connected
-  bool up_ = false;
-  bool answered_ = false; ///< OpenSSL has written
   bool remembered_ = false; ///< a server's: the context has seen the first message of the client
-  bool ending_ = false; ///< shutdownWrite() was called
-  bool shut_ = false; ///< and has reached the link below
-  bool under_ended_ = false; ///< the link below has nothing more to read
   bool ended_ = false; ///< the peer has ended its side
   bool end_reported_ = false;
 };

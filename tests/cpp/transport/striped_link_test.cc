@@ -121,6 +121,89 @@ TEST(StripedLink, SpreadsChunksAfterTheGreetings) {
   EXPECT_EQ(written, expected);
 }
 
+/// Takes everything, and sends it when it is asked again, as far as there is room: as a TlsLink does.
+class Holder final : public Link {
+ public:
+  [[nodiscard]] int fd() const noexcept override {
+    return -1;
+  }
+  [[nodiscard]] int writeFd() const noexcept override {
+    return descriptor;
+  }
+  [[nodiscard]] bool unsent() const noexcept override {
+    return !held.empty();
+  }
+  [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override {
+    Progress progress;
+    for (size_t i = 0; i < count; ++i) {
+      held.append(reinterpret_cast<const char*>(views[i].ptr), views[i].nbytes);
+      progress.nbytes += views[i].nbytes;
+    }
+    const size_t nbytes = std::min(room, held.size());
+    sent.append(held, 0, nbytes);
+    held.erase(0, nbytes);
+    room -= nbytes;
+    return progress;
+  }
+  [[nodiscard]] Progress tryRead(BufferView) override {
+    return {};
+  }
+  void shutdownWrite() noexcept override {}
+  [[nodiscard]] std::string describe() const override {
+    return "a holder";
+  }
+
+  int descriptor = -1;
+  size_t room = 0;
+  std::string held;
+  std::string sent;
+};
+
+// The peer reads the chunks in order, so nothing else may travel while the last one waits; and nobody but this link sends it.
+TEST(StripedLink, SendsAllThatAConnectionHoldsBeforeTheNextOneWrites) {
+  std::vector<StripedLink::Part> parts;
+  std::vector<Holder*> holders; // the link's
+  for (int i = 0; i < 2; ++i) {
+    auto holder = std::make_unique<Holder>();
+    holder->descriptor = 10 + i;
+    holders.push_back(holder.get());
+    parts.push_back({std::move(holder), ""});
+  }
+  Holder& first = *holders[0];
+  Holder& second = *holders[1];
+  StripedLink link(std::move(parts), StripedLink::State::Connected);
+  const std::string stream(StripedLink::kChunkNbytes + 5, 'x');
+  const auto write = [&](size_t offset, size_t nbytes) {
+    const ConstBufferView bytes(reinterpret_cast<const std::byte*>(stream.data()) + offset, nbytes);
+    return link.tryWrite(&bytes, nbytes > 0 ? 1 : 0);
+  };
+  EXPECT_EQ(write(0, stream.size()).nbytes, StripedLink::kChunkNbytes);
+  EXPECT_TRUE(link.unsent());
+  EXPECT_EQ(link.writeFd(), 10); // although the next byte leaves on the other one
+
+  for (const size_t nbytes : {size_t{5}, size_t{0}}) {
+    first.room = 100;
+    const Progress blocked = write(StripedLink::kChunkNbytes, nbytes);
+    EXPECT_EQ(blocked.nbytes, 0U);
+    EXPECT_TRUE(blocked.would_block);
+    EXPECT_EQ(first.room, 0U);
+    EXPECT_EQ(second.held + second.sent, "");
+    EXPECT_TRUE(link.unsent());
+  }
+
+  first.room = StripedLink::kChunkNbytes;
+  EXPECT_EQ(write(StripedLink::kChunkNbytes, 5).nbytes, 5U);
+  EXPECT_EQ(first.sent, stream.substr(0, StripedLink::kChunkNbytes));
+  EXPECT_EQ(second.held, "xxxxx");
+  EXPECT_EQ(link.writeFd(), 11);
+
+  EXPECT_TRUE(write(0, 0).would_block);
+  second.room = 5;
+  EXPECT_FALSE(write(0, 0).would_block);
+  EXPECT_EQ(second.sent, "xxxxx");
+  EXPECT_FALSE(link.unsent());
+}
+
 TEST(StripedLink, SaysWhoseTurnItIs) {
   const LinkPair pair = striped(3);
   auto& writer = static_cast<StripedLink&>(*pair.first);

@@ -524,6 +524,24 @@ TEST(TlsLink, LostMemoryIsNotThePeersFault) {
   lost = false;
 }
 
+// A callback of OpenSSL's failed: its exception arrives although it could not pass through OpenSSL.
+TEST(TlsLink, AKeyThatOpenSslRefusesIsNotThePeersFault) {
+  const OpenSsl* const ssl =
+      misbehaving([](OpenSsl& table) { table.SSL_SESSION_new = []() -> SslSession* { return nullptr; }; });
+  for (const bool at_client : {true, false}) {
+    const Context keyless = contextWith(ssl);
+    TlsPair pair = at_client ? unconnected(keyless, newContext()) : unconnected(newContext(), keyless);
+    const ErrorRecord record = errorOf([&] {
+      for (const Deadline deadline = soon(); !deadline.expired();) {
+        (void)pair.client->finishConnect();
+        (void)pair.server->finishConnect();
+      }
+    });
+    EXPECT_EQ(record.code, ErrorCode::Internal);
+    EXPECT_EQ(record.summary, "OpenSSL took no pre-shared key");
+  }
+}
+
 // The link below lost the connection, and a link that is opened is opened again then.
 TEST(TlsLink, ADropInTheHandshakeIsAReset) {
   TlsPair pair = unconnected(newContext(), newContext());
@@ -531,6 +549,9 @@ TEST(TlsLink, ADropInTheHandshakeIsAReset) {
   pair.server.reset();
   const ErrorRecord record = errorOf([&] { (void)waitConnected(*pair.client, soon(), testing::kNoAbort); });
   EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+  EXPECT_THAT(record.summary, HasSubstr("the TLS handshake failed on 127.0.0.1:"));
+  EXPECT_THAT(record.summary, HasSubstr(": reading failed on 127.0.0.1:")); // as the link below says
+  EXPECT_THAT(record.cause, HasSubstr("ECONNRESET"));
 }
 
 } // namespace
