@@ -147,6 +147,16 @@ def read_record(path: Path) -> ProcessRecord:
 
 def parse_record(text: str, source: str) -> ProcessRecord:
     """Makes a record of its JSON text. Raises BadRecordError, naming ``source``."""
+    top = load_record(text, source)
+    try:
+        groups = tuple(_group(group) for group in top["groups"])
+        return _made(ProcessRecord, top | {"groups": groups, "source": source})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+
+
+def load_record(text: str, source: str) -> dict[str, Any]:
+    """The JSON object of a record, of which only format and version are checked."""
     try:
         top = json.loads(text)
     except ValueError as error:
@@ -159,11 +169,7 @@ def parse_record(text: str, source: str) -> ProcessRecord:
         raise BadRecordError(
             f"{source} is of version {top.get('version')!r} and this pycomm reads {_VERSION}"
         )
-    try:
-        groups = tuple(_group(group) for group in top["groups"])
-        return _made(ProcessRecord, top | {"groups": groups, "source": source})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+    return top
 
 
 def _group(fields: Mapping[str, Any]) -> GroupRecord:

@@ -242,4 +242,5 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_FLIGHT_RECORDER_DIR",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
     ),
+    Setting("metrics_dir", _path_or_off("a folder"), OFF, "PYCOMM_METRICS_DIR"),
 )

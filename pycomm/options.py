@@ -111,6 +111,10 @@ class Options:
         flight_recorder_dir: Folder to which every rank writes its flight record when a group
             fails. ``PYCOMM_FLIGHT_RECORDER_DIR``, then ``TORCH_FR_DUMP_TEMP_FILE``, which is, as in
             torch, the beginning of the files' names. Default: "off", nothing is written.
+        metrics_dir: Folder to which every rank writes its metrics every 5 seconds, in the text
+            format of Prometheus, for node_exporter's textfile collector (docs/monitoring.md). One
+            file per process: the last group that names a folder decides. ``PYCOMM_METRICS_DIR``;
+            default: "off", nothing is written.
 
     Raises:
         ValueError: A value is out of range.
@@ -133,6 +137,7 @@ class Options:
     security: str | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
+    metrics_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:
@@ -227,6 +232,8 @@ class ResolvedOptions:
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""
+    metrics_dir: str
+    """The same."""
     origins: Mapping[str, str]
     """By field: "Options.timeout", "PYCOMM_TIMEOUT", "GLOO_SOCKET_IFNAME" or "default"."""
 

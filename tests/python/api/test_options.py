@@ -39,6 +39,7 @@ def test_defaults() -> None:
         security="auto",
         flight_recorder_size=2000,
         flight_recorder_dir="off",
+        metrics_dir="off",
         origins={setting.field: "default" for setting in SETTINGS},
     )
     assert resolved.is_default("interface")
@@ -80,6 +81,8 @@ SAME_EITHER_WAY = [
     ("flight_recorder_size", "0", 0, 0),
     ("flight_recorder_dir", "Off", "off", "off"),
     ("flight_recorder_dir", "/tmp/fr/", Path("/tmp/fr"), "/tmp/fr"),
+    ("metrics_dir", "OFF", "off", "off"),
+    ("metrics_dir", "/tmp/metrics", Path("/tmp/metrics/"), "/tmp/metrics"),
 ]
 
 
@@ -135,6 +138,7 @@ REFUSED = [
     ("flight_recorder_size", "-1", "0 to 1000000"),
     ("flight_recorder_size", 2_000_000, "0 to 1000000"),
     ("flight_recorder_dir", 7, "a folder"),
+    ("metrics_dir", 7, "a folder"),
     ("socket_family", "ipv5", "'auto' or 'ipv4' or 'ipv6'"),
     ("port_range", "29699-29600", "29600-29699"),
     ("port_range", "80-90", "1024-65535"),
@@ -204,6 +208,7 @@ def test_a_fallback_with_a_bad_value_is_named_as_itself() -> None:
         ("PYCOMM_TIMEOUT_SECONDS", "PYCOMM_TIMEOUT"),
         ("PYCOMM_TLS", "PYCOMM_SECURITY"),
         ("PYCOMM_SECRETS", "PYCOMM_SECRET_FILE"),
+        ("PYCOMM_METRICS", "PYCOMM_METRICS_DIR"),
     ],
 )
 def test_an_unknown_variable_is_an_error_with_the_nearest_name(
