@@ -20,9 +20,9 @@ from pathlib import Path
 from types import ModuleType
 
 from pycomm import _exit
-from pycomm._flight_record import load_record
+from pycomm._flight_record import read_some
 from pycomm._metrics_content import MetricsContent
-from pycomm._metrics_file import Identity, read_record, remove_old, replace
+from pycomm._metrics_file import Identity, open_record, remove_old, replace
 
 logger = logging.getLogger("pycomm")
 
@@ -141,9 +141,8 @@ class _Writer:
         with self._lock:
             try:
                 identity = self.identity
-                record = load_record(
-                    read_record(self._extension, identity.folder), "the flight record"
-                )
+                with open_record(self._extension, identity.folder) as file:
+                    record = read_some(file, "the flight record", self._content.wants)
                 text = self._content.text(
                     record, identity.labels, world_size=identity.world_size, running=running
                 )

@@ -32,6 +32,10 @@ class MetricsContent:
         self._counts: dict[tuple[str, str], OperationCounts] = {}
         self._stats: list[tuple[dict[str, str], DDPStats]] = []
 
+    def wants(self, group: Mapping[str, Any], ticket: int) -> bool:
+        """For ``read_some``: whether ``text`` needs this operation of the group."""
+        return self._counts_of(group).wants(ticket)
+
     def text(
         self,
         record: Mapping[str, Any],
@@ -43,7 +47,7 @@ class MetricsContent:
         """The text.
 
         Args:
-            record: The flight record of the process, as JSON.
+            record: The flight record of the process, as ``read_some`` has it.
             labels: Of every sample.
             world_size: Of the job.
             running: False at the end of the process.
@@ -69,14 +73,18 @@ class MetricsContent:
         counts = {}
         for name, group in newest.items():
             if name not in closed or "failure" in group:
-                key = (name, group["run"])
-                counts[key] = self._counts.get(key) or OperationCounts()
-                counts[key].update(group["operations"], group["slots"], record["written_ns"])
-                _add_group(out, group, counts[key])
+                counts[_key(group)] = now = self._counts_of(group)
+                now.update(
+                    group["tickets"], group["operations"], group["slots"], record["written_ns"]
+                )
+                _add_group(out, group, now)
         self._counts = counts  # without those of groups that were destroyed
         for of_wrapper, stats in self._read_stats():
             _add_stats(out, of_wrapper, stats)
         return out.text()
+
+    def _counts_of(self, group: Mapping[str, Any]) -> OperationCounts:
+        return self._counts.get(_key(group)) or OperationCounts()
 
     def _read_stats(self) -> list[tuple[dict[str, str], DDPStats]]:
         """Of each wrapper of this process. A backward pass that waits for the network holds the
@@ -98,6 +106,11 @@ class MetricsContent:
             with contextlib.suppress(Exception):  # of a destroyed group, or without counters
                 found.append((labels, wrapper.stats()))
         self._stats = found
+
+
+def _key(group: Mapping[str, Any]) -> tuple[str, str]:
+    """A group made later may have the same name, but not the same run."""
+    return group["name"], group["run"]
 
 
 def _add_group(out: MetricsText, group: Mapping[str, Any], counts: OperationCounts) -> None:

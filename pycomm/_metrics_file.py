@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import BinaryIO
 
 _OLD_S = 3600.0
 _OURS = re.compile(r"pycomm_rank_\d+_[0-9a-f]{16}\.prom(\.\d+\.tmp)?")
@@ -58,21 +59,21 @@ def check_folder(origin: str, folder: str) -> None:
         ) from error
 
 
-def read_record(extension: ModuleType, folder: str) -> str:
+def open_record(extension: ModuleType, folder: str) -> BinaryIO:
     """The flight record of all groups. The native part writes it to files only."""
     places = [_SHARED_MEMORY, tempfile.gettempdir(), folder]
     for place in places:
-        path = Path(place) / f"pycomm-metrics-{os.getpid()}-{os.urandom(8).hex()}.json"
+        path = os.path.join(place, f"pycomm-metrics-{os.getpid()}-{os.urandom(8).hex()}.json")
         try:
-            extension.write_flight_record(str(path))
+            extension.write_flight_record(path)
         except Exception:
             if place == places[-1]:
                 raise
             continue
         try:
-            return path.read_text(encoding="utf-8", errors="replace")
+            return open(path, "rb")
         finally:
-            path.unlink()
+            os.unlink(path)
     raise AssertionError("there are places")
 
 

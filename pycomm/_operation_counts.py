@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 UNKNOWN = "unknown"
@@ -35,16 +35,28 @@ class OperationCounts:
         """Operations that have not ended."""
         return len(self._pending)
 
-    def update(self, operations: Sequence[Mapping[str, Any]], slots: int, now_ns: int) -> None:
+    def wants(self, ticket: int) -> bool:
+        """Whether ``update`` needs this operation, and not only its number."""
+        return ticket > self._last or ticket in self._pending or ticket in self._missing
+
+    def update(
+        self,
+        tickets: Iterable[int],
+        operations: Iterable[Mapping[str, Any]],
+        slots: int,
+        now_ns: int,
+    ) -> None:
         """Takes a reading.
 
         Args:
-            operations: As the JSON of the record has them, oldest first.
+            tickets: Of all operations that the record has.
+            operations: Those that are wanted, as the JSON of the record has them.
             slots: How many the record keeps.
             now_ns: By the clock of the record's times.
         """
+        present = set(tickets)
         by_ticket = {one["ticket"]: one for one in operations}
-        last = max(by_ticket, default=self._last)
+        last = max(present, default=self._last)
         forgotten = max(last - slots, self._last)
         lost = forgotten - self._last
         for ticket, one in by_ticket.items():
@@ -57,7 +69,7 @@ class OperationCounts:
             self.issued[UNKNOWN] += lost
             self.completed[UNKNOWN] += lost
         # Looked for once more, next time: what is not there then was passed over.
-        self._missing = set(range(forgotten + 1, last + 1)) - by_ticket.keys()
+        self._missing = set(range(forgotten + 1, last + 1)) - present
         self._last = last
         self._settle(by_ticket)
         issued_ns = min((by_ticket[one]["issued_ns"] for one in self._pending), default=now_ns)

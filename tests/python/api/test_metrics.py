@@ -21,6 +21,7 @@ from time_bound import assert_within
 
 import pycomm
 from pycomm import _metrics
+from pycomm._flight_record import BadRecordError, load_record, read_some
 from pycomm._metrics_text import METRICS
 
 pytestmark = pytest.mark.needs_native
@@ -115,6 +116,32 @@ def test_operations_are_those_that_were_called(tmp_path: Path) -> None:
     assert len(runs) == 1, "the ranks of one job say so"
     # They ended well: nothing is left that would go on saying that they run.
     assert list(tmp_path.iterdir()) == []
+
+
+def a_whole_record(rank: int, world_size: int, folder: str) -> str:
+    side = dist.new_group([1, 0])
+    dist.new_group([0, 1], pg_options=pycomm.Options(flight_recorder_size=0))
+    for group in (None, side):
+        dist.all_reduce(torch.ones(3), group=group)
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)
+    dist.destroy_process_group(side)
+    return pycomm.dump_flight_record(folder).read_text()
+
+
+def test_a_record_that_is_read_by_lines_is_the_record(tmp_path: Path) -> None:
+    for text in run_ranks(2, a_whole_record, args=(str(tmp_path),)).values():
+        lines = text.encode().splitlines(keepends=True)
+        whole = load_record(text, "test")
+        assert len(whole["groups"]) == 3
+        for group in whole["groups"]:
+            group["tickets"] = [one["ticket"] for one in group["operations"]]
+        assert read_some(lines, "test", lambda group, ticket: True) == whole
+        for group in whole["groups"]:
+            group["operations"] = [one for one in group["operations"] if one["ticket"] == 2]
+        assert read_some(lines, "test", lambda group, ticket: ticket == 2) == whole
+        for bad in ([b"{}"], lines[1:], [lines[0], lines[2]], [lines[0].replace(b"2", b"3")]):
+            with pytest.raises(BadRecordError):
+                read_some(bad, "test", lambda group, ticket: True)
 
 
 def train(rank: int, world_size: int, folder: str) -> str:

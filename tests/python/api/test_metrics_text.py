@@ -30,15 +30,24 @@ def op(ticket: int, kind: str = "all_reduce", state: str = "done", **more: Any) 
 # Counts
 
 
+def read_into(
+    counts: OperationCounts, operations: list[dict[str, Any]], slots: int = 10, now_ns: int = 9
+) -> None:
+    """As a reader of the record does, with no more of it than is wanted."""
+    tickets = [one["ticket"] for one in operations]
+    wanted = [one for one in operations if counts.wants(one["ticket"])]
+    counts.update(tickets, wanted, slots, now_ns)
+
+
 def test_operations_are_counted_once_however_often_they_are_read() -> None:
     counts = OperationCounts()
     first = [op(1), op(2, "barrier"), op(3, state="running"), op(4, "send", state="queued")]
     for _ in range(2):
-        counts.update(first, 10, now_ns=2_000_000_003)
+        read_into(counts, first, now_ns=2_000_000_003)
         assert counts.issued == {"all_reduce": 2, "barrier": 1, "send": 1}
         assert counts.completed == {"all_reduce": 1, "barrier": 1}
         assert (counts.pending, counts.oldest_age_s) == (2, 2.0)
-    counts.update([*first[:2], op(3), op(4, "send", state="failed")], 10, now_ns=10)
+    read_into(counts, [*first[:2], op(3), op(4, "send", state="failed")])
     assert counts.completed == {"all_reduce": 2, "barrier": 1} and counts.failed == {"send": 1}
     assert counts.received_nbytes == {"all_reduce": 16, "barrier": 8, "send": 8}
     assert (counts.pending, counts.oldest_age_s) == (0, 0.0)
@@ -46,9 +55,9 @@ def test_operations_are_counted_once_however_often_they_are_read() -> None:
 
 def test_operations_that_came_and_went_between_two_readings_are_of_unknown_kind() -> None:
     counts = OperationCounts()
-    counts.update([op(1), op(2, state="running"), op(3, "barrier", state="running")], 3, now_ns=9)
+    read_into(counts, [op(1), op(2, state="running"), op(3, "barrier", state="running")], 3)
     # 4 to 7 are forgotten; 2 still runs in the slot that 5 and 8 passed over.
-    counts.update([op(2, state="running"), op(9), op(10)], 3, now_ns=9)
+    read_into(counts, [op(2, state="running"), op(9), op(10)], 3)
     assert counts.issued == {"all_reduce": 4, "barrier": 1, UNKNOWN: 4}
     assert counts.completed == {"all_reduce": 3, "barrier": 1, UNKNOWN: 4}
     assert counts.pending == 1
@@ -56,10 +65,10 @@ def test_operations_that_came_and_went_between_two_readings_are_of_unknown_kind(
 
 def test_an_operation_whose_slot_was_being_written_is_counted_next_time() -> None:
     counts = OperationCounts()
-    counts.update([op(1), op(3)], 10, now_ns=9)
+    read_into(counts, [op(1), op(3)])
     assert counts.issued == {"all_reduce": 2}
-    counts.update([op(1), op(2, "barrier"), op(3)], 10, now_ns=9)
-    counts.update([op(1), op(2, "barrier"), op(3)], 10, now_ns=9)
+    read_into(counts, [op(1), op(2, "barrier"), op(3)])
+    read_into(counts, [op(1), op(2, "barrier"), op(3)])
     assert counts.issued == {"all_reduce": 2, "barrier": 1} == counts.completed
 
 
@@ -79,7 +88,7 @@ def test_counts_add_up_to_what_was_issued(data: st.DataObject, slots: int) -> No
         for one in ring.values():
             if one["state"] == "running":
                 one["state"] = data.draw(st.sampled_from(["running", "done"]))
-        counts.update(sorted(ring.values(), key=lambda one: one["ticket"]), slots, now_ns=10**9)
+        read_into(counts, sorted(ring.values(), key=lambda one: one["ticket"]), slots)
     assert counts.issued.total() == len(everything)
     assert counts.pending == sum(one["state"] == "running" for one in everything)
     assert counts.completed.total() + counts.pending == len(everything)
@@ -121,7 +130,7 @@ def test_the_documented_metrics_are_those_of_the_code() -> None:
 
 
 def record(*groups: dict[str, Any]) -> dict[str, Any]:
-    known = {"run": "5", "size": 2, "slots": 9, "global_ranks": [], "operations": []}
+    known = {"run": "5", "size": 2, "slots": 9, "global_ranks": [], "operations": [], "tickets": []}
     known |= {"phases_ns": {"ready": 1}}
     return {"host": "h", "pid": 7, "written_ns": 9, "groups": [known | one for one in groups]}
 
