@@ -100,7 +100,7 @@ FORBIDDEN_CALLS = [
 # A module imports only modules that stand in a line above its own.
 PYTHON_FLOORS = [
     {"_build_info", "_C", "_settings", "_torch_range", "_version"},
-    {"errors", "_flight_record"},
+    {"errors", "_flight_record", "_option_names"},
     {
         "_extension",
         "_metrics_file",
