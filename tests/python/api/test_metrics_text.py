@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import read, table
+from documents import blocks, read, table
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,12 +55,13 @@ def test_operations_are_counted_once_however_often_they_are_read() -> None:
 
 def test_operations_that_came_and_went_between_two_readings_are_of_unknown_kind() -> None:
     counts = OperationCounts()
-    read_into(counts, [op(1), op(2, state="running"), op(3, "barrier", state="running")], 3)
-    # 4 to 7 are forgotten; 2 still runs in the slot that 5 and 8 passed over.
-    read_into(counts, [op(2, state="running"), op(9), op(10)], 3)
-    assert counts.issued == {"all_reduce": 4, "barrier": 1, UNKNOWN: 4}
-    assert counts.completed == {"all_reduce": 3, "barrier": 1, UNKNOWN: 4}
-    assert counts.pending == 1
+    read_into(counts, [op(1), op(2, state="running"), op(3, "barrier")], 4)
+    # 5 and 7 are forgotten, and 6 was never given: 2 still runs in the slot that it would have.
+    # So were 8 and 10, for 4 and 2; 6 cannot be told from 5 and 7.
+    read_into(counts, [op(2, state="running"), op(4, "b", state="running"), op(9), op(11)], 4)
+    assert counts.issued == {"all_reduce": 4, "barrier": 1, "b": 1, UNKNOWN: 3}
+    assert counts.completed == {"all_reduce": 3, "barrier": 1, UNKNOWN: 3}
+    assert counts.pending == 2
 
 
 def test_an_operation_whose_slot_was_being_written_is_counted_next_time() -> None:
@@ -127,6 +128,9 @@ def test_the_documented_metrics_are_those_of_the_code() -> None:
     rows = table(read("docs/monitoring.md"), "metric", "type", "labels", "meaning")
     documented = {name.strip("`"): (kind, meaning) for name, kind, _, meaning in rows}
     assert documented == METRICS
+    (rules,) = blocks(read("docs/monitoring.md"), "yaml")
+    used = set(re.findall(r"pycomm_\w+", rules))
+    assert used <= set(METRICS) and len(used) >= 4
 
 
 def record(*groups: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +140,8 @@ def record(*groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def values(text: str) -> dict[tuple[str, str], float]:
+    lines = text.splitlines()
+    assert len({line.rpartition(" ")[0] for line in lines}) == len(lines), "a series twice"
     return {
         (sample.name, sample.labels.get("group", "")): sample.value
         for family in text_string_to_metric_families(text)
