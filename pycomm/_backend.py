@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-import sysconfig
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +17,15 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.constants import default_pg_timeout
 
 import _pycomm_autoload
-from pycomm import _extension, _secret, errors
+from pycomm import _extension, _metrics, _metrics_file, errors
 from pycomm._flight_record import GroupRecord, parse_record
+from pycomm._native_options import native_options, store_host, store_outlives_ranks
+from pycomm._settings import OFF
 from pycomm.options import (
     FLIGHT_RECORD_NAME,
     Options,
     ResolvedOptions,
     fault_points,
-    nccl_serves,
 )
 
 if TYPE_CHECKING:
@@ -39,17 +40,6 @@ _wire_dtypes: dict[str, str] = {}
 """Likewise."""
 _told = False
 _level_set_here: int | None = None
-
-
-_FOREIGN_FOLDERS = [
-    os.path.join(folder, "")
-    for folder in (
-        str(Path(dist.__file__).parent.parent),
-        str(Path(__file__).parent),
-        sysconfig.get_path("stdlib"),
-    )
-]
-"""Where no code of the user lies: torch, pycomm, Python's library."""
 
 
 def register() -> None:
@@ -82,6 +72,8 @@ def create_group(group: Any, pg_options: object) -> Any:
             "Try: compare RANK and WORLD_SIZE on every host"
         )
     extension = _extension.load()
+    if resolved.metrics_dir != OFF:
+        _metrics_file.check_folder(resolved.origins["metrics_dir"], resolved.metrics_dir)
     if faults := fault_points():
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
@@ -107,6 +99,8 @@ def create_group(group: Any, pg_options: object) -> Any:
         ),
     )
     _tell_once(extension, backend, rank)
+    if resolved.metrics_dir != OFF:
+        _start_metrics(extension, resolved.metrics_dir, backend, rank, size)
     return backend
 
 
@@ -251,71 +245,6 @@ def group_wire_dtype(group: dist.ProcessGroup) -> str:
     return _wire_dtypes.get(group.group_name, "fp32")
 
 
-def store_host(store: Any) -> str:
-    """The host of the store's server, as this rank calls it; "" if there is none."""
-    return str(getattr(_base_of(store), "host", "") or "")
-
-
-def store_outlives_ranks(store: Any) -> bool:
-    """Whether it is the one in which torchrun lets its ranks meet, before and after a restart.
-
-    torchrun ends all ranks before it starts new ones. The store stays, and holds the records of
-    ranks that could not say goodbye.
-    """
-    base = _base_of(store)
-    return (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and isinstance(base, dist.TCPStore)  # type: ignore[attr-defined]
-        and os.environ.get("MASTER_PORT") == str(base.port)
-    )
-
-
-def _base_of(store: Any) -> Any:
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return store
-
-
-def native_options(
-    resolved: ResolvedOptions,
-    store_host: str,
-    global_ranks: list[int],
-    *,
-    launcher_restarts: bool = False,
-) -> dict[str, Any]:
-    """The ``options`` of ``create_backend``."""
-    secret, secret_origin = _secret.find()
-    return {
-        "interface": resolved.interface,
-        "socket_family": resolved.socket_family,
-        "port_first": resolved.port_range[0],
-        "port_last": resolved.port_range[1],
-        "algorithm": resolved.algorithm,
-        "transport": resolved.transport,
-        "segment_nbytes": resolved.segment_nbytes,
-        "streams": resolved.streams,
-        "heartbeat_timeout_ms": round(resolved.heartbeat_timeout * 1000),
-        "wire_dtype": resolved.wire_dtype,
-        "cuda_mode": resolved.cuda_mode,
-        "cuda_library": str(_extension.CUDA_LIBRARY),
-        "nccl_libraries": [str(path) for path in _extension.NCCL_LIBRARIES],
-        "nccl_host_id": os.environ.get("NCCL_HOSTID", ""),  # NCCL's own variable
-        "why_no_nccl": _extension.why_no_nccl()
-        if nccl_serves(resolved.algorithm, resolved.wire_dtype)
-        else f"has algorithm={resolved.algorithm!r} and wire_dtype={resolved.wire_dtype!r}",
-        "flight_recorder_size": resolved.flight_recorder_size,
-        "flight_recorder_prefix": resolved.flight_recorder_prefix,
-        "store_host": store_host,
-        "global_ranks": global_ranks,
-        "check_call_sites": resolved.check_call_sites,
-        "security": resolved.security,
-        "secret": secret,
-        "secret_origin": secret_origin,
-        "launcher_restarts": launcher_restarts,
-        "skipped_folders": _FOREIGN_FOLDERS,
-    }
-
-
 def _options_of(group: Any, pg_options: object) -> Options:
     global _default_group_options
     if pg_options is not None and not isinstance(pg_options, Options):
@@ -370,6 +299,29 @@ def _set_level(level: int) -> None:
 
 def _world_rank(rank: int) -> int:
     return dist.get_rank() if dist.is_initialized() else rank
+
+
+def _start_metrics(extension: ModuleType, folder: str, backend: Any, rank: int, size: int) -> None:
+    """The file is the process's: a later group of the job changes nothing but the folder."""
+    within_job = dist.is_initialized()
+    identity = _metrics_file.Identity(
+        folder,
+        rank=_world_rank(rank),
+        run=extension.group_run(backend),
+        world_size=dist.get_world_size() if within_job else size,
+    )
+    _metrics.start(extension, identity, _failed_groups, within_job=within_job)
+
+
+def _failed_groups() -> frozenset[str]:
+    """The names of torch's groups that have failed. Holds a group only while it asks it."""
+    extension = _extension.loaded()
+    failed = set()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(ValueError, RuntimeError):  # not pycomm's, or destroyed just now
+            if extension is not None and extension.last_error(native_backend(group)) is not None:
+                failed.add(group.group_name)
+    return frozenset(failed)
 
 
 def _tell_once(extension: ModuleType, backend: Any, rank: int) -> None:

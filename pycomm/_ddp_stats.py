@@ -1,8 +1,28 @@
-"""The counters of a data-parallel wrapper."""
+"""The counters of a data-parallel wrapper, and the wrappers of this process that have some."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
+from typing import Any
+
+_numbers = itertools.count()
+_wrappers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def add_wrapper(wrapper: Any) -> None:
+    """Lists a wrapper for ``wrappers()``, until it is deleted."""
+    _wrappers[wrapper] = next(_numbers)
+
+
+def wrappers() -> list[tuple[Any, int]]:
+    """Each wrapper that lives, with a number of its own in this process. Any thread."""
+    while True:
+        try:
+            return list(_wrappers.items())
+        except RuntimeError:  # another thread made one meanwhile
+            continue
 
 
 @dataclasses.dataclass(frozen=True)

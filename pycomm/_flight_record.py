@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 _FORMAT = "pycomm-flight-record"
 _VERSION = 2
+_TICKET = b'{"ticket":'
 
 _T = TypeVar("_T")
 
@@ -147,23 +148,77 @@ def read_record(path: Path) -> ProcessRecord:
 
 def parse_record(text: str, source: str) -> ProcessRecord:
     """Makes a record of its JSON text. Raises BadRecordError, naming ``source``."""
+    top = load_record(text, source)
+    try:
+        groups = tuple(_group(group) for group in top["groups"])
+        return _made(ProcessRecord, top | {"groups": groups, "source": source})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+
+
+def load_record(text: str, source: str) -> dict[str, Any]:
+    """The JSON object of a record, of which only format and version are checked."""
     try:
         top = json.loads(text)
     except ValueError as error:
         raise BadRecordError(
             f"{source} is not a flight record: it is not JSON, or not all of it ({error})"
         ) from error
+    return _checked(top, source)
+
+
+def read_some(
+    lines: Iterable[bytes], source: str, wants: Callable[[Mapping[str, Any], int], bool]
+) -> dict[str, Any]:
+    """The JSON object of a record, with those operations only that are wanted.
+
+    The native part writes a line for the process, one for each group and one for each operation
+    (csrc/engine/report/flight_json.cc). So the interpreter's lock is never held for long, although
+    a record may have 40 MB.
+
+    Args:
+        lines: Of the record.
+        source: Of the record, in errors.
+        wants: Called with a group and the ticket of one of its operations.
+
+    Returns:
+        As ``load_record``. Each group also has "tickets": those of all its operations.
+
+    Raises:
+        BadRecordError: It is not a flight record, or its lines are others.
+    """
+    top: dict[str, Any] = {}
+    group: dict[str, Any] = {}
+    try:
+        for line in lines:
+            if line.startswith(_TICKET):
+                ticket = int(line[len(_TICKET) : line.index(b",")])
+                group["tickets"].append(ticket)
+                if wants(group, ticket):
+                    operation = line.rstrip(b",\n").removesuffix(b"]}")
+                    group["operations"].append(json.loads(operation))
+                continue
+            line = line.rstrip(b",\n")
+            if line != b"]}":
+                item = json.loads(line + b"]}" if line.endswith(b"[") else line)
+                if not top:
+                    top = _checked(item, source)
+                else:
+                    group = {**item, "tickets": []}
+                    top["groups"].append(group)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+    return top
+
+
+def _checked(top: Any, source: str) -> dict[str, Any]:
     if not isinstance(top, dict) or top.get("format") != _FORMAT:
         raise BadRecordError(f"{source} is not a flight record: it says nothing of {_FORMAT!r}")
     if top.get("version") != _VERSION:
         raise BadRecordError(
             f"{source} is of version {top.get('version')!r} and this pycomm reads {_VERSION}"
         )
-    try:
-        groups = tuple(_group(group) for group in top["groups"])
-        return _made(ProcessRecord, top | {"groups": groups, "source": source})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadRecordError(f"{source} is not a flight record: {error!r}") from error
+    return top
 
 
 def _group(fields: Mapping[str, Any]) -> GroupRecord:

@@ -193,6 +193,9 @@ class Setting:
     parse: Callable[[str, object], Any]
     default: object
     variable: str
+    doc: str
+    """Markdown, as docs/options.md has it; tools/options_table.py writes it there and into the
+    docstring of ``Options``."""
     fallbacks: tuple[str, ...] = ()
     """Variables of other libraries with the same meaning, the first one found wins."""
 
@@ -203,36 +206,136 @@ SETTINGS: tuple[Setting, ...] = (
         _interface,
         "",
         "PYCOMM_SOCKET_IFNAME",
+        "Network interfaces, in NCCL's notation: `eth0,ib`: all whose names begin so; `=eth0`: "
+        "that one; `^lo,docker`: all but these. Automatic: the one that routes to the store's "
+        "host. [Several interfaces](interfaces.md#several-interfaces-and-connections)",
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
     ),
-    Setting("socket_family", _one_of("auto", "ipv4", "ipv6"), "auto", "PYCOMM_SOCKET_FAMILY"),
-    Setting("port_range", _port_range, (0, 0), "PYCOMM_PORT_RANGE"),
-    Setting("timeout", _timeout, 1800.0, "PYCOMM_TIMEOUT"),
-    Setting("heartbeat_timeout", _heartbeat_timeout, 3.0, "PYCOMM_HEARTBEAT_TIMEOUT"),
-    Setting("debug", _one_of("WARN", "INFO", "TRACE", upper=True), "WARN", "PYCOMM_DEBUG"),
+    Setting(
+        "socket_family",
+        _one_of("auto", "ipv4", "ipv6"),
+        "auto",
+        "PYCOMM_SOCKET_FAMILY",
+        "`auto`, `ipv4` or `ipv6`.",
+    ),
+    Setting(
+        "port_range",
+        _port_range,
+        (0, 0),
+        "PYCOMM_PORT_RANGE",
+        "First and last port to listen on, within 1024 to 65535, as `29600-29699` or "
+        "`(29600, 29699)`: one port per rank of the host and group, if that has ranks on other "
+        "hosts. Automatic: the kernel chooses.",
+    ),
+    Setting(
+        "timeout",
+        _timeout,
+        1800.0,
+        "PYCOMM_TIMEOUT",
+        "Seconds, or a `timedelta`, after which an operation or the making of a group fails. "
+        "`init_process_group(timeout=...)` wins over the variable.",
+    ),
+    Setting(
+        "heartbeat_timeout",
+        _heartbeat_timeout,
+        3.0,
+        "PYCOMM_HEARTBEAT_TIMEOUT",
+        "Seconds of silence, 0.5 to 3600, or a `timedelta`, after which a rank whose connections "
+        "are open counts as gone: its process is stopped, or its host or network is down. A native "
+        "thread sends six heartbeats in that time.",
+    ),
+    Setting(
+        "debug",
+        _one_of("WARN", "INFO", "TRACE", upper=True),
+        "WARN",
+        "PYCOMM_DEBUG",
+        "`WARN`, `INFO` or `TRACE`: lines of the native part below this level are not logged.",
+    ),
     Setting(
         "algorithm",
         _one_of("auto", "ring", "recursive_doubling", "direct", "hierarchical"),
         "auto",
         "PYCOMM_ALGO",
+        "`auto`, or the one all_reduce algorithm to use: `ring`, `recursive_doubling`, `direct`, "
+        "`hierarchical`.",
     ),
-    Setting("transport", _one_of("auto", "shm", "tcp"), "auto", "PYCOMM_TRANSPORT"),
+    Setting(
+        "transport",
+        _one_of("auto", "shm", "tcp"),
+        "auto",
+        "PYCOMM_TRANSPORT",
+        "`auto`: [shared memory](shared-memory.md) between ranks of one host, Unix sockets if "
+        "there is none, TCP between hosts; `shm`: shared memory for a group on one host, or an "
+        "error that says why not; `tcp`: TCP everywhere.",
+    ),
     Setting(
         "wire_dtype",
         wire_dtype_name,
         "fp32",
         "PYCOMM_WIRE_DTYPE",
+        "The encoding of large float32 and float64 sums: `fp32` for their own dtype, `fp16`, "
+        "`bf16`, `fp8` or `int8`. `float32`, `float16` and `bfloat16`, with or without `torch.`, "
+        "are the first three, and case does not matter, as in every `wire_dtype`. [Averages that "
+        "pycomm makes](codecs.md#what-is-encoded-and-what-is-not) do not use it: "
+        "`DistributedDataParallel` and `StreamingDiLoCo` have a `wire_dtype` of their own, and the "
+        "others are exact. [Codecs](codecs.md)",
     ),
-    Setting("cuda_mode", _one_of("auto", "nccl", "tcp"), "auto", "PYCOMM_CUDA_MODE"),
-    Setting("segment_nbytes", _segment_nbytes, 256 * _KIB, "PYCOMM_SEGMENT_NBYTES"),
-    Setting("streams", _count(1, 16, "connections, 1 to 16"), 1, "PYCOMM_STREAMS"),
-    Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
-    Setting("security", _one_of("auto", "require", "off"), "auto", "PYCOMM_SECURITY"),
+    Setting(
+        "cuda_mode",
+        _one_of("auto", "nccl", "tcp"),
+        "auto",
+        "PYCOMM_CUDA_MODE",
+        "How CUDA tensors travel: `tcp` copies them through pinned memory of the host to the same "
+        "engine that serves CPU tensors; `nccl` hands collectives to NCCL, or is an error that "
+        "says why not; `auto`: NCCL if every rank has a GPU of its own and NCCL loads, else `tcp`. "
+        "[CUDA tensors](cuda.md)",
+    ),
+    Setting(
+        "segment_nbytes",
+        _segment_nbytes,
+        256 * _KIB,
+        "PYCOMM_SEGMENT_NBYTES",
+        "Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as `262144`, "
+        '`"256K"`, `"1M"`; above 1 MiB it counts as 1 MiB. '
+        "[No effect in shared memory](#where-an-option-has-no-effect)",
+    ),
+    Setting(
+        "streams",
+        _count(1, 16, "connections, 1 to 16"),
+        1,
+        "PYCOMM_STREAMS",
+        "Connections to each peer that is not reached through shared memory, in each direction and "
+        "over each interface, 1 to 16. "
+        "[Several connections](interfaces.md#several-interfaces-and-connections); "
+        "[no effect in shared memory](#where-an-option-has-no-effect)",
+    ),
+    Setting(
+        "check_call_sites",
+        _switch,
+        False,
+        "PYCOMM_CHECK_CALL_SITES",
+        "`1` or `True`: also compare the lines of Python that issue an operation, so that two "
+        "[equal calls that one rank has swapped](faults.md) end as `COLLECTIVE_MISMATCH` naming "
+        "both lines. A correct program whose ranks issue one operation from different lines fails "
+        "with it, so use it only to find mistakes.",
+    ),
+    Setting(
+        "security",
+        _one_of("auto", "require", "off"),
+        "auto",
+        "PYCOMM_SECURITY",
+        "What the [secret](security.md) of the job is for. `auto`: with a secret, every TCP "
+        "connection is in TLS; without one, connections are plain, and a job on several hosts logs "
+        "a warning. `require`: without a secret, a job whose ranks do not all reach each other by "
+        "Unix sockets is an error. `off`: no warning; with a secret, an error.",
+    ),
     Setting(
         "flight_recorder_size",
         _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),
         2000,
         "PYCOMM_FLIGHT_RECORDER_SIZE",
+        "The number of last operations that a group remembers, 0 to 1000000; 128 bytes each, 0 is "
+        "off.",
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
     ),
     Setting(
@@ -240,6 +343,18 @@ SETTINGS: tuple[Setting, ...] = (
         _path_or_off("a folder"),
         OFF,
         "PYCOMM_FLIGHT_RECORDER_DIR",
+        "A folder to which each rank writes what it remembers when a group fails; torch's "
+        "variables are, as in torch, the beginning of the files' names. "
+        "[Who was where](troubleshooting.md#who-was-where)",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+    ),
+    Setting(
+        "metrics_dir",
+        _path_or_off("a folder"),
+        OFF,
+        "PYCOMM_METRICS_DIR",
+        "A folder to which each rank writes its metrics every 5 seconds, for Prometheus by "
+        "node_exporter's textfile collector. One file per process: the last group that names a "
+        "folder decides. [Monitoring](monitoring.md)",
     ),
 )

@@ -41,7 +41,7 @@ from pycomm._ddp_options import (
     some,
     torch_options,
 )
-from pycomm._ddp_stats import DDPStats
+from pycomm._ddp_stats import DDPStats, add_wrapper
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
@@ -164,6 +164,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             self.global_group = self.process_group
             self.process_group = self._host_group
             self.register_forward_pre_hook(sync_when_due)
+        add_wrapper(self)
 
     def stats(self) -> DDPStats:
         """Counters since construction. Blocks while another thread is at the end of backward."""

@@ -10,44 +10,31 @@ to the cluster, or to another version of pycomm.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from pycomm._option_names import (
+    FAULT_VARIABLE,
+    SECRET_FILE_VARIABLE,
+    SECRET_VARIABLE,
+    is_misspelled,
+    suggestion,
+    unknown_variables,
+    variable_error,
+)
 from pycomm._settings import OFF, SETTINGS, Setting
 
 if TYPE_CHECKING:
     import torch
 
-_PREFIX = "PYCOMM_"
 _DEFAULT_ORIGIN = "default"
 FLIGHT_RECORD_NAME = "pycomm_rank_"
 """What the files of flight records are called, before the rank."""
-# setup.py and tools/ read them; left in a shell they do no harm.
-_BUILD_VARIABLES = {
-    "PYCOMM_BUILD_CUDA",
-    "PYCOMM_TORCHES",
-    "PYCOMM_UNITY",
-    "PYCOMM_UNTESTED_TORCH",
-}
-_FAULT_VARIABLE = "PYCOMM_FAULT"  # of test builds only, so no setting and in no list
-# No settings: those are printed, and published to the other ranks. Two to choose from at most.
-_SECRET_FILE_VARIABLE = "PYCOMM_SECRET_FILE"
-_SECRET_VARIABLE = "PYCOMM_SECRET"
 _SECRET_FILE = "~/.config/pycomm/secret"
 _NO_SECRET = "none"
-# Of the part after PYCOMM_: difflib's ratio of names that are one name misspelled.
-_NEAR = 0.75
-# Names of a secret with two letters exchanged, or another word behind: a job whose secret is not
-# found is open to everybody.
-_LIKE_SECRET = ("secret", "secert", "sercet", "serect", "scret", "secrt")
-# What a setting is called elsewhere.
-_OTHER_WORDS = {"tls": "security", "encryption": "security", "nic": "interface"}
-# A name of these words alone may be anybody's.
-_COMMON_WORDS = {"dir", "file", "size", "mode", "call", "site", "check", "range", "flight"}
 _BY_FIELD = {setting.field: setting for setting in SETTINGS}
 
 
@@ -62,55 +49,65 @@ class Options:
     others may differ. Immutable, so any thread may use one for any number of groups.
 
     Args:
-        interface: Network interfaces to use, in NCCL's notation: "eth0,ib" are beginnings of names,
-            "=eth0" is exactly one, "^lo,docker" all but these; of a list, all. Default: the one
-            that routes to the store's host. ``PYCOMM_SOCKET_IFNAME``, then ``GLOO_SOCKET_IFNAME``,
-            ``NCCL_SOCKET_IFNAME``.
-        socket_family: "auto", "ipv4" or "ipv6". ``PYCOMM_SOCKET_FAMILY``.
-        port_range: First and last port to listen on, as (29600, 29699) or "29600-29699": one port
-            per rank of the host and group, if that has ranks on other hosts. Default: the kernel
-            chooses. ``PYCOMM_PORT_RANGE``.
-        timeout: Seconds, or a timedelta, after which an operation or the making of a group fails.
-            ``PYCOMM_TIMEOUT``; default: torch's 30 minutes. ``init_process_group(timeout=...)``
-            wins over the variable.
-        heartbeat_timeout: Seconds of silence, 0.5 to 3600, or a timedelta, after which a rank whose
-            connections are open counts as gone: its process is stopped, or its host or network is
-            down. A sixth of that is the time between two heartbeats, which a native thread sends.
-            ``PYCOMM_HEARTBEAT_TIMEOUT``; default: 3.
-        debug: "WARN", "INFO" or "TRACE". ``PYCOMM_DEBUG``.
-        algorithm: "auto", or the one all_reduce algorithm to use: "ring", "recursive_doubling",
-            "direct", "hierarchical". ``PYCOMM_ALGO``.
-        transport: "auto": shared memory between ranks of one host, Unix sockets if there is none,
-            TCP between hosts; "shm": shared memory for a group on one host, or an error that says
-            why not; "tcp": TCP everywhere. ``PYCOMM_TRANSPORT``.
-        wire_dtype: The encoding of large float32 and float64 sums: "fp32" for their own dtype,
-            "bf16", "fp16", "fp8" or "int8" (docs/codecs.md). ``torch.float32``, ``torch.float16``
-            and ``torch.bfloat16`` are accepted for the first three. Averages that pycomm makes do
-            not use it: ``DistributedDataParallel`` and ``StreamingDiLoCo`` have a ``wire_dtype`` of
-            their own, and the others are exact. ``PYCOMM_WIRE_DTYPE``.
-        cuda_mode: How CUDA tensors travel: "tcp" copies them through pinned memory of the host to
-            the same engine that serves CPU tensors; "nccl" hands collectives to NCCL, or is an
-            error that says why not; "auto": NCCL if every rank has a GPU of its own and NCCL
-            loads, else "tcp" (docs/cuda.md). ``PYCOMM_CUDA_MODE``.
-        segment_nbytes: Bytes of one pipelined piece of a collective over links, from 4 KiB to
-            4 MiB; also "256K", "1M". No effect on collectives that run in the shared memory of one
-            host. ``PYCOMM_SEGMENT_NBYTES``.
-        streams: Connections of each link, over each interface, 1 to 16. No effect on links through
-            shared memory. ``PYCOMM_STREAMS``.
-        check_call_sites: Also compare the lines of Python that issue an operation, so that two
-            equal calls that one rank has swapped end as COLLECTIVE_MISMATCH naming both lines. A
-            correct program whose ranks issue one operation from different lines fails with it, so
-            use it only to find mistakes. ``PYCOMM_CHECK_CALL_SITES``; default: off.
-        security: What the secret of the job (docs/security.md) is for. "auto": with a secret, every
-            TCP connection is in TLS; without one, connections are plain, and a job on several hosts
-            logs a warning. "require": without a secret, a job whose ranks do not all reach each
-            other by Unix sockets is an error. "off": no warning; with a secret, an error.
-            ``PYCOMM_SECURITY``.
-        flight_recorder_size: The number of last operations that a group records; 0 for none.
-            ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
-        flight_recorder_dir: Folder to which every rank writes its flight record when a group
-            fails. ``PYCOMM_FLIGHT_RECORDER_DIR``, then ``TORCH_FR_DUMP_TEMP_FILE``, which is, as in
-            torch, the beginning of the files' names. Default: "off", nothing is written.
+        interface: Network interfaces, in NCCL's notation: ``eth0,ib``: all whose names begin so;
+            ``=eth0``: that one; ``^lo,docker``: all but these. Automatic: the one that routes to
+            the store's host. Several interfaces (docs/interfaces.md). ``PYCOMM_SOCKET_IFNAME``,
+            then ``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``; default: automatic.
+        socket_family: ``auto``, ``ipv4`` or ``ipv6``. ``PYCOMM_SOCKET_FAMILY``; default: auto.
+        port_range: First and last port to listen on, within 1024 to 65535, as ``29600-29699`` or
+            ``(29600, 29699)``: one port per rank of the host and group, if that has ranks on other
+            hosts. Automatic: the kernel chooses. ``PYCOMM_PORT_RANGE``; default: automatic.
+        timeout: Seconds, or a ``timedelta``, after which an operation or the making of a group
+            fails. ``init_process_group(timeout=...)`` wins over the variable. ``PYCOMM_TIMEOUT``;
+            default: 1800.0.
+        heartbeat_timeout: Seconds of silence, 0.5 to 3600, or a ``timedelta``, after which a rank
+            whose connections are open counts as gone: its process is stopped, or its host or
+            network is down. A native thread sends six heartbeats in that time.
+            ``PYCOMM_HEARTBEAT_TIMEOUT``; default: 3.0.
+        debug: ``WARN``, ``INFO`` or ``TRACE``: lines of the native part below this level are not
+            logged. ``PYCOMM_DEBUG``; default: WARN.
+        algorithm: ``auto``, or the one all_reduce algorithm to use: ``ring``,
+            ``recursive_doubling``, ``direct``, ``hierarchical``. ``PYCOMM_ALGO``; default: auto.
+        transport: ``auto``: shared memory (docs/shared-memory.md) between ranks of one host, Unix
+            sockets if there is none, TCP between hosts; ``shm``: shared memory for a group on one
+            host, or an error that says why not; ``tcp``: TCP everywhere. ``PYCOMM_TRANSPORT``;
+            default: auto.
+        wire_dtype: The encoding of large float32 and float64 sums: ``fp32`` for their own dtype,
+            ``fp16``, ``bf16``, ``fp8`` or ``int8``. ``float32``, ``float16`` and ``bfloat16``, with
+            or without ``torch.``, are the first three, and case does not matter, as in every
+            ``wire_dtype``. Averages that pycomm makes (docs/codecs.md) do not use it:
+            ``DistributedDataParallel`` and ``StreamingDiLoCo`` have a ``wire_dtype`` of their own,
+            and the others are exact. Codecs (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``; default: fp32.
+        cuda_mode: How CUDA tensors travel: ``tcp`` copies them through pinned memory of the host to
+            the same engine that serves CPU tensors; ``nccl`` hands collectives to NCCL, or is an
+            error that says why not; ``auto``: NCCL if every rank has a GPU of its own and NCCL
+            loads, else ``tcp``. CUDA tensors (docs/cuda.md). ``PYCOMM_CUDA_MODE``; default: auto.
+        segment_nbytes: Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as
+            ``262144``, ``"256K"``, ``"1M"``; above 1 MiB it counts as 1 MiB. No effect in shared
+            memory (docs/options.md). ``PYCOMM_SEGMENT_NBYTES``; default: 262144.
+        streams: Connections to each peer that is not reached through shared memory, in each
+            direction and over each interface, 1 to 16. Several connections (docs/interfaces.md); no
+            effect in shared memory (docs/options.md). ``PYCOMM_STREAMS``; default: 1.
+        check_call_sites: ``1`` or ``True``: also compare the lines of Python that issue an
+            operation, so that two equal calls that one rank has swapped (docs/faults.md) end as
+            ``COLLECTIVE_MISMATCH`` naming both lines. A correct program whose ranks issue one
+            operation from different lines fails with it, so use it only to find mistakes.
+            ``PYCOMM_CHECK_CALL_SITES``; default: False.
+        security: What the secret (docs/security.md) of the job is for. ``auto``: with a secret,
+            every TCP connection is in TLS; without one, connections are plain, and a job on several
+            hosts logs a warning. ``require``: without a secret, a job whose ranks do not all reach
+            each other by Unix sockets is an error. ``off``: no warning; with a secret, an error.
+            ``PYCOMM_SECURITY``; default: auto.
+        flight_recorder_size: The number of last operations that a group remembers, 0 to 1000000;
+            128 bytes each, 0 is off. ``PYCOMM_FLIGHT_RECORDER_SIZE``, then
+            ``TORCH_FR_BUFFER_SIZE``, ``TORCH_NCCL_TRACE_BUFFER_SIZE``; default: 2000.
+        flight_recorder_dir: A folder to which each rank writes what it remembers when a group
+            fails; torch's variables are, as in torch, the beginning of the files' names. Who was
+            where (docs/troubleshooting.md). ``PYCOMM_FLIGHT_RECORDER_DIR``, then
+            ``TORCH_FR_DUMP_TEMP_FILE``, ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``; default: off.
+        metrics_dir: A folder to which each rank writes its metrics every 5 seconds, for Prometheus
+            by node_exporter's textfile collector. One file per process: the last group that names a
+            folder decides. Monitoring (docs/monitoring.md). ``PYCOMM_METRICS_DIR``; default: off.
 
     Raises:
         ValueError: A value is out of range.
@@ -133,6 +130,7 @@ class Options:
     security: str | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
+    metrics_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for setting in SETTINGS:
@@ -194,7 +192,7 @@ def _init_with_nearest_name(self: Options, *args: Any, **values: Any) -> None:
         raise TypeError("pycomm.Options takes keywords only, as Options(interface='eth0')")
     for name in values:
         if name not in _BY_FIELD:
-            raise TypeError(f"pycomm.Options has no {name!r}{_suggestion(name, _BY_FIELD)}")
+            raise TypeError(f"pycomm.Options has no {name!r}{suggestion(name, _BY_FIELD)}")
     _generated_init(self, **values)
 
 
@@ -227,6 +225,8 @@ class ResolvedOptions:
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""
+    metrics_dir: str
+    """The same."""
     origins: Mapping[str, str]
     """By field: "Options.timeout", "PYCOMM_TIMEOUT", "GLOO_SOCKET_IFNAME" or "default"."""
 
@@ -255,57 +255,10 @@ def check_variable_names(environ: Iterable[str]) -> None:
         warnings.warn(variable_error(name), RuntimeWarning, stacklevel=2)
 
 
-def is_misspelled(name: str) -> bool:
-    """Whether an unknown variable's name resembles one of pycomm's, or says the same."""
-    return _meant_by(name) is not None
-
-
-def _meant_by(name: str) -> str | None:
-    """The variable that is probably meant; None if the name resembles none."""
-    stem = _stem(name)
-    names = {setting.field: setting.variable for setting in SETTINGS}
-    names |= {_stem(variable): variable for variable in variables()}
-    if stem in _OTHER_WORDS:
-        return names[_OTHER_WORDS[stem]]
-    if any(word in stem for word in _LIKE_SECRET):
-        return _SECRET_FILE_VARIABLE
-    if near := difflib.get_close_matches(stem, names, 1, _NEAR):
-        return names[near[0]]
-    said = _words(stem)
-    for known, variable in names.items():
-        words = _words(known)
-        if said >= words or (said <= words and not said <= _COMMON_WORDS):
-            return variable
-    return None
-
-
-def _words(stem: str) -> set[str]:
-    return {word.removesuffix("s") for word in stem.split("_") if word}
-
-
-def variable_error(name: str) -> str:
-    """The text about an unknown name. It offers the known one that the name resembles."""
-    if meant := _meant_by(name):
-        known = [*variables(), _SECRET_FILE_VARIABLE, _SECRET_VARIABLE]
-        return f"{name} is not a variable of pycomm{_offer(meant, known)}"
-    return f"{name} is not a variable of pycomm, and has no effect"
-
-
-def _stem(name: str) -> str:
-    return name.removeprefix(_PREFIX).lower()
-
-
-def unknown_variables(environ: Iterable[str]) -> list[str]:
-    """The ``PYCOMM_*`` names in ``environ`` that pycomm does not know, sorted."""
-    known = {*variables(), *_BUILD_VARIABLES, _FAULT_VARIABLE}
-    known |= {_SECRET_FILE_VARIABLE, _SECRET_VARIABLE}
-    return sorted(name for name in environ if name.startswith(_PREFIX) and name not in known)
-
-
 def fault_points() -> str:
     """The faults of a test: "site:nth:action", several separated by commas. See
     csrc/base/fault_point.h; an ordinary build raises for anything but ""."""
-    return os.environ.get(_FAULT_VARIABLE, "").strip()
+    return os.environ.get(FAULT_VARIABLE, "").strip()
 
 
 def secret_file(environ: Mapping[str, str] | None = None) -> str:
@@ -316,21 +269,21 @@ def secret_file(environ: Mapping[str, str] | None = None) -> str:
     """
     environ = os.environ if environ is None else environ
     if wants_no_secret(environ):
-        raise ValueError(f"{_SECRET_FILE_VARIABLE}={_NO_SECRET}: this job has no secret")
-    named = environ.get(_SECRET_FILE_VARIABLE, "").strip()
+        raise ValueError(f"{SECRET_FILE_VARIABLE}={_NO_SECRET}: this job has no secret")
+    named = environ.get(SECRET_FILE_VARIABLE, "").strip()
     return os.path.abspath(os.path.expanduser(named or _SECRET_FILE))
 
 
 def wants_no_secret(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``PYCOMM_SECRET_FILE=none``: then no file counts, not even in the home folder."""
     environ = os.environ if environ is None else environ
-    return environ.get(_SECRET_FILE_VARIABLE, "").strip() == _NO_SECRET
+    return environ.get(SECRET_FILE_VARIABLE, "").strip() == _NO_SECRET
 
 
 def names_secret_file(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``PYCOMM_SECRET_FILE`` is set: then the file has to exist."""
     environ = os.environ if environ is None else environ
-    return bool(environ.get(_SECRET_FILE_VARIABLE, "").strip())
+    return bool(environ.get(SECRET_FILE_VARIABLE, "").strip())
 
 
 def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -342,31 +295,13 @@ def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
         ValueError: There is also ``PYCOMM_SECRET_FILE``, or one of the two is set and empty.
     """
     environ = os.environ if environ is None else environ
-    for name in (_SECRET_VARIABLE, _SECRET_FILE_VARIABLE):
+    for name in (SECRET_VARIABLE, SECRET_FILE_VARIABLE):
         if not environ.get(name, "set").strip():
             # As of "$(cat FILE)" without the file: taken for unset, the job would be open.
             raise ValueError(f"{name} is set and empty: unset it, or give it a value")
-    text = environ.get(_SECRET_VARIABLE, "").strip()
-    if text and environ.get(_SECRET_FILE_VARIABLE, "").strip():
+    text = environ.get(SECRET_VARIABLE, "").strip()
+    if text and environ.get(SECRET_FILE_VARIABLE, "").strip():
         raise ValueError(
-            f"both {_SECRET_VARIABLE} and {_SECRET_FILE_VARIABLE} are set: unset {_SECRET_VARIABLE}"
+            f"both {SECRET_VARIABLE} and {SECRET_FILE_VARIABLE} are set: unset {SECRET_VARIABLE}"
         )
-    return (text, _SECRET_VARIABLE) if text else ("", "")
-
-
-def variables() -> list[str]:
-    """Names of all variables of pycomm's own."""
-    return [setting.variable for setting in SETTINGS]
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    known = list(known)
-    # Compared in lower case: options and variables are misspelled in case, too.
-    lowered = {candidate.lower(): candidate for candidate in known}
-    nearest = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.0)
-    return _offer(lowered[nearest[0]] if nearest else "", known)
-
-
-def _offer(meant: str, known: Iterable[str]) -> str:
-    hint = f"; did you mean {meant}?" if meant else ""
-    return f"{hint} Known: {', '.join(known)}"
+    return (text, SECRET_VARIABLE) if text else ("", "")

@@ -30,7 +30,7 @@ namespace {
 // Some may be late, and the thread that looks has to get a core in between.
 constexpr int kHeartbeatsInTimeout = 6;
 
-/// What pycomm._backend.native_options makes, read while the lock is held.
+/// What pycomm._native_options.native_options makes, read while the lock is held.
 struct NativeOptions {
   std::string interface;
   std::string socket_family;

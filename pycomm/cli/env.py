@@ -17,15 +17,10 @@ import torch
 
 import _pycomm_autoload
 from pycomm import _extension, _secret, errors
+from pycomm._option_names import is_misspelled, unknown_variables, variable_error
 from pycomm._settings import SETTINGS
 from pycomm._version import __version__
-from pycomm.options import (
-    Options,
-    fault_points,
-    is_misspelled,
-    unknown_variables,
-    variable_error,
-)
+from pycomm.options import Options, fault_points
 
 _DISTRIBUTION = "torch-pycomm"
 

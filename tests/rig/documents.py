@@ -33,6 +33,11 @@ def table(text: str, *header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.split("|")] for row in rows]
 
 
+def code(cell: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
 def installed_environment(folder: Path) -> dict[str, str]:
     """For children: pycomm counts as installed, so torch finds the backend by itself.
 

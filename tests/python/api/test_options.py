@@ -15,33 +15,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import Options, codecs
+from pycomm._option_names import unknown_variables, variables
 from pycomm._settings import SETTINGS
 from pycomm._wire_patterns import named_wire_dtype
-from pycomm.options import ResolvedOptions, unknown_variables, variables
+from pycomm.options import ResolvedOptions
+
+# A new option need not stand here.
+DEFAULTS = {
+    "interface": "",
+    "socket_family": "auto",
+    "port_range": (0, 0),
+    "timeout": 1800.0,
+    "heartbeat_timeout": 3.0,
+    "debug": "WARN",
+    "algorithm": "auto",
+    "transport": "auto",
+    "wire_dtype": "fp32",
+    "cuda_mode": "auto",
+    "segment_nbytes": 256 * 1024,
+    "streams": 1,
+    "check_call_sites": False,
+    "security": "auto",
+    "flight_recorder_size": 2000,
+    "flight_recorder_dir": "off",
+    "metrics_dir": "off",
+}
 
 
 def test_defaults() -> None:
     resolved = Options().resolve({})
-    assert resolved == ResolvedOptions(
-        interface="",
-        socket_family="auto",
-        port_range=(0, 0),
-        timeout=1800.0,
-        heartbeat_timeout=3.0,
-        debug="WARN",
-        algorithm="auto",
-        transport="auto",
-        wire_dtype="fp32",
-        cuda_mode="auto",
-        segment_nbytes=256 * 1024,
-        streams=1,
-        check_call_sites=False,
-        security="auto",
-        flight_recorder_size=2000,
-        flight_recorder_dir="off",
-        origins={setting.field: "default" for setting in SETTINGS},
-    )
-    assert resolved.is_default("interface")
+    assert {field: getattr(resolved, field) for field in DEFAULTS} == DEFAULTS
+    for setting in SETTINGS:
+        assert getattr(resolved, setting.field) == setting.default
+        assert resolved.is_default(setting.field)
 
 
 def test_every_field_has_one_setting_and_stands_in_the_docstring() -> None:
@@ -52,6 +58,7 @@ def test_every_field_has_one_setting_and_stands_in_the_docstring() -> None:
     for setting in SETTINGS:
         assert f"        {setting.field}: " in str(Options.__doc__)
         assert f"``{setting.variable}``" in str(Options.__doc__)
+    assert str(Options.__doc__).count("PYCOMM_") == len(SETTINGS)
 
 
 # field, text of the variable, the same as a field's value, what both must become
@@ -80,6 +87,8 @@ SAME_EITHER_WAY = [
     ("flight_recorder_size", "0", 0, 0),
     ("flight_recorder_dir", "Off", "off", "off"),
     ("flight_recorder_dir", "/tmp/fr/", Path("/tmp/fr"), "/tmp/fr"),
+    ("metrics_dir", "OFF", "off", "off"),
+    ("metrics_dir", "/tmp/metrics", Path("/tmp/metrics/"), "/tmp/metrics"),
 ]
 
 
@@ -135,6 +144,7 @@ REFUSED = [
     ("flight_recorder_size", "-1", "0 to 1000000"),
     ("flight_recorder_size", 2_000_000, "0 to 1000000"),
     ("flight_recorder_dir", 7, "a folder"),
+    ("metrics_dir", 7, "a folder"),
     ("socket_family", "ipv5", "'auto' or 'ipv4' or 'ipv6'"),
     ("port_range", "29699-29600", "29600-29699"),
     ("port_range", "80-90", "1024-65535"),
@@ -204,6 +214,7 @@ def test_a_fallback_with_a_bad_value_is_named_as_itself() -> None:
         ("PYCOMM_TIMEOUT_SECONDS", "PYCOMM_TIMEOUT"),
         ("PYCOMM_TLS", "PYCOMM_SECURITY"),
         ("PYCOMM_SECRETS", "PYCOMM_SECRET_FILE"),
+        ("PYCOMM_METRICS", "PYCOMM_METRICS_DIR"),
     ],
 )
 def test_an_unknown_variable_is_an_error_with_the_nearest_name(

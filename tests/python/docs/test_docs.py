@@ -16,7 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from documents import ROOT, blocks, installed_environment, read, table
+from documents import ROOT, blocks, code, installed_environment, read, table
 
 import pycomm
 from pycomm import errors, service
@@ -206,10 +206,6 @@ def test_contributing_names_functions_that_exist() -> None:
             assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
 
 
-def code(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
 def test_the_table_of_errors_is_the_codes() -> None:
     header = ("code", "class in `pycomm.errors`", "to torch", "meaning", "what to try")
     rows = table(read("docs/errors.md"), *header)
@@ -273,6 +269,8 @@ def test_the_errors_of_two_machines_exist() -> None:
 
 
 def test_the_table_of_options_is_the_settings() -> None:
+    for path, text in tool("options_table").written(ROOT).items():
+        assert path.read_text() == text, f"run tools/options_table.py: {path} is another text"
     header = ("field", "values", "default", "variable", "also read")
     rows = table(read("docs/options.md"), *header)
     assert [code(row[0])[0] for row in rows] == [setting.field for setting in SETTINGS]
