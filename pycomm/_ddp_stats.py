@@ -7,6 +7,17 @@ import itertools
 import weakref
 from typing import Any
 
+AS_COUNTED = (
+    "passes",
+    "steps",
+    "buckets_reduced",
+    "overflowed_buckets",
+    "underflowed_buckets",
+    "nonfinite_buckets",
+    "shared_nbytes",
+)
+"""The counters that the reducer has under the same name."""
+
 _numbers = itertools.count()
 _wrappers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

@@ -41,7 +41,7 @@ from pycomm._ddp_options import (
     some,
     torch_options,
 )
-from pycomm._ddp_stats import DDPStats, add_wrapper
+from pycomm._ddp_stats import AS_COUNTED, DDPStats, add_wrapper
 from pycomm._model_check import check_same_on_all_ranks
 from pycomm._wire_patterns import ENCODED, WireDtype, named_wire_dtype, wire_dtypes
 from pycomm.codecs import codec_stats
@@ -149,6 +149,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
+        self._by_nccl = False
         self._host_group: Any = None
         self._steps_at_sync = 0
         self._syncs = 0
@@ -177,19 +178,13 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         sent = ring_nbytes(handed, world_size)
         exposed = raw.exposed_ns / 1e9 + self._sync_seconds
         return DDPStats(
-            passes=raw.passes,
-            steps=raw.steps,
+            **{name: getattr(raw, name) for name in AS_COUNTED},
             syncs=self._syncs,
-            buckets_reduced=raw.buckets_reduced,
             wire_nbytes=raw.wire_nbytes + self._sync_wire_nbytes,
             sent_nbytes=sent,
             saved_nbytes=ring_nbytes(raw.gradient_nbytes, world_size) - sent,
             exposed_seconds=exposed,
             exposed_seconds_per_step=exposed / max(1, raw.steps),
-            overflowed_buckets=raw.overflowed_buckets,
-            underflowed_buckets=raw.underflowed_buckets,
-            nonfinite_buckets=raw.nonfinite_buckets,
-            shared_nbytes=raw.shared_nbytes,
             codec_overflows=self._overflows() - self._overflows_before,
         )
 
@@ -369,19 +364,22 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         names, tensors = list(everything), list(everything.values())
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))
-        check_group(self._reducing_group(), self._wire_dtype, wires)
+        group = self._reducing_group()
+        if self._with_all_ranks and tensors:
+            self._by_nccl = by_nccl(group, tensors[0].device)
+        check_group(group, self._wire_dtype, wires)
         self.reducer = native.Reducer(
             tensors,
             names,
             wires,
             expect_sparse(self.module, tensors),
-            self._reducing_group(),
-            pycomm_backend(self._reducing_group()),
-            wrapper_store(self._reducing_group()) if self._with_all_ranks else None,
+            group,
+            pycomm_backend(group),
+            wrapper_store(group) if self._with_all_ranks else None,
             **bucket_caps(
                 getattr(self, "bucket_bytes_cap_list", []),
                 None if self._uses_default_cap else self.bucket_bytes_cap,
-                bool(tensors) and by_nccl(self._reducing_group(), tensors[0].device),
+                self._by_nccl,
             ),
             accumulate=self._accumulate,
             find_unused_parameters=self.find_unused_parameters,

@@ -354,11 +354,12 @@ def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
     counts = {}
     for mode in ("tcp", "nccl"):
         group = dist.new_group(pg_options=pycomm.Options(cuda_mode=mode))  # type: ignore[arg-type]
+        dist.distributed_c10d._update_default_pg(group)  # torch copies no other wrappers
         layers = [nn.Linear(1024, 512, bias=False) for _ in range(6)]  # 2 MiB each
-        ddp = pycomm.DistributedDataParallel(
-            nn.Sequential(*layers).to("cuda:0"), process_group=group, init_sync=False
-        )
+        ddp = pycomm.DistributedDataParallel(nn.Sequential(*layers).to("cuda:0"), init_sync=False)
         counts[mode] = len(ddp.reducer.bucket_names())
+        if rank == 0:  # alone: a copy must not ask the other ranks
+            assert len(copy.deepcopy(ddp).reducer.bucket_names()) == counts[mode]
     return counts
 
 
