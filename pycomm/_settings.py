@@ -345,7 +345,7 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_FLIGHT_RECORDER_DIR",
         "A folder to which each rank writes what it remembers when a group fails; torch's "
         "variables are, as in torch, the beginning of the files' names. "
-        "[Who was where](troubleshooting.md#who-was-where)",
+        "[Reading the files](troubleshooting.md#who-was-where)",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
     ),
     Setting(

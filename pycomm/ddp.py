@@ -151,8 +151,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
         self._by_nccl = False
         self._host_group: Any = None
-        self._steps_at_sync = 0
-        self._syncs = 0
+        self._steps_at_sync = self._syncs = 0
         self._wires: dict[torch.Tensor, str | None] = {}
         self._overflows_before = 0
         self._sync_wire_nbytes = 0

@@ -102,8 +102,8 @@ class Options:
             128 bytes each, 0 is off. ``PYCOMM_FLIGHT_RECORDER_SIZE``, then
             ``TORCH_FR_BUFFER_SIZE``, ``TORCH_NCCL_TRACE_BUFFER_SIZE``; default: 2000.
         flight_recorder_dir: A folder to which each rank writes what it remembers when a group
-            fails; torch's variables are, as in torch, the beginning of the files' names. See "Who
-            was where" in docs/troubleshooting.md. ``PYCOMM_FLIGHT_RECORDER_DIR``, then
+            fails; torch's variables are, as in torch, the beginning of the files' names. Reading
+            the files (docs/troubleshooting.md). ``PYCOMM_FLIGHT_RECORDER_DIR``, then
             ``TORCH_FR_DUMP_TEMP_FILE``, ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``; default: off.
         metrics_dir: A folder to which each rank writes its metrics every 5 seconds, for Prometheus
             by node_exporter's textfile collector. One file per process: the last group that names a

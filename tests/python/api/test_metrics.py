@@ -63,7 +63,7 @@ def wait_for(what: Callable[[], Any], within_s: float = 30.0) -> Any:
     return value
 
 
-# Counters
+# Counts
 
 
 def some_operations(rank: int, world_size: int, folder: str) -> tuple[str, str]:

@@ -57,7 +57,7 @@ def test_operations_that_came_and_went_between_two_readings_are_of_unknown_kind(
     counts = OperationCounts()
     read_into(counts, [op(1), op(2, state="running"), op(3, "barrier")], 4)
     # 5 and 7 are forgotten, and 6 was never given: 2 still runs in the slot that it would have.
-    # So were 8 and 10, for 4 and 2; 6 looks like 5 and 7.
+    # Nor were 8 and 10, because of 4 and 2. 6 looks like 5 and 7.
     read_into(counts, [op(2, state="running"), op(4, "b", state="running"), op(9), op(11)], 4)
     assert counts.issued == {"all_reduce": 4, "barrier": 1, "b": 1, UNKNOWN: 3}
     assert counts.completed == {"all_reduce": 3, "barrier": 1, UNKNOWN: 3}
