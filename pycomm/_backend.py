@@ -7,6 +7,7 @@ import os
 import socket
 import sysconfig
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -57,12 +58,15 @@ def register() -> None:
     _pycomm_autoload.register()
 
 
-def create_group(group: Any, pg_options: object) -> Any:
+def create_group(
+    group: Any, pg_options: object, preflight: Callable[[ResolvedOptions], Any] | None = None
+) -> Any:
     """Makes this rank's end of a group; torch calls it through the registration.
 
     Args:
         group: torch's ``_DistributedBackendOptions``.
         pg_options: The user's ``pg_options``.
+        preflight: Makes a ``pycomm.doctor.preflight.Preflight``, for a job that wants it.
 
     Returns:
         The native backend.
@@ -93,6 +97,9 @@ def create_group(group: Any, pg_options: object) -> Any:
         # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
         # subgroups, gives groups of different ranks one name and so one place in the store.
         store = HashStore()
+    compared = None
+    if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
+        compared = preflight(resolved)
     backend = extension.create_backend(
         store,
         rank,
@@ -107,6 +114,8 @@ def create_group(group: Any, pg_options: object) -> Any:
         ),
     )
     _tell_once(extension, backend, rank)
+    if compared is not None:
+        compared.run(backend, store, rank)
     return backend
 
 

@@ -228,6 +228,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("streams", _count(1, 16, "connections, 1 to 16"), 1, "PYCOMM_STREAMS"),
     Setting("check_call_sites", _switch, False, "PYCOMM_CHECK_CALL_SITES"),
     Setting("security", _one_of("auto", "require", "off"), "auto", "PYCOMM_SECURITY"),
+    Setting("preflight", _switch, False, "PYCOMM_PREFLIGHT"),
     Setting(
         "flight_recorder_size",
         _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),

@@ -106,6 +106,9 @@ class Options:
             logs a warning. "require": without a secret, a job whose ranks do not all reach each
             other by Unix sockets is an error. "off": no warning; with a secret, an error.
             ``PYCOMM_SECURITY``.
+        preflight: When the default group is made, rank 0 compares the hosts and logs what differs
+            (docs/doctor.md). It sends a few hundred bytes per rank. ``PYCOMM_PREFLIGHT``; default:
+            off.
         flight_recorder_size: The number of last operations that a group records; 0 for none.
             ``PYCOMM_FLIGHT_RECORDER_SIZE``, then ``TORCH_FR_BUFFER_SIZE``.
         flight_recorder_dir: Folder to which every rank writes its flight record when a group
@@ -131,6 +134,7 @@ class Options:
     streams: int | None = None
     check_call_sites: bool | None = None
     security: str | None = None
+    preflight: bool | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
 
@@ -224,6 +228,7 @@ class ResolvedOptions:
     streams: int
     check_call_sites: bool
     security: str
+    preflight: bool
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""

@@ -56,7 +56,8 @@ def measure(store: Any, rank: int, size: int) -> list[Sync]:
         rank=rank,
         world_size=size,
         timeout=_TIMEOUT,
-        pg_options=Options(debug="WARN"),  # the screen shows what the INFO line would
+        # The screen shows what the lines of log would.
+        pg_options=Options(debug="WARN", preflight=False),
     )
     try:
         syncs = [_time(wire, busy=False) for wire in WIRES]
