@@ -9,9 +9,9 @@ with busy cores. Then they train three models with pycomm.DistributedDataParalle
 dtype, and record one step of each with pycomm.report.Recorder. A row compares the medians over the
 rounds.
 
-The sync of a step is the reduction of the model's gradients: from the launch of its first bucket
-until the last one is reduced, on the slower rank. It is no part of a step that could be added to
-the computation: a step hides a part of it.
+The sync of a step is the reduction of the model's gradients, `Step.sync_s`: the time in which at
+least one bucket is launched and not yet reduced, on the slower rank. Pauses, in which backward has
+no bucket to launch, are the model's. A step hides a part of the sync; `exposed` is the rest.
 
 idle: a step of one sample per rank, which leaves the cores to the sync.
 busy: the same step, while another thread of each rank trains a second model without a pause.
@@ -44,6 +44,7 @@ from torch import nn
 
 PORT = 29561  # as ddp_hosts.launch has it
 WIRES = ("fp32", "fp16", "int8")
+CORES = ("idle", "busy")
 ALLOWED = 0.15
 TIMEOUT = timedelta(seconds=120)
 
@@ -115,14 +116,13 @@ def slowest(seconds: float) -> float:
     return float(taken)
 
 
-def syncs_of(name: str, wire: str, options: argparse.Namespace) -> dict[str, Any]:
+def syncs_of(name: str, wire: str) -> dict[str, Any]:
     """Seconds of a sync of one model, with idle and with busy cores."""
     import pycomm
 
     make, shape = MODELS[name]
     torch.manual_seed(0)
-    wire_dtype = None if wire == "fp32" else wire
-    model = pycomm.DistributedDataParallel(make(), wire_dtype=wire_dtype)
+    model = pycomm.DistributedDataParallel(make(), wire_dtype=wire)
     recorder = pycomm.report.Recorder(model)
     torch.manual_seed(dist.get_rank())
     batch = torch.rand(shape)
@@ -133,13 +133,8 @@ def syncs_of(name: str, wire: str, options: argparse.Namespace) -> dict[str, Any
 
     def recorded() -> dict[str, float]:
         dist.barrier()
-        buckets = (done := recorder.record(step)).buckets
-        launched = min(bucket.launched_s for bucket in buckets)
-        return {
-            "sync": slowest(max(bucket.reduced_s for bucket in buckets) - launched),
-            "exposed": slowest(done.exposed_s),
-            "step": slowest(done.ended_s),
-        }
+        done = recorder.record(step)
+        return {"sync": slowest(done.sync_s), "exposed": slowest(done.exposed_s)}
 
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     for _ in range(2):  # after the first, buckets are cut anew
@@ -159,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"], PORT, size, rank == 0, TIMEOUT
     )
-    predicted = sync.measure(dist.PrefixStore("doctor", store), rank, size)  # type: ignore[attr-defined]
+    syncs = sync.measure(dist.PrefixStore("doctor", store), rank, size)  # type: ignore[attr-defined]
     dist.init_process_group(
         "pycomm",
         store=dist.PrefixStore("training", store),  # type: ignore[attr-defined]
@@ -167,16 +162,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         world_size=size,
         timeout=TIMEOUT,
     )
-    trained = {
-        f"{name} {wire}": syncs_of(name, wire, options) for name in options.models for wire in WIRES
-    }
+    found: dict[str, Any] = {}
+    for name in options.models:
+        for wire in WIRES:
+            one = found[f"{name} {wire}"] = syncs_of(name, wire)
+            for cores in CORES:
+                told = sync.find(syncs, wire, busy=cores == "busy")
+                assert told is not None
+                one[cores]["predicted"] = told.of(one["parameters"])
     dist.barrier()
     dist.destroy_process_group()
-    per_parameter = {
-        f"{one.wire} {'busy' if one.busy else 'idle'}": one.seconds_per_parameter
-        for one in predicted
-    }
-    return {"predicted": per_parameter, "trained": trained}
+    return found
 
 
 def table(rounds: Sequence[dict[str, Any]], models: Sequence[str]) -> list[str]:
@@ -187,11 +183,11 @@ def table(rounds: Sequence[dict[str, Any]], models: Sequence[str]) -> list[str]:
     ]
     ratios = []
     for name in models:
-        for cores in ("idle", "busy"):
+        for cores in CORES:
             for wire in WIRES:
-                found = [one["trained"][f"{name} {wire}"] for one in rounds]
+                found = [one[f"{name} {wire}"] for one in rounds]
                 numel = found[0]["parameters"]
-                told = [one["predicted"][f"{wire} {cores}"] * numel for one in rounds]
+                told = [one[cores]["predicted"] for one in found]
                 took = [one[cores]["sync"] for one in found]
                 exposed = statistics.median(one[cores]["exposed"] for one in found)
                 ratios.append(statistics.median(told) / statistics.median(took))
