@@ -3,18 +3,22 @@
     python benchmarks/doctor_predictions.py --out benchmarks/results/doctor-predictions.txt
     python benchmarks/doctor_predictions.py --rounds 1          # a first look, two minutes
 
-Each round starts one rank per host anew. The ranks first run stage 3 of the doctor
-(pycomm/doctor/sync.py), which predicts seconds per parameter for each wire dtype, with idle and
-with busy cores. Then they train three models with pycomm.DistributedDataParallel, with each wire
-dtype, and record one step of each with pycomm.report.Recorder. A row compares the medians over the
-rounds.
+Each round is of one model, and starts one rank per host anew. The ranks first run stage 3 of the
+doctor (pycomm/doctor/sync.py), which predicts seconds for each wire dtype, with idle and with busy
+cores. Then they train the model with pycomm.DistributedDataParallel, with each wire dtype, and
+record one step of each with pycomm.report.Recorder. A row compares the medians over the rounds.
+
+The header has the cores that other programs of this machine used in each round: trust a table
+only if they are near 0.
 
 The sync of a step is the reduction of the model's gradients, `Step.sync_s`: the time in which at
 least one bucket is launched and not yet reduced, on the slower rank. Pauses, in which backward has
 no bucket to launch, are the model's. A step hides a part of the sync; `exposed` is the rest.
 
-idle: a step of one sample per rank, which leaves the cores to the sync.
-busy: the same step, while another thread of each rank trains a second model without a pause.
+idle: the gradients are there without computing, as when a device computes them: the cores are the
+    sync's.
+busy: forward and backward of one sample, while another thread of each rank trains a second model
+    without a pause.
 
 Hosts are network namespaces with a token bucket at both ends of each wire. Needs root, `ip`, `tc`.
 """
@@ -29,7 +33,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,6 +91,38 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 blocks; 61 M, of which one layer has 38 M."""
 
 
+class _Prepared(torch.autograd.Function):
+    """A loss whose gradients are there already."""
+
+    @staticmethod
+    def forward(
+        context: Any, gradients: Sequence[torch.Tensor], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        context.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> Any:
+        return None, *context.gradients
+
+
+class Model(nn.Module):
+    """One of the models, which a device or the cores train."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self._gradients = [torch.randn_like(one) for one in inner.parameters()]
+
+    def forward(self, batch: torch.Tensor | None) -> torch.Tensor:
+        if batch is not None:
+            loss: torch.Tensor = self.inner(batch).square().mean()
+            return loss
+        made = _Prepared.apply(self._gradients, *self.inner.parameters())  # type: ignore[no-untyped-call]
+        prepared: torch.Tensor = made
+        return prepared
+
+
 @contextlib.contextmanager
 def busy_cores() -> Iterator[None]:
     """Trains a second model meanwhile, in a thread, and reduces nothing."""
@@ -122,27 +158,28 @@ def syncs_of(name: str, wire: str) -> dict[str, Any]:
 
     make, shape = MODELS[name]
     torch.manual_seed(0)
-    model = pycomm.DistributedDataParallel(make(), wire_dtype=wire)
+    model = pycomm.DistributedDataParallel(Model(make()), wire_dtype=wire)
     recorder = pycomm.report.Recorder(model)
     torch.manual_seed(dist.get_rank())
     batch = torch.rand(shape)
 
-    def step() -> None:
+    def step(batch: torch.Tensor | None) -> None:
         model.zero_grad()
-        model(batch).square().mean().backward()
+        model(batch).backward()
 
-    def recorded() -> dict[str, float]:
+    def recorded(batch: torch.Tensor | None) -> dict[str, float]:
         dist.barrier()
-        done = recorder.record(step)
+        done = recorder.record(lambda: step(batch))
         return {"sync": slowest(done.sync_s), "exposed": slowest(done.exposed_s)}
 
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     for _ in range(2):  # after the first, buckets are cut anew
-        step()
-    found["idle"] = recorded()
+        step(batch)
+    step(None)
+    found["idle"] = recorded(None)
     with busy_cores():
-        step()
-        found["busy"] = recorded()
+        step(batch)
+        found["busy"] = recorded(batch)
     return found
 
 
@@ -162,30 +199,56 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         world_size=size,
         timeout=TIMEOUT,
     )
-    found: dict[str, Any] = {}
-    for name in options.models:
-        for wire in WIRES:
-            one = found[f"{name} {wire}"] = syncs_of(name, wire)
-            for cores in CORES:
-                told = sync.find(syncs, wire, busy=cores == "busy")
-                assert told is not None
-                one[cores]["predicted"] = told.of(one["parameters"])
+    found = {}
+    for wire in WIRES:
+        one = found[wire] = syncs_of(options.models[0], wire)
+        for cores in CORES:
+            told = sync.find(syncs, wire, busy=cores == "busy")
+            assert told is not None
+            one[cores]["predicted"] = told.of(one["parameters"])
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def table(rounds: Sequence[dict[str, Any]], models: Sequence[str]) -> list[str]:
+def busy_s() -> float:
+    """CPU seconds that all processes of the machine have used, less those of ended children."""
+    user, nice, system, _, _, hard, soft, *_ = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    )
+    children = os.times()
+    mine = children.children_user + children.children_system
+    return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK") - mine
+
+
+def rounds_of(
+    name: str, argv: Sequence[str], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """The rounds of one model, and the cores that other programs used in each."""
+    rounds: list[dict[str, Any]] = []
+    others: list[float] = []
+    while len(rounds) < options.rounds:
+        begin, before = time.monotonic(), busy_s()
+        with virtual_switch.switch(2, options.mbit) as hosts:
+            own = [*argv, "--models", name]
+            rounds.append(json.loads(ddp_hosts.launch(hosts, own, options.limit, __file__)))
+        took = time.monotonic() - begin
+        others.append(round((busy_s() - before) / took, 2))
+        print(f"{name}: {took:.0f} s, others {others[-1]} cores", file=sys.stderr, flush=True)
+    return rounds, others
+
+
+def table(rounds: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     """A row per model, cores and wire, and how many are within the limit."""
     lines = [
         f"{'model':<12}{'M param.':>9} {'cores':<5}{'wire':>5}{'predicted s':>12}{'(range)':>15}"
         f"{'sync s':>8}{'(range)':>15}{'ratio':>7}{'exposed s':>10}"
     ]
     ratios = []
-    for name in models:
+    for name, made in rounds.items():
         for cores in CORES:
             for wire in WIRES:
-                found = [one[f"{name} {wire}"] for one in rounds]
+                found = [one[wire] for one in made]
                 numel = found[0]["parameters"]
                 told = [one[cores]["predicted"] for one in found]
                 took = [one[cores]["sync"] for one in found]
@@ -223,15 +286,11 @@ def main(argv: Sequence[str]) -> int:
             os.write(options.results_fd, json.dumps(found).encode())
         return 0
     lines = [f"# {name}: {value}" for name, value in header("doctor_predictions", argv).items()]
-    rounds, loads = [], []
-    for number in range(options.rounds):
-        begin = time.monotonic()
-        loads.append(round(os.getloadavg()[0], 2))
-        with virtual_switch.switch(2, options.mbit) as hosts:
-            rounds.append(json.loads(ddp_hosts.launch(hosts, argv, options.limit, __file__)))
-        print(f"round {number + 1}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    lines.append(f"# load before each round: {loads}")
-    lines += table(rounds, options.models)
+    rounds = {}
+    for name in options.models:
+        rounds[name], others = rounds_of(name, argv, options)
+        lines.append(f"# cores that others used, {name}: {others}")
+    lines += table(rounds)
     text = "\n".join(lines) + "\n"
     print(text, end="", flush=True)
     if options.out is not None:
