@@ -35,4 +35,11 @@ def register() -> None:
 def _create_group(group: Any, pg_options: Any) -> Any:
     from pycomm._backend import create_group
 
-    return create_group(group, pg_options)
+    return create_group(group, pg_options, _preflight)
+
+
+def _preflight(options: Any) -> Any:
+    """Only for jobs that want it: it stands above what makes groups, and takes time to import."""
+    from pycomm.doctor.preflight import Preflight
+
+    return Preflight(options)

@@ -297,7 +297,10 @@ def print_table(rows: list[dict[str, Any]], facts: dict[str, Any], beside: str) 
 
 
 def launch(
-    hosts: Sequence[virtual_switch.Host | None], argv: Sequence[str], limit_s: float
+    hosts: Sequence[virtual_switch.Host | None],
+    argv: Sequence[str],
+    limit_s: float,
+    script: str = __file__,
 ) -> bytes:
     """One rank a host; what rank 0 reports."""
     read_fd, write_fd = os.pipe()
@@ -309,7 +312,7 @@ def launch(
             env |= {"MASTER_ADDR": first, "MASTER_PORT": "29561", "OMP_NUM_THREADS": "1"}
             env["GLOO_SOCKET_IFNAME"] = "eth0" if host is not None else "lo"
             env["BENCH_ADDRESS"] = host.address if host is not None else LOOPBACK
-            inner = [sys.executable, __file__, *argv, "--parent-pid", str(os.getpid())]
+            inner = [sys.executable, script, *argv, "--parent-pid", str(os.getpid())]
             inner += ["--results-fd", str(write_fd)]
             command = host.command(*inner) if host is not None else inner
             ranks.append(subprocess.Popen(command, env=env, pass_fds=[write_fd]))

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -47,12 +48,15 @@ def register() -> None:
     _pycomm_autoload.register()
 
 
-def create_group(group: Any, pg_options: object) -> Any:
+def create_group(
+    group: Any, pg_options: object, preflight: Callable[[ResolvedOptions], Any] | None = None
+) -> Any:
     """Makes this rank's end of a group; torch calls it through the registration.
 
     Args:
         group: torch's ``_DistributedBackendOptions``.
         pg_options: The user's ``pg_options``.
+        preflight: Makes a ``pycomm.doctor.preflight.Preflight``, for a job that wants it.
 
     Returns:
         The native backend.
@@ -85,6 +89,9 @@ def create_group(group: Any, pg_options: object) -> Any:
         # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
         # subgroups, gives groups of different ranks one name and so one place in the store.
         store = HashStore()
+    compared = None
+    if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
+        compared = preflight(resolved)
     backend = extension.create_backend(
         store,
         rank,
@@ -101,6 +108,8 @@ def create_group(group: Any, pg_options: object) -> Any:
     _tell_once(extension, backend, rank)
     if resolved.metrics_dir != OFF:
         _start_metrics(extension, resolved.metrics_dir, backend, rank, size)
+    if compared is not None:
+        compared.run(backend, store, rank)
     return backend
 
 

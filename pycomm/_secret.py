@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pycomm import _extension, options
+from pycomm import _extension, errors, options
 
 if TYPE_CHECKING:
     from pycomm import _C
@@ -50,6 +50,23 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
             _had[path] = found
         return found
     return _had.get(path, (None, ""))
+
+
+def state(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
+    """What may be printed of it, and why it cannot be used.
+
+    "state" is "configured", "none" or "cannot be used". If it is configured, there are also its
+    public "key_id" and its "origin". Never raises.
+    """
+    try:
+        secret, origin = find(environ)
+    except errors.TorchVersionError:  # a problem that is reported already
+        return {"state": "cannot be used"}, []
+    except (ValueError, errors.PycommError) as error:
+        return {"state": "cannot be used"}, [str(error)]
+    if secret is None:
+        return {"state": "none"}, []
+    return {"state": "configured", "key_id": secret.key_id, "origin": origin}, []
 
 
 def read_file(path: str) -> tuple[_C.Secret, str]:

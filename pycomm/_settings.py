@@ -330,6 +330,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Unix sockets is an error. `off`: no warning; with a secret, an error.",
     ),
     Setting(
+        "preflight",
+        _switch,
+        False,
+        "PYCOMM_PREFLIGHT",
+        "`1` or `True`: rank 0 compares the hosts when the default group is made, and logs what "
+        "differs. Set it on all hosts; each rank sends a few hundred bytes. "
+        "[Preflight](doctor.md#preflight)",
+    ),
+    Setting(
         "flight_recorder_size",
         _count(0, _MAX_RECORDED, f"operations of a group to keep, 0 to {_MAX_RECORDED}; 0 is off"),
         2000,

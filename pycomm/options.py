@@ -98,6 +98,9 @@ class Options:
             hosts logs a warning. ``require``: without a secret, a job whose ranks do not all reach
             each other by Unix sockets is an error. ``off``: no warning; with a secret, an error.
             ``PYCOMM_SECURITY``; default: auto.
+        preflight: ``1`` or ``True``: rank 0 compares the hosts when the default group is made, and
+            logs what differs. Set it on all hosts; each rank sends a few hundred bytes. Preflight
+            (docs/doctor.md). ``PYCOMM_PREFLIGHT``; default: False.
         flight_recorder_size: The number of last operations that a group remembers, 0 to 1000000;
             128 bytes each, 0 is off. ``PYCOMM_FLIGHT_RECORDER_SIZE``, then
             ``TORCH_FR_BUFFER_SIZE``, ``TORCH_NCCL_TRACE_BUFFER_SIZE``; default: 2000.
@@ -128,6 +131,7 @@ class Options:
     streams: int | None = None
     check_call_sites: bool | None = None
     security: str | None = None
+    preflight: bool | None = None
     flight_recorder_size: int | None = None
     flight_recorder_dir: str | os.PathLike[str] | None = None
     metrics_dir: str | os.PathLike[str] | None = None
@@ -222,6 +226,7 @@ class ResolvedOptions:
     streams: int
     check_call_sites: bool
     security: str
+    preflight: bool
     flight_recorder_size: int
     flight_recorder_dir: str
     """"off": nothing is written."""

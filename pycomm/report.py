@@ -59,6 +59,18 @@ class Step:
         return self.ended_s - self.backward_s
 
     @property
+    def sync_s(self) -> float:
+        """Time in which a bucket was being reduced: launched, and the network not done with it.
+
+        Without the pauses in which backward had computed no bucket to launch.
+        """
+        total = until = 0.0
+        for bucket in sorted(self.buckets, key=lambda one: one.launched_s):
+            total += max(0.0, bucket.reduced_s - max(until, bucket.launched_s))
+            until = max(until, bucket.reduced_s)
+        return total
+
+    @property
     def wire_nbytes(self) -> int:
         return sum(bucket.wire_nbytes for bucket in self.buckets)
 

@@ -74,7 +74,7 @@ def collect(environ: Mapping[str, str]) -> Report:
     except errors.TorchVersionError as error:
         problems.append(str(error))
     options, wrong = _options(environ)
-    secret, unusable = _secret_facts(environ)
+    secret, unusable = _secret.state(environ)
     problems += [*wrong, *unusable, *_other_problems(environ, any_wrong=bool(wrong))]
     unlike = [each for each in unknown_variables(environ) if not is_misspelled(each)]
     notes = [variable_error(each) for each in unlike]
@@ -142,18 +142,6 @@ def _options(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[str
             }
         )
     return rows, problems
-
-
-def _secret_facts(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    try:
-        secret, origin = _secret.find(environ)
-    except errors.TorchVersionError:  # a problem that is reported already
-        return {"state": "cannot be used"}, []
-    except (ValueError, errors.PycommError) as error:
-        return {"state": "cannot be used"}, [str(error)]
-    if secret is None:
-        return {"state": "none"}, []
-    return {"state": "configured", "key_id": secret.key_id, "origin": origin}, []
 
 
 def _other_problems(environ: Mapping[str, str], *, any_wrong: bool) -> list[str]:

@@ -13,4 +13,6 @@ so that tests need no network:
     meeting   which ranks came                 attendance  who did not come, or ended
     run       the stages, in order             bounded     calls that may block for long
     report    the result                       screen      the result for a terminal
+
+    preflight stage 0 alone, in a job itself
 """

@@ -25,6 +25,11 @@ class Finding:
     todo: Sequence[str] = ()
     """Lines to read or to paste; a command line begins with "$ "."""
 
+    def as_line(self) -> str:
+        """All of it as one line of a log."""
+        todo = [f"`{line[2:]}`" if line.startswith("$ ") else line for line in self.todo]
+        return " ".join([f"{self.text}.", *todo])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interface:
@@ -36,7 +41,8 @@ class Interface:
     loopback: bool = False
     mtu: int = 0
     speed_mbps: int = -1
-    """As the driver reports it; -1: unknown. Virtual interfaces report any number."""
+    """As the driver reports it; of a bond, VLAN or bridge, the slowest device below. -1: unknown,
+    as of virtual devices, which report any number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,8 @@ class HostFacts:
     """Names that the resolver of this host answered late, or not in time."""
     same_everywhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Settings that all ranks must have alike."""
+    secret: str = ""
+    """ "none", "cannot be used", or its public key id; "" from an older version."""
     interface_setting: str = ""
     interface_origin: str = ""
     interfaces: Sequence[Interface] = ()

@@ -68,12 +68,11 @@ def _versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         others = next(value for value in values if shortened(value) == usual)
         for host, value in zip(hosts, values, strict=True):
             if shortened(value) != usual:
-                todo = [
-                    f"Install the same on all hosts. On {host.name} this Python runs:",
-                    f"$ {host.versions.get('interpreter', '?')} -m pip list",
-                ]
-                who = "the other has" if len(hosts) == 2 else "the others have"
-                text = f"{host.name}: {name} {value}, {who} {others}"
+                todo = ["Install the same on all hosts."]
+                if python := host.versions.get("interpreter"):
+                    todo[0] += f" On {host.name} this Python runs:"
+                    todo.append(f"$ {python} -m pip list")
+                text = f"{host.name}: {name} {value}, {_others(hosts)} {others}"
                 yield Finding(level, "VERSION", host.name, text, todo)
 
 
@@ -86,6 +85,60 @@ def _same_settings(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
                 text = f"{host.name}: {name} is {value!r}, elsewhere {usual!r}"
                 todo = ["Set it alike on all hosts: docs/options.md has the variable."]
                 yield Finding(STOP, "SETTINGS_DIFFER", host.name, text, todo)
+
+
+def _secrets(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """One secret everywhere, or none. Key ids are public."""
+    known = [host for host in hosts if host.secret]
+    usual = Counter(host.secret for host in known).most_common(1)[0][0] if known else ""
+    for host in known:
+        if host.secret != usual:
+            text = f"{host.name}: {secret_text(host.secret)}, elsewhere {secret_text(usual)}"
+            todo = ["Copy one secret to all hosts: docs/security.md."]
+            yield Finding(STOP, "SECRET_DIFFERS", host.name, text, todo)
+
+
+def secret_text(secret: str) -> str:
+    """``HostFacts.secret`` in words."""
+    words = {"none": "no secret", "cannot be used": "a secret that cannot be used"}
+    return words.get(secret, f"secret {secret}")
+
+
+def _mtus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    mtus = [one.mtu if (one := host.chosen) and not one.loopback else 0 for host in hosts]
+    usual = _usual(mtus)
+    for host, mtu in zip(hosts, mtus, strict=True):
+        if 0 < mtu != usual:
+            text = f"{host.name}: MTU {mtu} on {host.interface}, {_others(hosts)} {usual}"
+            todo = [
+                "Where the larger packets do not pass, connections open and then hang. "
+                f"If the network carries it, on {host.name}:",
+                f"$ sudo ip link set {host.interface} mtu {usual}",
+            ]
+            yield Finding(NOTE, "MTU_DIFFERS", host.name, text, todo)
+
+
+def _link_speeds(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    speeds = [one.speed_mbps if (one := host.chosen) else -1 for host in hosts]
+    usual = _usual(speeds)
+    for host, speed in zip(hosts, speeds, strict=True):
+        if 0 < speed < usual:
+            text = (
+                f"{host.name}: the driver of {host.interface} reports {speed} Mbit/s, "
+                f"{_others(hosts)} {usual}"
+            )
+            todo = ["Cable or switch port?", f"$ ethtool {host.interface} | grep Speed"]
+            yield Finding(NOTE, "LINK_SPEED", host.name, text, todo)
+
+
+def _usual(values: Sequence[int]) -> int:
+    """The value of most hosts, of several such the largest; 0 if no host has one above 0."""
+    counts = Counter(value for value in values if value > 0)
+    return max(counts, key=lambda value: (counts[value], value), default=0)
+
+
+def _others(hosts: Sequence[HostFacts]) -> str:
+    return "the other has" if len(hosts) == 2 else "the others have"
 
 
 def _descriptors(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
@@ -264,7 +317,10 @@ _CHECKS: tuple[Callable[[Sequence[HostFacts]], Iterator[Finding]], ...] = (
     _settings,
     _versions,
     _same_settings,
+    _secrets,
     _descriptors,
+    _mtus,
+    _link_speeds,
     _slow_resolver,
     master_name,
     _twins,

@@ -1,28 +1,29 @@
-"""Stage 3: all_reduce of the real engine between all ranks, with idle and with busy cores."""
+"""Stage 3: syncs of the wrapper that trains, between all ranks, with idle and with busy cores."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from pycomm import codecs
+from pycomm.ddp import DistributedDataParallel
 from pycomm.options import Options
+from pycomm.report import Recorder
 
 WIRES = ("fp32", "fp16", "int8")
-BUCKET_NUMEL = 25 * (1 << 20) // 4
-"""float32 values of 25 MiB, as a bucket of DistributedDataParallel."""
-_TRIAL_NUMEL = 1 << 18
+_PART_NUMEL = 1 << 18
+"""Values of one parameter, 1 MiB: buckets of several, as most models have."""
+_MOST_PARTS = 32
 _BUDGET_S = 0.7
-_MAX_REPEATS = 8
-_IN_FLIGHT = 2
+_MAX_REPEATS = 5
 _TIMEOUT = timedelta(seconds=60)
 
 
@@ -33,14 +34,16 @@ class Sync:
     wire: str
     busy: bool
     seconds_per_parameter: float
+    seconds_fixed: float = 0.0
+    """Of any sync, however small the model is."""
 
     def of(self, parameters: float) -> float:
         """Seconds for one sync of so many parameters."""
-        return self.seconds_per_parameter * parameters
+        return self.seconds_fixed + self.seconds_per_parameter * parameters
 
 
 def measure(store: Any, rank: int, size: int) -> list[Sync]:
-    """Times the engine; all ranks call it together. Leaves no group behind.
+    """Times the wrapper; all ranks call it together. Leaves no group behind.
 
     Args:
         store: An empty one.
@@ -56,7 +59,8 @@ def measure(store: Any, rank: int, size: int) -> list[Sync]:
         rank=rank,
         world_size=size,
         timeout=_TIMEOUT,
-        pg_options=Options(debug="WARN"),  # the screen shows what the INFO line would
+        # The screen shows what the lines of log would.
+        pg_options=Options(debug="WARN", preflight=False),
     )
     try:
         syncs = [_time(wire, busy=False) for wire in WIRES]
@@ -73,33 +77,50 @@ def without(seconds: float, hosts: int, slowest: float, slowest_of_others: float
     return seconds * share * slowest / slowest_of_others
 
 
+class _Model(nn.Module):
+    """Parameters whose gradients take no time to compute."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(_PART_NUMEL) for _ in range(parts))
+        self._gradient = torch.randn(_PART_NUMEL)
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([weight.dot(self._gradient) for weight in self.weights]).sum()
+
+
 def _time(wire: str, *, busy: bool) -> Sync:
-    _run(_TRIAL_NUMEL, wire, 1)
-    expected = _run(_TRIAL_NUMEL, wire, 2) / 2 * BUCKET_NUMEL / _TRIAL_NUMEL
-    numel = BUCKET_NUMEL
-    if expected > 4 * _BUDGET_S:  # a slow network: less than a bucket is enough
-        numel = max(_TRIAL_NUMEL, int(BUCKET_NUMEL * _BUDGET_S / expected))
-    count = max(2, min(_MAX_REPEATS, int(_BUDGET_S / expected)))
-    took = _run(numel, wire, count)
-    return Sync(wire=wire, busy=busy, seconds_per_parameter=took / (count * numel))
+    """Two sizes, so that what a small model pays does not count for each parameter."""
+    small = _syncs(1, wire, 3)
+    parts = max(2, min(_MOST_PARTS, int(_BUDGET_S / small)))
+    large = _syncs(parts, wire, max(3, min(_MAX_REPEATS, int(2 * _BUDGET_S / (small * parts)))))
+    per_part = max(large - small, 0.5 * large) / (parts - 1)
+    return Sync(
+        wire=wire,
+        busy=busy,
+        seconds_per_parameter=per_part / _PART_NUMEL,
+        seconds_fixed=max(0.0, large - per_part * parts),
+    )
 
 
-def _run(numel: int, wire: str, count: int) -> float:
-    """Seconds for ``count`` all_reduces, a few in flight, on the slowest rank."""
-    tensors = [torch.rand(numel) for _ in range(min(count, _IN_FLIGHT))]
-    pending: list[Any] = []
-    dist.barrier()
-    begin = time.perf_counter()
-    for number in range(count):
-        if len(pending) == _IN_FLIGHT:
-            pending.pop(0).wait()
-        tensor = tensors[number % _IN_FLIGHT]
-        pending.append(codecs.all_reduce(tensor, wire, op=dist.ReduceOp.AVG, async_op=True))
-    for work in pending:
-        work.wait()
-    took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+def _syncs(parts: int, wire: str, count: int) -> float:
+    """The median seconds of ``count`` syncs, each on the slowest rank."""
+    model = DistributedDataParallel(_Model(parts), wire_dtype=wire)
+    recorder = Recorder(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model().backward()
+
+    for _ in range(2):  # after the first, buckets are cut anew
+        step()
+    found = []
+    for _ in range(count):
+        dist.barrier()
+        took = torch.tensor([recorder.record(step).sync_s], dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        found.append(float(took))
+    return statistics.median(found)
 
 
 @contextlib.contextmanager

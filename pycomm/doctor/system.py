@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import ipaddress
 import os
 import platform
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pycomm import _extension
+from pycomm import _extension, _secret
 from pycomm._settings import SETTINGS
 from pycomm._version import __version__
 from pycomm.doctor.bounded import within
@@ -32,6 +33,7 @@ _RESOLVE_S = 5.0
 _SLOW_RESOLVER_S = 2.0
 _resolved: dict[str, tuple[list[str], float]] = {}
 _CGROUPS = "/sys/fs/cgroup"
+_DEVICES = Path("/sys/class/net")
 # Compared by the ranks when they join, see docs/options.md.
 _SAME_EVERYWHERE = (
     "algorithm",
@@ -71,23 +73,13 @@ def local_facts(
     except ValueError as error:
         problems.append(str(error))
     first, last = options.port_range
-    own_name = socket.gethostname()
-    return HostFacts(
-        name=own_name,
+    facts = passive_facts(options, environ)
+    own_name = facts.name
+    return dataclasses.replace(
+        facts,
         identity=identity,
         process=process,
-        versions=_versions(),
-        problems=problems,
-        extension=why_no_extension(),
-        same_everywhere={name: str(getattr(options, name)) for name in _SAME_EVERYWHERE},
-        interface_setting=options.interface,
-        interface_origin=options.origins["interface"],
-        interfaces=tuple(_interfaces()),
-        cores_online=os.cpu_count() or 1,
-        cores_usable=usable_cores(),
-        files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        files_open=len(os.listdir("/proc/self/fd")),
-        memfd=_why_no_memfd(),
+        problems=[*problems, *facts.problems],
         own_addresses=tuple(resolve(own_name)),
         master=master,
         master_port=master_port,
@@ -98,6 +90,57 @@ def local_facts(
         listeners=tuple(listeners_of_this_host(store_port)),
         firewall=find_firewall(),
     )
+
+
+def passive_facts(options: ResolvedOptions, environ: Mapping[str, str] | None = None) -> HostFacts:
+    """The facts that take a few milliseconds: no resolver, no other program, no port.
+
+    ``own_addresses`` are those that /etc/hosts has.
+
+    Args:
+        options: The settings in force.
+        environ: Where the secret is looked for; default ``os.environ``.
+    """
+    own_name = socket.gethostname()
+    secret, unusable = _secret.state(environ)
+    return HostFacts(
+        name=own_name,
+        versions=_versions(),
+        problems=unusable,
+        extension=why_no_extension(),
+        same_everywhere={name: str(getattr(options, name)) for name in _SAME_EVERYWHERE},
+        secret=secret.get("key_id", secret["state"]),
+        interface_setting=options.interface,
+        interface_origin=options.origins["interface"],
+        interfaces=tuple(_interfaces()),
+        cores_online=os.cpu_count() or 1,
+        cores_usable=usable_cores(),
+        files_limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        files_open=len(os.listdir("/proc/self/fd")),
+        memfd=_why_no_memfd(),
+        own_addresses=tuple(addresses_in_hosts(_read("/etc/hosts"), own_name)),
+    )
+
+
+def addresses_in_hosts(table: str, name: str) -> list[str]:
+    """The addresses of a name in the text of /etc/hosts."""
+    rows = [line.partition("#")[0].split() for line in table.splitlines()]
+    return [row[0] for row in rows if name in row[1:]]
+
+
+def link_speed(name: str, devices: Path = _DEVICES) -> int:
+    """Mbit/s as the driver of a network device reports it; -1 if nobody knows.
+
+    A bond, VLAN or bridge has the speed of its slowest device below. Other virtual devices are
+    unknown: the kernel reports 10000 for every veth.
+    """
+    device = devices / name
+    below = [entry.name.removeprefix("lower_") for entry in device.glob("lower_*")]
+    if below:
+        return min((speed for one in below if (speed := link_speed(one, devices)) > 0), default=-1)
+    if "/devices/virtual/" in os.path.realpath(device):
+        return -1
+    return _whole(_read(f"{device}/speed"), -1)
 
 
 def socket_options(environ: Mapping[str, str]) -> ResolvedOptions:
@@ -282,8 +325,8 @@ def _interfaces() -> Iterable[Interface]:
             address=str(entry["address"]),
             family=str(entry["family"]),
             loopback=bool(entry["loopback"]),
-            mtu=_whole(_read(f"/sys/class/net/{name}/mtu"), 0),
-            speed_mbps=_whole(_read(f"/sys/class/net/{name}/speed"), -1),
+            mtu=_whole(_read(f"{_DEVICES}/{name}/mtu"), 0),
+            speed_mbps=link_speed(name),
         )
 
 

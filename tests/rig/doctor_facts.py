@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
+
+from documents import ROOT
 
 from pycomm.doctor.facts import Finding, Firewall, HostFacts, Interface
 
@@ -53,3 +56,14 @@ def only(findings: list[Finding], code: str) -> Finding:
     found = [finding for finding in findings if finding.code == code]
     assert len(found) == 1, findings
     return found[0]
+
+
+def older_pycomm(folder: Path) -> Path:
+    """A folder to start in, with this very pycomm but for its version."""
+    package = folder / "older" / "pycomm"
+    package.mkdir(parents=True)
+    for entry in (ROOT / "pycomm").iterdir():
+        if entry.name not in ("_version.py", "__pycache__"):
+            (package / entry.name).symlink_to(entry)
+    (package / "_version.py").write_text('__version__ = "0.0.9"\n')
+    return package.parent

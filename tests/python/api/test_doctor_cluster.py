@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, Node, cluster
+from doctor_facts import older_pycomm
 from documents import ROOT
 from hosts import Outcome, run_on_both
 from processes import child_environment
@@ -227,17 +228,6 @@ def test_what_each_host_lacks_is_found_by_name(four: Cluster, tmp_path: Path) ->
     store = finding(report, "STORE_OPEN")
     assert store["text"] == "node1: torch's store listens on all interfaces (:: port 29500)"
     paste(four.nodes[0], store["todo"])  # nft takes every line
-
-
-def older_pycomm(folder: Path) -> Path:
-    """A folder to start in, with this very pycomm but for its version."""
-    package = folder / "older" / "pycomm"
-    package.mkdir(parents=True)
-    for entry in (ROOT / "pycomm").iterdir():
-        if entry.name not in ("_version.py", "__pycache__"):
-            (package / entry.name).symlink_to(entry)
-    (package / "_version.py").write_text('__version__ = "0.0.9"\n')
-    return package.parent
 
 
 @pytest.mark.in_shares

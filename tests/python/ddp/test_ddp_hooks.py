@@ -251,6 +251,7 @@ def test_a_picture_of_a_step(tmp_path: Path) -> None:
         assert step.wire_nbytes == 4 * numel
         assert 0.0 < step.backward_s <= step.ended_s
         assert step.exposed_s == step.ended_s - step.backward_s
+        assert 0.0 < step.sync_s <= step.ended_s
         for bucket in step.buckets:
             order = [bucket.first_gradient_s, bucket.launched_s, bucket.reduced_s, step.ended_s]
             assert order == sorted(order), name
