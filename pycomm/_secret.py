@@ -53,7 +53,7 @@ def find(environ: Mapping[str, str] | None = None) -> tuple[_C.Secret | None, st
 
 
 def state(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
-    """What may be printed of it, and why it cannot be used.
+    """The parts of it that may be printed, and why it cannot be used.
 
     "state" is "configured", "none" or "cannot be used". If it is configured, there are also its
     public "key_id" and its "origin". Never raises.

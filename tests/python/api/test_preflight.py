@@ -101,7 +101,7 @@ def test_addresses_of_a_name_in_the_table_of_hosts() -> None:
     assert system.addresses_in_hosts(table, "node2") == []
 
 
-# What is logged
+# Logged lines
 
 
 def test_hosts_that_are_alike_are_one_line() -> None:
