@@ -354,26 +354,62 @@ def _group_by_nccl(
     return group
 
 
-def _by_nccl(rank: int, size: int, algorithm: str) -> list[float]:
+def _random(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a rank, the same on all ranks that ask."""
+    made = torch.Generator().manual_seed(1000 * rank + numel)
+    return torch.randn(numel, generator=made).to(dtype)
+
+
+def _by_nccl(rank: int, size: int, algorithm: str) -> dict[str, bool]:
     group = _group_by_nccl(rank, size, algorithm)
-    results = []
-    for numel in (1, 1000, 3_000_000):
-        tensor = torch.full((numel,), float(rank + 1), device="cuda")
-        dist.all_reduce(tensor, group=group)
-        every = torch.empty(size * numel, device="cuda")
-        dist.all_gather_into_tensor(every, tensor, group=group)
-        dist.reduce_scatter_tensor(tensor, every, group=group)
-        results += [float(tensor.min()), float(tensor.max())]
+    right: dict[str, bool] = {}
+    for dtype, step in ((torch.float32, 2**-22), (torch.float16, 2**-10)):
+        for numel in (1, 1000, 300_001):
+            name = f"{dtype} {numel}"
+            every = [_random(each, numel, dtype) for each in range(size)]
+            exact = torch.stack(every).double().sum(0)
+            bound = torch.stack(every).double().abs().sum(0) * size * step
+
+            def summed(
+                got: torch.Tensor, exact: torch.Tensor = exact, bound: torch.Tensor = bound
+            ) -> bool:
+                return bool(((got.cpu().double() - exact).abs() <= bound).all())
+
+            mine = every[rank].cuda()
+            result = mine.clone()
+            dist.all_reduce(result, group=group)
+            right[f"all_reduce {name}"] = summed(result)
+            result = mine.clone()
+            dist.reduce(result, dst=size - 1, group=group)
+            right[f"reduce {name}"] = rank != size - 1 or summed(result)
+            result = mine.clone()
+            dist.broadcast(result, src=size - 1, group=group)
+            right[f"broadcast {name}"] = torch.equal(result.cpu(), every[-1])
+            gathered = torch.empty(size * numel, device="cuda", dtype=dtype)
+            dist.all_gather_into_tensor(gathered, mine, group=group)
+            right[f"all_gather {name}"] = torch.equal(gathered.cpu(), torch.cat(every))
+            part = torch.empty(numel, device="cuda", dtype=dtype)
+            dist.reduce_scatter_tensor(part, torch.cat([mine] * size), group=group)
+            right[f"reduce_scatter {name}"] = summed(part)
+            # Rank r sends r + p + 1 values to rank p.
+            sent = [rank + peer + 1 for peer in range(size)]
+            came = [peer + rank + 1 for peer in range(size)]
+            source = torch.cat([_random(rank, count, dtype) for count in sent]).cuda()
+            target = torch.empty(sum(came), device="cuda", dtype=dtype)
+            dist.all_to_all_single(target, source, came, sent, group=group)
+            wanted = torch.cat([_random(peer, count, dtype) for peer, count in enumerate(came)])
+            right[f"all_to_all {name}"] = torch.equal(target.cpu(), wanted)
     dist.destroy_process_group(group)
-    return results
+    return right
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_collectives_by_nccl(size: int, algorithm: str) -> None:
     ranks = run_ranks(size, _by_nccl, args=(algorithm,), fresh=True, timeout_s=120)
-    for results in ranks.values():
-        assert set(results) == {size * size * (size + 1) / 2}
+    for right in ranks.values():
+        assert len(right) == 36
+        assert not [name for name, is_right in right.items() if not is_right]
 
 
 def _failure_by_nccl(rank: int, size: int, how: str) -> str:
