@@ -76,7 +76,8 @@ def create_group(
             "Try: compare RANK and WORLD_SIZE on every host"
         )
     extension = _extension.load()
-    if resolved.metrics_dir != OFF:
+    # Not of a later group: what has become of the folder meanwhile must not end a job.
+    if resolved.metrics_dir != OFF and not dist.is_initialized():
         _metrics_file.check_folder(resolved.origins["metrics_dir"], resolved.metrics_dir)
     if faults := fault_points():
         extension.arm_fault_points(faults)
@@ -323,7 +324,7 @@ def _start_metrics(extension: ModuleType, folder: str, backend: Any, rank: int, 
 
 
 def _failed_groups() -> frozenset[str]:
-    """The names of torch's groups that have failed. Holds a group only while it asks it."""
+    """The names of torch's groups that have failed."""
     extension = _extension.loaded()
     failed = set()
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -103,12 +103,12 @@ class _Writer:
     def join(self, timeout_s: float) -> bool:
         """For ``_exit``. A folder on a network that hangs costs no more than this."""
         deadline = time.monotonic() + timeout_s
-        for thread in (self._thread, self._content.reader):
-            if thread is not None:
-                thread.join(max(deadline - time.monotonic(), 0.0))
-                if thread.is_alive():
-                    return False
-        return True
+        self._thread.join(timeout_s)
+        reader = self._content.reader  # the last write may have started it
+        if reader is None:
+            return True
+        reader.join(max(deadline - time.monotonic(), 0.0))
+        return not reader.is_alive()  # the writer itself waits for a folder, not for a collective
 
     def _run(self) -> None:
         try:

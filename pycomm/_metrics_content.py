@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,19 +93,23 @@ class MetricsContent:
         if self.reader is None or not self.reader.is_alive():
             if not wrappers():
                 return []
-            self.reader = threading.Thread(
-                target=self._take_stats, name="pycomm-stats", daemon=True
-            )
-            self.reader.start()
+            reader = threading.Thread(target=self._take_stats, name="pycomm-stats", daemon=True)
+            reader.start()
+            self.reader = reader
         self.reader.join(_STATS_PATIENCE_S)
         return self._stats
 
     def _take_stats(self) -> None:
         found = []
-        for wrapper, number in sorted(wrappers(), key=lambda pair: pair[1]):
+        # Not held meanwhile: this may take as long as a hang, and the last to let go destroys.
+        listed = sorted((number, weakref.ref(wrapper)) for wrapper, number in wrappers())
+        for number, reference in listed:
+            if (wrapper := reference()) is None:
+                continue
             labels = {"wrapper": str(number), "model": type(wrapper.module).__name__}
             with contextlib.suppress(Exception):  # of a destroyed group, or without counters
                 found.append((labels, wrapper.stats()))
+            del wrapper
         self._stats = found
 
 
@@ -138,8 +143,9 @@ def _add_group(out: MetricsText, group: Mapping[str, Any], counts: OperationCoun
     for metric, counter in by_kind.items():
         for op in sorted(counts.issued):  # 0, too: a rate needs the value before the first
             out.add(metric, counter[op], group=name, op=op)
-    out.add("pycomm_operations_pending", counts.pending, group=name)
-    out.add("pycomm_oldest_operation_age_seconds", counts.oldest_age_s, group=name)
+    if group["slots"]:  # else nobody knows: 0 would be a hang that looks healthy
+        out.add("pycomm_operations_pending", counts.pending, group=name)
+        out.add("pycomm_oldest_operation_age_seconds", counts.oldest_age_s, group=name)
 
 
 def _add_stats(out: MetricsText, labels: Mapping[str, str], stats: DDPStats) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import re
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import BinaryIO
 
 _OLD_S = 3600.0
 _OURS = re.compile(r"pycomm_rank_\d+_[0-9a-f]{16}\.prom(\.\d+\.tmp)?")
+_RECORDS = re.compile(r"pycomm-metrics-\d+-[0-9a-f]{16}\.json(\.partial)?")
 _MODE = 0o644  # node_exporter runs as another user
 _SHARED_MEMORY = "/dev/shm"  # where the record passes through, so that no disk has to write it
 
@@ -47,11 +47,14 @@ def check_folder(origin: str, folder: str) -> None:
     Raises:
         ValueError: That fails; the text begins with ``origin``.
     """
-    probe = os.path.join(folder, f"pycomm_probe.{os.getpid()}.{threading.get_ident()}.tmp")
+    probe = os.path.join(folder, f"pycomm_probe.{os.urandom(8).hex()}.tmp")
     try:
         os.makedirs(folder, exist_ok=True)
-        _write_whole(probe, "")
-        os.unlink(probe)
+        try:
+            _write_whole(probe, "")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(probe)
     except OSError as error:
         raise ValueError(
             f"{origin}={folder!r} cannot be used: {error.strerror} ({error.filename}). "
@@ -101,9 +104,10 @@ def _write_whole(path: str, text: str) -> None:
 
 def remove_old(folder: str) -> None:
     """Files of processes that could not remove theirs. A living one writes its file again."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if _OURS.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another user's, or another has removed it
-                    if time.time() - entry.stat(follow_symlinks=False).st_mtime > _OLD_S:
-                        os.unlink(entry.path)
+    for place, ours in ((folder, _OURS), (_SHARED_MEMORY, _RECORDS)):
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(place):
+                if ours.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):  # another user's, or another has removed it
+                        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _OLD_S:
+                            os.unlink(entry.path)

@@ -56,7 +56,7 @@ class OperationCounts:
         """
         present = set(tickets)
         by_ticket = {one["ticket"]: one for one in operations}
-        last = max(present, default=self._last)
+        last = max(present | {self._last})  # the newest slots may be just being written
         forgotten = max(last - slots, self._last)
         lost = forgotten - self._last
         for ticket, one in by_ticket.items():
@@ -78,7 +78,7 @@ class OperationCounts:
     def _settle(self, by_ticket: Mapping[int, Mapping[str, Any]]) -> None:
         for ticket, op in list(self._pending.items()):
             one = by_ticket.get(ticket)
-            if one is None:  # only an operation that has ended gives up its slot
+            if one is None:  # it has ended, or the record has passed over it too often
                 self.completed[op] += 1
             elif one["state"] in _ENDED:
                 self.received_nbytes[op] += one["bytes_done"]

@@ -44,9 +44,11 @@ def _meant_by(name: str) -> str | None:
         return names[_OTHER_WORDS[stem]]
     if any(word in stem for word in _LIKE_SECRET):
         return SECRET_FILE_VARIABLE
+    said = _words(stem)
+    if len(said) == 1 and said <= _COMMON_WORDS:
+        return None
     if near := difflib.get_close_matches(stem, names, 1, _NEAR):
         return names[near[0]]
-    said = _words(stem)
     for known, variable in names.items():
         words = _words(known)
         if said >= words or (said <= words and not said <= _COMMON_WORDS):

@@ -287,7 +287,9 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_CUDA_MODE",
         "How CUDA tensors travel: `tcp` copies them through pinned memory of the host to the same "
         "engine that serves CPU tensors; `nccl` hands collectives to NCCL, or is an error that "
-        "says why not; `auto`: NCCL if every rank has a GPU of its own and NCCL loads, else `tcp`. "
+        "says why not; `auto`: NCCL if every rank has a GPU of its own, NCCL loads and supports "
+        "the group's `algorithm` and `wire_dtype`, and it would send nothing in plain in spite of "
+        "a secret, else `tcp`. "
         "[CUDA tensors](cuda.md)",
     ),
     Setting(
@@ -314,8 +316,8 @@ SETTINGS: tuple[Setting, ...] = (
         _switch,
         False,
         "PYCOMM_CHECK_CALL_SITES",
-        "`1` or `True`: also compare the lines of Python that issue an operation, so that two "
-        "[equal calls that one rank has swapped](faults.md) end as `COLLECTIVE_MISMATCH` naming "
+        "`1` (in Python `True`): also compare the lines of Python that issue an operation, so that "
+        "two [equal calls that one rank has swapped](faults.md) end as `COLLECTIVE_MISMATCH` naming "
         "both lines. A correct program whose ranks issue one operation from different lines fails "
         "with it, so use it only to find mistakes.",
     ),
@@ -334,8 +336,8 @@ SETTINGS: tuple[Setting, ...] = (
         _switch,
         False,
         "PYCOMM_PREFLIGHT",
-        "`1` or `True`: rank 0 compares the hosts when the default group is made, and logs what "
-        "differs. Set it on all hosts; each rank sends a few hundred bytes. "
+        "`1` (in Python `True`): rank 0 compares the hosts when the default group is made, and "
+        "logs what differs. Set it on all hosts; each sends about 1 KB. "
         "[Preflight](doctor.md#preflight)",
     ),
     Setting(
@@ -362,7 +364,7 @@ SETTINGS: tuple[Setting, ...] = (
         _path_or_off("a folder"),
         OFF,
         "PYCOMM_METRICS_DIR",
-        "A folder to which each rank writes its metrics every 5 seconds, for Prometheus by "
+        "A folder to which each rank writes its metrics every 5 seconds or more, for Prometheus by "
         "node_exporter's textfile collector. One file per process: the last group that names a "
         "folder decides. [Monitoring](monitoring.md)",
     ),

@@ -97,6 +97,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
     bytes per parameter, rank 0's order of buckets.
     """
 
+    _by_nccl = False
+
     reducer: Any
     logger: Any
     process_group: Any
@@ -149,7 +151,6 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         self._uses_default_cap = options["bucket_cap_mb"] is None
         self._check_ranks_agree = bool(options["init_sync"])
         self._with_all_ranks = True  # not when unpickled or copied, which one rank may do alone
-        self._by_nccl = False
         self._host_group: Any = None
         self._steps_at_sync = self._syncs = 0
         self._wires: dict[torch.Tensor, str | None] = {}
@@ -364,7 +365,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         wires = wire_dtypes(self._wire_dtype, names, [tensor.dtype for tensor in tensors])
         self._wires = dict(zip(tensors, wires, strict=True))
         group = self._reducing_group()
-        if self._with_all_ranks and tensors:
+        listed = getattr(self, "bucket_bytes_cap_list", [])
+        if self._with_all_ranks and tensors and self._uses_default_cap and not listed:
             self._by_nccl = by_nccl(group, tensors[0].device)
         check_group(group, self._wire_dtype, wires)
         self.reducer = native.Reducer(
@@ -376,7 +378,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             pycomm_backend(group),
             wrapper_store(group) if self._with_all_ranks else None,
             **bucket_caps(
-                getattr(self, "bucket_bytes_cap_list", []),
+                listed,
                 None if self._uses_default_cap else self.bucket_bytes_cap,
                 self._by_nccl,
             ),

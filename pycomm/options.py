@@ -80,15 +80,17 @@ class Options:
             and the others are exact. Codecs (docs/codecs.md). ``PYCOMM_WIRE_DTYPE``; default: fp32.
         cuda_mode: How CUDA tensors travel: ``tcp`` copies them through pinned memory of the host to
             the same engine that serves CPU tensors; ``nccl`` hands collectives to NCCL, or is an
-            error that says why not; ``auto``: NCCL if every rank has a GPU of its own and NCCL
-            loads, else ``tcp``. CUDA tensors (docs/cuda.md). ``PYCOMM_CUDA_MODE``; default: auto.
+            error that says why not; ``auto``: NCCL if every rank has a GPU of its own, NCCL loads
+            and supports the group's ``algorithm`` and ``wire_dtype``, and it would send nothing in
+            plain in spite of a secret, else ``tcp``. CUDA tensors (docs/cuda.md).
+            ``PYCOMM_CUDA_MODE``; default: auto.
         segment_nbytes: Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as
             ``262144``, ``"256K"``, ``"1M"``; above 1 MiB it counts as 1 MiB. No effect in shared
             memory (docs/options.md). ``PYCOMM_SEGMENT_NBYTES``; default: 262144.
         streams: Connections to each peer that is not reached through shared memory, in each
             direction and over each interface, 1 to 16. Several connections (docs/interfaces.md); no
             effect in shared memory (docs/options.md). ``PYCOMM_STREAMS``; default: 1.
-        check_call_sites: ``1`` or ``True``: also compare the lines of Python that issue an
+        check_call_sites: ``1`` (in Python ``True``): also compare the lines of Python that issue an
             operation, so that two equal calls that one rank has swapped (docs/faults.md) end as
             ``COLLECTIVE_MISMATCH`` naming both lines. A correct program whose ranks issue one
             operation from different lines fails with it, so use it only to find mistakes.
@@ -98,8 +100,8 @@ class Options:
             hosts logs a warning. ``require``: without a secret, a job whose ranks do not all reach
             each other by Unix sockets is an error. ``off``: no warning; with a secret, an error.
             ``PYCOMM_SECURITY``; default: auto.
-        preflight: ``1`` or ``True``: rank 0 compares the hosts when the default group is made, and
-            logs what differs. Set it on all hosts; each rank sends a few hundred bytes. Preflight
+        preflight: ``1`` (in Python ``True``): rank 0 compares the hosts when the default group is
+            made, and logs what differs. Set it on all hosts; each sends about 1 KB. Preflight
             (docs/doctor.md). ``PYCOMM_PREFLIGHT``; default: False.
         flight_recorder_size: The number of last operations that a group remembers, 0 to 1000000;
             128 bytes each, 0 is off. ``PYCOMM_FLIGHT_RECORDER_SIZE``, then
@@ -108,9 +110,10 @@ class Options:
             fails; torch's variables are, as in torch, the beginning of the files' names. Reading
             the files (docs/troubleshooting.md). ``PYCOMM_FLIGHT_RECORDER_DIR``, then
             ``TORCH_FR_DUMP_TEMP_FILE``, ``TORCH_NCCL_DEBUG_INFO_TEMP_FILE``; default: off.
-        metrics_dir: A folder to which each rank writes its metrics every 5 seconds, for Prometheus
-            by node_exporter's textfile collector. One file per process: the last group that names a
-            folder decides. Monitoring (docs/monitoring.md). ``PYCOMM_METRICS_DIR``; default: off.
+        metrics_dir: A folder to which each rank writes its metrics every 5 seconds or more, for
+            Prometheus by node_exporter's textfile collector. One file per process: the last group
+            that names a folder decides. Monitoring (docs/monitoring.md). ``PYCOMM_METRICS_DIR``;
+            default: off.
 
     Raises:
         ValueError: A value is out of range.
@@ -294,7 +297,7 @@ def names_secret_file(environ: Mapping[str, str] | None = None) -> bool:
 def secret_text(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """``PYCOMM_SECRET``, which is for tests, and its name; ("", "") if it is not set.
 
-    Other processes of the user, and whoever describes the container, can read it.
+    Other processes of the user, and everyone who may describe the container, can read it.
 
     Raises:
         ValueError: There is also ``PYCOMM_SECRET_FILE``, or one of the two is set and empty.

@@ -59,22 +59,12 @@ WORDS = {
 """A name of each, the expression, and what to write instead."""
 
 ALLOWED = {
-    # The log line is shown in docs/options.md: it changes with that page.
-    "csrc/engine/operation/schedule_cache.cc: goes by": 1,
-    "docs/options.md: goes by": 1,
-    "tests/cpp/engine/operation/schedule_cache_test.cc: goes by": 2,
     # To mend with the next change of these files.
-    "csrc/transport/secure/crypto.h: What is": 1,
-    "csrc/transport/secure/openssl.cc: whoever": 1,
-    "csrc/transport/secure/secret.cc: whoever": 1,
-    "csrc/transport/secure/secret.h: whoever": 1,
-    "csrc/transport/secure/tls_link.cc: whoever": 1,
     "pycomm/doctor/firewall.py: What is": 2,
     "pycomm/doctor/join.py: that is none": 1,
     "pycomm/doctor/rate_findings.py: What is": 1,
     "pycomm/doctor/report.py: What is": 1,
     "pycomm/doctor/system.py: whichever": 2,
-    "pycomm/options.py: whoever": 1,
 }
 """Lines that stay as they are, "path: name", and how many of them there are."""
 

@@ -59,7 +59,7 @@ void ScheduleCache::logChoice(const ScheduleRequest& request, Algorithm algorith
   const std::string why = request.algorithm != Algorithm::Auto ? "the algorithm option" : whySelected(key);
   log(LogLevel::Info,
       "group " + roster_.identity.name + ": " + collectiveName(key.kind) + " of " + std::to_string(key.nbytes) +
-          " bytes goes by " + algorithmName(algorithm) + ": " + why + " (" + roster_.topology.text() + ")");
+          " bytes uses " + algorithmName(algorithm) + ": " + why + " (" + roster_.topology.text() + ")");
 }
 
 } // namespace pycomm

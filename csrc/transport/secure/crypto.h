@@ -7,7 +7,7 @@
 
 namespace pycomm {
 
-// What is built on a secret, by OpenSSL. Texts are bytes. All of it throws Error(Unsupported) if there is no OpenSSL.
+// OpenSSL's functions that take a key. Texts are bytes. All of them throw Error(Unsupported) if there is no OpenSSL.
 
 using Digest = std::array<unsigned char, 32>;
 

@@ -1,4 +1,4 @@
-// OpenSSL by dlopen: no header and no library of it are needed to build, and its security fixes come from whoever ships the
+// OpenSSL by dlopen: no header and no library of it are needed to build, and its security fixes come with the
 // interpreter or the system.
 #include "transport/secure/openssl.h"
 

@@ -237,7 +237,7 @@ Secret Secret::readFile(const std::string& path) {
     if (!warned.exchange(true)) {
       log(LogLevel::Warn,
           where +
-              " is on NFS: unless Kerberos protects it, whoever sees the network between this host and the file server can read it. "
+              " is on NFS: unless Kerberos protects it, everyone who sees the network between this host and the file server can read it. "
               "Copy it to a local disk of each host (scp -p)");
     }
   } else if ((facts.mode & S_IROTH) != 0) {

@@ -14,7 +14,7 @@ namespace pycomm {
 ///
 ///   pycomm-secret-1:<32 bytes in base64url, 43 characters><4 characters of their SHA-256>
 ///
-/// A password would not do: whoever sees one handshake or one sealed record could try words against it offline.
+/// A password would not do: an attacker who has seen one handshake or one sealed record could try words against it offline.
 class Secret {
  public:
   [[nodiscard]] static Secret generate();

@@ -233,7 +233,7 @@ Progress TlsLink::tryRead(BufferView into) {
   try {
     bio_.flush();
   } catch (const Error&) {
-    // whoever writes finds out, and here there may still be something to read
+    // The next write throws it; here there may still be something to read.
   }
   progress.closed = ended_ && progress.nbytes == 0;
   end_reported_ = end_reported_ || progress.closed;

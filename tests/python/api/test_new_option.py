@@ -33,6 +33,7 @@ EDITS = [
 SCRIPT = """
 import dataclasses, json, sys
 import pycomm
+from pycomm._native_options import native_options
 from pycomm.options import ResolvedOptions
 
 def refused(call):
@@ -53,6 +54,10 @@ print(json.dumps({
     "bad given": refused(lambda: options(tries=0)),
     "misspelled": refused(lambda: options().resolve({"PYCOMM_TRIE": "5"})),
     "misspelled given": refused(lambda: options(trie=5)),
+    "native": [
+        "tries" in native_options(found, "", [0]),
+        "algorithm" in native_options(found, "", [0]),
+    ],
     "doc": options.__doc__,
     "resolved": [field.name for field in dataclasses.fields(ResolvedOptions)][-2:],
 }))

@@ -94,7 +94,9 @@ except pycomm.errors.UnsupportedError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a mount namespace")
-def test_without_libssl_a_secret_is_one_sentence_and_a_job_without_one_runs(secret: Path) -> None:
+def test_without_libssl_a_secret_is_one_sentence_and_a_group_without_one_is_made(
+    secret: Path,
+) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("no unshare")
     empty = secret.parent / "empty"

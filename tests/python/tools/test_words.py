@@ -14,6 +14,9 @@ BAD = {
         ("/// Memory of whoever calls.", "whoever"),
         ("// Ends them. What is under way is dropped.", "What is"),
         ("int baton = 0;", "our own term"),
+        ("// Any thread, whichever comes first.", "whichever"),
+        ("// When the lane is through with them.", "through with"),
+        ("// It met an error.", "met an exception"),
     ),
     "pycomm/a.py": (
         ('    """Who waits for the others."""', "Who does"),
@@ -22,6 +25,9 @@ BAD = {
     "docs/a.md": (
         ("The others are told why.", "is told"),
         ("A rank that hears nothing fails.", "hears"),
+        ("It goes by NCCL.", "goes by"),
+        ("A name that is none.", "that is none"),
+        ("Unless it says otherwise.", "says otherwise"),
     ),
 }
 GOOD = {
@@ -37,6 +43,10 @@ GOOD = {
 
 def names(path: str, text: str) -> list[str]:
     return [name for _, _, name in tool("words").found(path, text)]
+
+
+def test_each_word_has_a_bad_line() -> None:
+    assert {name for lines in BAD.values() for _, name in lines} == set(tool("words").WORDS)
 
 
 @pytest.mark.parametrize("path", BAD)

@@ -81,8 +81,8 @@ TEST_F(Cached, LogsTheChoiceOncePerPowerOfTwo) {
   }
   setLogSink(nullptr, LogLevel::Warn);
   ASSERT_THAT(lines, SizeIs(2));
-  EXPECT_THAT(lines[0], HasSubstr("group test: all_reduce of 4000 bytes goes by "));
-  EXPECT_THAT(lines[1], HasSubstr("all_reduce of 4000000 bytes goes by "));
+  EXPECT_THAT(lines[0], HasSubstr("group test: all_reduce of 4000 bytes uses "));
+  EXPECT_THAT(lines[1], HasSubstr("all_reduce of 4000000 bytes uses "));
 }
 
 } // namespace

@@ -175,7 +175,7 @@ TEST(TlsBio, KeepsUnsentBytesIfTheLinkBelowFails) {
   ASSERT_EQ(write(bio, "abc"), 3);
   EXPECT_EQ(errorOf([&] { bio.flush(); }).code, ErrorCode::ConnectionReset);
   EXPECT_TRUE(bio.unsent());
-  EXPECT_EQ(bio.failure(), nullptr); // reading goes on
+  EXPECT_EQ(bio.failure(), nullptr); // so reads go on
   below.writes_fail = nullptr;
   bio.flush();
   EXPECT_EQ(below.taken, "abc");
