@@ -92,7 +92,7 @@ class Options:
             effect in shared memory (docs/options.md). ``PYCOMM_STREAMS``; default: 1.
         check_call_sites: ``1`` (in Python ``True``): also compare the lines of Python that issue an
             operation, so that two equal calls that one rank has swapped (docs/faults.md) end as
-            ``COLLECTIVE_MISMATCH`` naming both lines. A correct program whose ranks issue one
+            ``COLLECTIVE_MISMATCH``, which names both lines. A correct program whose ranks issue one
             operation from different lines fails with it, so use it only to find mistakes.
             ``PYCOMM_CHECK_CALL_SITES``; default: False.
         security: What the secret (docs/security.md) of the job is for. ``auto``: with a secret,

@@ -24,11 +24,13 @@ from pycomm.options import ResolvedOptions
 logger = logging.getLogger("pycomm")
 
 WAIT_S = 5.0
-"""Rank 0, for facts that are not there. The ranks have met already, so they write at once."""
+"""Rank 0, for facts that are not there. The ranks have met already, so they write at once. At most
+a quarter of the group's timeout: the other ranks may be in their first operation."""
 _MAX_FINDINGS = 4
 _MAX_NCHARS = 400
-_EXPECTED = ("CORES",)
-"""A container's quota is no mistake."""
+_EXPECTED = ("CORES", "FEW_CORES")
+"""A container's quota is no mistake, and ranks may be pinned to cores of their own: one speaks for
+all of a host."""
 _HARMLESS = ("OWN_NAME_LOOPBACK",)
 # Versions that the store may have: not the interpreter's path.
 _VERSIONS = ("pycomm", "torch", "python")
@@ -39,6 +41,7 @@ class Preflight:
 
     def __init__(self, options: ResolvedOptions) -> None:
         self._facts: HostFacts | None = None
+        self._wait_s = min(WAIT_S, options.timeout / 4)
         try:
             self._facts = system.passive_facts(options)
         except Exception as error:  # of any kind: the job goes on
@@ -58,7 +61,7 @@ class Preflight:
             exchange = _Exchange(backend, store, rank)
             exchange.write(_for_the_store(self._facts, _extension.native.describe_backend(backend)))
             if rank == 0:
-                for level, line in as_lines(*exchange.collect(WAIT_S)):
+                for level, line in as_lines(*exchange.collect(self._wait_s)):
                     logger.log(level, "preflight: %s", _printable(line))
         except Exception as error:  # of any kind: the job goes on
             logger.warning("preflight: the hosts are not compared: %s", _printable(str(error)))
@@ -148,8 +151,8 @@ def as_lines(hosts: Sequence[HostFacts], missing: Mapping[int, str]) -> Iterator
         ranks = listed([str(rank) for rank in missing])
         yield (
             logging.WARNING,
-            f"no facts of rank {ranks} ({listed(list(dict.fromkeys(missing.values())))}) within "
-            f"{WAIT_S:g} s. Set PYCOMM_PREFLIGHT=1 on all hosts.",
+            f"no facts of rank {ranks} ({listed(list(dict.fromkeys(missing.values())))}) in time. "
+            "Set PYCOMM_PREFLIGHT=1 on all hosts.",
         )
     for finding in serious[:_MAX_FINDINGS]:
         yield logging.WARNING, finding.as_line()

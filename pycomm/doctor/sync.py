@@ -60,7 +60,7 @@ def measure(store: Any, rank: int, size: int) -> list[Sync]:
         world_size=size,
         timeout=_TIMEOUT,
         # The screen shows what the lines of log would.
-        pg_options=Options(debug="WARN", preflight=False),
+        pg_options=Options(debug="WARN", preflight=False, metrics_dir="off"),
     )
     try:
         syncs = [_time(wire, busy=False) for wire in WIRES]

@@ -125,7 +125,15 @@ def passive_facts(options: ResolvedOptions, environ: Mapping[str, str] | None = 
 def addresses_in_hosts(table: str, name: str) -> list[str]:
     """The addresses of a name in the text of /etc/hosts."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
-    return [row[0] for row in rows if name in row[1:]]
+    return [row[0] for row in rows if name in row[1:] and _is_address(row[0])]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def link_speed(name: str, devices: Path = _DEVICES) -> int:
@@ -356,7 +364,7 @@ def _whole(text: str, default: int) -> int:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(errors="replace")
     except OSError:  # also where the driver does not know: EINVAL
         return ""
 

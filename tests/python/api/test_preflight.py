@@ -130,13 +130,17 @@ def test_the_worst_come_first_and_the_lines_are_few() -> None:
     )
 
 
-def test_a_containers_quota_is_no_finding_and_too_many_ranks_are() -> None:
+def test_a_quota_and_pinned_ranks_are_no_findings() -> None:
     hosts = [dataclasses.replace(with_link(n), cores_usable=2.0) for n in (1, 2)]
     assert lines(hosts)[0].startswith("2 hosts alike: ")
     hosts[1] = dataclasses.replace(hosts[1], ranks=(1, 2, 3))
-    assert lines(hosts) == [
-        "node2: 3 ranks share 2 cores. Start 2 ranks there, or give it more cores."
-    ]
+    assert "FEW_CORES" in {one.code for one in local.judge(hosts)}
+    assert lines(hosts)[0].startswith("2 hosts alike: ")
+
+
+def test_an_odd_line_of_etc_hosts_is_passed_over() -> None:
+    table = "127.000.001.001 node1\nx node1\n127.0.1.1 node1 # \xe9\n"
+    assert system.addresses_in_hosts(table, "node1") == ["127.0.1.1"]
 
 
 def test_an_own_name_on_127_0_1_1_is_a_remark_behind_the_first_line() -> None:
@@ -150,7 +154,7 @@ def test_an_own_name_on_127_0_1_1_is_a_remark_behind_the_first_line() -> None:
 def test_ranks_without_facts_are_named_and_nothing_is_called_alike() -> None:
     missing = {3: "node4", 4: "node4"}
     assert lines([with_link(1), with_link(2)], missing) == [
-        "no facts of rank 3 and 4 (node4) within 5 s. Set PYCOMM_PREFLIGHT=1 on all hosts."
+        "no facts of rank 3 and 4 (node4) in time. Set PYCOMM_PREFLIGHT=1 on all hosts."
     ]
     assert len(lines([], missing)) == 1
 
@@ -193,10 +197,7 @@ def test_ranks_of_one_host_are_one_host_and_other_groups_log_nothing() -> None:
     said = re.findall(r"pycomm (INFO|WARNING): preflight: (.*)", results[0].stderr)
     assert len(said) == 1, results[0].stderr
     level, line = said[0]
-    if level == "INFO":
-        assert line.startswith("1 host, "), line
-    else:  # on a machine of two cores
-        assert "3 ranks share" in line, line
+    assert level == "INFO" and line.startswith("1 host, "), line
     assert all("preflight" not in one.stderr for one in results[1:])
 
 
