@@ -198,6 +198,8 @@ class Setting:
     docstring of ``Options``."""
     fallbacks: tuple[str, ...] = ()
     """Variables of other libraries with the same meaning, the first one found wins."""
+    same_on_all_ranks: bool = False
+    """The ranks compare it when they join (``config_text`` in csrc/bindings/backend.cc)."""
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -243,6 +245,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Seconds of silence, 0.5 to 3600, or a `timedelta`, after which a rank whose connections "
         "are open counts as gone: its process is stopped, or its host or network is down. A native "
         "thread sends six heartbeats in that time.",
+        same_on_all_ranks=True,
     ),
     Setting(
         "debug",
@@ -258,6 +261,7 @@ SETTINGS: tuple[Setting, ...] = (
         "PYCOMM_ALGO",
         "`auto`, or the one all_reduce algorithm to use: `ring`, `recursive_doubling`, `direct`, "
         "`hierarchical`.",
+        same_on_all_ranks=True,
     ),
     Setting(
         "transport",
@@ -267,6 +271,7 @@ SETTINGS: tuple[Setting, ...] = (
         "`auto`: [shared memory](shared-memory.md) between ranks of one host, Unix sockets if "
         "there is none, TCP between hosts; `shm`: shared memory for a group on one host, or an "
         "error that says why not; `tcp`: TCP everywhere.",
+        same_on_all_ranks=True,
     ),
     Setting(
         "wire_dtype",
@@ -279,6 +284,7 @@ SETTINGS: tuple[Setting, ...] = (
         "pycomm makes](codecs.md#what-is-encoded-and-what-is-not) do not use it: "
         "`DistributedDataParallel` and `StreamingDiLoCo` have a `wire_dtype` of their own, and the "
         "others are exact. [Codecs](codecs.md)",
+        same_on_all_ranks=True,
     ),
     Setting(
         "cuda_mode",
@@ -291,6 +297,7 @@ SETTINGS: tuple[Setting, ...] = (
         "the group's `algorithm` and `wire_dtype`, and it would send nothing in plain in spite of "
         "a secret, else `tcp`. "
         "[CUDA tensors](cuda.md)",
+        same_on_all_ranks=True,
     ),
     Setting(
         "segment_nbytes",
@@ -300,6 +307,7 @@ SETTINGS: tuple[Setting, ...] = (
         "Bytes of one pipelined piece of a collective over links, 4 KiB to 4 MiB, as `262144`, "
         '`"256K"`, `"1M"`; above 1 MiB it counts as 1 MiB. '
         "[No effect in shared memory](#where-an-option-has-no-effect)",
+        same_on_all_ranks=True,
     ),
     Setting(
         "streams",
@@ -310,6 +318,7 @@ SETTINGS: tuple[Setting, ...] = (
         "over each interface, 1 to 16. "
         "[Several connections](interfaces.md#several-interfaces-and-connections); "
         "[no effect in shared memory](#where-an-option-has-no-effect)",
+        same_on_all_ranks=True,
     ),
     Setting(
         "check_call_sites",
@@ -320,6 +329,7 @@ SETTINGS: tuple[Setting, ...] = (
         "two [equal calls that one rank has swapped](faults.md) end as `COLLECTIVE_MISMATCH`, "
         "which names both lines. A correct program whose ranks issue one operation from different "
         "lines fails with it, so use it only to find mistakes.",
+        same_on_all_ranks=True,
     ),
     Setting(
         "security",
@@ -330,6 +340,7 @@ SETTINGS: tuple[Setting, ...] = (
         "connection is in TLS; without one, connections are plain, and a job on several hosts logs "
         "a warning. `require`: without a secret, a job whose ranks do not all reach each other by "
         "Unix sockets is an error. `off`: no warning; with a secret, an error.",
+        same_on_all_ranks=True,
     ),
     Setting(
         "preflight",

@@ -34,18 +34,6 @@ _SLOW_RESOLVER_S = 2.0
 _resolved: dict[str, tuple[list[str], float]] = {}
 _CGROUPS = "/sys/fs/cgroup"
 _DEVICES = Path("/sys/class/net")
-# Compared by the ranks when they join, see docs/options.md.
-_SAME_EVERYWHERE = (
-    "algorithm",
-    "transport",
-    "segment_nbytes",
-    "wire_dtype",
-    "cuda_mode",
-    "streams",
-    "heartbeat_timeout",
-    "check_call_sites",
-    "security",
-)
 
 
 def local_facts(
@@ -108,7 +96,11 @@ def passive_facts(options: ResolvedOptions, environ: Mapping[str, str] | None = 
         versions=_versions(),
         problems=unusable,
         extension=why_no_extension(),
-        same_everywhere={name: str(getattr(options, name)) for name in _SAME_EVERYWHERE},
+        same_everywhere={
+            setting.field: str(getattr(options, setting.field))
+            for setting in SETTINGS
+            if setting.same_on_all_ranks
+        },
         secret=secret.get("key_id", secret["state"]),
         interface_setting=options.interface,
         interface_origin=options.origins["interface"],

@@ -285,6 +285,7 @@ def test_the_table_of_options_is_the_settings() -> None:
     said = re.search(r"\*\*The same on all ranks:\*\* (.*?)\. Ranks", read("docs/options.md"), re.S)
     assert said is not None
     assert code(said[1]) == compared
+    assert {one.field for one in SETTINGS if one.same_on_all_ranks} == set(compared)
 
 
 def test_the_table_of_integrations_is_what_was_recorded() -> None:
