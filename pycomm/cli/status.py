@@ -140,7 +140,8 @@ def _trouble(record: ProcessRecord, group: GroupRecord, after_ns: int) -> Iterab
         if waited_ns >= after_ns:
             yield (
                 f"{who.capitalize()} has waited for the other ranks of group {group.name} for "
-                f"{seconds_text(waited_ns)}. Try: python -m pycomm doctor"
+                f"{seconds_text(waited_ns)}. Try, on the first host of the job: "
+                "python -m pycomm doctor --hosts HOST1,HOST2"
             )
 
 

@@ -42,6 +42,8 @@ def as_text(report: Report) -> str:
 def _head(report: Report) -> Iterator[str]:
     count = len(report.hosts)
     hosts = f"{count} host" + ("" if count == 1 else "s")
+    if report.alone:  # READY says nothing of the others
+        hosts = "this host only"
     left = f"pycomm doctor: {hosts}, {report.seconds:.0f} s"
     yield left + report.verdict.rjust(WIDTH - len(left))
     if report.reason:

@@ -184,7 +184,9 @@ def test_one_host_alone_says_how_to_check_all(
             monkeypatch.delenv(name)
     code = main(["doctor"])
     shown = capsys.readouterr().out
-    verdict = re.fullmatch(r"pycomm doctor: 1 host, \d+ s +([A-Z ]+)", shown.splitlines()[0])
+    verdict = re.fullmatch(
+        r"pycomm doctor: this host only, \d+ s +([A-Z ]+)", shown.splitlines()[0]
+    )
     assert verdict is not None, shown
     assert (verdict[1], code) in (("READY", 0), ("NOT READY", 1)), shown
     assert "python -m pycomm doctor --hosts node1,node2" in shown
