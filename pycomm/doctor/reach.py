@@ -168,8 +168,8 @@ def _opening(target: HostFacts, sources: Sequence[HostFacts]) -> list[str]:
     if not first:
         first, last = _EXAMPLE_RANGE
         lines += [
-            "PYCOMM_PORT_RANGE is not set in this shell, so pycomm listens on any free port. Choose "
-            "a range, in the shell that starts the job, on all hosts, and open it:",
+            "PYCOMM_PORT_RANGE is not set in this shell: pycomm listens on any free port. Choose a "
+            "range, in the shell that starts the job, on all hosts, and open it:",
             f"$ export PYCOMM_PORT_RANGE={first}-{last}",
         ]
     lines.append(f"On {target.name}:")
