@@ -39,6 +39,7 @@ from report import header, paired_ratio
 
 HERE = Path(__file__).resolve().parent.parent
 LIMIT_S = 300  # of a pair
+_PIN = "TWO_BUILDS_PIN"
 BACKENDS = {"pycomm": "auto", "pycomm:tcp": "tcp"}
 SIZES = (4, 4 << 10, 1 << 20, 25 << 20)
 ROWS = [
@@ -99,6 +100,9 @@ def rank_main() -> None:
         name: dist.new_group(backend="pycomm", pg_options=pycomm.Options(transport=transport))
         for name, transport in BACKENDS.items()
     }
+    if _PIN in os.environ:  # the thread that calls, once the groups have counted their cores
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     made: dict[int, tuple[Callable[[], object], Callable[[], str]]] = {}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -247,10 +251,13 @@ def main() -> None:
     add("--seconds", type=float, default=0.3, help="a block; default: %(default)s")
     add("--ranks", default="2,4")
     add("--rows", default="", help='an expression that a row matches, such as "tcp (4|4096)$"')
+    add("--pin", action="store_true", help="each rank's calling thread stays on a core of its own")
     add("--port", type=int, default=29571, help="this one and the next")
     options = parser.parse_args()
     if options.other.resolve() == HERE:
         parser.error("this is the other checkout, too: name one that is built elsewhere")
+    if options.pin:
+        os.environ[_PIN] = "1"
     times: Times = {}
     done = 0
     try:
