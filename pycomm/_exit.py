@@ -37,19 +37,11 @@ def _join_all() -> None:
         owner.stop()
     stuck = [owner for owner in owners if not owner.join(_PATIENCE_S)]
     extension = _extension.loaded()
-    if stuck and extension is not None and not _others_run():
+    if stuck and extension is not None:
         # They wait for a collective that will not end by itself: abort it.
         extension.shutdown_all(int(_PATIENCE_S * 1000))
         for owner in stuck:
             owner.join(_PATIENCE_S)
-
-
-def _others_run() -> bool:
-    """Whether the interpreter waits for other threads, which may still use groups."""
-    return any(
-        not thread.daemon and thread is not threading.main_thread()
-        for thread in threading.enumerate()
-    )
 
 
 # Runs before the interpreter joins its threads; atexit would run after that, when it does not wait

@@ -101,14 +101,17 @@ class _Writer:
         self._wake.set()
 
     def join(self, timeout_s: float) -> bool:
-        """For ``_exit``. A folder on a network that hangs costs no more than this."""
+        """For ``_exit``. A folder on a network that hangs costs no more than this.
+
+        True in any case: to end these threads no group has to be aborted. One that waits for the
+        counters of a backward pass may do so for a thread that still trains.
+        """
         deadline = time.monotonic() + timeout_s
         self._thread.join(timeout_s)
         reader = self._content.reader  # the last write may have started it
-        if reader is None:
-            return True
-        reader.join(max(deadline - time.monotonic(), 0.0))
-        return not reader.is_alive()  # the writer itself waits for a folder, not for a collective
+        if reader is not None:
+            reader.join(max(deadline - time.monotonic(), 0.0))
+        return True
 
     def _run(self) -> None:
         try:
