@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,21 +19,31 @@ IMPORTED_FROM = [str(folder) for folder in (RIG, *_FOLDERS) if folder.name != "_
 """Ranks import the functions that they run by name: those of the rig, and of any test."""
 
 LOOPBACK = "127.0.0.1"
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def _ports_that_no_connection_takes() -> range:
+    """Ports that the kernel gives to nobody by itself, so that only another bind can take one.
+
+    A port of the kernel's own range can become the end of a connection at any moment, and after
+    a connection it stays taken for a minute: after a suite that makes thousands of them, two
+    free neighbours are hard to find there.
+    """
+    first, last = (int(word) for word in _EPHEMERAL.read_text().split())
+    below, above = range(max(1024, first - 16384), first), range(last + 1, 65536)
+    return max(below, above, key=len)
 
 
 def free_port() -> int:
     """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    return free_port_range(1)[0]
 
 
 def free_port_range(count: int) -> tuple[int, int]:
     """First and last of ``count`` neighbouring ports that were all free a moment ago."""
+    ports = _ports_that_no_connection_takes()
     for _ in range(200):
-        first = free_port()
-        if first + count > 65535:
-            continue
+        first = secrets.choice(ports[: len(ports) - count + 1])
         with contextlib.ExitStack() as probes:
             try:
                 for port in range(first, first + count):
