@@ -135,13 +135,13 @@ class Int8:
         share = max(1, math.ceil(numel / (_BLOCK * size))) * _BLOCK  # of one rank
         values = torch.zeros(share * size)
         values[:numel] = gradient
-        lost = owned = None
+        residual = owned = None
         if self.error_feedback:
-            lost, owned = self._feedback(bucket.parameters(), numel, share, rank, size)
-            values[:numel] += lost[:numel]
-        codes = codecs.encode("int8", values, error=values if lost is not None else None)
-        if lost is not None:
-            lost.copy_(values[:numel])
+            residual, owned = self._feedback(bucket.parameters(), numel, share, rank, size)
+            values[:numel] += residual[:numel]
+        codes = codecs.encode("int8", values, error=values if residual is not None else None)
+        if residual is not None:
+            residual.copy_(values[:numel])
         arrived = torch.empty_like(codes)
         dist.all_to_all_single(arrived, codes, group=group)
         average = values[:share]

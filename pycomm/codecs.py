@@ -51,7 +51,7 @@ def all_reduce(
     *,
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
-    lost: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
     """``dist.all_reduce`` of one tensor that travels as ``wire_dtype`` instead of the group's own.
@@ -64,10 +64,10 @@ def all_reduce(
         wire_dtype: "fp32", "bf16", "fp16", "fp8" or "int8"; ``torch.float16`` and the like.
         op: As for ``dist.all_reduce``.
         group: A group of pycomm; default: the default group.
-        lost: (as tensor) float32, contiguous. Error feedback, the same tensor in every call, zeros
-            in the first. Its values travel with ``tensor``. Then it holds the loss of encoding on
-            this rank: of these values, and of the sums that the rank made. So nothing is lost
-            for good. For float32 and ``ReduceOp.SUM`` only. Zeros if nothing is encoded.
+        residual: (as tensor) float32, contiguous. Error feedback: the same tensor in every call,
+            zeros in the first. Its values travel with ``tensor``. Then it holds the loss of
+            encoding on this rank: of these values, and of the sums that the rank made. So nothing
+            is lost for good. For float32 and ``ReduceOp.SUM`` only. Zeros if nothing is encoded.
         async_op: Whether to return at once, with the operation.
 
     Returns:
@@ -84,7 +84,7 @@ def all_reduce(
         native_backend(group),
         tensor,
         wire_dtype_name("codecs.all_reduce: wire_dtype", wire_dtype),
-        lost,
+        residual,
         op,
         async_op,
     )

@@ -217,13 +217,13 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         """The wrapper's position between reductions and syncs: part of a full checkpoint.
 
         ``state_dict()`` is torch's and does not have it. Accumulated gradients are in neither: save
-        between steps. With error feedback "lost" has the loss that this rank has not sent yet: a
-        float32 tensor per parameter name. Save and load it on every rank, since each has its own.
+        between steps. With error feedback "residuals" has the loss that this rank has not sent yet:
+        a float32 tensor per parameter name. Save and load it on every rank, since each has its own.
         """
         raw = self.reducer.stats()
         state = {"accumulated": raw.accumulated, "unsynced": raw.steps - self._steps_at_sync}
-        lost = self.reducer.lost()
-        return {**state, "lost": lost} if lost else state
+        residuals = self.reducer.residuals()
+        return {**state, "residuals": residuals} if residuals else state
 
     def load_communication_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the state of ``communication_state_dict()``, on every rank.
@@ -231,7 +231,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         Raises:
             ValueError: Error feedback of a parameter that has none here, or of another shape.
         """
-        self.reducer.set_lost(dict(state.get("lost", {})))
+        self.reducer.set_residuals(dict(state.get("residuals", {})))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
 

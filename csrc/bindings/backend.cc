@@ -328,19 +328,19 @@ void bindBackend(py::module_& m) {
       [](const c10::intrusive_ptr<c10d::Backend>& backend,
          const at::Tensor& tensor,
          const std::string& codec,
-         const std::optional<at::Tensor>& lost,
+         const std::optional<at::Tensor>& residual,
          const c10d::ReduceOp& op,
          bool async_op) {
         c10d::AllreduceOptions options;
         options.reduceOp = op;
         options.asyncOp = async_op;
         const Codec chosen = raising([&] { return codecOf(codec); });
-        return asPycomm(backend).allreduceAs(chosen, {tensor}, lost.value_or(at::Tensor()), options);
+        return asPycomm(backend).allreduceAs(chosen, {tensor}, residual.value_or(at::Tensor()), options);
       },
       py::arg("backend"),
       py::arg("tensor"),
       py::arg("codec"),
-      py::arg("lost"),
+      py::arg("residual"),
       py::arg("op"),
       py::arg("async_op"),
       py::call_guard<py::gil_scoped_release>());

@@ -73,9 +73,9 @@ py::object lastStep(Reducer& reducer) {
   return step;
 }
 
-void setLost(Reducer& reducer, const std::map<std::string, at::Tensor>& lost) {
+void setResiduals(Reducer& reducer, const std::map<std::string, at::Tensor>& residuals) {
   std::string why;
-  TORCH_CHECK_VALUE(reducer.setLost(lost, why), why);
+  TORCH_CHECK_VALUE(reducer.setResiduals(residuals, why), why);
 }
 
 std::shared_ptr<Reducer> makeReducer(
@@ -203,8 +203,8 @@ void bindReducer(py::module_& m) {
       .def("set_accumulated", torch::wrap_pybind_function_no_gil(&Reducer::setAccumulated), py::arg("passes"))
       .def("record_steps", torch::wrap_pybind_function_no_gil(&Reducer::recordSteps), py::arg("on"))
       .def("last_step", lastStep)
-      .def("lost", torch::wrap_pybind_function_no_gil(&Reducer::lost))
-      .def("set_lost", torch::wrap_pybind_function_no_gil(setLost), py::arg("lost"))
+      .def("residuals", torch::wrap_pybind_function_no_gil(&Reducer::residuals))
+      .def("set_residuals", torch::wrap_pybind_function_no_gil(setResiduals), py::arg("residuals"))
       .def("bucket_names", torch::wrap_pybind_function_no_gil(&Reducer::bucketNames))
       .def("_register_comm_hook", torch::wrap_pybind_function(registerPythonHook), py::arg("state"), py::arg("hook"))
       .def("_register_builtin_comm_hook", torch::wrap_pybind_function_no_gil(registerBuiltinHook), py::arg("type"))

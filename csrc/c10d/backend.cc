@@ -167,7 +167,7 @@ void PycommBackend::encodeOnDevice(Group::Call& call, PycommWork::Content& conte
   const ScheduleRequest& schedule = call.schedule;
   CudaCopies& copies = *content.cuda;
   if (schedule.codec == Codec::None || getSize() == 1 || schedule.dtype != DType::Float32 ||
-      schedule.reduce_op == ReduceOp::PremulSum || !schedule.counts.empty() || call.lost.ptr != nullptr ||
+      schedule.reduce_op == ReduceOp::PremulSum || !schedule.counts.empty() || call.residual.ptr != nullptr ||
       !copies.reads() || !copies.canGoInPieces()) {
     return; // on the CPU, then
   }

@@ -125,12 +125,12 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
 
   /// all_reduce encoded by `codec` instead of the group's own; plain if codecFor() has no use for a codec.
-  /// `lost`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call. If nothing is encoded, this adds it to the
+  /// `residual`: undefined, or, for a Sum, float32 of the tensor's size: see Group::Call. If nothing is encoded, this adds it to the
   /// tensor and sets it to zero.
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allreduceAs(
       Codec codec,
       std::vector<at::Tensor> tensors,
-      const at::Tensor& lost,
+      const at::Tensor& residual,
       const c10d::AllreduceOptions& opts = {});
 
   /// Whether NCCL runs collectives of this device's tensors; their futures are complete when the call returns. If that is not decided

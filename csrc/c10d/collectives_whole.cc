@@ -13,9 +13,10 @@
 namespace pycomm {
 namespace {
 
-void checkLost(const at::Tensor& tensor, const at::Tensor& lost, ReduceOp op) {
-  const bool fits = lost.scalar_type() == at::kFloat && tensor.scalar_type() == at::kFloat && lost.is_contiguous() &&
-      lost.numel() == tensor.numel() && lost.device().is_cpu() && op == ReduceOp::Sum && !lost.is_alias_of(tensor);
+void checkResidual(const at::Tensor& tensor, const at::Tensor& residual, ReduceOp op) {
+  const bool fits = residual.scalar_type() == at::kFloat && tensor.scalar_type() == at::kFloat &&
+      residual.is_contiguous() && residual.numel() == tensor.numel() && residual.device().is_cpu() &&
+      op == ReduceOp::Sum && !residual.is_alias_of(tensor);
   if (!fits) {
     throw Error(
         ErrorCode::InvalidArgument,
@@ -24,10 +25,10 @@ void checkLost(const at::Tensor& tensor, const at::Tensor& lost, ReduceOp op) {
   }
 }
 
-void addLost(const at::Tensor& tensor, const at::Tensor& lost) {
+void addResidual(const at::Tensor& tensor, const at::Tensor& residual) {
   const at::NoGradGuard no_grad;
-  tensor.add_(lost.view(tensor.sizes()).to(tensor.device()));
-  lost.zero_();
+  tensor.add_(residual.view(tensor.sizes()).to(tensor.device()));
+  residual.zero_();
 }
 
 } // namespace
@@ -78,7 +79,7 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduce_sparse(
 c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
     Codec codec,
     std::vector<at::Tensor> tensors,
-    const at::Tensor& lost,
+    const at::Tensor& residual,
     const c10d::AllreduceOptions& opts) {
   return raising([&] {
     const at::Tensor& tensor = onlyTensor(tensors, "all_reduce");
@@ -86,10 +87,10 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
     ScheduleRequest asked = call(Collective::AllReduce, opts, tensor).schedule;
     asked.numel = tensor.numel();
     const Codec travels_as = codecFor(asked, codec);
-    if (lost.defined()) {
-      checkLost(tensor, lost, asked.reduce_op);
+    if (residual.defined()) {
+      checkResidual(tensor, residual, asked.reduce_op);
       if (travels_as == Codec::None) {
-        addLost(tensor, lost);
+        addResidual(tensor, residual);
       }
     }
     Prepared prepared = prepare(codec);
@@ -98,9 +99,9 @@ c10::intrusive_ptr<c10d::Work> PycommBackend::allreduceAs(
     prepareAllReduce(prepared, tensor, opts);
     Group::Call& request = prepared.calls.back();
     request.schedule.codec = travels_as;
-    if (lost.defined()) {
-      request.lost = {static_cast<std::byte*>(lost.data_ptr()), lost.nbytes()};
-      prepared.content.keep_alive.push_back(lost);
+    if (residual.defined()) {
+      request.residual = {static_cast<std::byte*>(residual.data_ptr()), residual.nbytes()};
+      prepared.content.keep_alive.push_back(residual);
     }
     return begin({c10d::OpType::ALLREDUCE, "pycomm:all_reduce"}, std::move(prepared));
   });

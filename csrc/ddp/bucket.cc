@@ -34,8 +34,8 @@ Bucket::Bucket(
   beginStep(options.wire.world_size);
 }
 
-at::Tensor Bucket::lostOf(const Slot& slot) const {
-  return wire_->lost().as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
+at::Tensor Bucket::residualOf(const Slot& slot) const {
+  return wire_->residual().as_strided(slot.param.sizes(), slot.strides, static_cast<int64_t>(slot.offset));
 }
 
 size_t Bucket::wireNbytes() const {

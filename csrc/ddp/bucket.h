@@ -44,8 +44,8 @@ class Bucket {
   [[nodiscard]] const Wire& wire() const noexcept {
     return *wire_;
   }
-  /// The part of wire().lost() that is one slot's, in its parameter's shape.
-  [[nodiscard]] at::Tensor lostOf(const Slot& slot) const;
+  /// The part of wire().residual() that is one slot's, in its parameter's shape.
+  [[nodiscard]] at::Tensor residualOf(const Slot& slot) const;
   /// The bytes of one all-reduce, as they travel.
   [[nodiscard]] size_t wireNbytes() const;
 

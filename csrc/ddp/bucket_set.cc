@@ -27,7 +27,7 @@ void BucketSet::cut(
     const BucketOptions& common) {
   std::vector<at::Tensor> tensors;
   std::vector<BucketMember> members;
-  const std::map<std::string, at::Tensor> lost_before = lost();
+  const std::map<std::string, at::Tensor> residuals_before = residuals();
   names_.clear();
   for (const ReducedParam& param : params) {
     names_.push_back(param.name);
@@ -63,9 +63,9 @@ void BucketSet::cut(
     options.wire.exponent = exponent.value_or(0);
     buckets_.emplace_back(tensors, indices, options, source_);
   }
-  for (auto& [param, room] : lost()) {
-    const auto known = lost_before.find(param);
-    if (known != lost_before.end()) {
+  for (auto& [param, room] : residuals()) {
+    const auto known = residuals_before.find(param);
+    if (known != residuals_before.end()) {
       room.copy_(known->second);
     }
   }
@@ -110,40 +110,40 @@ std::vector<uint32_t> BucketSet::tags() const {
   return tags;
 }
 
-std::map<std::string, at::Tensor> BucketSet::lost() const {
+std::map<std::string, at::Tensor> BucketSet::residuals() const {
   std::map<std::string, at::Tensor> found;
   for (const Bucket& bucket : buckets_) {
-    if (!bucket.wire().lost().defined()) {
+    if (!bucket.wire().residual().defined()) {
       continue;
     }
     for (const Slot& slot : bucket.slots()) {
-      found[names_[slot.index]] = bucket.lostOf(slot);
+      found[names_[slot.index]] = bucket.residualOf(slot);
     }
   }
   return found;
 }
 
-std::map<std::string, at::Tensor> BucketSet::copyLost() const {
-  std::map<std::string, at::Tensor> copies = lost();
+std::map<std::string, at::Tensor> BucketSet::copyResiduals() const {
+  std::map<std::string, at::Tensor> copies = residuals();
   for (auto& [name, tensor] : copies) {
     tensor = tensor.clone(at::MemoryFormat::Contiguous);
   }
   return copies;
 }
 
-void BucketSet::forgetLost() {
-  for (auto& [name, tensor] : lost()) {
+void BucketSet::forgetResiduals() {
+  for (auto& [name, tensor] : residuals()) {
     tensor.zero_();
   }
 }
 
-bool BucketSet::setLost(const std::map<std::string, at::Tensor>& values, std::string& why) {
-  std::map<std::string, at::Tensor> rooms = lost();
+bool BucketSet::setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why) {
+  std::map<std::string, at::Tensor> rooms = residuals();
   for (const auto& [name, tensor] : values) {
     const auto room = rooms.find(name);
     if (room == rooms.end() || room->second.sizes() != tensor.sizes()) {
       why = room == rooms.end() ? "no parameter '" + name + "' has error feedback here"
-                                : "what parameter '" + name + "' has lost is of another shape here";
+                                : "the residual of parameter '" + name + "' is of another shape here";
       return false;
     }
   }

@@ -59,16 +59,16 @@ class BucketSet {
   [[nodiscard]] std::vector<uint32_t> tags() const;
 
   /// Copies of the values that error feedback keeps, by parameter name, in the parameters' shapes.
-  [[nodiscard]] std::map<std::string, at::Tensor> copyLost() const;
-  /// Takes values of the form of copyLost(); parameters that they lack get zeros. False if a name or shape is unknown: then
+  [[nodiscard]] std::map<std::string, at::Tensor> copyResiduals() const;
+  /// Takes values of the form of copyResiduals(); parameters that they lack get zeros. False if a name or shape is unknown: then
   /// nothing is done, and `why` says which.
-  [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& values, std::string& why);
+  [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& values, std::string& why);
   /// Error feedback keeps zeros.
-  void forgetLost();
+  void forgetResiduals();
 
  private:
   /// The wires' own memory.
-  [[nodiscard]] std::map<std::string, at::Tensor> lost() const;
+  [[nodiscard]] std::map<std::string, at::Tensor> residuals() const;
 
   FlatMemory source_{false}; ///< before buckets_, which point to it
   std::vector<Bucket> buckets_;

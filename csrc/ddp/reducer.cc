@@ -186,7 +186,7 @@ void Reducer::resetState() {
   if (used_.has_value()) {
     used_->abandon();
   }
-  buckets_.forgetLost(); // a failed operation may have left anything in it
+  buckets_.forgetResiduals(); // a failed operation may have left anything in it
   cutBuckets();
 }
 
@@ -215,14 +215,14 @@ void Reducer::setAccumulated(int64_t passes) {
   pass_.setAccumulated(passes);
 }
 
-std::map<std::string, at::Tensor> Reducer::lost() {
+std::map<std::string, at::Tensor> Reducer::residuals() {
   const std::lock_guard lock(mutex_);
-  return buckets_.copyLost();
+  return buckets_.copyResiduals();
 }
 
-bool Reducer::setLost(const std::map<std::string, at::Tensor>& lost, std::string& why) {
+bool Reducer::setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why) {
   const std::lock_guard lock(mutex_);
-  return buckets_.setLost(lost, why);
+  return buckets_.setResiduals(residuals, why);
 }
 
 ReducerStats Reducer::stats() {

@@ -90,9 +90,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   /// Passes since the last reduction, as a checkpoint had them.
   void setAccumulated(int64_t passes);
   /// Copies of the float32 values that error feedback keeps on this rank, by parameter name. Not during a backward pass.
-  [[nodiscard]] std::map<std::string, at::Tensor> lost();
-  /// Takes values of the form of lost(): see BucketSet::setLost().
-  [[nodiscard]] bool setLost(const std::map<std::string, at::Tensor>& lost, std::string& why);
+  [[nodiscard]] std::map<std::string, at::Tensor> residuals();
+  /// Takes values of the form of residuals(): see BucketSet::setResiduals().
+  [[nodiscard]] bool setResiduals(const std::map<std::string, at::Tensor>& residuals, std::string& why);
 
   /// From the next forward pass on.
   void recordSteps(bool on);

@@ -112,8 +112,8 @@ class ScaledWire final : public Wire {
 /// Another wire of fp32, whose sums are encoded inside the all-reduce.
 class EncodedWire final : public Wire {
  public:
-  EncodedWire(std::unique_ptr<Wire> inner, Codec codec, c10::intrusive_ptr<PycommBackend> backend, at::Tensor lost)
-      : inner_(std::move(inner)), codec_(codec), backend_(std::move(backend)), lost_(std::move(lost)) {}
+  EncodedWire(std::unique_ptr<Wire> inner, Codec codec, c10::intrusive_ptr<PycommBackend> backend, at::Tensor residual)
+      : inner_(std::move(inner)), codec_(codec), backend_(std::move(backend)), residual_(std::move(residual)) {}
 
   [[nodiscard]] std::optional<at::ScalarType> castTo() const override {
     return inner_->castTo();
@@ -134,17 +134,17 @@ class EncodedWire final : public Wire {
   }
   [[nodiscard]] c10::intrusive_ptr<c10d::Work> allReduce(c10d::ProcessGroup& /*group*/, const at::Tensor& travelling)
       const override {
-    return backend_->allreduceAs(codec_, {travelling}, lost_);
+    return backend_->allreduceAs(codec_, {travelling}, residual_);
   }
-  [[nodiscard]] at::Tensor lost() const override {
-    return lost_;
+  [[nodiscard]] at::Tensor residual() const override {
+    return residual_;
   }
 
  private:
   std::unique_ptr<Wire> inner_; ///< own or cast
   Codec codec_;
   c10::intrusive_ptr<PycommBackend> backend_;
-  at::Tensor lost_; ///< float32
+  at::Tensor residual_; ///< float32
 };
 
 } // namespace
@@ -176,8 +176,8 @@ std::unique_ptr<Wire> makeWire(const WireOptions& options, at::ScalarType dtype,
   if (options.codec == Codec::None) {
     return wire;
   }
-  at::Tensor lost = options.error_feedback ? FlatMemory::zerosInPages(numel, at::kFloat) : at::Tensor();
-  return std::make_unique<EncodedWire>(std::move(wire), options.codec, options.backend, std::move(lost));
+  at::Tensor residual = options.error_feedback ? FlatMemory::zerosInPages(numel, at::kFloat) : at::Tensor();
+  return std::make_unique<EncodedWire>(std::move(wire), options.codec, options.backend, std::move(residual));
 }
 
 } // namespace pycomm

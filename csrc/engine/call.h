@@ -23,11 +23,11 @@ struct Call {
   /// Error-feedback residual, float32, same size as `input`; of an all_reduce Sum of Float32 with a codec only. In: added to the values
   /// before encoding. Out: value - decode(encode(value)), plus the same of each sum that this rank encodes. Unchanged if nothing is
   /// encoded; undefined on failure.
-  BufferView lost;
+  BufferView residual;
   int peer = -1; ///< send and recv (instead of schedule.root): a rank, or PointToPoint::kAnyRank for recv
   bool waits = false; ///< the caller calls Group::wait() next: the lane need not be woken for it
   bool held = false; ///< Group::start() gives it its place in the order of operations, Group::release() lets it begin
-  /// Of a call with a codec (not PREMUL_SUM, not `lost`, even parts): `input` holds the values encoded already, each part from its own
+  /// Of a call with a codec (not PREMUL_SUM, not `residual`, even parts): `input` holds the values encoded already, each part from its own
   /// first value; `output` shall, of an all_reduce, get the result as it travels.
   bool input_encoded = false;
   bool output_encoded = false;

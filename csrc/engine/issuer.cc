@@ -13,7 +13,7 @@ namespace {
 
 bool hasExtras(const Call& call) {
   return call.schedule.codec != Codec::None || !call.input_parts.empty() || !call.output_parts.empty() ||
-      call.schedule.reduce_op == ReduceOp::PremulSum || call.lost.ptr != nullptr || call.input_encoded ||
+      call.schedule.reduce_op == ReduceOp::PremulSum || call.residual.ptr != nullptr || call.input_encoded ||
       call.output_encoded;
 }
 
@@ -37,7 +37,7 @@ Operation::Request Issuer::requestOf(const Call& call) const {
     extras.input_parts = call.input_parts;
     extras.output_parts = call.output_parts;
     extras.premul_factor = call.premul_factor;
-    extras.lost = call.lost;
+    extras.residual = call.residual;
     extras.input_encoded = call.input_encoded;
     extras.output_encoded = call.output_encoded;
   }

@@ -50,13 +50,14 @@ void LocalSteps::runCodec(const Step& step) const {
     std::memcpy(encoded, at(step.src), static_cast<size_t>(step.src.numel));
     return;
   }
-  auto* lost = reinterpret_cast<float*>(operation_.request().extras().lost.ptr);
+  auto* residual = reinterpret_cast<float*>(operation_.request().extras().residual.ptr);
   if (step.kind == StepKind::Encode) {
     const DType from = prepared_.dtypeOf(step.src.buffer);
-    if (lost != nullptr) {
+    if (residual != nullptr) {
       const auto numel = static_cast<size_t>(step.src.numel);
       const auto* values = reinterpret_cast<const float*>(at(step.src));
-      countOverflows(operation_, codec, encodeWithFeedback(codec, at(step.dst), values, lost + step.src.offset, numel));
+      countOverflows(
+          operation_, codec, encodeWithFeedback(codec, at(step.dst), values, residual + step.src.offset, numel));
       return;
     }
     countOverflows(
@@ -80,8 +81,8 @@ void LocalSteps::runCodec(const Step& step) const {
     return;
   }
   const auto numel = static_cast<size_t>(encodedNumel(codec, step.dst.numel));
-  if (lost != nullptr) { // after the Encode of this rank's own contribution, which it depends on
-    float* error = lost + step.src.offset;
+  if (residual != nullptr) { // after the Encode of this rank's own contribution, which it depends on
+    float* error = residual + step.src.offset;
     countOverflows(
         operation_, codec, sumEncodedWithError(codec, at(step.dst), sources.data(), sources.size(), error, numel));
     return;

@@ -48,7 +48,7 @@ class Operation {
       std::vector<ConstBufferView> input_parts; ///< instead of `input`: a buffer for each rank's part, in rank order
       std::vector<BufferView> output_parts; ///< instead of `output`
       double premul_factor = 1.0;
-      BufferView lost; ///< see Group::Call
+      BufferView residual; ///< see Group::Call
       bool input_encoded = false; ///< see Group::Call, as the next
       bool output_encoded = false;
       std::shared_ptr<PieceFlow> pieces; ///< see Group::Call::in_pieces; null: all input is there when it begins

@@ -131,9 +131,9 @@ def sums_are_conserved(rank: int, world_size: int) -> None:
             if each.grad is not None:
                 arrived[name] += each.grad.double().numpy()
     assert len(model.reducer.bucket_names()) > 2
-    lost = model.communication_state_dict()["lost"]
-    assert set(lost) == set(given)
-    for name, kept in lost.items():
+    residual = model.communication_state_dict()["residuals"]
+    assert set(residual) == set(given)
+    for name, kept in residual.items():
         everywhere = kept.double()
         dist.all_reduce(everywhere)
         largest = np.abs(given[name]).max()
@@ -148,7 +148,7 @@ def checkpoint(rank: int, world_size: int) -> None:
     for step in range(3):
         reduced(through, slopes_of(rank, step))
     state = copy.deepcopy(through.communication_state_dict())
-    assert set(state["lost"]) == {"weight", "bias"}
+    assert set(state["residuals"]) == {"weight", "bias"}
     resumed = wrap(Slopes(), wire_dtype="int8")
     resumed.load_communication_state_dict(state)
     for step in range(3, 6):
@@ -156,9 +156,9 @@ def checkpoint(rank: int, world_size: int) -> None:
         first, second = (reduced(each, slopes_of(rank, step)) for each in (through, resumed))
         assert torch.equal(first[0], second[0])
     with pytest.raises(ValueError, match="another shape"):
-        resumed.load_communication_state_dict({**state, "lost": {"weight": torch.zeros(3)}})
+        resumed.load_communication_state_dict({**state, "residuals": {"weight": torch.zeros(3)}})
     with pytest.raises(ValueError, match="'other' has error feedback"):
-        resumed.load_communication_state_dict({**state, "lost": {"other": torch.zeros(3)}})
+        resumed.load_communication_state_dict({**state, "residuals": {"other": torch.zeros(3)}})
 
 
 def half_parameters(rank: int, world_size: int) -> None:
@@ -238,28 +238,30 @@ def one_operation(rank: int, world_size: int) -> None:
     from pycomm import codecs
     from pycomm.errors import InvalidArgumentError
 
-    values, lost = slopes_of(rank), torch.zeros(NUMEL)
+    values, residual = slopes_of(rank), torch.zeros(NUMEL)
     result = values.clone()
-    codecs.all_reduce(result, "int8", lost=lost)
-    missing = lost.double()
+    codecs.all_reduce(result, "int8", residual=residual)
+    missing = residual.double()
     dist.all_reduce(missing)
     exact = rows(values).sum(0)
     assert np.abs(result.double().numpy() - exact).max() > 1e-5
     assert np.abs(result.double().numpy() + missing.numpy() - exact).max() < 5e-6
     own, _ = _alone("int8", values)
-    shares = rows(lost - own) != 0  # the rest is of the sums that a rank makes: each has its own
+    shares = (
+        rows(residual - own) != 0
+    )  # the rest is of the sums that a rank makes: each has its own
     assert (shares.sum(0) <= 1).all()
     assert shares.any(1).all()
-    kept, again, added = lost.clone(), values.clone(), values + lost
-    codecs.all_reduce(again, "int8", lost=lost)
+    kept, again, added = residual.clone(), values.clone(), values + residual
+    codecs.all_reduce(again, "int8", residual=residual)
     anew = torch.zeros(NUMEL)
-    codecs.all_reduce(added, "int8", lost=anew)
+    codecs.all_reduce(added, "int8", residual=anew)
     assert torch.equal(again, added)
-    assert torch.equal(lost, anew)
+    assert torch.equal(residual, anew)
     few, late = values[:8].clone(), kept[:8].clone()  # too few to be encoded
     expected = values[:8] + kept[:8]
     dist.all_reduce(expected)
-    codecs.all_reduce(few, "int8", lost=late)
+    codecs.all_reduce(few, "int8", residual=late)
     assert torch.equal(few, expected)
     assert not late.any()
     plain = values.clone()
@@ -269,7 +271,7 @@ def one_operation(rank: int, world_size: int) -> None:
     assert work is not None
     work.wait()
     with pytest.raises(InvalidArgumentError, match="sum of float32"):
-        codecs.all_reduce(values, "int8", lost=torch.zeros(3))
+        codecs.all_reduce(values, "int8", residual=torch.zeros(3))
 
 
 class _Between(torch.autograd.Function):
