@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 import virtual_switch
 from launching import add_rank_options, die_with_parent
-from report import header
+from report import busy_s, header
 from torch import nn
 
 PORT = 29561  # as ddp_hosts.launch has it
@@ -209,16 +209,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dist.barrier()
     dist.destroy_process_group()
     return found
-
-
-def busy_s() -> float:
-    """CPU seconds that all processes of the machine have used, less those of ended children."""
-    user, nice, system, _, _, hard, soft, *_ = map(
-        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    )
-    children = os.times()
-    mine = children.children_user + children.children_system
-    return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK") - mine
 
 
 def rounds_of(

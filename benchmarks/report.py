@@ -130,6 +130,16 @@ def header(table: str, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def busy_s() -> float:
+    """CPU seconds that all processes of the machine have used, less those of ended children."""
+    user, nice, system, _, _, hard, soft, *_ = map(
+        int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    )
+    children = os.times()
+    mine = children.children_user + children.children_system
+    return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK") - mine
+
+
 COLUMNS = (
     f"{'backend':<8} {'ranks':>5} {'size':>11} {'count':>10} {'type':>8} {'redop':>5} "
     f"{'p50':>10} {'p99':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {'cpu/op':>10} {'cpu/GB':>8} "

@@ -1,0 +1,201 @@
+"""Measure again what README and docs/status.md publish, one results file for each topic.
+
+    python benchmarks/published.py --list    # topics, minutes, commands
+    python benchmarks/published.py           # all of them, on an idle machine, as root
+    python benchmarks/published.py allreduce-loopback ddp-hosts
+
+Each topic's tables go to build/published/TOPIC-DATE.txt as they come, and into benchmarks/results
+at the end of the run, so that no header says that the tree had changes. A command that fails is
+named in the file and at the end; the others run. A tree with changes is refused: figures belong to
+a commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from report import busy_s
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SWITCH = "benchmarks/switch.py --hosts"
+CODECS = "pycomm,pycomm:fp16,pycomm:int8,gloo,raw"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+    """The commands, without "python", whose output is one results file."""
+
+    name: str
+    minutes: int
+    """About how long they take on 2 cores. Each command is ended after four times as long."""
+    commands: tuple[str, ...]
+
+
+TOPICS = [
+    Topic(
+        "allreduce-loopback",
+        12,
+        (
+            "benchmarks/allreduce.py --backends pycomm,pycomm:arena,pycomm:tcp,deepspeed,gloo,raw "
+            "--ranks 2,4 --sizes 4,4K,1M,25M,100M --seconds 0.3 --blocks 8",
+            "benchmarks/allreduce.py --backends pycomm,pycomm:tcp,gloo,openmpi:shm,openmpi "
+            "--ranks 2,4 --sizes 4,4K,1M,25M --seconds 0.3 --blocks 8 --timeout 400",
+        ),
+    ),
+    Topic(
+        "allreduce-hosts",
+        12,
+        (
+            f"{SWITCH} 0,1 --iperf -- allreduce.py --backends {CODECS} "
+            "--sizes 4,4K,1M,25M,250000000 --blocks 4",
+            f"{SWITCH} 0,1,2,3 -- allreduce.py --backends {CODECS} --sizes 4,4K,1M,25M --blocks 4",
+            f"{SWITCH} 0,0,1,1 -- allreduce.py --backends pycomm,gloo --sizes 4K,25M --blocks 4",
+            f"{SWITCH} 0,1,0,1 -- allreduce.py --backends pycomm,gloo --sizes 4K,25M --blocks 4",
+            f"{SWITCH} 0,1 --mbit 10000 --iperf -- allreduce.py "
+            f"--backends {CODECS} --sizes 4K,1M,25M --blocks 5",
+        ),
+    ),
+    Topic(
+        "ddp-hosts",
+        25,
+        (
+            "benchmarks/ddp_hosts.py --hosts 2 --model layers --rounds 8",
+            "benchmarks/ddp_hosts.py --hosts 2 --model device --rounds 8",
+            "benchmarks/ddp_hosts.py --hosts 4 --model device --rounds 6",
+            "benchmarks/ddp_hosts.py --hosts 2 --model layers --mbit 10000 --rounds 8",
+            "benchmarks/ddp_hosts.py --hosts 2 --model layers --mbit 0 --rounds 12",
+        ),
+    ),
+    Topic("ddp-memory", 4, ("benchmarks/ddp_memory.py",)),
+    Topic("footprint", 4, ("benchmarks/footprint.py --ranks 4,16",)),
+    Topic(
+        "collectives",
+        14,
+        tuple(
+            f"benchmarks/collectives.py --ranks {ranks} --backends pycomm,pycomm:tcp,gloo "
+            "--sizes 4K,25M --blocks 3 --seconds 0.3 --timeout 400"
+            for ranks in (2, 4)
+        ),
+    ),
+    Topic(
+        "selection",
+        6,
+        tuple(
+            f"{SWITCH} {hosts} -- allreduce.py --backends "
+            "pycomm,pycomm:ring,pycomm:recursive_doubling,pycomm:direct,pycomm:hierarchical "
+            "--sizes 4,4K,64K,1M,16M --seconds 0.25 --blocks 5"
+            for hosts in ("0,1,2,3", "0,1,0,1")
+        ),
+    ),
+    Topic(
+        "messages-ahead", 3, ("benchmarks/messages_ahead.py --messages 1000000 --sizes 0,4,256",)
+    ),
+    Topic(
+        "outer-hosts",
+        4,
+        (
+            f"{SWITCH} 0,1 -- outer_hosts.py --rounds 4 "
+            "--methods diloco,streaming:parts=4:tau=8:wire=int8",
+        ),
+    ),
+    Topic(
+        "security-cost",
+        8,
+        (
+            "benchmarks/security_cost.py",
+            "benchmarks/allreduce.py --backends pycomm:tcp,pycomm:tls --ranks 2 "
+            "--sizes 4,4K,1M,25M",
+        ),
+    ),
+    Topic(
+        "soak",
+        8,
+        (
+            "tests/soak/kill.py --kills 200 --seed 5",
+            "tests/soak/leaks.py --kills 200",
+            "tests/soak/exits.py 50",
+        ),
+    ),
+    Topic("metrics-cost", 3, ("benchmarks/metrics_cost.py",)),
+    Topic("preflight", 2, ("benchmarks/preflight.py",)),
+    Topic("doctor-predictions", 7, ("benchmarks/doctor_predictions.py",)),
+]
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def measure(topic: Topic, into: Path) -> list[str]:
+    """Runs the commands of a topic; returns those that failed."""
+    failed = []
+    with into.open("w") as file:
+        for command in topic.commands:
+            print(f"$ python {command}", file=file, flush=True)
+            begin, busy = time.monotonic(), busy_s()
+            limit = [shutil.which("timeout") or "timeout", str(4 * 60 * topic.minutes)]
+            done = subprocess.run(
+                [*limit, sys.executable, *shlex.split(command)],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            took = time.monotonic() - begin
+            others = max(0.0, (busy_s() - busy) / took)
+            print(f"# it took {took:.0f} s; others used {others:.2f} cores", file=file, flush=True)
+            if done.returncode != 0:
+                failed.append(command)
+                print(f"# FAILED ({done.returncode})\n{done.stderr[-2000:]}", file=file, flush=True)
+            print(file=file)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("topics", nargs="*", help="default: all")
+    parser.add_argument("--list", action="store_true", help="show topics and commands, run nothing")
+    options = parser.parse_args()
+    known = {topic.name: topic for topic in TOPICS}
+    for name in options.topics:
+        if name not in known:
+            parser.error(f"no topic {name!r}; there are {', '.join(known)}")
+    chosen = [known[name] for name in options.topics] or TOPICS
+    if options.list:
+        for topic in chosen:
+            print(f"{topic.name}, {topic.minutes} min")
+            print("".join(f"    python {command}\n" for command in topic.commands), end="")
+        return 0
+    if git("status", "--porcelain"):
+        parser.error("the tree has changes, and figures belong to a commit: commit or stash them")
+    folder = ROOT / "build" / "published"
+    folder.mkdir(parents=True, exist_ok=True)
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    failed, files = [], []
+    for topic in chosen:
+        print(f"{topic.name}: about {topic.minutes} min", flush=True)
+        files.append(folder / f"{topic.name}-{today}.txt")
+        failed += measure(topic, files[-1])
+    for file in files:
+        shutil.copy(file, HERE / "results" / file.name)
+        print(f"wrote benchmarks/results/{file.name}")
+    for command in failed:
+        print(f"FAILED: python {command}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
