@@ -101,12 +101,3 @@ def wrapper_store(group: Any) -> Any:
     _stores[group.group_name] += 1
     prefix = f"pycomm/ddp/{_stores[group.group_name]}"
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def sync_when_due(model: Any, args: object) -> None:
-    """Before a training forward pass, averages parameters if ``sync_every`` steps are over."""
-    if not torch.is_grad_enabled() or not model.module.training:
-        return
-    if model.reducer.stats().steps - model._steps_at_sync >= model._sync_every:
-        model.sync()

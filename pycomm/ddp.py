@@ -18,14 +18,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
 from pycomm._averaging import average_, host_group, ring_nbytes
-from pycomm._ddp_group import (
-    by_nccl,
-    check_group,
-    need_pycomm,
-    pycomm_backend,
-    sync_when_due,
-    wrapper_store,
-)
+from pycomm._ddp_group import by_nccl, check_group, need_pycomm, pycomm_backend, wrapper_store
 from pycomm._ddp_options import (
     EndsByItself,
     bucket_caps,
@@ -164,6 +157,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
             # Buffers follow the host's first rank in forward, and all ranks' first rank at a sync.
             self.global_group = self.process_group
             self.process_group = self._host_group
+            from pycomm._ddp_sync import sync_when_due
+
             self.register_forward_pre_hook(sync_when_due)
         add_wrapper(self)
 

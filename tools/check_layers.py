@@ -118,7 +118,7 @@ PYTHON_FLOORS = [
     {"_metrics", "_secret"},
     {"_native_options"},
     {"_backend"},
-    {"_ddp_group", "_shared", "_barrier", "codecs", "sync_batch_norm"},
+    {"_ddp_group", "_ddp_sync", "_shared", "_barrier", "codecs", "sync_batch_norm"},
     {"_compression"},
     {"backend", "barrier", "compression"},  # the old names of these, until 0.2
     {"comm_hooks"},

@@ -208,3 +208,10 @@ def test_a_round_of_another_length_is_an_error_on_all_ranks() -> None:
 
 def test_hosts_share_gradients_and_meet_every_few_steps() -> None:
     run(4, ["two_hosts"])
+
+
+def test_importing_pycomm_imports_no_compiler() -> None:
+    """It takes as long as torch: two seconds of a core, in every rank of every program."""
+    script = "import sys, pycomm.ddp, pycomm.comm_hooks; print('torch._dynamo' in sys.modules)"
+    done = ranks.run_python(["-c", script])
+    assert (done.stdout, done.returncode) == ("False\n", 0), done.stderr
