@@ -25,8 +25,11 @@ from zygote_process import MAX_NBYTES, Job
 _ANSWER_S = 60.0
 _IMPORT_S = 120.0
 
-MODULES = ("numpy", "torch", "torch.distributed", "pytest")
-"""What every zygote has imported. Nothing of pycomm: tests look at how that comes in."""
+MODULES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest")
+"""What every zygote has imported. Nothing of pycomm: tests look at how that comes in.
+
+torch's wrapper imports torch._dynamo when it is first made: two seconds of a core in each rank.
+"""
 
 _FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT", "TORCHINDUCTOR_")
 _FREE_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -184,7 +187,7 @@ _zygotes: dict[tuple[str, ...], Zygote] = {}
 
 def zygote_for(env: dict[str, str], preload: Sequence[str]) -> Zygote | None:
     """The session's zygote for ranks with this environment; None if they must start afresh."""
-    modules = (*MODULES, *preload)
+    modules = tuple(dict.fromkeys((*MODULES, *preload)))
     if modules in _zygotes and not _zygotes[modules].alive:
         _zygotes.pop(modules).close()
     if modules not in _zygotes:
