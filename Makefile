@@ -49,20 +49,21 @@ strict: ## C++ tests file by file, without precompiled headers, so that a missin
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py strict
 
+# A fifth of the slow tests on each day; SHARE=2 chooses another, ARGS=--all-cases runs all.
 asan: ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BOOTSTRAP) --no-torch
-	@$(BIN)/python tools/cpp.py asan
+	@$(BIN)/python tools/cpp.py asan $(ARGS)
 
 tsan: ## C++ tests under ThreadSanitizer
 	$(BOOTSTRAP) --no-torch
-	@$(BIN)/python tools/cpp.py tsan
+	@$(BIN)/python tools/cpp.py tsan $(ARGS)
 
-# The Python tests of tests/python/seam_tests.txt. seam_all runs the others, and is part of what runs each night.
-seam: ## the extension under AddressSanitizer and UndefinedBehaviorSanitizer, and the Python tests listed for it
+# Of the Python tests of tests/python/seam_tests.txt a fifth on each day, as above. seam_all runs those that are not listed.
+seam: ## the extension under AddressSanitizer and UndefinedBehaviorSanitizer, and today's fifth of the Python tests listed for it
 	$(BOOTSTRAP) --group test --no-build
 	@$(BIN)/python tools/seam.py $(ARGS)
 
-seam_all: ## all other Python tests under the same sanitizers
+seam_all: ## all Python tests that are not listed, under the same sanitizers
 	$(BOOTSTRAP) --group test --no-build
 	@$(BIN)/python tools/seam.py --all $(ARGS)
 
@@ -82,9 +83,9 @@ TCP_TESTS = collectives/test_collectives_basic collectives/test_async_work fault
   faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
   faults/test_life_cycle service/test_service service/test_service_ends service/test_service_restarts \
   service/test_service_strangers
-tcp: ## Python tests over TCP whose ranks would share memory or connect by Unix sockets
+tcp: ## today's fifth of these tests over TCP, whose ranks would share memory or connect by Unix sockets; ARGS=--all-cases: all
 	$(BOOTSTRAP) --group test
-	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py \
+	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --all-in-shares \
 	  $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
 
 faults: ## the Python tests that kill, stop or starve ranks, every case of them

@@ -1,6 +1,11 @@
 """Build floors 0 to 3 and run their tests.
 
-python tools/cpp.py FLAVOUR [CMake arguments]; more of these in $CMAKE_ARGS. FLAVOURS has them all.
+    python tools/cpp.py FLAVOUR [--all-cases] [--remember-failures] [CMake arguments]
+
+More of CMake's arguments in $CMAKE_ARGS. FLAVOURS has them all. Under a sanitizer the tests that
+tests/cpp/in_shares.txt lists come in shares, a fifth on each day: see cpp_shares.py. All of them
+run with --all-cases, and in the flavours whose names end in _full. With --remember-failures tests
+that fail are added to tests/python/always.txt: they run on every day then.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import cpp_shares
 import machine
 import native
 import reruns
+import shares
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -33,7 +40,8 @@ FLAVOURS = {
     "tsan": ["-DPYCOMM_SANITIZE=thread", "-DPYCOMM_WERROR=ON"],
 }
 # Every group size and as many seeds as without a sanitizer: `make nightly`.
-for name in ("asan", "tsan"):
+IN_SHARES = ("asan", "tsan")
+for name in IN_SHARES:
     FLAVOURS[f"{name}_full"] = [*FLAVOURS[name], "-DPYCOMM_TEST_IN_FULL=ON"]
 
 GTEST_HINT = """\
@@ -145,8 +153,27 @@ def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all"
     return folder
 
 
+def in_shares(folder: Path, prefix: Sequence[str]) -> tuple[dict[str, str], int]:
+    """Chooses today's share; returns the environment that runs it, and how many tests that are."""
+    shares.choose()
+    today = os.environ["SHARE"]
+    every = cpp_shares.names(folder, prefix)
+    later = cpp_shares.later(every)
+    print(
+        f"C++: share {today} of {shares.SHARES} (SHARE={today} repeats it), "
+        f"{len(later)} of {len(every)} tests run on other days",
+        flush=True,
+    )
+    # ThreadSanitizer's build has not all programs.
+    if folder.name == "cpp-asan" and (gone := cpp_shares.unmatched(every)):
+        raise SystemExit(f"{cpp_shares.LISTED} names tests that do not exist: {', '.join(gone)}")
+    filters = {"GTEST_FILTER": f"*-{':'.join(later)}"} if later else {}
+    return os.environ | filters, len(every) - len(later)
+
+
 def main() -> int:
-    flavour, *cmake_arguments = sys.argv[1:] or ["plain"]
+    options = {"--all-cases", "--remember-failures"} & {*sys.argv[1:]}
+    flavour, *cmake_arguments = [each for each in sys.argv[1:] if each not in options] or ["plain"]
     folder = build(flavour, cmake_arguments)
     if folder is None:
         return 1
@@ -154,16 +181,12 @@ def main() -> int:
     jobs = str(machine.jobs(1.0))
 
     shutil.rmtree(results, ignore_errors=True)
-    ctest = [
-        *test_prefix(flavour),
-        "ctest",
-        "--test-dir",
-        str(folder),
-        "--output-on-failure",
-        "-j",
-        jobs,
-    ]
-    code = subprocess.run(ctest, check=False).returncode
+    prefix = test_prefix(flavour)
+    ctest = [*prefix, "ctest", "--test-dir", str(folder), "--output-on-failure", "-j", jobs]
+    chosen, wanted = dict(os.environ), 0
+    if flavour in IN_SHARES and "--all-cases" not in options:
+        chosen, wanted = in_shares(folder, prefix)
+    code = subprocess.run(ctest, env=chosen, check=False).returncode
     found = counts(results)
     failed = ", ".join(found.names)
     again = ""
@@ -172,6 +195,11 @@ def main() -> int:
         alone = os.environ | {"GTEST_FILTER": ":".join(found.names)}
         code = subprocess.run([*ctest, "--rerun-failed"], env=alone, check=False).returncode
         again = reruns.report(found.names, code == 0)
+    if code == 0 and found.ran < wanted:
+        print(f"C++ {flavour}: {wanted} tests are of this share, and {found.ran} ran")
+        code = 1
+    if code != 0 and "--remember-failures" in options:
+        shares.remember(found.names)
     passed = found.ran - len(found.names) - found.skipped
     print(
         f"C++ {flavour}: {'passed' if code == 0 else 'FAILED'}, {passed} passed, "

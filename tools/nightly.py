@@ -58,8 +58,9 @@ STEPS = [
         10,
     ),
     Step("fuzz", "{make} fuzz", 17),
-    Step("asan", "{python} tools/cpp.py asan_full", 40),
-    Step("tsan", "{python} tools/cpp.py tsan_full", 60),
+    Step("asan", "{python} tools/cpp.py asan_full --remember-failures", 40),
+    Step("tsan", "{python} tools/cpp.py tsan_full --remember-failures", 60),
+    Step("seam", "{make} seam ARGS='--all-cases --remember-failures'", 15),
     Step("seam_all", "{make} seam_all", 60),
     Step("integrations", "{make} integrations", 15),
     Step("torchrec", "{make} torchrec", 15),
@@ -70,7 +71,7 @@ STEPS = [
     Step(
         "cases", "{python} tools/python_tests.py -m in_shares --all-cases --remember-failures", 30
     ),
-    Step("cases_tcp", "{make} tcp ARGS='-m in_shares --all-cases --remember-failures'", 15),
+    Step("tcp", "{make} tcp ARGS='--all-cases --remember-failures'", 20),
     Step("strict", "{make} strict", 15),
     Step("wheel", "{make} wheel", 15),
     Step("try_wheel", "{python} tools/try_wheel.py", 10),

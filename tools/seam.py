@@ -1,6 +1,8 @@
 """Build the extension with AddressSanitizer and UBSan, and run Python tests with it.
 
-    python tools/seam.py              the tests that tests/python/seam_tests.txt lists: what CI runs
+    python tools/seam.py              today's fifth of the tests that tests/python/seam_tests.txt
+                                      lists: what CI runs; SHARE=2 chooses another
+    python tools/seam.py --all-cases  all that it lists
     python tools/seam.py --all        the rest of tests/python, less what seam_skipped.txt lists
     python tools/seam.py test…        these tests, as pytest names them
 
@@ -30,6 +32,7 @@ import cpp
 import fault_build
 import machine
 import native
+import shares
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "seam"
@@ -41,6 +44,7 @@ PLANTED = TESTS / "tools" / "seam_planted.py"
 GIB_PER_COMPILER = 4.0
 GIB_PER_PROCESS = 4.0  # of those that run tests, with the ranks of each
 AT_LEAST = 200  # tests that CI's list must have
+AT_LEAST_IN_SHARE = 25
 REPORT_NCHARS = 20_000
 SANITIZE = ("-fsanitize=address,undefined", "-g1")
 # Leaks: Python and torch keep much memory to the end. Segmentation faults stay the tests' own: some
@@ -143,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="what CI's list leaves out")
     options, arguments = parser.parse_known_args()
+    shares.choose()
     if not build():
         print("seam: FAILED, the extension with sanitizers could not be built", file=sys.stderr)
         return 1
@@ -158,9 +163,9 @@ def main() -> int:
         others = [file for file in files if file not in quick]
         arguments = [*others, *later, "--all-cases", *arguments]
     elif all(each.startswith("-") for each in arguments):
-        arguments = [*quick, "--all-cases", *arguments]
+        arguments = [*quick, "--all-in-shares", *arguments]
         left_out += later
-        at_least = AT_LEAST
+        at_least = AT_LEAST if "--all-cases" in arguments else AT_LEAST_IN_SHARE
     arguments += [f"--deselect={name}" for name in left_out]
     arguments = ["-n", str(machine.jobs(GIB_PER_PROCESS)), *arguments]
     began_s = time.monotonic()

@@ -15,6 +15,7 @@ import torch
 if importlib.util.find_spec("pycomm") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import costs
 import fault_report
 import ranks
 import shares
@@ -44,6 +45,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="all cases of tests that come in shares, not today's share of them",
     )
     parser.addoption(
+        "--all-in-shares",
+        action="store_true",
+        help="every test comes in shares, not only those with the mark: today's fifth of them runs",
+    )
+    parser.addoption(
+        "--costs", type=Path, metavar="FILE", help="write the seconds of the cores of each test"
+    )
+    parser.addoption(
         "--exact-bounds",
         action="store_true",
         help="faults must be noticed as fast as documented: for a machine that does nothing else",
@@ -59,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension")
     config.pluginmanager.register(turns, "turns")
     shares.choose()
+    if path := config.getoption("--costs"):
+        config.pluginmanager.register(costs.Plugin(path.absolute()), "costs-of-tests")
     if config.getoption("--exact-bounds"):
         os.environ["TEST_EXACT_BOUNDS"] = "1"  # ranks read it, too
 
@@ -86,8 +97,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in nightly]
         config.hook.pytest_deselected(items=nightly)
     named = any("::" in argument for argument in config.args)
+    every = config.getoption("--all-in-shares")
+    in_shares = [item for item in items if every or item.get_closest_marker("in_shares")]
+    for item in in_shares:
+        item.user_properties.append((shares.CASE, item.name))
     if not config.getoption("--all-faults") and not named:
-        in_shares = [item for item in items if item.get_closest_marker("in_shares")]
         today = shares.part_of(
             in_shares,
             lambda item: item.name,
@@ -96,9 +110,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         later = set(in_shares) - set(today)
         items[:] = [item for item in items if item not in later]
         config.hook.pytest_deselected(items=list(later))
-    for item in items:
-        if item.get_closest_marker("in_shares"):
-            item.user_properties.append((shares.CASE, item.name))
     if config.getoption("--require-native"):
         if not native_is_built():
             raise pytest.UsageError(

@@ -227,7 +227,7 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
     for name, text in {"make": FAKE_MAKE, "id": "#!/bin/sh\necho 1000\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARE": "3"}
     done = subprocess.run(
         [ROOT / ".ci" / "run", "docs", "test", "lint"],
         env=env,
@@ -236,10 +236,11 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 1
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-4:]]
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-5:]]
     assert [re.sub(r" \d+ s (\d+ s of cores) ", " N s ", line) for line in lines] == [
         "docs N s passed",
         "test N s passed, 2 run again: tests/a.py::test_x (passed), Suite.One (passed)",
         "lint N s FAILED (3)",
+        "share 3 of 5 (SHARE=3 .ci/run repeats it)",
         "2 tests were too slow and run again",
     ]

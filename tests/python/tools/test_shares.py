@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import fault_programs
 import fault_report
 import pytest
 import shares
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+
+import cpp_shares
 
 
 def test_every_case_runs_within_five_days(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,3 +92,87 @@ def test_only_cases_that_come_in_shares_are_remembered(
     fault_report.write(terminal, remember=True)
     assert shares.ALWAYS.read_text() == "# why\nkilled\n"
     assert said[-1] == "  killed"
+
+
+class Item:
+    """What the choice of today's tests looks at."""
+
+    def __init__(self, name: str, *marks: str) -> None:
+        self.name, self.marks = name, marks
+        self.user_properties: list[tuple[str, object]] = []
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+def chosen_by(options: set[str], items: list[Item]) -> list[str]:
+    """The names of those that the suite of tests/python runs with these options."""
+    config = SimpleNamespace(
+        getoption=lambda name: "" if name == "-m" else name in options,
+        args=["tests/python"],
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+    )
+    kept = list(items)
+    conftest.pytest_collection_modifyitems(config, kept)  # type: ignore[arg-type]
+    return [item.name for item in kept]
+
+
+def test_with_all_in_shares_every_test_runs_within_five_days(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shares, "ALWAYS", tmp_path / "always.txt")
+    shares.ALWAYS.write_text("test_4\n")
+    names = [f"test_{number}" for number in range(100)]
+    items = [Item(name) for name in names] + [Item("daily", "in_shares", "every_day")]
+    items.append(Item("marked", "in_shares"))
+    by_day, ordinary = [], []
+    for day in range(shares.SHARES):
+        monkeypatch.setenv("SHARE", str(day))
+        by_day.append(chosen_by({"--require-native", "--all-in-shares"}, items))
+        ordinary.append(chosen_by({"--require-native"}, items))
+    assert all(10 <= len(part) <= 35 for part in by_day)
+    assert all("daily" in part and "test_4" in part for part in by_day)
+    assert {name for part in by_day for name in part} == {*names, "daily", "marked"}
+    assert all(set(names) <= set(part) for part in ordinary)
+    assert sum("marked" in part for part in ordinary) == 1
+    everything = chosen_by({"--require-native", "--all-in-shares", "--all-faults"}, items)
+    assert everything == [*names, "daily", "marked"]
+
+
+LISTING = """\
+Running main() from ./googletest/src/gtest_main.cc
+Group.
+  Joins
+  DISABLED_Waits
+Transports/FarAhead.
+  Passes/Tcp  # GetParam() = 1
+  Passes/SharedMemory  # GetParam() = 2
+Typed/0.  # TypeParam = float
+  Adds
+"""
+
+
+def test_slow_tests_under_a_sanitizer_run_within_five_days(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    every = cpp_shares.names_in(LISTING)
+    assert every == [
+        "Group.Joins",
+        "Transports/FarAhead.Passes/Tcp",
+        "Transports/FarAhead.Passes/SharedMemory",
+        "Typed/0.Adds",
+    ]
+    every += [f"Slow.Number{number}" for number in range(100)]
+    monkeypatch.setattr(shares, "ALWAYS", tmp_path / "always.txt")
+    monkeypatch.setattr(cpp_shares, "LISTED", tmp_path / "in_shares.txt")
+    shares.ALWAYS.write_text("Slow.Number7\n")
+    cpp_shares.LISTED.write_text("# why\nTransports/FarAhead.*\nSlow.*  # and why\nGone.Test\n")
+    assert cpp_shares.unmatched(every) == ["Gone.Test"]
+    ran = []
+    for day in range(shares.SHARES):
+        monkeypatch.setenv("SHARE", str(day))
+        later = cpp_shares.later(every)
+        assert {"Group.Joins", "Typed/0.Adds", "Slow.Number7"}.isdisjoint(later)
+        assert 65 <= len(later) <= 95
+        ran += [name for name in every if name not in later]
+    assert set(ran) == set(every)
