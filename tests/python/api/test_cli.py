@@ -66,10 +66,15 @@ def test_env_shows_all_mistakes_at_once_and_ends_with_1() -> None:
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"PYCOMM_SECRET_FILE": "/nowhere/secret"}, "/nowhere/secret"),
+        pytest.param(
+            {"PYCOMM_SECRET_FILE": "/nowhere/secret"},
+            "/nowhere/secret",
+            marks=pytest.mark.every_day,
+        ),
         ({"PYCOMM_FAULT": "no such point"}, "PYCOMM_FAULT"),
     ],
 )
+@pytest.mark.in_shares
 def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str) -> None:
     result = run_python(["-m", "pycomm", "env", "--json"], env=variables)
     assert any(text in problem for problem in json.loads(result.stdout)["problems"]), result.stdout
@@ -229,10 +234,13 @@ def test_bench_waits_as_long_as_it_is_told() -> None:
     ("env", "text"),
     [
         ({}, "no launcher has said which rank this is (torchrun, mpirun and srun do)"),
-        ({"RANK": "0"}, "WORLD_SIZE='' is not a whole number"),
+        pytest.param(
+            {"RANK": "0"}, "WORLD_SIZE='' is not a whole number", marks=pytest.mark.every_day
+        ),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x' is not"),
     ],
 )
+@pytest.mark.in_shares
 def test_bench_without_a_launcher_is_wrong_usage(env: dict[str, str], text: str) -> None:
     done = run_python(["-m", "pycomm", "bench"], env=env)
     assert (done.returncode, done.stdout) == (2, "")
@@ -248,6 +256,7 @@ def test_bench_refuses_what_is_no_time(capsys: pytest.CaptureFixture[str]) -> No
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.in_shares
 def test_bench_still_writes_a_file_and_says_what_to_do_instead(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]

@@ -128,6 +128,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.in_shares
 def test_any_plugin_makes_the_default_backend_of_cpu_gloo_undefined(tmp_path: Path) -> None:
     """torch's doing, for whatever plugin. If this fails, torch has mended it: tell users."""
     names = []
@@ -156,8 +157,9 @@ def sum_of_ranks(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.needs_native
-@pytest.mark.parametrize("init", ["file", "tcp", "env"])
+@pytest.mark.parametrize("init", ["file", "tcp", pytest.param("env", marks=pytest.mark.every_day)])
 @pytest.mark.parametrize("imported", [True, False], ids=["imported", "autoload"])
+@pytest.mark.in_shares
 def test_init_methods(init: str, imported: bool, entry_points: str) -> None:
     results = run_ranks(
         2,
@@ -309,8 +311,13 @@ def test_sys_path_is_not_needed() -> None:
 
 @pytest.mark.parametrize(
     ("name", "has"),
-    [("backend", "native_backend"), ("barrier", "monitored_barrier"), ("compression", "TopK")],
+    [
+        pytest.param("backend", "native_backend", marks=pytest.mark.every_day),
+        ("barrier", "monitored_barrier"),
+        ("compression", "TopK"),
+    ],
 )
+@pytest.mark.in_shares
 def test_old_names_of_private_modules_warn_once(name: str, has: str) -> None:
     program = f"""
 import warnings

@@ -83,9 +83,10 @@ def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
             "not a pycomm secret (line 1, 44 of 63 characters: cut off in copying?)",
         ),
         ("swordfish", 0o600, 'does not begin with "pycomm-secret-1:"'),
-        (_TEXT, 0o666, "has mode 0666: other users may"),
+        pytest.param(_TEXT, 0o666, "has mode 0666: other users may", marks=pytest.mark.every_day),
     ],
 )
+@pytest.mark.in_shares
 def test_a_bad_file_ends_with_1_and_one_line(
     tmp_path: Path, text: str, mode: int, why: str
 ) -> None:

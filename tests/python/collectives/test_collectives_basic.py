@@ -149,12 +149,16 @@ def same_bits_from_run_to_run(rank: int, world_size: int) -> list[str]:
     return sums_of_floats(rank, world_size)
 
 
+@pytest.mark.in_shares
 def test_the_same_bits_from_run_to_run() -> None:
     first, second = (run_ranks(3, same_bits_from_run_to_run).values()[0] for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "direct"])
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param("ring", marks=pytest.mark.every_day), "recursive_doubling", "direct"]
+)
+@pytest.mark.in_shares
 def test_every_algorithm(algorithm: str) -> None:
     digests = run_ranks(3, sums_of_floats, pg_options={"algorithm": algorithm}).values()
     assert all(other == digests[0] for other in digests)
