@@ -9,6 +9,7 @@ streams run is drawn from a seed, which each process prints; ``FAKE_CUDA_SEED`` 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
@@ -75,7 +76,38 @@ def build_or_skip(folder: Path) -> Path:
         pytest.skip("this torch is a CUDA build: it registers hooks for CUDA, so the fake cannot")
     if shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    return build(folder)
+    return _kept(folder)
+
+
+def _digest() -> str:
+    """A hash of all that the library is made of, and with."""
+    folders = ("csrc", "tests/cpp/cuda", "tests/rig/fake_cuda")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    made_with = (torch.__version__, *native.compiler(), sys.executable)
+    total = hashlib.sha256("\0".join(made_with).encode())
+    for path in sorted(files):
+        total.update(str(path).encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def _kept(folder: Path) -> Path:
+    """What an earlier session has built of the same sources, or a new build, which is kept.
+
+    It takes some forty seconds of a core, and `make test` and `make share` need it both.
+    """
+    kept = ROOT / "build" / "fake_cuda" / f"{_digest()}.so"
+    library = folder / "libpycomm_cuda.so"
+    if kept.exists():
+        shutil.copy2(kept, library)
+        return library
+    build(folder)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for old in kept.parent.glob("*.so"):
+        old.unlink(missing_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    shutil.copy2(library, partial)
+    partial.rename(kept)  # whole, or not there
+    return library
 
 
 def _finish(running: subprocess.Popen[bytes]) -> None:

@@ -1,9 +1,10 @@
 """A fifth of the cases on each day: all of them run within any five days in a row.
 
-A run has the cases of today's share and those in `always.txt`: of the fault cases, and of the tests
-with the mark `in_shares`, with or without parameters. A case's share depends on its name alone, so
-a new case moves no other one to another day. Cases that also have the mark `every_day` are part of
-each run: one of each promise that the documents make.
+A run has the cases of today's share and those in `always.txt`: of the fault cases, of the tests
+with the mark `in_shares`, with or without parameters, and of slow C++ tests under sanitizers
+(tools/cpp_shares.py). With pytest's `--all-in-shares`, every test comes in shares. A case's share
+depends on its name alone, so a new case moves no other one to another day. Cases that also have the
+mark `every_day` are part of each run: one of each promise that the documents make.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ def assert_parameters_equal(stdout: str) -> None:
 
 
 @pytest.mark.needs_native
+@pytest.mark.in_shares
 def test_digits_learns() -> None:
     done = run_example("train_digits.py", "--epochs", "3", "--target", "0.8")
     assert done.returncode == 0, done.stdout + done.stderr
