@@ -7,15 +7,18 @@ Four families group them by what a program can do: ``PeerError``, ``RendezvousEr
 connection also a ``ConnectionError``.
 ``record`` holds all known facts about the failure. The text is one sentence, the same facts as
 ``key=value``, and a hint.
+
+tools/errors_table.py writes the tables of docs/errors.md from the docstrings of the classes below.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed import DistBackendError, DistError, DistNetworkError
+
+from pycomm._error_record import ErrorRecord
 
 __all__ = [
     "BY_CODE",
@@ -58,71 +61,11 @@ __all__ = [
 
 
 class TorchVersionError(ImportError):
-    """pycomm's extension is missing, or was built for another torch than is installed."""
+    """The extension is not built, or was built for another minor version of torch than is
+    installed.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ErrorRecord(Mapping[str, Any]):
-    """All known facts about one failure.
-
-    Fields are attributes, None if unknown. As a mapping it holds the known fields, by
-    name; so it equals a dict, and ``dict(record)`` and ``json.dumps(dict(record))`` work.
+    Try: what the text says.
     """
-
-    code: str | None = None
-    """The error code, "PEER_DEAD"."""
-    summary: str | None = None
-    """What failed, as a sentence."""
-    hint: str | None = None
-    """What to try."""
-    cause: str | None = None
-    """The kernel's reason, or the error underneath."""
-    rank: int | None = None
-    """The rank that raises the error, in the group's numbers, as ``peer``."""
-    host: str | None = None
-    """The host of ``rank``."""
-    peer: int | None = None
-    """The rank that is to blame, or that was waited for."""
-    peer_host: str | None = None
-    """The host of ``peer``."""
-    group: str | None = None
-    """torch's name of the group."""
-    epoch: int | None = None
-    """How often the group has changed its members: 0."""
-    op: str | None = None
-    """The operation, "all_reduce"."""
-    sequence: int | None = None
-    """The operation's number within its group."""
-    dtype: str | None = None
-    """Of the operation, "float32"."""
-    numel: int | None = None
-    """Elements of the operation."""
-    bytes_done: int | None = None
-    """Bytes that this rank had received in the operation."""
-    bytes_total: int | None = None
-    """Bytes that this rank was to receive in the operation."""
-    phase: str | None = None
-    """"rendezvous", "connect", "matching", "copy_to_host", "transfer", "not_entered", "not_started"
-    or "wait"."""
-    elapsed_ms: int | None = None
-    """How long the operation, or the making of the group, had taken."""
-    missing: list[int] | None = None
-    """Of ``monitored_barrier``: the ranks that did not come."""
-
-    def __getitem__(self, key: str) -> Any:
-        value = getattr(self, key) if key in self.__dataclass_fields__ else None
-        if value is None:
-            raise KeyError(key)
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.__dataclass_fields__ if getattr(self, name) is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return f"ErrorRecord({', '.join(f'{key}={value!r}' for key, value in self.items())})"
 
 
 class PycommError(DistError):
@@ -198,124 +141,232 @@ class PycommNetworkError(PycommError, DistNetworkError):
     """Another rank, its host or the way there has failed."""
 
 
+class PeerError(PycommNetworkError, ConnectionError):
+    """Another rank of the group, or the way to it, is gone.
+
+    Try: restart from a checkpoint, or make a new group without that rank.
+    """
+
+
 class RendezvousError(PycommError):
-    """A group could not be made, or its store was lost."""
+    """A group could not be made, or its store was lost.
+
+    Try: start again once all ranks run.
+    """
 
 
 class ConfigError(PycommError):
-    """The settings of this rank, or those of two ranks, do not fit."""
+    """The settings of this rank, or those of two ranks, do not fit.
+
+    Try: stop; a restart would fail in the same way.
+    """
 
 
 class ResourceError(PycommError):
-    """This process or host has run out of something: memory, files, ports, kernel objects."""
+    """This process or host has run out of something: memory, files, ports, kernel objects.
 
-
-class PeerError(PycommNetworkError, ConnectionError):
-    """Another rank of the group, or the way to it, is gone."""
+    Try: free something, or raise a limit.
+    """
 
 
 class InvalidArgumentError(PycommBackendError, ValueError):
-    """An argument that no rank could have served; nothing was sent."""
+    """An argument that no rank can serve; nothing was sent.
+
+    Try: what the hint says.
+    """
 
 
 class UnsupportedError(PycommBackendError, NotImplementedError):
-    """pycomm does not support this."""
+    """pycomm does not do this: a CUDA tensor without the CUDA library, a sparse CUDA tensor, an
+    integer AVG, an option of DDP.
+
+    Try: the alternative in the hint.
+    """
 
 
 class RendezvousTimeoutError(RendezvousError, PycommNetworkError, TimeoutError):
-    """Not all ranks came to the store in time; the text names the missing ones."""
+    """Not all ranks came to the store in time. The text lists the missing ranks and those that
+    came.
+
+    Try: look for errors in the output of the missing ranks. Set the same ``MASTER_ADDR``,
+    ``MASTER_PORT`` and ``WORLD_SIZE`` everywhere. Give ranks that start slowly a longer timeout.
+    """
 
 
 class StoreLostError(RendezvousError, PycommNetworkError, ConnectionError):
-    """The store could not be reached any more."""
+    """torch's store, which rank 0 or torchrun serves, cannot be reached any more.
+
+    Try: look for the first error in rank 0's output: it has probably ended.
+    """
 
 
 class ConnectFailedError(RendezvousError, PeerError):
-    """A rank could not be connected to: while a group is made, or at the first bytes to it."""
+    """A rank could not be connected to, accepted no connection until the deadline, or never
+    connected. Both addresses are in the text.
+
+    Try: check the firewall and the interface: docs/two-machines.md.
+    """
 
 
 class DuplicateRankError(RendezvousError, PycommBackendError):
-    """Two processes claim the same rank of one group."""
+    """Two processes claim one rank of a group. The second is refused; the first does not notice.
+
+    Try: give each process its own ``RANK`` and each job its own port. After a crash, give
+    ``file://`` a new file.
+    """
 
 
 class ConfigMismatchError(ConfigError, PycommBackendError):
-    """Ranks were started with settings that do not fit together, as another world size."""
+    """Ranks were started with different world sizes, options or address families, or wrap different
+    models. Both values are in the text.
+
+    Try: start every rank with the same command and the same ``PYCOMM_*`` variables.
+    """
 
 
 class VersionMismatchError(ConfigError, PycommBackendError):
-    """A rank runs another version of pycomm's protocol."""
+    """A rank runs another version of pycomm's wire format.
+
+    Try: install the same pycomm on all hosts.
+    """
 
 
 class NoInterfaceError(ConfigError, PycommBackendError):
-    """No network interface fits the setting; the text lists those that exist."""
+    """No network interface fits the setting. The text lists those that exist.
+
+    Try: set ``PYCOMM_SOCKET_IFNAME``; see docs/interfaces.md#how-pycomm-chooses.
+    """
 
 
 class PortsExhaustedError(ResourceError, PycommBackendError):
-    """Every port of the range is taken."""
+    """Every port of ``PYCOMM_PORT_RANGE`` is taken.
+
+    Try: set a wider range: one port per rank of the host and process group of several hosts.
+    """
 
 
 class CollectiveMismatchError(PycommBackendError):
-    """Ranks called different operations, or one operation with different arguments."""
+    """Ranks called different operations, or one with different shapes, dtypes, reduce ops or roots.
+    Both sides are in the text.
+
+    Try: call the same operations in the same order on all ranks. If a hook or a callback issues
+    collectives, use ``comm_hooks.ordered`` (docs/ddp.md).
+    """
 
 
 class CollectiveTimeoutError(PycommBackendError, TimeoutError):
-    """An operation's deadline has passed; the text names the rank that was waited for."""
+    """An operation's deadline has passed. The text names the rank that was waited for and, if it
+    has not entered the operation, what it did last.
+
+    Try: look at that rank: uneven data, a slow loader, an exception. Set a longer timeout if it is
+    only slow.
+    """
 
 
 class PeerDeadError(PeerError):
-    """A rank's process ended without a goodbye."""
+    """A rank's process ended without a goodbye.
+
+    Try: look for the first error in that rank's output. Run ``dmesg`` on its host, for the
+    out-of-memory killer.
+    """
 
 
 class PeerUnresponsiveError(PeerError):
-    """A rank is connected and silent."""
+    """A rank's connection is open and has been silent for 3 s (``heartbeat_timeout``). Its
+    heartbeats come from a native thread, so a busy interpreter does not cause it.
+
+    Try: check its host and its cable. A debugger or Ctrl-Z stops a rank, too.
+    """
 
 
 class PeerLeftError(PeerError):
-    """A rank left the group in good order while it was still needed."""
+    """A rank left the group in good order while it was still needed.
+
+    Try: run equal numbers of batches on all ranks. Wait for everything before
+    ``destroy_process_group()``. Look for that rank's own error.
+    """
 
 
 class ConnectionBrokenError(PeerError):
-    """A connection broke for an unknown reason."""
+    """A connection between two ranks broke although both are still there. One that breaks before
+    the peer has accepted it is retried and is no error.
+
+    Try: find what resets connections between these hosts: a firewall, a proxy, an address used
+    twice.
+    """
 
 
 class ProtocolViolationError(PycommNetworkError):
-    """Something arrived that no pycomm of this version sends."""
+    """Something arrived, or lay in the store or in shared memory, that no pycomm of this version
+    writes.
+
+    Try: run the same build on all ranks and nothing else on pycomm's ports and store; else report
+    it.
+    """
 
 
 class DataCorruptError(PycommNetworkError):
-    """Bytes changed on the way."""
+    """An fp16 gradient bucket came back from the all-reduce other than N ranks add up to. Only
+    there are bytes checked beyond TCP's checksum today.
+
+    Try: use a backend that adds fp16 exactly where all but one element are zero; else report it.
+    """
 
 
 class AbortedError(PycommBackendError):
-    """The group was aborted on this rank."""
+    """A rank aborted the group or an operation.
+
+    Try: look at that rank for the reason.
+    """
 
 
 class ShutDownError(PycommBackendError):
-    """The group was shut down on this rank."""
+    """The group was closed on this rank while the operation was under way, or before it.
+
+    Try: wait for every operation before ``destroy_process_group()``.
+    """
 
 
 class ForkedError(PycommBackendError):
-    """The group was used in a forked child of the process that made it."""
+    """The group was used in a forked child of the process that made it.
+
+    Try: start workers with the spawn method, or make a new group in the child.
+    """
 
 
 class OutOfMemoryError(ResourceError, PycommBackendError, MemoryError):
-    """Memory could not be allocated."""
+    """Memory for a transfer could not be allocated.
+
+    Try: use a smaller batch, or fewer operations at once.
+    """
 
 
 class TooManyFilesError(ResourceError, PycommBackendError):
-    """The limit of open files is reached."""
+    """The limit of open files is reached. The text has it.
+
+    Try: raise it: ``ulimit -n``.
+    """
 
 
 class NoSharedMemoryError(ResourceError, PycommBackendError):
-    """There is no room for the memory that the ranks of a host share."""
+    """There is no room for the memory that the ranks of a host share.
+
+    Try: give the container more memory, or set ``PYCOMM_TRANSPORT=tcp``.
+    """
 
 
 class SystemCallError(PycommBackendError):
-    """The kernel refused something."""
+    """A system call failed; ``cause`` says which and why.
+
+    Try: depends on the cause.
+    """
 
 
 class InternalError(PycommBackendError):
-    """A mistake in pycomm; please report it."""
+    """A mistake in pycomm.
+
+    Try: report it, with the line.
+    """
 
 
 BY_CODE: Mapping[str, type[PycommError]] = {

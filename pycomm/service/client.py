@@ -55,7 +55,12 @@ class _Server:
 
 
 class RefusedError(RuntimeError):
-    """A server does not take this worker: another model, list of servers or staleness."""
+    """A server (docs/parameter-service.md) does not take this worker: it has another model, list of
+    servers, ``staleness``, ``sliced`` or secret. The text has the server's name and the first
+    difference.
+
+    Try: pass the same arguments and secret to servers and workers.
+    """
 
 
 class ParameterClient:

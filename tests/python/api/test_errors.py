@@ -67,7 +67,7 @@ def test_every_class_is_torchs_and_travels(error_type: type[errors.PycommError])
     for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(copied) is error_type
         assert (str(copied), copied.record) == ("text", RECORD)
-    assert error_type.__doc__
+    assert "\n\n    Try: " in str(error_type.__doc__)
 
 
 def test_classes_and_codes_are_one_to_one() -> None:
@@ -87,9 +87,15 @@ def test_classes_and_codes_are_one_to_one() -> None:
 
 
 def test_the_table_has_every_code_of_the_native_part() -> None:
-    source = Path(__file__).resolve().parents[3] / "csrc" / "base" / "error.cc"
-    names = set(re.findall(r'return "([A-Z_]+)";', source.read_text())) - {"OK", "UNKNOWN"}
-    assert names == set(errors.BY_CODE)
+    folder = Path(__file__).resolve().parents[3] / "csrc" / "base"
+    named = re.findall(
+        r'case ErrorCode::(\w+):\s+return "([A-Z_]+)";', (folder / "error.cc").read_text()
+    )
+    assert {name for _, name in named} - {"OK"} == set(errors.BY_CODE)
+    (enumeration,) = re.findall(
+        r"enum class ErrorCode : uint16_t \{(.*?)\};", (folder / "error.h").read_text(), re.S
+    )
+    assert {each for each, _ in named} == set(re.findall(r"^ +(\w+) = \d+,", enumeration, re.M))
 
 
 def test_families_hold_what_a_program_treats_alike() -> None:

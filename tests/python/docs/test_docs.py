@@ -206,6 +206,11 @@ def test_contributing_names_functions_that_exist() -> None:
             assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
 
 
+def test_the_tables_of_errors_are_the_docstrings() -> None:
+    for path, text in tool("errors_table").written(ROOT).items():
+        assert path.read_text() == text, f"run tools/errors_table.py: {path} is another text"
+
+
 def test_the_table_of_errors_is_the_codes() -> None:
     header = ("code", "class in `pycomm.errors`", "to torch", "meaning", "what to try")
     rows = table(read("docs/errors.md"), *header)
