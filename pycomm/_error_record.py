@@ -1,4 +1,4 @@
-"""What is known about one failure."""
+"""The known facts about one failure."""
 
 from __future__ import annotations
 

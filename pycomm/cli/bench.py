@@ -33,14 +33,11 @@ _UNITS = (
 )
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    text = "time collectives on the ranks that a launcher has started"
-    parser = commands.add_parser(
-        "bench",
-        help=text,
-        description=text.capitalize() + ", as: torchrun --nproc-per-node 2 -m pycomm bench, or "
-        "mpirun -np 2 python -m pycomm bench, or srun python -m pycomm bench.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
+    parser.description = (
+        f"{(parser.description or '').removesuffix('.')}, as: torchrun --nproc-per-node 2 -m "
+        "pycomm bench, or mpirun -np 2 python -m pycomm bench, or srun python -m pycomm bench."
     )
     add = parser.add_argument
     add(
@@ -66,7 +63,6 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="print one JSON object, on rank 0 (a FILE is deprecated)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch.distributed as dist
 
@@ -43,13 +42,9 @@ _SECONDS_HELP = """\
 Length of each measurement in the first round; later rounds take half. Default: %(default)s"""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    parser = commands.add_parser(
-        "doctor",
-        help="check a cluster: why a job would not start, and which host is slow",
-        description=_DESCRIPTION,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
+    parser.description = _DESCRIPTION
     add = parser.add_argument
     add("--hosts", type=_names, metavar="A,B", help=_HOSTS_HELP)
     add("--nnodes", type=int, metavar="N", help="without a launcher: how many hosts")
@@ -68,7 +63,6 @@ def add_parser(commands: Any) -> None:
     add("--reach-only", action="store_true", help="send nothing at full speed")
     add("--strict", action="store_true", help="exit 1 instead of 0 if nothing could be judged")
     add("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -40,12 +40,9 @@ class Report:
     """What a user may want to know, and no job fails of."""
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    text = "print versions, network interfaces and every setting with its origin"
-    parser = commands.add_parser("env", help=text, description=text.capitalize() + ".")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Any
 
 from pycomm import _secret, errors, options
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    text = "make the secret that the processes of a job share, or print its public id"
-    parser = commands.add_parser(
-        "secret",
-        help=text,
-        description=text.capitalize()
-        + ". PATH: $PYCOMM_SECRET_FILE if set, else ~/.config/pycomm/secret.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
+    parser.description = (
+        f"{parser.description} PATH: $PYCOMM_SECRET_FILE if set, else ~/.config/pycomm/secret."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -34,21 +29,21 @@ def add_parser(commands: Any) -> None:
         metavar="PATH",
         help="print 8 digits that are equal on two hosts if their secrets are",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does what was asked; 1 if it cannot."""
     try:
         if arguments.generate is not None:
-            _generate(_path(arguments.generate) or options.secret_file())
+            text = _generate(_path(arguments.generate) or options.secret_file())
         else:
             path = _path(arguments.id)
             secret, origin = _secret.read_file(path) if path else _secret.read()
-            print(f"{secret.key_id}  {origin}")
+            text = f"{secret.key_id}  {origin}"
     except (ValueError, OSError, errors.PycommError) as error:
         print(f"pycomm secret: {error}", file=sys.stderr)
         return 1
+    print(text)
     return 0
 
 
@@ -56,12 +51,12 @@ def _path(given: str) -> str:
     return os.path.abspath(os.path.expanduser(given)) if given else ""
 
 
-def _generate(path: str) -> None:
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    key_id = _secret.generate_file(path).key_id
-    print(f"wrote {path}, key id {key_id}")
-    print("Copy it to every host of the job; -p keeps it private:")
+def _generate(path: str) -> str:
     folder = os.path.dirname(path)
-    print(f"  ssh HOST mkdir -p -m 700 {folder} && scp -p {path} HOST:{path}")
-    print("Every job that finds it on all its hosts has its connections between them in TLS.")
-    print("One secret per user or per job, not one per cluster: who has it can read the job.")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    key_id = _secret.generate_file(path).key_id
+    return f"""wrote {path}, key id {key_id}
+Copy it to every host of the job; -p keeps it private:
+  ssh HOST mkdir -p -m 700 {folder} && scp -p {path} HOST:{path}
+Every job that finds it on all its hosts has its connections between them in TLS.
+One secret per user or per job, not one per cluster: who has it can read the job."""

@@ -15,15 +15,15 @@ from pycomm import errors
 _LISTEN = "the address that workers reach this server by; with port 0 the kernel chooses one"
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    parser = commands.add_parser(
-        "serve",
-        help="keep a model's parameters for workers that push and pull (a parameter server)",
-        description="Runs a parameter server until all workers have said goodbye. SIGTERM and "
-        "SIGINT write the checkpoint and end it with 0.",
-        epilog="Example: pycomm serve train.py:make --listen 10.0.0.1:6170 --workers 2 "
-        "--checkpoint server.pt",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
+    parser.description = (
+        "Runs a parameter server until all workers have said goodbye. SIGTERM and SIGINT write "
+        "the checkpoint and end it with 0."
+    )
+    parser.epilog = (
+        "Example: pycomm serve train.py:make --listen 10.0.0.1:6170 --workers 2 "
+        "--checkpoint server.pt"
     )
     parser.add_argument(
         "make",
@@ -55,7 +55,6 @@ def add_parser(commands: Any) -> None:
         help="after which the others no longer wait for a worker that is gone "
         "(default: %(default)g)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ import pwd
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pycomm._flight_record import GroupRecord, OperationRecord, ProcessRecord
 from pycomm._process_reports import Report, reports
@@ -21,10 +20,8 @@ _WIDTH = 79
 _LONGEST_S = 1e6
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    text = "say what your ranks on this host are doing, also if they hang"
-    parser = commands.add_parser("status", help=text, description=text.capitalize() + ".")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--after",
@@ -36,7 +33,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=3.0, metavar="SECONDS", help="for an answer; default 3"
     )
-    parser.set_defaults(run=run)
 
 
 @dataclasses.dataclass(frozen=True)

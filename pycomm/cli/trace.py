@@ -17,10 +17,8 @@ from pycomm.trace.findings import Finding, findings_of, ranks_text, seconds_text
 from pycomm.trace.torch_format import write_torch_records
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command to the parser of ``pycomm.cli``."""
-    text = "say who was where, from the flight records that ranks wrote when they failed"
-    parser = commands.add_parser("trace", help=text, description=text.capitalize() + ".")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this command; ``pycomm.cli`` has made its parser."""
     parser.add_argument(
         "dumps", nargs="+", type=Path, metavar="DUMP", help="files of ranks, or a folder of them"
     )
@@ -37,7 +35,6 @@ def add_parser(commands: Any) -> None:
         metavar="FOLDER",
         help="deprecated: write files that torchfrtrace reads",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

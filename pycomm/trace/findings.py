@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pycomm._flight_record import OperationRecord
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned
 
-_LATE_NS = 1_000_000
-"""A rank that enters an operation less than this after the first is not late."""
+_LATE_NS = 10_000_000
+"""A rank that enters an operation less than this after the first is not late: a busy scheduler gives
+a core back after some milliseconds, and hosts' clocks are aligned to about one."""
+_LATE_SHARE = 0.05
+"""Waits for a rank that add up to less than this part of the recorded time are not reported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +240,11 @@ def _stuck_point_to_point(group: Aligned) -> list[Finding]:
 def _late(
     group: Aligned, operations: Sequence[tuple[str, dict[int, OperationRecord]]]
 ) -> list[Finding]:
-    """Which rank the others mostly waited for. Without the first operation: ranks start apart."""
+    """Which rank the others mostly waited for. Without the first operation: ranks start apart.
+
+    A rank counts as late in an operation that it enters ``_LATE_NS`` or more after the first, if
+    that is longer than the operation took once all were in it: else waiting was not the most of it.
+    """
     late: dict[int, list[tuple[int, str]]] = {}
     whole = [
         by_rank
@@ -245,24 +252,37 @@ def _late(
         if len(by_rank) == len(group.members) > 1
         and all(mine.state == "done" for mine in by_rank.values())
     ][1:]
-    for by_rank in whole:
-        entered = {rank: group.members[rank].issued_ns(mine) for rank, mine in by_rank.items()}
-        slowest = max(entered, key=lambda rank: entered[rank])
-        behind_ns = entered[slowest] - min(entered.values())
-        if behind_ns >= _LATE_NS:
+    times = [_times(group, by_rank) for by_rank in whole]
+    for by_rank, (first_ns, slowest, last_ns, ended_ns) in zip(whole, times, strict=True):
+        behind_ns = last_ns - first_ns
+        if behind_ns >= max(_LATE_NS, ended_ns - last_ns):
             late.setdefault(slowest, []).append((behind_ns, by_rank[slowest].label))
+    began_ns = min((one[0] for one in times), default=0)
+    all_ns = max([1, *(one[3] - began_ns for one in times)])
     found = []
     for rank, behind in sorted(late.items(), key=lambda item: -sum(ns for ns, _ in item[1])):
+        share = sum(ns for ns, _ in behind) / all_ns
+        if share < _LATE_SHARE:
+            continue
         most_ns, where = max(behind)
         median_ns = round(statistics.median(ns for ns, _ in behind))
         found.append(
             Finding(
                 kind="late",
-                text=f"{_sentence(_rank_text(group, rank))} entered last in {len(behind)} of "
+                text=f"{_sentence(_rank_text(group, rank))} was late in {len(behind)} of "
                 f"{len(whole)} operations that ended, {seconds_text(median_ns)} after the first "
-                f"(median), {seconds_text(most_ns)} at most ({where}).",
+                f"(median), {seconds_text(most_ns)} at most ({where}): {share:.0%} of the recorded "
+                "time.",
                 group=group.name,
                 ranks=(rank,),
             )
         )
     return found
+
+
+def _times(group: Aligned, by_rank: Mapping[int, OperationRecord]) -> tuple[int, int, int, int]:
+    """When the first rank entered, which one entered last, when, and when the last one ended."""
+    entered = {rank: group.members[rank].issued_ns(mine) for rank, mine in by_rank.items()}
+    slowest = max(entered, key=lambda rank: entered[rank])
+    ended = [(mine.ended_ns or 0) - group.members[rank].shift_ns for rank, mine in by_rank.items()]
+    return min(entered.values()), slowest, entered[slowest], max(ended)

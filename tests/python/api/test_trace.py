@@ -161,13 +161,49 @@ def test_a_mismatch_names_the_odd_one_out(
     assert text.endswith("but ranks 0 and 1 called all_reduce(SUM, float32 x 1000, ring).")
 
 
-def test_who_is_mostly_last(tmp_path: Path) -> None:
-    slow = [operation(n, issued_ns=START + n * 10 * MS + (n % 2) * 5 * MS) for n in range(1, 11)]
-    written(tmp_path, process(0, healthy(10)), process(1, slow), process(2, healthy(10)))
-    assert texts(tmp_path)["late"] == (
-        "Rank 1 on b entered last in 4 of 9 operations that ended, 5.0 ms after the first "
-        "(median), 5.0 ms at most (all_reduce #9)."
+def behind(number: int, wait_ms: int, *, every: int = 2, took_ms: int = 1) -> dict[str, Any]:
+    """An operation every 100 ms that this rank enters late, each second time; all end together."""
+    wait_ns = wait_ms * MS * (number % every == 1)
+    begin = START + number * 100 * MS
+    return operation(
+        number,
+        issued_ns=begin + wait_ns,
+        started_ns=begin + wait_ns,
+        first_byte_ns=begin + wait_ns,
+        ended_ns=begin + (wait_ms + took_ms) * MS,
     )
+
+
+def three(folder: Path, count: int, wait_ms: int, **how: int) -> Path:
+    on_time = [
+        {**behind(n, wait_ms, **how), "issued_ns": START + n * 100 * MS} for n in range(count)
+    ]
+    slow = [behind(n, wait_ms, **how) for n in range(count)]
+    return written(folder, process(0, on_time), process(1, slow), process(2, on_time))
+
+
+def test_who_is_mostly_last(tmp_path: Path) -> None:
+    assert texts(three(tmp_path, 11, 20))["late"] == (
+        "Rank 1 on b was late in 5 of 10 operations that ended, 20.0 ms after the first (median), "
+        "20.0 ms at most (all_reduce #9): 11% of the recorded time."
+    )
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "how", "late"),
+    [
+        (10, {}, True),
+        (9, {}, False),  # a scheduler's noise
+        (10, {"took_ms": 10}, True),
+        (10, {"took_ms": 11}, False),  # the others would have waited longer than this anyway
+        (10, {"every": 10}, False),  # once in a while
+        (50, {"every": 10}, True),
+    ],
+)
+def test_what_is_noise_is_not_late(
+    tmp_path: Path, wait_ms: int, how: dict[str, int], late: bool
+) -> None:
+    assert ("late" in texts(three(tmp_path, 12, wait_ms, **how))) == late
 
 
 def test_clocks_of_hosts_are_set_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
