@@ -45,7 +45,7 @@ class Interface:
     as of virtual devices, which report any number."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Firewall:
     """Which tool changes this host's firewall."""
 
@@ -54,6 +54,9 @@ class Firewall:
     chains: Sequence[str] = ()
     """nft only: "inet filter input", each base chain that can drop an incoming packet. A packet
     passes only if all of them accept it. Empty if the ruleset is not readable."""
+    closed: Sequence[str] | None = None
+    """nft only: the families, "ipv4" and "ipv6", for which a rule closes the port of the job's
+    store to other hosts. None if that cannot be seen."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

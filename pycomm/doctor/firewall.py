@@ -61,7 +61,7 @@ def lines_to_close(firewall: Firewall, sources: Sequence[str], port: int) -> lis
             for command in ("iptables", "ip6tables")
         ]
         return closed + allowed
-    return _nft_close(firewall.chains, sources, port_text)
+    return _nft_close(firewall.chains, sources, port_text, firewall.closed or ())
 
 
 def _line(tool: str, source: str, ports: str) -> str:
@@ -90,7 +90,9 @@ def _nft(
     return lines if len(lines) == 1 else [*lines, _SEVERAL]
 
 
-def _nft_close(chains: Sequence[str], sources: Sequence[str], port: str) -> list[str]:
+def _nft_close(
+    chains: Sequence[str], sources: Sequence[str], port: str, closed: Sequence[str]
+) -> list[str]:
     """A drop in one chain is final, so one chain per family is enough, also a new one."""
     family, other = ("ip6", "ip") if ":" in sources[0] else ("ip", "ip6")
     own = next((one for one in chains if one.split()[0] in ("inet", family)), "")
@@ -101,12 +103,12 @@ def _nft_close(chains: Sequence[str], sources: Sequence[str], port: str) -> list
         lines.append("$ sudo nft add table inet pycomm")
         lines.append(f"$ sudo nft add chain {own} '{{ type filter hook input priority 0; }}'")
     match = "" if others.startswith(f"{other} ") else f"meta nfproto {_NFPROTO[other]} "
-    return [
-        *lines,
-        f"$ sudo nft insert rule {own} iif != lo "
+    rules = {
+        family: f"$ sudo nft insert rule {own} iif != lo "
         f"{family} saddr != {one_or_set(sources)} tcp dport {port} drop",
-        f"$ sudo nft insert rule {others} iif != lo {match}tcp dport {port} drop",
-    ]
+        other: f"$ sudo nft insert rule {others} iif != lo {match}tcp dport {port} drop",
+    }
+    return lines + [line for each, line in rules.items() if _NFPROTO[each] not in closed]
 
 
 def one_or_set(values: Sequence[str]) -> str:

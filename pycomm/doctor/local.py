@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pycomm._torch_range import torch_minor
 from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, listed
 from pycomm.doctor.firewall import lines_to_close
+from pycomm.doctor.rules import FAMILIES
 from pycomm.doctor.system import is_loopback
 
 _ANY = ("0.0.0.0", "::")
@@ -306,9 +307,22 @@ def _open_store(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     where = next(one for one in _ANY[::-1] if one in first.listeners)
     port = first.master_port
     text = f"{first.name}: torch's store listens on all interfaces ({where} port {port})"
+    closed = first.firewall.closed
+    still_open = [one for one in FAMILIES[: 1 + (where == "::")] if one not in (closed or ())]
+    if not still_open:
+        return
+    if closed:
+        text += f". A rule closes the port for {closed[0]}, and none for {still_open[0]}"
     sources = [host.address for host in hosts[1:] if host.address] or ["…"]
     todo = ["Anyone who reaches that port can stop the job. To admit only its hosts:"]
     todo += lines_to_close(first.firewall, sources, port)
+    if closed is None:
+        todo += [
+            "Whether these rules are in force cannot be seen from here (only root reads nftables, "
+            "and other firewalls are not read). To confirm, on a host outside the job:",
+            f"$ nc -z -v -w 3 {first.address or '…'} {port}",
+            "It must time out.",
+        ]
     yield Finding(NOTE, "STORE_OPEN", first.name, text, todo)
 
 

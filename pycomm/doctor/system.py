@@ -25,7 +25,7 @@ from pycomm._settings import SETTINGS
 from pycomm._version import __version__
 from pycomm.doctor.bounded import within
 from pycomm.doctor.facts import Firewall, HostFacts, Interface
-from pycomm.doctor.rules import input_chains
+from pycomm.doctor.rules import closed_families, input_chains
 from pycomm.options import Options, ResolvedOptions
 
 _LISTEN = "0A"
@@ -76,7 +76,7 @@ def local_facts(
         port_range=(first, last),
         ports_free=sum(map(_is_free, range(first, last + 1))) if first else 0,
         listeners=tuple(listeners_of_this_host(store_port)),
-        firewall=find_firewall(),
+        firewall=find_firewall(master_port),
     )
 
 
@@ -286,14 +286,15 @@ def listeners_of_this_host(port: int) -> list[str]:
     ]
 
 
-def find_firewall() -> Firewall:
-    """The tool that is in charge of this host's firewall."""
+def find_firewall(port: int) -> Firewall:
+    """The tool that is in charge of this host's firewall, and whether the port is closed in it."""
     if "ENABLED=yes" in _read("/etc/ufw/ufw.conf"):
         return Firewall(tool="ufw")
     if _has_firewalld():
         return Firewall(tool="firewalld")
     if shutil.which("nft"):
-        return Firewall(tool="nft", chains=input_chains(_output("nft", "-j", "list", "ruleset")))
+        listing = _output("nft", "-j", "list", "ruleset")
+        return Firewall("nft", input_chains(listing), closed_families(listing, port))
     return Firewall(tool="iptables" if shutil.which("iptables") else "")
 
 

@@ -11,8 +11,8 @@ from pycomm._flight_record import OperationRecord
 from pycomm.trace.align import NS_PER_S, POINT_TO_POINT, Aligned
 
 _LATE_NS = 10_000_000
-"""A rank that enters an operation less than this after the first is not late: on a busy host a thread
-waits for its core for some milliseconds, and hosts' clocks are aligned to about one."""
+"""A rank that enters an operation less than this after the first is not late: on a busy host a
+thread waits for its core for some milliseconds, and hosts' clocks are aligned to about one."""
 _LATE_SHARE = 0.05
 """Waits for a rank that add up to less than this part of the recorded time are not reported."""
 

@@ -199,6 +199,7 @@ def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_p
     paste(node1, finding(report, "STORE_OPEN")["todo"])  # which keeps the hosts of the job
     healed = report_of(by_hand(four, tmp_path, "--reach-only", "--json", env=RANGE), 0)
     assert problems(healed) == []
+    assert not [one for one in healed["findings"] if one["code"] == "STORE_OPEN"]
 
 
 @pytest.mark.in_shares

@@ -10,7 +10,16 @@ from doctor_facts import cluster_of, healthy, interface, only
 
 from pycomm import _extension, errors
 from pycomm.doctor import local, rules, system
-from pycomm.doctor.facts import NOTE, STOP, Firewall, HostFacts, Interface, listed, unique_names
+from pycomm.doctor.facts import (
+    NOTE,
+    STOP,
+    Finding,
+    Firewall,
+    HostFacts,
+    Interface,
+    listed,
+    unique_names,
+)
 from pycomm.doctor.firewall import lines_to_close
 
 # Parsers
@@ -112,6 +121,48 @@ def test_where_no_chain_drops_all_are_named() -> None:
     assert rules.input_chains("Operation not permitted (you must be root)") == ()
 
 
+def met(left: dict[str, object], right: object, op: str = "==") -> dict[str, object]:
+    return {"match": {"op": op, "left": left, "right": right}}
+
+
+NOT_LO = met({"meta": {"key": "iif"}}, "lo", "!=")
+OTHERS = met({"payload": {"protocol": "ip", "field": "saddr"}}, {"set": ["10.0.0.2"]}, "!=")
+ONE = met({"payload": {"protocol": "ip", "field": "saddr"}}, "10.0.0.9")
+SIX = met({"meta": {"key": "nfproto"}}, "ipv6")
+DROP: dict[str, object] = {"drop": None}
+
+
+def to(port: object) -> dict[str, object]:
+    return met({"payload": {"protocol": "tcp", "field": "dport"}}, port)
+
+
+@pytest.mark.parametrize(
+    ("parts", "closed"),
+    [
+        ([NOT_LO, OTHERS, to(29500), DROP], ("ipv4",)),
+        ([NOT_LO, SIX, to(29500), DROP], ("ipv6",)),
+        ([NOT_LO, to({"set": [80, {"range": [29000, 29999]}]}), DROP], ("ipv4", "ipv6")),
+        ([to(29500), {"counter": {"packets": 0}}, {"reject": None}], ("ipv4", "ipv6")),
+        ([to(29501), DROP], ()),
+        ([to(29500), {"accept": None}], ()),
+        ([to(29500), {"counter": {"packets": 0}}], ()),
+        ([ONE, to(29500), DROP], ()),  # only one host is kept out
+        ([OTHERS, DROP], ()),  # not for this port alone: what is accepted before is not known
+    ],
+)
+def test_the_rules_that_close_a_port_are_found(
+    parts: list[dict[str, object]], closed: tuple[str, ...]
+) -> None:
+    into = chain("in", hook="input", prio=0)
+    assert rules.closed_families(ruleset(into, rule("in", *parts)), 29500) == closed
+    unused = chain("in")  # no packet comes there
+    assert rules.closed_families(ruleset(unused, rule("in", *parts)), 29500) == ()
+
+
+def test_rules_that_cannot_be_read_are_not_known() -> None:
+    assert rules.closed_families("Operation not permitted (you must be root)", 29500) is None
+
+
 def test_firewalld_is_found_by_systemd_where_it_writes_no_pid_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -123,7 +174,7 @@ def test_firewalld_is_found_by_systemd_where_it_writes_no_pid_file(
 
     monkeypatch.setattr(system, "_output", output)
     monkeypatch.setattr(system, "_read", lambda _: "")
-    assert system.find_firewall().tool == "firewalld"
+    assert system.find_firewall(29500).tool == "firewalld"
     assert asked == [("systemctl", "is-active", "firewalld")]
 
 
@@ -314,7 +365,8 @@ def test_a_port_range_that_is_full() -> None:
 
 
 def test_a_store_on_all_interfaces() -> None:
-    open_store = healthy(1, listeners=("::",))
+    readable = Firewall("nft", ("inet filter input",), ())
+    open_store = healthy(1, listeners=("::",), firewall=readable)
     finding = only(local.judge(cluster_of(3, node1=open_store)), "STORE_OPEN")
     assert finding.level == NOTE
     assert finding.text == "node1: torch's store listens on all interfaces (:: port 29500)"
@@ -327,6 +379,25 @@ def test_a_store_on_all_interfaces() -> None:
     ]
     closed = healthy(1, listeners=("10.0.0.1",))
     assert local.judge(cluster_of(3, node1=closed)) == []
+
+
+def test_a_store_that_rules_close_is_no_finding_and_else_it_says_what_is_open() -> None:
+    def found(listener: str, *closed: str) -> list[Finding]:
+        firewall = Firewall("nft", ("inet filter input",), closed)
+        host = healthy(1, listeners=(listener,), firewall=firewall)
+        return local.judge(cluster_of(2, node1=host))
+
+    assert found("::", "ipv4", "ipv6") == found("0.0.0.0", "ipv4") == []
+    half = only(found("::", "ipv4"), "STORE_OPEN")
+    assert half.text.endswith(". A rule closes the port for ipv4, and none for ipv6")
+    (line,) = [line for line in half.todo if line.startswith("$ ")]
+    assert line.endswith("meta nfproto ipv6 tcp dport 29500 drop")
+
+
+def test_where_rules_cannot_be_seen_the_store_says_how_to_confirm_them() -> None:
+    unknown = healthy(1, listeners=("::",), firewall=Firewall("ufw"))
+    finding = only(local.judge(cluster_of(2, node1=unknown)), "STORE_OPEN")
+    assert finding.todo[-2:] == ["$ nc -z -v -w 3 10.0.0.1 29500", "It must time out."]
 
 
 def test_the_store_is_closed_by_the_firewall_of_the_host_for_both_families() -> None:

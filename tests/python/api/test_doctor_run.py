@@ -344,7 +344,7 @@ def test_a_first_host_that_rejects_is_not_judged_and_has_the_line(
 ) -> None:
     first, last = free_port_range(2)
     monkeypatch.setenv("PYCOMM_PORT_RANGE", f"{first}-{last}")
-    monkeypatch.setattr(system, "find_firewall", lambda: system.Firewall(tool="ufw"))
+    monkeypatch.setattr(system, "find_firewall", lambda _: system.Firewall(tool="ufw"))
     options = ["--nnodes=3", "--node-rank=1", f"--master-addr={LOOPBACK}", "--wait=0.5"]
     judged_nothing(main(["doctor", *options]), shown := capsys.readouterr().out)
     assert "refused (no doctor listens there, or a firewall rejects it)" in " ".join(shown.split())
