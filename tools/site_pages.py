@@ -67,7 +67,7 @@ def results_table(folder: Path) -> str:
     """A Markdown table of the published measurements: newest first, with the commit of each."""
     rows = []
     for path in folder.glob("*.txt"):
-        name, date = path.stem[:-11], path.stem[-10:]
+        name, date = re.fullmatch(r"(.*)-(\d{4}-\d\d-\d\d[a-z]?)", path.stem).groups()  # type: ignore[union-attr]
         text = path.read_text()
         commits = re.findall(r"\bcommit:? +([0-9a-f]{7,12})\b", text, re.IGNORECASE)
         commit = f"`{commits[0][:7]}`" if commits else "in the file"

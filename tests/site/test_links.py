@@ -80,8 +80,10 @@ def test_results_are_listed_newest_first_with_their_commits(
     monkeypatch.setattr(site_pages, "ROOT", tmp_path)
     (tmp_path / "old-2026-01-02.txt").write_text("# commit: 0123456789ab\n")
     (tmp_path / "new-2026-02-01.txt").write_text("Commit 1111111 and commit 2222222\n")
+    (tmp_path / "new-2026-02-01b.txt").write_text("commit: 2222222\n")
     (tmp_path / "bare-2025-02-01.txt").write_text("no word of it\n")
     assert site_pages.results_table(tmp_path).splitlines()[2:] == [
+        "| [new](../new-2026-02-01b.txt) | 2026-02-01b | `2222222` |",
         "| [new](../new-2026-02-01.txt) | 2026-02-01 | `1111111` and others |",
         "| [old](../old-2026-01-02.txt) | 2026-01-02 | `0123456` |",
         "| [bare](../bare-2025-02-01.txt) | 2025-02-01 | in the file |",
