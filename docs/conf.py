@@ -34,6 +34,7 @@ suppress_warnings = ["myst.header"]  # a page may skip a level of headings
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_mock_imports = ["torchrec"]  # not installed where the site is built; a base class is of it
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from documents import ROOT, blocks, code, installed_environment, read, table
 
 import pycomm
-from pycomm import errors, service
+from pycomm import _torch_range, errors, service
 from pycomm._ddp_options import ONLY
 from pycomm._settings import SETTINGS, WIRE_DTYPES
+from pycomm.integrations import torchrec
 
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md"),
@@ -191,6 +192,24 @@ def test_pictures_are_shown_and_legible_everywhere(picture: Path) -> None:
     assert style is not None and style.text is not None
     assert "prefers-color-scheme: dark" in style.text
     assert any(f"pictures/{picture.name})" in read(name) for name in DOCUMENTS)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_pages_that_start_several_ranks_explain_torchruns_banner(name: str) -> None:
+    shown = "\n".join(blocks(read(name), "bash") + blocks(read(name), "sh"))
+    if re.search(r"^torchrun .*--nproc-per-node[= ](?!1\b)", shown, re.M):
+        assert "OMP_NUM_THREADS" in read(name)
+
+
+def test_the_reference_has_all_public_names_of_torchrecs_integration() -> None:
+    page = read("docs/api/integrations.md")
+    for name in torchrec.__all__:
+        assert re.search(rf"auto\w+:: pycomm\.integrations\.torchrec\.{name}$", page, re.M), name
+
+
+def test_the_wrappers_page_names_the_range_of_torch() -> None:
+    oldest, *_, newest = _torch_range.SUPPORTED
+    assert f"of torch {oldest} to {newest}" in read("docs/ddp.md")
 
 
 # Tables
