@@ -204,7 +204,9 @@ def test_pages_that_start_several_ranks_explain_torchruns_banner(name: str) -> N
 def test_the_reference_has_all_public_names_of_torchrecs_integration() -> None:
     page = read("docs/api/integrations.md")
     for name in torchrec.__all__:
-        assert re.search(rf"auto\w+:: pycomm\.integrations\.torchrec\.{name}$", page, re.M), name
+        assert re.search(rf"(auto|py:)\w+:: pycomm\.integrations\.torchrec\.{name}$", page, re.M), (
+            name
+        )
 
 
 def test_the_wrappers_page_names_the_range_of_torch() -> None:
