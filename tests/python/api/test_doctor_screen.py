@@ -11,14 +11,14 @@ import subprocess
 import time
 
 import pytest
-from doctor_facts import cluster_of, healthy
+from doctor_facts import cluster_of, healthy, interface
 from documents import ROOT, blocks, read, table
 from time_bound import assert_within
 
 from pycomm.cli import main
-from pycomm.doctor import reach, sync, system
+from pycomm.doctor import local, reach, sync, system
 from pycomm.doctor import report as reports
-from pycomm.doctor.facts import NOTE, SLOW, STOP, Finding
+from pycomm.doctor.facts import NOTE, SLOW, STOP, Finding, Firewall
 from pycomm.doctor.join import NoStoreError
 from pycomm.doctor.meeting import Place
 from pycomm.doctor.probe import UNREACHABLE, Probe
@@ -258,6 +258,50 @@ def test_the_page_lists_every_code_with_its_level() -> None:
     assert set(listed) == set(program)
     for code, levels in program.items():
         assert levels == {listed[code]} or levels == {"level"}, code
+
+
+def form(screen: str) -> list[str]:
+    """The lines without their numbers, marks and distances."""
+    return [" ".join(re.sub(r"!?\d+(\.\d+)*", "0", line).split()) for line in screen.splitlines()]
+
+
+def as_on_the_page(*findings: Finding) -> Report:
+    """Four made-up hosts that are as those of tools/doctor_screens.py."""
+    docker = interface("docker0", "172.17.0.1")
+    hosts = []
+    for number in range(1, 5):
+        host = healthy(number)
+        eth0 = interface("eth0", f"10.77.0.{number}")
+        own = "127.0.1.1" if number == 2 else eth0.address
+        hosts.append(
+            dataclasses.replace(
+                host,
+                versions={**host.versions, "torch": "2.13.0+cpu"},
+                interfaces=(eth0, docker),
+                address=eth0.address,
+                own_addresses=(own,),
+                master_addresses=("10.77.0.1",),
+                listeners=("::",),
+                files_limit=20000,
+                firewall=Firewall("nft", closed=()),
+            )
+        )
+    return dataclasses.replace(
+        full_report(4),
+        hosts=hosts,
+        rtts_ms=[0.027] * 4,
+        findings=[*findings, *local.judge(hosts)],
+    )
+
+
+def test_the_screens_on_the_page_have_the_form_of_todays() -> None:
+    """tools/doctor_screens.py makes them from real runs."""
+    healthy_one, sick, slow = blocks(read("docs/doctor.md"), "text")
+    assert form(healthy_one) == form(as_text(as_on_the_page()))
+    # Of the others the table: what is wrong with them no made-up report has.
+    head, *_ = as_text(as_on_the_page()).partition("\n\none sync")
+    rows = form(head)[2:]
+    assert all("\n".join(rows) in "\n".join(form(screen)) for screen in (sick, slow))
 
 
 def test_the_page_shows_screens_of_79_columns_and_the_exit_codes() -> None:
