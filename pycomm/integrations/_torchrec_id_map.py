@@ -42,7 +42,7 @@ class LRUManagedCollisionModule(ManagedCollisionModule):  # type: ignore[misc]
 
     Raises:
         ValueError: An argument is wrong.
-        DistBackendError: In a step: an id is negative.
+        torch.distributed.DistBackendError: In a step: an id is negative.
 
     Thread: one at a time. Memory: about 60 bytes per row, 120 with ``admit_after``.
     """

@@ -98,6 +98,14 @@ def test_a_bad_file_ends_with_1_and_one_line(
     assert "swordfish" not in shown.stderr
 
 
+def test_a_file_that_others_may_read_says_which_command_closes_it(tmp_path: Path) -> None:
+    path = _file(tmp_path, _TEXT, 0o644)
+    shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
+    assert shown.returncode == 1
+    # root's files may be 640, since Kubernetes mounts secrets with a group
+    assert f"Try: chmod {'640' if os.geteuid() == 0 else '600'} {path}; " in shown.stderr
+
+
 def test_no_file_says_how_to_make_one(tmp_path: Path) -> None:
     shown = run_python(["-m", "pycomm", "secret", "--id", str(tmp_path / "none")])
     assert shown.returncode == 1
