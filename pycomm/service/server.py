@@ -29,6 +29,8 @@ logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05
 _HELLO_S = 30.0
 """From the number that a worker takes to its hello."""
+_KEY_S = 5.0
+"""For a key of the store that is known to exist."""
 _MOST_WAITING = 1024
 _MOST_DIGITS = 18
 """Of a number that the store can still count up."""
@@ -199,9 +201,9 @@ class ParameterServer:
 
     def _numbers_taken(self, seen: int) -> int:
         """How many numbers workers have taken. Anybody who reaches the store can write there."""
-        if not self._store.check([SESSIONS]):
+        value = _value_now(self._store, SESSIONS)
+        if value is None:
             return 0
-        value = self._store.get(SESSIONS)
         # Not add(): where there is no number, the store closes this process's connection to it.
         if len(value) < _MOST_DIGITS and value.isdigit():
             return int(value)
@@ -234,9 +236,13 @@ class ParameterServer:
     # ---- on a session's thread
 
     def _serve_one(self, number: int) -> None:
+        # A connection of its own to the store: a call that waits for a key which somebody has
+        # deleted blocks all other calls on the same connection.
+        store = self._store.clone()
+        store.set_timeout(timedelta(seconds=_KEY_S))
         try:
             key = f"{PREFIX}/{number}/hello"
-            hello = decode_hello(opened(key, self._store.get(key).decode()).encode())
+            hello = decode_hello(opened(key, store.get(key).decode()).encode())
             refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
             refusal = Refusal(str(error))
@@ -244,14 +250,14 @@ class ParameterServer:
         if refusal is not None:
             answer = {"refused": refusal.text, "parameters": refusal.parameters}
         key = f"{PREFIX}/{number}/answer"
-        self._store.set(key, sealed(key, json.dumps(answer)))
+        store.set(key, sealed(key, json.dumps(answer)))
         if refusal is not None:
             logger.warning("the parameter service refuses a worker: %s", refusal.text)
             return
         worker = hello.worker
         try:
             session = Session(
-                self._store,
+                store,
                 number,
                 SERVER,
                 host=hello.host,
@@ -262,7 +268,7 @@ class ParameterServer:
             logger.warning("worker %d did not connect: %s", worker, error)
             return
         for key in ("hello", "answer"):
-            self._store.delete_key(f"{PREFIX}/{number}/{key}")
+            store.delete_key(f"{PREFIX}/{number}/{key}")
         try:
             if session.receive() != hello.frame():
                 raise ValueError("it says another hello than the store holds for it")
@@ -323,3 +329,12 @@ class ParameterServer:
         else:
             raise ValueError(f"a worker sent a frame of kind {frame.kind.name}")
         return True
+
+
+def _value_now(store: Any, key: str) -> bytes | None:
+    """What the store holds under ``key``, or None. Never waits, as get() does for a missing key."""
+    for no_value in (b"-", b"+"):  # a value is at most one of the two
+        value: bytes = store.compare_set(key, no_value.decode(), no_value.decode())
+        if value != no_value:
+            return value
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 from ranks import free_port
 from test_service import Counter, count, counter_server, serving
 from test_service_words import wait_for_log
+from time_bound import assert_within
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import pycomm
-from pycomm.service import ParameterClient, RefusedError
+from pycomm.service import ParameterClient, ParameterServer, RefusedError
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.endpoint import parse_endpoint
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, decode_hello
-from pycomm.service.session import SESSIONS, Session
+from pycomm.service.session import PREFIX, SESSIONS, Session
 
 HELLO = Hello(
     worker=0,
@@ -123,6 +125,75 @@ def test_a_million_numbers_without_a_hello_do_not_delay_a_worker() -> None:
     server = counter_server()
     with serving(server) as address:
         assert store_of(address).add(SESSIONS, 10**6) == 10**6
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1
+
+
+class Deleting:
+    """The server's store, in which somebody deletes the counter as soon as the server sees it."""
+
+    def __init__(self, store: TCPStore, stranger: TCPStore) -> None:
+        self._store, self._stranger = store, stranger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        if SESSIONS in keys:
+            self._stranger.delete_key(SESSIONS)
+        return bool(found)
+
+
+@pytest.mark.time_bound
+def test_a_hello_that_is_deleted_holds_up_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the server's look and its read, by any process that reaches the store."""
+    server = counter_server(workers=2)
+    with serving(server) as address:
+        stranger = store_of(address)
+        serve_one = ParameterServer._serve_one
+        deleted = threading.Event()
+
+        def too_late(self: ParameterServer, number: int) -> None:
+            if not deleted.is_set():
+                stranger.delete_key(f"{PREFIX}/{number}/hello")
+                deleted.set()
+            serve_one(self, number)
+
+        monkeypatch.setattr(ParameterServer, "_serve_one", too_late)
+        number = stranger.add(SESSIONS, 1)
+        stranger.set(f"{PREFIX}/{number}/hello", HELLO.encode().decode())
+        assert deleted.wait(30)
+        begin = time.monotonic()
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
+            assert count(client, model, 1) == 1
+            took = time.monotonic() - begin
+            server.stop()
+        assert_within(took, 10, "the server waited for the hello")
+
+
+@pytest.mark.time_bound
+def test_a_counter_that_is_deleted_holds_up_no_worker() -> None:
+    server = counter_server(workers=2)
+    with serving(server) as address:
+        stranger = store_of(address)
+        server._store = Deleting(server._store, stranger)
+        begin = time.monotonic()
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
+            assert count(client, model, 1) == 1
+            took = time.monotonic() - begin
+            server.stop()
+        assert_within(took, 10, "the server waited for the counter")
+
+
+@pytest.mark.parametrize("value", ["-", "+"])
+def test_a_counter_that_holds_no_number_is_not_taken_for_a_missing_one(value: str) -> None:
+    server = counter_server(workers=1)
+    with serving(server) as address:
+        store_of(address).set(SESSIONS, value)
         model = Counter()
         with ParameterClient(model, servers=address, worker=0) as client:
             assert count(client, model, 1) == 1
