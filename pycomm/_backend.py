@@ -93,19 +93,19 @@ def create_group(
     compared = None
     if resolved.preflight and preflight and size > 1 and not group.global_ranks_in_group:
         compared = preflight(resolved)
-    backend = extension.create_backend(
-        store,
-        rank,
-        size,
-        str(group.group_id),
-        timeout_ms,
-        native_options(
+    try:
+        native = native_options(
             resolved,
             store_host(group.store),
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
-        ),
-    )
+        )
+    except (ValueError, errors.PycommError) as error:  # a secret that cannot be used
+        if size > 1:  # the others would wait for this rank, and not know why
+            host, why = socket.gethostname(), _reason_of(error)
+            extension.post_notice(store, str(group.group_id), rank, host, why)
+        raise
+    backend = extension.create_backend(store, rank, size, str(group.group_id), timeout_ms, native)
     _tell_once(extension, backend, rank)
     if resolved.metrics_dir != OFF:
         _start_metrics(extension, resolved.metrics_dir, backend, rank, size)
@@ -269,6 +269,15 @@ def _options_of(group: Any, pg_options: object) -> Options:
     # Libraries make groups of their own without options: what the user said of the default group
     # holds for them.
     return _default_group_options or Options()
+
+
+def _reason_of(error: Exception) -> str:
+    """The error for a sentence of another rank, which has facts of its own."""
+    record = error.record if isinstance(error, errors.PycommError) else None
+    if record is None:
+        return str(error)
+    cause = f" ({record.cause})" if record.cause else ""
+    return f"{record.summary}{cause}. Try there: {record.hint}"
 
 
 def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:

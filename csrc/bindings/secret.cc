@@ -1,9 +1,13 @@
 #include "bindings/secret.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <memory>
 #include <string>
 
 #include "c10d/raising.h"
+#include "c10d/store_adapter.h"
+#include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/seal.h"
 #include "transport/secure/secret.h"
 
@@ -57,6 +61,22 @@ void bindSecret(py::module_& m) {
           py::arg("key"),
           py::arg("text"))
       .def_property_readonly("key_id", &Secret::keyId);
+  m.def(
+      "post_notice",
+      [](const c10::intrusive_ptr<c10d::Store>& store,
+         const std::string& group_name,
+         int rank,
+         const std::string& host,
+         const std::string& reason) {
+        StoreAdapter adapter(store);
+        postNotice(adapter, group_name, {rank, host, reason});
+      },
+      py::arg("store"),
+      py::arg("group_name"),
+      py::arg("rank"),
+      py::arg("host"),
+      py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "refuse_sealed",
       [](const std::string& key, const std::string& value) { raising([&] { refuseSealed(key, value); }); },

@@ -5,10 +5,12 @@
 
 #include "base/fault_point.h"
 #include "base/log.h"
+#include "base/slow_wait.h"
 #include "base/usable_cores.h"
 #include "engine/group.h"
 #include "engine/links/connector.h"
 #include "engine/report/failure_text.h"
+#include "transport/rendezvous/notices.h"
 
 namespace pycomm {
 namespace {
@@ -45,6 +47,20 @@ ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, Erro
   record.phase = record.phase.known() ? record.phase : phase;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   return record;
+}
+
+/// What keeps this rank from the rendezvous must reach the others: they would wait for it until their timeout.
+std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store& store) {
+  try {
+    return config.security.open(store);
+  } catch (const Error& error) {
+    const ErrorRecord& record = error.record();
+    postNotice(
+        store,
+        config.rendezvous.group_name,
+        {config.rendezvous.rank, localHostName(), record.summary + ". Try there: " + record.hint});
+    throw;
+  }
 }
 
 std::vector<Listener> takeListeners(Rendezvous&& met) {
@@ -85,7 +101,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
           "a link cannot be made of " + std::to_string(config.streams) + " connections",
           "streams=1 to " + std::to_string(kMaxStreams));
     }
-    std::shared_ptr<const TlsContext> tls = config.security.open(store);
+    std::shared_ptr<const TlsContext> tls = openOrPost(config, store);
     meeting.process_id = tls == nullptr ? ProcessId() : tls->self();
     Rendezvous met = meet(store, meeting, none);
     Roster roster(meeting, config.streams, met);
@@ -184,6 +200,7 @@ void Group::watchMates(const std::vector<int>& neighbours) {
 void Group::waitForNeighbours(Deadline deadline) {
   const GroupIdentity& identity = roster_.identity;
   std::vector<int> missing;
+  SlowWait slow(Clock::now());
   for (;;) {
     const Deadline look = Deadline::at(std::min(deadline.instant(), Deadline::after(kJoinSliceMs).instant()));
     missing = planes_.control()->waitForNeighbours(look, failure_.token());
@@ -192,6 +209,9 @@ void Group::waitForNeighbours(Deadline deadline) {
       break;
     }
     throwIfFailed(store_, roster_.claim);
+    if (const auto waited_s = slow.due(Clock::now())) {
+      pycomm::log(LogLevel::Warn, stillUnconnected(missing, *waited_s, identity));
+    }
   }
   if (!missing.empty()) {
     std::optional<ErrorRecord> trouble;

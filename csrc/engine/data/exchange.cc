@@ -248,6 +248,7 @@ void Exchange::tick(TimePoint now) {
     reporter_.notice(std::move(late));
   }
   departures_.tick(now);
+  links_.tick(now);
 }
 
 // ---- questions
@@ -269,6 +270,7 @@ TimePoint Exchange::nextTick() const noexcept {
        messages_.nextTick(),
        watched_.nextDeadline(),
        departures_.nextTick(),
+       links_.nextTick(),
        ends_.nextDeadline()});
 }
 

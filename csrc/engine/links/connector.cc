@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
+#include "base/slow_wait.h"
 #include "engine/report/failure_text.h"
 #include "transport/net/greeted_link.h"
 #include "transport/striped_link.h"
@@ -63,6 +65,7 @@ std::unique_ptr<Link> Connector::openControl(
   const GroupIdentity::Endpoints ends = identity_.endpoints(peer);
   std::unique_ptr<GreetedLink> link;
   bool dropped = false;
+  SlowWait slow(Clock::now());
   for (;;) {
     const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kConnectMs).instant()));
     ErrorRecord trouble;
@@ -98,6 +101,11 @@ std::unique_ptr<Link> Connector::openControl(
       link.reset();
     }
     look(); // there may be nobody to connect to any more
+    if (const auto waited_s = slow.due(Clock::now()); waited_s && !final) {
+      log(LogLevel::Warn,
+          stillConnecting(
+              peer, ends.remote, *waited_s, trouble.cause.empty() ? trouble.summary : trouble.cause, identity_));
+    }
     if (final) {
       // A peer that accepts nobody because it lacks files says so at its own deadline, which is about the same.
       for (const Deadline end = Deadline::after(kLastLookMs); (gone || link != nullptr) && !end.expired();) {

@@ -55,6 +55,10 @@ OutPort& OutLinks::portTo(int peer) {
   }
   try {
     port->watch(loop_);
+    if (!connect_) {
+      opening_.push_back({peer, SlowWait(Clock::now())});
+      next_look_ = std::min(next_look_, Clock::now() + SlowWait::kFirst);
+    }
   } catch (...) { // what is queued on a link that nobody watches never leaves
     forget(peer);
     throw;
@@ -102,6 +106,24 @@ void OutLinks::useRings(bool all_have_them) {
   for (RingRoute::Kept& each : route_.decide(all_have_them)) {
     queue(each.peer, std::move(each.frame), each.needed);
   }
+}
+
+void OutLinks::tick(TimePoint now) {
+  if (now < next_look_) {
+    return;
+  }
+  const auto has_ended = [&](const Opening& opening) {
+    const std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(opening.peer)];
+    return port == nullptr || port->state() != OutPort::State::Connecting;
+  };
+  opening_.erase(std::remove_if(opening_.begin(), opening_.end(), has_ended), opening_.end());
+  for (Opening& opening : opening_) {
+    if (const auto waited_s = opening.slow.due(now)) {
+      log(LogLevel::Warn,
+          stillConnecting(opening.peer, identity_.endpoints(opening.peer).remote, *waited_s, "", identity_));
+    }
+  }
+  next_look_ = opening_.empty() ? TimePoint::max() : now + SlowWait::kFirst;
 }
 
 // ---- writing

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/slow_wait.h"
 #include "engine/links/connector.h"
 #include "engine/links/link_owner.h"
 #include "engine/links/port.h"
@@ -65,6 +66,12 @@ class OutLinks final : private PortOwner {
     return shared_.size();
   }
 
+  /// Logs each link that has not come up for long.
+  void tick(TimePoint now);
+  [[nodiscard]] TimePoint nextTick() const noexcept {
+    return next_look_;
+  }
+
   [[nodiscard]] bool pollShared();
   [[nodiscard]] bool restShared() noexcept;
 
@@ -94,6 +101,12 @@ class OutLinks final : private PortOwner {
   std::vector<std::unique_ptr<OutPort>> ports_; ///< by rank; null until first needed
   std::vector<OutPort*> to_flush_; ///< members of ports_, as the next
   std::vector<OutPort*> shared_; ///< those that have a shared link
+  struct Opening {
+    int peer;
+    SlowWait slow;
+  };
+  std::vector<Opening> opening_; ///< links that were connecting at the last look, or are new since
+  TimePoint next_look_ = TimePoint::max();
   std::set<int> cannot_ask_; ///< peers of which that has been logged
 };
 

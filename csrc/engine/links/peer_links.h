@@ -121,6 +121,14 @@ class PeerLinks final {
     return in_.shared() + out_.shared();
   }
 
+  // ---- time
+  void tick(TimePoint now) {
+    out_.tick(now);
+  }
+  [[nodiscard]] TimePoint nextTick() const noexcept {
+    return out_.nextTick();
+  }
+
   // ---- what a loop that spins asks: see Loop::Ticker
   /// Tries to read from the links of these peers.
   [[nodiscard]] Loop::Ticker::Look look(const std::vector<int>& peers) {

@@ -53,6 +53,43 @@ ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identi
   return record;
 }
 
+namespace {
+
+// Where a peer connects to this rank; empty: by this rank's Unix socket.
+SocketAddress addressFor(int peer, const GroupIdentity& identity) {
+  const bool by_unix = !identity.unix_sockets[static_cast<size_t>(peer)].empty();
+  return by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
+}
+
+std::string slowLine(int64_t waited_s, const GroupIdentity& identity) {
+  return "group " + identity.name + ": " + identity.rankText(identity.rank) + " has waited " +
+      std::to_string(waited_s) + " s for ";
+}
+
+constexpr const char* kTryDoctor = "a firewall may block that port. Try on each host: python -m pycomm doctor";
+
+} // namespace
+
+std::string stillConnecting(
+    int peer,
+    const SocketAddress& remote,
+    int64_t waited_s,
+    const std::string& trouble,
+    const GroupIdentity& identity) {
+  return slowLine(waited_s, identity) + "its connection to " + identity.rankText(peer) + " at " + remote.text() +
+      (trouble.empty() ? "" : " (" + trouble + ")") +
+      (remote.isUnix() ? ": does that process still run?" : std::string(": ") + kTryDoctor);
+}
+
+std::string stillUnconnected(const std::vector<int>& missing, int64_t waited_s, const GroupIdentity& identity) {
+  const int peer = missing.front();
+  const SocketAddress here = addressFor(peer, identity);
+  const size_t others = missing.size() - 1;
+  return slowLine(waited_s, identity) + identity.rankText(peer) +
+      (others == 0 ? "" : " and " + std::to_string(others) + " more") + " to connect to " +
+      (here.empty() ? "its Unix socket: do those processes still run?" : here.text() + ": " + kTryDoctor);
+}
+
 ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
   ErrorRecord record;
   record.code = ErrorCode::ConnectFailed;
@@ -62,14 +99,13 @@ ErrorRecord neverConnected(int peer, const GroupIdentity& identity) {
   record.peer_host = identity.host(peer);
   record.group = identity.name;
   record.phase = ErrorPhase::Connect;
-  const bool by_unix = !identity.unix_sockets[static_cast<size_t>(peer)].empty();
-  const SocketAddress here = by_unix ? SocketAddress() : identity.addresses[static_cast<size_t>(identity.rank)];
+  const SocketAddress here = addressFor(peer, identity);
   record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host +
       " met us in the store but never connected to " + (here.empty() ? "our Unix socket" : here.text()) + ".";
   record.hint = here.empty()
       ? "look into that rank's log: it has ended, or is stopped"
-      : "a firewall may block that port: open a range and set PYCOMM_PORT_RANGE to it, or choose another interface "
-        "with PYCOMM_SOCKET_IFNAME";
+      : "a firewall may block that port (python -m pycomm doctor finds it): open a range and set PYCOMM_PORT_RANGE to "
+        "it, or choose another interface with PYCOMM_SOCKET_IFNAME";
   return record;
 }
 
@@ -217,7 +253,9 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
       record.summary += '.';
     }
     if (record.hint.empty()) {
-      record.hint = "check the cable, interface and addresses of both hosts, and that the rank still runs";
+      record.hint =
+          "check the cable, interface and addresses of both hosts (python -m pycomm doctor does), and that the rank "
+          "still runs";
     }
     return record;
   }

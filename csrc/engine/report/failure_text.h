@@ -4,6 +4,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "engine/operation/group_identity.h"
@@ -19,6 +20,17 @@ namespace pycomm {
 [[nodiscard]] ErrorRecord cannotAccept(const ErrorRecord& trouble, const GroupIdentity& identity);
 /// While the group forms, `peer`, which was to connect to this rank, has not, by the deadline.
 [[nodiscard]] ErrorRecord neverConnected(int peer, const GroupIdentity& identity);
+/// Lines of the log while a group forms: this rank still tries to connect to `peer`, or waits for `missing` to connect to it.
+[[nodiscard]] std::string stillConnecting(
+    int peer,
+    const SocketAddress& remote,
+    int64_t waited_s,
+    const std::string& trouble,
+    const GroupIdentity& identity);
+[[nodiscard]] std::string stillUnconnected(
+    const std::vector<int>& missing,
+    int64_t waited_s,
+    const GroupIdentity& identity);
 /// Anything that this rank tells about the group: by whom, where and in which group. `cause` may come from another rank.
 [[nodiscard]] ErrorRecord errorOf(const ErrorRecord& cause, const GroupIdentity& identity);
 

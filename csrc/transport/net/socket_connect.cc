@@ -185,7 +185,8 @@ std::unique_ptr<SocketLink> connectSocket(
       }
       if (record.hint.empty()) {
         record.hint =
-            "is the peer running, and does a firewall between the hosts let this port through? "
+            "is the peer running, and does a firewall between the hosts let this port through? python -m pycomm doctor, on "
+            "each host, finds the blocked port; "
             "PYCOMM_SOCKET_IFNAME chooses the interface, PYCOMM_PORT_RANGE the ports";
       }
       throw Error(record);

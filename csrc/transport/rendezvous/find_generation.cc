@@ -6,6 +6,8 @@
 #include <optional>
 
 #include "base/error.h"
+#include "base/log.h"
+#include "base/slow_wait.h"
 #include "transport/rendezvous/rank_claim.h"
 
 namespace pycomm {
@@ -37,6 +39,7 @@ std::optional<Generation> lastResort(Store& store, const std::string& prefix, in
 
 Generation findGeneration(const StoreRound& round, const std::string& prefix) {
   const TimePoint begin = Clock::now();
+  SlowWait slow(begin);
   for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
     round.abort.throwIfAborted();
     const int64_t number = claimOfRankZero(round.store, prefix);
@@ -48,11 +51,22 @@ Generation findGeneration(const StoreRound& round, const std::string& prefix) {
     if (const auto last = lastResort(round.store, prefix, round.deadline.expired() ? kRestartMs : waited_ms)) {
       return *last;
     }
+    const std::string rank = std::to_string(round.rank);
+    if (round.notices != nullptr) {
+      round.notices->look(round.deadline.expired());
+    }
     if (round.deadline.expired()) {
+      const Notice* const notice = round.notices == nullptr ? nullptr : round.notices->of(0);
       throw Error(
           ErrorCode::RendezvousTimeout,
-          "The rendezvous timed out: rank " + std::to_string(round.rank) + " waited for rank 0, which did not come",
+          "The rendezvous timed out: rank " + rank + " waited for rank 0, which did not come" +
+              (notice == nullptr ? "" : "; " + notice->text()),
           "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
+    }
+    if (const auto waited_s = slow.due(Clock::now())) {
+      log(LogLevel::Warn,
+          "rank " + rank + " on host " + localHostName() + " has waited " + std::to_string(*waited_s) +
+              " s in the rendezvous for rank 0. If it has started, try on each host: python -m pycomm doctor");
     }
     (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));
   }

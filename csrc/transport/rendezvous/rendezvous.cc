@@ -13,6 +13,7 @@
 #include "transport/random_bytes.h"
 #include "transport/rendezvous/address_round.h"
 #include "transport/rendezvous/find_generation.h"
+#include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/store_round.h"
 #include "transport/rendezvous/unix_sockets.h"
@@ -298,7 +299,9 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   } catch (const std::exception& exception) {
     throw Error(describe(exception, config, begin)); // does not concern the ranks that met
   }
+  Notices notices(store, prefix, config.size);
   StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
+  round.notices = &notices;
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
   const auto is_over = [&] { return claimOfRankZero(store, prefix) != claim.generation; };
   try {

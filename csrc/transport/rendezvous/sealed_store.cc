@@ -23,6 +23,14 @@ int64_t SealedStore::add(const std::string& key, int64_t amount) {
   return store_.add(key, amount);
 }
 
+void SealedStore::setUnsealed(const std::string& key, const std::string& value) {
+  store_.setUnsealed(key, value);
+}
+
+std::optional<std::string> SealedStore::findUnsealed(const std::string& key) {
+  return store_.findUnsealed(key);
+}
+
 std::optional<std::string> SealedStore::find(const std::string& key) {
   const std::optional<std::string> value = store_.find(key);
   if (!value) {

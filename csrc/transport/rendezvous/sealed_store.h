@@ -28,6 +28,8 @@ class SealedStore final : public Store {
     return true;
   }
   [[nodiscard]] std::optional<std::string> find(const std::string& key) override;
+  void setUnsealed(const std::string& key, const std::string& value) override;
+  [[nodiscard]] std::optional<std::string> findUnsealed(const std::string& key) override;
 
  private:
   Store& store_;

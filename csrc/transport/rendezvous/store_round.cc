@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "transport/rendezvous/rank_record.h"
 #include "transport/rendezvous/seal.h"
 
@@ -18,7 +19,9 @@ constexpr int kLastRoundPauseMs = 100;
 constexpr int kRoundSliceMs = 50; // longest part of a pause without a check of the abort token
 constexpr int kLooksOfRankZero = 256; // single texts polled between two pauses
 constexpr int kLooksOfOthers = 32;
+constexpr int kLooksForLine = 64; // single texts looked for to log a slow wait
 constexpr size_t kMaxNamed = 16; // ranks listed one by one in a report
+constexpr size_t kMaxReasons = 2; // notices in it: ranks of one host often have the same
 
 std::string listed(const std::vector<std::string>& names) {
   std::string out;
@@ -47,6 +50,7 @@ std::vector<std::string> StoreRound::gather(
   PYCOMM_FAULT_POINT("rendezvous.published");
   size_t next = 0;
   const TimePoint entered = Clock::now();
+  SlowWait slow(entered);
   for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
     throwIfFailed();
     if (!members.empty() && Clock::now() - entered > kStrangersError && store.find(prefix + "error")) {
@@ -75,6 +79,10 @@ std::vector<std::string> StoreRound::gather(
     if (deadline.expired()) {
       throw timedOut(key, texts, name);
     }
+    if (notices != nullptr) {
+      notices->look();
+    }
+    logSlow(slow, round, texts);
     const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
     while (!end.expired()) {
       abort.throwIfAborted();
@@ -201,14 +209,53 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
     missing.emplace_back("0 (it came, but does not go on)");
     record.peer = 0;
   }
+  std::string reasons;
+  if (notices != nullptr) {
+    notices->look(true);
+    for (size_t other = 0, named = 0; other < texts.size() && named < kMaxReasons; ++other) {
+      const Notice* const notice = texts[other].empty() ? notices->of(static_cast<int>(other)) : nullptr;
+      if (notice != nullptr && !store.has(keyOf(prefix, key, other))) {
+        reasons += "; " + notice->text();
+        ++named;
+      }
+    }
+  }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   record.code = ErrorCode::RendezvousTimeout;
   record.summary = "The rendezvous timed out: rank " + std::to_string(rank) + " waited " + std::to_string(waited) +
-      " ms for " + std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present);
+      " ms for " + std::to_string(size) + " ranks; missing: " + listed(missing) + "; present: " + listed(present) +
+      reasons;
   record.hint =
+      std::string(
+          reasons.empty()
+              ? ""
+              : "correct what that notice names (it has no seal, so anybody may have written it); otherwise: ") +
       "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
       "says why they ended; a longer timeout helps slow starters";
   return Error(record);
+}
+
+// Every rank logs the first line, since each host may have a log of its own. Rank 0 logs the later ones, or all ranks while it is missing.
+void StoreRound::logSlow(SlowWait& slow, const std::string& round, const Texts& texts) const {
+  const auto waited_s = slow.due(Clock::now());
+  if (!waited_s) {
+    return;
+  }
+  std::vector<std::string> missing;
+  int budget = kLooksForLine;
+  for (size_t other = 0; other < texts.size() && budget > 0; ++other) {
+    if (texts[other].empty() && --budget >= 0 && !store.has(keyOf(prefix, binding + round, other))) {
+      missing.push_back(std::to_string(other));
+    }
+  }
+  if (slow.lines() > 1 && rank != 0 && (missing.empty() || missing.front() != "0")) {
+    return;
+  }
+  log(LogLevel::Warn,
+      "rank " + std::to_string(rank) + " on host " + localHostName() + " has waited " + std::to_string(*waited_s) +
+          " s in the rendezvous (" + round + ") for ranks that are not in the store: " +
+          (missing.empty() ? "none, so for rank 0 to go on" : listed(missing)) + " of " + std::to_string(size) +
+          ". If they have started, try on each host: python -m pycomm doctor");
 }
 
 ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {

@@ -9,6 +9,8 @@
 #include "base/abort_token.h"
 #include "base/deadline.h"
 #include "base/error.h"
+#include "base/slow_wait.h"
+#include "transport/rendezvous/notices.h"
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
@@ -51,6 +53,8 @@ struct StoreRound {
   /// Set on ranks other than 0 if the store may hold an earlier run's records. Returns true once rank 0 has gone on to another generation.
   /// Until rank 0's list is there, such a rank believes no single record.
   std::function<bool()> over = {};
+  /// Why ranks that are missing cannot come; null: nobody looks. Outlives this.
+  Notices* notices = nullptr;
 
   /// Throws Error if the text of a rank is not what this rank expects.
   using Judge = std::function<void(int rank, const std::string& text)>;
@@ -82,6 +86,7 @@ struct StoreRound {
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
+  void logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const;
 };
 
 } // namespace pycomm

@@ -1,0 +1,167 @@
+// A rank that cannot come says why, and the others neither believe it more than they may nor wait without a word.
+#include "transport/rendezvous/notices.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <thread>
+
+#include "base/log.h"
+#include "transport/memory_store.h"
+#include "transport/rendezvous/sealed_store.h"
+#include "transport/rendezvous_try.h"
+
+namespace pycomm {
+namespace {
+
+using testing::configOf;
+using ::testing::HasSubstr;
+using testing::MemoryStore;
+using ::testing::Not;
+using testing::Outcome;
+using testing::tryToMeet;
+
+constexpr const char* kReason = "the secret file /home/u/secret has mode 0644: other users may read it";
+constexpr int kShortMs = 1500; // of a wait that ends with the timeout
+
+const Secret& secretOfTheJob() {
+  static const Secret secret = Secret::generate();
+  return secret;
+}
+
+/// What is logged while it exists.
+class Lines {
+ public:
+  Lines() {
+    lines().clear();
+    setLogSink(
+        [](LogLevel, const char* line) {
+          const std::lock_guard<std::mutex> lock(mutex());
+          lines().emplace_back(line);
+        },
+        LogLevel::Warn);
+  }
+  ~Lines() {
+    setLogSink(nullptr, LogLevel::Off);
+  }
+  [[nodiscard]] static std::vector<std::string> all() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    return lines();
+  }
+
+ private:
+  static std::vector<std::string>& lines() {
+    static std::vector<std::string> lines;
+    return lines;
+  }
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+};
+
+/// Ranks 0 and 1 of a world of three meet, with the secret if there is one, until their timeout. Rank 2 has posted `notice`.
+std::vector<Outcome> waitForThird(Store& store, const Secret* secret, Takeover takeover = Takeover::Never) {
+  std::vector<Outcome> outcomes(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      RendezvousConfig config = configOf(rank, 3, kShortMs);
+      config.takeover = takeover;
+      if (secret == nullptr) {
+        outcomes[static_cast<size_t>(rank)] = tryToMeet(store, config);
+        return;
+      }
+      SealedStore sealed(store, *secret);
+      outcomes[static_cast<size_t>(rank)] = tryToMeet(sealed, config);
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  return outcomes;
+}
+
+TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
+  for (const Secret* secret : {static_cast<const Secret*>(nullptr), &secretOfTheJob()}) {
+    for (const Takeover takeover : {Takeover::Never, Takeover::FromEndedRun}) {
+      const Lines collected;
+      MemoryStore store; // the rank that posts has no secret
+      postNotice(store, "world", {2, "b", kReason});
+      for (const Outcome& outcome : waitForThird(store, secret, takeover)) {
+        EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+        EXPECT_EQ(outcome.error.peer, 2);
+        EXPECT_THAT(
+            outcome.error.summary,
+            HasSubstr(std::string("rank 2 on host b has written into the store that it cannot join: ") + kReason));
+        EXPECT_GE(outcome.elapsed_ms, kShortMs - 100) << "an unsealed notice ended the wait";
+      }
+      const std::vector<std::string> lines = Lines::all();
+      ASSERT_EQ(lines.size(), 2U) << "one for each rank";
+      for (const std::string& line : lines) {
+        EXPECT_THAT(
+            line,
+            HasSubstr(std::string("rank 2 on host b has written into the store that it cannot join: ") + kReason));
+      }
+    }
+  }
+}
+
+TEST(Notices, OfRankZeroAreNamedByRanksThatFollowIt) {
+  MemoryStore store;
+  postNotice(store, "world", {0, "a", kReason});
+  RendezvousConfig config = configOf(1, 2, kShortMs);
+  config.takeover = Takeover::FromEndedRun;
+  SealedStore sealed(store, secretOfTheJob());
+  const Outcome outcome = tryToMeet(sealed, config);
+  EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+  EXPECT_THAT(
+      outcome.error.summary,
+      HasSubstr(std::string("rank 0 on host a has written into the store that it cannot join: ") + kReason));
+}
+
+// It came in the end, or the notice was of an earlier run, or somebody else's.
+TEST(Notices, OfARankThatIsThereAreNotNamed) {
+  MemoryStore store;
+  postNotice(store, "world", {1, "b", kReason});
+  for (const Outcome& outcome : waitForThird(store, nullptr)) {
+    EXPECT_EQ(outcome.error.peer, 2);
+    EXPECT_THAT(outcome.error.summary, Not(HasSubstr("has written")));
+  }
+}
+
+TEST(Notices, OfStrangersFillNeitherLogNorTerminal) {
+  const Lines collected;
+  MemoryStore store;
+  const std::string prefix = "pycomm/world/notice/";
+  store.set(prefix + "1", "");
+  store.set(prefix + "2", "7 b\nno rank of this world");
+  store.set(prefix + "3", "99999999999999999999 b\nno number");
+  store.set(prefix + "4", "2 \x1b[31mb\n\x1b[2Jgone\nand " + std::string(100000, 'x'));
+  for (int number = 5; number < 1000; ++number) {
+    store.set(prefix + std::to_string(number), "2 b\nagain");
+  }
+  Notices notices(store, "pycomm/world/", 3);
+  notices.look(true);
+  notices.look(true);
+  const std::vector<std::string> lines = Lines::all();
+  EXPECT_EQ(lines.size(), 13U) << "16 are read, three of which are none";
+  for (const std::string& line : lines) {
+    EXPECT_EQ(line.find_first_of("\x1b\n"), std::string::npos) << line;
+    EXPECT_LT(line.size(), 2000U);
+  }
+}
+
+TEST(Notices, AreNotLookedForWhereNobodyIsLate) {
+  MemoryStore store;
+  Notices notices(store, "pycomm/world/", 3);
+  const int64_t calls = store.calls();
+  for (int turn = 0; turn < 50; ++turn) {
+    notices.look();
+  }
+  EXPECT_LE(store.calls() - calls, 1);
+}
+
+} // namespace
+} // namespace pycomm
