@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kWaitSliceMs = 50; // longest wait without a check of the abort token
 constexpr int kGentleCloseMs = 20;
+constexpr int kMaxDropTurns = 1024; // 4 MiB, more than a socket holds
 
 struct Transfer {
   const char* what;
@@ -53,6 +54,23 @@ void wait(
 }
 
 } // namespace
+
+bool Link::isReset() noexcept {
+  std::array<std::byte, 4096> dropped; // NOLINT: only written
+  try {
+    for (int turn = 0; turn < kMaxDropTurns; ++turn) {
+      const Progress progress = tryRead({dropped.data(), dropped.size()});
+      if (progress.closed) {
+        return false;
+      }
+      if (progress.nbytes == 0) {
+        return true; // neither bytes nor an end: the kernel has reported the error already
+      }
+    }
+  } catch (const std::exception&) {
+  }
+  return true;
+}
 
 bool waitConnected(Link& link, Deadline deadline, const AbortToken& abort) {
   while (!link.finishConnect()) {

@@ -74,6 +74,10 @@ class Link {
   /// Ends the write side: the peer reads to the end and then sees `closed`. While unsent() is true, bytes must still be sent.
   virtual void shutdownWrite() noexcept = 0;
 
+  /// For an end that only writes, when writeFd() reports EPOLLHUP or EPOLLERR: reads and drops what has arrived, up to the end. False if the
+  /// peer has read all that was written and closed: a Unix socket reports that at once, TCP does not. True if the connection broke.
+  [[nodiscard]] virtual bool isReset() noexcept;
+
   /// For a link that is still connecting: returns true once it is connected. Throws Error(ConnectFailed); the link is
   /// unusable then.
   [[nodiscard]] virtual bool finishConnect() {

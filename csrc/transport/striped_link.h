@@ -41,10 +41,10 @@ class StripedLink final : public Link {
     return parts_[reading_.part].link->readFd();
   }
   [[nodiscard]] int writeFd() const noexcept override {
-    return turn().writeFd();
+    return parts_[turn()].link->writeFd();
   }
   [[nodiscard]] short roomEvent() const noexcept override {
-    return turn().roomEvent();
+    return parts_[turn()].link->roomEvent();
   }
   [[nodiscard]] bool buffered() const noexcept override {
     return parts_[reading_.part].link->buffered();
@@ -55,6 +55,10 @@ class StripedLink final : public Link {
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
+  /// Of the connection that writeFd() is of.
+  [[nodiscard]] bool isReset() noexcept override {
+    return parts_[turn()].link->isReset();
+  }
   /// True once all parts are connected.
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override;
@@ -72,8 +76,8 @@ class StripedLink final : public Link {
     void advance(size_t nbytes, size_t parts) noexcept;
   };
   /// The part that is connecting, or else the one that the next byte leaves on.
-  [[nodiscard]] const Link& turn() const noexcept {
-    return *parts_[connected_ < parts_.size() ? connected_ : unsent() ? owing_ : writing_.part].link;
+  [[nodiscard]] size_t turn() const noexcept {
+    return connected_ < parts_.size() ? connected_ : unsent() ? owing_ : writing_.part;
   }
   template <typename Body>
   auto naming(size_t part, const Body& body);

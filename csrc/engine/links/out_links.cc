@@ -167,8 +167,13 @@ void OutLinks::onPortReady(int peer, uint32_t events) {
   owner_.onBehalfOf(peer, [&] {
     OutPort& port = *ports_[static_cast<size_t>(peer)];
     if (port.connected() && (events & (EPOLLERR | EPOLLHUP)) != 0) {
-      broke(port, Error(ErrorCode::ConnectionReset, "the connection was reset"));
-      return;
+      if (port.link->isReset()) {
+        broke(port, Error(ErrorCode::ConnectionReset, "the connection was reset"));
+        return;
+      }
+      // The peer has read everything and closed, as it does when it leaves. TCP would not report that either: the goodbye on its control
+      // link, the end of the link that it opened or the next write says what it means.
+      port.stopWatching(loop_);
     }
     if (port.connected() && port.shared != nullptr) {
       port.reader_gone = port.shared->hearBell();

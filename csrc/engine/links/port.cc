@@ -25,6 +25,9 @@ uint32_t OutPort::events() const noexcept {
 }
 
 void OutPort::watch(Loop& loop) {
+  if (hung_up_) {
+    return;
+  }
   const int fd = link->writeFd();
   const uint32_t wanted = events();
   if (fd == watched_ && wanted == watched_events_) {

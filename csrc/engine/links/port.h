@@ -73,6 +73,11 @@ struct OutPort final : Loop::Handler {
   /// Has the loop watch the connection that the link goes on with, for what this state needs.
   void watch(Loop& loop);
   void unwatch(Loop& loop) noexcept;
+  /// The peer has closed: its hang-up would wake the loop again and again.
+  void stopWatching(Loop& loop) noexcept {
+    unwatch(loop);
+    hung_up_ = true;
+  }
 
   PortOwner& owner; ///< holds this port
   const int peer;
@@ -87,6 +92,7 @@ struct OutPort final : Loop::Handler {
   [[nodiscard]] uint32_t events() const noexcept;
 
   State state_ = State::Connecting;
+  bool hung_up_ = false;
   int watched_ = -1; ///< the descriptor of the link that the loop watches
   uint32_t watched_events_ = 0;
 };

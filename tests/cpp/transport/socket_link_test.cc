@@ -6,10 +6,12 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <thread>
 
 #include "transport/link_conformance.h"
+#include "transport/link_peer.h"
 #include "transport/socket_pairs.h"
 
 namespace pycomm {
@@ -20,10 +22,12 @@ using testing::elapsedMs;
 using testing::errorOf;
 using ::testing::HasSubstr;
 using testing::kLoopback;
+using testing::kNoAbort;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
 using testing::PeerPlace;
+using testing::soon;
 using testing::tcpPair;
 
 LinkPair unixPair() {
@@ -95,6 +99,43 @@ TEST(SocketLink, ConnectsFromTheGivenAddress) {
   const auto link =
       connectSocket(SocketAddress::parse("127.0.0.5", 0), listener.address(), Deadline::after(10000), AbortToken());
   EXPECT_EQ(link->local().ip(), "127.0.0.5");
+}
+
+// A Unix socket hangs up at once when the peer closes, also if it has read everything. What the peer wrote before is still to be read.
+TEST(UnixLink, AnOrderlyEndIsNoResetAlsoIfWordsOfThePeerAreUnread) {
+  for (const size_t unread : {size_t{0}, size_t{100000}}) {
+    LinkPair pair = unixPair();
+    const std::string said(unread, 'g');
+    writeAll(*pair.second, {reinterpret_cast<const std::byte*>(said.data()), said.size()}, soon(), kNoAbort);
+    pair.second.reset();
+    pollfd ready{pair.first->writeFd(), 0, 0};
+    ASSERT_EQ(::poll(&ready, 1, 10000), 1);
+    EXPECT_NE(ready.revents & POLLHUP, 0) << "which is what a loop sees";
+    EXPECT_FALSE(pair.first->isReset()) << unread;
+    const std::byte byte{};
+    const ConstBufferView view(&byte, 1);
+    EXPECT_EQ(errorOf([&] { (void)pair.first->tryWrite(&view, 1); }).code, ErrorCode::ConnectionReset);
+  }
+}
+
+TEST(UnixLink, AnEndOverBytesThatThePeerHasNotReadIsAReset) {
+  for (const size_t unread : {size_t{0}, size_t{1000}}) {
+    LinkPair pair = unixPair();
+    const std::string said(unread, 'g');
+    writeAll(*pair.second, {reinterpret_cast<const std::byte*>(said.data()), said.size()}, soon(), kNoAbort);
+    const std::byte byte{};
+    writeAll(*pair.first, {&byte, 1}, soon(), kNoAbort);
+    pair.second.reset();
+    EXPECT_TRUE(pair.first->isReset()) << unread;
+  }
+}
+
+TEST(SocketLink, AResetOverTcpIsOne) {
+  auto [first, second] = tcpPair();
+  const linger at_once{1, 0};
+  ASSERT_EQ(::setsockopt(second->fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once), 0);
+  second.reset();
+  EXPECT_TRUE(first->isReset());
 }
 
 TEST(StartConnect, FinishesLater) {

@@ -15,6 +15,7 @@ namespace {
 struct Wire {
   bool connected = false;
   bool broken = false; ///< the next try fails
+  bool broken_for_writers = false; ///< the next tryWrite() fails
   size_t room = 1 << 20; ///< bytes that may be written
   std::string written;
   std::string arriving;
@@ -30,6 +31,9 @@ class WireLink final : public Link {
   }
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override {
     failIfBroken();
+    if (wire_.broken_for_writers) {
+      throw Error(ErrorCode::ConnectionReset, "nobody reads it");
+    }
     Progress progress;
     for (size_t i = 0; i < count && wire_.room > 0; ++i) {
       const size_t nbytes = std::min(wire_.room, views[i].nbytes);
@@ -242,6 +246,31 @@ TEST_F(PeerLinksTest, AResetIsNoticedAlsoIfNothingIsToBeWritten) {
   connect(2);
   loop.ready(kOut + 2, EPOLLHUP);
   EXPECT_EQ(writing_broke, std::vector<int>{2});
+}
+
+// At a Unix socket the loop sees EPOLLHUP when the peer leaves. Its goodbye may be read much later, on its control link.
+TEST_F(PeerLinksTest, AHangUpOfAPeerThatHasReadEverythingBreaksTheLinkAtTheNextWrite) {
+  send(1, 1);
+  connect(1);
+  out[1].closed = true;
+  loop.ready(kOut + 1, EPOLLHUP);
+  EXPECT_TRUE(writing_broke.empty()) << "its goodbye is on the way";
+  EXPECT_EQ(loop.watched(), 0U) << "the hang-up would wake the loop for ever";
+  out[1].broken = true;
+  send(1, 2);
+  EXPECT_EQ(writing_broke, std::vector<int>{1});
+  EXPECT_EQ(loop.watched(), 0U);
+}
+
+TEST_F(PeerLinksTest, AHangUpWhileFramesWaitForRoomBreaksTheLinkAtOnce) {
+  send(1, 1);
+  connect(1);
+  out[1].room = 10;
+  send(1, 2);
+  out[1].closed = true;
+  out[1].broken_for_writers = true;
+  loop.ready(kOut + 1, EPOLLHUP);
+  EXPECT_EQ(writing_broke, std::vector<int>{1});
 }
 
 TEST_F(PeerLinksTest, TheEndOfAnIncomingLinkIsReportedUnlessReadingEndedBefore) {
