@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "engine/allocations.h"
+#include "allocations.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {

@@ -4,8 +4,8 @@
 
 #include <new>
 
+#include "allocations.h"
 #include "base/error.h"
-#include "engine/allocations.h"
 
 namespace pycomm {
 namespace {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "allocations.h"
 #include "base/error.h"
-#include "engine/allocations.h"
 #include "schedule/make_schedule.h"
 
 namespace pycomm {

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/allocations.h"
+#include "allocations.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "allocations.h"
 #include "base/error.h"
 #include "transport/error_matchers.h"
 
@@ -247,6 +248,24 @@ TEST(TlsBio, EveryExceptionOfTheLinkBelowIsKept) {
   small.reads_fail = [] { throw std::bad_alloc(); };
   expectRefusal(read(other, 1));
   EXPECT_THROW(std::rethrow_exception(other.failure()), std::bad_alloc);
+}
+
+// OpenSSL only gets -1, and the exception is thrown by whoever called OpenSSL.
+TEST(TlsBio, LostMemoryInAWriteIsKeptAndNothingOfThatWriteIsSent) {
+  Below below;
+  TlsBio bio(below);
+  testing::failAllocation(1);
+  const int taken = bio.write("abc", 3);
+  testing::failAllocation(0);
+  EXPECT_EQ(taken, -1);
+  ASSERT_NE(bio.failure(), nullptr);
+  EXPECT_THROW(std::rethrow_exception(bio.failure()), std::bad_alloc);
+  EXPECT_FALSE(bio.unsent());
+  EXPECT_FALSE(bio.hasWritten());
+  bio.flush();
+  EXPECT_EQ(below.taken, "");
+  below.arrived = "ab";
+  expectRefusal(read(bio, 1));
 }
 
 TEST(TlsBio, AFailureOfSomebodyElseEndsReading) {
