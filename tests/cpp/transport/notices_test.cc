@@ -25,15 +25,15 @@ using testing::tryToMeet;
 constexpr const char* kReason = "the secret file /home/u/secret has mode 0644: other users may read it";
 constexpr int kShortMs = 1500; // of a wait that ends with the timeout
 
-const Secret& secretOfTheJob() {
+const Secret& jobsSecret() {
   static const Secret secret = Secret::generate();
   return secret;
 }
 
 /// What is logged while it exists.
-class Lines {
+class LoggedLines {
  public:
-  Lines() {
+  LoggedLines() {
     lines().clear();
     setLogSink(
         [](LogLevel, const char* line) {
@@ -42,7 +42,7 @@ class Lines {
         },
         LogLevel::Warn);
   }
-  ~Lines() {
+  ~LoggedLines() {
     setLogSink(nullptr, LogLevel::Off);
   }
   [[nodiscard]] static std::vector<std::string> all() {
@@ -84,9 +84,9 @@ std::vector<Outcome> waitForThird(Store& store, const Secret* secret, Takeover t
 }
 
 TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
-  for (const Secret* secret : {static_cast<const Secret*>(nullptr), &secretOfTheJob()}) {
+  for (const Secret* secret : {static_cast<const Secret*>(nullptr), &jobsSecret()}) {
     for (const Takeover takeover : {Takeover::Never, Takeover::FromEndedRun}) {
-      const Lines collected;
+      const LoggedLines collected;
       MemoryStore store; // the rank that posts has no secret
       postNotice(store, "world", {2, "b", kReason});
       for (const Outcome& outcome : waitForThird(store, secret, takeover)) {
@@ -97,7 +97,7 @@ TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
             HasSubstr(std::string("rank 2 on host b has written into the store that it cannot join: ") + kReason));
         EXPECT_GE(outcome.elapsed_ms, kShortMs - 100) << "an unsealed notice ended the wait";
       }
-      const std::vector<std::string> lines = Lines::all();
+      const std::vector<std::string> lines = LoggedLines::all();
       ASSERT_EQ(lines.size(), 2U) << "one for each rank";
       for (const std::string& line : lines) {
         EXPECT_THAT(
@@ -113,7 +113,7 @@ TEST(Notices, OfRankZeroAreNamedByRanksThatFollowIt) {
   postNotice(store, "world", {0, "a", kReason});
   RendezvousConfig config = configOf(1, 2, kShortMs);
   config.takeover = Takeover::FromEndedRun;
-  SealedStore sealed(store, secretOfTheJob());
+  SealedStore sealed(store, jobsSecret());
   const Outcome outcome = tryToMeet(sealed, config);
   EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
   EXPECT_THAT(
@@ -132,7 +132,7 @@ TEST(Notices, OfARankThatIsThereAreNotNamed) {
 }
 
 TEST(Notices, OfStrangersFillNeitherLogNorTerminal) {
-  const Lines collected;
+  const LoggedLines collected;
   MemoryStore store;
   const std::string prefix = "pycomm/world/notice/";
   store.set(prefix + "1", "");
@@ -145,7 +145,7 @@ TEST(Notices, OfStrangersFillNeitherLogNorTerminal) {
   Notices notices(store, "pycomm/world/", 3);
   notices.look(true);
   notices.look(true);
-  const std::vector<std::string> lines = Lines::all();
+  const std::vector<std::string> lines = LoggedLines::all();
   EXPECT_EQ(lines.size(), 13U) << "16 are read, three of which are none";
   for (const std::string& line : lines) {
     EXPECT_EQ(line.find_first_of("\x1b\n"), std::string::npos) << line;

@@ -30,8 +30,14 @@ ALPHA = Host("alpha", "192.168.1.10", "fd77::10")
 BETA = Host("beta", "192.168.1.11", "fd77::11")
 TRY = "a firewall may block that port. Try on each host: python -m pycomm doctor"
 TRAIN = f"""
+import os, sys, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist, pycomm
+folder = Path(sys.argv[1])
+(folder / ("here-" + os.environ["RANK"])).touch()
+while len(list(folder.glob("here-*"))) < 2:
+    time.sleep(0.01)  # the timeout is for joining, not for importing torch
 try:
     dist.init_process_group("pycomm", timeout=timedelta(seconds={TIMEOUT_S}))
     dist.all_reduce(torch.ones(1 << 16))
@@ -49,18 +55,19 @@ def _behind_a_firewall(folder: Path, incoming: str, outgoing: str) -> tuple[list
         pytest.skip("needs the command nft (package nftables)")
     with wire(ALPHA, BETA) as hosts:
         chains = (
-            f"chain input {{ type filter hook input priority 0; iif lo accept; {incoming}; }}"
-            f"chain output {{ type filter hook output priority 0; oif lo accept; {outgoing}; }}"
+            f"chain input {{ type filter hook input priority 0; iif lo accept; {incoming}; }}; "
+            f"chain output {{ type filter hook output priority 0; oif lo accept; {outgoing}; }};"
         )
         try:
-            run(*BETA.command("nft", f"table inet fault {{ {chains} }}"))
+            run(*BETA.command("nft", "flush ruleset"))
         except OSError as error:
             pytest.skip(f"nft is not allowed here: {error}")
+        run(*BETA.command("nft", f"table inet fault {{ {chains} }};"))
         outcomes = run_on_both(
             [
                 (
                     host,
-                    [sys.executable, "-c", TRAIN],
+                    [sys.executable, "-c", TRAIN, str(folder)],
                     child_environment(
                         {
                             "RANK": str(rank),
@@ -102,6 +109,9 @@ def test_a_port_that_is_blocked_in_one_direction_is_logged_in_the_first_operatio
 
 
 def wait_alone(rank: int, world_size: int, folder: str) -> float:
+    (Path(folder) / f"here-{rank}").touch()
+    while len(list(Path(folder).glob("here-*"))) < world_size:
+        time.sleep(0.01)
     store = dist.FileStore(f"{folder}/store", 3)
     begin = time.monotonic()
     with pytest.raises(pycomm.errors.RendezvousTimeoutError, match="missing: 2"):
