@@ -3,44 +3,28 @@
     torch.distributed.init_process_group("pycomm")
 
 Importing this package registers the backend and does nothing else; its native part is loaded when a
-group is made. ``python -m pycomm`` registers it only for the commands that need torch, whose import
-takes seconds.
+group is made.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycomm import comm_hooks, errors
+from pycomm._backend import (
+    backend_error,
+    dump_flight_record,
+    flight_record,
+    last_error,
+    register,
+)
+from pycomm._barrier import monitored_barrier
+from pycomm._flight_record import GroupRecord, OperationRecord
+from pycomm._shared import empty
 from pycomm._version import __version__
-
-
-def _is_command() -> bool:
-    """Whether this process is ``python -m pycomm``, or the command ``pycomm`` beside Python."""
-    argv = getattr(sys, "argv", [])
-    if argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
-        return sys.orig_argv[-len(argv)] in ("pycomm", "-mpycomm")
-    return argv[:1] == [str(Path(sys.executable).with_name("pycomm"))]
-
-
-if TYPE_CHECKING or not _is_command():
-    from pycomm import comm_hooks, errors
-    from pycomm._backend import (
-        backend_error,
-        dump_flight_record,
-        flight_record,
-        last_error,
-        register,
-    )
-    from pycomm._barrier import monitored_barrier
-    from pycomm._flight_record import GroupRecord, OperationRecord
-    from pycomm._shared import empty
-    from pycomm.codecs import CodecStats, codec_stats
-    from pycomm.options import Options
-
-    register()
+from pycomm.codecs import CodecStats, codec_stats
+from pycomm.options import Options
 
 if TYPE_CHECKING:
     from pycomm import report
@@ -78,9 +62,11 @@ __all__ = [
     "report",
 ]
 
-# The module of each name that is imported by its first use: the wrapper needs the native part, and
-# some need torch.nn, which a program that uses only the backend should not load. The second part of
-# _LATER is imported above, except in a command.
+register()
+
+
+# The module of each name, imported by its first use: the wrapper needs the native part, and some
+# need torch.nn, which a program that uses only the backend should not load.
 _MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.2
 _LATER = {
     "DiLoCo": "local_sgd",
@@ -91,24 +77,11 @@ _LATER = {
     "SparseLoCo": "sparse_loco",
     "StreamingDiLoCo": "streaming_diloco",
     "SyncBatchNorm": "sync_batch_norm",
-    # the second part
-    "CodecStats": "codecs",
-    "GroupRecord": "_flight_record",
-    "OperationRecord": "_flight_record",
-    "Options": "options",
-    "backend_error": "_backend",
-    "codec_stats": "codecs",
-    "dump_flight_record": "_backend",
-    "empty": "_shared",
-    "flight_record": "_backend",
-    "last_error": "_backend",
-    "monitored_barrier": "_barrier",
-    "register": "_backend",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in (*_MODULES, "comm_hooks", "errors"):
+    if name in _MODULES:
         return importlib.import_module(f"pycomm.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(f"pycomm.{_LATER[name]}"), name)

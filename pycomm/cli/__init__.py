@@ -16,14 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-import _pycomm_autoload
 from pycomm._version import __version__
 
 # As a shell says of a program that SIGINT or SIGPIPE has ended. SIGPIPE itself stays ignored: torch
 # and the engine write to sockets, too.
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
-# Each is a module of this package, imported if it is chosen: most of them import torch, which takes
-# seconds.
+# Each is a module of this package, imported if it is chosen.
 _COMMANDS = {
     "env": "print versions, network interfaces and every setting with its origin",
     "doctor": "check a cluster: why a job would not start, and which host is slow",
@@ -33,7 +31,6 @@ _COMMANDS = {
     "secret": "make the secret that the processes of a job share, or print its public id",
     "serve": "keep a model's parameters for workers that push and pull (a parameter server)",
 }
-_WITHOUT_TORCH = {"status", "trace"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,8 +62,6 @@ def _run(given: Sequence[str]) -> int:
     for name, text in _COMMANDS.items():
         described = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == chosen:
-            if name not in _WITHOUT_TORCH:
-                _pycomm_autoload.register()
             module = importlib.import_module(f"pycomm.cli.{name}")
             module.add_arguments(described)
             described.set_defaults(run=module.run)

@@ -238,7 +238,7 @@ class ParameterServer:
     def _serve_one(self, number: int) -> None:
         # A connection of its own to the store: a call that waits for a key which somebody has
         # deleted blocks all other calls on the same connection.
-        store = self._store.clone()
+        store = self._store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=_KEY_S))
         try:
             key = f"{PREFIX}/{number}/hello"

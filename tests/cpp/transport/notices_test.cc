@@ -30,7 +30,7 @@ const Secret& jobsSecret() {
   return secret;
 }
 
-/// What is logged while it exists.
+/// The lines that are logged while it exists.
 class LoggedLines {
  public:
   LoggedLines() {

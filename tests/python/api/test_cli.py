@@ -31,43 +31,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-# As the command "pycomm" beside Python: the first use of a name imports it.
-NAMES = """
-import sys
-from pathlib import Path
-sys.argv = [str(Path(sys.executable).with_name("pycomm"))]
-import pycomm
-assert "torch" not in sys.modules
-assert [name for name in pycomm.__all__ if getattr(pycomm, name) is None] == []
-from pycomm import comm_hooks, errors
-assert pycomm.errors is errors and pycomm.Options is sys.modules["pycomm.options"].Options
-"""
-
-
-@pytest.mark.parametrize(
-    "arguments", [["status"], ["trace", "/nowhere"], ["bench", "--nonsense"], ["--help"]]
-)
-def test_commands_that_need_no_torch_do_not_import_it(arguments: list[str]) -> None:
-    done = run_python(["-X", "importtime", "-m", "pycomm", *arguments])
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "pycomm.cli" in imported
-    assert ("torch" in imported) == (arguments[0] == "bench")
-
-
-def test_a_command_has_all_names_of_the_package() -> None:
-    done = run_python(["-c", NAMES])
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_command_that_makes_a_group_registers_the_backend() -> None:
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
-    table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05", "--json"]
-    by_itself = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch does not ask installed packages
-    done = run_python([*launched, *table], env=by_itself, timeout_s=120.0)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"]
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_nobody_reads_ends_a_command_quietly(

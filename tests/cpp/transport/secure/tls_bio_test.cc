@@ -250,7 +250,7 @@ TEST(TlsBio, EveryExceptionOfTheLinkBelowIsKept) {
   EXPECT_THROW(std::rethrow_exception(other.failure()), std::bad_alloc);
 }
 
-// OpenSSL only gets -1, and the exception is thrown by whoever called OpenSSL.
+// OpenSSL only gets -1, and the exception is thrown by the function that called OpenSSL.
 TEST(TlsBio, LostMemoryInAWriteIsKeptAndNothingOfThatWriteIsSent) {
   Below below;
   TlsBio bio(below);
