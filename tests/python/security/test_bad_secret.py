@@ -55,7 +55,7 @@ def missing(path: Path) -> str:
 
 def readable(path: Path) -> str:
     path.chmod(0o644)
-    return f"the secret file {path} has mode 0644: other users may read it. Try there: chmod 600"
+    return f"the secret file {path} has mode 0644: other users may read it. Try there: chmod 6"
 
 
 def cut_off(path: Path) -> str:
