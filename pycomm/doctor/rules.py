@@ -8,6 +8,9 @@ from typing import Any
 
 _DROPS = ("drop", "reject", "queue")
 _JUMPS = ("jump", "goto")
+_LIKE = ("==", "in")
+_INTERFACE = ("iif", "iifname")
+_ADMITS_NOTHING = {"match", "limit", "counter", "log", "drop", "reject"}
 
 FAMILIES = ("ipv4", "ipv6")
 _OF_TABLES = {"ip": ("ipv4",), "ip6": ("ipv6",), "inet": FAMILIES}
@@ -42,27 +45,49 @@ def closed_families(listing: str, port: int) -> tuple[str, ...] | None:
     """For which of "ipv4" and "ipv6" a rule drops what other hosts send to this TCP port.
 
     It may except some hosts, as the rules of ``firewall.lines_to_close`` do. A rule that has any
-    other condition does not count, nor does a chain whose policy is drop: it may admit anybody.
+    other condition does not count, nor one after a rule that may accept such a packet, nor a chain
+    whose policy is drop: it may admit anybody.
 
     Returns:
-        None if the listing cannot be read, as by a user who is not root.
+        None if the listing cannot be read, as by a user who is not root, or if it does not show
+        what a rule that iptables has written does ("xt").
     """
     entries = _entries(listing)
     if entries is None:
         return None
-    chains = {_name(one) for one in _incoming(entries)}
-    closed = {
-        family
-        for rule in (one["rule"] for one in entries if "rule" in one)
-        if (rule["family"], rule["table"], rule["chain"]) in chains
-        for family in _closes(rule, port)
-    }
+    rules: dict[Name, list[Mapping[str, Any]]] = {}
+    for rule in (one["rule"] for one in entries if "rule" in one):
+        rules.setdefault(_place(rule), []).append(rule)
+    closed: set[str] = set()
+    hidden: set[str] = set()
+    for chain in map(_name, _incoming(entries)):
+        for rule in rules.get(chain, ()):
+            closed |= set(_closes(rule, port))
+            if _may_admit(rule, port):
+                break
+        hidden |= _hidden(chain, rules)
+    if hidden - closed:
+        return None
     return tuple(family for family in FAMILIES if family in closed)
+
+
+def _hidden(start: Name, rules: Mapping[Name, Sequence[Mapping[str, Any]]]) -> set[str]:
+    """The families for which this chain, or one that it leads to, has a rule that is not shown."""
+    chains, seen = [start], {start}
+    while chains:
+        chain = chains.pop()
+        for rule in rules.get(chain, ()):
+            if any(word == "xt" for word, _ in _words(rule.get("expr", ()))):
+                return set(_OF_TABLES[chain[0]])
+            further = _targets(rule) - seen
+            chains += further
+            seen |= further
+    return set()
 
 
 def _closes(rule: Mapping[str, Any], port: int) -> tuple[str, ...]:
     """The families that this rule closes the port for."""
-    families, of_port, drops = _OF_TABLES[rule["family"]], False, False
+    families, of_port, drops = set(_OF_TABLES[rule["family"]]), False, False
     for part in rule.get("expr", ()):
         match = part.get("match")
         if match is None:
@@ -70,17 +95,53 @@ def _closes(rule: Mapping[str, Any], port: int) -> tuple[str, ...]:
             if not {"drop", "reject", "counter", "log"} & set(part):
                 return ()
             continue
-        left, right, unlike = match["left"], match["right"], match["op"] == "!="
-        payload, meta = left.get("payload", {}), left.get("meta", {})
-        if (payload.get("protocol"), payload.get("field")) == ("tcp", "dport") and not unlike:
-            of_port = _includes(right, port)
-        elif payload.get("field") == "saddr" and unlike:
-            families = tuple(set(families) & set(_OF_TABLES.get(payload["protocol"], ())))
-        elif meta.get("key") == "nfproto" and not unlike:
-            families = tuple({right} & set(families))
-        elif not (meta.get("key") in ("iif", "iifname") and unlike and right == "lo"):
+        field, right, like = _field(match), match["right"], match["op"] in _LIKE
+        if field == "tcp dport" and like and _includes(right, port):
+            of_port = True
+        elif field in ("ip saddr", "ip6 saddr") and match["op"] == "!=":
+            families &= set(_OF_TABLES[field.split()[0]])
+        elif field == "nfproto" and like:
+            families &= _members(right)
+        elif not (field in _INTERFACE and match["op"] == "!=" and right == "lo"):
             return ()
-    return families if of_port and drops else ()
+    return tuple(families) if of_port and drops else ()
+
+
+def _may_admit(rule: Mapping[str, Any], port: int) -> bool:
+    """Whether it may accept a first packet to the port from another host, or lead elsewhere."""
+    parts = rule.get("expr", ())
+    if all(set(part) <= _ADMITS_NOTHING for part in parts):
+        return False
+    return not any(_excludes(part["match"], port) for part in parts if "match" in part)
+
+
+def _excludes(match: Mapping[str, Any], port: int) -> bool:
+    """Whether no first packet to the port from another host meets this condition."""
+    field, right = _field(match), match["right"]
+    if field.startswith(("udp ", "icmp ", "icmpv6 ")):
+        return True
+    if match["op"] not in _LIKE:
+        return False
+    if field == "tcp dport":
+        return not isinstance(right, str) and not _includes(right, port)  # "@name" is a set
+    if field == "state":
+        return bool(states := _members(right)) and states <= {"established", "related"}
+    return field in _INTERFACE and right == "lo"
+
+
+def _field(match: Mapping[str, Any]) -> str:
+    """What a condition compares: "tcp dport", "iif", "nfproto", or "" for anything unusual."""
+    left = match["left"] if isinstance(match["left"], dict) else {}
+    if "payload" in left:
+        return f"{left['payload'].get('protocol')} {left['payload'].get('field')}"
+    return str((left.get("meta") or left.get("ct") or {}).get("key", ""))
+
+
+def _members(right: Any) -> set[str]:
+    """The words of one word, a list or a set; empty if there is anything else among them."""
+    words = right.get("set") if isinstance(right, dict) else right
+    words = words if isinstance(words, list) else [words]
+    return set(words) if all(isinstance(one, str) for one in words) else set()
 
 
 def _includes(ports: Any, port: int) -> bool:
@@ -116,17 +177,29 @@ def _name(chain: Mapping[str, Any]) -> Name:
     return chain["family"], chain["table"], chain["name"]
 
 
+def _place(rule: Mapping[str, Any]) -> Name:
+    """The chain that it is in."""
+    return rule["family"], rule["table"], rule["chain"]
+
+
+def _targets(rule: Mapping[str, Any]) -> set[Name]:
+    """The chains that it may lead to."""
+    family, table, _ = _place(rule)
+    return {
+        (family, table, content["target"])
+        for word, content in _words(rule.get("expr", ()))
+        if word in _JUMPS and isinstance(content, dict) and "target" in content
+    }
+
+
 def _dropping(rules: Sequence[Mapping[str, Any]]) -> set[Name]:
     """The chains that have a rule which drops, or that lead to such a chain."""
     found: set[Name] = set()
     leads: dict[Name, set[Name]] = {}
     for rule in rules:
-        here = rule["family"], rule["table"], rule["chain"]
-        for word, content in _words(rule.get("expr", ())):
-            if word in _DROPS:
-                found.add(here)
-            elif word in _JUMPS and isinstance(content, dict) and "target" in content:
-                leads.setdefault(here, set()).add((here[0], here[1], content["target"]))
+        leads.setdefault(_place(rule), set()).update(_targets(rule))
+        if any(word in _DROPS for word, _ in _words(rule.get("expr", ()))):
+            found.add(_place(rule))
     while more := {chain for chain, ends in leads.items() if ends & found} - found:
         found |= more
     return found

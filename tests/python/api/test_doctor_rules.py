@@ -60,8 +60,16 @@ SIX = met({"meta": {"key": "nfproto"}}, "ipv6")
 DROP: dict[str, object] = {"drop": None}
 
 
-def to(port: object) -> dict[str, object]:
-    return met({"payload": {"protocol": "tcp", "field": "dport"}}, port)
+def to(port: object, op: str = "==", protocol: str = "tcp") -> dict[str, object]:
+    return met({"payload": {"protocol": protocol, "field": "dport"}}, port, op)
+
+
+def state(value: object, op: str = "in") -> dict[str, object]:
+    return met({"ct": {"key": "state"}}, value, op)
+
+
+LO = met({"meta": {"key": "iifname"}}, "lo")
+ACCEPT: dict[str, object] = {"accept": None}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,16 @@ def to(port: object) -> dict[str, object]:
         ([to(29500), {"counter": {"packets": 0}}], ()),
         ([ONE, to(29500), DROP], ()),  # only one host is kept out
         ([OTHERS, DROP], ()),  # not for this port alone: what is accepted before is not known
+        ([to(29400, "<"), DROP], ()),
+        ([to(29500, "<"), DROP], ()),
+        ([to(29500, ">"), DROP], ()),
+        ([to(29500, "<="), DROP], ()),
+        ([to(29500, "in"), DROP], ("ipv4", "ipv6")),
+        ([to(29500), to(29501), DROP], ()),
+        ([to(29500, protocol="udp"), DROP], ()),
+        ([met({"meta": {"key": "nfproto"}}, "ipv6", ">"), to(29500), DROP], ()),
+        ([met({"meta": {"key": "nfproto"}}, {"set": ["ipv6"]}), to(29500), DROP], ("ipv6",)),
+        ([met({"&": [{"meta": {"key": "mark"}}, 1]}, 1), to(29500), DROP], ()),
     ],
 )
 def test_the_rules_that_close_a_port_are_found(
@@ -85,6 +103,69 @@ def test_the_rules_that_close_a_port_are_found(
     assert rules.closed_families(ruleset(into, rule("in", *parts)), 29500) == closed
     unused = chain("in")  # no packet comes there
     assert rules.closed_families(ruleset(unused, rule("in", *parts)), 29500) == ()
+
+
+BOTH = ("ipv4", "ipv6")
+
+
+@pytest.mark.parametrize(
+    ("before", "closed"),
+    [
+        ([to(29500), ACCEPT], ()),
+        ([to({"range": [1024, 65535]}), ACCEPT], ()),
+        ([to("@open"), ACCEPT], ()),
+        ([to(80, "!="), ACCEPT], ()),
+        ([ACCEPT], ()),
+        ([{"return": None}], ()),
+        ([{"jump": {"target": "more"}}], ()),
+        ([to(29500), {"goto": {"target": "more"}}], ()),
+        ([{"vmap": {"key": 1, "data": {"set": [[1, ACCEPT]]}}}], ()),
+        ([{"queue": {"num": 1}}], ()),
+        ([state(["established", "new"]), ACCEPT], ()),
+        ([state("established", "!="), ACCEPT], ()),
+        ([met({"meta": {"key": "iifname"}}, "eth0"), ACCEPT], ()),
+        ([NOT_LO, ACCEPT], ()),
+        ([LO, ACCEPT], BOTH),
+        ([LO, {"jump": {"target": "more"}}], BOTH),
+        ([state(["established", "related"]), {"counter": None}, ACCEPT], BOTH),
+        ([state({"set": ["established", "related"]}, "=="), ACCEPT], BOTH),
+        ([state("established"), ACCEPT], BOTH),
+        ([state("invalid"), DROP], BOTH),
+        ([to(22), ACCEPT], BOTH),
+        ([to({"set": [80, {"range": [8000, 8080]}]}), ACCEPT], BOTH),
+        ([to(29500, protocol="udp"), ACCEPT], BOTH),
+        ([{"limit": {"rate": 1, "per": "second"}}, {"log": None}], BOTH),
+    ],
+)
+def test_a_port_that_an_earlier_rule_may_open_is_not_closed(
+    before: list[dict[str, object]], closed: tuple[str, ...]
+) -> None:
+    into = chain("in", hook="input", prio=0)
+    drop = rule("in", NOT_LO, to(29500), DROP)
+    listing = ruleset(into, chain("more"), rule("in", *before), drop)
+    assert rules.closed_families(listing, 29500) == closed
+    late = ruleset(into, drop, rule("in", *before))
+    assert rules.closed_families(late, 29500) == BOTH
+    elsewhere = chain("first", hook="input", prio=-1)  # to accept ends only that chain
+    listing = ruleset(into, elsewhere, rule("first", *before), drop)
+    assert rules.closed_families(listing, 29500) == BOTH
+
+
+def test_rules_of_iptables_that_are_not_shown_are_not_known() -> None:
+    hidden = rule("INPUT", {"xt": {"type": "match", "name": "tcp"}}, DROP, family="ip")
+    into = chain("INPUT", "ip", hook="input", prio=0)
+    assert rules.closed_families(ruleset(into, hidden), 29500) is None
+    older = rule("INPUT", {"xt": None}, family="ip")
+    assert rules.closed_families(ruleset(into, older), 29500) is None
+    assert rules.closed_families(ruleset(chain("INPUT", "ip"), hidden), 29500) == ()
+    jump = rule("IN", {"jump": {"target": "INPUT"}}, family="ip")
+    back = rule("INPUT", {"jump": {"target": "INPUT"}}, family="ip")
+    base = chain("IN", "ip", hook="input", prio=0)
+    led = ruleset(base, chain("INPUT", "ip"), jump, back, hidden)
+    assert rules.closed_families(led, 29500) is None
+    # What another chain drops stays dropped; ipv6 no such rule can open or close.
+    shown = [chain("in", hook="input", prio=0), rule("in", to(29500), DROP)]
+    assert rules.closed_families(ruleset(into, hidden, *shown), 29500) == BOTH
 
 
 def test_rules_that_cannot_be_read_are_not_known() -> None:
