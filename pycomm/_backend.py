@@ -100,10 +100,11 @@ def create_group(
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
         )
-    except (ValueError, errors.PycommError) as error:  # a secret that cannot be used
+    except Exception as error:  # such as a secret that cannot be used
         if size > 1:  # the others would wait for this rank, and not know why
-            host, why = socket.gethostname(), _reason_of(error)
-            extension.post_notice(store, str(group.group_id), rank, host, why)
+            with contextlib.suppress(Exception):  # what counts is the error
+                host, why = socket.gethostname(), _reason_of(error)
+                extension.post_notice(store, str(group.group_id), rank, host, why)
         raise
     backend = extension.create_backend(store, rank, size, str(group.group_id), timeout_ms, native)
     _tell_once(extension, backend, rank)
@@ -273,11 +274,13 @@ def _options_of(group: Any, pg_options: object) -> Options:
 
 def _reason_of(error: Exception) -> str:
     """The error for a sentence of another rank, which has facts of its own."""
-    record = error.record if isinstance(error, errors.PycommError) else None
-    if record is None:
-        return str(error)
-    cause = f" ({record.cause})" if record.cause else ""
-    return f"{record.summary}{cause}. Try there: {record.hint}"
+    text = str(error) or type(error).__name__
+    if isinstance(error, errors.PycommError) and error.record.summary:
+        record = error.record
+        cause = f" ({record.cause})" if record.cause else ""
+        hint = f". Try there: {record.hint}" if record.hint else ""
+        text = f"{record.summary}{cause}{hint}"
+    return text.encode(errors="replace").decode()  # the store takes nothing but UTF-8
 
 
 def _timeout_ms(resolved: ResolvedOptions, from_torch: timedelta) -> int:

@@ -71,16 +71,16 @@ def state(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], lis
 
 def read_file(path: str) -> tuple[_C.Secret, str]:
     """The secret in this file, and the path. Raises as ``read``."""
-    return _native().read_file(path), path
+    return _native().read_file(_utf8(path)), path
 
 
 def generate_file(path: str) -> _C.Secret:
     """Writes a new secret to a new file that only this user may read, and returns it.
 
     Raises:
-        ValueError: The file exists.
+        ValueError: The file exists, or its path is not UTF-8.
     """
-    return _native().generate_file(path)
+    return _native().generate_file(_utf8(path))
 
 
 def sealed(key: str, value: str) -> str:
@@ -111,6 +111,19 @@ def opened(key: str, text: str) -> str:
 def in_use() -> _C.Secret | None:
     """The secret, unless ``PYCOMM_SECURITY`` is off. Raises what ``find`` raises."""
     return None if options.Options().resolve().security == "off" else find()[0]
+
+
+def _utf8(path: str) -> str:
+    """The path, which the native part can print."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        shown = ascii(os.fsencode(path))[1:]
+        raise ValueError(
+            f"the path of the secret file is not UTF-8: {shown}. Try: rename it, and set "
+            f"{options.SECRET_FILE_VARIABLE} to the new path"
+        ) from None
+    return path
 
 
 def _is_there(path: str) -> bool:

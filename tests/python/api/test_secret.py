@@ -8,12 +8,15 @@ import hmac
 import os
 import pickle
 import stat
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ranks import run_python
+from torch._C._distributed_c10d import HashStore
 
-from pycomm import _secret, options
+from pycomm import _backend, _extension, _secret, errors, options
 
 pytestmark = pytest.mark.needs_native
 
@@ -198,3 +201,83 @@ assert _secret.find() == (None, "")
 """
     done = run_python(["-c", program], env={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--id", "--generate"])
+def test_a_path_that_is_not_utf8_is_refused_by_name(option: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/\udcff"  # as Python has the byte ff
+    shown = run_python(["-m", "pycomm", "secret", option], env={"PYCOMM_SECRET_FILE": path})
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert f"the path of the secret file is not UTF-8: '{tmp_path}/\\xff'" in shown.stderr
+    assert "PYCOMM_SECRET_FILE" in shown.stderr and "Traceback" not in shown.stderr
+
+
+class Notices:
+    """The extension, in place of its notices."""
+
+    def __init__(self, *, store_is_gone: bool = False) -> None:
+        self.posted: list[tuple[int, str]] = []
+        self._store_is_gone = store_is_gone
+
+    def post_notice(self, _: object, __: str, rank: int, ___: str, why: str) -> None:
+        if self._store_is_gone:
+            raise errors.StoreLostError("the store is gone")
+        self.posted.append((rank, why))
+
+
+def _join_as_rank_one(monkeypatch: pytest.MonkeyPatch, notices: Notices) -> None:
+    native = _extension.load()
+    monkeypatch.setattr(native, "post_notice", notices.post_notice)
+    group = SimpleNamespace(
+        store=HashStore(),
+        group_rank=1,
+        group_size=2,
+        group_id="notices",
+        timeout=timedelta(seconds=2),
+        global_ranks_in_group=[0, 1],
+    )
+    _backend.create_group(group, None)
+
+
+def test_a_path_that_is_not_utf8_is_told_to_the_ranks_that_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYCOMM_SECRET_FILE", f"{tmp_path}/\udcff")
+    monkeypatch.delenv("PYCOMM_SECRET", raising=False)
+    notices = Notices()
+    with pytest.raises(ValueError, match="the path of the secret file is not UTF-8"):
+        _join_as_rank_one(monkeypatch, notices)
+    ((rank, why),) = notices.posted
+    assert rank == 1 and "the path of the secret file is not UTF-8" in why
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TypeError("no such overload"), "no such overload"),
+        (OSError(5, "no", "/tmp/\udcff"), r"[Errno 5] no: '/tmp/\udcff'"),
+        (ValueError("the file /tmp/\udcff"), "the file /tmp/?"),
+        (RuntimeError(), "RuntimeError"),
+        (errors.SystemCallError("whole text", {"summary": "It broke."}), "It broke."),
+        (
+            errors.SystemCallError("", {"summary": "It broke", "cause": "EIO", "hint": "wait"}),
+            "It broke (EIO). Try there: wait",
+        ),
+        (errors.SystemCallError("whole text"), "whole text"),
+    ],
+)
+def test_whatever_keeps_a_rank_from_joining_is_told_and_raised(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(_backend, "native_options", fails)
+    notices = Notices()
+    with pytest.raises(type(error)) as raised:
+        _join_as_rank_one(monkeypatch, notices)
+    assert raised.value is error
+    assert notices.posted == [(1, told)]
+    with pytest.raises(type(error)) as raised:
+        _join_as_rank_one(monkeypatch, Notices(store_is_gone=True))
+    assert raised.value is error
