@@ -26,7 +26,8 @@ _COMMANDS = {
     "env": "print versions, network interfaces and every setting with its origin",
     "doctor": "check a cluster: why a job would not start, and which host is slow",
     "status": "say what your ranks on this host are doing, also if they hang",
-    "trace": "say who was where, from the flight records that ranks wrote when they failed",
+    "trace": "report which rank was in which operation, from the flight records that ranks wrote "
+    "when they failed",
     "bench": "time collectives on the ranks that a launcher has started",
     "secret": "make the secret that the processes of a job share, or print its public id",
     "serve": "keep a model's parameters for workers that push and pull (a parameter server)",
@@ -37,11 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     try:
         try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # not at exit, where an error could not be handled
+            code = _run(sys.argv[1:] if arguments is None else arguments)
+        except SystemExit:  # of argparse, as for --help
+            _flush()
+            raise
+        _flush()
+        return code
     except KeyboardInterrupt:
+        _flush_or_discard()
         return _INTERRUPTED
     except BrokenPipeError:
         broken = [stream for stream in (sys.stdout, sys.stderr) if _reader_is_gone(stream)]
@@ -50,6 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stream in broken:
             _discard(stream)
         return _BROKEN_PIPE
+    except Exception:
+        _flush_or_discard()
+        raise
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()  # not at exit, where an error could not be handled
+
+
+def _flush_or_discard() -> None:
+    """If another error is under way, which one of the output must not replace, nor at exit."""
+    try:
+        _flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # it has no file
+            _discard(sys.stdout)
 
 
 def _run(given: Sequence[str]) -> int:

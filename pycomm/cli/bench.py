@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     try:
         wrong = _timed(arguments)
+    except BrokenPipeError:  # of what it prints: for main()
+        raise
     except (errors.PycommError, OSError, ValueError) as error:
         print(f"pycomm bench: rank {found.rank}: {error}", file=sys.stderr)
         return 1

@@ -79,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
         server.serve()
+    except BrokenPipeError:  # of what it prints: for main()
+        raise
     except (ValueError, OSError, RuntimeError, errors.PycommError) as error:
         print(f"pycomm serve: {error}", file=sys.stderr)
         return 1

@@ -21,6 +21,10 @@ NS_PER_S = 1_000_000_000
 # They end on all ranks at the same moment, but for the way of one message.
 _END_TOGETHER = {"all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all"}
 _ENOUGH_ENDS = 3
+_NO_RECORDS = (
+    "Set PYCOMM_FLIGHT_RECORDER_DIR before the job starts: each rank writes there when its group "
+    "fails"
+)
 _SMALLEST_SHIFT_NS = 1_000_000
 
 POINT_TO_POINT = {"send", "recv"}
@@ -120,12 +124,14 @@ def dump_files(places: Iterable[Path]) -> list[Path]:
         if place.is_dir():
             inside = sorted(path for path in place.iterdir() if path.suffix == ".json")
             if not inside:
-                raise BadRecordError(f"{place} has no flight records: none of its files is *.json")
+                raise BadRecordError(
+                    f"{place} has no flight records: none of its files is *.json. {_NO_RECORDS}"
+                )
             files += inside
         elif place.exists():
             files.append(place)
         else:
-            raise BadRecordError(f"{place} does not exist")
+            raise BadRecordError(f"{place} does not exist. {_NO_RECORDS}")
     return list(dict.fromkeys(files))
 
 

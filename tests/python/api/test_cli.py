@@ -31,25 +31,14 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_nobody_reads_ends_a_command_quietly(
-    arguments: list[str], unbuffered: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "secret"
-    if "PATH" in arguments:
-        run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+def run_unread(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, whose output goes to a pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pycomm",
-                *(each.replace("PATH", str(path)) for each in arguments),
-            ],
-            env=child_environment() | {"PYTHONUNBUFFERED": unbuffered},
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=child_environment() | env,
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
@@ -58,6 +47,20 @@ def test_output_that_nobody_reads_ends_a_command_quietly(
         )
     finally:
         os.close(writer)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_reads_ends_a_command_quietly(
+    arguments: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    if "PATH" in arguments:
+        run_python(["-m", "pycomm", "secret", "--generate", str(path)])
+    done = run_unread(
+        ["-m", "pycomm", *(each.replace("PATH", str(path)) for each in arguments)],
+        PYTHONUNBUFFERED=unbuffered,
+    )
     ignored = arguments == ["--help"] and unbuffered  # by argparse, where it prints
     assert (done.returncode, done.stderr) == (0 if ignored else 141, "")
 
@@ -69,6 +72,61 @@ def test_a_broken_connection_is_no_reader_that_has_ended(monkeypatch: pytest.Mon
     monkeypatch.setattr(status, "run", broken)
     with pytest.raises(BrokenPipeError):
         main(["status"])
+
+
+# The command prints, which the buffer holds, and then ends in another way.
+ENDS_BADLY = """
+import sys
+from pycomm.cli import main, status
+def run(_):
+    print("a line")
+    raise ENDS
+status.run = run
+sys.exit(main(["status"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "last"),
+    [
+        ('RuntimeError("a crash")', 1, "RuntimeError: a crash\n"),
+        ("KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last: str) -> None:
+    done = run_unread(["-c", ENDS_BADLY.replace("ENDS", ends)], PYTHONUNBUFFERED="")
+    assert done.returncode == code, done.stderr
+    assert done.stderr.endswith(last) and "BrokenPipeError" not in done.stderr
+    assert bool(done.stderr) == bool(last)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--sizes=4", "--seconds=0.05"],
+        ["bench", "--sizes=4", "--seconds=0.05", "--json"],
+        ["serve", "MAKE", "--listen", "127.0.0.1:0", "--workers", "1"],
+    ],
+)
+def test_output_that_nobody_reads_is_no_error_of_the_command(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "make.py"
+    path.write_text(
+        "from torch import nn, optim\n"
+        "def make():\n"
+        "    model = nn.Linear(1, 1)\n"
+        "    return model, optim.SGD(model.parameters(), lr=1.0)\n"
+    )
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = run_unread(
+        ["-m", "pycomm", *(each.replace("MAKE", f"{path}:make") for each in arguments)],
+        **job,
+        MASTER_PORT=str(free_port()),
+    )
+    assert done.returncode == 141, done.stderr
+    assert "pycomm bench: " not in done.stderr and "pycomm serve: " not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_env_as_json_holds_every_setting_with_its_origin() -> None:

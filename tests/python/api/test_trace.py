@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm._flight_record import BadRecordError, parse_record
+from pycomm._settings import SETTINGS
 from pycomm.cli import main
 from pycomm.trace.align import dump_files, read_records
 from pycomm.trace.chrome import chrome_trace
@@ -306,10 +307,13 @@ def test_a_bad_file_gets_a_clear_error(
 
 
 def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (variable,) = (each.variable for each in SETTINGS if each.field == "flight_recorder_dir")
+    todo = f"Set {variable} before the job starts: each rank writes there when its group fails"
     assert main(["trace", str(tmp_path / "none")]) == 2
-    assert "none does not exist" in capsys.readouterr().err
+    assert f"none does not exist. {todo}\n" in capsys.readouterr().err
     assert main(["trace", str(tmp_path)]) == 2
-    assert "has no flight records" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "has no flight records: none of its files is *.json. " + todo in printed
     good = written(tmp_path, process(0, healthy()))
     assert main(["trace", str(good), "--chrome", str(tmp_path / "no" / "out.json")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
