@@ -48,10 +48,10 @@ class ErrorRecord(Mapping[str, Any]):
     bytes_total: int | None = None
     """Bytes that this rank was to receive in the operation."""
     phase: str | None = None
-    """"rendezvous", "connect", "matching", "copy_to_host", "transfer", "not_entered", "not_started"
-    or "wait"."""
+    """"rendezvous", "resolve", "connect", "nccl init", "matching", "copy_to_host", "transfer",
+    "not_entered", "not_started" or "wait"."""
     elapsed_ms: int | None = None
-    """How long the operation, or the making of the group, had taken."""
+    """Milliseconds since this rank issued the operation, or began to join."""
     missing: list[int] | None = None
     """Of ``monitored_barrier``: the ranks that did not come."""
 

@@ -4,9 +4,8 @@ Each belongs to one error code and derives from ``PycommError`` and from torch's
 ``DistBackendError`` or ``DistNetworkError``, so that code which knows only torch catches it too.
 Four families group them by what a program can do: ``PeerError``, ``RendezvousError``,
 ``ConfigError`` and ``ResourceError``. A deadline that passed is also a ``TimeoutError``, and a lost
-connection also a ``ConnectionError``.
-``record`` holds all known facts about the failure. The text is one sentence, the same facts as
-``key=value``, and a hint.
+connection also a ``ConnectionError``. ``record`` holds all known facts about the failure. The text
+is one sentence, the same facts as ``key=value``, and a hint.
 
 tools/errors_table.py writes the tables of docs/errors.md from the docstrings of the classes below.
 """
@@ -94,7 +93,7 @@ class PycommError(DistError):
 
     @property
     def rank(self) -> int | None:
-        """The rank that noticed."""
+        """The rank that raises this error."""
         return self.record.rank
 
     @property
@@ -129,7 +128,7 @@ class PycommError(DistError):
 
     @property
     def elapsed_ms(self) -> int | None:
-        """How long the operation had run."""
+        """Milliseconds since this rank issued the operation, or began to join."""
         return self.record.elapsed_ms
 
 
@@ -158,7 +157,7 @@ class RendezvousError(PycommError):
 class ConfigError(PycommError):
     """The settings of this rank, or those of two ranks, do not fit.
 
-    Try: stop; a restart would fail in the same way.
+    Try: correct the settings first; a restart would fail in the same way.
     """
 
 
@@ -204,7 +203,7 @@ class ConnectFailedError(RendezvousError, PeerError):
     """A rank could not be connected to, accepted no connection until the deadline, or never
     connected. Both addresses are in the text.
 
-    Try: check the firewall and the interface: docs/two-machines.md.
+    Try: run ``python -m pycomm doctor`` to test firewall and interface: docs/two-machines.md.
     """
 
 
@@ -241,7 +240,8 @@ class NoInterfaceError(ConfigError, PycommBackendError):
 class PortsExhaustedError(ResourceError, PycommBackendError):
     """Every port of ``PYCOMM_PORT_RANGE`` is taken.
 
-    Try: set a wider range: one port per rank of the host and process group of several hosts.
+    Try: set a wider range: each rank of this host needs one port for each process group of several
+    hosts.
     """
 
 
@@ -297,8 +297,8 @@ class ConnectionBrokenError(PeerError):
 
 
 class ProtocolViolationError(PycommNetworkError):
-    """Something arrived, or lay in the store or in shared memory, that no pycomm of this version
-    writes.
+    """A message, a record in the store or shared memory has contents that this version of pycomm
+    never writes.
 
     Try: run the same build on all ranks and nothing else on pycomm's ports and store; else report
     it.
@@ -306,8 +306,8 @@ class ProtocolViolationError(PycommNetworkError):
 
 
 class DataCorruptError(PycommNetworkError):
-    """An fp16 gradient bucket came back from the all-reduce other than N ranks add up to. Only
-    there are bytes checked beyond TCP's checksum today.
+    """The sum of an fp16 gradient bucket is not what the ranks sent. pycomm checks only these
+    buckets beyond TCP's checksum.
 
     Try: use a backend that adds fp16 exactly where all but one element are zero; else report it.
     """
@@ -344,7 +344,7 @@ class OutOfMemoryError(ResourceError, PycommBackendError, MemoryError):
 class TooManyFilesError(ResourceError, PycommBackendError):
     """The limit of open files is reached. The text has it.
 
-    Try: raise it: ``ulimit -n``.
+    Try: run ``ulimit -n 65536`` before the command, on that host.
     """
 
 
@@ -358,14 +358,14 @@ class NoSharedMemoryError(ResourceError, PycommBackendError):
 class SystemCallError(PycommBackendError):
     """A system call failed; ``cause`` says which and why.
 
-    Try: depends on the cause.
+    Try: read ``cause``: it names the system call and the kernel's error.
     """
 
 
 class InternalError(PycommBackendError):
     """A mistake in pycomm.
 
-    Try: report it, with the line.
+    Try: report it, with the whole text of the error.
     """
 
 
