@@ -226,7 +226,8 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         Raises:
             ValueError: Error feedback of a parameter that has none here, or of another shape.
         """
-        self.reducer.set_residuals(dict(state.get("residuals", {})))
+        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.2
+        self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])
 

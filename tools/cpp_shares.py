@@ -1,4 +1,4 @@
-"""Which C++ tests wait for another day under sanitizers: four fifths of those that take long.
+"""Select today's fifth of the slow C++ tests, for the runs under sanitizers.
 
 tests/cpp/in_shares.txt lists them. tools/cpp.py takes a fifth of them on each day, with the rule of
 tests/rig/shares.py: the UTC day number modulo 5 (SHARE= chooses), and always those that always.txt

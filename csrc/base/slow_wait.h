@@ -17,7 +17,7 @@ class SlowWait {
 
   explicit SlowWait(TimePoint begin) : begin_(begin), next_(begin + kFirst) {}
 
-  /// The seconds waited so far, if a line is due now: then it counts as logged.
+  /// Returns the seconds waited so far if a line is due now, and counts that line as logged.
   [[nodiscard]] std::optional<int64_t> due(TimePoint now) noexcept {
     if (now < next_ || lines_ == kMaxLines) {
       return std::nullopt;

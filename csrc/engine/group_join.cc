@@ -55,10 +55,9 @@ std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store&
     return config.security.open(store);
   } catch (const Error& error) {
     const ErrorRecord& record = error.record();
-    postNotice(
-        store,
-        config.rendezvous.group_name,
-        {config.rendezvous.rank, localHostName(), record.summary + ". Try there: " + record.hint});
+    const std::string reason = record.summary + (record.cause.empty() ? "" : " (" + record.cause + ")") +
+        (record.hint.empty() ? "" : ". Try there: " + record.hint);
+    postNotice(store, config.rendezvous.group_name, {config.rendezvous.rank, localHostName(), reason});
     throw;
   }
 }

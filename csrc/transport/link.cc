@@ -1,6 +1,7 @@
 #include "transport/link.h"
 
 #include <poll.h>
+#include <sys/socket.h>
 
 #include <array>
 #include <cerrno>
@@ -60,8 +61,10 @@ bool Link::isReset() noexcept {
   try {
     for (int turn = 0; turn < kMaxDropTurns; ++turn) {
       const Progress progress = tryRead({dropped.data(), dropped.size()});
-      if (progress.closed) {
-        return false;
+      if (progress.closed) { // TCP reports an end also if a reset came behind it
+        int error_number = 0;
+        socklen_t length = sizeof error_number;
+        return ::getsockopt(writeFd(), SOL_SOCKET, SO_ERROR, &error_number, &length) == 0 && error_number != 0;
       }
       if (progress.nbytes == 0) {
         return true; // neither bytes nor an end: the kernel has reported the error already

@@ -74,8 +74,9 @@ class Link {
   /// Ends the write side: the peer reads to the end and then sees `closed`. While unsent() is true, bytes must still be sent.
   virtual void shutdownWrite() noexcept = 0;
 
-  /// For an end that only writes, when writeFd() reports EPOLLHUP or EPOLLERR: reads and drops what has arrived, up to the end. False if the
-  /// peer has read all that was written and closed: a Unix socket reports that at once, TCP does not. True if the connection broke.
+  /// Call it after EPOLLHUP or EPOLLERR on writeFd(), for an end that only writes: it reads and discards what is left. Returns false if the peer
+  /// closed in order, which a Unix socket reports at once and TCP does not, and true if the connection broke. False says that the peer has read
+  /// everything, except of shared memory: what is in its ring may be unread.
   [[nodiscard]] virtual bool isReset() noexcept;
 
   /// For a link that is still connecting: returns true once it is connected. Throws Error(ConnectFailed); the link is

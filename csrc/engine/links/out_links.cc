@@ -55,13 +55,12 @@ OutPort& OutLinks::portTo(int peer) {
   }
   try {
     port->watch(loop_);
-    if (!connect_) {
-      opening_.push_back({peer, SlowWait(Clock::now())});
-      next_look_ = std::min(next_look_, Clock::now() + SlowWait::kFirst);
-    }
   } catch (...) { // what is queued on a link that nobody watches never leaves
     forget(peer);
     throw;
+  }
+  if (!connect_) {
+    next_look_ = std::min(next_look_, Clock::now() + SlowWait::kFirst);
   }
   return *port;
 }
@@ -112,18 +111,17 @@ void OutLinks::tick(TimePoint now) {
   if (now < next_look_) {
     return;
   }
-  const auto has_ended = [&](const Opening& opening) {
-    const std::unique_ptr<OutPort>& port = ports_[static_cast<size_t>(opening.peer)];
-    return port == nullptr || port->state() != OutPort::State::Connecting;
-  };
-  opening_.erase(std::remove_if(opening_.begin(), opening_.end(), has_ended), opening_.end());
-  for (Opening& opening : opening_) {
-    if (const auto waited_s = opening.slow.due(now)) {
-      log(LogLevel::Warn,
-          stillConnecting(opening.peer, identity_.endpoints(opening.peer).remote, *waited_s, "", identity_));
+  next_look_ = TimePoint::max();
+  for (const std::unique_ptr<OutPort>& port : ports_) {
+    if (port == nullptr || port->state() != OutPort::State::Connecting) {
+      continue;
+    }
+    next_look_ = now + SlowWait::kFirst;
+    if (const auto waited_s = port->slow.due(now)) {
+      const SocketAddress remote = identity_.endpoints(port->peer).remote;
+      log(LogLevel::Warn, stillConnecting(port->peer, remote, *waited_s, "", identity_));
     }
   }
-  next_look_ = opening_.empty() ? TimePoint::max() : now + SlowWait::kFirst;
 }
 
 // ---- writing
@@ -171,7 +169,7 @@ void OutLinks::onPortReady(int peer, uint32_t events) {
         broke(port, Error(ErrorCode::ConnectionReset, "the connection was reset"));
         return;
       }
-      // The peer has read everything and closed, as it does when it leaves. TCP would not report that either: the goodbye on its control
+      // The peer has closed in order, as it does when it leaves. TCP would not report that either: the goodbye on its control
       // link, the end of the link that it opened or the next write says what it means.
       port.stopWatching(loop_);
     }

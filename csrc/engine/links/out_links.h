@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/slow_wait.h"
+#include "base/deadline.h"
 #include "engine/links/connector.h"
 #include "engine/links/link_owner.h"
 #include "engine/links/port.h"
@@ -101,12 +101,7 @@ class OutLinks final : private PortOwner {
   std::vector<std::unique_ptr<OutPort>> ports_; ///< by rank; null until first needed
   std::vector<OutPort*> to_flush_; ///< members of ports_, as the next
   std::vector<OutPort*> shared_; ///< those that have a shared link
-  struct Opening {
-    int peer;
-    SlowWait slow;
-  };
-  std::vector<Opening> opening_; ///< links that were connecting at the last look, or are new since
-  TimePoint next_look_ = TimePoint::max();
+  TimePoint next_look_ = TimePoint::max(); ///< at links that do not come up
   std::set<int> cannot_ask_; ///< peers of which that has been logged
 };
 

@@ -5,6 +5,8 @@
 #include <exception>
 #include <memory>
 
+#include "base/deadline.h"
+#include "base/slow_wait.h"
 #include "engine/links/channel.h"
 #include "engine/loop/loop.h"
 #include "transport/link.h"
@@ -87,6 +89,7 @@ struct OutPort final : Loop::Handler {
   bool needed = false; ///< a frame has been queued that is no question
   bool to_flush = false; ///< is in the list of ports whose frames nobody tried to write yet
   bool reader_gone = false; ///< of a shared link: the next write will fail
+  SlowWait slow{Clock::now()}; ///< while it connects
 
  private:
   [[nodiscard]] uint32_t events() const noexcept;

@@ -1,5 +1,6 @@
 #include "engine/report/failure_text.h"
 
+#include <algorithm>
 #include <chrono>
 #include <new>
 
@@ -82,7 +83,10 @@ std::string stillConnecting(
 }
 
 std::string stillUnconnected(const std::vector<int>& missing, int64_t waited_s, const GroupIdentity& identity) {
-  const int peer = missing.front();
+  // The first that comes by TCP, if there is one: a firewall stops nobody at a Unix socket.
+  const auto by_tcp =
+      std::find_if(missing.begin(), missing.end(), [&](int each) { return !addressFor(each, identity).empty(); });
+  const int peer = by_tcp == missing.end() ? missing.front() : *by_tcp;
   const SocketAddress here = addressFor(peer, identity);
   const size_t others = missing.size() - 1;
   return slowLine(waited_s, identity) + identity.rankText(peer) +

@@ -14,6 +14,7 @@ namespace {
 
 // A long write is published in parts of this size, so that both ends copy at the same time.
 constexpr size_t kPublishNbytes = 128 << 10;
+constexpr int kMaxBellTurns = 1024; // of 64 bytes each: more than a socket holds
 
 } // namespace
 
@@ -154,6 +155,15 @@ Progress SharedLink::tryRead(BufferView into) {
       return progress;
     }
   }
+}
+
+bool SharedLink::isReset() noexcept {
+  for (int turn = 0; turn < kMaxBellTurns; ++turn) { // the peer may have rung before it closed
+    if (hearBell()) {
+      return !ended_;
+    }
+  }
+  return true;
 }
 
 void SharedLink::shutdownWrite() noexcept {

@@ -54,6 +54,7 @@ class SharedLink final : public Link {
   [[nodiscard]] Progress tryWrite(const ConstBufferView* views, size_t count) override;
   [[nodiscard]] Progress tryRead(BufferView into) override;
   void shutdownWrite() noexcept override;
+  [[nodiscard]] bool isReset() noexcept override;
   [[nodiscard]] bool finishConnect() override;
   [[nodiscard]] std::string describe() const override;
 

@@ -53,19 +53,19 @@ Generation findGeneration(const StoreRound& round, const std::string& prefix) {
     }
     const std::string rank = std::to_string(round.rank);
     if (round.notices != nullptr) {
-      round.notices->look(round.deadline.expired());
+      round.notices->poll([](int other) { return other == 0; });
     }
     if (round.deadline.expired()) {
-      const Notice* const notice = round.notices == nullptr ? nullptr : round.notices->of(0);
+      const std::optional<Notice> notice = round.notices == nullptr ? std::nullopt : round.notices->of(0);
       throw Error(
           ErrorCode::RendezvousTimeout,
           "The rendezvous timed out: rank " + rank + " waited for rank 0, which did not come" +
-              (notice == nullptr ? "" : "; " + notice->text()),
+              (notice ? "; " + notice->text() : ""),
           "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
     }
     if (const auto waited_s = slow.due(Clock::now())) {
       log(LogLevel::Warn,
-          "rank " + rank + " on host " + localHostName() + " has waited " + std::to_string(*waited_s) +
+          "rank " + rank + " on " + localHostName() + " has waited " + std::to_string(*waited_s) +
               " s in the rendezvous for rank 0. If it has started, try on each host: python -m pycomm doctor");
     }
     (void)::poll(nullptr, 0, round.deadline.remainingMs(pause_ms));

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,40 +11,43 @@
 
 namespace pycomm {
 
-/// The reason why a rank cannot come to the rendezvous at all: its secret cannot be used. So a notice has no seal, in a sealed store too, and
-/// anybody who reaches the store can write one. A notice may also be of an earlier run on the same store. Therefore it never ends the wait
-/// of another rank: that rank logs it, and names it if the wait times out.
+/// A message from a rank that cannot join because its secret is unusable. It cannot be sealed, in a sealed store either, so anybody who reaches
+/// the store can write one; it may also be of an earlier run on the same store. Therefore a notice never ends the wait of another rank: that
+/// rank logs it, and names it if the wait times out.
 struct Notice {
   int rank = -1;
   std::string host;
-  std::string reason; ///< of the secret at most the path of its file
+  std::string reason; ///< may contain the path of the secret's file, never the secret
 
-  /// "rank 3 on host b has written into the store that it cannot join: REASON"
+  /// "rank 3 on b has written into the store that it cannot join: REASON"
   [[nodiscard]] std::string text() const;
 };
 
-/// Writes a notice for the ranks that wait for this one in a group.
+/// Writes a notice for the ranks that wait for this one in a group. Ignores a store that fails: this rank raises its own error in any case.
 void postNotice(Store& store, const std::string& group_name, const Notice& notice) noexcept;
 
 /// The notices of one group, as one waiting rank reads them.
 class Notices {
  public:
+  /// Whether a rank has not come yet. Is asked only of ranks that have a notice.
+  using IsMissing = std::function<bool(int rank)>;
+
   /// `store` outlives this. `prefix` begins the group's keys, size is its number of ranks.
   Notices(Store& store, std::string prefix, int size);
 
-  /// Reads what is new and logs a warning for each, at most 16 in all: who writes to the store must not fill the log. Does so every 500 ms,
-  /// however often it is called; `now` if the caller's wait is over.
-  void look(bool now = false);
-  /// The newest notice of a rank; null if there is none.
-  [[nodiscard]] const Notice* of(int rank) const noexcept;
+  /// Logs a warning for each rank that is missing and has a notice, once, and at most 16 in all: a stranger who writes to the store must not
+  /// fill the log. Reads first after 100 ms and then every 500 ms, however often it is called, and of 32 ranks at a time.
+  void poll(const IsMissing& is_missing, TimePoint now = Clock::now());
+  /// Reads the notice that a rank has now.
+  [[nodiscard]] std::optional<Notice> of(int rank);
 
  private:
   Store& store_;
   const std::string prefix_;
-  const int size_;
   TimePoint next_look_;
-  std::vector<Notice> found_;
-  int64_t read_ = 0; ///< notices, also those that do not parse
+  std::vector<bool> logged_; ///< by rank
+  size_t next_ = 0; ///< the rank with which the next look begins
+  int lines_ = 0;
 };
 
 } // namespace pycomm

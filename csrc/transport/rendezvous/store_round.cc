@@ -80,9 +80,9 @@ std::vector<std::string> StoreRound::gather(
       throw timedOut(key, texts, name);
     }
     if (notices != nullptr) {
-      notices->look();
+      notices->poll([&](int other) { return isMissing(key, texts, static_cast<size_t>(other)); });
     }
-    logSlow(slow, round, texts);
+    logSlow(slow, key, texts);
     const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(pause_ms).instant()));
     while (!end.expired()) {
       abort.throwIfAborted();
@@ -198,7 +198,7 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
   std::vector<std::string> present;
   ErrorRecord record;
   for (size_t other = 0; other < texts.size(); ++other) {
-    if (texts[other].empty() && !store.has(keyOf(prefix, key, other))) {
+    if (isMissing(key, texts, other)) {
       missing.push_back(std::to_string(other));
       record.peer = record.peer < 0 ? static_cast<int>(other) : record.peer;
     } else {
@@ -210,14 +210,13 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
     record.peer = 0;
   }
   std::string reasons;
-  if (notices != nullptr) {
-    notices->look(true);
-    for (size_t other = 0, named = 0; other < texts.size() && named < kMaxReasons; ++other) {
-      const Notice* const notice = texts[other].empty() ? notices->of(static_cast<int>(other)) : nullptr;
-      if (notice != nullptr && !store.has(keyOf(prefix, key, other))) {
-        reasons += "; " + notice->text();
-        ++named;
-      }
+  size_t named = 0;
+  for (int other = 0; notices != nullptr && other < size && named < kMaxReasons; ++other) {
+    const std::optional<Notice> notice =
+        isMissing(key, texts, static_cast<size_t>(other)) ? notices->of(other) : std::nullopt;
+    if (notice) {
+      reasons += "; " + notice->text();
+      ++named;
     }
   }
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
@@ -229,33 +228,49 @@ Error StoreRound::timedOut(const std::string& key, Texts& texts, const Name& nam
       std::string(
           reasons.empty()
               ? ""
-              : "correct what that notice names (it has no seal, so anybody may have written it); otherwise: ") +
+              : "if it is true that such a rank cannot join, do what it says on its host and start the job again; "
+                "otherwise: ") +
       "did the missing ranks start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? Their own output "
       "says why they ended; a longer timeout helps slow starters";
   return Error(record);
 }
 
+bool StoreRound::isMissing(const std::string& key, const Texts& texts, size_t other) const {
+  return texts[other].empty() && !store.has(keyOf(prefix, key, other));
+}
+
 // Every rank logs the first line, since each host may have a log of its own. Rank 0 logs the later ones, or all ranks while it is missing.
-void StoreRound::logSlow(SlowWait& slow, const std::string& round, const Texts& texts) const {
+void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const {
   const auto waited_s = slow.due(Clock::now());
   if (!waited_s) {
     return;
   }
   std::vector<std::string> missing;
-  int budget = kLooksForLine;
-  for (size_t other = 0; other < texts.size() && budget > 0; ++other) {
-    if (texts[other].empty() && --budget >= 0 && !store.has(keyOf(prefix, binding + round, other))) {
-      missing.push_back(std::to_string(other));
+  size_t looked = 0;
+  for (int budget = kLooksForLine; looked < texts.size() && budget > 0; ++looked) {
+    budget -= texts[looked].empty() ? 1 : 0;
+    if (isMissing(key, texts, looked)) {
+      missing.push_back(std::to_string(looked));
     }
   }
+  const bool all = looked == texts.size();
   if (slow.lines() > 1 && rank != 0 && (missing.empty() || missing.front() != "0")) {
     return;
   }
-  log(LogLevel::Warn,
-      "rank " + std::to_string(rank) + " on host " + localHostName() + " has waited " + std::to_string(*waited_s) +
-          " s in the rendezvous (" + round + ") for ranks that are not in the store: " +
-          (missing.empty() ? "none, so for rank 0 to go on" : listed(missing)) + " of " + std::to_string(size) +
-          ". If they have started, try on each host: python -m pycomm doctor");
+  const std::string who = "rank " + std::to_string(rank) + " on " + localHostName() + " has waited " +
+      std::to_string(*waited_s) + " s for ";
+  const std::string in_all = " (" + std::to_string(size) + " ranks in all). ";
+  std::string whom;
+  if (missing.empty()) {
+    whom = (all ? "rank 0 to go on; all ranks have joined" : "ranks from " + std::to_string(looked) + " on to join") +
+        in_all + "Try";
+  } else if (missing.size() == 1 && all) {
+    whom = "rank " + missing.front() + ", which has not joined" + in_all + "If it has started, try";
+  } else {
+    whom = "ranks " + listed(missing) + (all ? "" : " and maybe others") + ", which have not joined" + in_all +
+        "If they have started, try";
+  }
+  log(LogLevel::Warn, who + whom + " on each host: python -m pycomm doctor");
 }
 
 ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {

@@ -86,6 +86,7 @@ struct StoreRound {
   [[nodiscard]] bool takeAll(const std::string& key, Texts& texts, const Judge& judge) const;
   void look(const std::string& key, int budget, size_t& next, Texts& texts, const Judge& judge) const;
   [[nodiscard]] Error timedOut(const std::string& key, Texts& texts, const Name& name) const;
+  [[nodiscard]] bool isMissing(const std::string& key, const Texts& texts, size_t other) const;
   void logSlow(SlowWait& slow, const std::string& key, const Texts& texts) const;
 };
 

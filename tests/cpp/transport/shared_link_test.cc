@@ -193,6 +193,22 @@ TEST(SharedLink, APeerThatClosedWithABellUnheardHasEnded) {
 }
 
 // The reader of a link of one direction is gone: the next write fails, though the ring has room.
+// A bell that the peer rang just before it closed is read before the end.
+TEST(SharedLink, AnOrderlyEndIsNoResetWhateverBellsAreUnread) {
+  for (const bool rings : {false, true}) {
+    LinkEnds ends = connected(4096, false);
+    const Progress full = writeBytes(*ends.first, pattern(8192, 1));
+    ASSERT_LT(full.nbytes, 8192U);
+    ASSERT_TRUE(writeBytes(*ends.first, pattern(10, 1)).would_block) << "it sleeps until there is room";
+    if (rings) {
+      EXPECT_EQ(readExactly(*ends.second, full.nbytes).size(), full.nbytes);
+      ASSERT_TRUE(readable(*ends.first, 20000)) << "there is no bell";
+    }
+    ends.second.reset();
+    EXPECT_FALSE(ends.first->isReset()) << rings;
+  }
+}
+
 TEST(SharedLink, FailsToWriteOnceTheReaderIsKnownToBeGone) {
   LinkEnds ends = connected(4096, false);
   (void)writeBytes(*ends.first, pattern(10, 1));

@@ -138,6 +138,22 @@ TEST(SocketLink, AResetOverTcpIsOne) {
   EXPECT_TRUE(first->isReset());
 }
 
+// The reader sees the end, and not the reset that came behind it.
+TEST(SocketLink, AResetOverTcpBehindAnEndIsOne) {
+  auto [first, second] = tcpPair();
+  const std::byte byte{};
+  writeAll(*first, {&byte, 1}, soon(), kNoAbort);
+  pollfd arrived{second->fd(), POLLIN, 0};
+  ASSERT_EQ(::poll(&arrived, 1, 10000), 1);
+  second->shutdownWrite();
+  pollfd ended{first->fd(), POLLRDHUP, 0};
+  ASSERT_EQ(::poll(&ended, 1, 10000), 1);
+  second.reset(); // over the byte, so the kernel resets
+  pollfd reset{first->fd(), 0, 0};
+  ASSERT_EQ(::poll(&reset, 1, 10000), 1);
+  EXPECT_TRUE(first->isReset());
+}
+
 TEST(StartConnect, FinishesLater) {
   Listener listener = Listener::bind(kLoopback, {});
   const auto link = startConnect(kLoopback, listener.address());

@@ -113,7 +113,7 @@ def test_the_reason_reaches_the_ranks_that_wait(
     assert reason.split(". Try there")[0].split(" (ENOENT")[0] in refused["text"]
     assert waited["type"] == "RendezvousTimeoutError"
     assert waited["peer"] == 1
-    told = f"rank 1 on host {os.uname().nodename} {WROTE}{reason}"
+    told = f"rank 1 on {os.uname().nodename} {WROTE}{reason}"
     assert told in waited["text"]
     assert log.count(told) == 1, log
     for said in (waited["text"], log):
@@ -128,7 +128,7 @@ def test_the_reason_reaches_the_ranks_that_wait(
 def test_the_reason_of_rank_zero_reaches_those_that_follow_it(tmp_path: Path) -> None:
     (_, waited), (_, log), reason, _ = _met(tmp_path, readable, 0, torchrun=True)
     assert waited["type"] == "RendezvousTimeoutError"
-    told = f"rank 0 on host {os.uname().nodename} {WROTE}{reason}"
+    told = f"rank 0 on {os.uname().nodename} {WROTE}{reason}"
     assert told in waited["text"]
     assert log.count(told) == 1, log
 
