@@ -5,7 +5,8 @@
 More of CMake's arguments in $CMAKE_ARGS. FLAVOURS has them all. Under a sanitizer the tests that
 tests/cpp/in_shares.txt lists come in shares, a fifth on each day: see cpp_shares.py. All of them
 run with --all-cases, and in the flavours whose names end in _full. With --remember-failures tests
-that fail are added to tests/python/always.txt: they run on every day then.
+that fail are added to tests/python/always.txt: they run on every day then. Where $GTEST_FILTER
+is set, it alone chooses the tests.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ def main() -> int:
     prefix = test_prefix(flavour)
     ctest = [*prefix, "ctest", "--test-dir", str(folder), "--output-on-failure", "-j", jobs]
     chosen, wanted = dict(os.environ), 0
-    if flavour in IN_SHARES and "--all-cases" not in options:
+    # A filter of the caller's own chooses, whatever the share.
+    if flavour in IN_SHARES and "--all-cases" not in options and "GTEST_FILTER" not in os.environ:
         chosen, wanted = in_shares(folder, prefix)
     code = subprocess.run(ctest, env=chosen, check=False).returncode
     found = counts(results)

@@ -25,7 +25,6 @@ from fault_ranks import patience
 from fault_report import agreement, took
 from hosts import Host, connect, make, remove, run
 from processes import child_environment
-from shares import CASE, part_of
 from time_bound import assert_within
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.namespaces]
@@ -163,8 +162,6 @@ def wired() -> Iterator[tuple[Host, Host]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trouble" in metafunc.fixturenames:
         chosen = [(trouble, ranks) for ranks in (1, 2) for trouble in TROUBLES]
-        if not metafunc.config.getoption("--all-faults"):
-            chosen = part_of(chosen, _name)
         ids = [_name(case) for case in chosen]
         metafunc.parametrize(("trouble", "ranks_a_host"), chosen, ids=ids)
 
@@ -182,7 +179,6 @@ def test_networks(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    record_property(CASE, _name((trouble, ranks_a_host)))
     _, beta = wired
     world_size = 2 * ranks_a_host
     children: dict[int, subprocess.Popen[bytes]] = {}

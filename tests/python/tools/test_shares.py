@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,14 @@ import fault_report
 import pytest
 import shares
 import torch
+from processes import child_environment
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 
+import cpp
 import cpp_shares
+
+ROOT = cpp.ROOT
 
 
 def test_every_case_runs_within_five_days(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,6 +145,49 @@ def test_with_all_in_shares_every_test_runs_within_five_days(
     assert everything == [*names, "daily", "marked"]
 
 
+# One process for all collections: only the first one imports torch and the tests.
+COLLECT = """
+import contextlib, json, os, sys
+import pytest
+
+class Collected:
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid for item in session.items]
+
+found = []
+for share in ["", *sys.argv[1:]]:
+    os.environ["SHARE"] = share or "0"
+    collected = Collected()
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "in_shares or faults"]
+    arguments += ["tests/python", *([] if share else ["--all-cases"])]
+    with contextlib.redirect_stdout(sys.stderr):
+        code = pytest.main(arguments, plugins=[collected])
+    assert code == 0, (share, code)
+    found.append(collected.names)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.in_shares
+@pytest.mark.timeout(300)
+def test_every_test_of_the_suite_that_comes_in_shares_runs_within_five_days() -> None:
+    """A test that is cut twice, by its file and by its mark, would never have some cases."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, *map(str, range(shares.SHARES))],
+        cwd=ROOT,
+        env=child_environment({"PYTEST_ADDOPTS": None}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    every, *by_day = json.loads(done.stdout)
+    assert len(every) > 500
+    assert all(len(part) < len(every) / 3 for part in by_day)
+    assert sorted(set(every) - {name for part in by_day for name in part}) == []
+
+
 LISTING = """\
 Running main() from ./googletest/src/gtest_main.cc
 Group.
@@ -176,3 +225,24 @@ def test_slow_tests_under_a_sanitizer_run_within_five_days(
         assert 65 <= len(later) <= 95
         ran += [name for name in every if name not in later]
     assert set(ran) == set(every)
+
+
+def test_a_filter_of_the_callers_is_what_runs_under_a_sanitizer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[dict[str, str]] = []
+
+    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
+        ran.append(env)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(cpp, "build", lambda *_: tmp_path)
+    monkeypatch.setattr(cpp, "test_prefix", lambda _: [])
+    monkeypatch.setattr(cpp.subprocess, "run", run)
+    monkeypatch.setattr(cpp, "in_shares", lambda *_: ({"GTEST_FILTER": "*-Slow.*"}, 5))
+    monkeypatch.setattr(sys, "argv", ["cpp.py", "asan"])
+    monkeypatch.delenv("GTEST_FILTER", raising=False)
+    assert cpp.main() == 1, "5 tests are of this share, and none ran"
+    monkeypatch.setenv("GTEST_FILTER", "Slow.Number7")
+    assert cpp.main() == 0
+    assert [env["GTEST_FILTER"] for env in ran] == ["*-Slow.*", "Slow.Number7"]
