@@ -104,7 +104,7 @@ simulate: ## seeds of the simulator; ARGS="--seeds 100000": so many of each kind
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/simulate.py $(ARGS)
 
-integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers
+integrations: ## other libraries over pycomm; installs Lightning, Accelerate, transformers. A run of all tests is written to docs
 	$(BOOTSTRAP) --group test --group integrations
 	@$(BIN)/python -m pytest --require-native tests/integrations \
 	  --integration-results docs/integrations.json $(ARGS); code=$$?; \

@@ -1,7 +1,8 @@
 """Integration tests: other libraries, run for real on two or more processes over pycomm.
 
 Each test says with ``@pytest.mark.integration(library, what)`` what it shows. With
-``--integration-results FILE`` the outcomes are written down as JSON, with the libraries' versions;
+``--integration-results FILE`` the outcomes are written down as JSON, with the libraries' versions,
+if every test has run: a record is of one day, one commit and one machine.
 ``tools/integration_table.py`` makes the table of docs/integrations.md from that.
 """
 
@@ -57,11 +58,38 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "case(function, *args, run): see cases.py")
     config.stash[_ROWS] = {}
+    config.stash[_LEFT_OUT] = []
+    config.stash[_NOT_WRITTEN] = ""
     config.stash[_BEGAN] = (time.monotonic(), *_cpu_seconds())
 
 
 _ROWS: pytest.StashKey[dict[str, dict[str, Any]]] = pytest.StashKey()
+_LEFT_OUT: pytest.StashKey[list[str]] = pytest.StashKey()
+"""Tests that -k, -m, --deselect or a share has left out."""
+_NOT_WRITTEN: pytest.StashKey[str] = pytest.StashKey()
 _BEGAN: pytest.StashKey[tuple[float, float, float]] = pytest.StashKey()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.config.stash[_LEFT_OUT].append(item.nodeid)
+
+
+def why_not_written(session: pytest.Session) -> str:
+    """Why the rows of this session are no record of all tests; "" if they are."""
+    left_out = session.config.stash[_LEFT_OUT]
+    if left_out:
+        return f"{len(left_out)} tests were left out"
+    if any("::" in argument for argument in session.config.args):
+        return "tests were named"
+    files = {item.path.name for item in session.items}
+    if missing := {path.name for path in HERE.glob("test_*.py")} - files:
+        return f"no test of {', '.join(sorted(missing))} was collected"
+    rows = session.config.stash[_ROWS]
+    marked = [each for each in session.items if each.get_closest_marker("integration")]
+    if any(item.nodeid not in rows for item in marked):
+        return "it did not run to the end"
+    return ""
 
 
 def _cpu_seconds() -> tuple[float, float]:
@@ -110,7 +138,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     _shared.zygote.end_zygotes()  # else what the ranks used would not be counted
     path = session.config.getoption("--integration-results")
     rows = session.config.stash[_ROWS]
-    if path is None or not rows:
+    session.config.stash[_NOT_WRITTEN] = why_not = why_not_written(session)
+    if path is None or why_not:
         return
     from versions import version_of
 
@@ -119,20 +148,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     versions = {name: version_of(name) for name in {row["library"] for row in rows.values()}}
     for row in rows.values():
         row["version"] = versions[row["library"]]
-    # What did not run this time stays as it was: one test may be run again by itself.
-    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    known = before.get("rows", {})
-    whole = known.keys() <= rows.keys()
     record = {
-        "date": date.today().isoformat() if whole else before["date"],
-        "commit": _commit() if whole else before["commit"],
+        "date": date.today().isoformat(),
+        "commit": _commit(),
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "wall_s": round(time.monotonic() - began_s) if whole else before["wall_s"],
-        "cpu_s": round(own_now_s - own_s + children_now_s - children_s)
-        if whole
-        else before["cpu_s"],
-        "rows": rows if whole else known | rows,
+        "wall_s": round(time.monotonic() - began_s),
+        "cpu_s": round(own_now_s - own_s + children_now_s - children_s),
+        "rows": rows,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -149,3 +172,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     cpu_s = own_now_s - own_s + children_now_s - children_s
     wall_s = time.monotonic() - began_s
     terminalreporter.write_line(f"integrations: {wall_s:.0f} s, {cpu_s:.0f} CPU seconds")
+    path, why_not = config.getoption("--integration-results"), config.stash[_NOT_WRITTEN]
+    if path is not None and why_not:
+        terminalreporter.write_line(f"{path} stays as it was: {why_not}")

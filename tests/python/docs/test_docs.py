@@ -300,6 +300,8 @@ def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
     (documented,) = (code(row[2]) for row in rows if row[0] == "`phase`")
     (texts,) = re.findall(r"kTexts = \{(.*?)\}", read("csrc/base/error_phase.h"), re.S)
     assert {*documented, "", "reset"} == set(re.findall(r'"(.*?)"', texts)), "reset: in no error"
+    (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/_error_record.py"), re.S)
+    assert set(re.findall(r'"(.*?)"', here)) == set(documented)
 
 
 def test_the_errors_of_two_machines_exist() -> None:
@@ -332,12 +334,35 @@ def test_the_table_of_integrations_is_what_was_recorded() -> None:
     document, record = table_tool.DOCUMENT.read_text(), json.loads(table_tool.RECORD.read_text())
     assert table_tool.with_table(document, table_tool.make_table(record)) == document
     # And the record is of the tests that there are.
-    marks = re.findall(
-        r'pytest\.mark\.integration\(\s*"([^"]+)", "([^"]+)"',
-        "".join(path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_*.py")),
-    )
-    recorded = {(row["library"], row["what"].partition(" [")[0]) for row in record["rows"].values()}
-    assert {(library, what.partition(" [")[0]) for library, what in marks} == recorded
+    recorded: dict[str, set[object]] = {}
+    for node, row in record["rows"].items():
+        name, _, case = node.partition("[")
+        is_case = bool(case)
+        what = row["what"].partition(" [")[0]
+        recorded.setdefault(name, set()).add((row["library"], what, is_case))
+        assert not is_case or row["what"].endswith(f"[{case}"), node
+    assert recorded == {name: {marked} for name, marked in integration_tests().items()}
+    outcomes = {node: row["outcome"] for node, row in record["rows"].items()}
+    assert [node for node, outcome in outcomes.items() if outcome == "failed"] == []
+
+
+def integration_tests() -> dict[str, tuple[str, str, bool]]:
+    """Those that a record has: library, what is shown, and whether the test comes in cases."""
+    found = {}
+    for path in sorted((ROOT / "tests" / "integrations").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                marks = {
+                    ast.unparse(mark.func): mark.args
+                    for mark in node.decorator_list
+                    if isinstance(mark, ast.Call)
+                }
+                if shown := marks.get("pytest.mark.integration"):
+                    library, what = map(ast.literal_eval, shown)
+                    in_cases = "pytest.mark.parametrize" in marks
+                    name = f"{path.relative_to(ROOT)}::{node.name}"
+                    found[name] = (library, what.partition(" [")[0], in_cases)
+    return found
 
 
 def test_the_wrappers_limits_are_those_of_the_code() -> None:
