@@ -1,13 +1,22 @@
-"""Measure again what README and docs/status.md publish, one results file for each topic.
+"""Measure again most of what README and docs/status.md publish, one results file for each topic.
 
     python benchmarks/published.py --list    # topics, minutes, commands
     python benchmarks/published.py           # all of them, on an idle machine, as root
     python benchmarks/published.py allreduce-loopback ddp-hosts
 
 Each topic's tables go to build/published/TOPIC-DATE.txt as they come, and into benchmarks/results
-at the end of the run, so that no header says that the tree had changes. A command that fails is
-named in the file and at the end; the others run. A tree with changes is refused: figures belong to
-a commit.
+at the end of the run: a new file there would make the next header say that the tree has changes.
+A second file of one topic and day is TOPIC-DATEb.txt: none is overwritten. A command that fails is
+named in the file and at the end; the others run, and the topic's file stays in build/published. A
+tree with changes is refused: figures belong to a commit.
+
+The minutes are estimates: the whole list has never run in one piece.
+
+Not here, each with commands of its own in its file or in benchmarks/README.md: the rows of a
+machine with 4 cores (the same commands, there), two builds beside each other, the soak programs at
+the size that is published, the fault matrix, fuzzing, the wheel, a GPU's figures, torch's own
+suite, quality over five seeds, the time to a loss, the links in shared memory, the identifier map
+and TorchRec's step, and the parameter service.
 """
 
 from __future__ import annotations
@@ -17,15 +26,18 @@ import dataclasses
 import datetime
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from report import busy_s
+from report import busy_s, header, text_facts
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+RESULTS = HERE / "results"
 SWITCH = "benchmarks/switch.py --hosts"
 CODECS = "pycomm,pycomm:fp16,pycomm:int8,gloo,raw"
 
@@ -139,7 +151,8 @@ def git(*arguments: str) -> str:
 def measure(topic: Topic, into: Path) -> list[str]:
     """Runs the commands of a topic; returns those that failed."""
     failed = []
-    with into.open("w") as file:
+    with into.open("x") as file:
+        print(text_facts(header(topic.name, [topic.name])), end="\n\n", file=file, flush=True)
         for command in topic.commands:
             print(f"$ python {command}", file=file, flush=True)
             begin, busy = time.monotonic(), busy_s()
@@ -164,6 +177,15 @@ def measure(topic: Topic, into: Path) -> list[str]:
     return failed
 
 
+def unused(topic: Topic, today: str, folders: Sequence[Path]) -> str:
+    """The name of a file that is in none of the folders: TOPIC-DATE.txt, TOPIC-DATEb.txt, ..."""
+    for letter in ["", *string.ascii_lowercase[1:]]:
+        name = f"{topic.name}-{today}{letter}.txt"
+        if not any((folder / name).exists() for folder in folders):
+            return name
+    raise FileExistsError(f"{topic.name} has been measured 26 times on {today}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("topics", nargs="*", help="default: all")
@@ -184,17 +206,20 @@ def main() -> int:
     folder = ROOT / "build" / "published"
     folder.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    failed, files = [], []
+    done: dict[Path, list[str]] = {}
     for topic in chosen:
         print(f"{topic.name}: about {topic.minutes} min", flush=True)
-        files.append(folder / f"{topic.name}-{today}.txt")
-        failed += measure(topic, files[-1])
-    for file in files:
-        shutil.copy(file, HERE / "results" / file.name)
-        print(f"wrote benchmarks/results/{file.name}")
-    for command in failed:
-        print(f"FAILED: python {command}")
-    return 1 if failed else 0
+        into = folder / unused(topic, today, (folder, RESULTS))
+        done[into] = measure(topic, into)
+    for file, failed in done.items():
+        for command in failed:
+            print(f"FAILED: python {command}")
+        if failed:
+            print(f"not copied to benchmarks/results: {file.relative_to(ROOT)}")
+        else:
+            shutil.copy(file, RESULTS / file.name)
+            print(f"wrote benchmarks/results/{file.name}")
+    return 1 if any(done.values()) else 0
 
 
 if __name__ == "__main__":

@@ -152,9 +152,12 @@ UNITS = (
 )
 
 
+def text_facts(facts: dict[str, Any]) -> str:
+    return "\n".join(f"# {name:<14} {value}" for name, value in facts.items())
+
+
 def text_header(facts: dict[str, Any]) -> str:
-    lines = [f"# {name:<14} {value}" for name, value in facts.items()]
-    return "\n".join([*lines, COLUMNS, UNITS])
+    return "\n".join([text_facts(facts), COLUMNS, UNITS])
 
 
 def text_row(row: Row) -> str:
