@@ -8,6 +8,7 @@ streams run is drawn from a seed, which each process prints; ``FAKE_CUDA_SEED`` 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -97,13 +98,14 @@ def _kept(folder: Path) -> Path:
     """
     kept = ROOT / "build" / "fake_cuda" / f"{_digest()}.so"
     library = folder / "libpycomm_cuda.so"
-    if kept.exists():
+    with contextlib.suppress(FileNotFoundError):  # or another session is just removing it
         shutil.copy2(kept, library)
         return library
     build(folder)
     kept.parent.mkdir(parents=True, exist_ok=True)
     for old in kept.parent.glob("*.so"):
-        old.unlink(missing_ok=True)
+        if old != kept:  # that may be there by now: from a session beside this one
+            old.unlink(missing_ok=True)
     partial = kept.with_suffix(f".{os.getpid()}")
     shutil.copy2(library, partial)
     partial.rename(kept)  # whole, or not there

@@ -20,6 +20,7 @@ IMPORTED_FROM = [str(folder) for folder in (RIG, *_FOLDERS) if folder.name != "_
 
 LOOPBACK = "127.0.0.1"
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ENOUGH_PORTS = 1000
 
 
 def _ports_that_no_connection_takes() -> range:
@@ -27,11 +28,13 @@ def _ports_that_no_connection_takes() -> range:
 
     A port of the kernel's own range can become the end of a connection at any moment, and after
     a connection it stays taken for a minute: after a suite that makes thousands of them, two
-    free neighbours are hard to find there.
+    free neighbours are hard to find there. Where hardly any port is outside of that range, any
+    port will do.
     """
     first, last = (int(word) for word in _EPHEMERAL.read_text().split())
     below, above = range(max(1024, first - 16384), first), range(last + 1, 65536)
-    return max(below, above, key=len)
+    ports = max(below, above, key=len)
+    return ports if len(ports) >= _ENOUGH_PORTS else range(1024, 65536)
 
 
 def free_port() -> int:

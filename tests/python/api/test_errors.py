@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import re
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_every_class_is_torchs_and_travels(error_type: type[errors.PycommError])
     for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(copied) is error_type
         assert (str(copied), copied.record) == ("text", RECORD)
-    assert "\n\n    Try: " in str(error_type.__doc__)
+    assert "\n\nTry: " in inspect.cleandoc(str(error_type.__doc__))
 
 
 def test_classes_and_codes_are_one_to_one() -> None:
