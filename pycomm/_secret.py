@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pycomm import _extension, errors, options
+from pycomm._option_names import SECRET_FILE_VARIABLE
 
 if TYPE_CHECKING:
     from pycomm import _C
@@ -121,7 +122,7 @@ def _utf8(path: str) -> str:
         shown = ascii(os.fsencode(path))[1:]
         raise ValueError(
             f"the path of the secret file is not UTF-8: {shown}. Try: rename it, and set "
-            f"{options.SECRET_FILE_VARIABLE} to the new path"
+            f"{SECRET_FILE_VARIABLE} to the new path"
         ) from None
     return path
 
