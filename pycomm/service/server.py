@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,8 +19,8 @@ from pycomm._secret import in_use, opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import ServerCore, ServerStats
 from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
-from pycomm.service.frames import Frame, Kind, decode_hello
-from pycomm.service.notices import WaitNotices, gone
+from pycomm.service.frames import Frame, Hello, Kind, decode_hello
+from pycomm.service.notices import WaitNotices, cause_of, gone
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
 from pycomm.service.terms import Refusal
@@ -236,39 +236,47 @@ class ParameterServer:
     # ---- on a session's thread
 
     def _serve_one(self, number: int) -> None:
-        # A connection of its own to the store: a call that waits for a key which somebody has
-        # deleted blocks all other calls on the same connection.
-        store = self._store.clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=_KEY_S))
         try:
-            key = f"{PREFIX}/{number}/hello"
-            hello = decode_hello(opened(key, store.get(key).decode()).encode())
+            self._serve_hello(number)
+        except Exception as error:  # such as of a store that is closed
+            if not self._stopping.is_set():
+                logger.warning(
+                    "connection %d to the parameter service at %s has failed: %s",
+                    number,
+                    self.address,
+                    cause_of(error),
+                )
+
+    def _serve_hello(self, number: int) -> None:
+        # Until the hello is accepted no connection of its own to the store, which strangers could
+        # use up descriptors with. So nothing here may wait for a key: it would hold up all others.
+        store = self._store
+        key = f"{PREFIX}/{number}/hello"
+        try:
+            text = _value_now(store, key)
+            if text is None:
+                raise ValueError("the store no longer has its hello")
+            hello = decode_hello(opened(key, text.decode()).encode())
             refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
             refusal = Refusal(str(error))
-        answer: dict[str, Any] = {"refused": None}
-        if refusal is not None:
-            answer = {"refused": refusal.text, "parameters": refusal.parameters}
-        key = f"{PREFIX}/{number}/answer"
-        store.set(key, sealed(key, json.dumps(answer)))
         if refusal is not None:
             logger.warning("the parameter service refuses a worker: %s", refusal.text)
+            self._reply(number, {"refused": refusal.text, "parameters": refusal.parameters})
             return
         worker = hello.worker
         try:
-            session = Session(
-                store,
-                number,
-                SERVER,
-                host=hello.host,
-                timeout=self._timeout,
-                name=f"service/{number}",
-            )
-        except Exception as error:
-            logger.warning("worker %d did not connect: %s", worker, error)
+            session = self._meet(hello, number)
+        except Exception as error:  # a refusal would end the worker: without an answer it retries
+            logger.warning("worker %d (connection %d) did not connect: %s", worker, number, error)
             return
-        for key in ("hello", "answer"):
-            store.delete_key(f"{PREFIX}/{number}/{key}")
+        try:
+            for name in ("hello", "answer"):
+                store.delete_key(f"{PREFIX}/{number}/{name}")
+        except Exception as error:
+            logger.warning(
+                "worker %d (connection %d): its hello stays in the store: %s", worker, number, error
+            )
         try:
             if session.receive() != hello.frame():
                 raise ValueError("it says another hello than the store holds for it")
@@ -289,6 +297,24 @@ class ParameterServer:
             except Exception as error:
                 if not self._stopping.is_set():
                     logger.warning("%s", gone(worker, error))
+
+    def _meet(self, hello: Hello, number: int) -> Session:
+        # Keys that somebody deletes are waited for in vain, on this connection alone.
+        store = self._store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=_KEY_S))
+        self._reply(number, {"refused": None})
+        return Session(
+            store,
+            number,
+            SERVER,
+            host=hello.host,
+            timeout=self._timeout,
+            name=f"service/{number}",
+        )
+
+    def _reply(self, number: int, answer: Mapping[str, Any]) -> None:
+        key = f"{PREFIX}/{number}/answer"
+        self._store.set(key, sealed(key, json.dumps(answer)))
 
     @contextlib.contextmanager
     def _kept_as(self, worker: int, session: Session, number: int) -> Iterator[None]:

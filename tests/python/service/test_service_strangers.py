@@ -131,19 +131,31 @@ def test_a_million_numbers_without_a_hello_do_not_delay_a_worker() -> None:
 
 
 class Deleting:
-    """The server's store, in which somebody deletes the counter as soon as the server sees it."""
+    """The server's store, in which somebody deletes the counter as soon as the server sees it.
+
+    That is once it has looked, and also before a read by get(), which waits for a missing key.
+    """
 
     def __init__(self, store: TCPStore, stranger: TCPStore) -> None:
         self._store, self._stranger = store, stranger
+        self.deleted = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def check(self, keys: list[str]) -> bool:
-        found = self._store.check(keys)
-        if SESSIONS in keys:
-            self._stranger.delete_key(SESSIONS)
-        return bool(found)
+    def _delete(self, key: str) -> None:
+        if key == SESSIONS:
+            self.deleted += self._stranger.delete_key(key)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        value: bytes = self._store.compare_set(key, expected, desired)
+        self._delete(key)
+        return value
+
+    def get(self, key: str) -> bytes:
+        self._delete(key)
+        value: bytes = self._store.get(key)
+        return value
 
 
 @pytest.mark.time_bound
@@ -179,14 +191,83 @@ def test_a_counter_that_is_deleted_holds_up_no_worker() -> None:
     server = counter_server(workers=2)
     with serving(server) as address:
         stranger = store_of(address)
-        server._store = Deleting(server._store, stranger)
+        server._store = store = Deleting(server._store, stranger)
         begin = time.monotonic()
         model = Counter()
         with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
             assert count(client, model, 1) == 1
             took = time.monotonic() - begin
             server.stop()
+        assert store.deleted >= 1
         assert_within(took, 10, "the server waited for the counter")
+
+
+class Failing:
+    """The server's store, of which one call fails the first time, and which counts its clones."""
+
+    def __init__(self, store: TCPStore, call: str = "") -> None:
+        self._store, self._call, self.clones = store, call, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "clone":
+            self.clones += 1
+        if name == self._call:
+            self._call = ""
+            return self._fail
+        return getattr(self._store, name)
+
+    def _fail(self, *_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+
+def test_a_hello_that_is_refused_costs_no_connection_to_the_store(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = counter_server()
+    with serving(server) as address:
+        stranger = store_of(address)
+        server._store = store = Failing(server._store)
+        for text in ("", "no hello", HELLO.encode().decode()):
+            number = stranger.add(SESSIONS, 1)
+            stranger.set(f"{PREFIX}/{number}/hello", text)
+            assert b"refused" in stranger.get(f"{PREFIX}/{number}/answer")
+        assert caplog.text.count("refuses a worker") == 3
+        assert store.clones == 0
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1
+        assert store.clones == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("clone", "worker 0 (connection 1) did not connect: [Errno 24] Too many open files"),
+        ("set", "worker 0 (connection 1) did not connect: [Errno 24] Too many open files"),
+        ("delete_key", "worker 0 (connection 1): its hello stays in the store: [Errno 24]"),
+    ],
+)
+def test_a_call_of_the_store_that_fails_is_logged_and_ends_no_worker(
+    caplog: pytest.LogCaptureFixture, call: str, said: str
+) -> None:
+    server = counter_server()
+    with serving(server) as address:
+        server._store = Failing(server._store, call)
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0, reconnect=4.0) as client:
+            assert count(client, model, 1) == 1
+    assert said in caplog.text
+
+
+def test_a_refusal_that_cannot_be_written_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    server = counter_server()
+    with serving(server) as address:
+        server._store = Failing(server._store, "set")
+        stranger = store_of(address)
+        number = stranger.add(SESSIONS, 1)
+        stranger.set(f"{PREFIX}/{number}/hello", "no hello")
+        wait_for_log(caplog, f"connection 1 to the parameter service at {address} has failed: [Err")
+        server.stop()
 
 
 @pytest.mark.parametrize("value", ["-", "+"])
@@ -267,7 +348,8 @@ def test_an_answer_to_something_else_is_an_error(
         model = Counter()
         client = ParameterClient(model, servers=address, worker=0)
         with monkeypatch.context() as patched:
-            patched.setattr(Session, "receive", lambda _: answer)
+            mine = client._servers[0].session  # the server has one, too
+            patched.setattr(mine, "receive", lambda: answer)
             model.count.grad = torch.ones(1)
             with pytest.raises(ConnectionError, match=said):
                 client.push()
