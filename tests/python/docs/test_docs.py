@@ -302,8 +302,6 @@ def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
     assert {*documented, "", "reset"} == set(re.findall(r'"(.*?)"', texts)), "reset: in no error"
     (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/_error_record.py"), re.S)
     assert set(re.findall(r'"(.*?)"', here)) == set(documented)
-    (here,) = re.findall(r'phase: str.*?\n    """(.*?)\."""', read("pycomm/_error_record.py"), re.S)
-    assert set(re.findall(r'"(.*?)"', here)) == set(documented)
 
 
 def test_the_errors_of_two_machines_exist() -> None:
