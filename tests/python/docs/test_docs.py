@@ -306,7 +306,10 @@ def test_the_phases_of_an_error_are_those_of_the_native_part() -> None:
 
 def test_the_errors_of_two_machines_exist() -> None:
     rows = table(read("docs/two-machines.md"), "code", "what has happened", "what to do")
-    assert {code(row[0])[0] for row in rows} - set(errors.BY_CODE) == {"DistNetworkError"}
+    assert {code(row[0])[0] for row in rows} - set(errors.BY_CODE) == {
+        "DistNetworkError",
+        "DistStoreError",
+    }
 
 
 def test_the_table_of_options_is_the_settings() -> None:
