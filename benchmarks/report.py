@@ -114,7 +114,8 @@ def _version(distribution: str) -> str:
 def header(table: str, argv: Sequence[str]) -> dict[str, Any]:
     """Describe what a reader needs to judge the numbers and to repeat them."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    script = Path(sys.modules["__main__"].__file__ or table).name
+    main = getattr(sys.modules["__main__"], "__file__", None)  # none in a process of pytest-xdist
+    script = Path(main or table).name
     return {
         "table": table,
         "command": shlex.join(["python", f"benchmarks/{script}", *argv]),
