@@ -106,6 +106,9 @@ def run_python(
     process = subprocess.Popen(
         [sys.executable, *arguments],
         env=child_environment(env),
+        # The first place where "-c" looks for pycomm. It must be another than the sources, whose
+        # extension is not the one that is tested with sanitizers.
+        cwd=RIG if arguments[0] == "-c" else None,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -110,6 +110,7 @@ def test_without_libssl_a_secret_is_one_sentence_and_a_group_without_one_is_made
                 *(sys.executable, _WITHOUT),
             ],
             env=child_environment(env),
+            cwd=secret.parent,  # not the sources
             capture_output=True,
             text=True,
             timeout=120,
