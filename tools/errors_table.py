@@ -14,11 +14,10 @@ import ast
 import builtins
 import dataclasses
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from options_table import between
+from options_table import between, write
 
 ROOT = Path(__file__).resolve().parent.parent
 BASES = ("PycommError", "PycommBackendError", "PycommNetworkError")
@@ -151,13 +150,5 @@ def written(root: Path) -> dict[Path, str]:
     return {page: text}
 
 
-def main() -> int:
-    for path, text in written(ROOT).items():
-        if path.read_text() != text:
-            path.write_text(text)
-            print(f"wrote {path.relative_to(ROOT)}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write(written(ROOT))

@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,13 +94,13 @@ def written(root: Path) -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    for path, text in written(ROOT).items():
+def write(files: Mapping[Path, str]) -> None:
+    """Writes those that differ, and prints their names."""
+    for path, text in files.items():
         if path.read_text() != text:
             path.write_text(text)
             print(f"wrote {path.relative_to(ROOT)}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write(written(ROOT))

@@ -158,6 +158,17 @@ class Deleting:
         return value
 
 
+def one_step(server: ParameterServer, address: str) -> float:
+    """The seconds in which a worker joins and counts one step. Then the server ends."""
+    begin = time.monotonic()
+    model = Counter()
+    with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
+        assert count(client, model, 1) == 1
+        took = time.monotonic() - begin
+        server.stop()
+    return took
+
+
 @pytest.mark.time_bound
 def test_a_hello_that_is_deleted_holds_up_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the server's look and its read, by any process that reaches the store."""
@@ -177,13 +188,7 @@ def test_a_hello_that_is_deleted_holds_up_no_other_worker(monkeypatch: pytest.Mo
         number = stranger.add(SESSIONS, 1)
         stranger.set(f"{PREFIX}/{number}/hello", HELLO.encode().decode())
         assert deleted.wait(30)
-        begin = time.monotonic()
-        model = Counter()
-        with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
-            assert count(client, model, 1) == 1
-            took = time.monotonic() - begin
-            server.stop()
-        assert_within(took, 10, "the server waited for the hello")
+        assert_within(one_step(server, address), 10, "the server waited for the hello")
 
 
 @pytest.mark.time_bound
@@ -192,12 +197,7 @@ def test_a_counter_that_is_deleted_holds_up_no_worker() -> None:
     with serving(server) as address:
         stranger = store_of(address)
         server._store = store = Deleting(server._store, stranger)
-        begin = time.monotonic()
-        model = Counter()
-        with ParameterClient(model, servers=address, worker=0, staleness=None) as client:
-            assert count(client, model, 1) == 1
-            took = time.monotonic() - begin
-            server.stop()
+        took = one_step(server, address)
         assert store.deleted >= 1
         assert_within(took, 10, "the server waited for the counter")
 
