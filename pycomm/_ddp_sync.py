@@ -1,7 +1,7 @@
 """What the wrapper does before a forward pass with ``sync_every``.
 
-A module of its own, because torch's decorator imports torch's compiler: two seconds of a core, as
-much as torch itself.
+A module of its own, because torch's decorator imports torch's compiler, which
+takes about as long as torch itself.
 """
 
 from __future__ import annotations

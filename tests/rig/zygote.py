@@ -28,7 +28,7 @@ _IMPORT_S = 120.0
 MODULES = ("numpy", "torch", "torch.distributed", "torch._dynamo", "pytest")
 """What every zygote has imported. Nothing of pycomm: tests look at how that comes in.
 
-torch's wrapper imports torch._dynamo when it is first made: two seconds of a core in each rank.
+torch's wrapper imports torch._dynamo when it is first made, which takes each rank as long as torch.
 """
 
 _FREE = ("PYCOMM_", "GLOO_", "NCCL_", "PYTEST_", "FAULT", "TORCHINDUCTOR_")
