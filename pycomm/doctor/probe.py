@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 OK = "ok"
@@ -23,7 +23,7 @@ UNREACHABLE = "unreachable"
 STRANGER = "another program"
 OTHER = "another host"
 
-LINK, STORE, ELSEWHERE = "link", "store", "elsewhere"
+LINK, STORE, ELSEWHERE, IN_RANGE = "link", "store", "elsewhere", "in range"
 
 _MAX_LINE = 1 << 20  # far more than a report of flow.MAX_SECONDS
 _IP_BIND_ADDRESS_NO_PORT = 24  # linux/in.h; Python has no name for it before 3.12
@@ -43,7 +43,8 @@ class Probe:
     target: int
     purpose: str = LINK
     """LINK: as the engine connects, to where it listens and from the address that it chose; STORE:
-    the store's port; ELSEWHERE: another address of the target, or the same from any address."""
+    the store's port; ELSEWHERE: another address of the target, or the same from any address;
+    IN_RANGE: as LINK, to another port of the target's range."""
     address: str = ""
     port: int = 0
     outcome: str = OK
@@ -69,25 +70,42 @@ class Server:
         self._token = token
         self._process = process
         self._handlers = {"hello": self._hello, **handlers}
-        self._sockets: list[socket.socket] = []
-        self._open = True
+        self._sockets: dict[int, socket.socket] = {}
         self.port = self._listen(ports)
 
     def also_listen(self, port: int) -> str:
-        """Listens at the store's port, too; why not, if it cannot."""
+        """Listens at this port, too; why not, if it cannot."""
         try:
             self._listen([port])
         except OSError as error:
             return error.strerror or str(error)
         return ""
 
-    def close(self) -> None:
-        """Ends the threads that accept; those that serve end with their connections."""
-        self._open = False
-        for listener in self._sockets:
+    def listen_in(self, ports: Sequence[int], count: int) -> list[int]:
+        """Listens at ``count`` of the ports, the first that are free, and at the last free one.
+
+        Returns:
+            Those at which it listens now and did not before.
+        """
+        taken: list[int] = []
+        for order, limit in ((ports, count), (reversed(ports), count + 1)):
+            for port in order:
+                if len(taken) == limit or port in taken:
+                    break
+                if not self.also_listen(port):
+                    taken.append(port)
+        return taken
+
+    def stop_listening(self, ports: Iterable[int]) -> None:
+        """Ends the threads that accept at these; those that serve end with their connections."""
+        for port in ports:
+            listener = self._sockets.pop(port)
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
+
+    def close(self) -> None:
+        self.stop_listening(list(self._sockets))
 
     def _listen(self, ports: Iterable[int]) -> int:
         refused: OSError | None = None
@@ -97,13 +115,14 @@ class Server:
             except OSError as error:
                 refused = error
                 continue
-            self._sockets.append(listener)
+            number = int(listener.getsockname()[1])
+            self._sockets[number] = listener
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            return int(listener.getsockname()[1])
+            return number
         raise refused or OSError(errno.EADDRINUSE, "no port is free")
 
     def _accept(self, listener: socket.socket) -> None:
-        while self._open:
+        while listener.fileno() >= 0:
             try:
                 connection, _ = listener.accept()
             except OSError:

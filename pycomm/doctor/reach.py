@@ -10,7 +10,9 @@ from pycomm.doctor.facts import NOTE, STOP, Finding, HostFacts, listed
 from pycomm.doctor.firewall import lines_to_open
 from pycomm.doctor.probe import (
     ELSEWHERE,
+    IN_RANGE,
     LINK,
+    OK,
     OTHER,
     REFUSED,
     SILENT,
@@ -19,6 +21,9 @@ from pycomm.doctor.probe import (
     UNREACHABLE,
     Probe,
 )
+
+MAX_ELSEWHERE = 4
+"""Other addresses of a host that are asked, at most."""
 
 _EXAMPLE_RANGE = (29600, 29699)
 
@@ -58,9 +63,47 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
         *_wrong_interfaces(hosts, wrong),
         *_wrong_sources(hosts, [one for one in bound if one.source not in wrong], twins),
         *_blocked(hosts, [one for one in bad if one.target not in wrong], links),
+        *_range_closed(hosts, [one for one in probes if one.purpose == IN_RANGE and not one.ok]),
         *_store(hosts, _store_not_reached(probes)),
         *_seen(hosts, [one for one in links if one.ok and one.source not in twins]),
     ]
+
+
+def next_questions(hosts: Sequence[HostFacts], answers: Iterable[Probe]) -> list[Probe]:
+    """What a host asks after it has asked each other host once."""
+    links = [one for one in answers if one.purpose == LINK]
+    return [
+        question
+        for one in links
+        for question in (_in_range(hosts, one) if one.ok else _elsewhere(hosts, one))
+    ]
+
+
+def _in_range(hosts: Sequence[HostFacts], reached: Probe) -> Iterator[Probe]:
+    """The other ports at which the target listens."""
+    for port in hosts[reached.target].further_ports:
+        yield Probe(
+            source=reached.source,
+            target=reached.target,
+            purpose=IN_RANGE,
+            address=reached.address,
+            port=port,
+        )
+
+
+def _elsewhere(hosts: Sequence[HostFacts], lost: Probe) -> Iterator[Probe]:
+    """What shows whose address is wrong: the same from any address of this host, and the other
+    addresses of a host that was not reached where the engine would listen."""
+    host = hosts[lost.target]
+    family = host.chosen.family if host.chosen else "ipv4"
+    others = [
+        one.address
+        for one in host.interfaces
+        if one.family == family and not one.loopback and one.address != host.address
+    ]
+    usable = [address for address in others if not address.startswith("fe80:")]
+    for address in [host.address, *usable[:MAX_ELSEWHERE]]:
+        yield dataclasses.replace(lost, purpose=ELSEWHERE, address=address, outcome=OK, detail="")
 
 
 def with_strangers(hosts: Sequence[HostFacts], probes: Iterable[Probe]) -> list[Probe]:
@@ -151,6 +194,29 @@ def _blocked(
         elif outcome != STRANGER:
             todo += _opening(target, sources)
         yield Finding(STOP, CODES[outcome], target.name, text, todo)
+
+
+def _range_closed(hosts: Sequence[HostFacts], bad: Sequence[Probe]) -> Iterator[Finding]:
+    """The first port of the range answers, and others of it do not."""
+    groups: dict[tuple[int, str], list[Probe]] = {}
+    for one in bad:
+        groups.setdefault((one.target, one.outcome), []).append(one)
+    for (index, outcome), some in groups.items():
+        target = hosts[index]
+        sources = [hosts[number] for number in sorted({one.source for one in some})]
+        closed = sorted({one.port for one in some})
+        first, last = target.port_range
+        text = (
+            f"{listed([s.name for s in sources], 4)} -> {target.name}: port {target.port} of "
+            f"PYCOMM_PORT_RANGE answers, {listed([str(port) for port in closed], 4)} not: "
+            f"{_CAUSES[outcome]}"
+        )
+        todo = [f"Each rank of a host takes a port of {first}-{last}, for each group another."]
+        if outcome not in (OTHER, STRANGER):
+            todo += _opening(target, sources)
+        needed = target.further_ports[: len(target.ranks) - 1]
+        level = STOP if set(needed) & set(closed) else NOTE
+        yield Finding(level, "RANGE_CLOSED", target.name, text, todo)
 
 
 CODES: Mapping[str, str] = {

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +24,8 @@ _FACTS_S = 30.0
 _CONNECT_S = 3.5
 """A second question after 1 s and a third after 3 s: one lost packet is no firewall."""
 _MAX_QUESTIONS = 64
-_MAX_ELSEWHERE = 4
-"""Other addresses of a host that are asked, at most."""
+_MAX_PORTS = 16
+"""Ports of a host's range that are asked, at most."""
 _ROLL_CALL_S = 15.0
 _SLACK_S = 20.0
 """Hosts need not begin a round at the same time."""
@@ -211,7 +211,10 @@ class _Examination:
             if place.rank == 0:
                 trouble = self._server.also_listen(place.master_port)
                 free += first <= place.store_port <= last  # the doctor itself has it
-        facts = dataclasses.replace(facts, ranks=ranks, ports_free=free, port=self._server.port)
+        further = self._server.listen_in(ports, min(len(ranks), _MAX_PORTS) - 1) if first else []
+        facts = dataclasses.replace(
+            facts, ranks=ranks, ports_free=free, port=self._server.port, further_ports=further
+        )
         self._board.put("facts", [facts.to_json(), trouble])
         found = self._collect("facts", self._leaders, _FACTS_S)
         self._leaders = [rank for rank in self._leaders if rank in found]
@@ -241,10 +244,11 @@ class _Examination:
             addresses = self._facts[here].master_addresses or [self._facts[0].address]
             questions += [dataclasses.replace(store, address=one) for one in addresses]
         answers = self._ask(questions)
-        lost = [one for one in answers if one.purpose == probe.LINK and not one.ok]
-        answers += self._ask([other for one in lost for other in self._elsewhere(one)])
+        answers += self._ask(reach.next_questions(self._facts, answers))
         self._board.put("reach", [dataclasses.asdict(one) for one in answers])
         found = self._collect("reach", self._leaders, _reach_limit_s(len(self._facts)))
+        if self._server is not None:  # all have asked: the engine of stage 3 needs the ports
+            self._server.stop_listening(self._facts[here].further_ports)
         raws = [raw for rank in self._leaders for raw in found.get(rank, ())]
         return [probe.Probe(**known(probe.Probe, raw)) for raw in raws]
 
@@ -254,27 +258,12 @@ class _Examination:
         own = self._facts[self._leaders.index(self._place.rank)].address
 
         def ask(question: probe.Probe) -> probe.Probe:
-            local_address = own if question.purpose == probe.LINK else ""
+            as_engine = question.purpose in (probe.LINK, probe.IN_RANGE)
+            local_address = own if as_engine else ""
             return probe.ask(question, self._roster.token, _CONNECT_S, local_address)
 
         with ThreadPoolExecutor(min(len(questions), _MAX_QUESTIONS)) as pool:
             return reach.with_strangers(self._facts, pool.map(ask, questions))
-
-    def _elsewhere(self, lost: probe.Probe) -> Iterator[probe.Probe]:
-        """What shows whose address is wrong: the same from any address of this host, and the other
-        addresses of a host that was not reached where the engine would listen."""
-        host = self._facts[lost.target]
-        family = host.chosen.family if host.chosen else "ipv4"
-        others = [
-            one.address
-            for one in host.interfaces
-            if one.family == family and not one.loopback and one.address != host.address
-        ]
-        usable = [address for address in others if not address.startswith("fe80:")]
-        for address in [host.address, *usable[:_MAX_ELSEWHERE]]:
-            yield dataclasses.replace(
-                lost, purpose=probe.ELSEWHERE, address=address, outcome=probe.OK, detail=""
-            )
 
     # Stage 2
 
@@ -377,7 +366,7 @@ class _Examination:
 def _reach_limit_s(hosts: int) -> float:
     """How long a host may ask: 64 questions at a time, each with a silent connect or answer."""
     batches = math.ceil(hosts / _MAX_QUESTIONS)
-    batches += math.ceil(hosts * (1 + _MAX_ELSEWHERE) / _MAX_QUESTIONS)
+    batches += math.ceil(hosts * max(1 + reach.MAX_ELSEWHERE, _MAX_PORTS) / _MAX_QUESTIONS)
     return 2 * _CONNECT_S * (batches + 1)
 
 

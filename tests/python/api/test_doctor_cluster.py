@@ -203,6 +203,25 @@ def test_firewalls_are_found_and_the_pasted_line_mends_them(four: Cluster, tmp_p
 
 
 @pytest.mark.in_shares
+def test_a_firewall_that_opens_the_first_port_only(three: Cluster, tmp_path: Path) -> None:
+    _, node2, node3 = three.nodes
+    node3.firewall(f"ip saddr {node2.address} tcp dport 29601-29699 drop")
+    options = ["--reach-only", "--json", "--ranks-per-host=2"]
+    report = report_of(by_hand(three, tmp_path / "closed", *options, env=RANGE), 1)
+    assert problems(report) == [("RANGE_CLOSED", "node3")]
+    closed = finding(report, "RANGE_CLOSED")
+    assert closed["text"].startswith(
+        "node2 -> node3: port 29600 of PYCOMM_PORT_RANGE answers, 29601 and 29699 not: no answer"
+    )
+    one_rank = report_of(by_hand(three, tmp_path / "one", *options[:2], env=RANGE), 0)
+    note = finding(one_rank, "RANGE_CLOSED")
+    assert note["level"] == "note" and "answers, 29699 not: no answer" in note["text"]
+    paste(node3, closed["todo"])
+    healed = report_of(by_hand(three, tmp_path / "healed", *options, env=RANGE), 0)
+    assert not [one for one in healed["findings"] if one["code"] == "RANGE_CLOSED"]
+
+
+@pytest.mark.in_shares
 def test_what_each_host_lacks_is_found_by_name(four: Cluster, tmp_path: Path) -> None:
     """Another version, low descriptors, an own name on 127.0.1.1, docker0 twins, an open store."""
     for node in four.nodes:

@@ -88,6 +88,52 @@ def test_both_directions_blocked_is_not_called_one_direction() -> None:
     assert not any("Only this direction" in line for one in findings for line in one.todo)
 
 
+IN_RANGE = healthy(
+    1, port_range=(29600, 29699), port=29600, further_ports=(29601, 29602, 29699), ranks=(0, 1, 2)
+)
+
+
+@pytest.mark.parametrize(
+    ("closed", "level", "said"),
+    [
+        ((29601, 29602, 29699), STOP, "answers, 29601, 29602 and 29699 not: no answer (dropped"),
+        ((29602,), STOP, "answers, 29602 not: no answer"),
+        ((29699,), NOTE, "answers, 29699 not: no answer"),  # three ranks need three ports
+        ((), None, ""),
+    ],
+)
+def test_other_ports_of_the_range_are_closed(
+    closed: tuple[int, ...], level: str | None, said: str
+) -> None:
+    hosts = cluster_of(3, node1=IN_RANGE)
+    links = all_links(hosts)
+    asked = reach.next_questions(hosts, links)
+    assert [(one.source, one.target, one.address, one.port) for one in asked] == [
+        (source, 0, "10.0.0.1", port) for source in (1, 2) for port in (29601, 29602, 29699)
+    ]
+    answers = [
+        dataclasses.replace(one, outcome=probe.SILENT)
+        if one.source == 2 and one.port in closed
+        else one
+        for one in asked
+    ]
+    findings = reach.judge(hosts, [*links, *answers])
+    if level is None:
+        assert findings == []
+        return
+    (finding,) = findings
+    assert (finding.level, finding.code, finding.host) == (level, "RANGE_CLOSED", "node1")
+    assert f"node3 -> node1: port 29600 of PYCOMM_PORT_RANGE {said}" in finding.text
+    assert "dport 29600-29699 accept" in " ".join(finding.todo)
+
+
+def test_a_host_that_is_not_reached_is_not_asked_for_its_other_ports() -> None:
+    hosts = cluster_of(2, node1=IN_RANGE)
+    lost = broken(all_links(hosts), {(1, 0)}, probe.SILENT)
+    asked = reach.next_questions(hosts, lost)
+    assert asked and {one.purpose for one in asked} == {probe.ELSEWHERE}
+
+
 def test_without_a_port_range_one_is_to_be_chosen_first() -> None:
     hosts = cluster_of(2)
     finding = only(
@@ -246,7 +292,8 @@ def test_a_doctor_answers_with_what_it_saw() -> None:
         answer = ask(question(one.port), "token", 5.0)
         took = time.monotonic() - begin
     assert (answer.outcome, answer.answered_by, answer.seen) == (probe.OK, "me", LOOPBACK)
-    assert 0 < answer.rtt_ms < 1000
+    assert answer.rtt_ms > 0
+    assert_within(answer.rtt_ms / 1000, 1.0)
     assert_within(took, 2.0)
 
 
@@ -337,3 +384,17 @@ def test_a_server_takes_the_first_free_port_of_the_range() -> None:
         assert one.also_listen(other.port) == "Address already in use"
         assert one.also_listen(last) == ""
         assert ask(question(last), "token", 5.0).ok
+
+
+def test_a_server_listens_as_the_other_ranks_would_and_at_the_last_port() -> None:
+    first, last = free_port_range(6)
+    with socket.create_server((LOOPBACK, first + 1)), server(range(first, last + 1)) as one:
+        ports = range(first, last + 1)
+        further = one.listen_in(ports, 2)
+        assert further == [first + 2, first + 3, last]
+        assert all(ask(question(port), "token", 5.0).ok for port in further)
+        one.stop_listening(further)
+        assert [ask(question(port), "token", 5.0).outcome for port in further] == ["refused"] * 3
+        assert ask(question(first), "token", 5.0).ok
+        assert one.listen_in(ports, 0) == [last]
+        assert one.listen_in(ports, 9) == [first + 2, first + 3, first + 4]  # no other is free

@@ -66,7 +66,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "host_identity", lambda: threading.current_thread().name)
     monkeypatch.setattr(meeting, "choose_address", chosen)
     monkeypatch.setattr(run, "choose_address", chosen)
-    for name, seconds in (("_CONNECT_S", 0.5), ("_SLACK_S", 1.0), ("_ROLL_CALL_S", 3.0)):
+    for name, seconds in (("_CONNECT_S", 3.0), ("_SLACK_S", 4.0), ("_ROLL_CALL_S", 6.0)):
         monkeypatch.setattr(run, name, seconds)
 
 
