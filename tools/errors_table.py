@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write what the docstrings of the exceptions say into the tables of docs/errors.md.
+"""Write what the docstrings of the exceptions say into docs/errors.md.
 
     python tools/errors_table.py
 
@@ -95,16 +95,18 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def table_of_codes(known: Mapping[str, Error], by_code: Mapping[str, str]) -> str:
-    rows = []
+def sections_of_codes(known: Mapping[str, Error], by_code: Mapping[str, str]) -> str:
+    """A section for each code, so that a search or a link leads to the one that is meant."""
+    sections = []
     for code, name in by_code.items():
         torchs = "Network" if "PycommNetworkError" in _ancestors(known, name) else "Backend"
-        also = "".join(f" Also a `{each}`." for each in _pythons(known, name))
+        also = "".join(f", also a `{each}`" for each in _pythons(known, name))
         error = known[name]
-        names = [f"`{code}`", f"`{name}`", f"`Dist{torchs}Error`"]
-        rows.append([*names, error.meaning + also, error.to_try])
-    header = ("code", "class in `pycomm.errors`", "to torch", "meaning", "what to try")
-    return _table(header, rows)
+        classes = f"`{name}`, to torch a `Dist{torchs}Error`{also}."
+        sections.append(
+            f"### `{code}`\n\n{classes}\n\n{error.meaning}\n\n**To try:** {error.to_try}"
+        )
+    return "\n\n".join(sections)
 
 
 def table_of_families(known: Mapping[str, Error], by_code: Mapping[str, str]) -> str:
@@ -122,7 +124,7 @@ def table_of_families(known: Mapping[str, Error], by_code: Mapping[str, str]) ->
             f"`{each}`" + (f" for {_quoted(some)}" if len(some) < len(members) else "")
             for each, some in pythons.items()
         ]
-        listed = ", ".join(f"`{code}`" for code in members)
+        listed = ", ".join(f"[`{code}`](#{code.lower()})" for code in members)
         rows.append([f"`{family.name}`", listed, "; ".join(also), family.to_try])
     return _table(("class", "codes", "also Python's", "what a program can do"), rows)
 
@@ -140,13 +142,13 @@ def written(root: Path) -> dict[Path, str]:
     page, source = root / "docs" / "errors.md", root / "pycomm" / "errors.py"
     known, by_code = classes(source), codes(source)
     text = page.read_text()
-    for name, table in (
-        ("codes", table_of_codes(known, by_code)),
+    for name, part in (
+        ("codes", sections_of_codes(known, by_code)),
         ("without codes", table_without_codes(root)),
         ("families", table_of_families(known, by_code)),
     ):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        text = between(text, begin, end, f"\n\n{table}\n\n", page)
+        text = between(text, begin, end, f"\n\n{part}\n\n", page)
     return {page: text}
 
 

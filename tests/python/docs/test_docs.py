@@ -240,31 +240,31 @@ def test_contributing_names_functions_that_exist() -> None:
             assert not owner or re.search(rf"\b{owner}\b", text), f"{function} in {files}"
 
 
-def test_the_tables_of_errors_are_the_docstrings() -> None:
+def test_the_page_of_errors_is_the_docstrings() -> None:
     for path, text in tool("errors_table").written(ROOT).items():
         assert path.read_text() == text, f"run tools/errors_table.py: {path} is another text"
 
 
-def test_the_table_of_errors_is_the_codes() -> None:
-    header = ("code", "class in `pycomm.errors`", "to torch", "meaning", "what to try")
-    rows = table(read("docs/errors.md"), *header)
-    documented = {code(row[0])[0]: row for row in rows}
-    assert list(documented) == list(errors.BY_CODE)
-    for name, error in errors.BY_CODE.items():
-        base = next(
-            base
-            for base in (dist.DistNetworkError, dist.DistBackendError)
-            if issubclass(error, base)
-        )
-        assert code(documented[name][1]) == [error.__name__]
-        assert code(documented[name][2]) == [base.__name__]
-        assert len(documented[name]) == len(header) and all(documented[name])
+def test_the_page_of_errors_is_the_codes() -> None:
+    page = read("docs/errors.md")
+    sections = re.findall(r"^### `(\w+)`\n\n(`.+)\n\n(\S.+)\n\n\*\*To try:\*\* (\S.+)$", page, re.M)
+    assert [name for name, *_ in sections] == list(errors.BY_CODE)
+    assert len(sections) == len(re.findall(r"^### `", page, re.M)), "one lacks a part"
+    for name, classes, _, _ in sections:
+        error = errors.BY_CODE[name]
+        bases = [dist.DistNetworkError, dist.DistBackendError]
+        base = next(base for base in bases if issubclass(error, base))
+        pythons = (ConnectionError, MemoryError, NotImplementedError, TimeoutError, ValueError)
+        also = {each.__name__ for each in pythons if issubclass(error, each)}
+        first, second, *others = code(classes)
+        assert (first, second, set(others)) == (error.__name__, base.__name__, also)
     header = ("class", "codes", "also Python's", "what a program can do")
     builtin = {each.__name__: each for each in (ConnectionError, MemoryError, TimeoutError)}
     for family, codes, python, *_ in table(read("docs/errors.md"), *header):
         base = getattr(errors, code(family)[0])
         members = {n: each for n, each in errors.BY_CODE.items() if issubclass(each, base)}
         assert set(code(codes)) == set(members)
+        assert re.findall(r"\(#(\w+)\)", codes) == [each.lower() for each in members]
         named = set(code(python))
         assert named & set(builtin) == {
             name
