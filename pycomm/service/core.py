@@ -160,9 +160,11 @@ class ServerCore:
         Raises:
             StaleWorkerError: Another process has become this worker.
             ValueError: The clock is not a number of a step.
+            RuntimeError: A step has failed.
         """
         with self._changed:
             begun = self._now()
+            self._check_steps()
             _check_current(begun, worker, incarnation)
             lost_before = begun.schedule.lost_pushes
             verdict = begun.schedule.pushed(worker, clock)
@@ -183,10 +185,11 @@ class ServerCore:
 
         Raises:
             StaleWorkerError: Another process has become this worker.
-            RuntimeError: The server is stopping.
+            RuntimeError: The server is stopping, or a step has failed.
         """
         with self._changed:
             begun = self._now()
+            self._check_steps()
             _check_current(begun, worker, incarnation)
             begun.schedule.asks(worker, clock)
             self._apply_due(begun)
@@ -328,6 +331,11 @@ class ServerCore:
     def _now(self) -> _Begun:
         assert self._begun is not None, "a session has begun before agree()"
         return self._begun
+
+    def _check_steps(self) -> None:
+        """After a step that failed, nothing is acknowledged: no checkpoint will have it."""
+        if self._failure is not None:
+            raise RuntimeError(f"a step of the optimizer has failed: {self._failure}")
 
     def _begin(self, terms: Terms, layout: Layout) -> _Begun:
         shard = Shard(layout, terms.server, self._optimizer)

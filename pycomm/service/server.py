@@ -284,6 +284,7 @@ class ParameterServer:
             logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
             with contextlib.suppress(Exception):
                 session.send(Frame(Kind.REFUSED, text=str(error)))
+                session.wait_for_the_peers_end()
             session.abort()
             return
         with self._kept_as(worker, session, number):
@@ -294,6 +295,7 @@ class ParameterServer:
             except StaleWorkerError as error:
                 with contextlib.suppress(Exception):
                     session.send(Frame(Kind.REFUSED, text=str(error)))
+                    session.wait_for_the_peers_end()
             except Exception as error:
                 if not self._stopping.is_set():
                     logger.warning("%s", gone(worker, error))
@@ -351,6 +353,7 @@ class ParameterServer:
         elif frame.kind is Kind.GOODBYE:
             self._core.goodbye(worker, incarnation)
             session.send(Frame(Kind.DONE))
+            session.wait_for_the_peers_end()
             return False
         else:
             raise ValueError(f"a worker sent a frame of kind {frame.kind.name}")

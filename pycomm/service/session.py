@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ SESSIONS = f"{PREFIX}/sessions"
 """Counts the numbers that workers take, one for each connection."""
 MEETING_S = 30.0
 """For the two to form their group, once the server has accepted the hello."""
+_LAST_FRAME_S = 5.0
 SERVER, WORKER = 0, 1
 
 
@@ -55,6 +57,13 @@ class Session:
         works = [self._backend.recv([each], self._peer, 0) for each in tensors.values()]
         for work in works:
             work.wait()
+
+    def wait_for_the_peers_end(self) -> None:
+        """Waits a little until the peer has ended the session. After a last frame: an abort would
+        take it back from a peer that has not begun to receive it."""
+        with contextlib.suppress(Exception):
+            self._backend.set_timeout(timedelta(seconds=_LAST_FRAME_S))
+            self.receive()
 
     def abort(self) -> None:
         """Ends what is under way, on any thread; the peer notices."""
