@@ -211,7 +211,9 @@ def _screen(found: Sequence[Report], rows: Sequence[Row], problems: Sequence[str
     if not found:
         return (
             "No process of this user has a pycomm group of several ranks here.\n"
-            "In a container, run this inside it."
+            "The ranks of a container are only seen from inside it, as the user who runs them:\n"
+            "$ docker exec CONTAINER python -m pycomm status\n"
+            "$ kubectl exec POD -- python -m pycomm status"
         )
     count = f"{len(found)} process{'es' * (len(found) != 1)}"
     lines = [f"pycomm status: {count} of {_user()} on this host"]
