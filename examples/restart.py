@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 --max-restarts=1 examples/restart.py checkpoint.pt
 
-In the first run, rank 1 kills itself at step 30, as the kernel's out-of-memory killer would.
+In the first run, rank 1 kills itself at step 35, as the kernel's out-of-memory killer would.
 """
 
 import os
@@ -38,7 +38,7 @@ if rank == 0:
     print(f"start at step {first}")
 
 for step in range(first, 60):
-    if step == 30 and rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    if step == 35 and rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()

@@ -120,7 +120,7 @@ PYTHON_FLOORS = [
     {"_backend"},
     {"_ddp_group", "_ddp_sync", "_shared", "_barrier", "codecs", "sync_batch_norm"},
     {"_compression"},
-    {"backend", "barrier", "compression"},  # the old names of these, until 0.2
+    {"backend", "barrier", "compression"},  # the old names of these, until 0.3
     {"comm_hooks"},
     {"ddp"},
     {"_outer_step"},

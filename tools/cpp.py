@@ -195,7 +195,10 @@ def main() -> int:
     if code != 0 and may_run_again(found, folder):
         print(f"=== too slow, run again alone: {failed}", flush=True)
         alone = os.environ | {"GTEST_FILTER": ":".join(found.names)}
-        code = subprocess.run([*ctest, "--rerun-failed"], env=alone, check=False).returncode
+        # One program at a time: two that are late would else be late beside each other.
+        code = subprocess.run(
+            [*ctest, "--rerun-failed", "-j", "1"], env=alone, check=False
+        ).returncode
         again = reruns.report(found.names, code == 0)
     if code == 0 and found.ran < wanted:
         print(f"C++ {flavour}: {wanted} tests are of this share, and {found.ran} ran")

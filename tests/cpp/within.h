@@ -4,7 +4,13 @@
 
 #include <cstdint>
 
+#include "base/deadline.h"
+
 namespace pycomm::testing {
+
+inline int64_t elapsedMs(TimePoint begin) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+}
 
 /// How EXPECT_WITHIN_MS compares, and the text that tools/cpp.py looks for.
 inline ::testing::AssertionResult isWithin(const char* what, const char*, int64_t took_ms, int64_t limit_ms) {

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -24,6 +25,12 @@ import zygote
 
 from pycomm import _extension
 from pycomm._torch_range import torch_minor
+
+# How long an example takes says nothing: any process may lose its core for half a second.
+hypothesis.settings.register_profile(
+    "ours", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("ours")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,7 +26,7 @@ def healthy(number: int, **changes: Any) -> HostFacts:
         ranks=(number - 1,),
         identity=f"identity{number}",
         process=f"process{number}",
-        versions={"pycomm": "0.1.0", "torch": "2.13.0", "python": "3.11.2", "interpreter": "/py"},
+        versions={"pycomm": "0.2.0", "torch": "2.13.0", "python": "3.11.2", "interpreter": "/py"},
         same_everywhere={"algorithm": "auto"},
         interfaces=(LOOPBACK, interface("eth0", address)),
         cores_online=8,

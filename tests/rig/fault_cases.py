@@ -65,8 +65,8 @@ def _killed_in_rendezvous() -> Iterator[Case]:
                     codes=("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_DEAD")
                     if phase == "rendezvous.published:2"
                     else ("RENDEZVOUS_TIMEOUT",),
-                    timeout_s=1.5,
-                    bound_s=3.0,
+                    timeout_s=3.0,
+                    bound_s=4.5,
                 )
     connecting = (("socket.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
     for world_size in (2, 3, 4):
@@ -77,8 +77,8 @@ def _killed_in_rendezvous() -> Iterator[Case]:
                 victim,
                 at_init=True,
                 codes=("CONNECT_FAILED", "PEER_DEAD"),
-                timeout_s=1.5,
-                bound_s=3.5,
+                timeout_s=3.0,
+                bound_s=5.0,
             )
     for world_size in (2, 3, 4):
         for phase in ("group.close", "group.said_goodbye"):
@@ -105,8 +105,8 @@ def _stopped() -> Iterator[Case]:
         spec="rendezvous.wait:1:stop",
         at_init=True,
         codes=("RENDEZVOUS_TIMEOUT",),
-        timeout_s=1.5,
-        bound_s=3.0,
+        timeout_s=3.0,
+        bound_s=4.5,
     )
 
 
@@ -226,8 +226,8 @@ def _in_shared_memory() -> Iterator[Case]:
                 at_init=True,
                 transport="shm",
                 codes=("RENDEZVOUS_TIMEOUT", "PEER_DEAD"),
-                timeout_s=1.5,
-                bound_s=3.5,
+                timeout_s=3.0,
+                bound_s=5.0,
             )
 
 
@@ -557,8 +557,8 @@ def _refused_at_init() -> Iterator[Case]:
                 at_init=True,
                 codes=others,
                 victim_codes=(code,),
-                timeout_s=1.5,
-                bound_s=3.5,
+                timeout_s=3.0,
+                bound_s=5.0,
             )
         yield Case(
             "too many files to connect",
@@ -569,8 +569,8 @@ def _refused_at_init() -> Iterator[Case]:
             at_init=True,
             codes=(*gone, "TOO_MANY_FILES"),
             victim_codes=("TOO_MANY_FILES",),
-            timeout_s=1.5,
-            bound_s=3.5,
+            timeout_s=3.0,
+            bound_s=5.0,
         )
         # Not 4: torch's FileStore then has no file to close with, and its destructor throws.
         for files in (1, 2, 3, 5, 6, 7, 8):
@@ -583,8 +583,8 @@ def _refused_at_init() -> Iterator[Case]:
                 at_init=True,
                 codes=(*gone, "TOO_MANY_FILES"),
                 victim_codes=("TOO_MANY_FILES",),
-                timeout_s=1.5,
-                bound_s=3.5,
+                timeout_s=3.0,
+                bound_s=5.0,
             )
         yield Case(
             "never comes",
@@ -594,7 +594,8 @@ def _refused_at_init() -> Iterator[Case]:
             how="absent",
             codes=("RENDEZVOUS_TIMEOUT",),
             victim_codes=(),
-            timeout_s=1.0,
+            timeout_s=3.0,
+            bound_s=5.0,
         )
         for how in ("world size", "algorithm", "segment", "streams", "heartbeat"):
             yield Case(
@@ -618,15 +619,15 @@ def _refused_at_init() -> Iterator[Case]:
         culprit="",
         codes=("RENDEZVOUS_TIMEOUT", "DUPLICATE_RANK"),
         victim_codes=("DUPLICATE_RANK", "RENDEZVOUS_TIMEOUT"),
-        timeout_s=1.5,
-        bound_s=3.0,
+        timeout_s=3.0,
+        bound_s=4.5,
     )
 
 
 def _over_unix_sockets() -> Iterator[Case]:
     """Ranks of one host connect by Unix sockets, unless the transport is "tcp"."""
     unix = {"transport": "auto"}
-    init = {"at_init": True, "timeout_s": 1.5, "bound_s": 3.5, **unix}
+    init = {"at_init": True, "timeout_s": 3.0, "bound_s": 5.0, **unix}
     phases = (("socket.connect:1", 0), ("hello.send:1", 0), ("hello.sent:1", 0))
     gone = ("RENDEZVOUS_TIMEOUT", "CONNECT_FAILED", "PEER_LEFT", "PEER_DEAD")
     for world_size in (2, 3, 4):

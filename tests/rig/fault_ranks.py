@@ -178,9 +178,9 @@ def _interrupt_in_a_wait(case: Case) -> None:
         time.sleep(0.1)  # the main thread waits in the operation below, or will: both end alike
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=send, daemon=True).start()
     began_s = time.monotonic()
     try:
+        threading.Thread(target=send, daemon=True).start()
         dist.all_reduce(torch.ones(3), group=LATER[0])  # nobody else enters it
     except KeyboardInterrupt:
         assert time.monotonic() - began_s < 3.0 * patience(), "Ctrl-C came late"

@@ -48,7 +48,7 @@ class Host:
     def kill_all(self) -> None:
         """Ends every process inside; the namespace is ours, so they are too."""
         listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=20
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=60
         )
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
@@ -57,7 +57,7 @@ class Host:
 
 def run(*command: str, **options: Any) -> None:
     """Runs a command; OSError with what it said if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
     if done.returncode != 0:
         raise OSError(f"{shlex.join(command)}: {done.stderr.strip() or done.returncode}")
 
@@ -95,7 +95,7 @@ def connect(alpha: Host, beta: Host) -> None:
 def remove(host: Host) -> None:
     """Ends what runs inside and takes the namespace away; also one that was half made."""
     host.kill_all()
-    subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=20)
+    subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=60)
     shutil.rmtree(Path("/etc/netns") / host.namespace, ignore_errors=True)
     with contextlib.suppress(OSError):
         Path("/etc/netns").rmdir()  # only where nobody else has anything in it

@@ -41,8 +41,8 @@ GROUPS: list[tuple[int, ...]] = [
     (1, 2, 4),
     (0, 1, 3, 4),
 ]
-_CALL_TIMEOUT_S = 15.0
-_PROGRAM_TIMEOUT_S = 40.0
+_CALL_TIMEOUT_S = 30.0
+_PROGRAM_TIMEOUT_S = 80.0
 
 
 @dataclasses.dataclass(frozen=True)

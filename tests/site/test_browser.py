@@ -22,11 +22,11 @@ import pytest
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 WIDTHS = (1440, 390)
-WITHIN_S = 100
+WITHIN_S = 300
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="needs chromium (Debian: package chromium)"),
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(400),
 ]
 
 READER = """<!doctype html><title>reader</title><body><script>

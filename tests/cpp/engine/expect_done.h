@@ -9,8 +9,8 @@
 namespace pycomm::testing {
 
 /// Within 20 s, and without an error.
-inline void expectDone(const std::shared_ptr<Operation>& operation) {
-  ASSERT_TRUE(operation->wait(Deadline::after(20000))) << operation->label();
+inline void expectDone(const std::shared_ptr<Operation>& operation, int within_ms = 20000) {
+  ASSERT_TRUE(operation->wait(Deadline::after(within_ms))) << operation->label();
   const auto error = operation->error();
   ASSERT_FALSE(error) << error->text();
 }

@@ -66,7 +66,7 @@ TEST(Follow, WhoHasNotEnteredItIsNamedAtTheDeadline) {
       static_cast<void>(marks.get("told", Deadline::after(20000)));
       return;
     }
-    const auto operation = self.group.follow(allReduceCall(values, Deadline::after(600)));
+    const auto operation = self.group.follow(allReduceCall(values, Deadline::after(3000)));
     const auto error = errorAtEnd(self.group, *operation);
     marks.set("told", "");
     ASSERT_TRUE(error);

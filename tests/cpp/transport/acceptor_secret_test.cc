@@ -123,7 +123,9 @@ TEST(AcceptorSecret, ARankIsTakenFromItsOwnProcessOnly) {
   for (const Context& process : {door.second, newContext()}) {
     const int64_t before = door.acceptor.rejected();
     GreetedLink link({}, door.acceptor.address(), helloOf(1), {process, door.self->self()});
-    EXPECT_FALSE(door.open(link, 300)); // it is dropped, and tries again
+    for (const Deadline deadline = soon(); door.acceptor.rejected() == before && !deadline.expired();) {
+      EXPECT_FALSE(door.open(link, 300)); // it is dropped, and tries again
+    }
     EXPECT_GT(door.acceptor.rejected(), before);
     EXPECT_TRUE(door.accepted.empty());
   }
@@ -177,12 +179,13 @@ TEST(AcceptorSecret, StrangersAreDropped) {
 // Each of the crowd says one byte that may begin a handshake.
 TEST(AcceptorSecret, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
   Door door;
+  const TimePoint still = Clock::now(); // no stranger gets old enough to be dropped
   GreetedLink link({}, door.acceptor.address(), helloOf(1), {door.first, door.self->self()});
   pollfd ready{link.fd(), POLLIN, 0};
   for (const Deadline deadline = soon(); ::poll(&ready, 1, 2) != 1;) { // until the server has answered
     ASSERT_FALSE(deadline.expired());
     (void)link.finishConnect();
-    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    ASSERT_TRUE(door.acceptor.poll(still).empty());
     ready.fd = link.fd();
   }
   constexpr int kCrowd = 100;
@@ -192,10 +195,10 @@ TEST(AcceptorSecret, ACrowdOfStrangersSendsNoPeerAwayInItsHandshake) {
   for (int i = 0; i < kCrowd; ++i) {
     crowd.push_back(connectSocket(kLoopback, door.acceptor.address(), soon(), kNoAbort));
     writeAll(*crowd.back(), {&first, 1}, soon(), kNoAbort);
-    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    ASSERT_TRUE(door.acceptor.poll(still).empty());
   }
   for (const Deadline deadline = soon(); door.acceptor.rejected() < kCrowd + 1 - kPlaces && !deadline.expired();) {
-    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    ASSERT_TRUE(door.acceptor.poll(still).empty());
   }
   EXPECT_EQ(door.acceptor.rejected(), kCrowd + 1 - kPlaces);
   ASSERT_TRUE(door.open(link));
@@ -236,15 +239,16 @@ TEST(TlsDoor, ARecordedFirstMessageIsAnsweredOnce) {
   Door door;
   const std::string message = recordFirstMessage(door);
   ASSERT_FALSE(message.empty());
+  const TimePoint still = Clock::now(); // no stranger gets old enough to be dropped
   const auto once = say(door, message);
   for (const Deadline deadline = soon(); !isAnswered(*once, 1);) {
     ASSERT_FALSE(deadline.expired());
-    ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+    ASSERT_TRUE(door.acceptor.poll(still).empty());
   }
   for (int64_t repeat = 1; repeat <= 100; ++repeat) {
     const auto again = say(door, message);
     for (const Deadline deadline = soon(); door.acceptor.rejected() < repeat && !deadline.expired();) {
-      ASSERT_TRUE(door.acceptor.poll(Clock::now()).empty());
+      ASSERT_TRUE(door.acceptor.poll(still).empty());
     }
     ASSERT_EQ(door.acceptor.rejected(), repeat);
     ASSERT_FALSE(isAnswered(*again, 0));

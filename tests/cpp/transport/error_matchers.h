@@ -27,8 +27,4 @@ inline ErrorRecord errorOf(const std::function<void()>& body) {
   return none;
 }
 
-inline int64_t elapsedMs(TimePoint begin) {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-}
-
 } // namespace pycomm::testing

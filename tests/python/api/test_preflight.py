@@ -106,7 +106,7 @@ def test_addresses_of_a_name_in_the_table_of_hosts() -> None:
 
 def test_hosts_that_are_alike_are_one_line() -> None:
     assert lines([with_link(n) for n in (1, 2, 3, 4)]) == [
-        "4 hosts alike: pycomm 0.1.0, torch 2.13.0, python 3.11.2, eth0 MTU 1500, no secret"
+        "4 hosts alike: pycomm 0.2.0, torch 2.13.0, python 3.11.2, eth0 MTU 1500, no secret"
     ]
 
 

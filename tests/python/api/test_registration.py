@@ -332,7 +332,7 @@ with warnings.catch_warnings(record=True) as caught:
     assert _{name}.{has} is by_import
 (warning,) = caught
 assert warning.category is FutureWarning and warning.filename == "<string>", warning
-assert str(warning.message).startswith("pycomm.{name} is private and will be removed in 0.2. Try:")
+assert str(warning.message).startswith("pycomm.{name} is private and will be removed in 0.3. Try:")
 """
     done = run_python(["-c", program])
     assert done.returncode == 0, done.stderr

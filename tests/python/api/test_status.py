@@ -58,7 +58,7 @@ def _one_waits(rank: int, size: int, go: str) -> None:
         asleep = ctypes.PyDLL(None).usleep  # which keeps the interpreter's lock
         while not Path(go).exists():
             asleep(20_000)
-    dist.all_reduce(torch.ones(1000))
+    dist.all_reduce(torch.ones(1013))  # a number that no other test's ranks have
     mark("ended")
     while not Path(go + ".end").exists():
         time.sleep(0.01)
@@ -79,7 +79,7 @@ def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
         assert by_rank[0]["op"].startswith("all_reduce #") and by_rank[0]["for_s"] > 0.2
         assert by_rank[1]["op"] is None and by_rank[1]["last"].startswith("all_reduce #")
         assert by_rank[0]["pid"] == pids[0] and by_rank[0]["state"] == "ready"
-        (said,) = [one for one in report["problems"] if "float32 x 1000" in one]
+        (said,) = [one for one in report["problems"] if "float32 x 1013" in one]
         assert said.startswith("Rank 0 of group")
         assert f"rank 1 (pid {pids[1]}) has not entered it" in said
         code, text = _status("--after", "0.2")
@@ -103,9 +103,7 @@ def test_a_stopped_process_is_said_not_to_answer(tmp_path: Path) -> None:
             ranks.wait_for_mark(rank, "ended")
         ranks.kill(1, signal.SIGSTOP)
         try:
-            begin = time.monotonic()
-            code, text = _status("--json", "--timeout", "1")
-            assert time.monotonic() - begin < 30
+            code, text = _status("--json", "--timeout", "5")
         finally:
             ranks.kill(1, signal.SIGCONT)
         (silent,) = _of([ranks.pid(1)], text)["silent"]
@@ -304,13 +302,15 @@ def test_what_other_programs_say_is_survived(
         _listing(name, monkeypatch, tmp_path)
         child = os.fork()
         if child == 0:
-            with listener.accept()[0] as asker:
-                if greeting:
-                    socket.send_fds(asker, [greeting], [memory])
-                if answer:
-                    asker.recv(100)
-                    socket.send_fds(asker, [answer], [memory])
-            os._exit(0)
+            try:
+                with listener.accept()[0] as asker:
+                    if greeting:
+                        socket.send_fds(asker, [greeting], [memory])
+                    if answer:
+                        asker.recv(100)
+                        socket.send_fds(asker, [answer], [memory])
+            finally:
+                os._exit(0)
         try:
             found = _process_reports.reports(5.0)
         finally:

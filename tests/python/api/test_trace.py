@@ -81,7 +81,7 @@ def test_nothing_is_wrong_with_a_healthy_job(
     assert "nothing is wrong here" in capsys.readouterr().out
     assert main(["trace", str(tmp_path), "--torch", str(tmp_path / "torchs")]) == 0
     assert capsys.readouterr().err == (
-        "pycomm trace: --torch will be removed in 0.2; try --chrome\n"
+        "pycomm trace: --torch will be removed in 0.3; try --chrome\n"
     )
 
 

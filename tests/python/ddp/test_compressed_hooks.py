@@ -136,7 +136,7 @@ def test_what_is_wrong_is_said() -> None:
         top_k(fraction=0)
     with pytest.raises(RuntimeError, match="make it with module=<the module>"):
         top_k(fraction=0.5).state_dict()
-    with pytest.warns(FutureWarning, match=r"removed in 0.2. Try: .*wire_dtype=\"int8\""):
+    with pytest.warns(FutureWarning, match=r"removed in 0.3. Try: .*wire_dtype=\"int8\""):
         hook = int8(module=nn.Linear(2, 2))
     with pytest.raises(KeyError, match="no parameter 'other'"):
         hook.load_state_dict({"other": torch.zeros(2)})

@@ -252,7 +252,7 @@ def test_without_join_who_waits_hears_who_did_not_come() -> None:
         deserted,
         timeout_s=100,
         preload=ranks.TORCH_DDP,
-        init_timeout_s=6.0,
+        init_timeout_s=15.0,
         check=False,
     )
     assert "rank 1" in results[0].value

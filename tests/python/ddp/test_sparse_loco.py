@@ -468,4 +468,5 @@ def test_an_entry_takes_at_most_16_bits_on_the_wire(tmp_path: Path) -> None:
         assert seen["tx_bytes"] / seen["tx_packets"] < 1514
         bits = 8 * (seen["tx_bytes"] - 1514 * seen["sent_again"]) / entries
         assert 14.0 < 8 * seen["counted"] / entries < 14.01
-        assert 14.0 < bits <= 16.0, seen
+        # A segment that was sent again is taken for a full one: so this has no lower bound.
+        assert bits <= 16.0, seen

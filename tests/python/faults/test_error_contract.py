@@ -218,7 +218,7 @@ def test_only_a_group_of_pycomms_has_an_error() -> None:
     with pytest.raises(ValueError, match="Default process group"):
         pycomm.last_error()
     with (
-        pytest.warns(FutureWarning, match=r"removed in 0.2. Try: pycomm.last_error\(\)"),
+        pytest.warns(FutureWarning, match=r"removed in 0.3. Try: pycomm.last_error\(\)"),
         pytest.raises(ValueError, match="Default process group"),
     ):
         pycomm.backend_error()

@@ -194,8 +194,9 @@ def fail(folder: Path, how: str, torchs_variable: bool = False) -> RankResults:
     with start_ranks(3, steps_until_failure, args=(how,), pg_options=options, env=env) as running:
         for rank in range(3):
             running.wait_for_mark(rank, "steps")
-        for rank in (0, 2):  # they are in the sixth operation
-            running.wait_until_asleep(rank)
+        if how != "late":  # whose deadline is near
+            for rank in (0, 2):  # they are in the sixth operation
+                running.wait_until_asleep(rank)
         if how == "killed":
             running.kill(1)
         elif how == "mismatch":
@@ -232,7 +233,7 @@ def test_a_late_rank(tmp_path: Path) -> None:
     whole = [one for one in trace["traceEvents"] if one["ph"] == "X" and one["cat"] != "part"]
     assert {one["pid"] for one in whole} == {0, 1, 2}
     stuck = next(one for one in whole if one["pid"] == 0 and one["name"] == "all_reduce #6")
-    assert stuck["dur"] > 1_900_000 and stuck["args"]["code"] == "TIMEOUT"
+    assert stuck["dur"] > 1_000_000 and stuck["args"]["code"] == "TIMEOUT"
     names = {one["args"]["name"] for one in trace["traceEvents"] if one["name"] == "process_name"}
     assert names == {f"rank {rank} on {host}" for rank in range(3)}
     assert_within(waited_s, 10)

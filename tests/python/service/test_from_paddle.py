@@ -16,7 +16,7 @@ import pytest
 import torch
 from documents import read
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.needs_native
 PAGE = "docs/parameter-service.md"
 STEPS = 120
 
@@ -77,7 +77,7 @@ def train(addresses: str, staleness: int | None, monkeypatch: pytest.MonkeyPatch
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(150)
     assert sorted(models) == [0, 1]
     return [models[0], models[1]]
 

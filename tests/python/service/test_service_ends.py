@@ -96,13 +96,13 @@ def test_stop_in_a_signal_handler_ends_the_server() -> None:
 
 def test_the_time_for_retries_begins_with_the_first_failure() -> None:
     with serving(counter_server()) as address:
-        client = ParameterClient(Counter(), servers=address, worker=0, reconnect=1.0)
+        client = ParameterClient(Counter(), servers=address, worker=0, reconnect=5.0)
         calls = []
 
         def fails_once_after_a_long_wait(session: object) -> str:
             calls.append(session)
             if len(calls) == 1:
-                time.sleep(1.5)
+                time.sleep(5.5)
                 raise RuntimeError("the connection broke")
             return "answered"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import free_port
 from test_service import (
     Counter,
     count,
@@ -20,7 +21,7 @@ from torch import nn, optim
 
 from pycomm.service import ParameterClient
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.needs_native
 
 
 class Pair(nn.Module):
@@ -42,7 +43,8 @@ def test_a_worker_that_died_while_the_server_was_down_is_not_waited_for(tmp_path
     path = tmp_path / "state"
     options = ("--workers", "2", "--checkpoint", str(path), "--rejoin", "1")
     models = [Counter(), Counter()]
-    with serve_command(*options, "--checkpoint-every", "0.05") as (first, address):
+    every = ("--checkpoint-every", "0.05")
+    with serve_command(*options, *every, listen=f"127.0.0.1:{free_port()}") as (first, address):
         clients = [
             ParameterClient(model, servers=address, worker=worker, reconnect=30.0, timeout=30.0)
             for worker, model in enumerate(models)
@@ -57,7 +59,7 @@ def test_a_worker_that_died_while_the_server_was_down_is_not_waited_for(tmp_path
         assert count(clients[0], models[0], 2) == 5
         clients[0].close()
         second.send_signal(signal.SIGTERM)  # worker 1 has not said goodbye
-        output, _ = second.communicate(timeout=30)
+        output, _ = second.communicate(timeout=120)
         assert second.returncode == 0
         assert "worker 1 of the parameter service has not come back" in output
     assert saved_version(path) == 5
@@ -78,7 +80,9 @@ def test_one_of_two_servers_is_killed_and_the_other_goes_on(tmp_path: Path) -> N
 
     with contextlib.ExitStack() as stack:
         stays, one = stack.enter_context(serve_command(*options[0], make=make))
-        with serve_command(*options[1], "--checkpoint-every", "0.05", make=make) as (_, two):
+        address = f"127.0.0.1:{free_port()}"
+        every = ("--checkpoint-every", "0.05")
+        with serve_command(*options[1], *every, make=make, listen=address) as (_, two):
             client = ParameterClient(model, servers=[one, two], worker=0, reconnect=30.0)
             assert pushes(client, 4) == (4, 4)
             wait_for_checkpoint(paths[1], 4)
@@ -90,6 +94,6 @@ def test_one_of_two_servers_is_killed_and_the_other_goes_on(tmp_path: Path) -> N
         assert pushes(client, 1) == (8, 5)  # 3 of the second's are lost, and none of the first's
         client.close()
         for process, lost in ((stays, 0), (third, 3)):
-            output, _ = process.communicate(timeout=30)
+            output, _ = process.communicate(timeout=120)
             assert process.returncode == 0
             assert f"; {lost} pushes lost" in output

@@ -169,7 +169,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.in_shares
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(390)
 def test_every_test_of_the_suite_that_comes_in_shares_runs_within_five_days() -> None:
     """A test that is cut twice, by its file and by its mark, would never have some cases."""
     done = subprocess.run(
@@ -179,7 +179,7 @@ def test_every_test_of_the_suite_that_comes_in_shares_runs_within_five_days() ->
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=380,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     every, *by_day = json.loads(done.stdout)

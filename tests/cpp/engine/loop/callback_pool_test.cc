@@ -100,8 +100,8 @@ TEST(CallbackPool, ABurstBehindCallbacksThatBlockMakesFewThreads) {
   while (Clock::now() - began < std::chrono::milliseconds(300)) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   const int threads = threadsNamed("pycomm-callback");
+  const auto ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began).count();
   open.set_value();
   EXPECT_GT(threads, 5);
   int bound = 5; // a thread waits 5 ms longer than the one before it, but no longer than 50
