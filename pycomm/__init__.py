@@ -67,7 +67,7 @@ register()
 
 # The module of each name, imported by its first use: the wrapper needs the native part, and some
 # need torch.nn, which a program that uses only the backend should not load.
-_MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.2
+_MODULES = ("report", "backend", "barrier", "compression")  # the last three: old names, until 0.3
 _LATER = {
     "DiLoCo": "local_sgd",
     "DistributedDataParallel": "ddp",

@@ -163,7 +163,7 @@ def last_error(group: dist.ProcessGroup | None = None) -> errors.ErrorRecord | N
 def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
     """``getError()`` of torch's interface to backends, which torch does not offer in Python.
 
-    Deprecated, and removed in 0.2: ``last_error()`` has the code, the peer and the hint.
+    Deprecated, and removed in 0.3: ``last_error()`` has the code, the peer and the hint.
 
     Args:
         group: Default: the default group.
@@ -176,7 +176,7 @@ def backend_error(group: dist.ProcessGroup | None = None) -> ErrorType:
         ValueError: The group is not pycomm's, or there is no group.
     """
     warnings.warn(
-        "pycomm.backend_error will be removed in 0.2. Try: pycomm.last_error(), which is None "
+        "pycomm.backend_error will be removed in 0.3. Try: pycomm.last_error(), which is None "
         "until a failure and then has its code",
         FutureWarning,
         stacklevel=2,

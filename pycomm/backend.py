@@ -1,4 +1,4 @@
-"""The old name of a private module. It works until 0.2."""
+"""The old name of a private module. It works until 0.3."""
 
 from pycomm import _backend
 from pycomm._old_names import forward

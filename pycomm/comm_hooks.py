@@ -102,7 +102,7 @@ def top_k(*, fraction: float, module: nn.Module | None = None) -> CompressedHook
 def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> CompressedHook:
     """Averages gradients as int8 with a scale per block of 256, a quarter of fp32's bytes.
 
-    Deprecated, and removed in 0.2: ``pycomm.DistributedDataParallel(module, wire_dtype="int8")``
+    Deprecated, and removed in 0.3: ``pycomm.DistributedDataParallel(module, wire_dtype="int8")``
     feeds back the same, with one all_reduce, and saves it by parameter name.
 
     Unlike ``Options.wire_dtype="int8"`` it can feed back the loss, both of a rank's bytes and of
@@ -119,7 +119,7 @@ def int8(*, error_feedback: bool = True, module: nn.Module | None = None) -> Com
         As ``top_k``.
     """
     warnings.warn(
-        "pycomm.comm_hooks.int8 will be removed in 0.2. "
+        "pycomm.comm_hooks.int8 will be removed in 0.3. "
         'Try: pycomm.DistributedDataParallel(module, wire_dtype="int8")',
         FutureWarning,
         stacklevel=2,

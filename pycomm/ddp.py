@@ -226,7 +226,7 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         Raises:
             ValueError: Error feedback of a parameter that has none here, or of another shape.
         """
-        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.2
+        residuals = state.get("residuals", state.get("lost", {}))  # "lost": its name until 0.3
         self.reducer.set_residuals(dict(residuals))
         self.reducer.set_accumulated(int(state["accumulated"]))
         self._steps_at_sync = self.reducer.stats().steps - int(state["unsynced"])

@@ -111,7 +111,7 @@ def _timed(arguments: argparse.Namespace) -> int:
         text = json.dumps({"topology": topology_text(), "rows": rows}, indent=2)
         if arguments.json is True:
             print(text)
-        else:  # until 0.2
+        else:  # until 0.3
             warnings.warn(
                 "pycomm bench --json FILE is deprecated: redirect the output of --json",
                 FutureWarning,

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.chrome is not None:
             arguments.chrome.write_text(json.dumps(chrome_trace(records.groups)))
         if arguments.torch is not None:
-            print("pycomm trace: --torch will be removed in 0.2; try --chrome", file=sys.stderr)
+            print("pycomm trace: --torch will be removed in 0.3; try --chrome", file=sys.stderr)
             write_torch_records(records.processes, arguments.torch)
     except (BadRecordError, OSError) as error:
         print(f"pycomm trace: {error}", file=sys.stderr)

@@ -48,7 +48,7 @@ def make_accelerator(
         wrapper: "pycomm" for ``pycomm.DistributedDataParallel``, "torch" for torch's own.
         wire_dtype: For pycomm's wrapper: what gradients travel as.
         group_options: Further arguments of ``init_process_group``, such as ``timeout``.
-        process_group: The old name of ``group_options``, until 0.2.
+        process_group: The old name of ``group_options``, until 0.3.
         options: For ``Accelerator``; ``cpu=True`` is set, and a ``kwargs_handlers`` may hold
             ``DistributedDataParallelKwargs``.
 
@@ -87,7 +87,7 @@ def group_arguments(group_options: object, process_group: object) -> dict[str, A
             raise TypeError("process_group is the old name of group_options: pass only the latter")
         if isinstance(process_group, Mapping):
             warnings.warn(
-                "process_group= of a dict will be removed in 0.2. Try: group_options=",
+                "process_group= of a dict will be removed in 0.3. Try: group_options=",
                 FutureWarning,
                 stacklevel=3,
             )

@@ -38,7 +38,7 @@ def make_training_arguments(
             the model in torch's wrapper, so this is the ``pycomm.Options.wire_dtype`` of the group;
             for CPU. On GPUs set ``PYCOMM_WIRE_DTYPE``.
         group_options: Further arguments of ``init_process_group``, for CPU.
-        process_group: The old name of ``group_options``, until 0.2.
+        process_group: The old name of ``group_options``, until 0.3.
         arguments_class: A subclass of ``TrainingArguments`` to make instead.
         options: For ``TrainingArguments``. ``ddp_backend`` may be left out or be "pycomm".
 
