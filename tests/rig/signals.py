@@ -12,7 +12,7 @@ class CaughtSignal:
     It looks every hundredth of a second, as nothing that sleeps until its handler wakes it is safe:
     the handler that sets a ``threading.Event`` hangs if the signal comes while the same thread
     begins to wait and holds the event's lock, and a signal that comes just before a blocking call
-    is only handled after that call. Made in the main thread, before the sender is told to send.
+    is only handled after that call. Made in the main thread, before the other process may send.
     """
 
     def __init__(self, number: signal.Signals) -> None:
