@@ -80,7 +80,7 @@ def left() -> dict[str, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=100, help="until memory no longer grows")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.getLogger("pycomm").setLevel(logging.ERROR)
