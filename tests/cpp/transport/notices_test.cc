@@ -96,7 +96,7 @@ TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
         EXPECT_THAT(
             outcome.error.summary,
             HasSubstr(std::string("rank 2 on b has written into the store that it cannot join: ") + kReason));
-        EXPECT_GE(elapsedMs(begin), kShortMs) << "an unsealed notice ended the wait";
+        EXPECT_GE(testing::elapsedMs(begin), kShortMs) << "an unsealed notice ended the wait";
       }
       const std::vector<std::string> lines = LoggedLines::all();
       ASSERT_EQ(lines.size(), 2U) << "one for each rank";
