@@ -207,17 +207,17 @@ def test_a_firewall_that_opens_the_first_port_only(three: Cluster, tmp_path: Pat
     _, node2, node3 = three.nodes
     node3.firewall(f"ip saddr {node2.address} tcp dport 29601-29699 drop")
     options = ["--reach-only", "--json", "--ranks-per-host=2"]
-    report = report_of(by_hand(three, tmp_path / "closed", *options, env=RANGE), 1)
+    report = report_of(by_hand(three, tmp_path, *options, env=RANGE), 1)
     assert problems(report) == [("RANGE_CLOSED", "node3")]
     closed = finding(report, "RANGE_CLOSED")
     assert closed["text"].startswith(
         "node2 -> node3: port 29600 of PYCOMM_PORT_RANGE answers, 29601 and 29699 not: no answer"
     )
-    one_rank = report_of(by_hand(three, tmp_path / "one", *options[:2], env=RANGE), 0)
+    one_rank = report_of(by_hand(three, tmp_path, *options[:2], env=RANGE), 0)
     note = finding(one_rank, "RANGE_CLOSED")
     assert note["level"] == "note" and "answers, 29699 not: no answer" in note["text"]
     paste(node3, closed["todo"])
-    healed = report_of(by_hand(three, tmp_path / "healed", *options, env=RANGE), 0)
+    healed = report_of(by_hand(three, tmp_path, *options, env=RANGE), 0)
     assert not [one for one in healed["findings"] if one["code"] == "RANGE_CLOSED"]
 
 
