@@ -10,7 +10,7 @@ A second file of one topic and day is TOPIC-DATEb.txt: none is overwritten. A co
 named in the file and at the end; the others run, and the topic's file stays in build/published. A
 tree with changes is refused: figures belong to a commit.
 
-All of it took 51 minutes on 2 cores; the minutes of a topic are an upper estimate.
+All of it took some 50 minutes on 2 cores; the minutes of a topic are an upper estimate.
 
 Not here, each with commands of its own in its file or in benchmarks/README.md: the rows of a
 machine with 4 cores (the same commands, there), two builds beside each other, the soak programs at

@@ -7,7 +7,7 @@ Four families group them by what a program can do: ``PeerError``, ``RendezvousEr
 connection also a ``ConnectionError``. ``record`` holds all known facts about the failure. The text
 is one sentence, the same facts as ``key=value``, and a hint.
 
-tools/errors_table.py writes the tables of docs/errors.md from the docstrings of the classes below.
+tools/errors_table.py writes a part of docs/errors.md from the docstrings of the classes below.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class ResourceError(PycommError):
 class InvalidArgumentError(PycommBackendError, ValueError):
     """An argument that no rank can serve; nothing was sent.
 
-    Try: what the hint says.
+    Try: read what stands behind "Try:" in the error.
     """
 
 
@@ -184,8 +184,7 @@ class UnsupportedError(PycommBackendError, NotImplementedError):
 
 
 class RendezvousTimeoutError(RendezvousError, PycommNetworkError, TimeoutError):
-    """Not all ranks came to the store in time. The text lists the missing ranks and those that
-    came.
+    """Not all ranks came to the store in time. The text lists who is missing and who came.
 
     Try: look for errors in the output of the missing ranks. Set the same ``MASTER_ADDR``,
     ``MASTER_PORT`` and ``WORLD_SIZE`` everywhere. Give ranks that start slowly a longer timeout.
@@ -275,14 +274,15 @@ class PeerUnresponsiveError(PeerError):
     """A rank's connection is open and has been silent for 3 s (``heartbeat_timeout``). Its
     heartbeats come from a native thread, so a busy interpreter does not cause it.
 
-    Try: check its host and its cable. A debugger or Ctrl-Z stops a rank, too.
+    Try: check its host, cable and switch. If such silences are usual, set a longer
+    ``PYCOMM_HEARTBEAT_TIMEOUT`` on all ranks. A debugger or Ctrl-Z stops a rank, too.
     """
 
 
 class PeerLeftError(PeerError):
     """A rank left the group in good order while it was still needed.
 
-    Try: run equal numbers of batches on all ranks. Wait for everything before
+    Try: run equal numbers of batches on all ranks, and wait for everything before
     ``destroy_process_group()``. Look for that rank's own error.
     """
 
@@ -309,7 +309,7 @@ class DataCorruptError(PycommNetworkError):
     """The sum of an fp16 gradient bucket is not what the ranks sent. pycomm checks only these
     buckets beyond TCP's checksum.
 
-    Try: use a backend that adds fp16 exactly where all but one element are zero; else report it.
+    Try: over another backend, use pycomm or another ``wire_dtype``. Over pycomm, report it.
     """
 
 

@@ -65,7 +65,7 @@ def _cell(text: str) -> str:
     """A docstring's text on one line of Markdown: one backtick for two, and links to pages."""
     text = " ".join(text.split()).replace("``", "`")
     return re.sub(
-        r"docs/([a-z-]+)\.md((?:#[a-z-]+)?)",
+        r"docs/([a-z-]+)\.md((?:#[a-z_-]+)?)",
         lambda link: f"[{link[1].replace('-', ' ')}]({link[1]}.md{link[2]})",
         text,
     )
@@ -95,14 +95,18 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def _link(code: str) -> str:
+    return f"[`{code}`](#{code.lower()})"
+
+
 def sections_of_codes(known: Mapping[str, Error], by_code: Mapping[str, str]) -> str:
     """A section for each code, so that a search or a link leads to the one that is meant."""
-    sections = []
+    sections = ["In alphabetical order: " + ", ".join(map(_link, sorted(by_code))) + "."]
     for code, name in by_code.items():
         torchs = "Network" if "PycommNetworkError" in _ancestors(known, name) else "Backend"
-        also = "".join(f", also a `{each}`" for each in _pythons(known, name))
+        also = "".join(f" and Python's `{each}`" for each in _pythons(known, name))
         error = known[name]
-        classes = f"`{name}`, to torch a `Dist{torchs}Error`{also}."
+        classes = f"Class `{name}`, which is also torch's `Dist{torchs}Error`{also}."
         sections.append(
             f"### `{code}`\n\n{classes}\n\n{error.meaning}\n\n**To try:** {error.to_try}"
         )
@@ -124,7 +128,7 @@ def table_of_families(known: Mapping[str, Error], by_code: Mapping[str, str]) ->
             f"`{each}`" + (f" for {_quoted(some)}" if len(some) < len(members) else "")
             for each, some in pythons.items()
         ]
-        listed = ", ".join(f"[`{code}`](#{code.lower()})" for code in members)
+        listed = ", ".join(map(_link, members))
         rows.append([f"`{family.name}`", listed, "; ".join(also), family.to_try])
     return _table(("class", "codes", "also Python's", "what a program can do"), rows)
 

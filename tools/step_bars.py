@@ -69,7 +69,8 @@ def picture(seconds: dict[str, float]) -> str:
     ]
     for row, (name, label, x) in enumerate(WAYS):
         y = TOP + ROW * row
-        middle, end = (LEFT + round(scale * s) for s in (compute, seconds[name]))
+        end = LEFT + round(scale * seconds[name])
+        middle = min(LEFT + round(scale * compute), end)
         lines.append(f'<text class="ink" x="{x}" y="{y + 16}">{html.escape(label)}</text>')
         lines.append(_bar("compute", LEFT, y, middle - LEFT))
         if end > middle:

@@ -102,8 +102,10 @@ class HostFacts:
     port: int = 0
     """Where the doctor listens; of the port range if there is one."""
     further_ports: Sequence[int] = ()
-    """Of the port range: where it listens as well, as the other ranks of the host would, and the
-    last port that is free."""
+    """Of the port range: where it listens as well."""
+    ports_for_ranks: int = 0
+    """So many of them, the first, the other ranks of the host would take. The last one is only the
+    last that is free."""
     port_range: Sequence[int] = (0, 0)
     ports_free: int = 0
     listeners: Sequence[str] = ()

@@ -42,6 +42,7 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
     links = [one for one in probes if one.purpose == LINK]
     bad = [one for one in links if not one.ok and not twins & {one.source, one.target}]
     elsewhere = [one for one in probes if one.purpose == ELSEWHERE and one.ok]
+    closed = [one for one in probes if one.purpose == IN_RANGE and not one.ok]
     # Reached from another address than the one that the source's engine connects from.
     unbound = {
         (one.source, one.target): one
@@ -63,7 +64,7 @@ def judge(hosts: Sequence[HostFacts], probes: Sequence[Probe]) -> list[Finding]:
         *_wrong_interfaces(hosts, wrong),
         *_wrong_sources(hosts, [one for one in bound if one.source not in wrong], twins),
         *_blocked(hosts, [one for one in bad if one.target not in wrong], links),
-        *_range_closed(hosts, [one for one in probes if one.purpose == IN_RANGE and not one.ok]),
+        *_range_closed(hosts, [one for one in closed if not twins & {one.source, one.target}]),
         *_store(hosts, _store_not_reached(probes)),
         *_seen(hosts, [one for one in links if one.ok and one.source not in twins]),
     ]
@@ -198,13 +199,14 @@ def _blocked(
 
 def _range_closed(hosts: Sequence[HostFacts], bad: Sequence[Probe]) -> Iterator[Finding]:
     """The first port of the range answers, and others of it do not."""
-    groups: dict[tuple[int, str], list[Probe]] = {}
+    ports: dict[tuple[int, str, int], list[int]] = {}
     for one in bad:
-        groups.setdefault((one.target, one.outcome), []).append(one)
-    for (index, outcome), some in groups.items():
+        ports.setdefault((one.target, one.outcome, one.source), []).append(one.port)
+    groups: dict[tuple[int, str, tuple[int, ...]], list[HostFacts]] = {}
+    for (index, outcome, source), some in ports.items():
+        groups.setdefault((index, outcome, tuple(sorted(some))), []).append(hosts[source])
+    for (index, outcome, closed), sources in groups.items():
         target = hosts[index]
-        sources = [hosts[number] for number in sorted({one.source for one in some})]
-        closed = sorted({one.port for one in some})
         first, last = target.port_range
         text = (
             f"{listed([s.name for s in sources], 4)} -> {target.name}: port {target.port} of "
@@ -214,7 +216,7 @@ def _range_closed(hosts: Sequence[HostFacts], bad: Sequence[Probe]) -> Iterator[
         todo = [f"Each rank of a host takes a port of {first}-{last}, for each group another."]
         if outcome not in (OTHER, STRANGER):
             todo += _opening(target, sources)
-        needed = target.further_ports[: len(target.ranks) - 1]
+        needed = target.further_ports[: target.ports_for_ranks]
         level = STOP if set(needed) & set(closed) else NOTE
         yield Finding(level, "RANGE_CLOSED", target.name, text, todo)
 

@@ -126,6 +126,7 @@ class _Examination:
                     stages.append("rate")
                     flows = self._rates(reach.reachable(probes))
         self._roll_call()
+        self.close()  # all have asked, and the engine of stage 3 needs the ports
         findings = self._judge(taken, probes, flows) if self._place.rank == 0 else []
         nobody = attendance.nobody_else(self._place, self._roster, self._plan.wait_s)
         syncs, trouble = self._sync(store, findings)
@@ -211,9 +212,17 @@ class _Examination:
             if place.rank == 0:
                 trouble = self._server.also_listen(place.master_port)
                 free += first <= place.store_port <= last  # the doctor itself has it
-        further = self._server.listen_in(ports, min(len(ranks), _MAX_PORTS) - 1) if first else []
+        others = min(len(ranks), _MAX_PORTS) - 1
+        if place.by_hand and place.rank == 0 and first <= place.store_port <= last:
+            others = max(others - 1, 0)  # the doctor's store has the port of a rank
+        further = self._server.listen_in(ports, others) if first else []
         facts = dataclasses.replace(
-            facts, ranks=ranks, ports_free=free, port=self._server.port, further_ports=further
+            facts,
+            ranks=ranks,
+            ports_free=free,
+            port=self._server.port,
+            further_ports=further,
+            ports_for_ranks=others,
         )
         self._board.put("facts", [facts.to_json(), trouble])
         found = self._collect("facts", self._leaders, _FACTS_S)
@@ -247,8 +256,6 @@ class _Examination:
         answers += self._ask(reach.next_questions(self._facts, answers))
         self._board.put("reach", [dataclasses.asdict(one) for one in answers])
         found = self._collect("reach", self._leaders, _reach_limit_s(len(self._facts)))
-        if self._server is not None:  # all have asked: the engine of stage 3 needs the ports
-            self._server.stop_listening(self._facts[here].further_ports)
         raws = [raw for rank in self._leaders for raw in found.get(rank, ())]
         return [probe.Probe(**known(probe.Probe, raw)) for raw in raws]
 

@@ -198,6 +198,7 @@ class ServerCore:
                     raise RuntimeError("the server is stopping")
                 self._changed.wait(_LOOK_S)
                 _check_current(begun, worker, incarnation)
+            self._check_steps()  # the version is counted before the step
             begun.shard.copy_to(into)
             return begun.schedule.version, begun.schedule.lost_pushes
 

@@ -284,7 +284,8 @@ class ParameterServer:
             logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
             with contextlib.suppress(Exception):
                 session.send(Frame(Kind.REFUSED, text=str(error)))
-                session.wait_for_the_peers_end()
+                if not self._stopping.is_set():  # which cannot abort it: nobody keeps it
+                    session.wait_for_the_peers_end()
             session.abort()
             return
         with self._kept_as(worker, session, number):

@@ -273,11 +273,11 @@ TEST(LifeCycle, CloseWaitsForWhatTheControlLoopHasStillToDoForTheGroup) {
   if (!faultPointsBuiltIn()) {
     GTEST_SKIP() << "needs a build with fault points";
   }
-  // The loop stands still from the time when the control links are closed.
+  // The closing thread stands still when the control links are closed; the task that is posted meanwhile takes longer.
   SharedStore store;
   Engine engine;
   std::shared_ptr<Group> group = Group::join(engine, store, groupConfig(0, 1));
-  armFaultPoints("group.links_closed:1:delay=2000");
+  armFaultPoints("group.links_closed:1:delay=1000");
   std::atomic<bool> went_on{false};
   std::thread closing([&] {
     group->close();
@@ -286,7 +286,7 @@ TEST(LifeCycle, CloseWaitsForWhatTheControlLoopHasStillToDoForTheGroup) {
   });
   waitUntilStruck();
   engine.control().post([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+    std::this_thread::sleep_for(std::chrono::milliseconds(3000));
     went_on = true;
   });
   closing.join();

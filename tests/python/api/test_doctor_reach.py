@@ -89,7 +89,12 @@ def test_both_directions_blocked_is_not_called_one_direction() -> None:
 
 
 IN_RANGE = healthy(
-    1, port_range=(29600, 29699), port=29600, further_ports=(29601, 29602, 29699), ranks=(0, 1, 2)
+    1,
+    port_range=(29600, 29699),
+    port=29600,
+    further_ports=(29601, 29602, 29699),
+    ports_for_ranks=2,
+    ranks=(0, 1, 2),
 )
 
 
@@ -125,6 +130,20 @@ def test_other_ports_of_the_range_are_closed(
     assert (finding.level, finding.code, finding.host) == (level, "RANGE_CLOSED", "node1")
     assert f"node3 -> node1: port 29600 of PYCOMM_PORT_RANGE {said}" in finding.text
     assert "dport 29600-29699 accept" in " ".join(finding.todo)
+
+
+def test_hosts_that_miss_other_ports_are_findings_of_their_own() -> None:
+    hosts = cluster_of(3, node1=IN_RANGE)
+    missed = {(1, 29699), (2, 29601)}
+    answers = [
+        dataclasses.replace(one, outcome=probe.SILENT) if (one.source, one.port) in missed else one
+        for one in reach.next_questions(hosts, all_links(hosts))
+    ]
+    levels = {
+        found.text.partition(" -> ")[0]: found.level
+        for found in reach.judge(hosts, [*all_links(hosts), *answers])
+    }
+    assert levels == {"node2": NOTE, "node3": STOP}
 
 
 def test_a_host_that_is_not_reached_is_not_asked_for_its_other_ports() -> None:

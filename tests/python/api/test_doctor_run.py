@@ -183,9 +183,9 @@ def test_an_engine_that_fails_on_a_slow_network_is_not_to_be_reported(
 
 
 def test_many_hosts_have_time_for_all_questions() -> None:
-    """64 at a time, each silent at most; then other addresses of the lost."""
+    """64 at a time, each silent at most; then other addresses of the lost, or other ports."""
     asked_s = (200 / 64) * run._CONNECT_S
-    assert run._reach_limit_s(200) > asked_s + 5 * asked_s
+    assert run._reach_limit_s(200) > asked_s + max(5, run._MAX_PORTS) * asked_s
     assert run._reach_limit_s(4) > 4 * run._CONNECT_S
 
 
@@ -252,6 +252,28 @@ def test_a_port_range_may_hold_the_masters_port(place_of_master: int) -> None:
     assert problems(report) == []
     assert not {port, place.store_port} & {host.port for host in report.hosts}
     assert report.hosts[0].ports_free == 5
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("how", ["one host", "two hosts"])
+def test_the_ports_are_free_again_when_the_engine_needs_them(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = free_port_range(4)
+    ports = list(range(first, last + 1))
+    held: list[list[int]] = []
+
+    def measured(*_: object) -> list[Any]:
+        held.append([port for port in ports if not system._is_free(port)])
+        return []
+
+    monkeypatch.setattr(sync, "measure", measured)
+    if how == "one host":
+        monkeypatch.setattr(meeting, "host_identity", lambda: "one")
+    plan = dataclasses.replace(QUICK, reach_only=False)
+    environ = {"PYCOMM_PORT_RANGE": f"{first}-{last}"}
+    report_of(examine(2, {0: plan, 1: plan}, environ=environ))
+    assert held == [[], []]
 
 
 # A store that is not the doctor's

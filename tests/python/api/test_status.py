@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from processes import child_environment
 from ranks import mark, start_ranks
+from time_bound import assert_within
 
 from pycomm import _process_reports
 from pycomm._flight_record import ProcessRecord, parse_record
@@ -95,6 +96,7 @@ def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
         ranks.collect(30).check()
 
 
+@pytest.mark.time_bound
 def test_a_stopped_process_is_said_not_to_answer(tmp_path: Path) -> None:
     go = tmp_path / "go"
     go.touch()
@@ -103,7 +105,9 @@ def test_a_stopped_process_is_said_not_to_answer(tmp_path: Path) -> None:
             ranks.wait_for_mark(rank, "ended")
         ranks.kill(1, signal.SIGSTOP)
         try:
+            begin = time.monotonic()
             code, text = _status("--json", "--timeout", "5")
+            took_s = time.monotonic() - begin
         finally:
             ranks.kill(1, signal.SIGCONT)
         (silent,) = _of([ranks.pid(1)], text)["silent"]
@@ -111,6 +115,7 @@ def test_a_stopped_process_is_said_not_to_answer(tmp_path: Path) -> None:
         assert [row["rank"] for row in _of([ranks.pid(0)], text)["rows"]] == [0]
         (tmp_path / "go.end").touch()
         ranks.collect(30).check()
+    assert_within(took_s, 30)
 
 
 def _each_receives(rank: int, size: int, go: str) -> None:

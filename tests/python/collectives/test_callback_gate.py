@@ -46,7 +46,7 @@ def callbacks(rank: int, world_size: int) -> list[bool]:
 
     def hang_on() -> Any:
         future = ended().get_future()
-        end_s = time.thread_time() + 0.0001  # of the 2 ms that the gate allows
+        end_s = time.thread_time() + 0.0003  # of the 2 ms that the gate allows
         while time.thread_time() < end_s:
             pass
         return future.then(again)

@@ -48,7 +48,8 @@ def readme_example() -> str:
 @pytest.mark.needs_native
 def test_the_readmes_example_runs_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(readme_example())
-    commands = [shlex.split(block) for block in blocks(read("README.md"), "bash")]
+    lines = "".join(blocks(read("README.md"), "bash")).splitlines()
+    commands = [shlex.split(line) for line in lines]
     (documented,) = (words for words in commands if words[0] == "torchrun")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *documented[1:]]
     done = subprocess.run(
@@ -72,7 +73,8 @@ def test_the_readme_is_short_and_shows_its_commands() -> None:
     assert len(readme.splitlines()) <= 150
     assert len(readme_example().splitlines()) <= 20
     assert "Linux" in readme.partition(". ")[0]
-    assert [block.split()[0] for block in blocks(readme, "bash")] == ["make", "torchrun"]
+    first_words = [line.split()[0] for line in "".join(blocks(readme, "bash")).splitlines()]
+    assert first_words == ["make", "source", "export", "torchrun"]
     (diff,) = blocks(readme, "diff")
     removed, added = diff.splitlines()
     assert removed[0] == "-" and added == "+" + removed[1:].replace("gloo", "pycomm")
@@ -254,7 +256,9 @@ def test_the_page_of_errors_is_the_docstrings() -> None:
 
 def test_the_page_of_errors_is_the_codes() -> None:
     page = read("docs/errors.md")
-    sections = re.findall(r"^### `(\w+)`\n\n(`.+)\n\n(\S.+)\n\n\*\*To try:\*\* (\S.+)$", page, re.M)
+    sections = re.findall(
+        r"^### `(\w+)`\n\n(Class .+)\n\n(\S.+)\n\n\*\*To try:\*\* (\S.+)$", page, re.M
+    )
     assert [name for name, *_ in sections] == list(errors.BY_CODE)
     assert len(sections) == len(re.findall(r"^### `", page, re.M)), "one lacks a part"
     for name, classes, _, _ in sections:

@@ -123,7 +123,7 @@ TROUBLES = (
     # Beta has no route then: a link that it opens just now, say to ask who is late, fails at once.
     Trouble("cable pulled", _pull_the_cable, _plug_it_in, ("CONNECT_FAILED", *SILENCE)),
     Trouble("slow link", _slow, _fast, (), 40.0),
-    Trouble("half a second of silence", _filter("drop", "drop"), _heal, (), 40.0, heal_after_s=0.5),
+    Trouble("0.8 s of silence", _filter("drop", "drop"), _heal, (), 40.0, heal_after_s=0.8),
     Trouble(
         "firewall",
         _filter(NO_OTHER_PORT, NO_OTHER_PORT),

@@ -6,24 +6,25 @@ import copy
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
-from test_service import Counter, counter_server, serving
+from test_service import Counter, count, counter_server, serving
 from torch import nn, optim
 
 import pycomm
-from pycomm.service import ParameterClient
+from pycomm.service import ParameterClient, client
 from pycomm.service.core import ServerCore
 from pycomm.service.frames import Hello
 from pycomm.service.shard import Layout
 
-pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.needs_native
 
 
-def core_of_two() -> tuple[ServerCore, nn.Module]:
+def core_of_two(optimizer: type[optim.SGD] = optim.SGD) -> tuple[ServerCore, nn.Module]:
     model = nn.Linear(1, 1, bias=False)
-    return ServerCore(model, optim.SGD(model.parameters(), lr=1.0), None, 2), model
+    return ServerCore(model, optimizer(model.parameters(), lr=1.0), None, 2), model
 
 
 def join(core: ServerCore, model: nn.Module, worker: int) -> None:
@@ -96,7 +97,7 @@ def test_stop_in_a_signal_handler_ends_the_server() -> None:
 
 def test_the_time_for_retries_begins_with_the_first_failure() -> None:
     with serving(counter_server()) as address:
-        client = ParameterClient(Counter(), servers=address, worker=0, reconnect=5.0)
+        worker = ParameterClient(Counter(), servers=address, worker=0, reconnect=5.0)
         calls = []
 
         def fails_once_after_a_long_wait(session: object) -> str:
@@ -106,9 +107,61 @@ def test_the_time_for_retries_begins_with_the_first_failure() -> None:
                 raise RuntimeError("the connection broke")
             return "answered"
 
-        assert client._retrying(client._servers[0], fails_once_after_a_long_wait) == "answered"
+        assert worker._retrying(worker._servers[0], fails_once_after_a_long_wait) == "answered"
         assert len(calls) == 2
-        client.close()
+        worker.close()
+
+
+class Breaks(optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("it broke")
+
+
+def test_after_a_step_that_failed_nothing_is_answered() -> None:
+    core, model = core_of_two(Breaks)
+    for worker in (0, 1):
+        join(core, model, worker)
+    core.push(0, 1, 1, core.buffers())
+    raised: list[BaseException] = []
+
+    def waits() -> None:  # for worker 1's push, in lock-step
+        try:
+            core.pull(0, 1, 1, core.buffers())
+        except RuntimeError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    time.sleep(0.1)
+    with pytest.raises(ValueError, match="it broke"):
+        core.push(1, 2, 1, core.buffers())
+    waiting.join(30)
+    assert len(raised) == 1, "a pull was answered with the parameters of a step that failed"
+    for call in (core.push, core.pull):
+        with pytest.raises(RuntimeError, match="a step of the optimizer has failed: it broke"):
+            call(1, 2, 1, core.buffers())
+
+
+def test_a_last_answer_waits_for_a_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, goodbye = client._done, client._say_goodbye
+    goodbyes: list[object] = []
+
+    def late(session: Any, clock: int) -> Any:
+        time.sleep(0.5)  # the server has sent its answer, and would end the connection
+        return done(session, clock)
+
+    def counted(session: Any) -> None:
+        goodbyes.append(session)
+        goodbye(session)
+
+    with serving(counter_server()) as address:
+        model = Counter()
+        worker = ParameterClient(model, servers=address, worker=0)
+        assert count(worker, model, 1) == 1
+        monkeypatch.setattr(client, "_done", late)
+        monkeypatch.setattr(client, "_say_goodbye", counted)
+        worker.close()
+    assert len(goodbyes) == 1, "the answer to the first was lost"
 
 
 @pytest.mark.parametrize("kind", ["DiLoCo", "StreamingDiLoCo"])
