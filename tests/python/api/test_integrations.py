@@ -237,7 +237,7 @@ def test_options_of_the_group_are_a_mapping() -> None:
     arguments = accelerate.group_arguments
     assert arguments(None, None) == {}
     assert arguments({"timeout": 3}, None) == {"timeout": 3}
-    with pytest.warns(FutureWarning, match=r"process_group= of a dict .* 0.2. Try: group_options="):
+    with pytest.warns(FutureWarning, match=r"process_group= of a dict .* 0.3. Try: group_options="):
         assert arguments(None, {"timeout": 3}) == {"timeout": 3}
     with pytest.raises(TypeError, match="pass only the latter"):
         arguments({}, {})
