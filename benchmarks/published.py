@@ -14,7 +14,7 @@ All of it took some 50 minutes on 2 cores; the minutes of a topic are an upper e
 
 Not here, each with commands of its own in its file or in benchmarks/README.md: the rows of a
 machine with 4 cores (the same commands, there), two builds beside each other, the soak programs at
-the size that is published, the fault matrix, fuzzing, the wheel, a GPU's figures, torch's own
+larger sizes, the fault matrix, fuzzing, the wheel, a GPU's figures, torch's own
 suite, quality over five seeds, the time to a loss, the links in shared memory, the identifier map
 and TorchRec's step, and the parameter service.
 """

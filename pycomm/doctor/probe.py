@@ -70,7 +70,7 @@ class Server:
         self._token = token
         self._process = process
         self._handlers = {"hello": self._hello, **handlers}
-        self._sockets: dict[int, socket.socket] = {}
+        self._sockets: list[socket.socket] = []
         self.port = self._listen(ports)
 
     def also_listen(self, port: int) -> str:
@@ -96,16 +96,12 @@ class Server:
                     taken.append(port)
         return taken
 
-    def stop_listening(self, ports: Iterable[int]) -> None:
-        """Ends the threads that accept at these; those that serve end with their connections."""
-        for port in ports:
-            listener = self._sockets.pop(port)
+    def close(self) -> None:
+        """Ends the threads that accept; those that serve end with their connections."""
+        for listener in self._sockets:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
-
-    def close(self) -> None:
-        self.stop_listening(list(self._sockets))
 
     def _listen(self, ports: Iterable[int]) -> int:
         refused: OSError | None = None
@@ -115,10 +111,9 @@ class Server:
             except OSError as error:
                 refused = error
                 continue
-            number = int(listener.getsockname()[1])
-            self._sockets[number] = listener
+            self._sockets.append(listener)
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-            return number
+            return int(listener.getsockname()[1])
         raise refused or OSError(errno.EADDRINUSE, "no port is free")
 
     def _accept(self, listener: socket.socket) -> None:

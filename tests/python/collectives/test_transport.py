@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import signal
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from documents import blocks, read
+from log_lines import LogLines
 from ranks import LOOPBACK, describe_exception, free_port, run_ranks
 
 import pycomm
@@ -92,10 +91,7 @@ def test_all_ranks_get_the_same_bits() -> None:
 
 def with_no_memory_on_rank_one(rank: int, world_size: int, transport: str) -> dict[str, Any]:
     """Rank 0 makes the memory: there, no file may have a size."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
+    lines = LogLines()
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
     met: dict[str, Any] = {}
@@ -110,12 +106,8 @@ def with_no_memory_on_rank_one(rank: int, world_size: int, transport: str) -> di
         met["error"] = describe_exception(error)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    give_up_s = time.monotonic() + (20 if rank == 0 and "sum" in met else 0)
-    while True:  # lines come through the callback pool, which need not have got a core yet
-        met["lines"] = [line for line in lines if "uses no shared memory" in line]
-        if met["lines"] or time.monotonic() > give_up_s:
-            break
-        time.sleep(0.01)
+    within_s = 20.0 if rank == 0 and "sum" in met else 0.0
+    met["lines"] = lines.that_have("uses no shared memory", within_s)
     dist.barrier()
     return met
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import platform
 import signal
 import struct
-import time
 from typing import Any
 
 import ddp_models
@@ -19,6 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from ddp_rig import wrap
+from log_lines import LogLines
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(400)]
 
@@ -168,22 +167,14 @@ def no_pages_any_more() -> None:
 
 
 def without_room(rank: int, world_size: int) -> tuple[int, list[str], float]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pycomm").addHandler(handler)
+    lines = LogLines()
     dist.all_reduce(torch.ones(1 << 20))  # what the group itself needs is there
     if rank == 0:
         no_pages_any_more()
     model = wrap(ddp_models.make("buckets"), bucket_cap_mb=1)
     for number in range(2):
         step(model, rank, number)
-    give_up_s = time.monotonic() + (20 if rank == 0 else 0)
-    while True:  # lines come through the callback pool, which need not have got a core yet
-        said = [line for line in lines if "lie in ordinary memory" in line]
-        if said or time.monotonic() > give_up_s:
-            break
-        time.sleep(0.01)
+    said = lines.that_have("lie in ordinary memory", 20.0 if rank == 0 else 0.0)
     dist.barrier()
     return model.stats().shared_nbytes, said, float(gradients(model).double().square().sum())
 
