@@ -44,8 +44,12 @@ def hang(rank: int, world_size: int) -> None:
 
 
 def make_gloo_group(rank: int, world_size: int) -> list[str]:
+    """Returns the names of gloo's threads: they name themselves, some time after they started."""
     dist.new_group(backend="gloo")
-    return other_backends_threads()
+    deadline = time.monotonic() + 30
+    while not (names := other_backends_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return names
 
 
 def killed(rank: int, world_size: int) -> None:
