@@ -37,6 +37,11 @@ cpp: ## C++ tests only
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cpp.py plain
 
+files: ## the extension compiled file by file, so that a missing include shows; into build/files
+	$(BOOTSTRAP) --group test
+	@PYCOMM_UNITY=0 $(BIN)/python setup.py -q build_ext --build-lib build/files >/dev/null
+	@echo "files: 1 build passed"
+
 cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/cuda_library.py $(ARGS)
@@ -122,6 +127,10 @@ torch_suite: ## torch's own DistributedTest suite, 2 ranks; ARGS=--all: 2 to 4 a
 	$(BOOTSTRAP) --group test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/torch_suite/run.py $(ARGS)
 
+other_torch: ## all of that and the Python tests with another torch, in build/: make other_torch TORCH=2.15.0
+	$(BOOTSTRAP) --no-torch
+	@$(BIN)/python tools/other_torch.py $(TORCH) $(ARGS)
+
 lint: ## formatting and ruff
 	$(BOOTSTRAP) --group lint --no-build
 	@$(BIN)/python tools/lint.py
@@ -153,5 +162,5 @@ site: ## the documents as a website in build/site; every link is checked, and ea
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info pycomm/torch_* pycomm/_C.*.so pycomm/libpycomm_cuda.so pycomm/_build_info.py .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations torchrec bench torch_suite lint \
+.PHONY: help venv demo test cpp cuda gpu strict asan tsan seam seam_all fuzz wheel py tcp faults fault_build nightly simulate integrations torchrec bench torch_suite other_torch files lint \
   format layers typecheck stubs stubs_check site clean

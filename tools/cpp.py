@@ -112,6 +112,31 @@ def may_run_again(found: Counts, folder: Path) -> bool:
     )
 
 
+_TEST_OR_END = re.compile(
+    r"^\[ +(RUN|OK|FAILED|SKIPPED) +\] (\S+)|^(\d+/\d+ Testing: )|("
+    + "|".join(SANITIZER_REPORTS)
+    + ")",
+    re.MULTILINE,
+)
+
+
+def broken_off(log: str) -> list[str]:
+    """The tests in which a program crashed, ran out of time or printed a sanitizer's report.
+
+    They have left no failure in its results. `log` is what ctest has kept of all programs.
+    """
+    found, running = [], ""
+    for match in _TEST_OR_END.finditer(log + "\n1/1 Testing: "):
+        what, name, program, report = match.groups()
+        if what == "RUN":
+            running = name
+        elif running and (program or report):
+            found.append(running)
+        if what != "RUN" and not report:
+            running = ""
+    return sorted(set(found))
+
+
 def test_prefix(flavour: str) -> list[str]:
     # GCC 12's ThreadSanitizer cannot map its shadow memory under the address randomisation of newer
     # kernels.
@@ -204,7 +229,8 @@ def main() -> int:
         print(f"C++ {flavour}: {wanted} tests are of this share, and {found.ran} ran")
         code = 1
     if code != 0 and "--remember-failures" in options:
-        shares.remember(found.names)
+        log = folder / "Testing" / "Temporary" / "LastTest.log"
+        shares.remember([*found.names, *broken_off(log.read_text(errors="replace"))])
     passed = found.ran - len(found.names) - found.skipped
     print(
         f"C++ {flavour}: {'passed' if code == 0 else 'FAILED'}, {passed} passed, "

@@ -19,9 +19,11 @@ SUITES = {
 }
 
 
-def run_and_keep_last_line(command: list[str]) -> tuple[int, str]:
+def run_and_keep_last_line(command: list[str], folder: Path = ROOT) -> tuple[int, str]:
     """Run a command, pass its output on as it comes, and return its exit status and last line."""
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, errors="replace")
+    child = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, text=True, errors="replace"
+    )
     last = "no output"
     for line in child.stdout or []:
         print(line, end="", flush=True)

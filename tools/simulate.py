@@ -1,6 +1,9 @@
 """Run seeds of the simulator, as many of each kind: docs/simulator.md says which kinds there are.
 
-python tools/simulate.py [--seeds 100000] [--first 1]
+python tools/simulate.py [--seeds 100000] [--first 1] [--remember-failures]
+
+With --remember-failures seeds that fail are added to tests/cpp/proof/seeds.txt: they run on every
+day then.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ import argparse
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import cpp
 import machine
@@ -22,16 +27,37 @@ KINDS = {
 """The seed before the first of each: kRichSeeds, kLeavingSeeds, kGroupSeeds of proof/sim/plan.h."""
 
 
+KEPT = Path(__file__).resolve().parent.parent / "tests" / "cpp" / "proof" / "seeds.txt"
+_TOTAL = re.compile(r"^all +(\d+) +\d+ +(\d+)$", re.MULTILINE)
+_BROKEN = re.compile(r"^seed (\d+) broke a promise$", re.MULTILINE)
+
+
+def read(output: str) -> tuple[int, int, list[str]]:
+    """How many seeds ran, how many were violated, and those that are named."""
+    total = _TOTAL.search(output)
+    ran, violated = (int(total[1]), int(total[2])) if total else (0, 0)
+    return ran, violated, _BROKEN.findall(output)
+
+
+def remember(seeds: Iterable[str], path: Path = KEPT) -> None:
+    """Adds seeds to those that always run."""
+    kept = {line.partition("#")[0].strip() for line in path.read_text().splitlines()}
+    with path.open("a") as file:
+        file.writelines(f"{seed}\n" for seed in sorted(set(seeds) - kept, key=int))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100_000, help="how many of each kind")
     parser.add_argument("--first", type=int, default=1, help="counted from each kind's first seed")
+    parser.add_argument("--remember-failures", action="store_true", help="add them to seeds.txt")
     options = parser.parse_args()
     folder = cpp.build("plain", target="pycomm_simulate")
     if folder is None:
         return 1
     program = str(folder / "tests" / "cpp" / "pycomm_simulate")
-    codes, violated = [], 0
+    ran, violated, complete = 0, 0, True
+    broken: list[str] = []
     for kind, base in KINDS.items():
         first = base + options.first
         seeds = f"{first}:{first + options.seeds - 1}"
@@ -39,12 +65,14 @@ def main() -> int:
         command = [program, "--seeds", seeds, "--jobs", str(machine.jobs(1.0))]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         print(done.stdout, end="", flush=True)
-        total = re.search(r"^all +\d+ +\d+ +(\d+)$", done.stdout, re.MULTILINE)
-        violated += int(total.group(1)) if total else 0
-        codes.append(done.returncode)
-    how = "passed" if not any(codes) else "FAILED"
-    print(f"simulator: {how}, {len(KINDS) * options.seeds:,} seeds, {violated} violated")
-    return 1 if any(codes) else 0
+        some, bad, named = read(done.stdout)
+        ran, violated = ran + some, violated + bad
+        broken += named
+        complete = complete and done.returncode == 0 and some == options.seeds
+    if options.remember_failures:
+        remember(broken)
+    print(f"simulator: {'passed' if complete else 'FAILED'}, {ran:,} seeds, {violated} violated")
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

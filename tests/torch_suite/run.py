@@ -7,14 +7,16 @@
 A test that gloo passes and pycomm fails or skips is a failure, unless it is listed in
 ``HARD_CODED`` with the reason why torch lets no backend but its own pass it, and failed with the
 text that belongs to this reason. What only pycomm passes is counted, and the tests of ``MUST_PASS``
-have to be among it. The names of the tests that gloo passes are kept in ``gloo.json``, so that one
-run of one backend is enough to compare.
+have to be among it. The names of the tests that gloo passes are kept in ``gloo.json``, so that with
+the torch that is named there one run of one backend is enough to compare.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -121,9 +123,11 @@ def counts(outcomes: Outcomes) -> dict[str, int]:
     }
 
 
-def problems(face: str, ours: Outcomes, gloo_passes: Collection[str]) -> list[str]:
-    """Why a run is not good enough, a line a test; empty if it is."""
-    found = []
+def problems(face: str, ours: Outcomes, gloo_passes: Collection[str], tests: str = "") -> list[str]:
+    """Why a run of ``tests`` is not good enough, a line a test; empty if it is."""
+    found = [] if ours else ["no test ran"]
+    wanted = {name for name in (*gloo_passes, *MUST_PASS[face]) if re.search(tests, name)}
+    found += [f"{name}: is not among the tests that ran" for name in sorted(wanted - set(ours))]
     for name, outcome in sorted(ours.items()):
         behind = name in gloo_passes and outcome["status"] != "pass"
         if behind and not is_hard_coded(name, outcome):
@@ -132,6 +136,30 @@ def problems(face: str, ours: Outcomes, gloo_passes: Collection[str]) -> list[st
         if name in MUST_PASS[face] and outcome["status"] != "pass":
             found.append(f"{name}: must pass, has {outcome['status']}: {outcome['reason'][-500:]}")
     return found
+
+
+def recorded_for(minor: str) -> dict[str, list[str]]:
+    """What gloo passes with this minor of torch, by face and ranks; empty if it is not recorded."""
+    if not RECORDED.exists():
+        return {}
+    kept = json.loads(RECORDED.read_text())
+    passes: dict[str, list[str]] = kept["passes"] if kept["torch"] == minor else {}
+    return passes
+
+
+def summary(results: Collection[Outcomes]) -> str:
+    """How pycomm's runs went, for the last line."""
+    total = {"pass": 0, "fail": 0, "skip": 0}
+    for outcomes in results:
+        for status, number in counts(outcomes).items():
+            total[status] += number
+    reserved = sum(
+        is_hard_coded(name, each) for outcomes in results for name, each in outcomes.items()
+    )
+    return (
+        f"{total['pass']} passed, {total['skip']} skipped, {total['fail']} not passed, of which "
+        f"torch reserves {reserved} for its own backends"
+    )
 
 
 def commit() -> str:
@@ -227,9 +255,8 @@ def main() -> int:
     parser.add_argument("--face", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--tests", default="", help="regular expression over test names")
     arguments = parser.parse_args()
-    recorded: dict[str, list[str]] = {}
-    if RECORDED.exists():
-        recorded = json.loads(RECORDED.read_text())
+    minor = ".".join(importlib.metadata.version("torch").split(".")[:2])
+    recorded = recorded_for(minor)
     runs = [(arguments.face, arguments.world_size)]
     if arguments.all or arguments.write:
         runs = [(face, size) for face in ("gloo", "nccl") for size in WORLD_SIZES]
@@ -244,11 +271,17 @@ def main() -> int:
                 name for name, each in pair["gloo"].items() if each["status"] == "pass"
             ]
         results[key] = pair
-        bad += [f"{key} {line}" for line in problems(face, pair["pycomm"], recorded[key])]
+        tests = arguments.tests or TESTS[face]
+        bad += [f"{key} {line}" for line in problems(face, pair["pycomm"], recorded[key], tests)]
     if arguments.write:
-        RECORDED.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n")
+        kept = {"torch": minor, "passes": recorded}
+        RECORDED.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n")
         PAGE.write_text(page(results))
-    print("\n".join(bad) or "pycomm passes whatever gloo passes", flush=True)
+    for line in bad:
+        print(line)
+    how = "FAILED" if bad else "pycomm passes whatever gloo passes"
+    ours = summary([pair["pycomm"] for pair in results.values()])
+    print(f"torch's suite with torch {minor}: {how}; {ours}", flush=True)
     return 1 if bad else 0
 
 

@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import IMPORTED_FROM, LOOPBACK, free_port, mark, run_python, run_ranks, start_ranks
+from ranks import (
+    IMPORTED_FROM,
+    LOOPBACK,
+    RankResult,
+    free_port,
+    mark,
+    run_python,
+    run_ranks,
+    start_ranks,
+)
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import _pycomm_autoload
@@ -281,21 +290,30 @@ def test_exit_without_destroy_is_clean() -> None:
     assert all("terminate" not in result.stderr for result in results)
 
 
+def said(result: RankResult) -> str:
+    """What a rank wrote, without what triton's bindings write when Python ends.
+
+    CUDA builds of torch bring triton.
+    """
+    leaks = r"^nanobind: leaked .*?^See https://nanobind\S*\n"
+    return re.sub(leaks, "", result.stderr, flags=re.MULTILINE | re.DOTALL)
+
+
 @pytest.mark.needs_native
 def test_rank_0_says_one_line_and_nobody_else_anything() -> None:
-    first, second = run_ranks(2, make_two_groups)
-    assert len(first.stderr.splitlines()) == 1, first.stderr
-    assert re.match(r"\[rank0@[^]]+\] pycomm INFO: .*2 ranks", first.stderr)
-    assert second.stderr == ""
+    first, second = map(said, run_ranks(2, make_two_groups))
+    assert len(first.splitlines()) == 1, first
+    assert re.match(r"\[rank0@[^]]+\] pycomm INFO: .*2 ranks", first)
+    assert second == ""
     for level in ("WARN", "TRACE"):
-        first, _ = run_ranks(2, make_two_groups, env={"PYCOMM_DEBUG": level})
-        assert bool(first.stderr) == (level == "TRACE"), first.stderr
+        first, _ = map(said, run_ranks(2, make_two_groups, env={"PYCOMM_DEBUG": level}))
+        assert bool(first) == (level == "TRACE"), first
 
 
 @pytest.mark.needs_native
 def test_a_group_of_one_says_that_it_has_no_connections() -> None:
     (alone,) = run_ranks(1, sum_of_ranks)
-    assert alone.stderr.endswith("] pycomm INFO: 1 rank, without connections\n"), alone.stderr
+    assert said(alone).endswith("] pycomm INFO: 1 rank, without connections\n"), alone.stderr
 
 
 def make_two_groups(rank: int, world_size: int) -> None:

@@ -186,6 +186,17 @@ def test_the_commit_of_a_changed_tree_equals_no_other(
     assert nightly.commit(tmp_path).startswith(f"{clean} with changes")
 
 
+def test_other_torch_refuses_a_torch_that_is_not_supported() -> None:
+    wrong = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "other_torch.py"), "2.9.0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert wrong.returncode == 2
+    assert "and torch 2.9.0 is installed" in wrong.stderr
+
+
 def test_every_step_exists(nightly: ModuleType) -> None:
     names = [step.name for step in nightly.STEPS]
     assert len(set(names)) == len(names)
@@ -220,6 +231,8 @@ def test_tests_of_the_night_are_left_out_by_day(tmp_path: Path) -> None:
 
 FAKE_MAKE = """#!/bin/sh
 case "$2" in
+  docs) echo "docs: SKIPPED, there is no browser" ;;
+  site) echo "=== 1,203 passed, 2 skipped in 3 s ===" ;;
   test) echo "tests/a.py::test_x (passed)" >> "$RERUNS_FILE"
         echo "Suite.One (passed)" >> "$RERUNS_FILE" ;;
   lint) exit 3 ;;
@@ -233,16 +246,17 @@ def test_the_table_of_ci_names_reruns(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHARE": "3"}
     done = subprocess.run(
-        [ROOT / ".ci" / "run", "docs", "test", "lint"],
+        [ROOT / ".ci" / "run", "docs", "site", "test", "lint"],
         env=env,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 1
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-5:]]
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()[-6:]]
     assert [re.sub(r" \d+ s (\d+ s of cores) ", " N s ", line) for line in lines] == [
-        "docs N s passed",
+        "docs N s skipped",
+        "site N s passed: 1,203 passed, 2 skipped",
         "test N s passed, 2 run again: tests/a.py::test_x (passed), Suite.One (passed)",
         "lint N s FAILED (3)",
         "share 3 of 5 (SHARE=3 .ci/run repeats it)",

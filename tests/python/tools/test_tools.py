@@ -700,6 +700,39 @@ def test_cpp_runs_again_only_what_was_too_slow(
     assert tool("cpp").may_run_again(found, tmp_path) is wanted
 
 
+def test_cpp_names_the_tests_that_left_no_failure() -> None:
+    log = """
+1/3 Testing: engine
+[ RUN      ] Good.One
+[       OK ] Good.One (3 ms)
+[ RUN      ] Bad.Crash
+2/3 Testing: transport
+[ RUN      ] Bad.Race
+WARNING: ThreadSanitizer: data race (pid=7)
+[       OK ] Bad.Race (3 ms)
+[ RUN      ] Bad.Sum
+[  FAILED  ] Bad.Sum (3 ms)
+[ RUN      ] Good.Two
+[  SKIPPED ] Good.Two (0 ms)
+3/3 Testing: fuzz
+[ RUN      ] Bad.Hang/3
+"""
+    assert tool("cpp").broken_off(log) == ["Bad.Crash", "Bad.Hang/3", "Bad.Race"]
+
+
+def test_the_simulators_seeds_that_ran_are_counted_and_those_that_failed_kept(
+    tmp_path: Path,
+) -> None:
+    simulate = tool("simulate")
+    output = "seed 7 broke a promise\nfault  seeds\nall     1000     31       1\n"
+    assert simulate.read(output) == (1000, 1, ["7"])
+    assert simulate.read("Segmentation fault\n") == (0, 0, [])
+    kept = tmp_path / "seeds.txt"
+    kept.write_text("# why\n12\n")
+    simulate.remember(["7", "12", "7"], kept)
+    assert kept.read_text() == "# why\n12\n7\n"
+
+
 def test_cpp_compiles_file_by_file_in_strict_and_where_units_are_not_wanted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

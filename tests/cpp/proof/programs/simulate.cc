@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <string>
@@ -20,11 +21,14 @@ using pycomm::sim::Report;
 
 constexpr const char* kUsage =
     "usage: pycomm_simulate [--seeds FIRST:LAST] [--share today] [--jobs N] [--most-failures N]\n"
+    "       pycomm_simulate --seeds-of FILE [--jobs N]     one seed a line; # begins a comment\n"
     "       pycomm_simulate --replay SEED [--verbose]\n";
 
 struct Options {
   uint64_t first = 1;
   uint64_t last = 10000;
+  bool listed = false; ///< only those of `seeds`
+  std::vector<uint64_t> seeds;
   int jobs = 1;
   size_t most_failures = 10;
   bool share = false; ///< only the seeds of today's share
@@ -43,6 +47,28 @@ struct Tally {
   std::exit(2);
 }
 
+std::vector<uint64_t> readSeeds(const char* path) {
+  std::ifstream file(path);
+  std::vector<uint64_t> seeds;
+  for (std::string line; std::getline(file, line);) {
+    line = line.substr(0, line.find('#'));
+    if (line.find_first_not_of(' ') == std::string::npos) {
+      continue;
+    }
+    char* end = nullptr;
+    seeds.push_back(std::strtoull(line.c_str(), &end, 10));
+    if (end == line.c_str()) {
+      std::fprintf(stderr, "%s: '%s' is no seed\n", path, line.c_str());
+      std::exit(2);
+    }
+  }
+  if (!file.eof()) {
+    std::fprintf(stderr, "%s cannot be read\n", path);
+    std::exit(2);
+  }
+  return seeds;
+}
+
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i < argc; ++i) {
@@ -54,6 +80,12 @@ Options parse(int argc, char** argv) {
     }
     if (name == "--share" && std::strcmp(value, "today") == 0) {
       options.share = true;
+      ++i;
+      continue;
+    }
+    if (name == "--seeds-of") {
+      options.listed = true;
+      options.seeds = readSeeds(value);
       ++i;
       continue;
     }
@@ -108,8 +140,10 @@ int replay(const Options& options) {
 int sweep(const Options& options) {
   const uint64_t every = options.share ? pycomm::testing::kShares : 1;
   const uint64_t share = options.share ? pycomm::testing::todaysShare() : 0;
-  // The first seed of the share, and from there every fifth one.
-  std::atomic<uint64_t> next{options.first + (share + every - options.first % every) % every};
+  // The first seed of the share, and from there every fifth one; or the first place in the list.
+  const uint64_t first = options.first + (share + every - options.first % every) % every;
+  const uint64_t end = options.listed ? options.seeds.size() : options.last + 1;
+  std::atomic<uint64_t> next{options.listed ? 0 : first};
   std::mutex mutex; // guards what follows
   std::map<std::string, Tally> tallies;
   Tally all;
@@ -120,7 +154,8 @@ int sweep(const Options& options) {
   uint64_t digest = 0; // equal for two builds whose runs of these seeds are equal, frame by frame
   const auto begin = std::chrono::steady_clock::now();
   const auto work = [&] {
-    for (uint64_t seed = next.fetch_add(every); seed <= options.last; seed = next.fetch_add(every)) {
+    for (uint64_t at = next.fetch_add(every); at < end; at = next.fetch_add(every)) {
+      const uint64_t seed = options.listed ? options.seeds[at] : at;
       const Report report = pycomm::sim::simulate(seed);
       const std::lock_guard<std::mutex> lock(mutex);
       for (Tally* tally : {&all, &tallies[report.first_fault]}) {
@@ -137,6 +172,7 @@ int sweep(const Options& options) {
           report.violations.size());
       if (!report.violations.empty() && static_cast<size_t>(all.violated) <= options.most_failures) {
         print(report);
+        std::printf("seed %llu broke a promise\n", static_cast<unsigned long long>(seed));
         std::fflush(stdout);
       }
     }
