@@ -42,8 +42,9 @@ def main() -> int:
     parser.add_argument("torch", help="a release: 2.14.1 or 2.15.0, for example")
     parser.add_argument("--keep", action="store_true", help="leave the clone, also if all passed")
     options = parser.parse_args()
-    if why := native.torch_range(ROOT).why_unsupported(options.torch):
-        parser.error(why)
+    versions = native.torch_range(ROOT)
+    if versions.why_unsupported(options.torch):
+        parser.error(f"{options.torch} is not supported; there are {', '.join(versions.RELEASES)}")
     folder = ROOT / "build" / f"torch-{options.torch}"
     commit = clone(folder)
     python = str(folder / ".venv" / "bin" / "python")

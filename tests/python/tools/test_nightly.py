@@ -194,7 +194,7 @@ def test_other_torch_refuses_a_torch_that_is_not_supported() -> None:
         timeout=60,
     )
     assert wrong.returncode == 2
-    assert "and torch 2.9.0 is installed" in wrong.stderr
+    assert "2.9.0 is not supported; there are 2.11.0, " in wrong.stderr
 
 
 def test_every_step_exists(nightly: ModuleType) -> None:
