@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pycomm import errors
-from pycomm._torch_range import is_newer, module_name, torch_minor, why_unsupported
+from pycomm._torch_range import (
+    FROM_SOURCES,
+    OWN_ENVIRONMENT,
+    is_newer,
+    module_name,
+    torch_minor,
+    why_unsupported,
+)
 from pycomm._version import __version__
 
 if TYPE_CHECKING:
@@ -73,11 +80,11 @@ def check_torch(built: Sequence[str], installed: str) -> None:
                 f"Try: another folder if pycomm is installed, else make venv, or {_REBUILD}"
             )
         raise errors.TorchVersionError(f"pycomm's extension is not built. Try: {_REBUILD}")
-    ways = [f"pip install 'torch=={built[-1]}.*'"]
+    ways = [f"pip install 'torch=={built[-1]}.*', {OWN_ENVIRONMENT}"]
     if not why_unsupported(installed):
         ways.insert(0, _REBUILD)
     elif is_newer(installed):
-        ways.insert(0, "a newer pycomm")
+        ways.insert(0, FROM_SOURCES)
     if in_sources:
         ways.insert(0, "leave this source folder, if pycomm is installed elsewhere")
     raise errors.TorchVersionError(

@@ -15,9 +15,21 @@ RELEASES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The newest release of each."""
 
 
+LAST_FOR_PYTHON_3_10 = "2.14.1"
+"""The newest of these that torch has wheels of for Python 3.10."""
+
+
+FROM_SOURCES = "a newer pycomm, from its sources (it is not on PyPI)"
+"""What serves a newer torch. On PyPI, the name pycomm is another package."""
+
+
+OWN_ENVIRONMENT = "best in an environment of its own"
+"""Where to install another torch: pip may replace a CPU build by gigabytes of CUDA."""
+
+
 def newest() -> str:
     """The newest supported release that torch has wheels of for this Python."""
-    return RELEASES[-1 if sys.version_info >= (3, 11) else -2]
+    return RELEASES[-1] if sys.version_info >= (3, 11) else LAST_FOR_PYTHON_3_10
 
 
 def torch_minor(version: str) -> str:
@@ -40,10 +52,10 @@ def why_unsupported(installed: str) -> str:
     """Why a torch of this version is not supported, and what to do; empty if it is."""
     if torch_minor(installed) in SUPPORTED:
         return ""
-    newer = "a newer pycomm, or " if is_newer(installed) else ""
+    newer = f"{FROM_SOURCES}, or " if is_newer(installed) else ""
     return (
         f"this pycomm supports torch {SUPPORTED[0]} to {SUPPORTED[-1]}, and torch {installed} is "
-        f"installed. Try: {newer}pip install 'torch=={torch_minor(newest())}.*'"
+        f"installed. Try: {newer}pip install 'torch=={torch_minor(newest())}.*', {OWN_ENVIRONMENT}"
     )
 
 

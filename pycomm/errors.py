@@ -215,10 +215,12 @@ class DuplicateRankError(RendezvousError, PycommBackendError):
 
 
 class ConfigMismatchError(ConfigError, PycommBackendError):
-    """Ranks were started with different world sizes, options or address families, or wrap different
-    models. Both values are in the text.
+    """Ranks were started with different world sizes, options, address families or secrets, or wrap
+    different models. Both values are in the text.
 
-    Try: start every rank with the same command and the same ``PYCOMM_*`` variables.
+    Try: start every rank with the same command and the same ``PYCOMM_*`` variables; if the text
+    names a secret, copy one secret file to every host (``python -m pycomm secret --id`` on each
+    must print the same).
     """
 
 
@@ -239,8 +241,7 @@ class NoInterfaceError(ConfigError, PycommBackendError):
 class PortsExhaustedError(ResourceError, PycommBackendError):
     """Every port of ``PYCOMM_PORT_RANGE`` is taken.
 
-    Try: set a wider range: each rank of this host needs one port for each process group of several
-    hosts.
+    Try: set a wider range: a rank of this host needs one port per process group of several hosts.
     """
 
 
@@ -300,8 +301,7 @@ class ProtocolViolationError(PycommNetworkError):
     """A message, a record in the store or shared memory has contents that this version of pycomm
     never writes.
 
-    Try: run the same build on all ranks and nothing else on pycomm's ports and store; else report
-    it.
+    Try: run one build on all ranks and nothing else on pycomm's ports and store; else report it.
     """
 
 

@@ -55,11 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 def collect(environ: Mapping[str, str]) -> Report:
     """Gathers the report. Problems are part of the report: it never raises for them."""
     problems = [*_registration_problems(), *_name_clashes()]
+    library = _extension.CUDA_LIBRARY
     versions = {
         "pycomm": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "built for torch": ", ".join(_extension.built_for()) or "not built",
+        library.name: "built" if library.exists() else "not built: CPU tensors only",
         "numpy": _version_of("numpy"),
         "platform": platform.platform(),
     }

@@ -55,8 +55,12 @@ def _generate(path: str) -> str:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     key_id = _secret.generate_file(path).key_id
+    there, source, target = folder, path, path
+    if path == options.secret_file({}):  # another host may have another home folder
+        there = ".config/pycomm"
+        source, target = f"~/{there}/secret", f"{there}/"
     return f"""wrote {path}, key id {key_id}
 Copy it to every host of the job; -p keeps it private:
-  ssh HOST mkdir -p -m 700 {folder} && scp -p {path} HOST:{path}
+  ssh HOST mkdir -p -m 700 {there} && scp -p {source} HOST:{target}
 Every job that finds it on all its hosts has its connections between them in TLS.
 One secret per user or per job, not one per cluster: who has it can read the job."""

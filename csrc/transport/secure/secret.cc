@@ -31,7 +31,10 @@ constexpr size_t kCheckChars = 4;
 constexpr size_t kSecretChars = kSecretMark.size() + kKeyChars + kCheckChars;
 constexpr size_t kMaxFileNbytes = 4096;
 constexpr size_t kKeyIdNbytes = 4;
-constexpr const char* kGenerate = "make one with: python -m pycomm secret --generate";
+// The copy comes first: a second secret would lock this host out of the job.
+constexpr const char* kCopyOrGenerate =
+    "copy the secret file from a host of the job that has it (scp -p); only if no host has one: python -m pycomm secret --generate";
+constexpr const char* kFsGroup = "\"fsGroup: 1000\" under the pod's \"securityContext:\"";
 
 /// A text that is wiped at the end.
 struct Wiped {
@@ -96,7 +99,7 @@ std::string_view stripped(std::string_view text) {
   return first == std::string_view::npos ? "" : text.substr(first, text.find_last_not_of(kSpace) - first + 1);
 }
 
-Error refused(const std::string& where, const std::string& why, const std::string& hint = kGenerate) {
+Error refused(const std::string& where, const std::string& why, const std::string& hint = kCopyOrGenerate) {
   return {ErrorCode::InvalidArgument, where + " " + why, hint};
 }
 
@@ -109,11 +112,11 @@ std::string octal(mode_t mode) {
 }
 
 Error notOpened(const std::string& path, int error_number) {
-  std::string hint = kGenerate;
+  std::string hint = kCopyOrGenerate;
   if (error_number == EACCES && ::geteuid() == 0) {
     hint = "NFS does not let root read a user's file (root_squash): copy it to a local disk";
   } else if (error_number == EACCES) {
-    hint = "the file must belong to the user of the job; chmod 600 " + path;
+    hint = "the file must belong to the user of the job; chmod 600 " + path + "; in Kubernetes: " + kFsGroup;
   }
   ErrorRecord record =
       systemError(ErrorCode::InvalidArgument, "the secret file " + path + " cannot be read", error_number);
@@ -181,9 +184,8 @@ NotPrivate whyNotPrivate(const std::string& path, const FileFacts& facts, uid_t 
     if ((facts.mode & (S_IXGRP | S_IRWXO)) != 0 && facts.file_system != TMPFS_MAGIC) {
       return {
           mode + "may read it",
-          "chmod 640 " + path +
-              "; in Kubernetes: \"defaultMode: 0440\" under the volume's \"secret:\", and \"fsGroup: 1000\" under "
-              "the pod's \"securityContext:\""};
+          "chmod 640 " + path + "; in Kubernetes: \"defaultMode: 0440\" under the volume's \"secret:\", and " +
+              kFsGroup};
     }
     return {};
   }
@@ -238,14 +240,16 @@ Secret Secret::readFile(const std::string& path) {
       log(LogLevel::Warn,
           where +
               " is on NFS: unless Kerberos protects it, everyone who sees the network between this host and the file server can read it. "
-              "Copy it to a local disk of each host (scp -p)");
+              "Copy it to a local disk of each host (scp -p), and set PYCOMM_SECRET_FILE");
     }
   } else if ((facts.mode & S_IROTH) != 0) {
     static std::atomic<bool> warned{false};
     if (!warned.exchange(true)) {
       log(LogLevel::Warn,
           where +
-              " may be read by every user of this container, or of this host if there is none: chmod 640, or in Kubernetes \"defaultMode: 0440\"");
+              " may be read by every user of this container, or of this host if there is none: chmod 640, or in Kubernetes "
+              "\"defaultMode: 0440\", and if the container is not root " +
+              kFsGroup);
     }
   }
   return *std::move(secret);

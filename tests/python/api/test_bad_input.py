@@ -121,7 +121,10 @@ print(any(name.endswith("._C") for name in sys.modules if name.startswith("pycom
 @pytest.mark.parametrize(
     ("version", "way"),
     [
-        ("2.16.0", "a newer pycomm; or: pip install 'torch==2."),
+        (
+            "2.16.0",
+            "a newer pycomm, from its sources (it is not on PyPI); or: pip install 'torch==2.",
+        ),
         ("2.10.1", "pip install 'torch==2."),
     ],
 )
@@ -160,7 +163,7 @@ def test_which_builds_fit() -> None:
             "--no-build-isolation .",
         ),
         # Building is refused for a torch that this pycomm does not know.
-        ("2.16.0", "a newer pycomm"),
+        ("2.16.0", "a newer pycomm, from its sources (it is not on PyPI)"),
     ],
 )
 def test_the_way_out_of_a_wrong_torch_is_one_that_works(
@@ -172,7 +175,8 @@ def test_the_way_out_of_a_wrong_torch_is_one_that_works(
         _extension.check_torch(["2.13"], installed)
     assert str(caught.value) == (
         f"the pycomm in {tmp_path / 'pycomm'}, {pycomm.__version__}, was built for torch 2.13, and "
-        f"torch {installed} is installed. Try: {way}; or: pip install 'torch==2.13.*'"
+        f"torch {installed} is installed. Try: {way}; or: pip install 'torch==2.13.*', "
+        "best in an environment of its own"
     )
     _extension.check_torch(["2.16"], "2.16.0")  # built with PYCOMM_UNTESTED_TORCH=1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -19,6 +20,7 @@ from processes import child_environment, free_port
 from ranks import run_python
 
 import pycomm
+from pycomm import _extension
 from pycomm.cli import env, main, status
 
 # What Ctrl-C does to a command that waits: the alarm comes when it has begun.
@@ -256,6 +258,21 @@ def test_the_other_package_of_this_name_is_a_problem(monkeypatch: pytest.MonkeyP
         importlib.metadata, "packages_distributions", lambda: {"pycomm": ["torch-pycomm"]}
     )
     assert not any("has a package" in problem for problem in env.collect({}).problems)
+
+
+@pytest.mark.parametrize(
+    ("there", "shown"), [(True, "built"), (False, "not built: CPU tensors only")]
+)
+def test_env_says_whether_the_cuda_library_is_there(
+    there: bool, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libpycomm_cuda.so"
+    if there:
+        library.touch()
+    monkeypatch.setattr(_extension, "CUDA_LIBRARY", library)
+    report = env.collect({})
+    assert dataclasses.asdict(report)["versions"][library.name] == shown  # what --json prints
+    assert re.search(rf"^libpycomm_cuda\.so +{shown}$", env.as_text(report), re.M)
 
 
 @pytest.mark.needs_native

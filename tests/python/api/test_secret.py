@@ -47,6 +47,7 @@ def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     assert line.startswith("pycomm-secret-1:")
     key_id = _key_id(base64.urlsafe_b64decode(line.strip()[16:59] + "="))
     assert f"wrote {path}, key id {key_id}" in made.stdout
+    assert f"ssh HOST mkdir -p -m 700 {path.parent} && scp -p {path} HOST:{path}\n" in made.stdout
     assert line.strip()[16:] not in made.stdout
     shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
     assert (shown.stdout, shown.stderr) == (f"{key_id}  {path}\n", "")
@@ -63,7 +64,12 @@ def test_generate_never_overwrites(tmp_path: Path) -> None:
 
 def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    assert run_python(["-m", "pycomm", "secret", "--generate"], env=home).returncode == 0
+    made = run_python(["-m", "pycomm", "secret", "--generate"], env=home)
+    assert made.returncode == 0
+    assert (
+        "  ssh HOST mkdir -p -m 700 .config/pycomm && "
+        "scp -p ~/.config/pycomm/secret HOST:.config/pycomm/\n" in made.stdout
+    )
     default = tmp_path / ".config" / "pycomm" / "secret"
     assert str(default) in run_python(["-m", "pycomm", "secret", "--id"], env=home).stdout
     named = _file(tmp_path)

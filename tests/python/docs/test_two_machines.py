@@ -72,9 +72,10 @@ def test_the_documented_commands_train_together(
     )
     assert (alpha.returncode, beta.returncode) == (0, 0), f"{alpha}\n{beta}"
     assert re.search(r"parameters equal on 4 ranks: sha256", alpha.out), alpha.out
-    # The line that the document shows; the prefix has this machine's name.
-    (shown,) = re.findall(r"pycomm INFO: (.*)\n", DOCUMENT)
-    assert shown in alpha.err, alpha.err
+    # The lines that the document shows; the prefix has this machine's name.
+    for level in ("WARNING", "INFO"):
+        (shown,) = re.findall(rf"pycomm {level}: (.*)\n", DOCUMENT)
+        assert shown in alpha.err, alpha.err
     assert "INFO" not in beta.err  # rank 0 alone speaks
 
 

@@ -457,8 +457,8 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 @pytest.mark.parametrize(
     ("installed", "newer"),
     [
-        ("2.16.0+cu140", "a newer pycomm, or "),
-        ("3.0.0a0+git1234", "a newer pycomm, or "),
+        ("2.16.0+cu140", "a newer pycomm, from its sources (it is not on PyPI), or "),
+        ("3.0.0a0+git1234", "a newer pycomm, from its sources (it is not on PyPI), or "),
         ("2.10.0", ""),
     ],
 )
@@ -490,7 +490,7 @@ def test_an_unknown_torch_is_refused_before_the_compiler_starts(
     assert refused.returncode == 1
     assert refused.stderr.strip() == (
         f"this pycomm supports torch 2.11 to 2.15, and torch {installed} is installed. "
-        f"Try: {newer}pip install 'torch==2.15.*'; "
+        f"Try: {newer}pip install 'torch==2.15.*', best in an environment of its own; "
         "PYCOMM_UNTESTED_TORCH=1 builds against it all the same"
     )
     assert not started.exists()
@@ -775,6 +775,19 @@ def test_the_wheel_is_built_for_every_supported_minor() -> None:
     versions = tool("native").torch_range(ROOT)
     built = [versions.torch_minor(version) for version in versions.RELEASES]
     assert built == list(versions.SUPPORTED)
+
+
+def test_the_newest_torch_is_one_that_this_python_can_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = tool("native").torch_range(ROOT)
+    assert versions.LAST_FOR_PYTHON_3_10 in versions.RELEASES
+    for python, newest in (
+        ((3, 10, 14), versions.LAST_FOR_PYTHON_3_10),
+        ((3, 11, 0), versions.RELEASES[-1]),
+    ):
+        monkeypatch.setattr(versions.sys, "version_info", python)
+        assert versions.newest() == newest
 
 
 def test_every_floor_is_built_or_private() -> None:
