@@ -111,7 +111,7 @@ def test_the_pages_first_three_commands_print_what_it_shows() -> None:
     ]
     try:
         for process, (_, expected) in zip(processes, shown, strict=True):
-            output, _ = process.communicate(timeout=100)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0
             said = expected.replace("127.0.0.1:6170", address)
             pattern = re.sub(
