@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <thread>
+#include <vector>
 
 #include "ranks.h"
 #include "transport/rendezvous/rendezvous.h"
@@ -59,6 +61,73 @@ TEST(Reach, ARankThatDiesBeforeItRepliesIsDead) {
   EXPECT_THAT(record.summary, HasSubstr("its connection ended without a goodbye"));
   EXPECT_THAT(record.cause, HasSubstr("ECONNREFUSED"));
   EXPECT_WITHIN_MS(std::chrono::duration_cast<std::chrono::milliseconds>(took - died).count(), 2000);
+}
+
+/// What each rank's join() throws; Ok where it returns.
+std::vector<ErrorRecord> joinAll(
+    Store& store,
+    int size,
+    const std::function<void(Group::Config&)>& adjust,
+    int without = -1) {
+  std::vector<ErrorRecord> records(static_cast<size_t>(size));
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    records[static_cast<size_t>(rank)].code = ErrorCode::Ok;
+    if (rank == without) {
+      continue;
+    }
+    ranks.emplace_back([&, rank] {
+      Engine engine;
+      Group::Config config = groupConfig(rank, size);
+      config.transport = Transport::Tcp;
+      adjust(config);
+      try {
+        Group::join(engine, store, config)->close();
+      } catch (const Error& error) {
+        records[static_cast<size_t>(rank)] = error.record();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) {
+    rank.join();
+  }
+  return records;
+}
+
+// Rank 1 ends before anybody connects, as on another host. Rank 0 is the only one that tries to connect to it; rank 2 waits for it.
+TEST(Reach, ARankThatNobodyReachesEndsAllJoins) {
+  SharedStore store;
+  std::thread ends([&] {
+    AbortToken none;
+    (void)meet(store, groupConfig(1, 3).rendezvous, none); // its listener ends with it
+  });
+  const TimePoint begin = Clock::now();
+  const auto records = joinAll(store, 3, [](Group::Config&) {}, 1);
+  const int64_t took_ms = elapsedMs(begin);
+  ends.join();
+  for (const int rank : {0, 2}) {
+    const ErrorRecord& record = records[static_cast<size_t>(rank)];
+    EXPECT_NE(record.code, ErrorCode::Ok);
+    EXPECT_EQ(record.peer, 1) << record.text();
+    EXPECT_THAT(record.cause, HasSubstr("ECONNREFUSED")) << record.text();
+  }
+  EXPECT_WITHIN_MS(took_ms, 12000); // the deadline of the joins is 20 s
+}
+
+// Between the meeting and the first connections.
+TEST(Reach, ARankThatMayNotGoOnTellsTheOthersAndGivesItsRankBack) {
+  SharedStore store;
+  const TimePoint begin = Clock::now();
+  const auto records = joinAll(store, 2, [](Group::Config& config) {
+    config.security.policy = config.rendezvous.rank == 0 ? SecurityPolicy::Require : SecurityPolicy::Auto;
+  });
+  EXPECT_WITHIN_MS(elapsedMs(begin), 12000);
+  EXPECT_THAT(records[0].summary, HasSubstr("PYCOMM_SECURITY=require, but there is no secret"));
+  EXPECT_THAT(records[1].summary, HasSubstr("cannot join: PYCOMM_SECURITY=require, but there is no secret"));
+  EXPECT_EQ(records[1].peer, 0);
+  for (const ErrorRecord& record : joinAll(store, 2, [](Group::Config&) {})) {
+    EXPECT_EQ(record.code, ErrorCode::Ok) << record.text();
+  }
 }
 
 } // namespace
