@@ -1,6 +1,8 @@
 // How a group comes to be: it meets the other ranks in the store, then connects its control links.
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -23,6 +25,22 @@ constexpr int kMaxStreams = 16; // over each interface
 // All ranks read it: "this process" alone would be each reader's own.
 std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
+}
+
+/// What stopped this rank. Memory may be what it lacks.
+ErrorRecord recordOf(const std::exception& exception, const RendezvousConfig& meeting) noexcept {
+  GroupIdentity self;
+  self.rank = meeting.rank;
+  return recordInAnyCase(self, [&] {
+    if (const auto* error = dynamic_cast<const Error*>(&exception)) {
+      return error->record();
+    }
+    ErrorRecord record;
+    const bool no_memory = dynamic_cast<const std::bad_alloc*>(&exception) != nullptr;
+    record.code = no_memory ? ErrorCode::OutOfMemory : ErrorCode::Internal;
+    record.summary = std::string("the group could not be made: ") + exception.what();
+    return record;
+  });
 }
 
 /// Makes this rank's own record of what keeps a group from forming. This rank or another one may have noticed it.
@@ -93,6 +111,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   subject.dump_prefix = config.flight_dump_prefix;
   const std::shared_ptr<FlightLog> log = engine.recorder().open(std::move(subject));
   std::shared_ptr<Group> group;
+  RankClaim claim; // from meet() on; the group, once there is one, gives it back
   try {
     if (config.streams < 1 || config.streams > kMaxStreams) {
       throw Error(
@@ -103,6 +122,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     std::shared_ptr<const TlsContext> tls = openOrPost(config, store);
     meeting.process_id = tls == nullptr ? ProcessId() : tls->self();
     Rendezvous met = meet(store, meeting, none);
+    claim = met.claim;
     Roster roster(meeting, config.streams, met);
     config.security.checkHosts(roster);
     config.security.finish(roster, met.transcript, std::move(tls));
@@ -113,13 +133,17 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     group->why_not_shared_ = sharing.share(config.transport, meeting.deadline);
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
-  } catch (const Error& error) {
-    ErrorRecord record =
-        asSeenHere(error.record(), meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
+  } catch (const std::exception& exception) {
+    ErrorRecord record = asSeenHere(
+        recordOf(exception, meeting), meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
+    if (group == nullptr && claim.generation > 0) {
+      (void)tellFailure(store, claim, record); // this rank has met the others, and they wait for it
+      leave(store, claim);
+    }
     if (group != nullptr) {
-      // Ranks without a link to this one would otherwise wait for it until their deadline. Where that is what has passed, it has for
-      // all, and each can say best what it missed.
-      if (record.code != ErrorCode::ConnectFailed) {
+      // Ranks without a link to this one would otherwise wait for it until their deadline. Once that has passed, it has for all, and
+      // each can say best what it missed.
+      if (record.code != ErrorCode::ConnectFailed || !meeting.deadline.expired()) {
         // The first of all ranks counts, as its rank wrote it.
         record = asSeenHere(tellFailure(store, group->roster_.claim, record), meeting, record.phase, began);
         if (record.peer >= meeting.size) { // another program writes into the store

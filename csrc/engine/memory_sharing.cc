@@ -66,14 +66,14 @@ void MemorySharing::logWithout(const std::string& why) const {
 }
 
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
-MemorySharing::Opened MemorySharing::open(Deadline deadline) {
+// `opened` outlives what is offered here, also if this throws: the offers are of its descriptors.
+void MemorySharing::open(Deadline deadline, Opened& opened) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
   const size_t plane_nbytes = one_host ? HostView::totalNbytes(identity_.size) : 0;
   const size_t nbytes = plane_nbytes + HostRings::totalNbytes(roster_.hostMates().size());
   const int maker = roster_.hostMates().front();
   const bool first = identity_.rank == maker;
-  Opened opened;
   if (one_host) {
     attempt(failed_, opened.no_heaps, [&] {
       PYCOMM_FAULT_POINT("heap.open");
@@ -117,7 +117,6 @@ MemorySharing::Opened MemorySharing::open(Deadline deadline) {
     rings.ranks = roster_.hostMates();
     engine_.lane().run([&] { planes_.data()->shareRings(std::move(rings)); });
   }
-  return opened;
 }
 
 void MemorySharing::mapHeap(HostHeaps& heaps, int rank, Deadline patience) {
@@ -145,7 +144,7 @@ std::vector<std::string> MemorySharing::vote(Deadline deadline, Opened& opened) 
     if (roster_.hostMates().size() > kMaxHostRanks) {
       vote = "more than " + std::to_string(kMaxHostRanks) + " ranks share the host";
     } else if (roster_.hostMates().size() > 1) {
-      opened = open(deadline);
+      open(deadline, opened);
       vote = opened.vote();
     }
     votes = exchangeTexts(store_, roster_.claim, identity_.size, "shared_memory", vote, deadline, failed_);

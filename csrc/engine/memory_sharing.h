@@ -34,7 +34,7 @@ class MemorySharing final {
 
  private:
   struct Opened;
-  [[nodiscard]] Opened open(Deadline deadline);
+  void open(Deadline deadline, Opened& opened);
   void mapHeap(HostHeaps& heaps, int rank, Deadline patience);
   [[nodiscard]] std::vector<std::string> vote(Deadline deadline, Opened& opened);
   void openHostPlane(Opened opened);

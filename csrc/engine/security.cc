@@ -11,6 +11,9 @@ namespace pycomm {
 namespace {
 
 std::atomic<bool> g_warned{false};
+std::atomic<bool> g_warned_of_variable{false};
+
+constexpr const char* kSecretVariable = "PYCOMM_SECRET";
 
 constexpr const char* kHowToClose =
     "python -m pycomm secret --generate, then copy the file to every host (scp -p); PYCOMM_SECURITY=off if nobody else reaches the "
@@ -35,7 +38,16 @@ std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
 }
 
 void Security::checkHosts(const Roster& roster) const {
-  if (secret != nullptr || policy == SecurityPolicy::Off) {
+  if (secret != nullptr) {
+    const bool far = roster.topology.hosts() > 1 && secret_origin == kSecretVariable;
+    if (far && roster.identity.rank == 0 && !g_warned_of_variable.exchange(true)) {
+      log(LogLevel::Warn,
+          std::string("the secret is in the environment (") + kSecretVariable +
+              "), where /proc, docker inspect and Slurm's records show it. Try: a file, with PYCOMM_SECRET_FILE");
+    }
+    return;
+  }
+  if (policy == SecurityPolicy::Off) {
     return;
   }
   if (roster.topology.hosts() == 1) {

@@ -13,7 +13,6 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "engine/monitor/host_greeting.h"
-#include "transport/memory/shared_arena.h"
 #include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
 #include "transport/net/same_user.h"
@@ -27,6 +26,23 @@ constexpr std::chrono::milliseconds kPauseWithoutFiles{100};
 
 void tell(const std::string& why) {
   log(LogLevel::Info, "no watch over the processes of this host, deaths are noticed by their connections: " + why);
+}
+
+// Into the map first, which may lack memory: the loop must not know a handler that is gone.
+template <typename Map>
+typename Map::iterator keepAndWatch(
+    EventLoop& loop,
+    Map& map,
+    typename Map::key_type key,
+    typename Map::mapped_type handler) {
+  const auto at = map.emplace(std::move(key), std::move(handler)).first;
+  try {
+    loop.watch(at->second->socket.get(), EPOLLIN, *at->second);
+  } catch (...) {
+    map.erase(at);
+    throw;
+  }
+  return at;
 }
 
 // The words, or nothing if this is no greeting.
@@ -176,8 +192,7 @@ void HostMates::admit() {
       const int fd = socket.get();
       watcher->socket = std::move(socket);
       watcher->word = *word;
-      loop_.watch(fd, EPOLLIN, *watcher);
-      watchers_[fd] = std::move(watcher);
+      keepAndWatch(loop_, watchers_, fd, std::move(watcher));
     } catch (const std::exception& error) {
       deathWatch().takeBack(*word);
       tell(error.what());
@@ -205,7 +220,7 @@ void HostMates::hearWatcher(Watcher& watcher) {
     return;
   }
   if (got == static_cast<ssize_t>(sizeof ask) && ask.magic == Ask::kReport) {
-    answerReport(watcher);
+    answerReport(watcher.socket.get());
     return;
   }
   if (got != static_cast<ssize_t>(sizeof ask) || ask.magic != Ask::kMagic) {
@@ -226,26 +241,6 @@ void HostMates::answer(Watcher& watcher) noexcept {
   reply.there = found->second >= 0 ? 1 : 0;
   watcher.asks.reset();
   (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // a watcher may miss it
-}
-
-void HostMates::answerReport(Watcher& watcher) noexcept {
-  Ask reply;
-  reply.magic = Ask::kReport;
-  std::optional<SharedArena> memory;
-  try {
-    const std::string report = report_ ? report_() : "";
-    if (!report.empty()) {
-      memory.emplace(SharedArena::create(report.size()));
-      memory->commit(0, report.size());
-      std::memcpy(memory->at(0), report.data(), report.size());
-      reply.there = 1;
-      reply.key = report.size();
-    }
-  } catch (const std::exception&) { // no memory: the reply is that there is no report
-    reply = {Ask::kReport, 0, 0};
-    memory.reset();
-  }
-  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, memory ? memory->fd() : -1);
 }
 
 void HostMates::offer(uint64_t key, int memory) {
@@ -283,12 +278,11 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
       return interest;
     }
     try {
-      loop_.watch(watched->socket.get(), EPOLLIN, *watched);
+      found = keepAndWatch(loop_, watched_, name, std::move(watched));
     } catch (const std::exception& error) {
       tell(error.what());
       return interest;
     }
-    found = watched_.emplace(name, std::move(watched)).first;
   }
   found->second->interests.emplace(interest, std::move(died));
   if (found->second->dead) { // died for another group, which still looks

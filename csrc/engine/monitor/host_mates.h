@@ -69,7 +69,7 @@ class HostMates final : Loop::Ticker {
   void admit();
   void hearWatcher(Watcher& watcher);
   void answer(Watcher& watcher) noexcept;
-  void answerReport(Watcher& watcher) noexcept;
+  void answerReport(int socket) noexcept;
   void dismiss(int fd) noexcept;
   void heard(Watched& watched);
   using WatchedByName = std::unordered_map<std::string, std::unique_ptr<Watched>>;

@@ -1,13 +1,16 @@
-// The side of HostMates that asks another process for the memory of a group.
+// How HostMates asks another process for the memory of a group, and answers who asks for a report.
 #include <poll.h>
 #include <sys/socket.h>
 
 #include <cerrno>
+#include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
 #include "engine/monitor/host_greeting.h"
 #include "engine/monitor/host_mates.h"
+#include "transport/memory/shared_arena.h"
 #include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
 #include "transport/net/same_user.h"
@@ -57,6 +60,26 @@ UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline
     }
   }
   throw Error(ErrorCode::Unsupported, "the rank that would share memory did not answer in time");
+}
+
+void HostMates::answerReport(int socket) noexcept {
+  Ask reply;
+  reply.magic = Ask::kReport;
+  std::optional<SharedArena> memory;
+  try {
+    const std::string report = report_ ? report_() : "";
+    if (!report.empty()) {
+      memory.emplace(SharedArena::create(report.size()));
+      memory->commit(0, report.size());
+      std::memcpy(memory->at(0), report.data(), report.size());
+      reply.there = 1;
+      reply.key = report.size();
+    }
+  } catch (const std::exception&) { // no memory: the reply is that there is no report
+    reply = {Ask::kReport, 0, 0};
+    memory.reset();
+  }
+  (void)passMessage(socket, &reply, sizeof reply, memory ? memory->fd() : -1);
 }
 
 } // namespace pycomm

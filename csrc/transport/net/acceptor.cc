@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/fork_guard.h"
 #include "base/log.h"
 #include "transport/socket_error.h"
 
@@ -33,6 +34,15 @@ static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is
 
 // Strangers must not take the descriptors that the program needs, whatever number of groups and interfaces it has.
 std::atomic<size_t> g_strangers{0};
+std::atomic<uint32_t> g_strangers_of{0}; ///< the forkCount() of the process that counts them
+
+// A child of fork() inherits the number, but not the strangers: the parent's acceptors do nothing there.
+void beginCountAfterFork() noexcept {
+  const uint32_t forks = forkCount();
+  if (g_strangers_of.exchange(forks) != forks) {
+    g_strangers.store(0);
+  }
+}
 
 } // namespace
 
@@ -47,6 +57,7 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.fd(), &event) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "the listener cannot be watched", errno));
   }
+  beginCountAfterFork();
   listen(true);
   keepSpare();
 }

@@ -271,19 +271,26 @@ StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim
   return round;
 }
 
-// The error that stopped this rank, with everything that it knows about itself.
-ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) {
+// The error that stopped this rank, with everything that it knows about itself, as far as there is memory for it.
+ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) noexcept {
   ErrorRecord record;
-  if (const auto* error = dynamic_cast<const Error*>(&exception)) {
-    record = error->record();
-  } else {
-    record.summary = std::string("the rendezvous failed: ") + exception.what();
-  }
   record.rank = config.rank;
-  record.host = localHostName();
-  record.group = config.group_name;
   record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+  try {
+    if (const auto* error = dynamic_cast<const Error*>(&exception)) {
+      const ErrorRecord blank = std::exchange(record, error->record());
+      record.rank = blank.rank;
+      record.phase = blank.phase;
+      record.elapsed_ms = blank.elapsed_ms;
+    } else {
+      record.summary = std::string("the rendezvous failed: ") + exception.what();
+    }
+    record.host = localHostName();
+    record.group = config.group_name;
+  } catch (const std::exception&) {
+    record.code = ErrorCode::OutOfMemory;
+  }
   return record;
 }
 
@@ -327,16 +334,23 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
       }
     }
   } catch (const std::exception& exception) {
-    const ErrorRecord mine = describe(exception, config, begin);
-    const ErrorRecord record = claim.generation > 0 ? round.failTogether(mine) : mine;
+    ErrorRecord record = describe(exception, config, begin);
+    if (claim.generation > 0) {
+      record = round.failTogether(std::move(record));
+    }
     leave(store, claim);
-    throw Error(record);
+    throw Error(std::move(record));
   }
 }
 
-ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept {
-  const AbortToken none;
-  return roundOf(store, none, claim).failTogether(record);
+ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record) noexcept {
+  try {
+    const AbortToken none;
+    const StoreRound round = roundOf(store, none, claim);
+    return round.failTogether(std::move(record));
+  } catch (const std::exception&) {
+    return record; // no memory for a key
+  }
 }
 
 std::vector<std::string> exchangeTexts(

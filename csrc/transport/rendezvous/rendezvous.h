@@ -85,7 +85,7 @@ struct Rendezvous {
 
 /// Reports a failure between meet() and the first connections: the ranks that wait for this one read it. Returns the
 /// record that counts, which is another rank's if that came first.
-[[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, const ErrorRecord& record) noexcept;
+[[nodiscard]] ErrorRecord tellFailure(Store& store, const RankClaim& claim, ErrorRecord record) noexcept;
 /// One more exchange between the ranks that met: publishes `mine` under `key` and returns the texts of all ranks, in
 /// rank order, printable() and at most 512 bytes each. Throws as meet() does.
 [[nodiscard]] std::vector<std::string> exchangeTexts(

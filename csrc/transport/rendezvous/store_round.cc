@@ -273,7 +273,7 @@ void StoreRound::logSlow(SlowWait& slow, const std::string& key, const Texts& te
   log(LogLevel::Warn, who + whom + " on each host: python -m pycomm doctor");
 }
 
-ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
+ErrorRecord StoreRound::failTogether(ErrorRecord record) const noexcept {
   try {
     // An aborted rank reports the abort, independent of the other ranks' errors.
     if (!store.sealed()) {
@@ -282,13 +282,13 @@ ErrorRecord StoreRound::failTogether(const ErrorRecord& record) const noexcept {
         return record; // the rank that was first may have ended before it wrote
       }
       if (!is_first) {
-        const ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(Store::kReadTimeoutMs)));
-        return abort.aborted() ? record : first;
+        ErrorRecord first = errorIn(store.get(prefix + "error", Deadline::after(Store::kReadTimeoutMs)));
+        return abort.aborted() ? std::move(record) : std::move(first);
       }
-    } else if (const auto first = findError()) {
+    } else if (auto first = findError()) {
       // A counter elects no rank here: any process that reaches the store can add to it, and then no rank would write. Two ranks may
       // both write; then the later record counts.
-      return abort.aborted() ? record : *first;
+      return abort.aborted() ? std::move(record) : *std::move(first);
     }
     const std::string text = record.serialize();
     if (!store.sealed()) {

@@ -71,7 +71,7 @@ struct StoreRound {
       const Name& name) const;
 
   /// Ends this generation with `record` on all ranks, unless another record came first. Returns the record that counts.
-  [[nodiscard]] ErrorRecord failTogether(const ErrorRecord& record) const noexcept;
+  [[nodiscard]] ErrorRecord failTogether(ErrorRecord record) const noexcept;
   /// Throws an error that another rank reported with failTogether(), or the token's reason. Ranks of different world
   /// sizes may take part, so a record may name a rank that this rank's world does not have.
   void throwIfFailed() const;

@@ -19,8 +19,12 @@ int tryToConnect(const std::string& name) {
   if (fault.error_number != 0) {
     return fault.error_number;
   }
-  // EAGAIN too: a queue that is full already is some other program's work.
-  return connectToSameUser(name, SOCK_STREAM) ? 0 : errno;
+  if (connectToSameUser(name, SOCK_STREAM)) {
+    return 0;
+  }
+  // A full queue belongs to a socket that is there. Many ranks fill it, and so can any other user: this must not bring the ranks to
+  // open ports. Its owner empties it as soon as it knows all ranks, and later connections wait for that and see the user.
+  return errno == EAGAIN ? 0 : errno;
 }
 
 } // namespace

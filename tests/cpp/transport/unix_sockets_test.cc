@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/socket.h>
+
+#include <cerrno>
 #include <string>
 #include <thread>
 #include <vector>
@@ -119,6 +122,25 @@ TEST(UnixSockets, WhereAProcessMayHaveNoneAllConnectOverTcp) {
     EXPECT_FALSE(outcome.met.unix_listener);
     EXPECT_TRUE(outcome.met.members[0].unix_socket.empty());
   }
+}
+
+// The queue of a socket that nobody looks at yet: the ranks themselves fill it if they are many, and any other user can.
+TEST(UnixSockets, AFullQueueIsReached) {
+  UnixSockets mine(true);
+  UnixSockets mate(true);
+  const SocketAddress door = SocketAddress::unixSocket(mate.name());
+  int tries = 0;
+  for (int error_number = 0; error_number != EAGAIN && tries < 10000; ++tries) {
+    const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    error_number = ::connect(socket.get(), door.raw(), door.rawLength()) == 0 ? 0 : errno;
+  }
+  ASSERT_LT(tries, 10000) << "the queue is never full";
+  std::vector<RankRecord> records(2);
+  records[0].rank = 0;
+  records[1].rank = 1;
+  records[1].unix_socket = mate.name();
+  mine.reach(records, 0);
+  EXPECT_TRUE(mine.reachesAll());
 }
 
 // Two hosts that the records say are different: nobody even tries.

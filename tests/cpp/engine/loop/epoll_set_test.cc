@@ -14,7 +14,7 @@
 namespace pycomm {
 namespace {
 
-struct Fake final : Loop::Handler {
+struct FakeHandler final : Loop::Handler {
   void onThrown(const std::exception_ptr&) noexcept override {
     ++thrown;
   }
@@ -50,7 +50,7 @@ int handleAll(EpollSet& set) {
 TEST(EpollSet, CallsTheHandlerUntilUnwatched) {
   EpollSet set;
   const UniqueFd fd = readable();
-  Fake handler;
+  FakeHandler handler;
   set.watch(fd.get(), EPOLLIN, handler);
   EXPECT_EQ(handleAll(set), 1);
   EXPECT_EQ(handler.seen, static_cast<uint32_t>(EPOLLIN));
@@ -85,8 +85,8 @@ TEST(EpollSet, ASleepTakesNothing) {
 TEST(EpollSet, AnEventOfAnEarlierDescriptorOfThisNumberIsDropped) {
   EpollSet set;
   UniqueFd fds[2] = {readable(), readable()};
-  Fake handlers[2];
-  Fake late;
+  FakeHandler handlers[2];
+  FakeHandler late;
   int reused = -1;
   for (int i = 0; i < 2; ++i) {
     const int other = 1 - i;
@@ -107,7 +107,7 @@ TEST(EpollSet, AnEventOfAnEarlierDescriptorOfThisNumberIsDropped) {
 TEST(EpollSet, WhatAHandlerThrowsGoesToIt) {
   EpollSet set;
   const UniqueFd fds[2] = {readable(), readable()};
-  Fake handlers[2];
+  FakeHandler handlers[2];
   for (int i = 0; i < 2; ++i) {
     handlers[i].on_ready = [] { throw std::runtime_error("onReady"); };
     set.watch(fds[i].get(), EPOLLIN, handlers[i]);
@@ -119,7 +119,7 @@ TEST(EpollSet, WhatAHandlerThrowsGoesToIt) {
 
 TEST(EpollSet, ADescriptorThatCannotBeWatchedIsATypedError) {
   EpollSet set;
-  Fake handler;
+  FakeHandler handler;
   try {
     set.watch(-1, EPOLLIN, handler);
     FAIL() << "no error";
