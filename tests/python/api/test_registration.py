@@ -295,7 +295,7 @@ def said(result: RankResult) -> str:
 
     CUDA builds of torch bring triton.
     """
-    leaks = r"^nanobind: leaked .*?^See https://nanobind\S*\n"
+    leaks = r"^nanobind: leaked .*?^See https://nanobind\S*\n?"
     return re.sub(leaks, "", result.stderr, flags=re.MULTILINE | re.DOTALL)
 
 
