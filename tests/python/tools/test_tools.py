@@ -9,13 +9,14 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -257,6 +258,16 @@ def test_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         machine.require(tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs GCC")
+def test_an_old_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GCC 10 has the headers of C++20, too; this compiler says that it is that version."""
+    machine = tool("machine")
+    for named, found in [("g++ -U__GNUC__ -D__GNUC__=10", False), ("g++ -D__GNUC_MINOR__=0", True)]:
+        monkeypatch.setenv("CXX", named)
+        assert machine.compiler() == (named if found else None)
+    assert "if yours is older, install a newer one and set CXX" in machine.COMPILER_LACK.what
+
+
 def test_missing_venv_and_headers_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -300,8 +311,8 @@ def test_nothing_is_installed_unasked(
     headers = {"include": f"/usr/include/python{machine.VERSION}-of-a-test"}
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: headers)
     assert machine.find_headers(tmp_path / "headers") is None
-    assert machine.find_googletest(tmp_path / "googletest") == []
-    assert machine.find_googletest(tmp_path / "googletest") == []  # not tried again today
+    assert machine.find_googletest(tmp_path / "googletest") is None
+    assert machine.find_googletest(tmp_path / "googletest") is None  # not tried again today
     said = capsys.readouterr().out.splitlines()
     failed = "they could not be fetched: is the network there, and a proxy set if needed?"
     assert said[1::2] == [failed, failed]
@@ -667,6 +678,30 @@ def test_cpp_knows_a_failure_by_a_time_bound(tmp_path: Path) -> None:
     found = tool("cpp").counts(tmp_path)
     assert found.names == ["Suite.One", "Suite.Two", "Suite.Three"]
     assert found.late == {"Suite.One"}
+
+
+def test_a_build_folder_of_another_checkout_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpp = tool("cpp")
+    old, new = tmp_path / "old", tmp_path / "new"
+    cache = new / "build" / "cpp-plain" / "CMakeCache.txt"
+    cache.parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(new)
+    monkeypatch.setattr(cpp, "ROOT", new)
+    monkeypatch.setattr(cpp, "BUILD", new / "build")
+    monkeypatch.setattr(cpp.machine, "find_googletest", lambda _: None)
+    monkeypatch.setattr(cpp.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    for source, kept in [(new, True), (tmp_path / "link", True), (old, False)]:
+        cache.write_text(f"CMAKE_BUILD_TYPE:STRING=x\nCMAKE_HOME_DIRECTORY:INTERNAL={source}\n")
+        assert cpp.build("plain") is None
+        assert cache.exists() is kept
+        said = capsys.readouterr().out
+        assert (f"was made for {source}: deleting it" in said) is not kept
+        assert "CMake downloads it (1 MB)" in said
+    (cache.parent / "_deps" / "googletest-src").mkdir(parents=True)
+    assert cpp.build("plain") is None
+    assert "downloads" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
