@@ -55,6 +55,20 @@ def test_a_command_that_builds_is_given_modules(
     assert ("ext_modules" in keywords) is builds
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_an_sdist_has_every_file_but_those_of_the_checkout(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (listed,) = tmp_path.glob("*.egg-info/SOURCES.txt")
+    git = ["git", "-C", str(ROOT), "ls-files"]
+    tracked = subprocess.run(git, check=True, capture_output=True, text=True).stdout.splitlines()
+    missing = {name for name in tracked if (ROOT / name).exists()}
+    missing -= set(listed.read_text().splitlines())
+    of_the_checkout = (".clang-format", ".editorconfig", ".git", ".pre-commit-config.yaml")
+    assert {name for name in missing if not name.startswith(of_the_checkout)} == set()
+    assert ".gitignore" in missing
+
+
 def test_a_module_in_place_is_there_at_every_moment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setup: ModuleType
 ) -> None:
