@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import http.server
 import importlib.util
@@ -580,12 +581,27 @@ def test_a_unit_is_written_only_if_it_changes(tmp_path: Path) -> None:
     assert unit.stat().st_mtime > 1
 
 
+def names_of_flags(python: str) -> set[str]:
+    """The strings in calls of the functions of tools/native.py that take names of flags.txt."""
+    calls = [each for each in ast.walk(ast.parse(python)) if isinstance(each, ast.Call)]
+    taking = re.compile(r"(native\.|file\.)?(flags|compile|torch_objects)")
+    found = [call for call in calls if taking.fullmatch(ast.unparse(call.func))]
+    strings = [each for call in found for each in ast.walk(call) if isinstance(each, ast.Constant)]
+    return {each.value for each in strings if isinstance(each.value, str)}
+
+
 def test_every_line_of_flags_is_used() -> None:
     native = tool("native")
     names = {row[0] for row in native.rows(ROOT / "csrc" / "flags.txt")}
     folders = {row[1] for row in native.rows(ROOT / "csrc" / "floors.txt")}
-    used = {"all", "core", "torch", "faults", "sanitize", "gcc", "extension", "fake"}
-    assert names - folders == used
+    used: set[str] = set()
+    for path in [*TOOLS.glob("*.py"), ROOT / "tests" / "rig" / "fake_cuda_device.py"]:
+        used |= names_of_flags(path.read_text())
+    for path in [ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*.cmake")]:
+        calls = re.findall(r"^ *pycomm_use_flags\(\w+ ([^)]+)\)", path.read_text(), re.MULTILINE)
+        used |= {name for call in calls for name in call.split()}
+    # NinjaFile.compile() adds the line of each folder that it compiles.
+    assert names - folders == used - folders, "lines without a user, or users without a line"
     assert native.flags(ROOT, "bindings") == ["-O1"]
     # One place: no other file of the build names what decides about the bits of a sum.
     for path in [ROOT / "setup.py", *TOOLS.glob("*.py"), *(ROOT / "cmake").glob("*.cmake")]:
