@@ -4,9 +4,10 @@ SHELL := /bin/sh
 # The first Python that is new enough; tools/bootstrap.py makes .venv with it. PYTHON=... chooses another.
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 /usr/bin/python3; do \
-  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$$p"; break; }; done)
+  "$$p" -E -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo "$$p"; break; }; done)
 endif
-BOOTSTRAP = @test -n "$(PYTHON)" || { echo "pycomm needs Python 3.10 or newer. Debian, Ubuntu: \
+BOOTSTRAP = @test "$$(uname -s)" = Linux || { echo "pycomm runs on Linux only; on macOS, use gloo" >&2; exit 1; }; \
+test -n "$(PYTHON)" || { echo "pycomm needs Python 3.10 or newer. Debian, Ubuntu: \
 sudo apt-get install python3 python3-venv   Fedora: sudo dnf install python3.12" >&2; exit 1; }; \
 "$(PYTHON)" tools/bootstrap.py
 BIN := .venv/bin
@@ -14,11 +15,17 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Some containers set it. Tests start many interpreters, and each would compile torch's sources anew: 5 s instead of 2.
 unexport PYTHONDONTWRITEBYTECODE
+# With the caller's, .venv's Python would import another pycomm or torch than .venv has.
+unexport PYTHONPATH PYTHONHOME
+# TORCH=2.14.1 installs that release of torch into .venv; later runs without TORCH keep it.
+ifdef TORCH
+export PYCOMM_TORCH := $(TORCH)
+endif
 
 help: ## list these names
 	@sed -n 's/^\([a-z0-9_]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
-venv: ## make .venv with every development package, and the extension built in place
+venv: ## make .venv with every development package, and the extension built in place; TORCH=2.14.1 chooses torch
 	$(BOOTSTRAP) --group demo --group test --group lint
 
 demo: ## train on handwritten digits over two ranks

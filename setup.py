@@ -33,18 +33,10 @@ SETUPTOOLS_OLD = "setuptools 77.0.3 or newer is needed to build: pip install --u
 UNTESTED_TORCH = "PYCOMM_UNTESTED_TORCH"
 # Folders with an unpacked wheel of torch each, as PATH lists folders; * and ? stand for names.
 TORCHES = "PYCOMM_TORCHES"
-
-
-def git_commit() -> str:
-    """HEAD of this checkout; empty in an sdist, also in one unpacked inside another checkout."""
-    try:
-        git = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "HEAD"]
-        top, commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split(
-            "\n"
-        )[:2]
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        return ""
-    return commit if Path(top) == ROOT else ""
+# These need no torch: an sdist is only files, and pip asks for egg_info before it builds anything.
+FILES_ONLY = {"sdist", "egg_info", "clean"}
+BUILDING = {"build", "build_ext", "build_py", "install", "install_lib", "develop", "editable_wheel"}
+BUILDING |= {"bdist", "bdist_egg", "bdist_rpm", "bdist_wheel"}
 
 
 def build_cuda_library(package: Path, torch_has_cuda: bool) -> None:
@@ -117,6 +109,14 @@ class BuildPython(build_py):
         (package / cuda_library.NAME).unlink(missing_ok=True)  # that of a build in place
 
 
+def put(built: Path, target: Path) -> None:
+    """Copies a module to where it is loaded from, at once: a process may load it meanwhile."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_suffix(f".{os.getpid()}")
+    shutil.copy2(built, partial)
+    partial.replace(target)
+
+
 def build_command(found: list[native.Torch]) -> type[build_ext]:
     """What builds a module for each torch."""
 
@@ -127,8 +127,6 @@ def build_command(found: list[native.Torch]) -> type[build_ext]:
 
         def build_extension(self, ext: setuptools.Extension) -> None:
             torch = found[self.extensions.index(ext)]
-            target = Path(self.get_ext_fullpath(ext.name))
-            target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 built = native.build_extension(torch)
             except subprocess.CalledProcessError as error:
@@ -136,10 +134,13 @@ def build_command(found: list[native.Torch]) -> type[build_ext]:
                     f"pycomm's extension for torch {torch.version} did not compile; the compiler's "
                     f"error is above ({error}). Try: MAX_JOBS=1, if a compiler was killed"
                 ) from None
-            # Replaced, not written over: a process may have the old one loaded.
-            partial = target.with_suffix(f".{os.getpid()}")
-            shutil.copy2(built, partial)
-            partial.replace(target)
+            put(built, Path(self.get_ext_fullpath(ext.name)))
+
+        def copy_extensions_to_source(self) -> None:
+            """As setuptools' own, which deletes the old module before it writes the new one."""
+            for ext, torch in zip(self.extensions, found, strict=True):
+                built = self.get_ext_filename(self.get_ext_fullname(ext.name))
+                put(Path(self.build_lib) / built, native.module_in(ROOT / "pycomm", torch))
 
         def run(self) -> None:
             package = ROOT / "pycomm" if self.inplace else Path(self.build_lib) / "pycomm"
@@ -150,12 +151,13 @@ def build_command(found: list[native.Torch]) -> type[build_ext]:
             # A module for another torch would be one of other sources, soon.
             for module in package.glob(f"torch_*/{native.extension_name()}"):
                 if module not in kept:
+                    print(f"pycomm: removing {native.near(module)}, built for another torch")
                     module.unlink()
             # A wheel for several torches may be installed beside a CUDA build of any.
             several = bool(os.environ.get(TORCHES))
             build_cuda_library(package, several or any(torch.has_cuda for torch in found))
             (package / "_build_info.py").write_text(
-                f'"""Written by setup.py."""\n\nGIT_COMMIT = "{git_commit()}"\n'
+                f'"""Written by setup.py."""\n\nGIT_COMMIT = "{native.git_commit(ROOT)}"\n'
             )
 
     return BuildModules
@@ -188,8 +190,8 @@ def extension_keywords() -> dict[str, object]:
 def main() -> None:
     if tuple(int(part) for part in setuptools.__version__.split(".")[:2]) < (77, 0):
         raise SystemExit(SETUPTOOLS_OLD)
-    # An sdist is only files; egg_info is what pip asks for before it knows what it will do.
-    if set(sys.argv[1:]) & {"sdist", "egg_info", "clean"}:
+    arguments = set(sys.argv[1:])
+    if arguments & FILES_ONLY and not arguments & BUILDING:
         setuptools.setup(install_requires=[native.torch_range(ROOT).requirement(), "numpy"])
         return
     if sys.platform != "linux":
@@ -206,4 +208,5 @@ def main() -> None:
     setuptools.setup(**keywords)
 
 
-main()
+if __name__ == "__main__":  # also under pip
+    main()

@@ -8,6 +8,8 @@ Needs the standard library only. If something is missing, one line says what to 
 of torch are never downloaded: the version asked for is `+cpu`, unless the machine's own wheels
 already provide the plain one. While pip installs torch, the part of the extension that includes no
 torch compiles.
+
+PYCOMM_TORCH=2.14.1 (`make TORCH=2.14.1`) installs that release of torch. Later runs keep it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -35,9 +38,16 @@ REQUIREMENTS = ROOT / "tools" / "requirements"
 
 GROUPS = ["demo", "test", "lint", "integrations", "docs", "wheel"]
 TORCH = native.torch_range(ROOT).newest()
+ASKED_TORCH = "PYCOMM_TORCH"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check"]
 MINIMUM_PIP = (23, 2)  # the first whose --dry-run reports what it would take without fetching it
+SWITCHED = "PYCOMM_BOOTSTRAP_SWITCHED"  # set after continuing with .venv's Python
+
+# The extension and libpycomm_cuda.so are built again if one of these changes.
+SOURCES = (".cc", ".cu", ".cuh", ".h", ".map", ".txt")
+BUILD_TOOLS = ("cuda_library.py", "native.py")
+BUILD_VARIABLES = ("CFLAGS", "CPPFLAGS", "CXX", "CXXFLAGS", "LDFLAGS", "PYCOMM_BUILD_CUDA")
 
 
 def say(text: str) -> None:
@@ -91,14 +101,57 @@ def pip_version() -> tuple[int, ...] | None:
     return tuple(int(part) for part in done.stdout.split("."))
 
 
+def former_place() -> str:
+    """The folder that .venv's scripts name, if it is not .venv; else empty.
+
+    A copied or moved .venv has such scripts. Its interpreter and pip work all the same.
+    """
+    try:
+        text = (VENV / "bin" / "activate").read_text()
+    except OSError:
+        return ""
+    for value in re.findall(r"^\s*(?:export )?VIRTUAL_ENV=(.+)$", text, re.MULTILINE):
+        if "$" not in value:  # else the script computes it
+            named = shlex.split(value)[0]
+            return "" if machine.same_folder(Path(named), VENV) else named
+    return ""
+
+
 def make_venv() -> None:
-    version = pip_version()
+    former = former_place()
+    if former:
+        if VENV.is_symlink():
+            # Never clear a folder outside of this checkout.
+            raise SystemExit(
+                f"[bootstrap] {VENV.name} is a link to {VENV.resolve()}, whose scripts name "
+                f"{former}. Try: rm {VENV.name}"
+            )
+        say(f"{VENV.name} was made as {former}, which its scripts still name: making it again")
+    version = None if former else pip_version()
     if version is None:
         say(f"making {VENV.name} with Python {sys.version.split()[0]} ({sys.executable})")
         run(sys.executable, "-m", "venv", "--clear", VENV)
         version = pip_version()
     if version is None or version < MINIMUM_PIP:
         pip("--upgrade", "pip>=23.2,<27")
+
+
+def use_venvs_python() -> None:
+    """Begins again with .venv's Python if this one has another version.
+
+    The choice of torch and of Python's headers depends on the version.
+    """
+    code = "import sys; print(*sys.version_info[:2])"
+    asked = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
+    major, minor = map(int, asked.stdout.split())
+    if (major, minor) == sys.version_info[:2]:
+        return
+    line = f"{VENV.name} has Python {major}.{minor}; delete {VENV.name} to use {machine.VERSION}"
+    if (major, minor) < machine.MINIMUM_PYTHON or SWITCHED in os.environ:
+        raise SystemExit(f"[bootstrap] {line}")
+    say(line)
+    command = [str(PYTHON), str(Path(__file__).resolve()), *sys.argv[1:]]
+    os.execve(PYTHON, command, os.environ | {SWITCHED: "1"})
 
 
 def would_take(*requirement: str) -> dict[str, Any] | None:
@@ -121,17 +174,52 @@ def torch_versions() -> list[str]:
     return found[1].split(", ") if found else []
 
 
-def torch_arguments() -> list[str]:
-    """pip's arguments for the CPU build of torch: the machine's own wheel, else torch's index."""
+def asked_torch() -> str:
+    """The release of torch that PYCOMM_TORCH names now or named in an earlier run; else empty."""
+    asked = os.environ.get(ASKED_TORCH, "").strip()
+    if asked:
+        if not can_be_asked(asked):
+            first = native.torch_range(ROOT).SUPPORTED[0]
+            raise SystemExit(
+                f"[bootstrap] TORCH={asked} is not a release of torch {first} to "
+                f"{TORCH.rpartition('.')[0]}, which pycomm supports with Python {machine.VERSION}. "
+                f"Try: TORCH={TORCH}"
+            )
+        return asked
+    noted = STAMPS / "torch"
+    kept = noted.read_text() if noted.is_file() else ""
+    if not can_be_asked(kept):
+        return ""
+    say(f"keeping torch {kept}, which an earlier TORCH={kept} chose; TORCH=... chooses another")
+    return kept
+
+
+def can_be_asked(release: str) -> bool:
+    """Whether this is the number of a supported release that this Python may have wheels of."""
+    versions = native.torch_range(ROOT)
+    minors = versions.SUPPORTED[: versions.SUPPORTED.index(versions.torch_minor(TORCH)) + 1]
+    return bool(re.fullmatch(r"\d+\.\d+\.\d+", release)) and (
+        versions.torch_minor(release) in minors
+    )
+
+
+def torch_arguments(release: str = "") -> list[str]:
+    """pip's arguments for the CPU build of torch: the machine's own wheel, else torch's index.
+
+    Without `release`: of any supported release if the machine has a wheel, else of the newest.
+    """
     versions = native.torch_range(ROOT)
     for version in torch_versions():
-        if version.endswith("+cpu") and not versions.why_unsupported(version):
+        number, _, build = version.partition("+")
+        fits = number == release if release else not versions.why_unsupported(version)
+        if build == "cpu" and fits:
             return [f"torch=={version}"]
-    plain = would_take(f"torch=={TORCH}")
+    wanted = release or TORCH
+    plain = would_take(f"torch=={wanted}")
     source = plain["download_info"] if plain else None
     if isinstance(source, dict) and str(source.get("url", "")).startswith("file:"):
-        return [f"torch=={TORCH}"]
-    return [f"torch=={TORCH}+cpu", "--extra-index-url", TORCH_INDEX]
+        return [f"torch=={wanted}"]
+    return [f"torch=={wanted}+cpu", "--extra-index-url", TORCH_INDEX]
 
 
 def with_tools() -> dict[str, str]:
@@ -152,19 +240,26 @@ def compile_core() -> subprocess.Popen[bytes]:
 def install(groups: list[str], build: bool) -> None:
     # Each group's file may include others, so the content of all of them decides.
     files = list(REQUIREMENTS.glob("*.txt"))
+    release = asked_torch()
+    # Without being asked, another release may have been installed than the newest.
+    torch = f"=={release}" if release else TORCH
     core = None
     try:
         for group in ["build", *groups]:
-            stamp = Stamp(group, digest(files, group, TORCH))
+            stamp = Stamp(group, digest(files, group, torch))
             if stamp.fresh():
                 continue
             say(f"installing tools/requirements/{group}.txt")
             pip("-r", REQUIREMENTS / f"{group}.txt")
             if group == "build":
                 core = compile_core() if build else None
-                chosen = torch_arguments()
-                say(f"installing {chosen[0]} (200 MB)")
+                chosen = torch_arguments(release)
+                is_cpu = chosen[0].endswith("+cpu")
+                size = "200 MB" if is_cpu else "with its CUDA packages, several GB"
+                say(f"installing {chosen[0]} ({size})")
                 pip(*chosen)
+                if release:
+                    Stamp("torch", release).write()
             stamp.write()
         if core:
             core.wait()  # an error comes again, with its text, when the extension is built
@@ -200,6 +295,8 @@ def compile_in_place() -> None:
         step = re.match(r"\[(\d+/\d+)\] (?:csrc|build/units)/(\S+)\.cc$", line)
         if step:
             say(f"compiled {step[1]}: {step[2]}")
+        elif line.startswith("pycomm: "):  # setup.py's own lines
+            say(line.strip())
     if child.wait() != 0:
         # What the compiler said, without how setuptools and torch came to call it.
         ends = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
@@ -215,12 +312,20 @@ def installed_torch() -> str:
     )
 
 
-def build_extension() -> None:
-    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cc", ".h", ".txt")]
-    metadata = digest([ROOT / "setup.py", ROOT / "pyproject.toml"])
-    sources += [ROOT / "tools" / "native.py", ROOT / "pycomm" / "_torch_range.py"]
+def extension_digest(metadata: str) -> str:
+    """A hash of everything that the extension and libpycomm_cuda.so are built from and with."""
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in SOURCES]
+    sources += (ROOT / "cmake").glob("*.cmake")
+    sources += [ROOT / "tools" / name for name in BUILD_TOOLS]
+    sources += [ROOT / "CMakeLists.txt", ROOT / "pycomm" / "_torch_range.py"]
+    variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
     # Objects of the other way to compile stay; tools/fault_build.py links those of today's.
-    built = Stamp("extension", digest(sources, metadata, installed_torch(), str(native.wanted())))
+    return digest(sources, metadata, installed_torch(), str(native.wanted()), *variables)
+
+
+def build_extension() -> None:
+    metadata = digest([ROOT / "setup.py", ROOT / "pyproject.toml"])
+    built = Stamp("extension", extension_digest(metadata))
     version = installed_torch().removeprefix("torch-").removesuffix(".dist-info")
     module = ROOT / "pycomm" / native.torch_range(ROOT).module_folder(version)
     kept = any(module.glob("_C.*.so"))
@@ -254,6 +359,9 @@ def main() -> None:
     )
     options = parser.parse_args()
 
+    # The programs that this one starts would import another torch, or find no standard library.
+    for name in ("PYTHONPATH", "PYTHONHOME"):
+        os.environ.pop(name, None)
     if not (STAMPS / "build").exists():
         machine.require(native.HEADERS)
     lock = os.open(ROOT, os.O_RDONLY)
@@ -261,6 +369,7 @@ def main() -> None:
         lock, fcntl.LOCK_EX
     )  # two `make` at once take turns; let go of when this process ends
     make_venv()
+    use_venvs_python()
     install_cmake()
     if options.no_torch:
         return

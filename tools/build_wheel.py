@@ -2,6 +2,7 @@
 
     python tools/build_wheel.py                     # the newest release of each minor
     python tools/build_wheel.py 2.13.0 2.15.0       # these
+    python tools/build_wheel.py ===2.13.0           # this very build, which is the CUDA one
     python tools/build_wheel.py --check dist/torch_pycomm-….whl
     python tools/build_wheel.py --unpack      # only the headers: another tool builds the wheel
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import glob
 import os
 import re
 import shutil
@@ -51,7 +53,10 @@ def releases() -> Sequence[str]:
 
 
 def download(version: str, folder: Path) -> Path:
-    """Torch's wheel for this interpreter: the small CPU build if an index has it."""
+    """Torch's wheel for this interpreter: the small CPU build if an index has it.
+
+    "===2.13.0", as pip writes it, is the build without a suffix in any case: the CUDA one.
+    """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     pip += ["--only-binary=:all:", "--dest", str(folder)]
     small = [
@@ -64,10 +69,15 @@ def download(version: str, folder: Path) -> Path:
         CPU_INDEX,
         f"torch=={version}+cpu",
     ]
-    if (
-        subprocess.run(small, stderr=subprocess.DEVNULL, check=False).returncode != 0
-        and subprocess.run([*pip, f"torch=={version}"], check=False).returncode != 0
+    exact = version.startswith("===")
+    if not exact and (
+        subprocess.run(small, stderr=subprocess.DEVNULL, check=False).returncode == 0
     ):
+        return next(folder.glob("torch-*.whl"))
+    if not exact:
+        print(f"no CPU wheel of torch {version} was found: downloading the CUDA one (0.9 GB)")
+    plain = f"torch{version}" if exact else f"torch=={version}"
+    if subprocess.run([*pip, plain], check=False).returncode != 0:
         raise SystemExit(
             f"torch {version} could not be downloaded for Python {VERSION}; pip's error is above. "
             "Try: name the releases that you need, as in make wheel ARGS='2.13.0 2.14.1'"
@@ -77,7 +87,9 @@ def download(version: str, folder: Path) -> Path:
 
 def unpacked(version: str) -> Path:
     """The folder with this torch's headers and libraries, downloaded if need be."""
-    folder = KEPT / f"{version}-{sys.implementation.cache_tag}"
+    release = version.removeprefix("===")
+    flavour = "-plain" if version.startswith("===") else ""
+    folder = KEPT / f"{release}{flavour}-{sys.implementation.cache_tag}"
     if not folder.is_dir():
         KEPT.mkdir(parents=True, exist_ok=True)
         wanted = [
@@ -156,10 +168,24 @@ def look(wheel: Path, torches: Sequence[native.Torch]) -> list[str]:
 # --- building -------------------------------------------------------------------------------------
 
 
-def build(folders: Sequence[Path]) -> Path:
-    """Builds the wheel, named for the Linux that it runs on, into dist/."""
-    DIST.mkdir(exist_ok=True)
-    env = os.environ | {"PYCOMM_TORCHES": os.pathsep.join(map(str, folders))}
+def named(folders: Sequence[Path]) -> str:
+    """These folders as PYCOMM_TORCHES has them: patterns, between colons."""
+    return os.pathsep.join(glob.escape(str(folder)) for folder in folders)
+
+
+def check_path() -> None:
+    """Ends the program if PYCOMM_TORCHES cannot name folders of this checkout."""
+    if os.pathsep in str(ROOT):
+        raise SystemExit(
+            f"a wheel cannot be built in {ROOT}, because its path has {os.pathsep!r}. "
+            "Try: another folder"
+        )
+
+
+def build(folders: Sequence[Path], target: Path = DIST) -> Path:
+    """Builds the wheel, named for the Linux that it runs on, into a folder."""
+    target.mkdir(exist_ok=True)
+    env = os.environ | {"PYCOMM_TORCHES": named(folders)}
     tools = str(Path(sys.executable).parent)
     env["PATH"] = f"{tools}{os.pathsep}{env.get('PATH', os.defpath)}"
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as scratch:
@@ -171,8 +197,8 @@ def build(folders: Sequence[Path]) -> Path:
         for name in native.TORCH_LIBRARIES:
             repair += ["--exclude", f"lib{name}.so"]
         subprocess.run([*repair, str(plain)], env=env, check=True)
-        named = next(Path(scratch, "named").glob("*.whl"))
-        return Path(shutil.move(named, DIST / named.name))
+        wheel = next(Path(scratch, "named").glob("*.whl"))
+        return Path(shutil.move(wheel, target / wheel.name))
 
 
 def main() -> int:
@@ -183,6 +209,7 @@ def main() -> int:
     parser.add_argument("--unpack", action="store_true", help="only fetch what is built against")
     parser.add_argument("--check", metavar="WHEEL", type=Path, help="only look at this wheel")
     options = parser.parse_args()
+    check_path()
     if not (options.unpack or options.check):
         # First of all, so that nobody takes one of other sources for this one, if this one fails.
         for old in DIST.glob(f"torch_pycomm-*-{TAG}-*.whl"):

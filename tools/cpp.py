@@ -149,14 +149,23 @@ def united(flavour: str) -> bool:
     return flavour != "strict" and native.wanted()
 
 
+def googletest_arguments(folder: Path) -> list[str]:
+    """CMake's arguments for GoogleTest; prints a line if CMake will probably download it."""
+    found = machine.find_googletest(ROOT / "build" / "googletest")
+    if found is None and not (folder / "_deps" / "googletest-src").is_dir():
+        print("no GoogleTest found: CMake downloads it (1 MB), unless CMake finds one", flush=True)
+    return found or []
+
+
 def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all") -> Path | None:
     """Builds one flavour, with fault points, and returns its folder; None if that failed."""
     folder = BUILD / f"cpp-{flavour}"
     jobs = str(machine.jobs(1.0))
     given = [*cmake_arguments, *os.environ.get("CMAKE_ARGS", "").split()]
+    machine.drop_moved_build(folder, ROOT)
     sources = "FETCHCONTENT_SOURCE_DIR_GOOGLETEST"
     if sources not in os.environ and not any(sources in argument for argument in given):
-        given = [*machine.find_googletest(ROOT / "build" / "googletest"), *given]
+        given = [*googletest_arguments(folder), *given]
     configure = [
         "cmake",
         "-S",

@@ -38,6 +38,7 @@ def find_nvcc() -> Path | None:
 
 def build(nvcc: Path, folder: Path = BUILD) -> Path:
     """Builds the library in `folder`. Raises CalledProcessError where CMake or nvcc refuses."""
+    machine.drop_moved_build(folder, ROOT)
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-DPYCOMM_CUDA=ON"]
     configure += ["-DPYCOMM_TESTS=OFF", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
     if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists():

@@ -25,6 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import cpp
 import fuzz_dry
 import machine
 from fuzz_dry import Found
@@ -59,9 +60,10 @@ def find_clang() -> str | None:
 
 def build(clang: str) -> Path:
     """Build the fuzzer, and return it."""
+    machine.drop_moved_build(BUILD, ROOT)
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), f"-DCMAKE_CXX_COMPILER={clang}"]
     configure += ["-DPYCOMM_SANITIZE=fuzzer-no-link,address,undefined", "-DPYCOMM_TESTS=ON"]
-    configure += machine.find_googletest(ROOT / "build" / "googletest")
+    configure += cpp.googletest_arguments(BUILD)
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     command = ["cmake", "--build", str(BUILD), "--target", "pycomm_fuzz", "-j"]
     subprocess.run([*command, str(machine.jobs(1.0))], check=True, stdout=subprocess.DEVNULL)

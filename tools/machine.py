@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,22 @@ PYTHON_LACK = Lack(
     f"Python {MINIMUM_PYTHON[0]}.{MINIMUM_PYTHON[1]} or newer", "python3", "python3.12"
 )
 VENV_LACK = Lack("Python's venv module", f"python{VERSION}-venv", "python3")
-COMPILER_LACK = Lack("a C++20 compiler (GCC 11 or newer, or clang 14 or newer)", "g++", "gcc-c++")
+COMPILER_LACK = Lack(
+    "a C++20 compiler (GCC 11 or newer, or clang 14 or newer; if yours is older, install a newer "
+    "one and set CXX)",
+    "g++",
+    "gcc-c++",
+)
 HEADERS_LACK = Lack("Python's C headers", f"python{VERSION}-dev", "python3-devel")
+
+# GCC 10 has these headers, too, but cannot compile pycomm. clang defines __GNUC__ as 4.
+COMPILER_PROBE = """\
+#if defined(__clang__) ? __clang_major__ < 14 : __GNUC__ < 11
+#error "too old"
+#endif
+#include <span>
+#include <bit>
+"""
 
 
 def succeeds(
@@ -82,7 +97,7 @@ def compiler() -> str | None:
     named = os.environ.get("CXX")
     for candidate in [named] if named else ["c++", "g++", "clang++"]:
         flags = ["-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
-        if succeeds(*candidate.split(), *flags, source="#include <span>\n#include <bit>\n"):
+        if succeeds(*candidate.split(), *flags, source=COMPILER_PROBE):
             return candidate
     return None
 
@@ -209,10 +224,34 @@ def system_cmake() -> bool:
         return False
 
 
-def find_googletest(unpacked: Path) -> list[str]:
+def drop_moved_build(folder: Path, root: Path) -> None:
+    """Deletes a build folder that CMake made for another checkout: it was copied with this one.
+
+    CMake refuses to configure such a folder.
+    """
+    try:
+        cache = (folder / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    source = re.search(r"^CMAKE_HOME_DIRECTORY:INTERNAL=(.+)$", cache, re.MULTILINE)
+    if source is None or same_folder(Path(source[1]), root):
+        return
+    print(f"{folder} was made for {source[1]}: deleting it", flush=True)
+    shutil.rmtree(folder)
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Whether both names lead to the same folder. False if one does not exist."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def find_googletest(unpacked: Path) -> list[str] | None:
     """Have GoogleTest: the system's, else Debian's packages, unpacked.
 
-    Returns the arguments for CMake, which downloads the sources where there is neither.
+    Returns the arguments for CMake; None if there is neither, so that CMake downloads the sources.
     """
     if includes("gmock/gmock.h") or GOOGLETEST_SOURCES.is_file():
         return []  # cmake/GoogleTest.cmake finds either
@@ -225,4 +264,4 @@ def find_googletest(unpacked: Path) -> list[str]:
         if not there:
             unpacked.mkdir(parents=True, exist_ok=True)
             failed.touch()
-    return [f"-DCMAKE_PREFIX_PATH={prefix}"] if there else []
+    return [f"-DCMAKE_PREFIX_PATH={prefix}"] if there else None

@@ -100,6 +100,24 @@ def units(root: Path, kind: str) -> list[tuple[Path, str]]:
     return found
 
 
+def git_commit(root: Path) -> str:
+    """HEAD of the checkout in this folder, and " with changes" if a tracked file differs from it.
+
+    Empty in an sdist, also in one that was unpacked inside another checkout.
+    """
+    git = ["git", "-C", str(root)]
+    try:
+        asked = [*git, "rev-parse", "--show-toplevel", "HEAD"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        top, commit = said.split("\n")[:2]
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return ""
+    if Path(top) != root:
+        return ""
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode == 1
+    return f"{commit} with changes" if differs else commit
+
+
 # --- torch ----------------------------------------------------------------------------------------
 
 
@@ -268,7 +286,12 @@ class NinjaFile:
 
 def jobs(gib_each: float) -> int:
     """How many compilers at once: MAX_JOBS, else what cores and memory allow."""
-    return int(os.environ.get("MAX_JOBS") or machine.jobs(gib_each))
+    given = os.environ.get("MAX_JOBS", "").strip()
+    if not given:
+        return machine.jobs(gib_each)
+    if not given.isdecimal() or int(given) < 1:
+        raise SystemExit(f"MAX_JOBS={given!r} is not allowed: use a whole number from 1")
+    return int(given)
 
 
 # --- the extension --------------------------------------------------------------------------------

@@ -74,7 +74,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension")
     config.pluginmanager.register(turns, "turns")
-    shares.choose()
+    try:
+        shares.choose()
+    except SystemExit as wrong:  # pytest would print its stack
+        raise pytest.UsageError(str(wrong)) from None
     if path := config.getoption("--costs"):
         config.pluginmanager.register(costs.Plugin(path.absolute()), "costs-of-tests")
     if config.getoption("--exact-bounds"):

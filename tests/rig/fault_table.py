@@ -229,7 +229,8 @@ def document(rows: list[tuple[str, dict[str, tuple[str, str]]]]) -> str:
     from pycomm import _build_info
 
     # Of the extension that ran, which may be older than the checkout.
-    commit = _build_info.GIT_COMMIT[:7] or "unknown"
+    commit, _, changes = _build_info.GIT_COMMIT.partition(" ")
+    commit = f"{commit[:7] or 'unknown'} {changes}".strip()
     lines = [
         BEGIN,
         "",

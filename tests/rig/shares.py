@@ -29,8 +29,8 @@ def share() -> int:
     given = os.environ.get("SHARE", "")
     if not given:
         return int(time.time() // 86400) % SHARES
-    if not given.isdigit() or int(given) >= SHARES:
-        raise ValueError(f"SHARE={given!r}: it must be a number from 0 to {SHARES - 1}")
+    if not given.isdecimal() or int(given) >= SHARES:
+        raise SystemExit(f"SHARE={given!r} is not allowed: use a number from 0 to {SHARES - 1}")
     return int(given)
 
 

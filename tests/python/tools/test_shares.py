@@ -46,8 +46,16 @@ def test_the_share_is_the_days(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares.time, "time", lambda: 86400 * 20_003 - 1.0)
     assert shares.share() == 20_002 % 5
     monkeypatch.setenv("SHARE", "5")
-    with pytest.raises(ValueError, match="from 0 to 4"):
+    with pytest.raises(SystemExit, match="from 0 to 4"):
         shares.share()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", __file__],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.strip() == "ERROR: SHARE='5' is not allowed: use a number from 0 to 4"
 
 
 def test_a_result_is_wrong_by_one_element_by_a_step_and_by_a_rank() -> None:

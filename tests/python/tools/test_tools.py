@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import http.server
 import importlib.util
@@ -9,13 +10,14 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -257,6 +259,16 @@ def test_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         machine.require(tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs GCC")
+def test_an_old_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GCC 10 has the headers of C++20, too; this compiler says that it is that version."""
+    machine = tool("machine")
+    for named, found in [("g++ -U__GNUC__ -D__GNUC__=10", False), ("g++ -D__GNUC_MINOR__=0", True)]:
+        monkeypatch.setenv("CXX", named)
+        assert machine.compiler() == (named if found else None)
+    assert "if yours is older, install a newer one and set CXX" in machine.COMPILER_LACK.what
+
+
 def test_missing_venv_and_headers_are_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -300,8 +312,8 @@ def test_nothing_is_installed_unasked(
     headers = {"include": f"/usr/include/python{machine.VERSION}-of-a-test"}
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda: headers)
     assert machine.find_headers(tmp_path / "headers") is None
-    assert machine.find_googletest(tmp_path / "googletest") == []
-    assert machine.find_googletest(tmp_path / "googletest") == []  # not tried again today
+    assert machine.find_googletest(tmp_path / "googletest") is None
+    assert machine.find_googletest(tmp_path / "googletest") is None  # not tried again today
     said = capsys.readouterr().out.splitlines()
     failed = "they could not be fetched: is the network there, and a proxy set if needed?"
     assert said[1::2] == [failed, failed]
@@ -569,12 +581,27 @@ def test_a_unit_is_written_only_if_it_changes(tmp_path: Path) -> None:
     assert unit.stat().st_mtime > 1
 
 
+def names_of_flags(python: str) -> set[str]:
+    """The strings in calls of the functions of tools/native.py that take names of flags.txt."""
+    calls = [each for each in ast.walk(ast.parse(python)) if isinstance(each, ast.Call)]
+    taking = re.compile(r"(native\.|file\.)?(flags|compile|torch_objects)")
+    found = [call for call in calls if taking.fullmatch(ast.unparse(call.func))]
+    strings = [each for call in found for each in ast.walk(call) if isinstance(each, ast.Constant)]
+    return {each.value for each in strings if isinstance(each.value, str)}
+
+
 def test_every_line_of_flags_is_used() -> None:
     native = tool("native")
     names = {row[0] for row in native.rows(ROOT / "csrc" / "flags.txt")}
     folders = {row[1] for row in native.rows(ROOT / "csrc" / "floors.txt")}
-    used = {"all", "core", "torch", "faults", "sanitize", "gcc", "extension", "fake"}
-    assert names - folders == used
+    used: set[str] = set()
+    for path in [*TOOLS.glob("*.py"), ROOT / "tests" / "rig" / "fake_cuda_device.py"]:
+        used |= names_of_flags(path.read_text())
+    for path in [ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*.cmake")]:
+        calls = re.findall(r"^ *pycomm_use_flags\(\w+ ([^)]+)\)", path.read_text(), re.MULTILINE)
+        used |= {name for call in calls for name in call.split()}
+    # NinjaFile.compile() adds the line of each folder that it compiles.
+    assert names - folders == used - folders, "lines without a user, or users without a line"
     assert native.flags(ROOT, "bindings") == ["-O1"]
     # One place: no other file of the build names what decides about the bits of a sum.
     for path in [ROOT / "setup.py", *TOOLS.glob("*.py"), *(ROOT / "cmake").glob("*.cmake")]:
@@ -667,6 +694,30 @@ def test_cpp_knows_a_failure_by_a_time_bound(tmp_path: Path) -> None:
     found = tool("cpp").counts(tmp_path)
     assert found.names == ["Suite.One", "Suite.Two", "Suite.Three"]
     assert found.late == {"Suite.One"}
+
+
+def test_a_build_folder_of_another_checkout_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cpp = tool("cpp")
+    old, new = tmp_path / "old", tmp_path / "new"
+    cache = new / "build" / "cpp-plain" / "CMakeCache.txt"
+    cache.parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(new)
+    monkeypatch.setattr(cpp, "ROOT", new)
+    monkeypatch.setattr(cpp, "BUILD", new / "build")
+    monkeypatch.setattr(cpp.machine, "find_googletest", lambda _: None)
+    monkeypatch.setattr(cpp.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    for source, kept in [(new, True), (tmp_path / "link", True), (old, False)]:
+        cache.write_text(f"CMAKE_BUILD_TYPE:STRING=x\nCMAKE_HOME_DIRECTORY:INTERNAL={source}\n")
+        assert cpp.build("plain") is None
+        assert cache.exists() is kept
+        said = capsys.readouterr().out
+        assert (f"was made for {source}: deleting it" in said) is not kept
+        assert "CMake downloads it (1 MB)" in said
+    (cache.parent / "_deps" / "googletest-src").mkdir(parents=True)
+    assert cpp.build("plain") is None
+    assert "downloads" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
