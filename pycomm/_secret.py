@@ -1,4 +1,8 @@
-"""Finds the secret of a job. Its bytes stay in the native part: nothing here can print them."""
+"""Finds the secret of a job.
+
+The bytes of a secret file stay in the native part, so nothing here can print them. PYCOMM_SECRET is
+text in the environment: Python code can read and print that.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ namespace py = pybind11;
 
 namespace pycomm {
 
-// The bytes of a secret never become a Python object: those cannot be wiped, and a traceback's variables, a pickle or a debugger
-// shows them.
+// The bytes of a secret file never become a Python object: Python cannot wipe those, and a traceback's variables, a pickle or a
+// debugger shows them. parse() takes a str, for PYCOMM_SECRET, which is in the environment of the process anyway.
 void bindSecret(py::module_& m) {
   py::class_<Secret, std::shared_ptr<Secret>>(m, "Secret")
       .def_static(

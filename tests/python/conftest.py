@@ -194,7 +194,7 @@ def no_process_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's own settings must not decide a test, other than TEST_TRANSPORT (`make tcp`).
+    """The caller's own settings must not decide a test, except TEST_TRANSPORT and TEST_SECRET.
 
     That holds also for tests that make groups in this process, as those of the service do.
     """
@@ -203,6 +203,8 @@ def no_pycomm_variables(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     if transport := os.environ.get("TEST_TRANSPORT"):
         monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
+    if secret := os.environ.get("TEST_SECRET"):
+        monkeypatch.setenv("PYCOMM_SECRET", secret)
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import child_environment, run_python, run_ranks
+from ranks import run_python, run_ranks
 
 import pycomm
-from pycomm import _extension, _secret
+from pycomm import _extension, _metrics, _secret
 from pycomm._backend import flight_record, native_backend
 
 pytestmark = pytest.mark.needs_native
@@ -269,10 +269,17 @@ def show_all(rank: int, world_size: int, folder: str) -> bytes:
     store = Listening(dist.FileStore(f"{folder}/listening", world_size))
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
     said = sum_and_say(rank, world_size)
+    pickles = [pickle.dumps(pycomm.Options())]
     shown = [repr(pycomm.Options()), said, repr(os.environ.get("PYCOMM_SECURITY"))]
     shown.append(repr(flight_record()))
     shown.append(pycomm.dump_flight_record(folder).read_text())
+    _metrics.write_now()
+    (metrics,) = Path(folder).glob(f"pycomm_rank_{rank}_*.prom")
+    shown.append(metrics.read_text())
     if rank == 0:
+        status = run_python(["-m", "pycomm", "status", "--json"], env={"PYCOMM_SECRET": None})
+        assert str(os.getpid()) in status.stdout, status
+        shown.append(status.stdout + status.stderr)
         dist.barrier()
         dist.destroy_process_group()
     else:
@@ -281,9 +288,18 @@ def show_all(rank: int, world_size: int, folder: str) -> bytes:
             dist.all_reduce(torch.ones(1))
         except pycomm.errors.PycommError as error:
             shown.append(f"{error} {error.record!r}")
-            shown.append(repr(pickle.dumps(error)))
+            pickles.append(pickle.dumps(error))
+        assert b"PEER_LEFT" in pickles[-1]
         dist.destroy_process_group()
-    return b"\n".join([*store.written, *(text.encode() for text in shown)])
+    return b"\n".join([*store.written, *pickles, *(text.encode() for text in shown)])
+
+
+def forms_of(path: Path) -> list[bytes]:
+    """As which bytes a secret could show: as it is, in base64, in hexadecimal; and halves."""
+    characters = path.read_text().strip()[16:59]
+    raw = base64.urlsafe_b64decode(characters + "=")
+    whole = [raw, characters.encode(), raw.hex().encode(), base64.b64encode(raw)[:-1]]
+    return [part for form in whole for part in (form, form[: len(form) // 2])]
 
 
 @pytest.mark.parametrize(
@@ -296,14 +312,16 @@ def test_it_shows_nowhere(files: list[Path], tmp_path: Path, transport: str, sai
         "PYCOMM_DEBUG": "TRACE",
         "PYCOMM_TRANSPORT": transport,
     }
+    env["PYCOMM_METRICS_DIR"] = str(tmp_path)
     results = run_ranks(2, show_all, args=(str(tmp_path),), init="none", backend=None, env=env)
-    cli = run_python(["-m", "pycomm", "env", "--json"], env=child_environment(env))
     shown = b"\n".join(results.values())
     shown += "".join(one.stdout + one.stderr for one in results).encode()
-    shown += (cli.stdout + cli.stderr).encode()
-    assert said in shown and b"pycomm/" in shown and b"PEER_LEFT" in shown
-    characters = files[0].read_text().strip()[16:59]
-    raw = base64.urlsafe_b64decode(characters + "=")
-    for form in (characters.encode(), raw, raw.hex().encode(), base64.b64encode(raw)[:-1]):
+    for command in (["env", "--json"], ["doctor", "--json"], ["doctor"]):
+        cli = run_python(["-m", "pycomm", *command], env=env)
+        assert cli.returncode == 0 and cli.stdout, cli
+        shown += (cli.stdout + cli.stderr).encode()
+    for there in (said, b"pycomm/", b"PEER_LEFT", b"pycomm_operations_issued_total"):
+        assert there in shown
+    assert shown.count(_key_id(files[0]).encode()) >= 4
+    for form in forms_of(files[0]):
         assert form not in shown
-        assert form[:16] not in shown

@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from ranks import child_environment, run_python, run_ranks
+from ranks import child_environment, run_python
 
 from pycomm import _secret
 
@@ -20,12 +18,57 @@ pytestmark = pytest.mark.needs_native
 
 _NAMES = ("libcrypto.so.3", "libssl.so.3")
 
-# Conda's _ssl finds its libraries by a path inside itself. An earlier dlopen() of that path has the
-# same effect on every later search for the name.
-_LOAD_FIRST = """
-import ctypes
+# Stands for conda's _ssl: it finds the libraries of its own prefix, by a path inside itself, and
+# fails if those of the system came first.
+_CONDAS_SSL = """
+import ctypes, importlib.util, sys
+with open("/proc/self/maps") as maps:
+    first = {{line.split()[-1] for line in maps if line.rstrip().endswith({names!r})}}
+if not first <= set({paths!r}):
+    raise ImportError(f"{{first}} came before those of the prefix")
 for path in {paths!r}:
     ctypes.CDLL(path)
+spec = importlib.util.spec_from_file_location("_ssl", {real!r})
+sys.modules["_ssl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["_ssl"])
+"""
+
+# torch, too, imports ssl where it can; here it cannot, so that pycomm is the first.
+_TWO_RANKS = """
+import os, sys
+rank = 0 if os.fork() else 1
+
+class Hidden:
+    names = {{"ssl", "_ssl", "_hashlib"}}
+    def find_spec(self, name, *_):
+        if name in self.names:
+            raise ImportError(f"{{name}} is hidden")
+
+sys.meta_path.insert(0, Hidden())
+import torch, torch.distributed as dist
+import pycomm
+from pycomm import _secret
+
+def mapped():
+    with open("/proc/self/maps") as maps:
+        return {{line.split()[-1] for line in maps if line.rstrip().endswith({names!r})}}
+
+assert not mapped() and "_ssl" not in sys.modules, mapped()
+Hidden.names = {{"_hashlib"}}
+_secret._native()
+assert "_ssl" in sys.modules, "pycomm would map libssl before the interpreter does"
+store = dist.FileStore({store!r}, 2)
+dist.init_process_group("pycomm", store=store, rank=rank, world_size=2)
+tensor = torch.full((300_000,), float(rank + 1))
+dist.all_reduce(tensor)
+assert float(tensor[-1]) == 3
+assert mapped() == set({paths!r}), mapped()
+dist.destroy_process_group()
+import ssl
+ssl.create_default_context()
+if rank == 0:
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    print("one libssl")
 """
 
 
@@ -43,13 +86,6 @@ def _system() -> list[Path]:
     return [Path(path) for path in found]
 
 
-def _sum(rank: int, size: int) -> set[str]:
-    tensor = torch.full((300_000,), float(rank + 1))
-    dist.all_reduce(tensor)
-    assert float(tensor[-1]) == size * (size + 1) / 2
-    return _mapped()
-
-
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
@@ -62,18 +98,23 @@ def test_a_second_libssl_in_a_prefix_of_its_own_is_the_only_one(
 ) -> None:
     prefix = tmp_path / "prefix" / "lib"
     prefix.mkdir(parents=True)
-    paths = [shutil.copy(path.resolve(), prefix / path.name) for path in _system()]
+    paths = [str(shutil.copy(path.resolve(), prefix / path.name)) for path in _system()]
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(_LOAD_FIRST.format(paths=[str(path) for path in paths]))
+    real = sys.modules["_ssl"].__file__
+    text = _CONDAS_SSL.format(names=_NAMES, paths=paths, real=real)
+    (site / "_ssl.py").write_text(text)
     env = {
         "PYTHONPATH": os.pathsep.join([str(site), child_environment()["PYTHONPATH"]]),
+        "PYCOMM_SECRET": None,
         "PYCOMM_SECRET_FILE": str(secret),
         "PYCOMM_SECURITY": "require",
         "PYCOMM_TRANSPORT": "tcp",
     }
-    for mapped in run_ranks(2, _sum, env=env, fresh=True).values():
-        assert mapped == {str(path) for path in paths}
+    program = _TWO_RANKS.format(names=_NAMES, paths=paths, store=str(tmp_path / "store"))
+    ran = run_python(["-c", program], env=env, timeout_s=90)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "one libssl\n"
 
 
 _WITHOUT = """

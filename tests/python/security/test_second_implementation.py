@@ -1,20 +1,26 @@
-"""Clients that know nothing of pycomm but its secret: openssl s_client and gnutls-cli."""
+"""Programs that know only a secret of pycomm: openssl s_client, gnutls-cli, openssl s_server."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import hmac
+import os
 import re
 import shutil
+import socket
 import subprocess
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from processes import open_files
 from ranks import run_ranks
 from test_closed_group import Listening, sum_and_say
 
+import pycomm
 from pycomm import _secret
 
 pytestmark = pytest.mark.needs_native
@@ -51,7 +57,7 @@ UP = {
 
 
 def _talk(command: list[str]) -> str:
-    """What a client says until the rank has hung up: its own input stays open."""
+    """The output of a client until the rank has hung up: its own input stays open."""
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as client:
@@ -70,31 +76,72 @@ def _talk(command: list[str]) -> str:
         return client.stdout.read().decode(errors="replace")
 
 
-def knock(rank: int, world_size: int, folder: str, tool: str) -> dict[str, str]:
-    """Rank 1 lets `tool` connect to its own port: with the right key, another one and none."""
-    store = Listening(dist.FileStore(f"{folder}/store", world_size))
+class Reading(Listening):
+    """A store that also remembers all that is read from it."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__(inner)
+        self.got: list[bytes] = []
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        self.got += [key.encode(), value]
+        return value
+
+
+KEYS = ("good", "other", "none")  # of the ranks
+# Only the key leads as far as to the first bytes behind the handshake.
+WHY = {
+    "good": "the first bytes are not pycomm's",
+    "other": "the peer does not prove that it has the secret",
+    "none": "the peer does not prove that it has the secret",
+}
+
+
+def _join(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """Makes a group. Returns what this rank has written to the store, and what it got there."""
+    store = Reading(dist.FileStore(f"{folder}/store", world_size))
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
+    written, got = (
+        b"\n".join(each).decode(errors="replace") for each in (store.written, store.got)
+    )
+    return written, got
+
+
+def _port(text: str, rank: int) -> int:
+    address = re.search(rf"address/{rank}\npcs1 [^\n]*\n(\S+)", text)
+    assert address is not None, text
+    return int(re.findall(r"\d+", address[1])[-1])
+
+
+def _process_id(text: str) -> str:
+    found = re.search(r"process_id=([0-9a-f]{32})", text)
+    assert found is not None, text
+    return found[1]
+
+
+def knock(rank: int, world_size: int, folder: str, tool: str) -> str:
+    """Each rank lets `tool` connect to its own port: with the right key, another one or none."""
+    text, _ = _join(rank, world_size, folder)
     sum_and_say(rank, world_size)
-    said = {}
-    if rank == 1:
-        written = b"\n".join(store.written).decode(errors="replace")
-        process = re.search(r"process_id=([0-9a-f]{32})", written)
-        address = re.search(r"address/1\npcs1 [^\n]*\n(\S+)", written)
-        assert process is not None, written
-        assert address is not None, written
-        port = int(re.findall(r"\d+", address[1])[-1])
-        secret = Path(folder) / "secret"
-        identity = f"pc1.{_secret.read_file(str(secret))[0].key_id}.l.{'ab' * 16}.{process[1]}"
-        for name, key in {
-            "good": _key_of(secret, identity),
-            "other": OTHER_KEY,
-            "none": "",
-        }.items():
-            said[name] = _talk(CLIENTS[tool]("127.0.0.1", port, identity, key))
+    secret = Path(folder) / "secret"
+    identity = f"pc1.{_secret.read_file(str(secret))[0].key_id}.l.{'ab' * 16}.{_process_id(text)}"
+    key = {"good": _key_of(secret, identity), "other": OTHER_KEY, "none": ""}[KEYS[rank]]
+    said = _talk(CLIENTS[tool]("127.0.0.1", _port(text, rank), identity, key))
     dist.barrier()
     sum_and_say(rank, world_size)
     dist.destroy_process_group()
     return said
+
+
+def _environment(folder: Path) -> dict[str, str | None]:
+    return {
+        "PYCOMM_SECRET": None,
+        "PYCOMM_SECRET_FILE": str(folder / "secret"),
+        "PYCOMM_TRANSPORT": "tcp",
+        "PYCOMM_SOCKET_IFNAME": "lo",
+        "PYCOMM_DEBUG": "INFO",
+    }
 
 
 @pytest.mark.parametrize("tool", CLIENTS)
@@ -104,17 +151,99 @@ def test_another_program_with_the_key_gets_a_handshake_and_no_more(
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
     _secret.generate_file(str(tmp_path / "secret"))
-    env = {
-        "PYCOMM_SECRET": None,
-        "PYCOMM_SECRET_FILE": str(tmp_path / "secret"),
-        "PYCOMM_TRANSPORT": "tcp",
-        "PYCOMM_SOCKET_IFNAME": "lo",
-        "PYCOMM_DEBUG": "INFO",
-    }
-    results = run_ranks(2, knock, args=(str(tmp_path), tool), init="none", backend=None, env=env)
-    said = results.values()[1]
-    assert re.search(UP[tool], said["good"]), said["good"]
-    assert not re.search(UP[tool], said["other"]), said["other"]
-    assert not re.search(UP[tool], said["none"]), said["none"]
-    log = list(results)[1].stderr
-    assert "turned away" in log, log
+    env = _environment(tmp_path)
+    results = run_ranks(3, knock, args=(str(tmp_path), tool), init="none", backend=None, env=env)
+    for key, result in zip(KEYS, results, strict=True):
+        assert bool(re.search(UP[tool], result.value)) == (key == "good"), result.value
+        (line,) = [line for line in result.stderr.splitlines() if "turned away" in line]
+        assert "turned away 1 connection(s)" in line
+        assert line.endswith(f": {WHY[key]}"), line
+
+
+def _stop_listening(port: int) -> None:
+    """At a port of this process, which another process then can take."""
+    for descriptor, name in open_files().items():
+        if name.startswith("socket:"):
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                ours = one.family == socket.AF_INET and one.getsockname()[1] == port
+                listens = ours and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                with socket.socket() as unbound:
+                    os.dup2(unbound.fileno(), descriptor)
+
+
+class Replaced(Reading):
+    """The store of rank 1: before its address is there, openssl s_server listens in its place."""
+
+    def __init__(self, inner: dist.Store, secret: Path, right: bool) -> None:
+        super().__init__(inner)
+        self.server: subprocess.Popen[str] | None = None
+        self._secret = secret
+        self._right = right
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value) if not key.endswith("/address/1") else self._serve(key, value)
+
+    def _serve(self, key: str, value: str | bytes) -> None:
+        written, got = (b"\n".join(each).decode() for each in (self.written, self.got))
+        key_id = _secret.read_file(str(self._secret))[0].key_id
+        identity = f"pc1.{key_id}.l.{_process_id(got)}.{_process_id(written)}"
+        psk = _key_of(self._secret, identity) if self._right else OTHER_KEY
+        text = value if isinstance(value, str) else value.decode()
+        port = int(re.findall(r"\d+", text)[-1])
+        _stop_listening(port)
+        command = ["openssl", "s_server", "-tls1_3", "-nocert", "-groups", "P-256", "-psk", psk]
+        command += ["-psk_identity", identity, "-accept", f"127.0.0.1:{port}"]
+        self.server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert self.server.stdout is not None
+        for line in self.server.stdout:
+            if "ACCEPT" in line:
+                break
+        super().set(key, value)
+
+
+def stand_in(rank: int, world_size: int, folder: str, right: bool) -> str:
+    """Rank 0 connects to rank 1's address. Returns its error, and what the server there says."""
+    files = dist.FileStore(f"{folder}/store", world_size)
+    store = Replaced(files, Path(folder) / "secret", right) if rank == 1 else Reading(files)
+    said = ""
+    try:
+        dist.init_process_group(
+            "pycomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4)
+        )
+        dist.all_reduce(torch.ones(3))
+    except pycomm.errors.PycommError as error:
+        said = f"{type(error).__name__}: {error}"
+    if isinstance(store, Replaced) and store.server is not None:
+        store.server.terminate()
+        said, _ = store.server.communicate(timeout=20)
+    return said
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["the key", "another key"])
+def test_a_server_in_the_place_of_a_rank_needs_the_key(tmp_path: Path, right: bool) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    _secret.generate_file(str(tmp_path / "secret"))
+    env = _environment(tmp_path)
+    error, served = run_ranks(
+        2, stand_in, args=(str(tmp_path), right), init="none", backend=None, env=env
+    ).values()
+    assert ("CIPHER is TLS_AES_128_GCM_SHA256" in served) == right, served
+    assert ("binder does not verify" in served) == (not right), served
+    refused = re.match(
+        r"ConfigMismatchError: Rank 1 on \S+ cannot be reached: the TLS handshake failed on .*: "
+        r"process [0-9a-f]{32} with the secret of key id [0-9a-f]{8} does not listen there .*"
+        r"another process has taken its port, or one with another secret",
+        error,
+    )
+    assert (refused is not None) == (not right), error
+    if right:  # a server that knows the key, but not pycomm
+        assert re.match(r"\w+: Rank 1 on ", error), error
