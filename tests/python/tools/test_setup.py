@@ -81,6 +81,7 @@ def test_a_module_in_place_is_there_at_every_moment(
     command.build_lib = str(tmp_path / "lib")
     command.ensure_finalized()
     monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)  # where setuptools' own would write
     target = native.module_in(tmp_path / "pycomm", torch)
     built = native.module_in(tmp_path / "lib" / "pycomm", torch)
     for path, text in [(target, "old"), (built, "new")]:
