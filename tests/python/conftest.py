@@ -18,6 +18,7 @@ if importlib.util.find_spec("pycomm") is None:
 
 import costs
 import fault_report
+import must_run
 import ranks
 import shares
 import turns
@@ -74,6 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs_native: needs the built extension")
     config.pluginmanager.register(turns, "turns")
+    if must_run.wanted():
+        config.pluginmanager.register(must_run, "must-run")
     try:
         shares.choose()
     except SystemExit as wrong:  # pytest would print its stack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -156,3 +157,27 @@ def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
     ).values()
     assert f"{WROTE}{off(path)}" in waited["text"]
     assert off(path) in refused["text"]
+
+
+# Not bad, but worth a line: root's file in memory that every user may read, as Kubernetes mounts it
+
+
+def two_groups(rank: int, world_size: int) -> str:
+    dist.new_group(list(range(world_size)))
+    return str(_secret.state())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a file of root")
+@pytest.mark.parametrize(("mode", "lines"), [(0o644, 1), (0o640, 0)])
+def test_roots_file_on_tmpfs_that_all_may_read_is_one_warning(mode: int, lines: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "secret"
+        key_id = _secret.generate_file(str(path)).key_id
+        path.chmod(mode)
+        env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(path), "PYCOMM_SECURITY": "require"}
+        results = run_ranks(2, two_groups, env=env)
+    warning = f"pycomm WARNING: the secret file {path} may be read by every user of this container"
+    for rank, result in enumerate(results):
+        assert key_id in result.value
+        assert result.stderr.count(f"[rank{rank}@{os.uname().nodename}] {warning}") == lines
+        assert result.stderr.count("WARNING") == lines, result.stderr
