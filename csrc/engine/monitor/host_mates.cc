@@ -60,7 +60,7 @@ struct HostMates::Watcher final : EventLoop::Handler {
   void onThrown(const std::exception_ptr& exception) noexcept override {
     mates.onThrown(exception);
   }
-  std::optional<uint64_t> asks; ///< for what is not offered yet
+  std::optional<MemoryKey> asks; ///< for what is not offered yet
   HostMates& mates; ///< holds this
   UniqueFd socket;
   uint32_t word = 0;
@@ -204,7 +204,7 @@ void HostMates::hearWatcher(Watcher& watcher) {
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
-  if (got == static_cast<ssize_t>(sizeof ask) && ask.magic == Ask::kReport) {
+  if (got == static_cast<ssize_t>(sizeof(AskReport)) && ask.magic == AskReport::kMagic) {
     answerReport(watcher);
     return;
   }
@@ -217,20 +217,19 @@ void HostMates::hearWatcher(Watcher& watcher) {
 }
 
 void HostMates::answer(Watcher& watcher) noexcept {
-  const auto found = offers_.find(*watcher.asks);
-  if (found == offers_.end()) {
+  const std::optional<int> memory = offers_.find(*watcher.asks);
+  if (!memory) {
     return; // the group is not so far yet here
   }
   Ask reply;
   reply.key = *watcher.asks;
-  reply.there = found->second >= 0 ? 1 : 0;
+  reply.there = *memory >= 0 ? 1 : 0;
   watcher.asks.reset();
-  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // a watcher may miss it
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, *memory); // a watcher may miss it
 }
 
 void HostMates::answerReport(Watcher& watcher) noexcept {
-  Ask reply;
-  reply.magic = Ask::kReport;
+  AskReport reply;
   std::optional<SharedArena> memory;
   try {
     const std::string report = report_ ? report_() : "";
@@ -239,17 +238,17 @@ void HostMates::answerReport(Watcher& watcher) noexcept {
       memory->commit(0, report.size());
       std::memcpy(memory->at(0), report.data(), report.size());
       reply.there = 1;
-      reply.key = report.size();
+      reply.nbytes = report.size();
     }
   } catch (const std::exception&) { // no memory: the reply is that there is no report
-    reply = {Ask::kReport, 0, 0};
+    reply = {};
     memory.reset();
   }
   (void)passMessage(watcher.socket.get(), &reply, sizeof reply, memory ? memory->fd() : -1);
 }
 
-void HostMates::offer(uint64_t key, int memory) {
-  offers_[key] = memory;
+void HostMates::offer(const MemoryKey& key, int memory) {
+  offers_.set(key, memory);
   for (const auto& entry : watchers_) {
     if (entry.second->asks == key) {
       answer(*entry.second);
@@ -257,8 +256,8 @@ void HostMates::offer(uint64_t key, int memory) {
   }
 }
 
-void HostMates::withdraw(uint64_t key) noexcept {
-  offers_.erase(key);
+void HostMates::withdraw(const MemoryKey& key) noexcept {
+  offers_.remove(key);
 }
 
 void HostMates::dismiss(int fd) noexcept {

@@ -24,7 +24,7 @@ UniqueFd connectToMate(const std::string& name) {
   return connectToSameUser(name, SOCK_SEQPACKET);
 }
 
-UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort) {
+UniqueFd HostMates::ask(const std::string& name, const MemoryKey& key, Deadline deadline, const AbortToken& abort) {
   if (name.empty() || name.size() > kMaxUnixName) {
     throw Error(ErrorCode::Unsupported, "the rank that would share memory cannot be reached by a Unix socket");
   }

@@ -12,8 +12,8 @@ namespace {
 using ::testing::ElementsAre;
 using Look = Loop::Ticker::Look;
 
-struct Fake final : Loop::Ticker {
-  explicit Fake(TimePoint next = TimePoint::max()) : next_tick(next) {}
+struct FakeTicker final : Loop::Ticker {
+  explicit FakeTicker(TimePoint next = TimePoint::max()) : next_tick(next) {}
   void onThrown(const std::exception_ptr&) noexcept override {
     ++thrown;
   }
@@ -58,8 +58,8 @@ TimePoint at(int ms) {
 TEST(Tickers, CallsThoseThatAreDue) {
   Tickers tickers;
   EXPECT_EQ(tickers.nextTick(), TimePoint::max());
-  Fake early(at(10));
-  Fake late(at(20));
+  FakeTicker early(at(10));
+  FakeTicker late(at(20));
   tickers.add(late);
   tickers.add(early);
   EXPECT_EQ(tickers.nextTick(), at(10));
@@ -70,14 +70,14 @@ TEST(Tickers, CallsThoseThatAreDue) {
 
 TEST(Tickers, OneMayLeaveWhileItIsCalledAndRemoveAnother) {
   Tickers tickers;
-  Fake first(at(0));
-  Fake second(at(0));
-  Fake third(at(0));
+  FakeTicker first(at(0));
+  FakeTicker second(at(0));
+  FakeTicker third(at(0));
   first.on_tick = [&] {
     tickers.remove(first);
     tickers.remove(second);
   };
-  for (Fake* ticker : {&first, &second, &third}) {
+  for (FakeTicker* ticker : {&first, &second, &third}) {
     tickers.add(*ticker);
   }
   tickers.tick(at(1));
@@ -87,8 +87,8 @@ TEST(Tickers, OneMayLeaveWhileItIsCalledAndRemoveAnother) {
 
 TEST(Tickers, OneThatIsAddedDuringATickIsCalledToo) {
   Tickers tickers;
-  Fake added(at(0));
-  Fake first(at(0));
+  FakeTicker added(at(0));
+  FakeTicker first(at(0));
   first.on_tick = [&] {
     for (int i = 0; first.ticks == 1 && i < 100; ++i) { // the list moves to other memory meanwhile
       tickers.add(added);
@@ -101,9 +101,9 @@ TEST(Tickers, OneThatIsAddedDuringATickIsCalledToo) {
 
 TEST(Tickers, WhatOneThrowsGoesToItAndTheOthersAreCalled) {
   Tickers tickers;
-  Fake thrower(at(0));
+  FakeTicker thrower(at(0));
   thrower.on_tick = [] { throw std::runtime_error("tick"); };
-  Fake other(at(0));
+  FakeTicker other(at(0));
   tickers.add(thrower);
   tickers.add(other);
   tickers.tick(at(1));
@@ -114,11 +114,11 @@ TEST(Tickers, WhatOneThrowsGoesToItAndTheOthersAreCalled) {
 
 TEST(Tickers, ALookEndsWithTheFirstThatMoved) {
   Tickers tickers;
-  Fake nothing;
-  Fake not_yet;
-  Fake last;
+  FakeTicker nothing;
+  FakeTicker not_yet;
+  FakeTicker last;
   not_yet.looked = Look::NotYet;
-  for (Fake* ticker : {&nothing, &not_yet, &last}) {
+  for (FakeTicker* ticker : {&nothing, &not_yet, &last}) {
     tickers.add(*ticker);
   }
   EXPECT_EQ(tickers.look(), Look::NotYet); // one waits for something
@@ -130,8 +130,8 @@ TEST(Tickers, ALookEndsWithTheFirstThatMoved) {
 
 TEST(Tickers, AllPollAndAllMustRest) {
   Tickers tickers;
-  Fake moved;
-  Fake awake;
+  FakeTicker moved;
+  FakeTicker awake;
   tickers.add(moved);
   tickers.add(awake);
   EXPECT_FALSE(tickers.pollShared());
