@@ -151,10 +151,10 @@ MUTATIONS = [
         "TlsHandshakeCut.AFirstMessageInSegmentsOfOneByteIsRead",
     ),
     Mutation(
-        "a broken record is passed over",
+        "a broken record looks like the peer's end",
         "tls_link.cc",
-        "    if (!ended_) {\n      try {",
-        "    if (false) {\n      try {",
+        "ended_ = error == kErrorZeroReturn || bio_.underEnded();",
+        "ended_ = true;",
         "TlsLinkAttacks.*",
     ),
     Mutation(
@@ -165,10 +165,10 @@ MUTATIONS = [
         "TlsLinkAttacks.ACutBringsABeginningAndNoMore",
     ),
     Mutation(
-        "a broken record does not end a group's link",
+        "in a group, a broken record looks like the peer's end",
         "tls_link.cc",
-        "    if (!ended_) {\n      try {",
-        "    if (false) {\n      try {",
+        "ended_ = error == kErrorZeroReturn || bio_.underEnded();",
+        "ended_ = true;",
         "GroupSecret.AChangedByteEndsTheOperationOnBothRanks",
         "engine",
     ),
