@@ -57,8 +57,9 @@ struct MemorySharing::Opened {
 };
 
 // Each rank has its own heap ready for the others, who ask for it under a key of that rank.
-uint64_t MemorySharing::heapKey(int rank) const noexcept {
-  return mix64(identity_.memory_key + static_cast<uint64_t>(rank) + 1);
+MemoryKey MemorySharing::heapKey(int rank) const noexcept {
+  const uint64_t number = static_cast<uint64_t>(rank) + 1;
+  return {mix64(identity_.memory_key.high + number), mix64(identity_.memory_key.low + number)};
 }
 
 void MemorySharing::logWithout(const std::string& why) const {

@@ -38,7 +38,7 @@ class MemorySharing final {
   void mapHeap(HostHeaps& heaps, int rank, Deadline patience);
   [[nodiscard]] std::vector<std::string> vote(Deadline deadline, Opened& opened);
   void openHostPlane(Opened opened);
-  [[nodiscard]] uint64_t heapKey(int rank) const noexcept;
+  [[nodiscard]] MemoryKey heapKey(int rank) const noexcept;
   void logWithout(const std::string& why) const;
 
   Engine& engine_;

@@ -76,8 +76,9 @@ void Security::finish(Roster& roster, const std::string& transcript, std::shared
   if (tls == nullptr) {
     return;
   }
-  const auto derive = [&](const char* purpose, uint64_t& into) {
+  const auto derive = [&](const char* purpose, auto& into) {
     const Key key = secret->derive(purpose + transcript);
+    static_assert(sizeof into <= Key::kNbytes);
     std::memcpy(&into, key.bytes(), sizeof into);
   };
   derive("pycomm 1 memory", roster.identity.memory_key);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "base/unique_fd.h"
+#include "transport/memory/memory_key.h"
 
 namespace pycomm {
 
@@ -17,15 +18,24 @@ struct Greeting {
   uint32_t word = 0;
 };
 
-/// A watcher asks for the memory of a group, or (kReport) for what this process is doing, and the answer.
+/// A watcher asks for the memory of a group, and the answer.
 struct Ask {
   static constexpr uint32_t kMagic = 0x61736370; // "pcsa"
-  static constexpr uint32_t kReport = 0x72736370; // "pcsr": the answer's memory holds the report, and `key` its length
   uint32_t magic = kMagic;
   uint32_t there = 0; ///< of the answer: 1 if the memory comes with it
-  uint64_t key = 0;
+  MemoryKey key;
 };
-static_assert(sizeof(Ask) != sizeof(Greeting), "their length tells them apart");
+
+/// A process asks what this one is doing, and the answer. `pycomm status` of another version sends it, too: it does not change.
+struct AskReport {
+  static constexpr uint32_t kMagic = 0x72736370; // "pcsr"
+  uint32_t magic = kMagic;
+  uint32_t there = 0; ///< of the answer: 1 if memory that holds the report comes with it
+  uint64_t nbytes = 0; ///< of the report
+};
+static_assert(
+    sizeof(Greeting) < sizeof(AskReport) && sizeof(AskReport) < sizeof(Ask),
+    "their lengths tell them apart, and each fits into the room for an Ask");
 
 /// A connection to the process of that name, if it runs as the same user; else none, and errno says why.
 [[nodiscard]] UniqueFd connectToMate(const std::string& name);

@@ -76,7 +76,7 @@ struct HostMates::Watcher final : EventLoop::Handler {
   void onThrown(const std::exception_ptr& exception) noexcept override {
     mates.onThrown(exception);
   }
-  std::optional<uint64_t> asks; ///< for what is not offered yet
+  std::optional<MemoryKey> asks; ///< for what is not offered yet
   HostMates& mates; ///< holds this
   UniqueFd socket;
   uint32_t word = 0;
@@ -219,7 +219,7 @@ void HostMates::hearWatcher(Watcher& watcher) {
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) {
     return;
   }
-  if (got == static_cast<ssize_t>(sizeof ask) && ask.magic == Ask::kReport) {
+  if (got == static_cast<ssize_t>(sizeof(AskReport)) && ask.magic == AskReport::kMagic) {
     answerReport(watcher.socket.get());
     return;
   }
@@ -232,19 +232,19 @@ void HostMates::hearWatcher(Watcher& watcher) {
 }
 
 void HostMates::answer(Watcher& watcher) noexcept {
-  const auto found = offers_.find(*watcher.asks);
-  if (found == offers_.end()) {
+  const std::optional<int> memory = offers_.find(*watcher.asks);
+  if (!memory) {
     return; // the group is not so far yet here
   }
   Ask reply;
   reply.key = *watcher.asks;
-  reply.there = found->second >= 0 ? 1 : 0;
+  reply.there = *memory >= 0 ? 1 : 0;
   watcher.asks.reset();
-  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, found->second); // a watcher may miss it
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, *memory); // a watcher may miss it
 }
 
-void HostMates::offer(uint64_t key, int memory) {
-  offers_[key] = memory;
+void HostMates::offer(const MemoryKey& key, int memory) {
+  offers_.set(key, memory);
   for (const auto& entry : watchers_) {
     if (entry.second->asks == key) {
       answer(*entry.second);
@@ -252,8 +252,8 @@ void HostMates::offer(uint64_t key, int memory) {
   }
 }
 
-void HostMates::withdraw(uint64_t key) noexcept {
-  offers_.erase(key);
+void HostMates::withdraw(const MemoryKey& key) noexcept {
+  offers_.remove(key);
 }
 
 void HostMates::dismiss(int fd) noexcept {

@@ -11,7 +11,9 @@
 #include "base/deadline.h"
 #include "base/unique_fd.h"
 #include "engine/loop/event_loop.h"
+#include "engine/monitor/memory_offers.h"
 #include "transport/memory/death_watch.h"
+#include "transport/memory/memory_key.h"
 
 namespace pycomm {
 
@@ -45,11 +47,15 @@ class HostMates final : Loop::Ticker {
 
   /// Has memory of a group ready for processes that ask for it by `key`, or -1: there is none. The descriptor stays the caller's, until
   /// withdraw().
-  void offer(uint64_t key, int memory);
-  void withdraw(uint64_t key) noexcept;
+  void offer(const MemoryKey& key, int memory);
+  void withdraw(const MemoryKey& key) noexcept;
   /// Asks the process of that name for the memory of a group, and waits until it has it to offer. On the calling thread, which is not
   /// the control loop's. Throws Error saying why there is none, or the token's reason.
-  [[nodiscard]] static UniqueFd ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort);
+  [[nodiscard]] static UniqueFd ask(
+      const std::string& name,
+      const MemoryKey& key,
+      Deadline deadline,
+      const AbortToken& abort);
 
   /// Leaves in order. Call from another thread than the loop's, before the loop stops. Idempotent.
   void close() noexcept;
@@ -89,7 +95,7 @@ class HostMates final : Loop::Ticker {
   TimePoint admit_again_ = TimePoint::max(); ///< when a pause in accepting ends
   std::unordered_map<int, std::unique_ptr<Watcher>> watchers_; ///< who watches us, by descriptor
   WatchedByName watched_; ///< whom we watch, by name
-  std::unordered_map<uint64_t, int> offers_; ///< descriptors, by key; their owners withdraw them first
+  MemoryOffers offers_; ///< their owners withdraw them first
   uint64_t next_interest_ = 1;
   std::unique_ptr<DeathWatch> death_watch_; ///< made when first needed
 };

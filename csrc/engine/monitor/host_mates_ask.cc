@@ -27,7 +27,7 @@ UniqueFd connectToMate(const std::string& name) {
   return connectToSameUser(name, SOCK_SEQPACKET);
 }
 
-UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline, const AbortToken& abort) {
+UniqueFd HostMates::ask(const std::string& name, const MemoryKey& key, Deadline deadline, const AbortToken& abort) {
   if (name.empty() || name.size() > kMaxUnixName) {
     throw Error(ErrorCode::Unsupported, "the rank that would share memory cannot be reached by a Unix socket");
   }
@@ -63,8 +63,7 @@ UniqueFd HostMates::ask(const std::string& name, uint64_t key, Deadline deadline
 }
 
 void HostMates::answerReport(int socket) noexcept {
-  Ask reply;
-  reply.magic = Ask::kReport;
+  AskReport reply;
   std::optional<SharedArena> memory;
   try {
     const std::string report = report_ ? report_() : "";
@@ -73,10 +72,10 @@ void HostMates::answerReport(int socket) noexcept {
       memory->commit(0, report.size());
       std::memcpy(memory->at(0), report.data(), report.size());
       reply.there = 1;
-      reply.key = report.size();
+      reply.nbytes = report.size();
     }
   } catch (const std::exception&) { // no memory: the reply is that there is no report
-    reply = {Ask::kReport, 0, 0};
+    reply = {};
     memory.reset();
   }
   (void)passMessage(socket, &reply, sizeof reply, memory ? memory->fd() : -1);

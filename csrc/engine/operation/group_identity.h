@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "transport/memory/memory_key.h"
 #include "transport/net/address.h"
 #include "transport/net/hello.h"
 #include "transport/secure/tls_context.h"
@@ -40,7 +41,7 @@ struct GroupIdentity {
   std::vector<ProcessId> processes; ///< by rank, if there is a secret
   uint64_t unix_nonce =
       0; ///< of a Hello over a Unix socket: it is not in TLS, so with a secret only its holders know this
-  uint64_t memory_key = 0; ///< a process of this user on this host needs it to map what its ranks share there
+  MemoryKey memory_key; ///< of what its ranks on a host share there
 
   [[nodiscard]] bool isRank(int number) const noexcept {
     return number >= 0 && number < size;

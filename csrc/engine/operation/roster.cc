@@ -28,7 +28,7 @@ Roster::Roster(const RendezvousConfig& config, int streams, const Rendezvous& me
   identity.nonce = met.nonce;
   identity.run = met.run;
   identity.unix_nonce = met.nonce;
-  identity.memory_key = met.nonce;
+  identity.memory_key = {0, met.nonce}; // with a secret, Security::finish() puts another one there
   identity.local_address = met.local_address;
   identity.interface_name = met.interface_name;
   identity.streams = streams * static_cast<int>(met.further.size() + 1);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "base/fork_guard.h"
 #include "transport/secure/tls_callbacks.h"
 
@@ -131,6 +132,7 @@ void TlsLink::throwBroken(const char* what) const {
 void TlsLink::encrypt(ConstBufferView bytes) {
   ssl_.ERR_clear_error();
   if (records_ >= context_->options().records_per_key) {
+    PYCOMM_FAULT_POINT("tls.key_update");
     if (ssl_.SSL_key_update(handle_, kKeyUpdateNotRequested) != 1) {
       throwBroken("changing the key");
     }

@@ -42,13 +42,6 @@ TEST(GroupSecret, SumsOfEverySizeOverOneConnectionAndSeveral) {
   }
 }
 
-TEST(GroupSecret, KeysChangeUnderWay) {
-  runRanks(3, sumEverySize, [](Group::Config& config) {
-    withSecret(config);
-    config.security.tls.records_per_key = 8;
-  });
-}
-
 // The bytes go through memory, and the bells of the links through Unix sockets.
 TEST(GroupSecret, RanksOfOneHostShareMemory) {
   runRanks(
@@ -151,6 +144,27 @@ Roster rosterOn(int hosts) {
     met.members.push_back(member);
   }
   return Roster(config, 1, met);
+}
+
+// A process that reads the store knows the nonce and the transcript.
+TEST(GroupSecret, TheKeyOfSharedMemoryNeedsTheSecret) {
+  const auto keyFor = [](const std::shared_ptr<const Secret>& secret, const std::string& transcript) {
+    Roster roster = rosterOn(1);
+    roster.identity.nonce = 77;
+    Security security;
+    security.secret = secret;
+    security.finish(roster, transcript, newContext(secret));
+    EXPECT_NE(roster.identity.unix_nonce, roster.identity.memory_key.high);
+    EXPECT_NE(roster.identity.unix_nonce, roster.identity.memory_key.low);
+    return roster.identity.memory_key;
+  };
+  const MemoryKey key = keyFor(theSecret(), "transcript");
+  EXPECT_TRUE(key == keyFor(theSecret(), "transcript"));
+  const auto other = std::make_shared<const Secret>(Secret::generate());
+  for (const MemoryKey& another : {keyFor(other, "transcript"), keyFor(theSecret(), "another"), MemoryKey{0, 77}}) {
+    EXPECT_NE(another.high, key.high);
+    EXPECT_NE(another.low, key.low);
+  }
 }
 
 TEST(GroupSecret, RequireWithoutASecretIsAnErrorIfHostsDiffer) {
@@ -290,7 +304,8 @@ TEST(GroupUnixSockets, WithASecretTheirNonceIsNotInTheStore) {
       [](Rank& self) {
         const GroupIdentity& identity = self.group.identity();
         EXPECT_NE(identity.unix_nonce, identity.nonce);
-        EXPECT_NE(identity.unix_nonce, identity.memory_key);
+        EXPECT_NE(identity.nonce, identity.memory_key.low);
+        EXPECT_NE(0U, identity.memory_key.high);
         if (self.rank == 0) {
           GroupIdentity stranger = identity;
           stranger.unix_nonce = identity.nonce;

@@ -20,6 +20,7 @@
 #include "transport/net/acceptor.h"
 #include "transport/net/greeted_link.h"
 #include "transport/secure/tls_contexts.h"
+#include "transport/socket_pairs.h"
 
 namespace pycomm::testing {
 namespace {
@@ -232,6 +233,33 @@ bool isAnswered(const SocketLink& link, int timeout_ms) {
   pollfd ready{link.fd(), POLLIN, 0};
   char byte = 0;
   return ::poll(&ready, 1, timeout_ms) == 1 && ::recv(link.fd(), &byte, 1, MSG_DONTWAIT | MSG_PEEK) == 1;
+}
+
+// Wherever it stops, also behind the answer, nobody waits for it longer.
+TEST(TlsDoor, AHandshakeThatStopsIsDroppedAfterTwoSeconds) {
+  Door door;
+  const std::string message = recordFirstMessage(door);
+  const TimePoint begin = Clock::now();
+  std::vector<std::unique_ptr<SocketLink>> stopped;
+  for (const size_t nbytes : {size_t{1}, size_t{5}, message.size() / 2, message.size() - 1, message.size()}) {
+    stopped.push_back(say(door, message.substr(0, nbytes)));
+  }
+  const auto all = static_cast<int64_t>(stopped.size());
+  for (const Deadline deadline = soon(); !isAnswered(*stopped.back(), 1);) {
+    ASSERT_FALSE(deadline.expired());
+    ASSERT_TRUE(door.acceptor.poll(begin).empty());
+  }
+  for (int turn = 0; turn < 20; ++turn) { // the last one that came has been read, so the others have
+    ASSERT_TRUE(door.acceptor.poll(begin).empty());
+  }
+  ASSERT_TRUE(door.acceptor.poll(begin + std::chrono::milliseconds(1999)).empty());
+  EXPECT_EQ(door.acceptor.rejected(), 0);
+  EXPECT_EQ(door.acceptor.nextDeadline(), begin + std::chrono::seconds(2));
+  ASSERT_TRUE(door.acceptor.poll(begin + std::chrono::seconds(2)).empty());
+  EXPECT_EQ(door.acceptor.rejected(), all);
+  for (const auto& link : stopped) {
+    EXPECT_TRUE(waitReadable(link->fd()));
+  }
 }
 
 // The first time the message is a rank's own, for all that can be known: it gets an answer, and one of the kept places.

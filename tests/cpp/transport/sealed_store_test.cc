@@ -54,7 +54,10 @@ class OpenStore final : public Store {
     return store_.has(key);
   }
   [[nodiscard]] int64_t add(const std::string& key, int64_t amount) override {
-    return store_.add(key, amount);
+    const int64_t count = store_.add(key, amount);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters_[key] = count;
+    return count;
   }
 
   /// From now on this changes each value that is written.
@@ -65,11 +68,21 @@ class OpenStore final : public Store {
     const std::lock_guard<std::mutex> lock(mutex_);
     return written_;
   }
+  /// Everything that another store has.
+  void preload(const OpenStore& other, bool with_counters) {
+    for (const auto& [key, value] : other.written()) {
+      store_.set(key, value);
+    }
+    for (const auto& [key, count] : with_counters ? other.counters_ : decltype(counters_)()) {
+      (void)store_.add(key, count);
+    }
+  }
 
  private:
   MemoryStore store_;
-  mutable std::mutex mutex_; ///< guards written_
+  mutable std::mutex mutex_; ///< guards written_ and counters_
   std::map<std::string, std::string> written_;
+  std::map<std::string, int64_t> counters_;
   Lie lie_;
 };
 
@@ -77,12 +90,13 @@ class OpenStore final : public Store {
 std::vector<Outcome> meetAll(
     Store& store,
     const std::vector<const Secret*>& secrets,
-    Takeover takeover = Takeover::Never) {
+    Takeover takeover = Takeover::Never,
+    int timeout_ms = kTimeoutMs) {
   std::vector<Outcome> outcomes(secrets.size());
   std::vector<std::thread> ranks;
   for (size_t rank = 0; rank < secrets.size(); ++rank) {
     ranks.emplace_back([&, rank] {
-      auto config = configOf(static_cast<int>(rank), static_cast<int>(secrets.size()), kTimeoutMs);
+      auto config = configOf(static_cast<int>(rank), static_cast<int>(secrets.size()), timeout_ms);
       config.takeover = takeover;
       if (secrets[rank] == nullptr) {
         outcomes[rank] = tryToMeet(store, config);
@@ -323,6 +337,43 @@ TEST(SealedRendezvous, AWholeOldJobCannotBeReplayed) {
                     : "does not have the record that this rank wrote"))
         << replayed;
     EXPECT_THAT(summaries(outcomes), HasSubstr("PROTOCOL_VIOLATION"));
+  }
+}
+
+// The store as an old job with the same secret and group name left it, all at once, before the first rank of this one comes.
+TEST(SealedRendezvous, TheStoreOfAWholeOldJobIsNeverTakenForThisOne) {
+  for (const bool left : {true, false}) { // in order, or ended by a launcher
+    OpenStore old;
+    const auto before = meetAll(old);
+    ASSERT_TRUE(allGood(before)) << summaries(before);
+    for (const Outcome& outcome : before) {
+      SealedStore sealed(old, secretOfTheJob());
+      if (left) {
+        leave(sealed, outcome.met.claim);
+      }
+    }
+    for (const bool counters : {true, false}) {
+      for (const Takeover takeover : {Takeover::Never, Takeover::FromEndedRun}) {
+        // Ranks that follow rank 0 find a complete list only, and wait for a newer one. That denial ends at the deadline.
+        const bool denied = !counters && takeover == Takeover::FromEndedRun;
+        OpenStore store;
+        store.preload(old, counters);
+        const std::vector<const Secret*> secrets(3, &secretOfTheJob());
+        const auto outcomes = meetAll(store, secrets, takeover, denied ? 3000 : kTimeoutMs);
+        for (const Outcome& outcome : outcomes) {
+          EXPECT_WITHIN_MS(outcome.elapsed_ms, kSoonMs);
+          EXPECT_NE(outcome.met.transcript, before.front().met.transcript);
+          EXPECT_EQ(outcome.met.transcript, outcomes.front().met.transcript) << summaries(outcomes);
+          if (counters) { // they say that the old job's generation is over
+            EXPECT_TRUE(outcome.good()) << summaries(outcomes);
+            EXPECT_EQ(outcome.met.claim.generation, 2);
+          } else if (!outcome.good()) { // rank 0 may be faster than all others, and write a list of this job
+            EXPECT_EQ(outcome.error.code, denied ? ErrorCode::RendezvousTimeout : ErrorCode::ProtocolViolation)
+                << summaries(outcomes);
+          }
+        }
+      }
+    }
   }
 }
 

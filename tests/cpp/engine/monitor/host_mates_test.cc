@@ -1,13 +1,16 @@
 #include "engine/monitor/host_mates.h"
 
 #include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <new>
@@ -18,16 +21,31 @@
 #include "base/error.h"
 #include "engine/monitor/host_greeting.h"
 #include "sanitized.h"
+#include "transport/error_matchers.h"
 #include "transport/memory/unix_passing.h"
+#include "transport/net/address.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {
 namespace {
 
+using ::testing::HasSubstr;
+
+constexpr MemoryKey kKey{0x0123456789abcdef, 7};
+
 // A process that asks for the memory under `key`, and returns whether it got some.
-bool asks(const std::string& name, uint64_t key, int timeout_ms) {
+bool asks(const std::string& name, const MemoryKey& key, int timeout_ms) {
   const AbortToken none;
   return static_cast<bool>(HostMates::ask(name, key, Deadline::after(timeout_ms), none));
+}
+
+// The length of the next message: 0 at the end, -1 if none comes.
+ssize_t takeWithin10s(int socket, char* room, size_t nbytes, UniqueFd& fd) {
+  ssize_t got = -1;
+  for (int i = 0; i < 2000 && (got = takeMessage(socket, room, nbytes, fd)) < 0 && errno == EAGAIN; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return got;
 }
 
 /// What the process of that name answers to who asks for a report; "none" if it has none.
@@ -35,25 +53,18 @@ std::string reportOf(const std::string& name) {
   const UniqueFd socket = connectToMate(name);
   std::array<char, 64> room{};
   UniqueFd memory;
-  const auto take = [&] {
-    ssize_t got = -1;
-    for (int i = 0; i < 1000 && (got = takeMessage(socket.get(), room.data(), room.size(), memory)) < 0; ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    return got;
-  };
+  const auto take = [&] { return takeWithin10s(socket.get(), room.data(), room.size(), memory); };
   EXPECT_EQ(take(), static_cast<ssize_t>(sizeof(Greeting)));
-  Ask ask;
-  ask.magic = Ask::kReport;
+  AskReport ask;
   EXPECT_TRUE(passMessage(socket.get(), &ask, sizeof ask, -1));
   memory.reset();
   EXPECT_EQ(take(), static_cast<ssize_t>(sizeof ask));
   std::memcpy(&ask, room.data(), sizeof ask);
-  EXPECT_EQ(ask.magic, Ask::kReport);
+  EXPECT_EQ(ask.magic, AskReport::kMagic);
   if (ask.there == 0) {
     return "none";
   }
-  std::string text(ask.key, '?');
+  std::string text(ask.nbytes, '?');
   EXPECT_EQ(::pread(memory.get(), text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
   return text;
 }
@@ -79,6 +90,85 @@ TEST(HostMates, TellsAProcessThatAsksWhatThisOneIsDoing) {
   loop.stop();
 }
 
+TEST(HostMates, GivesMemoryForItsKeyOnly) {
+  EventLoop loop("test");
+  HostMates mates(loop);
+  const std::string name = mates.name();
+  const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+  loop.run([&] { mates.offer(kKey, memory.get()); });
+  for (const MemoryKey& wrong :
+       {MemoryKey{}, MemoryKey{kKey.high, kKey.low + 1}, MemoryKey{kKey.high ^ 1, kKey.low}, MemoryKey{0, kKey.low}}) {
+    const ErrorRecord record = errorOf([&] { (void)asks(name, wrong, 200); });
+    EXPECT_EQ(record.code, ErrorCode::Unsupported) << "it got memory";
+    EXPECT_THAT(record.summary, HasSubstr("did not answer in time"));
+  }
+  EXPECT_TRUE(asks(name, kKey, 10000));
+  loop.run([&] { mates.withdraw({0, kKey.low}); });
+  EXPECT_TRUE(asks(name, kKey, 10000));
+  loop.run([&] { mates.withdraw(kKey); });
+  EXPECT_EQ(errorOf([&] { (void)asks(name, kKey, 200); }).code, ErrorCode::Unsupported);
+  mates.close();
+  loop.stop();
+}
+
+// A pcsa question as 0.2.0 sent it, with half of the key, and a longer one.
+TEST(HostMates, HangsUpOnAQuestionOfAnotherLength) {
+  EventLoop loop("test");
+  HostMates mates(loop);
+  const std::string name = mates.name();
+  const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
+  loop.run([&] { mates.offer({0, 0}, memory.get()); });
+  for (const size_t nbytes : {sizeof(Greeting), sizeof(AskReport), sizeof(Ask) + 8}) {
+    const UniqueFd socket = connectToMate(name);
+    std::array<char, 64> question{};
+    const Ask ask;
+    std::memcpy(question.data(), &ask, sizeof ask);
+    ASSERT_TRUE(passMessage(socket.get(), question.data(), nbytes, -1));
+    UniqueFd words;
+    EXPECT_EQ(takeWithin10s(socket.get(), question.data(), sizeof(Greeting), words), sizeof(Greeting));
+    EXPECT_EQ(takeWithin10s(socket.get(), question.data(), question.size(), words), 0) << nbytes;
+  }
+  mates.close();
+  loop.stop();
+}
+
+// It reaches the socket, as any process of the host does: it is sent nothing at all, so it needs no key to fail.
+TEST(HostMates, AnotherUserIsSentNothing) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "needs root, to become another user";
+  }
+  // In a process of its own: it forks before it has threads.
+  EXPECT_TRUE(Process([] {
+                SharedFlag named;
+                std::array<char, 17>* const name =
+                    new (::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+                        std::array<char, 17>();
+                const auto getsNothing = [&](uid_t uid) {
+                  if (!named.wait() || ::setresuid(uid, uid, uid) != 0) {
+                    return false;
+                  }
+                  const UniqueFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+                  const SocketAddress address = SocketAddress::unixSocket(name->data());
+                  std::array<char, 64> room{};
+                  UniqueFd words;
+                  return ::connect(socket.get(), address.raw(), address.rawLength()) == 0 &&
+                      takeWithin10s(socket.get(), room.data(), room.size(), words) == 0 && !words;
+                };
+                Process other([&] { return getsNothing(4321); });
+                Process same([&] { return getsNothing(0); });
+                EventLoop loop("test");
+                HostMates mates(loop);
+                const std::string own = mates.name();
+                std::copy(own.begin(), own.end(), name->begin());
+                named.raise();
+                const bool refused = other.join(20000);
+                const bool greeted = !same.join(20000);
+                mates.close();
+                loop.stop();
+                return refused && greeted;
+              }).join(60000));
+}
+
 // A lack of files passes: processes that asked meanwhile are served when it is over, and so are later ones.
 TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
   if (kSanitized) {
@@ -96,16 +186,16 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
                     return false;
                   }
                   asking.raise();
-                  return asks(name->data(), 7, 10000);
+                  return asks(name->data(), kKey, 10000);
                 });
                 SharedFlag over;
-                Process late([&] { return over.wait() && asks(name->data(), 7, 10000); });
+                Process late([&] { return over.wait() && asks(name->data(), kKey, 10000); });
                 EventLoop loop("test");
                 HostMates mates(loop);
                 const std::string own = mates.name();
                 std::copy(own.begin(), own.end(), name->begin());
                 const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
-                loop.run([&] { mates.offer(7, memory.get()); });
+                loop.run([&] { mates.offer(kKey, memory.get()); });
                 std::vector<UniqueFd> hoard;
                 const rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);

@@ -14,9 +14,7 @@ Prints a table: how many seeds of each kind fail, the first of them, and the pro
 
 from __future__ import annotations
 
-import argparse
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[4]
+import mutated
+
+ROOT = mutated.ROOT
 ENGINE = Path("csrc", "engine")
 KINDS = {
     "one group": 0,
@@ -379,35 +379,17 @@ MUTATIONS = [
 
 
 def path_of(tree: Path, mutation: Mutation) -> Path:
-    (path,) = (tree / ENGINE).rglob(mutation.file)
-    return path
+    return mutated.path_of(tree / ENGINE, mutation)
 
 
 def misplaced(tree: Path) -> list[str]:
     """The mutations that do not apply to this tree, in words."""
-    found = []
-    for mutation in MUTATIONS:
-        count = path_of(tree, mutation).read_text().count(mutation.old)
-        if count != 1:
-            place = path_of(tree, mutation).relative_to(tree)
-            found.append(f"{mutation.name}: its text stands {count} times in {place}, not once")
-    return found
+    return mutated.misplaced(tree, ENGINE, MUTATIONS)
 
 
 def build(copy: Path, folder: Path) -> Path | None:
     """Build pycomm_simulate of `copy`: the path of the program, or None if it does not compile."""
-    if not (folder / "build.ninja").exists():
-        configure = ["cmake", "-S", str(copy), "-B", str(folder), "-G", "Ninja"]
-        configure += ["-DPYCOMM_TESTS=ON", "-DPYCOMM_FAULT_POINTS=ON"]  # as in tools/cpp.py
-        if shutil.which("ccache"):
-            configure += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
-        subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    make = ["ninja", "-C", str(folder), "-j2", "pycomm_simulate"]
-    done = subprocess.run(make, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(done.stdout[-2000:], file=sys.stderr)
-        return None
-    return folder / "tests" / "cpp" / "pycomm_simulate"
+    return mutated.build(copy, folder, "pycomm_simulate")
 
 
 class Found(NamedTuple):
@@ -438,10 +420,7 @@ def run_seeds(program: Path, first: int, last: int) -> Found:
 
 
 def chosen(only: Sequence[str], share: str) -> list[Mutation]:
-    """The mutations whose names have one of the parts; of these every so many: "2/3"."""
-    named = [each for each in MUTATIONS if not only or any(part in each.name for part in only)]
-    number, _, shares = share.partition("/")
-    return named[int(number) - 1 :: int(shares)]
+    return mutated.chosen(MUTATIONS, only, share)
 
 
 def mutants(
@@ -450,11 +429,8 @@ def mutants(
     """The unchanged program, then each mutation's; None for one that does not compile."""
     yield Mutation("none", "", "", ""), build(copy, folder)
     for mutation in mutations:
-        file = path_of(copy, mutation)
-        source = file.read_text()
-        file.write_text(source.replace(mutation.old, mutation.new))
-        program = build(copy, folder)
-        file.write_text(source)
+        with mutated.broken(path_of(copy, mutation), mutation):
+            program = build(copy, folder)
         yield mutation, program
 
 
@@ -480,16 +456,9 @@ def verdict(mutation: Mutation, program: Path | None, seeds: int) -> tuple[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--work", type=Path, help="scratch folder; made and removed if not given")
+    parser = mutated.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10000, help="of each kind")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of mutations' names")
-    parser.add_argument("--share", default="1/1", help='"2/3": the second of three equal parts')
-    parser.add_argument("--check", action="store_true", help="only whether each still applies")
-    options = parser.parse_args()
-    share = re.fullmatch(r"(\d+)/(\d+)", options.share)
-    if share is None or not 1 <= int(share[1]) <= int(share[2]):
-        parser.error(f"--share {options.share} is not such as 2/3")
+    options = mutated.parsed(parser)
     wrong = misplaced(ROOT)
     if wrong or options.check:
         print("\n".join(wrong) or f"all {len(MUTATIONS)} mutations apply")
@@ -499,10 +468,7 @@ def main() -> int:
         # As deep as the C++ tests' build in the repository: ccache then finds what that has made
         # with PYCOMM_UNITY=0. A mutation changes one file, so files are compiled one by one here.
         copy, folder = work, work / "build" / "cpp-plain"
-        for part in ("csrc", "cmake", "tests/cpp"):
-            # Not the files' times: a scratch folder that is used again holds objects of mutations.
-            shutil.copytree(ROOT / part, copy / part, copy_function=shutil.copy, dirs_exist_ok=True)
-        shutil.copy(ROOT / "CMakeLists.txt", copy)
+        mutated.copy_sources(copy)
         heads = " | ".join(KINDS)
         print(f"| mutation | {heads} | first | what it breaks |\n|---|---|---|---|---|---|")
         tried = 0

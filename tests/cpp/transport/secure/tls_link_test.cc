@@ -1,6 +1,5 @@
 #include "transport/secure/tls_link.h"
 
-#include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -18,7 +17,7 @@
 #include "base/error.h"
 #include "transport/frame_header.h"
 #include "transport/link_peer.h"
-#include "transport/secure/tls_contexts.h"
+#include "transport/secure/tls_pairs.h"
 #include "transport/socket_pairs.h"
 #include "transport/striped_link.h"
 
@@ -27,64 +26,26 @@ namespace {
 
 using testing::Bytes;
 using testing::Context;
+using testing::contextWith;
 using testing::errorOf;
+using testing::Handshake;
 using ::testing::HasSubstr;
+using testing::libssl;
 using testing::LinkCase;
 using testing::LinkConformance;
 using testing::LinkPair;
+using testing::misbehaving;
 using testing::newContext;
 using testing::pattern;
 using testing::PeerPlace;
 using testing::readExactly;
+using testing::shake;
 using testing::SocketPair;
 using testing::soon;
 using testing::tcpPair;
 using testing::theSecret;
-
-/// A handshake in one thread. What an end throws is its error.
-struct Handshake {
-  ErrorRecord client;
-  ErrorRecord server;
-
-  [[nodiscard]] bool good() const {
-    return client.code == ErrorCode::Ok && server.code == ErrorCode::Ok;
-  }
-};
-
-Handshake shake(Link& client, Link& server) {
-  Handshake result;
-  result.client.code = result.server.code = ErrorCode::Ok;
-  bool client_done = false;
-  bool server_done = false;
-  const auto step = [](Link& link, bool& done, ErrorRecord& record) {
-    if (!done) {
-      try {
-        done = link.finishConnect();
-      } catch (const Error& error) {
-        record = error.record();
-        done = true;
-      }
-    }
-  };
-  for (const Deadline deadline = soon(); !(client_done && server_done) && !deadline.expired();) {
-    step(client, client_done, result.client);
-    step(server, server_done, result.server);
-  }
-  EXPECT_TRUE(client_done && server_done);
-  return result;
-}
-
-struct TlsPair {
-  std::unique_ptr<TlsLink> client;
-  std::unique_ptr<TlsLink> server;
-};
-
-TlsPair unconnected(const Context& client, const Context& server) {
-  SocketPair under = tcpPair();
-  return {
-      TlsLink::connect(client, std::move(under.first), server->self()),
-      TlsLink::accept(server, std::move(under.second))};
-}
+using testing::TlsPair;
+using testing::unconnected;
 
 TlsPair connected(const TlsOptions& options = {}) {
   TlsPair pair = unconnected(newContext(theSecret(), options), newContext(theSecret(), options));
@@ -192,18 +153,6 @@ TEST(PskIdentity, ReadsItsOwnTextAndNoOther) {
   EXPECT_FALSE(PskIdentity::parse(text + "0"));
 }
 
-// OpenSSL with some functions replaced, for an end that does not behave.
-const OpenSsl* misbehaving(const std::function<void(OpenSsl&)>& change) {
-  static std::vector<std::unique_ptr<OpenSsl>> all; // contexts borrow them
-  all.push_back(std::make_unique<OpenSsl>(openSsl()));
-  change(*all.back());
-  return all.back().get();
-}
-
-Context contextWith(const OpenSsl* ssl, const TlsOptions& options = {}) {
-  return std::make_shared<const TlsContext>(theSecret(), newProcessId(), options, *ssl);
-}
-
 // It knows the key id, but not the key.
 TEST(TlsLink, AWrongKeyUnderTheRightIdentityIsRefused) {
   const OpenSsl* const ssl = misbehaving([](OpenSsl& table) {
@@ -253,12 +202,6 @@ constexpr unsigned char kCertificateKey[] = {
     0x25, 0x0f, 0xd5, 0xbd, 0x3b, 0x75, 0xde, 0xed, 0x79, 0x8c, 0x91, 0x3f, 0x7e, 0xd5, 0xd4, 0x45, 0x58, 0x35,
     0x00, 0xe8, 0xcf, 0x59, 0x07, 0x7a, 0xc7, 0x0b, 0xd6, 0x93, 0xd7, 0x52, 0xf8, 0xd4, 0xed, 0xfe, 0xa0, 0x8d,
     0xfa, 0x4b, 0x89, 0x5a, 0x61, 0x0d, 0x00, 0xb9, 0x8d, 0xdb, 0x2c, 0x79, 0x45};
-
-template <class Function>
-Function* libssl(const char* name) {
-  void* const library = ::dlopen("libssl.so.3", RTLD_NOW | RTLD_NOLOAD);
-  return reinterpret_cast<Function*>(::dlsym(library, name));
-}
 
 const OpenSsl* withCertificate() {
   return misbehaving([](OpenSsl& table) {

@@ -1,0 +1,53 @@
+"""The closed door's mutations: each must still find the text that it breaks, and its tests."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "tests" / "cpp" / "proof" / "programs"))
+security = importlib.import_module("security_mutations")
+
+PASSED = "[ RUN      ] A.B\n[       OK ] A.B (1 ms)\n"
+FAILED = "[ RUN      ] A.C\nx.cc:1: Failure\n[  FAILED  ] A.C (2 ms)\n"
+SKIPPED = "[ RUN      ] A.D\n[  SKIPPED ] A.D (0 ms)\n"
+
+
+def test_every_mutation_applies() -> None:
+    assert security.misplaced(ROOT) == []
+    names = [mutation.name for mutation in security.MUTATIONS]
+    assert len(set(names)) == len(names)
+
+
+def test_one_that_no_longer_applies_or_has_no_test_is_named(tmp_path: Path) -> None:
+    mutation = security.MUTATIONS[0]
+    for part in ("csrc/transport", "csrc/engine", "tests/cpp/transport", "tests/cpp/engine"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    source = tmp_path / "csrc" / "transport" / "secure" / mutation.file
+    source.write_text(source.read_text().replace(mutation.old, ""))
+    tests = tmp_path / "tests" / "cpp" / "transport" / "secure" / "tls_link_test.cc"
+    _, _, name = mutation.tests.partition(".")
+    tests.write_text(tests.read_text().replace(name, "Renamed"))
+    place = source.relative_to(tmp_path)
+    assert security.misplaced(tmp_path) == [
+        f"{mutation.name}: its text stands 0 times in {place}, not once",
+        f"{mutation.name}: there is no test {mutation.tests}",
+    ]
+
+
+def test_what_is_not_as_expected_is_a_complaint() -> None:
+    mutation = security.MUTATIONS[0]
+    green, red = security.judged(0, PASSED), security.judged(1, PASSED + FAILED)
+    assert red.failed == ("A.C",)
+    assert security.verdict(mutation, green, red) == (f"| {mutation.name} | A.C |", "")
+    assert "does not notice it" in security.verdict(mutation, green, green)[1]
+    assert security.verdict(mutation, red, red)[1] == "without it: failed: A.C"
+    assert security.verdict(mutation, green, None)[1] == "does not compile"
+    none, skipped = security.judged(0, ""), security.judged(0, PASSED + SKIPPED)
+    assert security.verdict(mutation, none, red)[1] == "without it: no test ran"
+    assert security.verdict(mutation, skipped, red)[1] == "without it: skipped: A.D"
+    assert security.verdict(mutation, green, skipped)[1] == "skipped: A.D"
+    assert security.judged(-11, "[ RUN      ] A.B\n").failed == ("A.B (died with -11)",)
