@@ -20,9 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm._secret import opened, sealed
 from pycomm.errors import ConfigMismatchError
 from pycomm.service.endpoint import number_from, parse_endpoints
-from pycomm.service.frames import Frame, Hello, Kind
+from pycomm.service.frames import Frame, Hello, Kind, as_received
 from pycomm.service.notices import cause_of
-from pycomm.service.placement import first_difference
+from pycomm.service.placement import first_difference, in_words
 from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 
@@ -310,11 +310,7 @@ class ParameterClient:
             answer = json.loads(opened(key, store.get(key).decode()))
         except ConfigMismatchError as error:  # the secrets differ, or one has none
             raise RefusedError(f"{server.name}: {error}") from None
-        refused, parameters = answer.get("refused"), answer.get("parameters")
-        if refused is not None:
-            if parameters is not None:
-                where = first_difference(self._layout.described, parameters)
-                refused = f"{refused}; first difference: {where}"
+        if (refused := answer.get("refused")) is not None:
             raise RefusedError(f"{server.name}: {refused}")
         session = Session(
             store,
@@ -324,15 +320,30 @@ class ParameterClient:
             timeout=self._timeout,
             name=f"service/{number}",
         )
-        session.send(hello.frame())
-        welcome = session.receive()
-        if welcome.kind is not Kind.WELCOME:
-            raise RefusedError(f"{server.name}: {welcome.text or 'not welcome'}")
+        try:
+            welcome = self._introduced(server, session, hello)
+        except BaseException:
+            session.abort()
+            raise
         if server.begun is None:
             server.begun = server.acknowledged = welcome.clock
         server.store = store
         server.reached = True
         return session
+
+    def _introduced(self, server: _Server, session: Session, hello: Hello) -> Frame:
+        """Repeats the hello within the session, and returns the server's WELCOME."""
+        session.send(hello.frame())
+        parameters = []
+        while (frame := session.receive()).kind is Kind.PARAMETER:
+            parameters.append(frame.text)
+        if frame.kind is Kind.WELCOME:
+            return frame
+        text = frame.text or "not welcome"
+        if parameters:
+            mine = [as_received(each) for each in in_words(self._layout.described)]
+            text += f"; first difference: {first_difference(mine, parameters)}"
+        raise RefusedError(f"{server.name}: {text}")
 
 
 def _say_goodbye(session: Session) -> None:

@@ -23,7 +23,11 @@ _MAX_SERVERS = 1 << 10
 
 
 class Kind(enum.IntEnum):
-    """Of a frame. HELLO and the first three come from workers; the others are answers."""
+    """Of a frame. HELLO and the first three come from workers; the others are answers.
+
+    One PARAMETER for each parameter of the server's model comes before the REFUSED of a worker that
+    has another model.
+    """
 
     PUSH = 1
     PULL = 2
@@ -32,6 +36,7 @@ class Kind(enum.IntEnum):
     DONE = 5
     REFUSED = 6
     HELLO = 7
+    PARAMETER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,11 @@ def decode_frame(data: bytes) -> Frame:
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
     printable = "".join(each if each.isprintable() else "?" for each in text)
     return Frame(Kind(kind), clock, version, lost, printable)
+
+
+def as_received(text: str) -> str:
+    """The text that arrives if a frame is sent with this one: a long text is cut."""
+    return decode_frame(Frame(Kind.PARAMETER, text=text).encode()).text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from pycomm.service.frames import Frame, Hello, Kind, decode_hello
 from pycomm.service.notices import WaitNotices, cause_of, gone
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
-from pycomm.service.terms import Refusal
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05
@@ -257,12 +256,9 @@ class ParameterServer:
             if text is None:
                 raise ValueError("the store no longer has its hello")
             hello = decode_hello(opened(key, text.decode()).encode())
-            refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
-            refusal = Refusal(str(error))
-        if refusal is not None:
-            logger.warning("the parameter service refuses a worker: %s", refusal.text)
-            self._reply(number, {"refused": refusal.text, "parameters": refusal.parameters})
+            logger.warning("the parameter service refuses a worker: %s", error)
+            self._reply(number, {"refused": str(error)})
             return
         worker = hello.worker
         try:
@@ -280,23 +276,21 @@ class ParameterServer:
         try:
             if session.receive() != hello.frame():
                 raise ValueError("it says another hello than the store holds for it")
+            # Here and not earlier: the session proves that the worker has the secret, and that the
+            # hello is its own. It also encrypts the reason why a worker is refused.
+            clock = self._core.join(hello, number)
         except Exception as error:
             logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
-            with contextlib.suppress(Exception):
-                session.send(Frame(Kind.REFUSED, text=str(error)))
-                if not self._stopping.is_set():  # which cannot abort it: nobody keeps it
-                    session.wait_for_the_peers_end()
+            session.refuse(str(error), getattr(error, "parameters", ()))
             session.abort()
             return
         with self._kept_as(worker, session, number):
             try:
-                session.send(Frame(Kind.WELCOME, clock=self._core.join(hello, number)))
+                session.send(Frame(Kind.WELCOME, clock=clock))
                 while self._answer(session, worker, hello.incarnation):
                     pass
             except StaleWorkerError as error:
-                with contextlib.suppress(Exception):
-                    session.send(Frame(Kind.REFUSED, text=str(error)))
-                    session.wait_for_the_peers_end()
+                session.refuse(str(error))
             except Exception as error:
                 if not self._stopping.is_set():
                     logger.warning("%s", gone(worker, error))

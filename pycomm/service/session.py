@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from pycomm._backend import connect_pair
-from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
+from pycomm.service.frames import FRAME_NBYTES, Frame, Kind, decode_frame
 
 PREFIX = "pycomm_service"
 SESSIONS = f"{PREFIX}/sessions"
@@ -57,6 +57,15 @@ class Session:
         works = [self._backend.recv([each], self._peer, 0) for each in tensors.values()]
         for work in works:
             work.wait()
+
+    def refuse(self, text: str, parameters: Sequence[str] = ()) -> None:
+        """Sends the reason why the peer is not taken, after ``parameters``. Never raises."""
+        with contextlib.suppress(Exception):
+            self._backend.set_timeout(timedelta(seconds=_LAST_FRAME_S))
+            for each in parameters:
+                self.send(Frame(Kind.PARAMETER, text=each))
+            self.send(Frame(Kind.REFUSED, text=text))
+            self.wait_for_the_peers_end()
 
     def wait_for_the_peers_end(self) -> None:
         """Waits a little until the peer has ended the session. After a last frame: an abort would

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,84 @@ def test_a_sealed_hello_of_an_earlier_run_does_not_make_a_worker_another(
         with ParameterClient(model, servers=serving.server.address, worker=0) as client:
             step(client, model)
     assert "is sent away" in caplog.text
+
+
+def store_of(address: str) -> TCPStore:
+    host, port = parse_endpoint(address)
+    return TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+
+
+def replay(address: str, hello: str) -> None:
+    """A stranger's first connection, with a sealed hello that a worker wrote elsewhere."""
+    stranger = store_of(address)
+    assert stranger.add(SESSIONS, 1) == 1
+    stranger.set(f"{PREFIX}/1/hello", hello)
+    assert "refused" in stranger.get(f"{PREFIX}/1/answer").decode()
+
+
+def values_set(patched: pytest.MonkeyPatch, then: Callable[[str, str], None]) -> None:
+    """From now on ``then`` is called with each key and value that this process sets."""
+    put = TCPStore.set
+
+    def puts(store: Any, key: str, value: str) -> None:
+        put(store, key, value)
+        then(key, value)
+
+    patched.setattr(TCPStore, "set", puts)
+
+
+def test_a_hello_of_another_server_settles_no_terms(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest fits: that covers the slices of all servers."""
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    model = nn.Linear(1, 1, bias=False)
+    with Serving() as first, Serving() as second, monkeypatch.context() as patched:
+
+        def copy(key: str, value: str) -> None:
+            if key == f"{PREFIX}/1/hello":
+                patched.undo()
+                replay(second.server.address, value)
+
+        values_set(patched, copy)
+        addresses = [first.server.address, second.server.address]
+        with ParameterClient(model, servers=addresses, worker=0) as client:
+            step(client, model)
+
+
+def test_a_hello_of_an_earlier_run_settles_no_terms(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    model = nn.Linear(1, 1, bias=False)
+    hellos: list[str] = []
+    with Serving() as earlier, monkeypatch.context() as patched:
+        values_set(patched, lambda key, value: hellos.append(value) if "/hello" in key else None)
+        ParameterClient(
+            model, servers=earlier.server.address, worker=0, staleness=7, reconnect=5.0
+        ).close()
+    with Serving() as serving:
+        replay(serving.server.address, hellos[0])
+        with ParameterClient(model, servers=serving.server.address, worker=0) as client:
+            step(client, model)
+
+
+def test_a_refusal_names_no_parameter_in_the_open_store(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: list[str] = []
+    with Serving() as serving, monkeypatch.context() as patched:
+        values_set(patched, lambda _, value: values.append(str(value)))
+        with pytest.raises(RefusedError) as caught:
+            ParameterClient(
+                nn.Linear(2, 1, bias=False), servers=serving.server.address, worker=0, reconnect=1.0
+            )
+    named = "first difference: weight (1, 2) float32 here, weight (1, 1) float32 there"
+    assert named in str(caught.value)
+    assert any("refused" in each for each in values)
+    assert not [each for each in values if "weight" in each or "float32" in each]
 
 
 def test_the_warning_of_plain_connections_is_for_servers_without_a_secret(
