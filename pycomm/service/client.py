@@ -63,6 +63,10 @@ class RefusedError(RuntimeError):
     """
 
 
+class _DoubtfulRefusalError(Exception):
+    """Stands in the open store, so that it may not be the server's."""
+
+
 class ParameterClient:
     """Pushes a model's gradients to servers and pulls the parameters. Not thread-safe.
 
@@ -253,6 +257,8 @@ class ParameterClient:
                 if until is None:
                     until = time.monotonic() + seconds
                 if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
+                    if isinstance(error, _DoubtfulRefusalError):
+                        raise RefusedError(f"{server.name}: {error}") from None
                     raise ConnectionError(self._why_lost(server, error)) from error
                 if first:
                     logger.warning(
@@ -302,24 +308,15 @@ class ParameterClient:
             digest=self._layout.digest,
             sliced=self._sliced,
             host=server.host,
+            connection=secrets.randbits(62),
         )
-        key = f"{PREFIX}/{number}/hello"
-        store.set(key, sealed(key, hello.encode().decode()))
         key = f"{PREFIX}/{number}/answer"
-        try:
-            answer = json.loads(opened(key, store.get(key).decode()))
-        except ConfigMismatchError as error:  # the secrets differ, or one has none
-            raise RefusedError(f"{server.name}: {error}") from None
-        if (refused := answer.get("refused")) is not None:
-            raise RefusedError(f"{server.name}: {refused}")
-        session = Session(
-            store,
-            number,
-            WORKER,
-            host=server.host,
-            timeout=self._timeout,
-            name=f"service/{number}",
-        )
+        store.delete_key(key)  # somebody may have written it in advance
+        said = f"{PREFIX}/{number}/hello"
+        store.set(said, sealed(said, hello.encode().decode()))
+        _check_answer(store.get(key), key, hello)
+        session = Session(store, number, WORKER, hello)
+        session.set_timeout(self._timeout)
         try:
             welcome = self._introduced(server, session, hello)
         except BaseException:
@@ -344,6 +341,25 @@ class ParameterClient:
             mine = [as_received(each) for each in in_words(self._layout.described)]
             text += f"; first difference: {first_difference(mine, parameters)}"
         raise RefusedError(f"{server.name}: {text}")
+
+
+def _check_answer(value: bytes, key: str, hello: Hello) -> None:
+    """Raises an error that is tried again, unless the server has read exactly this hello.
+
+    Any process can write into the store, also a sealed answer of an earlier run. So nothing in it
+    ends a worker.
+    """
+    try:
+        answer = json.loads(opened(key, value.decode()))
+        refused, fingerprint = answer.get("refused"), answer.get("hello")
+    except ConfigMismatchError as error:  # the secrets differ, or one has none
+        raise _DoubtfulRefusalError(str(error)) from None
+    except Exception as error:
+        raise ConnectionError(f"the answer in its store is not valid: {error}") from error
+    if isinstance(refused, str):
+        raise _DoubtfulRefusalError(refused)
+    if fingerprint != hello.fingerprint:
+        raise ConnectionError("the answer in its store is one to another hello")
 
 
 def _say_goodbye(session: Session) -> None:

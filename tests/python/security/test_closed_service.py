@@ -91,7 +91,12 @@ def test_a_worker_with_another_secret_or_none_is_refused_by_name(
     with Serving() as serving:
         monkeypatch.setattr(_secret, "find", find)
         with pytest.raises(RefusedError) as caught:
-            ParameterClient(nn.Linear(1, 1, bias=False), servers=serving.server.address, worker=0)
+            ParameterClient(
+                nn.Linear(1, 1, bias=False),
+                servers=serving.server.address,
+                worker=0,
+                reconnect=1.0,
+            )
         text = str(caught.value)
         assert secret.key_id in text
         assert "and this process has none" in text if own is None else other.key_id in text
@@ -122,6 +127,7 @@ def test_a_strangers_hello_does_not_settle_what_the_workers_must_agree_on(secret
             digest=Layout(model, 1, sliced=True).digest,  # which a worker's hello shows
             sliced=True,
             host=host,
+            connection=1,
         )
         store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
         answer = store.get(f"{PREFIX}/{number}/answer").decode()
@@ -139,30 +145,6 @@ def test_a_hello_counts_under_its_own_number_only(secret: Any) -> None:
     with pytest.raises(Exception, match="changed by somebody") as caught:
         secret.open("service/2/hello", text)
     assert type(caught.value).__name__ == "ProtocolViolationError"
-
-
-def test_a_sealed_hello_of_an_earlier_run_does_not_make_a_worker_another(
-    secret: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The seal fits again after a restart, since numbers start anew: the session tells."""
-    model = nn.Linear(1, 1, bias=False)
-    put = TCPStore.set
-
-    def puts_another(store: Any, key: str, value: str) -> None:
-        if key.endswith("/hello"):
-            hello = json.loads(secret.open(key, value)) | {"incarnation": 12345}
-            value = secret.seal(key, json.dumps(hello))
-        put(store, key, value)
-
-    with Serving() as serving:
-        with monkeypatch.context() as patched:
-            patched.setattr(TCPStore, "set", puts_another)
-            with pytest.raises(RefusedError, match="another hello than the store holds"):
-                ParameterClient(model, servers=serving.server.address, worker=0)
-        assert serving.server._core._session_of == {}
-        with ParameterClient(model, servers=serving.server.address, worker=0) as client:
-            step(client, model)
-    assert "is sent away" in caplog.text
 
 
 def store_of(address: str) -> TCPStore:

@@ -36,6 +36,7 @@ HELLO = Hello(
     digest="",
     sliced=True,
     host="127.0.0.1",
+    connection=1,
 )
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
