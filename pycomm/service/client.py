@@ -20,9 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm._secret import opened, sealed
 from pycomm.errors import ConfigMismatchError
 from pycomm.service.endpoint import number_from, parse_endpoints
-from pycomm.service.frames import Frame, Hello, Kind
+from pycomm.service.frames import Frame, Hello, Kind, as_received
 from pycomm.service.notices import cause_of
-from pycomm.service.placement import first_difference
+from pycomm.service.placement import first_difference, in_words
 from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 
@@ -61,6 +61,10 @@ class RefusedError(RuntimeError):
 
     Try: pass the same arguments and secret to servers and workers.
     """
+
+
+class _DoubtfulRefusalError(Exception):
+    """Stands in the open store, so that it may not be the server's."""
 
 
 class ParameterClient:
@@ -253,6 +257,8 @@ class ParameterClient:
                 if until is None:
                     until = time.monotonic() + seconds
                 if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
+                    if isinstance(error, _DoubtfulRefusalError):
+                        raise RefusedError(f"{server.name}: {error}") from None
                     raise ConnectionError(self._why_lost(server, error)) from error
                 if first:
                     logger.warning(
@@ -302,37 +308,58 @@ class ParameterClient:
             digest=self._layout.digest,
             sliced=self._sliced,
             host=server.host,
+            connection=secrets.randbits(62),
         )
-        key = f"{PREFIX}/{number}/hello"
-        store.set(key, sealed(key, hello.encode().decode()))
         key = f"{PREFIX}/{number}/answer"
+        store.delete_key(key)  # somebody may have written it in advance
+        said = f"{PREFIX}/{number}/hello"
+        store.set(said, sealed(said, hello.encode().decode()))
+        _check_answer(store.get(key), key, hello)
+        session = Session(store, number, WORKER, hello)
+        session.set_timeout(self._timeout)
         try:
-            answer = json.loads(opened(key, store.get(key).decode()))
-        except ConfigMismatchError as error:  # the secrets differ, or one has none
-            raise RefusedError(f"{server.name}: {error}") from None
-        refused, parameters = answer.get("refused"), answer.get("parameters")
-        if refused is not None:
-            if parameters is not None:
-                where = first_difference(self._layout.described, parameters)
-                refused = f"{refused}; first difference: {where}"
-            raise RefusedError(f"{server.name}: {refused}")
-        session = Session(
-            store,
-            number,
-            WORKER,
-            host=server.host,
-            timeout=self._timeout,
-            name=f"service/{number}",
-        )
-        session.send(hello.frame())
-        welcome = session.receive()
-        if welcome.kind is not Kind.WELCOME:
-            raise RefusedError(f"{server.name}: {welcome.text or 'not welcome'}")
+            welcome = self._introduced(server, session, hello)
+        except BaseException:
+            session.abort()
+            raise
         if server.begun is None:
             server.begun = server.acknowledged = welcome.clock
         server.store = store
         server.reached = True
         return session
+
+    def _introduced(self, server: _Server, session: Session, hello: Hello) -> Frame:
+        """Repeats the hello within the session, and returns the server's WELCOME."""
+        session.send(hello.frame())
+        parameters = []
+        while (frame := session.receive()).kind is Kind.PARAMETER:
+            parameters.append(frame.text)
+        if frame.kind is Kind.WELCOME:
+            return frame
+        text = frame.text or "not welcome"
+        if parameters:
+            mine = [as_received(each) for each in in_words(self._layout.described)]
+            text += f"; first difference: {first_difference(mine, parameters)}"
+        raise RefusedError(f"{server.name}: {text}")
+
+
+def _check_answer(value: bytes, key: str, hello: Hello) -> None:
+    """Raises an error that is tried again, unless the server has read exactly this hello.
+
+    Any process can write into the store, also a sealed answer of an earlier run. So nothing in it
+    ends a worker.
+    """
+    try:
+        answer = json.loads(opened(key, value.decode()))
+        refused, fingerprint = answer.get("refused"), answer.get("hello")
+    except ConfigMismatchError as error:  # the secrets differ, or one has none
+        raise _DoubtfulRefusalError(str(error)) from None
+    except Exception as error:
+        raise ConnectionError(f"the answer in its store is not valid: {error}") from error
+    if isinstance(refused, str):
+        raise _DoubtfulRefusalError(refused)
+    if fingerprint != hello.fingerprint:
+        raise ConnectionError("the answer in its store is one to another hello")
 
 
 def _say_goodbye(session: Session) -> None:

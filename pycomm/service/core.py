@@ -14,10 +14,10 @@ from torch import nn, optim
 
 from pycomm.service.frames import Hello
 from pycomm.service.notices import Attendance
-from pycomm.service.placement import first_difference
+from pycomm.service.placement import first_difference, in_words
 from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
 from pycomm.service.shard import Layout, Shard
-from pycomm.service.terms import Refusal, Terms, disagreement
+from pycomm.service.terms import Terms, UnfitWorkerError, disagreement
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.5
@@ -88,45 +88,23 @@ class ServerCore:
 
     # ---- one worker's calls
 
-    def agree(self, hello: Hello) -> Refusal | None:
-        """Why the worker cannot take part; None if it can."""
-        terms = Terms.of(hello)
-        with self._changed:
-            if hello.worker >= self._workers:
-                return Refusal(
-                    f"worker={hello.worker} is too large: the service has {self._workers} "
-                    f"workers, numbered from 0 to {self._workers - 1}"
-                )
-            if self._begun is None:
-                layout = Layout(self._model, terms.servers, sliced=terms.sliced)
-                if layout.digest == terms.digest:
-                    self._begin(terms, layout)
-                    return None
-            elif (text := disagreement(hello.worker, self._begun.terms, terms)) is not None:
-                return Refusal(text)
-            elif self._begun.terms.digest == terms.digest:
-                return None
-            else:
-                layout = self._begun.layout
-            return Refusal(
-                f"the server has another model than worker {hello.worker}: names, shapes or "
-                "dtypes of parameters differ",
-                layout.described,
-            )
-
     def join(self, hello: Hello, session: int) -> int:
         """The worker is here. Returns the clock with which it goes on.
+
+        The first worker's terms become those of all others. So call this only after the worker has
+        repeated its hello within its session: anybody can copy a hello into the store.
 
         Args:
             hello: What the worker said.
             session: Its number; a later one of the same worker has another.
 
         Raises:
+            UnfitWorkerError: The worker has other terms or another model.
             StaleWorkerError: Another process has become this worker.
             ConnectionAbortedError: The worker has given this connection up, and has a later one.
         """
         with self._changed:
-            begun = self._now()
+            begun = self._agreed(hello)
             if session < self._session_of.get(hello.worker, 0):
                 raise ConnectionAbortedError("the worker has a later connection")
             lost_before = begun.schedule.lost_pushes
@@ -307,7 +285,8 @@ class ServerCore:
                 # Checkpoints of older versions do not have the parameters' shapes.
                 where = ""
                 if (known := state.get("parameters")) is not None:
-                    where = f": first difference {first_difference(layout.described, known)}"
+                    here = in_words(layout.described)
+                    where = f": first difference {first_difference(here, in_words(known))}"
                 raise ValueError(f"it holds another model than this server{where}")
             begun = self._begin(terms, layout)
             begun.shard.load_state_dict(state["shard"])
@@ -329,8 +308,37 @@ class ServerCore:
 
     # ---- with the lock held
 
+    def _agreed(self, hello: Hello) -> _Begun:
+        """The state with this worker's terms. The first worker's terms begin it.
+
+        Raises:
+            UnfitWorkerError: The worker cannot take part.
+        """
+        terms, begun = Terms.of(hello), self._begun
+        if hello.worker >= self._workers:
+            raise UnfitWorkerError(
+                f"worker={hello.worker} is too large: the service has {self._workers} "
+                f"workers, numbered from 0 to {self._workers - 1}"
+            )
+        if begun is not None:
+            if (text := disagreement(hello.worker, begun.terms, terms)) is not None:
+                raise UnfitWorkerError(text)
+            layout = begun.layout
+        else:
+            layout = Layout(self._model, terms.servers, sliced=terms.sliced)
+        if layout.digest != terms.digest:
+            raise UnfitWorkerError(
+                f"the server has another model than worker {hello.worker}: names, shapes or "
+                "dtypes of parameters differ",
+                in_words(layout.described),
+            )
+        try:
+            return begun or self._begin(terms, layout)
+        except ValueError as error:  # such as of an optimizer that cannot step slices
+            raise UnfitWorkerError(str(error)) from error
+
     def _now(self) -> _Begun:
-        assert self._begun is not None, "a session has begun before agree()"
+        assert self._begun is not None, "a call before the first join()"
         return self._begun
 
     def _check_steps(self) -> None:

@@ -14,6 +14,7 @@ import struct
 
 from pycomm.service.schedule import MOST_STEPS
 
+_VERSION = 2
 _HELLO_NBYTES = 4096
 FRAME_NBYTES = 512
 _MAGIC = b"pcs1"
@@ -23,7 +24,11 @@ _MAX_SERVERS = 1 << 10
 
 
 class Kind(enum.IntEnum):
-    """Of a frame. HELLO and the first three come from workers; the others are answers."""
+    """Of a frame. HELLO and the first three come from workers; the others are answers.
+
+    One PARAMETER for each parameter of the server's model comes before the REFUSED of a worker that
+    has another model.
+    """
 
     PUSH = 1
     PULL = 2
@@ -32,6 +37,7 @@ class Kind(enum.IntEnum):
     DONE = 5
     REFUSED = 6
     HELLO = 7
+    PARAMETER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +70,11 @@ def decode_frame(data: bytes) -> Frame:
     return Frame(Kind(kind), clock, version, lost, printable)
 
 
+def as_received(text: str) -> str:
+    """The text that arrives if a frame is sent with this one: a long text is cut."""
+    return decode_frame(Frame(Kind.PARAMETER, text=text).encode()).text
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
     """A worker's request for a session, with what it expects of the service."""
@@ -80,16 +91,23 @@ class Hello:
     sliced: bool
     host: str
     """The server's address, as the worker calls it."""
+    connection: int
+    """Drawn anew for each connection, so that no two hellos are equal."""
 
     def encode(self) -> bytes:
-        return json.dumps({"pycomm_service": 1, **dataclasses.asdict(self)}).encode()
+        return json.dumps({"pycomm_service": _VERSION, **dataclasses.asdict(self)}).encode()
+
+    @property
+    def fingerprint(self) -> str:
+        """No other hello has it, and nobody can guess it before the worker writes the hello."""
+        return hashlib.sha256(self.encode()).hexdigest()
 
     def frame(self) -> Frame:
-        """Says within the session, which is the worker's own, what the store holds for it.
+        """Repeats within the session, which is the worker's own, what the store holds for it.
 
         With a secret the store's text has a seal, but one of an earlier run may stand there.
         """
-        return Frame(Kind.HELLO, text=hashlib.sha256(self.encode()).hexdigest())
+        return Frame(Kind.HELLO, text=self.fingerprint)
 
 
 _RANGES = {
@@ -98,6 +116,7 @@ _RANGES = {
     "clock": MOST_STEPS,
     "server": _MAX_SERVERS,
     "servers": _MAX_SERVERS,
+    "connection": MOST_STEPS,
 }
 
 
@@ -109,7 +128,7 @@ def decode_hello(data: bytes) -> Hello:
         said = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a hello that is no JSON: {error}") from None
-    if not isinstance(said, dict) or said.pop("pycomm_service", None) != 1:
+    if not isinstance(said, dict) or said.pop("pycomm_service", None) != _VERSION:
         raise ValueError("a hello of another version")
     if set(said) != {field.name for field in dataclasses.fields(Hello)}:
         raise ValueError("a hello with other fields")

@@ -81,16 +81,14 @@ def digest(slices: Sequence[Slice], dtypes: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def first_difference(here: Sequence[Any], there: Sequence[Any]) -> str:
-    """Where two models differ first. Each is a list of [name, shape, dtype], in its order."""
-    for mine, theirs in itertools.zip_longest(here, there):
+def in_words(parameters: Sequence[Any]) -> list[str]:
+    """Each of a model's parameters, which are lists of [name, shape, dtype], as a text."""
+    return [f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in parameters]
+
+
+def first_difference(here: Sequence[str], there: Sequence[str]) -> str:
+    """Where two models differ first. Each is what ``in_words()`` gives."""
+    for mine, theirs in itertools.zip_longest(here, there, fillvalue="no further parameter"):
         if mine != theirs:
-            return f"{_described(mine)} here, {_described(theirs)} there"
+            return f"{mine} here, {theirs} there"
     return "none in names, shapes and dtypes"
-
-
-def _described(parameter: Any) -> str:
-    if parameter is None:
-        return "no further parameter"
-    name, shape, dtype = parameter
-    return f"{name} {tuple(shape)} {dtype}"

@@ -23,7 +23,6 @@ from pycomm.service.frames import Frame, Hello, Kind, decode_hello
 from pycomm.service.notices import WaitNotices, cause_of, gone
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
-from pycomm.service.terms import Refusal
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05
@@ -31,6 +30,8 @@ _HELLO_S = 30.0
 """From the number that a worker takes to its hello."""
 _KEY_S = 5.0
 """For a key of the store that is known to exist."""
+_END_S = 10.0
+"""For all threads to end; one that waits for a worker to meet it cannot be interrupted."""
 _MOST_WAITING = 1024
 _MOST_DIGITS = 18
 """Of a number that the store can still count up."""
@@ -224,8 +225,9 @@ class ParameterServer:
             sessions = [session for _, session in self._sessions.values()]
         for session in sessions:
             session.abort()
+        until = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(max(0.0, until - time.monotonic()))
         try:
             self.write_checkpoint()
         finally:
@@ -250,19 +252,16 @@ class ParameterServer:
     def _serve_hello(self, number: int) -> None:
         # Until the hello is accepted no connection of its own to the store, which strangers could
         # use up descriptors with. So nothing here may wait for a key: it would hold up all others.
-        store = self._store
+        # self._store each time: a thread that kept it would keep the port open after serve().
         key = f"{PREFIX}/{number}/hello"
         try:
-            text = _value_now(store, key)
+            text = _value_now(self._store, key)
             if text is None:
                 raise ValueError("the store no longer has its hello")
             hello = decode_hello(opened(key, text.decode()).encode())
-            refusal = self._core.agree(hello)
         except Exception as error:  # what a stranger sends must not end a thread without an answer
-            refusal = Refusal(str(error))
-        if refusal is not None:
-            logger.warning("the parameter service refuses a worker: %s", refusal.text)
-            self._reply(number, {"refused": refusal.text, "parameters": refusal.parameters})
+            logger.warning("the parameter service refuses a worker: %s", error)
+            self._reply(number, {"refused": str(error)})
             return
         worker = hello.worker
         try:
@@ -272,7 +271,7 @@ class ParameterServer:
             return
         try:
             for name in ("hello", "answer"):
-                store.delete_key(f"{PREFIX}/{number}/{name}")
+                self._store.delete_key(f"{PREFIX}/{number}/{name}")
         except Exception as error:
             logger.warning(
                 "worker %d (connection %d): its hello stays in the store: %s", worker, number, error
@@ -280,23 +279,22 @@ class ParameterServer:
         try:
             if session.receive() != hello.frame():
                 raise ValueError("it says another hello than the store holds for it")
+            session.set_timeout(self._timeout)
+            # Here and not earlier: the session proves that the worker has the secret, and that the
+            # hello is its own. It also encrypts the reason why a worker is refused.
+            clock = self._core.join(hello, number)
         except Exception as error:
             logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
-            with contextlib.suppress(Exception):
-                session.send(Frame(Kind.REFUSED, text=str(error)))
-                if not self._stopping.is_set():  # which cannot abort it: nobody keeps it
-                    session.wait_for_the_peers_end()
+            session.refuse(str(error), getattr(error, "parameters", ()))
             session.abort()
             return
         with self._kept_as(worker, session, number):
             try:
-                session.send(Frame(Kind.WELCOME, clock=self._core.join(hello, number)))
+                session.send(Frame(Kind.WELCOME, clock=clock))
                 while self._answer(session, worker, hello.incarnation):
                     pass
             except StaleWorkerError as error:
-                with contextlib.suppress(Exception):
-                    session.send(Frame(Kind.REFUSED, text=str(error)))
-                    session.wait_for_the_peers_end()
+                session.refuse(str(error))
             except Exception as error:
                 if not self._stopping.is_set():
                     logger.warning("%s", gone(worker, error))
@@ -305,15 +303,8 @@ class ParameterServer:
         # Keys that somebody deletes are waited for in vain, on this connection alone.
         store = self._store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=_KEY_S))
-        self._reply(number, {"refused": None})
-        return Session(
-            store,
-            number,
-            SERVER,
-            host=hello.host,
-            timeout=self._timeout,
-            name=f"service/{number}",
-        )
+        self._reply(number, {"refused": None, "hello": hello.fingerprint})
+        return Session(store, number, SERVER, hello)
 
     def _reply(self, number: int, answer: Mapping[str, Any]) -> None:
         key = f"{PREFIX}/{number}/answer"

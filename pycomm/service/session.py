@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from pycomm._backend import connect_pair
-from pycomm.service.frames import FRAME_NBYTES, Frame, decode_frame
+from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, decode_frame
 
 PREFIX = "pycomm_service"
 SESSIONS = f"{PREFIX}/sessions"
 """Counts the numbers that workers take, one for each connection."""
 MEETING_S = 30.0
-"""For the two to form their group, once the server has accepted the hello."""
+"""For the two to form their group, once the server has read the hello; then for the hello."""
 _LAST_FRAME_S = 5.0
 SERVER, WORKER = 0, 1
 
@@ -25,18 +25,21 @@ SERVER, WORKER = 0, 1
 class Session:
     """Frames and tensors between a worker and a server. One thread at a time, but for abort()."""
 
-    def __init__(
-        self, store: Any, number: int, rank: int, *, host: str, timeout: float, name: str
-    ) -> None:
+    def __init__(self, store: Any, number: int, rank: int, hello: Hello) -> None:
         self._peer = 1 - rank
+        # The fingerprint keeps apart what others have written in advance, or an earlier session.
+        prefix = f"{PREFIX}/{number}/group/{hello.fingerprint}"
         self._backend = connect_pair(
-            PrefixStore(f"{PREFIX}/{number}/group", store),
+            PrefixStore(prefix, store),
             rank,
-            name,
-            host=host,
+            f"service/{number}",
+            host=hello.host,
             timeout=MEETING_S,
         )
-        self._backend.set_timeout(timedelta(seconds=timeout))
+
+    def set_timeout(self, seconds: float) -> None:
+        """For each later operation; before the first call it is ``MEETING_S``."""
+        self._backend.set_timeout(timedelta(seconds=seconds))
 
     def send(self, frame: Frame, tensors: Mapping[Any, torch.Tensor] | None = None) -> None:
         """The frame, then the tensors in their order. Raises PycommError if the peer is gone."""
@@ -58,11 +61,20 @@ class Session:
         for work in works:
             work.wait()
 
+    def refuse(self, text: str, parameters: Sequence[str] = ()) -> None:
+        """Sends the reason why the peer is not taken, after ``parameters``. Never raises."""
+        with contextlib.suppress(Exception):
+            self.set_timeout(_LAST_FRAME_S)
+            for each in parameters:
+                self.send(Frame(Kind.PARAMETER, text=each))
+            self.send(Frame(Kind.REFUSED, text=text))
+            self.wait_for_the_peers_end()
+
     def wait_for_the_peers_end(self) -> None:
         """Waits a little until the peer has ended the session. After a last frame: an abort would
         take it back from a peer that has not begun to receive it."""
         with contextlib.suppress(Exception):
-            self._backend.set_timeout(timedelta(seconds=_LAST_FRAME_S))
+            self.set_timeout(_LAST_FRAME_S)
             self.receive()
 
     def abort(self) -> None:

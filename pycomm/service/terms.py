@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 from pycomm.service.frames import Hello
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Why a worker cannot take part."""
+class UnfitWorkerError(Exception):
+    """Why a worker cannot take part.
 
-    text: str
-    parameters: list[Any] | None = None
-    """Of the server's model, if the worker has another one: it names the first difference."""
+    Attributes:
+        parameters: Of the server's model, if the worker has another one, as ``in_words()`` gives
+            them. The worker finds the first difference.
+    """
+
+    def __init__(self, text: str, parameters: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.parameters = parameters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,12 @@ def test_a_worker_with_another_secret_or_none_is_refused_by_name(
     with Serving() as serving:
         monkeypatch.setattr(_secret, "find", find)
         with pytest.raises(RefusedError) as caught:
-            ParameterClient(nn.Linear(1, 1, bias=False), servers=serving.server.address, worker=0)
+            ParameterClient(
+                nn.Linear(1, 1, bias=False),
+                servers=serving.server.address,
+                worker=0,
+                reconnect=1.0,
+            )
         text = str(caught.value)
         assert secret.key_id in text
         assert "and this process has none" in text if own is None else other.key_id in text
@@ -122,6 +127,7 @@ def test_a_strangers_hello_does_not_settle_what_the_workers_must_agree_on(secret
             digest=Layout(model, 1, sliced=True).digest,  # which a worker's hello shows
             sliced=True,
             host=host,
+            connection=1,
         )
         store.set(f"{PREFIX}/{number}/hello", hello.encode().decode())
         answer = store.get(f"{PREFIX}/{number}/answer").decode()
@@ -141,28 +147,82 @@ def test_a_hello_counts_under_its_own_number_only(secret: Any) -> None:
     assert type(caught.value).__name__ == "ProtocolViolationError"
 
 
-def test_a_sealed_hello_of_an_earlier_run_does_not_make_a_worker_another(
-    secret: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The seal fits again after a restart, since numbers start anew: the session tells."""
-    model = nn.Linear(1, 1, bias=False)
+def store_of(address: str) -> TCPStore:
+    host, port = parse_endpoint(address)
+    return TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
+
+
+def replay(address: str, hello: str) -> None:
+    """A stranger's first connection, with a sealed hello that a worker wrote elsewhere."""
+    stranger = store_of(address)
+    assert stranger.add(SESSIONS, 1) == 1
+    stranger.set(f"{PREFIX}/1/hello", hello)
+    assert "refused" in stranger.get(f"{PREFIX}/1/answer").decode()
+
+
+def values_set(patched: pytest.MonkeyPatch, then: Callable[[str, str], None]) -> None:
+    """From now on ``then`` is called with each key and value that this process sets."""
     put = TCPStore.set
 
-    def puts_another(store: Any, key: str, value: str) -> None:
-        if key.endswith("/hello"):
-            hello = json.loads(secret.open(key, value)) | {"incarnation": 12345}
-            value = secret.seal(key, json.dumps(hello))
+    def puts(store: Any, key: str, value: str) -> None:
         put(store, key, value)
+        then(key, value)
 
+    patched.setattr(TCPStore, "set", puts)
+
+
+def test_a_hello_of_another_server_settles_no_terms(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digest fits: that covers the slices of all servers."""
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    model = nn.Linear(1, 1, bias=False)
+    with Serving() as first, Serving() as second, monkeypatch.context() as patched:
+
+        def copy(key: str, value: str) -> None:
+            if key == f"{PREFIX}/1/hello":
+                patched.undo()
+                replay(second.server.address, value)
+
+        values_set(patched, copy)
+        addresses = [first.server.address, second.server.address]
+        with ParameterClient(model, servers=addresses, worker=0) as client:
+            step(client, model)
+
+
+def test_a_hello_of_an_earlier_run_settles_no_terms(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    model = nn.Linear(1, 1, bias=False)
+    hellos: list[str] = []
+    with Serving() as earlier, monkeypatch.context() as patched:
+        values_set(patched, lambda key, value: hellos.append(value) if "/hello" in key else None)
+        ParameterClient(
+            model, servers=earlier.server.address, worker=0, staleness=7, reconnect=5.0
+        ).close()
     with Serving() as serving:
-        with monkeypatch.context() as patched:
-            patched.setattr(TCPStore, "set", puts_another)
-            with pytest.raises(RefusedError, match="another hello than the store holds"):
-                ParameterClient(model, servers=serving.server.address, worker=0)
-        assert serving.server._core._session_of == {}
+        replay(serving.server.address, hellos[0])
         with ParameterClient(model, servers=serving.server.address, worker=0) as client:
             step(client, model)
-    assert "is sent away" in caplog.text
+
+
+def test_a_refusal_names_no_parameter_in_the_open_store(
+    secret: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: list[str] = []
+    with Serving() as serving, monkeypatch.context() as patched:
+        values_set(patched, lambda _, value: values.append(str(value)))
+        with pytest.raises(RefusedError) as caught:
+            ParameterClient(
+                nn.Linear(2, 1, bias=False), servers=serving.server.address, worker=0, reconnect=1.0
+            )
+    named = "first difference: weight (1, 2) float32 here, weight (1, 1) float32 there"
+    assert named in str(caught.value)
+    assert any("refused" in each for each in values)
+    assert not [each for each in values if "weight" in each or "float32" in each]
 
 
 def test_the_warning_of_plain_connections_is_for_servers_without_a_secret(

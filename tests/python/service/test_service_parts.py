@@ -29,6 +29,7 @@ HELLO = Hello(
     digest="d",
     sliced=True,
     host="h",
+    connection=4,
 )
 
 
@@ -85,7 +86,7 @@ def test_changed_bytes_are_a_frame_or_a_value_error(decode: object) -> None:
     [
         ({"magic": b"pcs2"}, "no frame"),
         ({"kind": 0}, "no frame"),
-        ({"kind": 8}, "no frame"),
+        ({"kind": 9}, "no frame"),
         ({"zero": 1}, "no frame"),
         ({"clock": -1}, "negative or too large"),
         ({"clock": 2**62 + 1}, "negative or too large"),

@@ -36,6 +36,7 @@ HELLO = Hello(
     digest="",
     sliced=True,
     host="127.0.0.1",
+    connection=1,
 )
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
@@ -102,7 +103,13 @@ def test_the_end_of_an_old_connection_is_not_the_end_of_the_worker() -> None:
             assert list(core._gone_at) == [0]
             assert count(client, model, 1) == 1
             worker = core._now().schedule.workers[0]
-            hello = dataclasses.replace(HELLO, incarnation=worker.incarnation, clock=1, begun=0)
+            hello = dataclasses.replace(
+                HELLO,
+                incarnation=worker.incarnation,
+                clock=1,
+                begun=0,
+                digest=core._now().layout.digest,
+            )
             core._session_of[0] = newest + 2
             with pytest.raises(ConnectionAbortedError, match="later connection"):
                 core.join(hello, newest + 1)  # one that was slow to begin
@@ -228,7 +235,7 @@ def test_a_hello_that_is_refused_costs_no_connection_to_the_store(
     with serving(server) as address:
         stranger = store_of(address)
         server._store = store = Failing(server._store)
-        for text in ("", "no hello", HELLO.encode().decode()):
+        for text in ("", "no hello", "[1]"):
             number = stranger.add(SESSIONS, 1)
             stranger.set(f"{PREFIX}/{number}/hello", text)
             assert b"refused" in stranger.get(f"{PREFIX}/{number}/answer")
