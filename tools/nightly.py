@@ -41,6 +41,9 @@ class Step:
     four times as long."""
 
 
+# Of bytes 0 to 31: for tests.
+_SECRET = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
+
 STEPS = [
     *(
         Step(
@@ -93,6 +96,13 @@ STEPS = [
         "cases", "{python} tools/python_tests.py -m in_shares --all-cases --remember-failures", 30
     ),
     Step("tcp", "{make} tcp ARGS='--all-cases --remember-failures'", 20),
+    Step("tls", f"{{make}} tcp TEST_SECRET={_SECRET} ARGS='--all-cases --remember-failures'", 25),
+    Step(
+        "faults_tls",
+        f"{{make}} faults TEST_TRANSPORT=tcp TEST_SECRET={_SECRET} "
+        "ARGS='--remember-failures tests/python/faults/test_fault_matrix.py'",
+        12,
+    ),
     Step("strict", "{make} strict", 15),
     Step("files", "{make} files", 20),
     Step("wheel", "{make} wheel", 15),

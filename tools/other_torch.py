@@ -3,8 +3,8 @@
 python tools/other_torch.py 2.15.0 [--keep]
 
 The last commit is cloned to build/torch-<version>, which gets an environment and an extension of
-its own: one checkout has a module for one torch at a time. What is not committed is not tested. The
-clone is removed if all passed, unless --keep is given.
+its own: one checkout has a module for one torch at a time. Changes that are not committed are not
+tested. The clone is removed if all passed, unless --keep is given.
 """
 
 from __future__ import annotations

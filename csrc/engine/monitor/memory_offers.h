@@ -24,7 +24,7 @@ class MemoryOffers {
   }
   [[nodiscard]] std::optional<int> find(const MemoryKey& key) const noexcept {
     std::optional<int> found;
-    for (const auto& [offered, memory] : offers_) { // all of them: it takes as long whichever it is
+    for (const auto& [offered, memory] : offers_) { // to the end: the time does not depend on the key
       found = offered == key ? memory : found;
     }
     return found;

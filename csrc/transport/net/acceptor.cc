@@ -5,15 +5,14 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <iterator>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fault_point.h"
-#include "base/fork_guard.h"
 #include "base/log.h"
+#include "transport/net/stranger_count.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -32,17 +31,7 @@ constexpr std::byte kFirstPlain{'c'}; // of FrameHeader::kMagic
 constexpr const char* kHungUp = "hung up before saying who it is";
 static_assert(kHelloNbytes < kMaxBytesOfStranger, "a hello must fit into what is read from strangers");
 
-// Strangers must not take the descriptors that the program needs, whatever number of groups and interfaces it has.
-std::atomic<size_t> g_strangers{0};
-std::atomic<uint32_t> g_strangers_of{0}; ///< the forkCount() of the process that counts them
-
-// A child of fork() inherits the number, but not the strangers: the parent's acceptors do nothing there.
-void beginCountAfterFork() noexcept {
-  const uint32_t forks = forkCount();
-  if (g_strangers_of.exchange(forks) != forks) {
-    g_strangers.store(0);
-  }
-}
+StrangerCount g_strangers;
 
 } // namespace
 
@@ -57,13 +46,13 @@ Acceptor::Acceptor(Listener listener, const AcceptorConfig& config)
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.fd(), &event) != 0) {
     throw Error(systemError(ErrorCode::SystemError, "the listener cannot be watched", errno));
   }
-  beginCountAfterFork();
+  g_strangers.beginAfterFork();
   listen(true);
   keepSpare();
 }
 
 Acceptor::~Acceptor() {
-  g_strangers.fetch_sub(strangers_.size(), std::memory_order_relaxed);
+  g_strangers.remove(strangers_.size());
 }
 
 // One attempt, for as many bytes as fit: a fresh connection has room for a few hundred.
@@ -181,13 +170,13 @@ void Acceptor::acceptNew(TimePoint now) {
     event.events = EPOLLIN | EPOLLRDHUP;
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stranger.watched(), &event) == 0) {
       strangers_.push_back(std::move(stranger));
-      g_strangers.fetch_add(1, std::memory_order_relaxed);
+      g_strangers.add();
     }
   }
 }
 
 void Acceptor::makeRoom(TimePoint now) {
-  if (strangers_.size() >= kFewestStrangers && g_strangers.load(std::memory_order_relaxed) >= kMaxStrangers) {
+  if (strangers_.size() >= kFewestStrangers && g_strangers.value() >= kMaxStrangers) {
     dropOldest(now);
   }
 }
@@ -208,7 +197,7 @@ void Acceptor::dropOldest(TimePoint now) {
 }
 
 std::list<Acceptor::Stranger>::iterator Acceptor::forget(std::list<Stranger>::iterator stranger) noexcept {
-  g_strangers.fetch_sub(1, std::memory_order_relaxed);
+  g_strangers.remove(1);
   return strangers_.erase(stranger);
 }
 

@@ -1,4 +1,4 @@
-"""Who is let in: workers that a server refuses, and what strangers write where workers arrive."""
+"""Workers that a server refuses, and texts that strangers write where workers arrive."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ TEST(TlsHandshakeAttacks, AClientWithTheKeyGetsWhatPycommOffersAndNothingElse) {
          hello[ClientHello::kSupportedGroups] = std::string("\0\x04", 2) + kX25519 + kNistGroup;
          hello[ClientHello::kKeyShare] = kX25519Share;
        },
-       ""}, // it is told to try again with P-256
+       ""}, // the server asks it to try again with P-256
       {"no share of a key", [](ClientHello& hello) { hello[ClientHello::kKeyShare] = kNoShare; }, ""},
       {"the same, of somebody without the key",
        [](ClientHello& hello) {
@@ -199,7 +199,7 @@ Handshake shakeAndHangUp(TlsPair& pair) {
   return result;
 }
 
-/// OpenSSL that offers one cipher, whichever it is asked for.
+/// OpenSSL that offers the same cipher in answer to any request.
 const OpenSsl* withAes256() {
   return misbehaving([](OpenSsl& table) {
     table.SSL_CTX_set_ciphersuites = [](SslContext* context, const char*) {
