@@ -23,7 +23,7 @@ from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import Frame, Hello, Kind, as_received
 from pycomm.service.notices import cause_of
 from pycomm.service.placement import first_difference, in_words
-from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
+from pycomm.service.session import MOST_NUMBERS, PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 
 logger = logging.getLogger("pycomm")
@@ -297,6 +297,8 @@ class ParameterClient:
             timeout=timedelta(seconds=max(1.0, min(seconds, 30.0))),
         )
         number = store.add(SESSIONS, 1)
+        if not 0 < number < MOST_NUMBERS:
+            raise ConnectionError("another process has written where its store counts connections")
         hello = Hello(
             worker=self._worker,
             incarnation=self._incarnation,

@@ -96,7 +96,7 @@ class ServerCore:
 
         Args:
             hello: What the worker said.
-            session: Its number; a later one of the same worker has another.
+            session: Its number, which the server has given it: a later one has a larger one.
 
         Raises:
             UnfitWorkerError: The worker has other terms or another model.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+import time
 
 from pycomm.errors import PycommError
 
 logger = logging.getLogger("pycomm")
 _NEVER_CONNECTED_S = 10.0
 _GONE_S = 60.0
+_BETWEEN_WARNINGS_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +23,37 @@ class Attendance:
     came: frozenset[int]
     live: frozenset[int]
     ended: frozenset[int]
+
+
+class RareWarnings:
+    """Logs warnings that any process can cause: of each kind one line in 10 s, with a count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Both by kind, and guarded by it.
+        self._next_at: dict[str, float] = {}
+        self._held: dict[str, tuple[int, str]] = {}  # how many, and the last of them
+
+    def add(self, kind: str, *arguments: object) -> None:
+        """Logs ``kind % arguments`` now, or with others of its kind later. On any thread."""
+        with self._lock:
+            number, _ = self._held.get(kind, (0, ""))
+            self._held[kind] = (number + 1, kind % arguments)
+        self.flush()
+
+    def flush(self) -> None:
+        """Logs what was held back for long enough. On any thread."""
+        now = time.monotonic()
+        due = []
+        with self._lock:
+            for kind in list(self._held):
+                if now >= self._next_at.get(kind, now):
+                    self._next_at[kind] = now + _BETWEEN_WARNINGS_S
+                    due.append(self._held.pop(kind))
+        for number, text in due:
+            if number > 1:
+                text += f" (the last of {number} in {_BETWEEN_WARNINGS_S:g} s)"
+            logger.warning("%s", text)
 
 
 class WaitNotices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -18,23 +19,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm._secret import in_use, opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import ServerCore, ServerStats
+from pycomm.service.door import Door, value_now
 from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
 from pycomm.service.frames import Frame, Hello, Kind, decode_hello
-from pycomm.service.notices import WaitNotices, cause_of, gone
+from pycomm.service.notices import RareWarnings, WaitNotices, cause_of, gone
 from pycomm.service.schedule import StaleWorkerError
-from pycomm.service.session import PREFIX, SERVER, SESSIONS, Session
+from pycomm.service.session import MEETING_S, PREFIX, SERVER, Session
+from pycomm.service.terms import UnfitWorkerError
 
 logger = logging.getLogger("pycomm")
 _LOOK_S = 0.05
-_HELLO_S = 30.0
-"""From the number that a worker takes to its hello."""
 _KEY_S = 5.0
 """For a key of the store that is known to exist."""
 _END_S = 10.0
 """For all threads to end; one that waits for a worker to meet it cannot be interrupted."""
-_MOST_WAITING = 1024
-_MOST_DIGITS = 18
-"""Of a number that the store can still count up."""
 
 
 class ParameterServer:
@@ -100,12 +98,15 @@ class ParameterServer:
         bound = listener.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         """Where it listens, with the port that was chosen."""
+        self._warnings = RareWarnings()
+        self._door = Door(self.address, self._warnings)
+        self._order = itertools.count(1)
         self._store = TCPStore(
             host,
             bound,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_HELLO_S),
+            timeout=timedelta(seconds=MEETING_S),
             master_listen_fd=listener.detach(),
         )
 
@@ -133,14 +134,13 @@ class ParameterServer:
             )
         write_at = time.monotonic() + self._checkpoint_every
         notices = WaitNotices()
-        waiting: dict[int, float] = {}
-        seen = 0
         try:
             while not self._stop_asked and self._core.failure is None:
                 time.sleep(_LOOK_S)
                 if self._core.all_ended() and not self._sessions:
                     break
-                seen = self._greet(waiting, seen)
+                self._greet()
+                self._warnings.flush()
                 self._core.forget_absent(self._rejoin)
                 notices.log(self._core.attendance(), time.monotonic())
                 if time.monotonic() >= write_at:
@@ -181,42 +181,18 @@ class ParameterServer:
 
     # ---- on the thread of serve()
 
-    def _greet(self, waiting: dict[int, float], seen: int) -> int:
-        """Starts a thread for each hello that has come. ``waiting``: numbers without one."""
-        taken = self._numbers_taken(seen)
-        now = time.monotonic()
-        for number in range(max(seen, taken - _MOST_WAITING) + 1, taken + 1):
-            waiting[number] = now + _HELLO_S
-        for number, until in list(waiting.items()):
-            if self._store.check([f"{PREFIX}/{number}/hello"]):
-                del waiting[number]
-                thread = threading.Thread(
-                    target=self._serve_one, args=(number,), name=f"session {number}", daemon=True
-                )
-                self._threads = [each for each in self._threads if each.is_alive()]
-                self._threads.append(thread)
-                thread.start()
-            elif now > until:
-                del waiting[number]
-        return taken
-
-    def _numbers_taken(self, seen: int) -> int:
-        """How many numbers workers have taken. Anybody who reaches the store can write there."""
-        value = _value_now(self._store, SESSIONS)
-        if value is None:
-            return 0
-        # Not add(): where there is no number, the store closes this process's connection to it.
-        if len(value) < _MOST_DIGITS and value.isdigit():
-            return int(value)
-        logger.warning(
-            "another process has written %r where the parameter service at %s counts connections; "
-            "it goes on from %d",
-            value[:_MOST_DIGITS],
-            self.address,
-            seen,
-        )
-        self._store.set(SESSIONS, str(seen))
-        return seen
+    def _greet(self) -> None:
+        """Starts a thread for each hello that has come."""
+        for number in self._door.arrived(self._store):
+            thread = threading.Thread(
+                target=self._serve_one,
+                args=(number, next(self._order)),
+                name=f"session {number}",
+                daemon=True,
+            )
+            self._threads = [each for each in self._threads if each.is_alive()]
+            self._threads.append(thread)
+            thread.start()
 
     def _close(self) -> None:
         self._stopping.set()
@@ -237,43 +213,53 @@ class ParameterServer:
 
     # ---- on a session's thread
 
-    def _serve_one(self, number: int) -> None:
+    def _serve_one(self, number: int, order: int) -> None:
+        """One connection. ``number``: of its keys in the store, which a worker has taken, so that
+        another process may have chosen it. ``order``: larger than those of earlier ones."""
         try:
-            self._serve_hello(number)
+            try:
+                joined = self._let_in(number, order)
+            finally:
+                self._door.greeted(number)
+            if joined is not None:
+                self._serve_session(*joined, order)
         except Exception as error:  # such as of a store that is closed
             if not self._stopping.is_set():
-                logger.warning(
+                self._warnings.add(
                     "connection %d to the parameter service at %s has failed: %s",
                     number,
                     self.address,
                     cause_of(error),
                 )
 
-    def _serve_hello(self, number: int) -> None:
-        # Until the hello is accepted no connection of its own to the store, which strangers could
+    def _let_in(self, number: int, order: int) -> tuple[Session, Hello, int] | None:
+        """The session of a worker that has joined, and the worker's clock; None: sent away."""
+        # Until the hello is read no connection of its own to the store, which strangers could
         # use up descriptors with. So nothing here may wait for a key: it would hold up all others.
         # self._store each time: a thread that kept it would keep the port open after serve().
         key = f"{PREFIX}/{number}/hello"
         try:
-            text = _value_now(self._store, key)
+            text = value_now(self._store, key)
             if text is None:
                 raise ValueError("the store no longer has its hello")
             hello = decode_hello(opened(key, text.decode()).encode())
         except Exception as error:  # what a stranger sends must not end a thread without an answer
-            logger.warning("the parameter service refuses a worker: %s", error)
+            self._warnings.add("the parameter service refuses a worker: %s", error)
             self._reply(number, {"refused": str(error)})
-            return
+            return None
         worker = hello.worker
         try:
             session = self._meet(hello, number)
         except Exception as error:  # a refusal would end the worker: without an answer it retries
-            logger.warning("worker %d (connection %d) did not connect: %s", worker, number, error)
-            return
+            self._warnings.add(
+                "worker %d (connection %d) did not connect: %s", worker, number, error
+            )
+            return None
         try:
             for name in ("hello", "answer"):
                 self._store.delete_key(f"{PREFIX}/{number}/{name}")
         except Exception as error:
-            logger.warning(
+            self._warnings.add(
                 "worker %d (connection %d): its hello stays in the store: %s", worker, number, error
             )
         try:
@@ -282,22 +268,26 @@ class ParameterServer:
             session.set_timeout(self._timeout)
             # Here and not earlier: the session proves that the worker has the secret, and that the
             # hello is its own. It also encrypts the reason why a worker is refused.
-            clock = self._core.join(hello, number)
+            return session, hello, self._core.join(hello, order)
         except Exception as error:
-            logger.warning("a worker that the store calls %d is sent away: %s", worker, error)
-            session.refuse(str(error), getattr(error, "parameters", ()))
+            self._warnings.add("a worker that the store calls %d is sent away: %s", worker, error)
+            # Without a REFUSED the worker tries again.
+            if isinstance(error, UnfitWorkerError | StaleWorkerError):
+                session.refuse(str(error), getattr(error, "parameters", ()))
             session.abort()
-            return
-        with self._kept_as(worker, session, number):
+            return None
+
+    def _serve_session(self, session: Session, hello: Hello, clock: int, order: int) -> None:
+        with self._kept_as(hello.worker, session, order):
             try:
                 session.send(Frame(Kind.WELCOME, clock=clock))
-                while self._answer(session, worker, hello.incarnation):
+                while self._answer(session, hello.worker, hello.incarnation):
                     pass
             except StaleWorkerError as error:
                 session.refuse(str(error))
             except Exception as error:
                 if not self._stopping.is_set():
-                    logger.warning("%s", gone(worker, error))
+                    logger.warning("%s", gone(hello.worker, error))
 
     def _meet(self, hello: Hello, number: int) -> Session:
         # Keys that somebody deletes are waited for in vain, on this connection alone.
@@ -311,23 +301,23 @@ class ParameterServer:
         self._store.set(key, sealed(key, json.dumps(answer)))
 
     @contextlib.contextmanager
-    def _kept_as(self, worker: int, session: Session, number: int) -> Iterator[None]:
+    def _kept_as(self, worker: int, session: Session, order: int) -> Iterator[None]:
         """The session is the worker's until the end, or until a newer one takes its place."""
         with self._lock:
             newest, other = self._sessions.get(worker, (0, None))
-            if newest < number:
-                self._sessions[worker] = (number, session)
+            if newest < order:
+                self._sessions[worker] = (order, session)
         if other is not None:
-            (other if newest < number else session).abort()
+            (other if newest < order else session).abort()
         if self._stopping.is_set():
             session.abort()
         try:
             yield
         finally:
             with self._lock:
-                if self._sessions.get(worker) == (number, session):
+                if self._sessions.get(worker) == (order, session):
                     del self._sessions[worker]
-            self._core.lost_sight(worker, number)
+            self._core.lost_sight(worker, order)
             session.abort()
 
     def _answer(self, session: Session, worker: int, incarnation: int) -> bool:
@@ -350,12 +340,3 @@ class ParameterServer:
         else:
             raise ValueError(f"a worker sent a frame of kind {frame.kind.name}")
         return True
-
-
-def _value_now(store: Any, key: str) -> bytes | None:
-    """What the store holds under ``key``, or None. Never waits, as get() does for a missing key."""
-    for no_value in (b"-", b"+"):  # a value is at most one of the two
-        value: bytes = store.compare_set(key, no_value.decode(), no_value.decode())
-        if value != no_value:
-            return value
-    return None

@@ -16,6 +16,8 @@ from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, decode_frame
 PREFIX = "pycomm_service"
 SESSIONS = f"{PREFIX}/sessions"
 """Counts the numbers that workers take, one for each connection."""
+MOST_NUMBERS = 10**17
+"""They are smaller. Beyond it one that another process has written begins again from 0."""
 MEETING_S = 30.0
 """For the two to form their group, once the server has read the hello; then for the hello."""
 _LAST_FRAME_S = 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from test_service import Counter, count, counter_server, serving
 from test_service_strangers import HELLO, store_of
 from time_bound import assert_within
 from torch import nn, optim
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.service import ParameterClient, RefusedError
 from pycomm.service.core import ServerCore
@@ -62,3 +64,80 @@ def test_a_server_ends_although_it_waits_for_workers_to_meet_it() -> None:
     again = counter_server(listen=address)  # the port is free, too
     again.stop()
     again.serve()
+
+
+def test_a_counter_that_was_far_ahead_for_a_while_keeps_no_worker_out() -> None:
+    """Neither the worker whose number was large, nor a new process that takes its place."""
+    server = counter_server()
+    with serving(server) as address:
+        stranger = store_of(address)
+        stranger.set(SESSIONS, str(10**16))
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0, reconnect=20.0) as client:
+            stranger.set(SESSIONS, "5")
+            assert count(client, model, 1) == 1
+            client._servers[0].drop()
+            assert count(client, model, 1) == 2
+            # A connection whose end the server does not notice, and a new process.
+            stranger.set(SESSIONS, str(10**16))
+            client._servers[0].drop()
+            assert count(client, model, 1) == 3
+            stranger.set(SESSIONS, "5")
+            begin = time.monotonic()
+            with ParameterClient(model, servers=address, worker=0, reconnect=20.0) as new:
+                assert count(new, model, 1) == 4
+            assert_within(time.monotonic() - begin, 10, "the older connection kept it out")
+
+
+def junk_hellos(store: TCPStore, number: int) -> None:
+    last = store.add(SESSIONS, number)
+    for each in range(last - number + 1, last + 1):
+        store.set(f"{PREFIX}/{each}/hello", "no hello")
+
+
+def test_a_thousand_hellos_that_are_junk_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    server = counter_server()
+    with serving(server) as address:
+        stranger = store_of(address)
+        junk_hellos(stranger, 1000)
+        for number in range(1, 1001):
+            stranger.get(f"{PREFIX}/{number}/answer")
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1
+    lines = [each for each in caplog.messages if "refuses a worker" in each]
+    assert 1 <= len(lines) <= 3, lines
+
+
+def test_a_counter_that_is_overwritten_again_and_again_is_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = counter_server()
+    with serving(server) as address:
+        stranger = store_of(address)
+        for _ in range(20):
+            stranger.set(SESSIONS, "abc")
+            time.sleep(0.1)
+        server.stop()
+    assert sum("another process has written" in each for each in caplog.messages) == 1
+
+
+def test_a_server_greets_64_connections_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these hellos can be read, and nobody meets the server."""
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    server = counter_server()
+    most = 0
+    with serving(server) as address:
+        stranger = store_of(address)
+        for connection in range(100):
+            text = dataclasses.replace(HELLO, connection=connection).encode().decode()
+            stranger.set(f"{PREFIX}/{stranger.add(SESSIONS, 1)}/hello", text)
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            greeting = [each for each in threading.enumerate() if "session" in each.name]
+            most = max(most, len(greeting))
+            time.sleep(0.02)
+        assert most == 64
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1

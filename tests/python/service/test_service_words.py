@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn, optim
 from pycomm.errors import PeerDeadError
 from pycomm.service import ParameterClient, ParameterServer, RefusedError
 from pycomm.service.frames import Frame, Kind
-from pycomm.service.notices import Attendance, WaitNotices, gone
+from pycomm.service.notices import Attendance, RareWarnings, WaitNotices, gone
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
@@ -277,3 +278,27 @@ def test_a_server_that_gets_a_wrong_frame_goes_on() -> None:
         assert count(client, model, 1) == 2  # over a new connection
         client.close()
     assert server.stats().lost_pushes == 0
+
+
+def test_rare_warnings_are_counted_by_kind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("pycomm.service.notices.time", clock)
+    warnings = RareWarnings()
+    for number in range(5):
+        warnings.add("no hello: %d", number)
+    warnings.add("no counter: %s", "abc")
+    assert caplog.messages == ["no hello: 0", "no counter: abc"]
+    now = 109.9
+    warnings.flush()
+    assert len(caplog.messages) == 2
+    now = 110.0
+    warnings.flush()
+    assert caplog.messages[2:] == ["no hello: 4 (the last of 4 in 10 s)"]
+    warnings.add("no hello: %d", 5)
+    assert len(caplog.messages) == 3
+    now = 200.0
+    warnings.add("no counter: %s", "abc")
+    assert caplog.messages[3:] == ["no hello: 5", "no counter: abc"]
