@@ -38,10 +38,11 @@ class Error:
 
 
 def classes(source: Path) -> dict[str, Error]:
-    """The exceptions of a module, in its order. Raises ValueError for one without "Try: "."""
+    """The public exceptions of a module, in order. Raises ValueError for one without "Try: "."""
     found = {}
     for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
+        is_error = isinstance(node, ast.ClassDef) and re.fullmatch(r"[A-Z]\w*Error", node.name)
+        if isinstance(node, ast.ClassDef) and is_error:
             bases = tuple(ast.unparse(base) for base in node.bases)
             meaning, _, to_try = (ast.get_docstring(node) or "").partition("\n\nTry: ")
             if node.name not in BASES and not (meaning and to_try):
