@@ -7,7 +7,7 @@ import glob
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -68,7 +68,7 @@ class CheckpointFile:
         )
         try:
             with os.fdopen(handle, "wb") as file:
-                torch.save({**state, "pycomm_service": _FORMAT}, file)
+                _save({**state, "pycomm_service": _FORMAT}, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(name, self.path)
@@ -85,3 +85,13 @@ class CheckpointFile:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # On a disk that has become full torch closes its archive, which fails in another way.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise

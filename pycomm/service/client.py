@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from pycomm._secret import opened, sealed
 from pycomm.errors import ConfigMismatchError
 from pycomm.service.endpoint import number_from, parse_endpoints
-from pycomm.service.frames import Frame, Hello, Kind, as_received
+from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, as_received, printable
 from pycomm.service.notices import cause_of
 from pycomm.service.placement import first_difference, in_words
 from pycomm.service.session import MOST_NUMBERS, PREFIX, SESSIONS, WORKER, Session
@@ -359,7 +359,7 @@ def _check_answer(value: bytes, key: str, hello: Hello) -> None:
     except Exception as error:
         raise ConnectionError(f"the answer in its store is not valid: {error}") from error
     if isinstance(refused, str):
-        raise _DoubtfulRefusalError(refused)
+        raise _DoubtfulRefusalError(printable(refused[:FRAME_NBYTES]))
     if fingerprint != hello.fingerprint:
         raise ConnectionError("the answer in its store is one to another hello")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn, optim
 
 from pycomm.service.frames import Hello
-from pycomm.service.notices import Attendance
+from pycomm.service.notices import Attendance, log_lost
 from pycomm.service.placement import first_difference, in_words
 from pycomm.service.schedule import PushVerdict, Schedule, StaleWorkerError
 from pycomm.service.shard import Layout, Shard
@@ -111,7 +111,7 @@ class ServerCore:
             clock = begun.schedule.joined(hello.worker, hello.incarnation, hello.clock, hello.begun)
             self._changes += 1
             self._session_of[hello.worker] = session
-            _log_lost(begun, hello.worker, lost_before)
+            log_lost(hello.worker, begun.schedule.lost_pushes - lost_before)
             known = begun.schedule.workers[hello.worker]
             if known.behind:
                 logger.warning(
@@ -148,14 +148,16 @@ class ServerCore:
             verdict = begun.schedule.pushed(worker, clock)
             self._changes += 1
             if verdict is not PushVerdict.LATE:  # join() has said that it will be dropped
-                _log_lost(begun, worker, lost_before)
+                log_lost(worker, begun.schedule.lost_pushes - lost_before)
             if verdict is PushVerdict.APPLY:
                 self._step(begun, [gradients])
             elif verdict is PushVerdict.KEEP:
                 begun.kept[(worker, begun.schedule.workers[worker].clock)] = gradients
             self._apply_due(begun)
 
-    def pull(self, worker: int, incarnation: int, clock: int, into: Buffers) -> tuple[int, int]:
+    def pull(
+        self, worker: int, incarnation: int, clock: int, into: Buffers, session: int | None = None
+    ) -> tuple[int, int]:
         """Waits until the parameters are new enough for the worker, and copies them.
 
         Returns:
@@ -163,6 +165,7 @@ class ServerCore:
 
         Raises:
             StaleWorkerError: Another process has become this worker.
+            ConnectionAbortedError: The worker has a later connection than ``session``.
             RuntimeError: The server is stopping, or a step has failed.
         """
         with self._changed:
@@ -176,6 +179,8 @@ class ServerCore:
                     raise RuntimeError("the server is stopping")
                 self._changed.wait(_LOOK_S)
                 _check_current(begun, worker, incarnation)
+                if session is not None and session < self._session_of.get(worker, 0):
+                    raise ConnectionAbortedError("the worker has a later connection")
             self._check_steps()  # the version is counted before the step
             begun.shard.copy_to(into)
             return begun.schedule.version, begun.schedule.lost_pushes
@@ -386,14 +391,4 @@ def _check_current(begun: _Begun, worker: int, incarnation: int) -> None:
     if begun.schedule.workers[worker].incarnation != incarnation:
         raise StaleWorkerError(
             f"another process has become worker {worker}. Try: give each worker its own number"
-        )
-
-
-def _log_lost(begun: _Begun, worker: int, before: int) -> None:
-    if (lost := begun.schedule.lost_pushes - before) > 0:
-        logger.warning(
-            "%d pushes of worker %d are lost: they are not in the parameters that the server was "
-            "started with",
-            lost,
-            worker,
         )

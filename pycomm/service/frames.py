@@ -66,8 +66,12 @@ def decode_frame(data: bytes) -> Frame:
     if not all(0 <= number <= MOST_STEPS for number in (clock, version, lost)):
         raise ValueError("a frame with a number that is negative or too large")
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
-    printable = "".join(each if each.isprintable() else "?" for each in text)
-    return Frame(Kind(kind), clock, version, lost, printable)
+    return Frame(Kind(kind), clock, version, lost, printable(text))
+
+
+def printable(text: str) -> str:
+    """A text of another process, as it can be logged."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def as_received(text: str) -> str:

@@ -116,3 +116,14 @@ def cause_of(error: Exception) -> str:
     cause = error.record.cause
     named = type(error).__name__
     return named if cause is None or "rank" in cause.lower() else f"{named}: {cause}"
+
+
+def log_lost(worker: int, pushes: int) -> None:
+    """Logs how many acknowledged pushes of a worker are lost, if any."""
+    if pushes > 0:
+        logger.warning(
+            "%d pushes of worker %d are lost: they are not in the parameters that the server was "
+            "started with",
+            pushes,
+            worker,
+        )

@@ -191,8 +191,13 @@ class ParameterServer:
                 daemon=True,
             )
             self._threads = [each for each in self._threads if each.is_alive()]
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # such as of too many: the worker tries again
+                self._door.greeted(number)
+                self._warnings.add("a worker cannot connect: %s", error)
+            else:
+                self._threads.append(thread)
 
     def _close(self) -> None:
         self._stopping.set()
@@ -281,7 +286,7 @@ class ParameterServer:
         with self._kept_as(hello.worker, session, order):
             try:
                 session.send(Frame(Kind.WELCOME, clock=clock))
-                while self._answer(session, hello.worker, hello.incarnation):
+                while self._answer(session, hello.worker, hello.incarnation, order):
                     pass
             except StaleWorkerError as error:
                 session.refuse(str(error))
@@ -320,7 +325,7 @@ class ParameterServer:
             self._core.lost_sight(worker, order)
             session.abort()
 
-    def _answer(self, session: Session, worker: int, incarnation: int) -> bool:
+    def _answer(self, session: Session, worker: int, incarnation: int, order: int) -> bool:
         """One request of the worker; False if it was the last."""
         frame = session.receive()
         if frame.kind is Kind.PUSH:
@@ -330,7 +335,7 @@ class ParameterServer:
             session.send(Frame(Kind.DONE, clock=frame.clock))
         elif frame.kind is Kind.PULL:
             parameters = self._core.buffers()
-            version, lost = self._core.pull(worker, incarnation, frame.clock, parameters)
+            version, lost = self._core.pull(worker, incarnation, frame.clock, parameters, order)
             session.send(Frame(Kind.DONE, frame.clock, version, lost), parameters)
         elif frame.kind is Kind.GOODBYE:
             self._core.goodbye(worker, incarnation)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 import time
 
 import pytest
 from test_service import Counter, count, counter_server, serving
 from test_service_strangers import HELLO, store_of
+from test_service_words import wait_for_log
 from time_bound import assert_within
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm.service import ParameterClient, RefusedError
+from pycomm.service.client import _check_answer
 from pycomm.service.core import ServerCore
-from pycomm.service.session import PREFIX, SESSIONS
+from pycomm.service.session import PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 from pycomm.service.terms import UnfitWorkerError
 
@@ -141,3 +144,50 @@ def test_a_server_greets_64_connections_at_once(monkeypatch: pytest.MonkeyPatch)
         model = Counter()
         with ParameterClient(model, servers=address, worker=0) as client:
             assert count(client, model, 1) == 1
+
+
+def test_a_connection_that_never_repeats_its_hello_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It holds one of the 64 places."""
+    monkeypatch.setattr("pycomm.service.session.MEETING_S", 3.0)
+    server = counter_server()
+    with serving(server) as address:
+        store = store_of(address)
+        number = store.add(SESSIONS, 1)
+        store.set(f"{PREFIX}/{number}/hello", HELLO.encode().decode())
+        store.get(f"{PREFIX}/{number}/answer")
+        session = Session(store, number, WORKER, HELLO)
+        wait_for_log(caplog, "a worker that the store calls 0 is sent away")
+        session.abort()
+        server.stop()
+
+
+def test_a_thread_that_cannot_start_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failed = threading.Thread.start, []
+
+    def fails_once(thread: threading.Thread) -> None:
+        if thread.name.startswith("session") and not failed:
+            failed.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    server = counter_server()
+    with serving(server) as address:
+        monkeypatch.setattr(threading.Thread, "start", fails_once)
+        stranger = store_of(address)
+        stranger.set(f"{PREFIX}/{stranger.add(SESSIONS, 1)}/hello", "no hello")
+        wait_for_log(caplog, "can't start new thread")
+        model = Counter()
+        with ParameterClient(model, servers=address, worker=0) as client:
+            assert count(client, model, 1) == 1
+    assert not server._door._greeting
+
+
+def test_an_answer_in_the_open_store_is_shown_without_control_characters() -> None:
+    text = json.dumps({"refused": "no\x1b[2J\n" + "x" * 10_000})
+    with pytest.raises(Exception, match=r"^no\?\[2J\?x+$") as caught:
+        _check_answer(text.encode(), "key", HELLO)
+    assert len(str(caught.value)) < 1000

@@ -27,7 +27,7 @@ def core_of_two(optimizer: type[optim.SGD] = optim.SGD) -> tuple[ServerCore, nn.
     return ServerCore(model, optimizer(model.parameters(), lr=1.0), None, 2), model
 
 
-def join(core: ServerCore, model: nn.Module, worker: int) -> None:
+def join(core: ServerCore, model: nn.Module, worker: int, session: int | None = None) -> None:
     hello = Hello(
         worker=worker,
         incarnation=worker + 1,
@@ -41,7 +41,7 @@ def join(core: ServerCore, model: nn.Module, worker: int) -> None:
         host="127.0.0.1",
         connection=1,
     )
-    core.join(hello, worker + 1)
+    core.join(hello, worker + 1 if session is None else session)
 
 
 @pytest.mark.parametrize("goodbyes", [1, 2])
@@ -110,6 +110,29 @@ def test_the_time_for_retries_begins_with_the_first_failure() -> None:
         assert worker._retrying(worker._servers[0], fails_once_after_a_long_wait) == "answered"
         assert len(calls) == 2
         worker.close()
+
+
+def test_a_pull_ends_when_the_worker_has_a_later_connection() -> None:
+    """Else a thread of each earlier connection waits until the others have pushed."""
+    core, model = core_of_two()
+    for worker in (0, 1):
+        join(core, model, worker)
+    core.push(0, 1, 1, core.buffers())
+    raised: list[BaseException] = []
+
+    def waits() -> None:  # for worker 1's push, in lock-step
+        try:
+            core.pull(0, 1, 1, core.buffers(), session=1)
+        except ConnectionAbortedError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    time.sleep(0.1)
+    assert waiting.is_alive()
+    join(core, model, 0, session=7)
+    waiting.join(30)
+    assert len(raised) == 1
 
 
 class Breaks(optim.SGD):

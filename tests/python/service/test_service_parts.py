@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,24 @@ def test_a_checkpoint_is_whole_and_has_one_owner(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["state", "state.lock"]
     first.close()
     CheckpointFile(path).close()
+
+
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written_is_an_os_error(tmp_path: Path) -> None:
+    """So that the server goes on and tries again. torch raises RuntimeError."""
+    file = CheckpointFile(tmp_path / "state")
+    file.write({"x": torch.ones(3)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file.write({"x": torch.ones(100_000), "y": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    read = file.read()
+    assert read is not None
+    assert torch.equal(read["x"], torch.ones(3))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["state", "state.lock"]
+    file.close()
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, None])
