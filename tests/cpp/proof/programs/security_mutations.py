@@ -243,8 +243,14 @@ MUTATIONS = [
         "store_round.cc",
         "if ((*all)[static_cast<size_t>(rank)] != texts[static_cast<size_t>(rank)]) {",
         "if (false) {",
-        "SealedRendezvous.TheStoreOfAWholeOldJobIsNeverTakenForThisOne:"
         "SealedRendezvous.ARecordRolledBackIsNoticedByItsRank",
+    ),
+    Mutation(
+        "a list of an old job need not have one's own record",
+        "store_round.cc",
+        "if ((*all)[static_cast<size_t>(rank)] != texts[static_cast<size_t>(rank)]) {",
+        "if (false) {",
+        "SealedRendezvous.TheStoreOfAWholeOldJobIsNeverTakenForThisOne",
     ),
     Mutation(
         "rounds are not bound to the list of ranks",
