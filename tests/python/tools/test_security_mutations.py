@@ -39,11 +39,14 @@ def test_one_that_no_longer_applies_or_has_no_test_is_named(tmp_path: Path) -> N
 
 
 def test_what_is_not_as_expected_is_a_complaint() -> None:
-    mutation = security.MUTATIONS[0]
+    mutation = security.MUTATIONS[0]._replace(tests="A.C")
     green, red = security.judged(0, PASSED), security.judged(1, PASSED + FAILED)
     assert red.failed == ("A.C",)
     assert security.verdict(mutation, green, red) == (f"| {mutation.name} | A.C |", "")
-    assert "does not notice it" in security.verdict(mutation, green, green)[1]
+    assert security.verdict(mutation, green, green)[1] == "A.C does not notice it"
+    both = mutation._replace(tests="A.B:A.C")
+    assert security.verdict(both, green, red)[1] == "A.B does not notice it"
+    assert security.verdict(both, green, security.Ran(0, security.HANGS))[1] == ""
     assert security.verdict(mutation, red, red)[1] == "without it: failed: A.C"
     assert security.verdict(mutation, green, None)[1] == "does not compile"
     none, skipped = security.judged(0, ""), security.judged(0, PASSED + SKIPPED)
