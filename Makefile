@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # With the caller's, .venv's Python would import another pycomm or torch than .venv has.
 unexport PYTHONPATH PYTHONHOME
 # TORCH=2.14.1 installs that release of torch into .venv; later runs without TORCH keep it.
-ifdef TORCH
+ifeq ($(origin TORCH),command line)
 export PYCOMM_TORCH := $(TORCH)
 endif
 
@@ -108,7 +108,7 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
-nightly: ## what takes hours; PART=2 runs an hour of it, STEPS="fuzz tests" these, ARGS=--list names them
+nightly: ## what takes hours; PART=2 runs an hour of it, STEPS="fuzz1 tests" these, ARGS=--list names them
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/nightly.py $(if $(PART),--part $(PART)) $(STEPS) $(ARGS)
 

@@ -101,7 +101,7 @@ def units(root: Path, kind: str) -> list[tuple[Path, str]]:
 
 
 def git_commit(root: Path) -> str:
-    """HEAD of the checkout in this folder, and " with changes" if a tracked file differs from it.
+    """HEAD of the checkout in this folder, and " with changes" if tracked code differs from it.
 
     Empty in an sdist, also in one that was unpacked inside another checkout.
     """
@@ -114,7 +114,8 @@ def git_commit(root: Path) -> str:
         return ""
     if Path(top) != root:
         return ""
-    differs = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode == 1
+    code = ["--", ".", ":(exclude)docs", ":(exclude)benchmarks/results"]  # nothing of it is built
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", *code], check=False).returncode == 1
     return f"{commit} with changes" if differs else commit
 
 

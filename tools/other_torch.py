@@ -1,5 +1,7 @@
 """Run the Python tests and torch's own suite with another torch: `make other_torch TORCH=2.15.0`.
 
+Of the tests that come in shares it runs today's, as by day.
+
 python tools/other_torch.py 2.15.0 [--keep]
 
 The last commit is cloned to build/torch-<version>, which gets an environment and an extension of

@@ -134,8 +134,11 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
   } catch (const std::exception& exception) {
-    ErrorRecord record = asSeenHere(
-        recordOf(exception, meeting), meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
+    ErrorRecord record = recordOf(exception, meeting);
+    try {
+      record = asSeenHere(record, meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
+    } catch (const std::bad_alloc&) { // then as it is
+    }
     if (group == nullptr && claim.generation > 0) {
       (void)tellFailure(store, claim, record); // this rank has met the others, and they wait for it
       leave(store, claim);

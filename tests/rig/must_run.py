@@ -14,7 +14,8 @@ import pytest
 FOLDER = "security"
 VARIABLE = "TEST_MUST_RUN"
 MAY_SKIP = ("CUDA", "sanitizers", "core files", "may open", "libssl.so.3")
-"""Words in the reasons of skips that stay skips: no package and no rights would run these tests."""
+"""Words in the reasons of skips that stay skips. They depend on the build, the interpreter, or
+limits of the machine that CI does not change."""
 
 
 def wanted() -> bool:

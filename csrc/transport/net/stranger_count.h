@@ -14,24 +14,24 @@ class StrangerCount {
  public:
   /// A child of fork() inherits the number, but not the strangers: the parent's acceptors do nothing there. Each acceptor calls this first.
   void beginAfterFork() noexcept {
-    const uint32_t forks = forkCount();
-    if (process_.exchange(forks) != forks) {
-      count_.store(0);
+    const uint64_t mine = uint64_t{forkCount()} << 32;
+    uint64_t seen = state_.load();
+    while ((seen & kProcess) != mine && !state_.compare_exchange_weak(seen, mine)) {
     }
   }
   void add() noexcept {
-    count_.fetch_add(1, std::memory_order_relaxed);
+    state_.fetch_add(1, std::memory_order_relaxed);
   }
   void remove(size_t strangers) noexcept {
-    count_.fetch_sub(strangers, std::memory_order_relaxed);
+    state_.fetch_sub(strangers, std::memory_order_relaxed);
   }
   [[nodiscard]] size_t value() const noexcept {
-    return count_.load(std::memory_order_relaxed);
+    return state_.load(std::memory_order_relaxed) & ~kProcess;
   }
 
  private:
-  std::atomic<size_t> count_{0};
-  std::atomic<uint32_t> process_{0}; ///< the forkCount() of the process that counts
+  static constexpr uint64_t kProcess = ~uint64_t{0} << 32;
+  std::atomic<uint64_t> state_{0}; ///< the forkCount() of the process that counts, and in the lower half the number
 };
 
 } // namespace pycomm

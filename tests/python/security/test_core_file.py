@@ -23,8 +23,9 @@ MARK = "a core file of a test of pycomm, rank "
 
 @pytest.fixture
 def cores() -> None:
-    pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
-    if pattern != "core" and (not pattern or pattern[0] == "|" or "/" in pattern):
+    place = Path("/proc/sys/kernel/core_pattern")
+    pattern = place.read_text().strip() if place.exists() else "nowhere"
+    if not pattern.startswith("core") or "/" in pattern:
         pytest.skip(f"core files go to {pattern} here, not to the working directory")
     if resource.getrlimit(resource.RLIMIT_CORE)[1] != resource.RLIM_INFINITY:
         pytest.skip("this process may not write core files of any size")

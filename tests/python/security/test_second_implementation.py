@@ -216,7 +216,7 @@ def stand_in(rank: int, world_size: int, folder: str, right: bool) -> str:
     said = ""
     try:
         dist.init_process_group(
-            "pycomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4)
+            "pycomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=15)
         )
         dist.all_reduce(torch.ones(3))
     except pycomm.errors.PycommError as error:

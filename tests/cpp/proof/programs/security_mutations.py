@@ -2,8 +2,9 @@
 
 Each mutation takes a check out of a copy of csrc: of TLS, of the store's seals, of who a process on
 this host is. The tests that should notice it run without it, where they must pass, and with it,
-where each must fail. The program fails if that is otherwise, if a test is skipped, and, before it
-builds anything, if the text of a mutation no longer stands exactly once in its file.
+where each must fail, die, or not end within the limit. The program fails if that is otherwise, if
+a test is skipped, and, before it builds anything, if the text of a mutation no longer stands
+exactly once in its file.
 
     python tests/cpp/proof/programs/security_mutations.py --check
     python tests/cpp/proof/programs/security_mutations.py [--work FOLDER] [--only NAME …]
