@@ -279,8 +279,7 @@ TEST(TlsHandshakeAttacks, AnOpenSslOfOtherRulesGetsNoConnectionOfAnotherKind) {
   }
 }
 
-// A client offers no session without a fresh exchange, so a server cannot ask for one. (That a server prefers one, an option of OpenSSL 3.3
-// and later, is not needed for it.)
+// A client offers no session without a fresh exchange, so a server cannot ask for one. To prefer one is an option of newer OpenSSLs.
 TEST(TlsHandshakeAttacks, NoServerCanHaveAKeyFromTheSecretAlone) {
   const Context client = newContext();
   const Context server = contextWith(withoutDhe());

@@ -159,9 +159,9 @@ TEST(TlsLinkAttacks, ADelayChangesNothing) {
   EXPECT_GE(elapsedMs(begin), 200);
 }
 
-// A client's first record. The binder and the transcript cover its content, so any changed byte there ends the handshake. They do not
-// cover the record's header of five bytes (RFC 8446, 4.2.11.2 and 4.4.1). Its type and length must be right, or the record cannot be
-// read. Receivers shall ignore its version: OpenSSL compares the first byte of that, and not the second.
+// A client's first record. The binder and the transcript cover its content: any changed byte there ends the handshake. They do not
+// cover the record's header of five bytes (RFC 8446, 4.2.11.2 and 4.4.1). Its type and length must be right, or the record cannot
+// be read. Receivers shall ignore its version: OpenSSL compares the first byte of that, and not the second.
 TEST(TlsLinkAttacks, AChangedByteOfTheFirstMessageEndsTheHandshakeOrChangesNothing) {
   constexpr size_t kLowVersion = 2;
   size_t nbytes = 0;
