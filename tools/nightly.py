@@ -80,7 +80,7 @@ STEPS = [
     Step("integrations", "{make} integrations", 15),
     Step("torchrec", "{make} torchrec", 15),
     Step("torch_suite", "{make} torch_suite ARGS=--all", 30),
-    # The newest torch is that of .venv, as a rule, and 2.13 that of .ci/run.
+    # Each has a checkout of its own, so the torch of .venv does not matter.
     *(
         Step(
             f"torch_{version.replace('.', '_')}",

@@ -26,10 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def clone(folder: Path) -> str:
     """Makes the clone anew, or brings one that is there to the last commit; returns that."""
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    commit = native.git_commit(ROOT).removesuffix(" with changes")
     if not (folder / ".git").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run(["git", "clone", "-q", "--no-checkout", str(ROOT), str(folder)], check=True)
@@ -54,8 +51,8 @@ def main() -> int:
     os.environ.update(PYCOMM_TORCH=options.torch, PATH=path, OMP_NUM_THREADS="1")
     for name in ("PYTHONPATH", "PYTHONHOME"):
         os.environ.pop(name, None)
-    os.chdir(folder)
-    subprocess.run([sys.executable, "tools/bootstrap.py", "--group", "test"], check=True)
+    bootstrap = [sys.executable, str(folder / "tools" / "bootstrap.py"), "--group", "test"]
+    subprocess.run(bootstrap, check=True)
     version = "import torch; print(torch.__version__)"
     found = subprocess.run([python, "-c", version], check=True, capture_output=True, text=True)
     results = [
@@ -67,7 +64,6 @@ def main() -> int:
     ]
     failed = any(code for code, _ in results)
     if not (failed or options.keep):
-        os.chdir(ROOT)
         shutil.rmtree(folder)
     print(
         f"torch {found.stdout.strip()} at {commit[:12]}: {'FAILED' if failed else 'passed'}. "

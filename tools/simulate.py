@@ -12,11 +12,11 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import cpp
 import machine
+import shares
 
 KINDS = {
     "one group": 0,
@@ -37,13 +37,6 @@ def read(output: str) -> tuple[int, int, list[str]]:
     total = _TOTAL.search(output)
     ran, violated = (int(total[1]), int(total[2])) if total else (0, 0)
     return ran, violated, _BROKEN.findall(output)
-
-
-def remember(seeds: Iterable[str], path: Path = KEPT) -> None:
-    """Adds seeds to those that always run."""
-    kept = {line.partition("#")[0].strip() for line in path.read_text().splitlines()}
-    with path.open("a") as file:
-        file.writelines(f"{seed}\n" for seed in sorted(set(seeds) - kept, key=int))
 
 
 def main() -> int:
@@ -70,7 +63,7 @@ def main() -> int:
         broken += named
         complete = complete and done.returncode == 0 and some == options.seeds
     if options.remember_failures:
-        remember(broken)
+        shares.remember(broken, KEPT)
     print(f"simulator: {'passed' if complete else 'FAILED'}, {ran:,} seeds, {violated} violated")
     return 0 if complete else 1
 

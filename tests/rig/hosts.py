@@ -101,6 +101,11 @@ def remove(host: Host) -> None:
         Path("/etc/netns").rmdir()  # only where nobody else has anything in it
 
 
+def alpha_and_beta() -> tuple[Host, Host]:
+    """Two hosts, not made yet, with an address of each family."""
+    return Host("alpha", "192.168.1.10", "fd77::10"), Host("beta", "192.168.1.11", "fd77::11")
+
+
 @contextlib.contextmanager
 def wire(*hosts: Host) -> Iterator[tuple[Host, Host]]:
     """Two hosts with a wire between them; skips the test, with the reason, where that cannot be."""

@@ -44,9 +44,9 @@ def share_of(name: str) -> int:
     return zlib.crc32(name.encode()) % SHARES
 
 
-def always() -> set[str]:
+def always(path: Path | None = None) -> set[str]:
     """The names of cases that have failed once and run on every day since."""
-    lines = ALWAYS.read_text().splitlines()
+    lines = (path or ALWAYS).read_text().splitlines()
     return {line.strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
@@ -62,9 +62,9 @@ def part_of(
     ]
 
 
-def remember(names: Iterable[str]) -> list[str]:
+def remember(names: Iterable[str], path: Path | None = None) -> list[str]:
     """Adds names to the cases that always run; returns those that are new there."""
-    new = sorted(set(names) - always())
-    with ALWAYS.open("a") as file:
+    new = sorted(set(names) - always(path))
+    with (path or ALWAYS).open("a") as file:
         file.writelines(f"{name}\n" for name in new)
     return new

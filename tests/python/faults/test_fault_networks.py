@@ -23,7 +23,7 @@ import pytest
 from documents import ROOT
 from fault_ranks import patience
 from fault_report import agreement, took
-from hosts import Host, connect, make, remove, run
+from hosts import Host, alpha_and_beta, connect, make, remove, run
 from processes import child_environment
 from time_bound import assert_within
 
@@ -143,7 +143,7 @@ def wired() -> Iterator[tuple[Host, Host]]:
     for command in ("ip", "nft", "tc"):
         if shutil.which(command) is None:
             pytest.skip(f"needs the command {command} (packages iproute2, nftables)")
-    hosts = [Host("alpha", "192.168.1.10", "fd77::10"), Host("beta", "192.168.1.11", "fd77::11")]
+    hosts = alpha_and_beta()
     try:
         try:
             for host in hosts:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Host, Outcome, run_on_both, wire
+from hosts import Host, Outcome, alpha_and_beta, run_on_both, wire
 from processes import child_environment
 
 from pycomm import _secret
@@ -44,9 +44,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[Host, Host]]:
-    with wire(
-        Host("alpha", "192.168.1.10", "fd77::10"), Host("beta", "192.168.1.11", "fd77::11")
-    ) as hosts:
+    with wire(*alpha_and_beta()) as hosts:
         yield hosts
 
 

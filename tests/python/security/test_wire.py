@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from documents import installed_environment
-from hosts import Host, run_on_both, wire
+from hosts import Host, alpha_and_beta, run_on_both, wire
 from sniffer import LONGEST_HELLO, Stream, not_tls, recorded, streams_of
 
 from pycomm import _secret
@@ -63,9 +63,7 @@ if rank % 2 == 0:
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[tuple[Host, Host]]:
-    with wire(
-        Host("alpha", "192.168.1.10", "fd77::10"), Host("beta", "192.168.1.11", "fd77::11")
-    ) as hosts:
+    with wire(*alpha_and_beta()) as hosts:
         yield hosts
 
 

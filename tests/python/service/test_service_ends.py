@@ -112,23 +112,31 @@ def test_the_time_for_retries_begins_with_the_first_failure() -> None:
         worker.close()
 
 
+def pulling(
+    core: ServerCore, expected: type[Exception], session: int | None = None
+) -> tuple[threading.Thread, list[Exception]]:
+    """Worker 0's pull, which waits for worker 1's push, in lock-step; and what it has raised."""
+    raised: list[Exception] = []
+
+    def waits() -> None:
+        try:
+            core.pull(0, 1, 1, core.buffers(), session=session)
+        except expected as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    time.sleep(0.1)
+    return waiting, raised
+
+
 def test_a_pull_ends_when_the_worker_has_a_later_connection() -> None:
     """Else a thread of each earlier connection waits until the others have pushed."""
     core, model = core_of_two()
     for worker in (0, 1):
         join(core, model, worker)
     core.push(0, 1, 1, core.buffers())
-    raised: list[BaseException] = []
-
-    def waits() -> None:  # for worker 1's push, in lock-step
-        try:
-            core.pull(0, 1, 1, core.buffers(), session=1)
-        except ConnectionAbortedError as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=waits)
-    waiting.start()
-    time.sleep(0.1)
+    waiting, raised = pulling(core, ConnectionAbortedError, session=1)
     assert waiting.is_alive()
     join(core, model, 0, session=7)
     waiting.join(30)
@@ -145,17 +153,7 @@ def test_after_a_step_that_failed_nothing_is_answered() -> None:
     for worker in (0, 1):
         join(core, model, worker)
     core.push(0, 1, 1, core.buffers())
-    raised: list[BaseException] = []
-
-    def waits() -> None:  # for worker 1's push, in lock-step
-        try:
-            core.pull(0, 1, 1, core.buffers())
-        except RuntimeError as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=waits)
-    waiting.start()
-    time.sleep(0.1)
+    waiting, raised = pulling(core, RuntimeError)
     with pytest.raises(ValueError, match="it broke"):
         core.push(1, 2, 1, core.buffers())
     waiting.join(30)

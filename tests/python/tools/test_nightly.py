@@ -145,14 +145,20 @@ def test_a_part_goes_on_where_it_was_and_has_a_summary_of_its_own(
     assert nightly.nightly(steps, [], out, "one", part=2) == 0, "what failed is of another part"
 
 
+def usage_error(tool: str, *arguments: str) -> str:
+    """What a tool writes about arguments that it refuses."""
+    command = [sys.executable, str(ROOT / "tools" / tool), *arguments]
+    wrong = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    return wrong.stderr
+
+
 def test_every_part_takes_an_hour_at_most(nightly: ModuleType) -> None:
     parts = nightly.parts(nightly.STEPS)
     assert [step for part in parts for step in part] == list(nightly.STEPS)
     assert all(sum(step.minutes for step in part) <= 60 for part in parts)
-    asked = [sys.executable, "tools/nightly.py", "--part", str(len(parts) + 1)]
-    wrong = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert f"there is no part {len(parts) + 1}; there are {len(parts)}" in wrong.stderr
+    said = usage_error("nightly.py", "--part", str(len(parts) + 1))
+    assert f"there is no part {len(parts) + 1}; there are {len(parts)}" in said
 
 
 def test_mutations_in_three_shares_are_all_of_them() -> None:
@@ -187,14 +193,7 @@ def test_the_commit_of_a_changed_tree_equals_no_other(
 
 
 def test_other_torch_refuses_a_torch_that_is_not_supported() -> None:
-    wrong = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "other_torch.py"), "2.9.0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert wrong.returncode == 2
-    assert "2.9.0 is not supported; there are 2.11.0, " in wrong.stderr
+    assert "2.9.0 is not supported; there are 2.11.0, " in usage_error("other_torch.py", "2.9.0")
 
 
 def test_every_step_exists(nightly: ModuleType) -> None:
@@ -207,14 +206,7 @@ def test_every_step_exists(nightly: ModuleType) -> None:
             assert f"\n{what}: ## " in targets, step
         else:
             assert runner == "{python}" and (ROOT / what).is_file(), step
-    wrong = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "nightly.py"), "fuz"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert wrong.returncode == 2
-    assert "no step is named fuz; --list prints them" in wrong.stderr
+    assert "no step is named fuz; --list prints them" in usage_error("nightly.py", "fuz")
 
 
 @pytest.mark.in_shares

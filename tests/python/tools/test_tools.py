@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import shares
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools"
@@ -780,7 +781,7 @@ def test_the_simulators_seeds_that_ran_are_counted_and_those_that_failed_kept(
     assert simulate.read("Segmentation fault\n") == (0, 0, [])
     kept = tmp_path / "seeds.txt"
     kept.write_text("# why\n12\n")
-    simulate.remember(["7", "12", "7"], kept)
+    shares.remember(["7", "12", "7"], kept)
     assert kept.read_text() == "# why\n12\n7\n"
 
 
