@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstring>
+#include <new>
 #include <string_view>
 #include <utility>
 
@@ -258,6 +259,26 @@ Error::Error(ErrorCode code, std::string summary, std::string hint)
         record.hint = std::move(hint);
         return record;
       }()) {}
+
+ErrorRecord noMemoryLeft() noexcept {
+  ErrorRecord record;
+  record.code = ErrorCode::OutOfMemory;
+  record.summary = "No memory left."; // as long as a string can be without memory of its own
+  return record;
+}
+
+ErrorRecord recordOf(const std::exception& exception, const char* failed) noexcept {
+  try {
+    if (const auto* error = dynamic_cast<const Error*>(&exception)) {
+      return error->record();
+    }
+    ErrorRecord record;
+    record.summary = std::string(failed) + ": " + exception.what();
+    return record;
+  } catch (const std::bad_alloc&) {
+    return noMemoryLeft();
+  }
+}
 
 std::string errnoText(int error_number) {
   // The GNU forms: strerrordesc_np and strerrorname_np return constants, so no buffer and no lock.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -96,6 +97,13 @@ class Error : public std::runtime_error {
  private:
   ErrorRecord record_;
 };
+
+/// OutOfMemory, with a text that needs no memory.
+[[nodiscard]] ErrorRecord noMemoryLeft() noexcept;
+
+/// The record of an Error, or one of another exception: its summary is `failed` and the exception's text. noMemoryLeft() if there is
+/// none for that.
+[[nodiscard]] ErrorRecord recordOf(const std::exception& exception, const char* failed) noexcept;
 
 /// "ECONNRESET (Connection reset by peer)". Thread-safe.
 [[nodiscard]] std::string errnoText(int error_number);

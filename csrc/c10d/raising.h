@@ -10,9 +10,7 @@ namespace pycomm {
 
 /// The record for a std::bad_alloc.
 [[nodiscard]] inline ErrorRecord outOfMemory() noexcept {
-  ErrorRecord record;
-  record.code = ErrorCode::OutOfMemory;
-  record.summary = "No memory left."; // the longest string that needs no memory of its own
+  ErrorRecord record = noMemoryLeft();
   try {
     record.hint = "use a smaller batch, or fewer operations at once";
   } catch (const std::bad_alloc&) {

@@ -27,22 +27,6 @@ std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
 }
 
-/// What stopped this rank. Memory may be what it lacks.
-ErrorRecord recordOf(const std::exception& exception, const RendezvousConfig& meeting) noexcept {
-  GroupIdentity self;
-  self.rank = meeting.rank;
-  return recordInAnyCase(self, [&] {
-    if (const auto* error = dynamic_cast<const Error*>(&exception)) {
-      return error->record();
-    }
-    ErrorRecord record;
-    const bool no_memory = dynamic_cast<const std::bad_alloc*>(&exception) != nullptr;
-    record.code = no_memory ? ErrorCode::OutOfMemory : ErrorCode::Internal;
-    record.summary = std::string("the group could not be made: ") + exception.what();
-    return record;
-  });
-}
-
 /// Makes this rank's own record of what keeps a group from forming. This rank or another one may have noticed it.
 ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, ErrorPhase phase, TimePoint began) {
   if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
@@ -134,10 +118,15 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     PYCOMM_FAULT_POINT("group.joined");
     engine.add(group);
   } catch (const std::exception& exception) {
-    ErrorRecord record = recordOf(exception, meeting);
+    ErrorRecord record = recordOf(exception, "the group could not be made");
     try {
+      if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
+        record = noMemoryLeft();
+        record.hint = "free memory on this host, or start fewer ranks on it";
+      }
       record = asSeenHere(record, meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
-    } catch (const std::bad_alloc&) { // then as it is
+    } catch (const std::bad_alloc&) {
+      record.rank = meeting.rank; // the rest as it is
     }
     if (group == nullptr && claim.generation > 0) {
       (void)tellFailure(store, claim, record); // this rank has met the others, and they wait for it

@@ -74,10 +74,7 @@ std::optional<ErrorRecord> Operation::error() const {
     return std::nullopt;
   }
   if (failed_without_record_) {
-    ErrorRecord record;
-    record.code = ErrorCode::OutOfMemory;
-    record.summary = "No memory left."; // as long as a string can be without memory of its own
-    return record;
+    return noMemoryLeft();
   }
   return ending_ && ending_->error ? std::optional<ErrorRecord>(*ending_->error) : std::nullopt;
 }

@@ -66,10 +66,8 @@ template <typename Make>
   try {
     return make();
   } catch (...) {
-    ErrorRecord record;
-    record.code = ErrorCode::OutOfMemory;
+    ErrorRecord record = noMemoryLeft();
     record.rank = record.peer = identity.rank;
-    record.summary = "No memory left."; // as long as a string can be without memory of its own
     return record;
   }
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "base/error.h"
@@ -273,23 +274,14 @@ StoreRound roundOf(Store& store, const AbortToken& abort, const RankClaim& claim
 
 // The error that stopped this rank, with everything that it knows about itself, as far as there is memory for it.
 ErrorRecord describe(const std::exception& exception, const RendezvousConfig& config, TimePoint begin) noexcept {
-  ErrorRecord record;
+  ErrorRecord record = recordOf(exception, "the rendezvous failed");
   record.rank = config.rank;
   record.phase = ErrorPhase::Rendezvous;
   record.elapsed_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
   try {
-    if (const auto* error = dynamic_cast<const Error*>(&exception)) {
-      const ErrorRecord blank = std::exchange(record, error->record());
-      record.rank = blank.rank;
-      record.phase = blank.phase;
-      record.elapsed_ms = blank.elapsed_ms;
-    } else {
-      record.summary = std::string("the rendezvous failed: ") + exception.what();
-    }
     record.host = localHostName();
     record.group = config.group_name;
-  } catch (const std::exception&) {
-    record.code = ErrorCode::OutOfMemory;
+  } catch (const std::bad_alloc&) { // then without them
   }
   return record;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "base/fault_point.h"
+#include "base/log.h"
 #include "engine/links/connector.h"
 #include "engine/ranks.h"
 #include "engine/sums.h"
@@ -180,6 +182,26 @@ TEST(GroupSecret, RequireWithoutASecretIsAnErrorIfHostsDiffer) {
   EXPECT_THAT(record.hint, HasSubstr("python -m pycomm secret --generate"));
   security.secret = theSecret();
   security.checkHosts(rosterOn(2));
+}
+
+TEST(GroupSecret, ASecretInTheEnvironmentIsOneWarningIfHostsDiffer) {
+  static std::atomic<int> warnings{0};
+  setLogSink(
+      [](LogLevel, const char* line) {
+        warnings += std::strstr(line, "the secret is in the environment") != nullptr ? 1 : 0;
+      },
+      LogLevel::Warn);
+  Security security;
+  security.secret = theSecret();
+  security.secret_origin = "/home/me/.config/pycomm/secret";
+  security.checkHosts(rosterOn(2));
+  security.secret_origin = "PYCOMM_SECRET";
+  security.checkHosts(rosterOn(1));
+  EXPECT_EQ(warnings, 0);
+  security.checkHosts(rosterOn(2));
+  security.checkHosts(rosterOn(2));
+  EXPECT_EQ(warnings, 1) << "once in a process";
+  setLogSink(nullptr, LogLevel::Warn);
 }
 
 // ---- Unix sockets within a host
