@@ -60,6 +60,7 @@ SANITIZER_REPORTS = (
     "runtime error:",
 )
 
+AGAIN_LIMIT_S = 600  # ctest's limit for a program
 # What EXPECT_WITHIN_MS of tests/cpp/within.h writes on the line after the place.
 TIME_BOUND = re.compile(r"[^\n]*\nTookTooLong: ")
 
@@ -135,6 +136,22 @@ def broken_off(log: str) -> list[str]:
         if what != "RUN" and not report:
             running = ""
     return sorted(set(found))
+
+
+def run_again(folder: Path, failed: Mapping[str, Sequence[str]], prefix: Sequence[str]) -> bool:
+    """Runs these tests alone, one program at a time; whether they passed.
+
+    Not by ctest, which would give a part of a program only its part of them.
+    """
+    passed = True
+    for part, names in failed.items():
+        program = folder / "tests" / "cpp" / f"{part.partition('-')[0]}_test"
+        command = [*prefix, str(program), f"--gtest_filter={':'.join(names)}"]
+        try:
+            passed &= subprocess.run(command, check=False, timeout=AGAIN_LIMIT_S).returncode == 0
+        except subprocess.TimeoutExpired:
+            passed = False
+    return passed
 
 
 def test_prefix(flavour: str) -> list[str]:
@@ -213,7 +230,7 @@ def main() -> int:
     if folder is None:
         return 1
     results = folder / "results"
-    jobs = str(machine.jobs(1.0))
+    jobs = str(machine.jobs(1.0) + 2)  # tests wait
 
     shutil.rmtree(results, ignore_errors=True)
     prefix = test_prefix(flavour)
@@ -228,11 +245,7 @@ def main() -> int:
     again = ""
     if code != 0 and may_run_again(found, folder):
         print(f"=== too slow, run again alone: {failed}", flush=True)
-        alone = os.environ | {"GTEST_FILTER": ":".join(found.names)}
-        # One program at a time: two that are late would else be late beside each other.
-        code = subprocess.run(
-            [*ctest, "--rerun-failed", "-j", "1"], env=alone, check=False
-        ).returncode
+        code = 0 if run_again(folder, found.failed, prefix) else code
         again = reruns.report(found.names, code == 0)
     if code == 0 and found.ran < wanted:
         print(f"C++ {flavour}: {wanted} tests are of this share, and {found.ran} ran")

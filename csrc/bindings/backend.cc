@@ -235,7 +235,7 @@ c10::intrusive_ptr<c10d::Backend> createBackend(
     }
 
     const std::shared_ptr<Store> meeting_place = storeOf(store, options.secret.get());
-    const std::shared_ptr<Group> group = Group::join(processEngine(), *meeting_place, config);
+    const std::shared_ptr<Group> group = joinGroup(*meeting_place, config);
     settings.cuda = cudaConfig(options, *group);
     return c10::make_intrusive<PycommBackend>(meeting_place, group, settings);
   });

@@ -2,6 +2,8 @@
 
 #include <mutex>
 
+#include "c10d/interruptible.h"
+
 namespace pycomm {
 namespace {
 std::mutex g_mutex; ///< guards g_engine
@@ -14,6 +16,19 @@ Engine& processEngine() {
     g_engine = new Engine();
   }
   return *g_engine;
+}
+
+std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
+  const Interruptible interruptible(&store);
+  std::shared_ptr<Group> group;
+  try {
+    group = Group::join(processEngine(), store, config);
+  } catch (...) {
+    interruptible.rethrow();
+    throw;
+  }
+  interruptible.rethrow();
+  return group;
 }
 
 bool shutdownProcessEngine(Deadline deadline) {

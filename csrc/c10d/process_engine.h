@@ -1,7 +1,11 @@
 #pragma once
 
+#include <memory>
+
 #include "base/deadline.h"
 #include "engine/engine.h"
+#include "engine/group.h"
+#include "transport/rendezvous/store.h"
 
 namespace pycomm {
 
@@ -9,6 +13,10 @@ namespace pycomm {
 /// same cores, so this object is global on purpose. It is never destroyed (native threads may outlive static destructors);
 /// shutdownProcessEngine joins its threads. A child of fork() gets an engine of its own.
 [[nodiscard]] Engine& processEngine();
+
+/// Group::join() on this process's engine. If a signal comes meanwhile, such as Ctrl-C, the other ranks get an error that says so, and
+/// what Python's handler raised is thrown. For that the store looks for signals (StoreAdapter).
+[[nodiscard]] std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config);
 
 /// Joins the native threads, if there are any. True if all ended by the deadline.
 bool shutdownProcessEngine(Deadline deadline);

@@ -27,8 +27,7 @@ std::string cannotJoin(const ErrorRecord& record) {
   return "Rank " + std::to_string(record.rank) + " on " + record.host + " cannot join: " + record.summary;
 }
 
-/// Makes this rank's own record of what keeps a group from forming. This rank or another one may have noticed it.
-ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, ErrorPhase phase, TimePoint began) {
+ErrorRecord withOwnPlace(ErrorRecord record, const RendezvousConfig& meeting, ErrorPhase phase, TimePoint began) {
   if (record.code == ErrorCode::TooManyFiles && record.peer < 0) { // not yet told
     GroupIdentity self;
     self.rank = meeting.rank;
@@ -51,6 +50,21 @@ ErrorRecord asSeenHere(ErrorRecord record, const RendezvousConfig& meeting, Erro
   return record;
 }
 
+/// Makes this rank's own record of what keeps a group from forming. This rank or another one may have noticed it.
+/// Without memory for the texts, only the rank is set.
+ErrorRecord asSeenHere(
+    ErrorRecord record,
+    const RendezvousConfig& meeting,
+    ErrorPhase phase,
+    TimePoint began) noexcept {
+  try {
+    return withOwnPlace(record, meeting, phase, began);
+  } catch (const std::bad_alloc&) {
+    record.rank = meeting.rank;
+    return record;
+  }
+}
+
 /// What keeps this rank from the rendezvous must reach the others: they would wait for it until their timeout.
 std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store& store) {
   try {
@@ -62,6 +76,15 @@ std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store&
     postNotice(store, config.rendezvous.group_name, {config.rendezvous.rank, localHostName(), reason});
     throw;
   }
+}
+
+ErrorRecord noMemoryHere() noexcept {
+  ErrorRecord record = noMemoryLeft();
+  try {
+    record.hint = "free memory on this host, or start fewer ranks on it";
+  } catch (const std::bad_alloc&) {
+  }
+  return record;
 }
 
 std::vector<Listener> takeListeners(Rendezvous&& met) {
@@ -119,15 +142,11 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     engine.add(group);
   } catch (const std::exception& exception) {
     ErrorRecord record = recordOf(exception, "the group could not be made");
-    try {
-      if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
-        record = noMemoryLeft();
-        record.hint = "free memory on this host, or start fewer ranks on it";
-      }
-      record = asSeenHere(record, meeting, group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect, began);
-    } catch (const std::bad_alloc&) {
-      record.rank = meeting.rank; // the rest as it is
+    if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
+      record = noMemoryHere();
     }
+    const ErrorPhase phase = group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect;
+    record = asSeenHere(std::move(record), meeting, phase, began);
     if (group == nullptr && claim.generation > 0) {
       (void)tellFailure(store, claim, record); // this rank has met the others, and they wait for it
       leave(store, claim);

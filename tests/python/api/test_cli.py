@@ -53,6 +53,7 @@ def run_unread(arguments: list[str], **env: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("arguments", [["--help"], ["env"], ["status"], ["secret", "--id", "PATH"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.in_shares
 def test_output_that_nobody_reads_ends_a_command_quietly(
     arguments: list[str], unbuffered: str, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ sys.exit(main(["status"]))
         ("KeyboardInterrupt", 130, ""),
     ],
 )
+@pytest.mark.in_shares
 def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last: str) -> None:
     done = run_unread(["-c", ENDS_BADLY.replace("ENDS", ends)], PYTHONUNBUFFERED="")
     assert done.returncode == code, done.stderr
@@ -110,6 +112,7 @@ def test_a_reader_that_has_ended_hides_no_other_error(ends: str, code: int, last
         ["serve", "MAKE", "--listen", "127.0.0.1:0", "--workers", "1"],
     ],
 )
+@pytest.mark.in_shares
 def test_output_that_nobody_reads_is_no_error_of_the_command(
     arguments: list[str], tmp_path: Path
 ) -> None:
@@ -182,6 +185,7 @@ def test_env_reports_what_init_would_raise(variables: dict[str, str], text: str)
     assert result.returncode == 1
 
 
+@pytest.mark.in_shares
 def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     run_python(["-m", "pycomm", "secret", "--generate", str(path)])
@@ -203,6 +207,7 @@ def test_env_says_whether_there_is_a_secret_and_never_which(tmp_path: Path) -> N
     assert any(str(path) in problem for problem in report["problems"])
 
 
+@pytest.mark.in_shares
 def test_ctrl_c_ends_the_doctor_with_130_and_no_traceback() -> None:
     for rank in (0, 1):
         arguments = ["doctor", "--nnodes=2", f"--node-rank={rank}", "--master-addr=127.0.0.1"]
@@ -309,6 +314,7 @@ def test_a_pycomm_command_is_installed() -> None:
     assert command.load() is main
 
 
+@pytest.mark.in_shares
 def test_bench_prints_one_json_object() -> None:
     launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     table = [sys.executable, "-m", "pycomm", "bench", "--sizes=4", "--seconds=0.05", "--json"]
@@ -328,6 +334,7 @@ def as_open_mpi(rank: int, port: int, *options: str) -> subprocess.CompletedProc
     return run_python(bench, env={**env, "MASTER_PORT": str(port)}, timeout_s=120.0)
 
 
+@pytest.mark.in_shares
 def test_bench_runs_under_mpirun() -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:

@@ -143,6 +143,7 @@ def test_one_of_two_other_hosts_is_missing() -> None:
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("stage", ["_reach", "_rates", "_roll_call"])
+@pytest.mark.in_shares
 def test_a_rank_that_ends_in_the_middle_is_named_and_alone_blamed(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_rank_that_ends_in_the_middle_is_named_and_alone_blamed(
 
 
 @pytest.mark.usefixtures("hosts")
+@pytest.mark.in_shares
 def test_an_engine_that_fails_on_a_slow_network_is_not_to_be_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -265,6 +265,7 @@ def make_with_wire_dtype(rank: int, world_size: int) -> str:
 
 
 @pytest.mark.needs_native
+@pytest.mark.in_shares
 def test_the_group_of_the_trainer_has_a_wire_dtype() -> None:
     port = str(free_port())
 

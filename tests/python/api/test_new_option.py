@@ -135,6 +135,7 @@ def test_the_option_is_read_and_checked_everywhere(copied: Path) -> None:
     assert found["resolved"] == ["tries", "origins"]
 
 
+@pytest.mark.in_shares
 def test_the_command_shows_it(copied: Path) -> None:
     for text, value in (("7", 7), ("seven", None)):
         done = run(copied, "-m", "pycomm", "env", "--json", PYCOMM_TRIES=text)

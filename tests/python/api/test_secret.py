@@ -8,6 +8,7 @@ import hmac
 import os
 import pickle
 import stat
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ def _file(folder: Path, text: str = _TEXT, mode: int = 0o600) -> Path:
     return path
 
 
+@pytest.mark.in_shares
 def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     path = tmp_path / "new" / "secret"
     made = run_python(["-m", "pycomm", "secret", "--generate", str(path)])
@@ -62,6 +64,7 @@ def test_generate_never_overwrites(tmp_path: Path) -> None:
     assert path.read_text() == _TEXT
 
 
+@pytest.mark.in_shares
 def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
     made = run_python(["-m", "pycomm", "secret", "--generate"], env=home)
@@ -191,6 +194,39 @@ def test_a_file_that_cannot_be_looked_at_is_not_taken_for_none(
         _secret.find({})
 
 
+NFS_EVERYWHERE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <linux/magic.h>
+#include <sys/vfs.h>
+int fstatfs(int fd, struct statfs* found) {
+  int (*real)(int, struct statfs*) = (int (*)(int, struct statfs*))dlsym(RTLD_NEXT, "fstatfs");
+  int code = real(fd, found);
+  found->f_type = NFS_SUPER_MAGIC;
+  return code;
+}
+"""
+
+
+def test_a_file_on_nfs_is_used_with_one_warning(tmp_path: Path) -> None:
+    """This process' libc says of every file that it is on NFS."""
+    path, library = _file(tmp_path), tmp_path / "nfs.so"
+    compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(compiler, input=NFS_EVERYWHERE, text=True, check=True)
+    program = """
+import torch.distributed as dist, pycomm
+for _ in range(3):
+    dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+    print(pycomm._secret.find()[0].key_id)
+    dist.destroy_process_group()
+"""
+    preload = f"{os.environ.get('LD_PRELOAD', '')}:{library}".lstrip(":")
+    env = {"PYCOMM_SECRET_FILE": str(path), "LD_PRELOAD": preload}
+    done = run_python(["-c", program], env=env)
+    assert done.stdout.split() == [_key_id(_BYTES)] * 3, done.stderr
+    assert done.stderr.count(f"{path} is on NFS: unless Kerberos protects it") == 1, done.stderr
+
+
 def test_a_file_that_goes_away_does_not_make_the_next_group_plain(tmp_path: Path) -> None:
     program = """
 import os, sys
@@ -210,6 +246,7 @@ assert _secret.find() == (None, "")
 
 
 @pytest.mark.parametrize("option", ["--id", "--generate"])
+@pytest.mark.in_shares
 def test_a_path_that_is_not_utf8_is_refused_by_name(option: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/\udcff"  # as Python has the byte ff
     shown = run_python(["-m", "pycomm", "secret", option], env={"PYCOMM_SECRET_FILE": path})

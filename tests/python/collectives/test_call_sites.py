@@ -41,6 +41,7 @@ def swap_on_rank_1(rank: int, world_size: int) -> Any:
     return float(losses[0])
 
 
+@pytest.mark.in_shares
 def test_swapped_equal_calls_end_as_a_mismatch_that_names_both_lines() -> None:
     results = run_ranks(3, swap_on_rank_1, env=ON)
     for result in results:

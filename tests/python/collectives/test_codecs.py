@@ -55,6 +55,7 @@ def reduce_all(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.in_shares
 def test_sums_are_within_the_bound_and_the_same_on_all_ranks(codec: str) -> None:
     size = 3 if codec in ("int8", "fp16") else 2
     runs = run_ranks(size, reduce_all, pg_options={"wire_dtype": codec}).values()

@@ -48,6 +48,7 @@ def sender_ahead(rank: int, world_size: int, count: int) -> None:
 
 @pytest.mark.time_bound
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.in_shares
 def test_a_sender_issues_70000_messages_before_the_first_receive(transport: str) -> None:
     began = time.monotonic()
     run_ranks(2, sender_ahead, args=(70_000,), pg_options={"transport": transport})

@@ -61,6 +61,7 @@ def test_all_come(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("absent", [[1], [2, 3]])
+@pytest.mark.in_shares
 def test_the_missing_are_named_on_all_ranks_that_waited(absent: list[int]) -> None:
     results = run_ranks(4, some_stay_away, args=(absent,)).values()
     for rank, record in enumerate(results):

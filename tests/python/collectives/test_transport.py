@@ -188,6 +188,7 @@ def in_place(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shm", 2), ("shm", 3), ("tcp", 2)])
+@pytest.mark.in_shares
 def test_tensors_that_peers_reach_in_place(transport: str, world_size: int) -> None:
     for met in run_ranks(world_size, in_place, pg_options={"transport": transport}).values():
         assert met.pop("after")

@@ -364,6 +364,7 @@ def _bucket_counts(rank: int, size: int, library: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.in_shares
 def test_buckets_that_nccl_moves_are_large(fake_cuda: Path) -> None:
     # 4 MiB: {2} {2 2} {2 2} {2}, as the first and the last are small; 25 MiB: {2} {2 2 2 2} {2}.
     for counts in _run(_bucket_counts, fake_cuda):

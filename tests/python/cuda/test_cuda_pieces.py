@@ -78,6 +78,7 @@ def _same_as_cpu(rank: int, size: int, library: str, transport: str) -> dict[str
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.in_shares
 def test_pieces_have_the_bits_of_cpu_tensors(fake_cuda: Path, transport: str) -> None:
     for same in run_ranks(3, _same_as_cpu, args=(str(fake_cuda), transport)).values():
         assert all(same.values()), same
@@ -169,6 +170,7 @@ def _encoded(rank: int, size: int, library: str, wire: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wire", "share"), [("fp16", 0.51), ("bf16", 0.51), ("fp8", 0.26), ("int8", 0.26)]
 )
+@pytest.mark.in_shares
 def test_encoded_bytes_cross_the_bus_and_have_the_bits_of_cpu_tensors(
     fake_cuda: Path, wire: str, share: float
 ) -> None:

@@ -345,6 +345,7 @@ def _other_device(rank: int, size: int, library: str, cuda_mode: str, used: bool
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "unused"])
 @pytest.mark.parametrize("cuda_mode", ["tcp", "nccl"])
+@pytest.mark.in_shares
 def test_the_callers_current_device_stays(fake_cuda: Path, cuda_mode: str, used: bool) -> None:
     args = (str(fake_cuda), cuda_mode, used)
     for told, value, before, after in run_ranks(2, _other_device, args=args).values():

@@ -77,6 +77,7 @@ def over_a_group_without_cpu(rank: int, world_size: int, library: str) -> None:
     train({"static_graph": True}, lambda rank, step: 0)
 
 
+@pytest.mark.in_shares
 def test_a_group_that_serves_cuda_only(fake_cuda: Path) -> None:
     run_ranks(
         2,

@@ -194,6 +194,7 @@ def beside_numpy(rank: int, world_size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("buckets", 2), ("mlp", 3), ("strided", 2)])
+@pytest.mark.in_shares
 def test_a_sync_is_that_of_numpy(name: str, world_size: int) -> None:
     run_ranks(world_size, beside_numpy, args=(name,), preload=ranks.TORCH_DDP)
 

@@ -110,6 +110,7 @@ def beside_diloco(rank: int, world_size: int, name: str, options: dict[str, Any]
         ("complex", 2),
     ],
 )
+@pytest.mark.in_shares
 def test_one_fragment_without_delay_is_diloco_bit_by_bit(name: str, world_size: int) -> None:
     # Of three ranks the ring adds each value up in an order that its place in the buffer decides.
     found = run_ranks(world_size, beside_diloco, args=(name, {}), preload=ranks.TORCH_DDP)
@@ -279,6 +280,7 @@ def equations(
         (1, 5, None, 14, [10]),
     ],
 )
+@pytest.mark.in_shares
 def test_the_equations(
     fragments: int, delay: int, alpha: float | None, steps: int, landed: list[int]
 ) -> None:
@@ -327,6 +329,7 @@ def other_models(
         ("buckets in double", 0.25, "fp16", 2e-3),
     ],
 )
+@pytest.mark.in_shares
 def test_the_equations_of_other_models(
     name: str, alpha: float | None, wire: str | None, close: float
 ) -> None:

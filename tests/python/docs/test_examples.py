@@ -191,6 +191,7 @@ def test_the_tour_of_failures() -> None:
 
 
 @pytest.mark.needs_native
+@pytest.mark.in_shares
 def test_restart_after_a_rank_was_killed(tmp_path: Path) -> None:
     if importlib.util.find_spec("sklearn") is None:  # imported, it would leave variables here
         pytest.skip("scikit-learn is not installed")

@@ -63,6 +63,8 @@ def documented_command(name: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
 
 
+@pytest.mark.in_shares
+@pytest.mark.every_day
 def test_the_documented_commands_train_together(
     hosts: tuple[Host, Host], env: dict[str, str], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def meet_a_forger(rank: int, world_size: int, what: str, forged: str) -> str:
         ("verdict", "of another round", "PROTOCOL_VIOLATION"),
     ],
 )
+@pytest.mark.in_shares
 def test_what_has_no_seal_of_the_job_is_an_error(
     tmp_path: Path, what: str, forged: str, code: str
 ) -> None:

@@ -133,3 +133,4 @@ def test_junk_where_a_session_will_meet_ends_no_training(secret: Any) -> None:
                     stranger.set(moved.replace("/service/1/", f"/service/{number}/"), "junk")
             client._servers[0].drop()
             step(client, model)
+            assert 2 <= stranger.add(SESSIONS, 0) < 60, "no session met where the junk lies"

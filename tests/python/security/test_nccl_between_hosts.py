@@ -68,6 +68,7 @@ def _run(
     return run_on_both(commands, folder)
 
 
+@pytest.mark.in_shares
 def test_require_refuses_nccl(both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path) -> None:
     for outcome in _run(both, fake_cuda, tmp_path, "nccl", "require"):
         assert outcome.returncode == 1, outcome
@@ -78,6 +79,7 @@ def test_require_refuses_nccl(both: tuple[Host, Host], fake_cuda: Path, tmp_path
         assert "cuda_mode='auto', which sends them through the host's memory and TLS" in outcome.err
 
 
+@pytest.mark.in_shares
 def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
 
 
 @pytest.mark.parametrize("policy", ["auto", "require"])
+@pytest.mark.in_shares
 def test_without_a_mode_cuda_tensors_are_in_tls(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path, policy: str
 ) -> None:

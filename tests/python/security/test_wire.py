@@ -99,9 +99,13 @@ def _run(both: tuple[Host, Host], folder: Path, master: str, **variables: str) -
 
 @pytest.mark.parametrize(
     ("transport", "v6"),
-    [("auto", False), ("tcp", False), ("tcp", True)],
-    ids=["auto", "tcp", "tcp-v6"],
+    [
+        pytest.param("auto", False, id="auto"),
+        pytest.param("tcp", False, id="tcp", marks=pytest.mark.every_day),
+        pytest.param("tcp", True, id="tcp-v6"),
+    ],
 )
+@pytest.mark.in_shares
 def test_every_byte_is_tls(
     both: tuple[Host, Host], tmp_path: Path, transport: str, v6: bool
 ) -> None:
@@ -126,6 +130,7 @@ def test_every_byte_is_tls(
             assert hidden not in stream.data
 
 
+@pytest.mark.in_shares
 def test_without_a_secret_the_same_program_is_read(both: tuple[Host, Host], tmp_path: Path) -> None:
     ran = _run(both, tmp_path, both[0].address, PYCOMM_STREAMS="2")
     assert sum(_PATTERN * 100 in stream.data for stream in ran.ours) >= 2

@@ -87,6 +87,7 @@ def squares(model: Any, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("staleness", [0, None], ids=["sync_mode", "no sync_mode"])
+@pytest.mark.in_shares
 def test_two_servers_and_two_trainers(
     servers: list[Any], staleness: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,141 @@
+"""Signals while a group is made: Ctrl-C ends the wait, and the other ranks hear of it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fault_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from rank_child import mark
+from ranks import start_ranks
+from time_bound import assert_within
+
+import pycomm
+from pycomm import _extension
+
+pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(120)]
+
+KEY = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
+REASON = "a signal, such as Ctrl-C, interrupted it"
+
+
+def _join(rank: int, world_size: int, store: str) -> list[Any]:
+    """What the attempt ended with, when, and whether this process can have a group afterwards."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    mark("joining")
+    ended: list[Any] = []
+    try:
+        dist.init_process_group(
+            "pycomm",
+            init_method=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+    except KeyboardInterrupt:
+        ended = ["KeyboardInterrupt", "", time.monotonic()]
+    except pycomm.errors.PycommError as error:
+        ended = [error.code, str(error), time.monotonic()]
+    mark("ended")
+    dist.init_process_group("pycomm", init_method=f"{store}-{rank}", rank=0, world_size=1)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return [*ended, total.tolist()]
+
+
+def meet(rank: int, world_size: int, store: str) -> list[Any]:
+    return _join(rank, 3, store)
+
+
+@pytest.mark.alone
+@pytest.mark.time_bound
+@pytest.mark.in_shares
+@pytest.mark.parametrize(
+    ("victim", "key"),
+    [
+        pytest.param(0, None, id="first", marks=pytest.mark.every_day),
+        pytest.param(1, None, id="second"),
+        pytest.param(0, KEY, id="first-secret"),
+        pytest.param(1, KEY, id="second-secret"),
+    ],
+)
+def test_ctrl_c_while_ranks_are_missing(victim: int, key: str | None, tmp_path: Path) -> None:
+    """Of three ranks the last never comes."""
+    args, env = (f"file://{tmp_path}/store",), {"PYCOMM_SECRET": key}
+    with start_ranks(2, meet, args=args, init="none", backend=None, env=env) as running:
+        for rank in range(2):
+            running.wait_for_mark(rank, "joining")
+            running.wait_until_asleep(rank)
+        time.sleep(1.0)  # torch's own waits for its store do not look for signals
+        sent_s = running.kill(victim, signal.SIGINT)
+        results = running.collect(60).check()
+    of_victim, of_other = results.values()[victim], results.values()[1 - victim]
+    assert of_victim[0] == "KeyboardInterrupt", results.describe()
+    assert of_other[0] == "ABORTED" and REASON in of_other[1], results.describe()
+    assert f"Rank {victim} on " in of_other[1], of_other[1]
+    for _, _, ended_s, total in results.values():
+        assert_within(ended_s - sent_s, 5.0, results.describe())
+        assert total == [1.0] * 3
+
+
+def _wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the rank did not come to its fault point"
+        time.sleep(0.01)
+
+
+def connect(rank: int, world_size: int, store: str) -> list[Any]:
+    fault_ranks.use_fault_build()
+    if rank == 1:
+        _extension.load().arm_fault_points("hello.received:1:stop")
+    return _join(rank, world_size, store)
+
+
+@pytest.mark.alone
+@pytest.mark.time_bound
+def test_ctrl_c_while_a_connection_is_made(tmp_path: Path) -> None:
+    """Both have met; rank 1 stops before it answers rank 0, and wakes after rank 0 has left."""
+    args = (f"file://{tmp_path}/store",)
+    with start_ranks(2, connect, args=args, init="none", backend=None) as running:
+        running.wait_for_mark(0, "joining")
+        _wait_until_stopped(running.processes[1].pid)
+        sent_s = running.kill(0, signal.SIGINT)
+        running.wait_for_mark(0, "ended")
+        running.kill(1, signal.SIGCONT)
+        results = running.collect(60).check()
+    first, second = results.values()
+    assert first[0] == "KeyboardInterrupt", results.describe()
+    assert_within(first[2] - sent_s, 5.0, results.describe())
+    assert second[0] == "ABORTED" and REASON in second[1], results.describe()
+
+
+def wait_for_each_other(rank: int, world_size: int, folder: str) -> list[float]:
+    """Rank 1 joins when rank 0's handler has run, and rank 0 waits for rank 1."""
+    signal.signal(signal.SIGUSR1, lambda *_: (Path(folder) / "handled").touch())
+    mark("joining")
+    while rank == 1 and not (Path(folder) / "handled").exists():
+        time.sleep(0.01)
+    method = f"file://{folder}/store"
+    dist.init_process_group("pycomm", init_method=method, rank=rank, world_size=world_size)
+    total = torch.full((3,), rank + 1.0)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return list(total.tolist())
+
+
+def test_a_handler_that_returns_runs_and_the_join_goes_on(tmp_path: Path) -> None:
+    args = (str(tmp_path),)
+    with start_ranks(2, wait_for_each_other, args=args, init="none", backend=None) as running:
+        running.wait_for_mark(0, "joining")
+        running.wait_until_asleep(0)
+        running.kill(0, signal.SIGUSR1)
+        results = running.collect(60).check()
+    assert results.values() == [[3.0] * 3] * 2
