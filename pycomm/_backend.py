@@ -100,7 +100,7 @@ def create_group(
             list(group.global_ranks_in_group),
             launcher_restarts=store_outlives_ranks(group.store),
         )
-    except Exception as error:  # such as a secret that cannot be used
+    except BaseException as error:  # such as a secret that cannot be used, or Ctrl-C
         if size > 1:  # the others would wait for this rank, and not know why
             with contextlib.suppress(Exception):  # what counts is the error
                 host, why = socket.gethostname(), _reason_of(error)
@@ -272,7 +272,7 @@ def _options_of(group: Any, pg_options: object) -> Options:
     return _default_group_options or Options()
 
 
-def _reason_of(error: Exception) -> str:
+def _reason_of(error: BaseException) -> str:
     """The error for a sentence of another rank, which has facts of its own."""
     text = str(error) or type(error).__name__
     if isinstance(error, errors.PycommError) and error.record.summary:

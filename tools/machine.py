@@ -87,9 +87,12 @@ def memory_gib() -> float:
     return total / 2**30
 
 
-def jobs(gib_each: float) -> int:
-    """How many compilers to run at once: one a core, as long as each has `gib_each` of memory."""
-    return max(1, min(len(os.sched_getaffinity(0)), int(memory_gib() / gib_each)))
+def jobs(gib_each: float, waiting: int = 0) -> int:
+    """How many compilers to run at once: one a core, as long as each has `gib_each` of memory.
+
+    ``waiting``: so many more of programs that mostly wait.
+    """
+    return max(1, min(len(os.sched_getaffinity(0)) + waiting, int(memory_gib() / gib_each)))
 
 
 def compiler() -> str | None:

@@ -14,8 +14,9 @@ namespace pycomm {
 /// shutdownProcessEngine joins its threads. A child of fork() gets an engine of its own.
 [[nodiscard]] Engine& processEngine();
 
-/// Group::join() on this process's engine. If a signal comes meanwhile, such as Ctrl-C, the other ranks get an error that says so, and
-/// what Python's handler raised is thrown. For that the store looks for signals (StoreAdapter).
+/// Group::join() on this process's engine. If a signal comes meanwhile, such as Ctrl-C, and Python's handler raises, the join ends on all
+/// ranks with Error(Aborted) that names this one, and here with what the handler raised. For that a thread of its own joins while the main
+/// thread runs handlers. Called on another thread, which gets no signals, it joins on that. Not with the interpreter's lock.
 [[nodiscard]] std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config);
 
 /// Joins the native threads, if there are any. True if all ended by the deadline.

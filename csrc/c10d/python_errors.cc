@@ -85,9 +85,13 @@ void throwToPython(const ErrorRecord& record) {
   std::rethrow_exception(toException(record));
 }
 
+bool onMainThread() noexcept {
+  return ::syscall(SYS_gettid) == ::getpid();
+}
+
 void checkSignals() {
   // Python runs signal handlers on the main thread only, so no other one needs to ask for the lock.
-  if (::syscall(SYS_gettid) != ::getpid() || !interpreterIsUsable()) {
+  if (!onMainThread() || !interpreterIsUsable()) {
     return;
   }
   const py::gil_scoped_acquire lock;

@@ -22,6 +22,9 @@ void addNote(const std::exception& error, const std::string& note);
 /// Throws toException(record).
 [[noreturn]] void throwToPython(const ErrorRecord& record);
 
+/// Signals reach Python's handlers on this thread only.
+[[nodiscard]] bool onMainThread() noexcept;
+
 /// Runs Python's signal handlers if a signal is pending and this is the main thread. Raises their exception, such as KeyboardInterrupt.
 void checkSignals();
 

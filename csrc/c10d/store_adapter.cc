@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "base/unique_fd.h"
-#include "c10d/interruptible.h"
 #include "transport/socket_error.h"
 
 namespace pycomm {
@@ -64,9 +63,6 @@ std::string StoreAdapter::get(const std::string& key, Deadline deadline) {
 }
 
 bool StoreAdapter::has(const std::string& key) {
-  if (Interruptible::look() && !interrupted_.exchange(true)) {
-    throw Error(ErrorCode::Aborted, "a signal, such as Ctrl-C, interrupted it", "start the job again");
-  }
   return translated("check", Deadline::never(), [&] { return store_->check({key}); });
 }
 

@@ -2,16 +2,12 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
-
 #include "transport/rendezvous/store.h"
 
 namespace pycomm {
 
 /// torch's store behind the rendezvous' interface. Blocks without the interpreter's lock, which the caller must not hold: a store may
 /// be written in Python.
-/// Code that waits for a key polls has(). So has() looks for Ctrl-C on a thread that is interruptible (Interruptible), and throws
-/// Error(Aborted) then, once: the caller still tells the other ranks why it leaves.
 class StoreAdapter final : public Store {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -23,7 +19,6 @@ class StoreAdapter final : public Store {
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
-  std::atomic<bool> interrupted_{false};
 };
 
 } // namespace pycomm

@@ -12,6 +12,7 @@
 #include "engine/call.h"
 #include "engine/engine.h"
 #include "engine/issuer.h"
+#include "engine/join_abort.h"
 #include "engine/memory_sharing.h"
 #include "engine/operation/codec_counters.h"
 #include "engine/operation/operation.h"
@@ -51,7 +52,16 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   /// Meets the other ranks and connects control links; blocks until the deadline in `config` at most.
   /// Throws Error: whatever meet() throws, ConnectFailed naming the ranks that could not be reached, TooManyFiles.
   /// `engine` and `store` outlive the group.
-  [[nodiscard]] static std::shared_ptr<Group> join(Engine& engine, Store& store, const Config& config);
+  /// `abort` ends it from another thread.
+  [[nodiscard]] static std::shared_ptr<Group> join(
+      Engine& engine,
+      Store& store,
+      const Config& config,
+      JoinAbort& abort);
+  [[nodiscard]] static std::shared_ptr<Group> join(Engine& engine, Store& store, const Config& config) {
+    JoinAbort nobody;
+    return join(engine, store, config, nobody);
+  }
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -136,7 +146,7 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
 
  private:
   Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roster roster);
-  void connect(const Config& config, std::vector<Listener> listeners);
+  void connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort);
   void watchMates(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()

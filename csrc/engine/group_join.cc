@@ -102,8 +102,7 @@ std::vector<Listener> takeListeners(Rendezvous&& met) {
 
 } // namespace
 
-std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config) {
-  AbortToken none;
+std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& config, JoinAbort& abort) {
   const TimePoint began = Clock::now();
   RendezvousConfig meeting = config.rendezvous;
   meeting.unix_sockets = config.transport != Transport::Tcp;
@@ -128,14 +127,15 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
     }
     std::shared_ptr<const TlsContext> tls = openOrPost(config, store);
     meeting.process_id = tls == nullptr ? ProcessId() : tls->self();
-    Rendezvous met = meet(store, meeting, none);
+    Rendezvous met = meet(store, meeting, abort.token());
     claim = met.claim;
     Roster roster(meeting, config.streams, met);
     config.security.checkHosts(roster);
     config.security.finish(roster, met.transcript, std::move(tls));
     group.reset(new Group(engine, store, log, std::move(roster)));
+    abort.made(group);
     log->met(group->identity().hosts, met.run);
-    group->connect(config, takeListeners(std::move(met)));
+    group->connect(config, takeListeners(std::move(met)), abort.token());
     MemorySharing sharing(engine, store, group->roster_, group->planes_, group->failure_.token());
     group->why_not_shared_ = sharing.share(config.transport, meeting.deadline);
     PYCOMM_FAULT_POINT("group.joined");
@@ -184,7 +184,7 @@ Group::Group(Engine& engine, Store& store, std::shared_ptr<FlightLog> log, Roste
       failure_(roster_.identity),
       planes_(roster_.identity, engine.lane(), engine.control(), planeEvents()) {}
 
-void Group::connect(const Config& config, std::vector<Listener> listeners) {
+void Group::connect(const Config& config, std::vector<Listener> listeners, const AbortToken& abort) {
   const GroupIdentity& identity = roster_.identity;
   if (roster_.hostMates().size() > usableCores()) {
     crowds_ = true;
@@ -203,6 +203,7 @@ void Group::connect(const Config& config, std::vector<Listener> listeners) {
     planes_.openControl(std::move(listeners), membership);
     watchMates(membership.neighbours);
   });
+  abort.throwIfAborted(); // what comes later fails the group, and with it all waits below
 
   // Of each pair the lower rank connects.
   const Deadline deadline = config.rendezvous.deadline;

@@ -131,6 +131,42 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
   return Error(record);
 }
 
+// The process that holds the rank if this claim counts, and its generation.
+Owner ownerOf(Store& store, const RankClaim& claim, Takeover takeover, Deadline deadline, const AbortToken& abort) {
+  Owner me;
+  me.generation = 1;
+  me.host = HostIdentity::ofThisProcess();
+  me.process = ProcessIdentity::ofThisProcess();
+  const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
+  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
+  for (int64_t number = claim.number - 1; number >= oldest; --number) {
+    const Predecessor before = lookAt(store, claim, number, end, abort);
+    // Anybody can count a sealed store's claims up, so a claim is one only if its owner signed it.
+    if (before.refused || (store.sealed() && !before.owner)) {
+      continue;
+    }
+    const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;
+    const bool free = before.owner && (before.left || mine);
+    if (!free && !mayTake(before.owner, me, takeover)) {
+      throw duplicate(claim, me, before.owner);
+    }
+    me.generation = before.owner ? before.owner->generation + 1 : 1;
+    break;
+  }
+  if (takeover == Takeover::FromEndedRun) {
+    me.generation = claim.number;
+  }
+  return me;
+}
+
+void endClaim(Store& store, const RankClaim& claim, const char* how) noexcept {
+  try {
+    store.set(keyOf(claim, "end", claim.number), how);
+  } catch (const std::exception&) {
+    // the store is gone, and so is every process that could have asked
+  }
+}
+
 } // namespace
 
 RankClaim claimRank(
@@ -150,34 +186,14 @@ RankClaim claimRank(
         "the store counts " + std::to_string(claim.number) + " claims of rank " + std::to_string(rank),
         "is the store shared with another program, or its key overwritten?");
   }
-  Owner me;
-  me.generation = 1;
-  me.host = HostIdentity::ofThisProcess();
-  me.process = ProcessIdentity::ofThisProcess();
-  const int64_t oldest = std::max<int64_t>(1, claim.number - kMaxLookBack);
-  const Deadline end = Deadline::at(std::min(deadline.instant(), Deadline::after(kOwnerTimeoutMs).instant()));
-  for (int64_t number = claim.number - 1; number >= oldest; --number) {
-    const Predecessor before = lookAt(store, claim, number, end, abort);
-    // Anybody can count a sealed store's claims up, so a claim is one only if its owner signed it.
-    if (before.refused || (store.sealed() && !before.owner)) {
-      continue;
-    }
-    const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;
-    const bool free = before.owner && (before.left || mine);
-    if (!free && !mayTake(before.owner, me, takeover)) {
-      store.set(keyOf(claim, "end", claim.number), kRefused);
-      throw duplicate(claim, me, before.owner);
-    }
-    me.generation = before.owner ? before.owner->generation + 1 : 1;
-    break;
+  try {
+    const Owner me = ownerOf(store, claim, takeover, deadline, abort);
+    claim.generation = takeover == Takeover::FromEndedRun && rank != 0 ? 0 : me.generation;
+    store.set(keyOf(claim, "owner", claim.number), me.wireText());
+  } catch (...) {
+    endClaim(store, claim, kRefused); // else the next claim would wait for this one's owner
+    throw;
   }
-  if (takeover == Takeover::FromEndedRun) {
-    me.generation = claim.number;
-    claim.generation = rank == 0 ? claim.number : 0;
-  } else {
-    claim.generation = me.generation;
-  }
-  store.set(keyOf(claim, "owner", claim.number), me.wireText());
   return claim;
 }
 
@@ -208,11 +224,7 @@ int64_t lastClaimOfRankZero(Store& store, const std::string& prefix) {
 }
 
 void leave(Store& store, const RankClaim& claim) noexcept {
-  try {
-    store.set(keyOf(claim, "end", claim.number), kLeft);
-  } catch (const std::exception&) {
-    // the store is gone, and so is every process that could have asked
-  }
+  endClaim(store, claim, kLeft);
 }
 
 } // namespace pycomm

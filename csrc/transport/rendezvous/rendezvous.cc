@@ -286,6 +286,13 @@ ErrorRecord describe(const std::exception& exception, const RendezvousConfig& co
   return record;
 }
 
+/// Ranks of the group do not look yet for errors that this rank could write: it knows no generation.
+void noteIfAborted(Store& store, const RendezvousConfig& config, const AbortToken& abort, const ErrorRecord& record) {
+  if (abort.aborted()) {
+    postNotice(store, config.group_name, {config.rank, localHostName(), record.summary});
+  }
+}
+
 } // namespace
 
 Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& abort) {
@@ -296,7 +303,9 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     checkConfig(config);
     claim = claimRank(store, prefix, config.rank, config.takeover, config.deadline, abort);
   } catch (const std::exception& exception) {
-    throw Error(describe(exception, config, begin)); // does not concern the ranks that met
+    ErrorRecord record = describe(exception, config, begin); // does not concern the ranks that met
+    noteIfAborted(store, config, abort, record);
+    throw Error(std::move(record));
   }
   Notices notices(store, prefix, config.size);
   StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
@@ -329,6 +338,8 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
     ErrorRecord record = describe(exception, config, begin);
     if (claim.generation > 0) {
       record = round.failTogether(std::move(record));
+    } else {
+      noteIfAborted(store, config, abort, record);
     }
     leave(store, claim);
     throw Error(std::move(record));

@@ -1,6 +1,9 @@
 #include "fuzz/consumers.h"
 
+#include <poll.h>
 #include <sys/socket.h>
+
+#include <cerrno>
 
 #include "engine/monitor/membership.h"
 #include "engine/report/failure_text.h"
@@ -62,7 +65,15 @@ UniqueFd connectTo(const Acceptor& acceptor) {
   const linger at_once{1, 0}; // no connection of thousands is remembered
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
   const SocketAddress& address = acceptor.address();
-  promise(::connect(socket.get(), address.raw(), address.rawLength()) == 0, "nobody listens");
+  int error = 0;
+  for (const Deadline end = Deadline::after(10000); !end.expired(); (void)::poll(nullptr, 0, 1)) {
+    error = ::connect(socket.get(), address.raw(), address.rawLength()) == 0 ? 0 : errno;
+    if (error != EADDRNOTAVAIL &&
+        error != EINTR) { // thousands of connections a second: the kernel still remembers every port
+      break;
+    }
+  }
+  promise(error == 0, ("nobody listens: " + errnoText(error)).c_str());
   return socket;
 }
 

@@ -1,9 +1,12 @@
-"""Signals while a group is made: Ctrl-C ends the wait, and the other ranks hear of it."""
+"""Signals while a group is made: Ctrl-C ends the wait on all ranks, and they name the rank."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_child import mark
-from ranks import start_ranks
+from ranks import Ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
@@ -22,7 +25,7 @@ from pycomm import _extension
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(120)]
 
 KEY = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
-REASON = "a signal, such as Ctrl-C, interrupted it"
+REASON = "was interrupted by a signal, such as Ctrl-C, while the group was made"
 
 
 def _join(rank: int, world_size: int, store: str) -> list[Any]:
@@ -50,6 +53,24 @@ def _join(rank: int, world_size: int, store: str) -> list[Any]:
     return [*ended, total.tolist()]
 
 
+def _wait_until(running: Ranks, rank: int, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        if running.processes[rank].poll() is not None or time.monotonic() > deadline:
+            pytest.fail(running.collect(1).describe())
+        time.sleep(0.01)
+
+
+def _wait_for_key(running: Ranks, store: Path, rank: int) -> None:
+    """Until the rank has said in the store who it is, so that it waits for the others."""
+    key = f"member/{rank}".encode()
+    _wait_until(running, rank, lambda: store.exists() and key in store.read_bytes())
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def meet(rank: int, world_size: int, store: str) -> list[Any]:
     return _join(rank, 3, store)
 
@@ -71,9 +92,7 @@ def test_ctrl_c_while_ranks_are_missing(victim: int, key: str | None, tmp_path: 
     args, env = (f"file://{tmp_path}/store",), {"PYCOMM_SECRET": key}
     with start_ranks(2, meet, args=args, init="none", backend=None, env=env) as running:
         for rank in range(2):
-            running.wait_for_mark(rank, "joining")
-            running.wait_until_asleep(rank)
-        time.sleep(1.0)  # torch's own waits for its store do not look for signals
+            _wait_for_key(running, tmp_path / "store", rank)
         sent_s = running.kill(victim, signal.SIGINT)
         results = running.collect(60).check()
     of_victim, of_other = results.values()[victim], results.values()[1 - victim]
@@ -83,13 +102,6 @@ def test_ctrl_c_while_ranks_are_missing(victim: int, key: str | None, tmp_path: 
     for _, _, ended_s, total in results.values():
         assert_within(ended_s - sent_s, 5.0, results.describe())
         assert total == [1.0] * 3
-
-
-def _wait_until_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline, "the rank did not come to its fault point"
-        time.sleep(0.01)
 
 
 def connect(rank: int, world_size: int, store: str) -> list[Any]:
@@ -106,7 +118,7 @@ def test_ctrl_c_while_a_connection_is_made(tmp_path: Path) -> None:
     args = (f"file://{tmp_path}/store",)
     with start_ranks(2, connect, args=args, init="none", backend=None) as running:
         running.wait_for_mark(0, "joining")
-        _wait_until_stopped(running.processes[1].pid)
+        _wait_until(running, 1, lambda: _state(running.processes[1].pid) == "T")
         sent_s = running.kill(0, signal.SIGINT)
         running.wait_for_mark(0, "ended")
         running.kill(1, signal.SIGCONT)
@@ -117,10 +129,52 @@ def test_ctrl_c_while_a_connection_is_made(tmp_path: Path) -> None:
     assert second[0] == "ABORTED" and REASON in second[1], results.describe()
 
 
+def meet_by_torchrun(rank: int, world_size: int, port: int) -> list[Any]:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_RUN_ID="a test",
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    mark("joining")
+    try:
+        dist.init_process_group(
+            "pycomm", rank=rank, world_size=world_size, timeout=timedelta(seconds=20)
+        )
+    except KeyboardInterrupt:
+        return ["KeyboardInterrupt", ""]
+    except pycomm.errors.PycommError as error:
+        return [error.code, str(error)]
+    return ["joined", ""]
+
+
+@pytest.mark.in_shares
+def test_ctrl_c_under_torchrun_before_rank_0_has_come_is_known_to_it() -> None:
+    """Rank 1 cannot end the group then: it leaves a word for rank 0, which waits for it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    args = (server.port,)
+    options: dict[str, Any] = {"init": "none", "backend": None, "destroy": False}
+    with start_ranks(2, meet_by_torchrun, args=args, ranks=[1], **options) as running:
+        running.wait_for_mark(1, "joining")
+        _wait_until(
+            running, 1, lambda: any(str(key).endswith("claim/1") for key in server.list_keys())
+        )
+        time.sleep(0.5)
+        running.kill(1, signal.SIGINT)
+        assert running.collect(60).check().values() == [["KeyboardInterrupt", ""]]
+    with start_ranks(2, meet_by_torchrun, args=args, ranks=[0], **options) as running:
+        (result,) = running.collect(100).check()
+    code, text = result.value
+    assert code == "RENDEZVOUS_TIMEOUT" and "missing: 1" in text, text
+    assert f"rank 1 on {socket.gethostname()} has written into the store" in text, text
+    assert REASON in text and REASON in result.stderr, result.describe()
+
+
 def wait_for_each_other(rank: int, world_size: int, folder: str) -> list[float]:
     """Rank 1 joins when rank 0's handler has run, and rank 0 waits for rank 1."""
-    signal.signal(signal.SIGUSR1, lambda *_: (Path(folder) / "handled").touch())
-    mark("joining")
+    signal.signal(signal.SIGUSR2, lambda *_: (Path(folder) / "handled").touch())
     while rank == 1 and not (Path(folder) / "handled").exists():
         time.sleep(0.01)
     method = f"file://{folder}/store"
@@ -134,8 +188,7 @@ def wait_for_each_other(rank: int, world_size: int, folder: str) -> list[float]:
 def test_a_handler_that_returns_runs_and_the_join_goes_on(tmp_path: Path) -> None:
     args = (str(tmp_path),)
     with start_ranks(2, wait_for_each_other, args=args, init="none", backend=None) as running:
-        running.wait_for_mark(0, "joining")
-        running.wait_until_asleep(0)
-        running.kill(0, signal.SIGUSR1)
+        _wait_for_key(running, tmp_path / "store", 0)
+        running.kill(0, signal.SIGUSR2)
         results = running.collect(60).check()
     assert results.values() == [[3.0] * 3] * 2

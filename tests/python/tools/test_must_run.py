@@ -68,9 +68,9 @@ def test_the_suite_has_the_plugin() -> None:
     """A skip of a real test of that folder: without `openssl` on the path."""
     root = RIG.parents[1]
     named = "tests/python/security/test_second_implementation.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", named]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "-k", "place"],
+        [*command, "--all-cases", named, "-k", "place"],
         cwd=root,
         capture_output=True,
         text=True,

@@ -254,3 +254,18 @@ def test_a_filter_of_the_callers_is_what_runs_under_a_sanitizer(
     monkeypatch.setenv("GTEST_FILTER", "Slow.Number7")
     assert cpp.main() == 0
     assert [env["GTEST_FILTER"] for env in ran] == ["*-Slow.*", "Slow.Number7"]
+
+
+@pytest.mark.parametrize("flavour", ["plain", "asan_full"])
+@pytest.mark.parametrize(("ran", "code"), [(5, 0), (4, 1), (15, 1)])
+def test_each_test_of_a_program_in_parts_has_to_run_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flavour: str, ran: int, code: int
+) -> None:
+    monkeypatch.setattr(cpp, "build", lambda *_: tmp_path)
+    monkeypatch.setattr(cpp, "test_prefix", lambda _: [])
+    monkeypatch.setattr(cpp.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(cpp_shares, "names", lambda *_: [f"A.T{number}" for number in range(5)])
+    monkeypatch.setattr(cpp, "counts", lambda _: cpp.Counts(ran, 0, {}))
+    monkeypatch.setattr(sys, "argv", ["cpp.py", flavour])
+    monkeypatch.delenv("GTEST_FILTER", raising=False)
+    assert cpp.main() == code

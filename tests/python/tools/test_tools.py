@@ -752,6 +752,28 @@ def test_cpp_runs_again_only_what_was_too_slow(
     assert tool("cpp").may_run_again(found, tmp_path) is wanted
 
 
+@pytest.mark.parametrize(
+    ("ran", "code", "wanted"), [(2, 0, True), (1, 0, False), (2, 1, False), (0, 0, False)]
+)
+def test_cpp_runs_the_slow_tests_of_a_part_again(
+    tmp_path: Path, ran: int, code: int, wanted: bool
+) -> None:
+    """A program that says in its results that ``ran`` tests ran."""
+    home = tmp_path / "tests" / "cpp"
+    home.mkdir(parents=True)
+    (tmp_path / "results").mkdir()
+    cases = ", ".join(f'{{"name": "T{number}", "status": "RUN"}}' for number in range(ran))
+    program = home / "engine_test"
+    program.write_text(
+        f'#!/bin/sh\n[ "$1" = --gtest_filter=S.T0:S.T1 ] || exit 9\npwd >where\n'
+        f'echo \'{{"testsuites": [{{"name": "S", "testsuite": [{cases}]}}]}}\' '
+        f'>"${{2#--gtest_output=json:}}"\nexit {code}\n'
+    )
+    program.chmod(0o755)
+    assert tool("cpp").run_again(tmp_path, {"engine-2": ["S.T0", "S.T1"]}, []) is wanted
+    assert (home / "where").read_text().strip() == str(home)
+
+
 def test_cpp_names_the_tests_that_left_no_failure() -> None:
     log = """
 1/3 Testing: engine
