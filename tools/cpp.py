@@ -11,6 +11,7 @@ is set, it alone chooses the tests.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -69,12 +70,17 @@ TIME_BOUND = re.compile(r"[^\n]*\nTookTooLong: ")
 class Counts:
     """What the test programs left."""
 
-    ran: int
+    tests: Sequence[str]
+    """That ran."""
     skipped: int
     failed: Mapping[str, Sequence[str]]
     """By program, those that have any."""
     late: Collection[str] = ()
     """Those of them whose failures are all time bounds."""
+
+    @property
+    def ran(self) -> int:
+        return len(self.tests)
 
     @property
     def names(self) -> list[str]:
@@ -84,20 +90,26 @@ class Counts:
 
 def counts(results: Path, program: str = "*") -> Counts:
     """Reads the programs' results. One that crashed has left none."""
-    ran = skipped = 0
+    ran, skipped = [], 0
     failed: dict[str, list[str]] = {}
     late = set()
     for path in sorted(results.glob(f"{program}.json")):
         for suite in json.loads(path.read_text())["testsuites"]:
             for case in suite["testsuite"]:
-                ran += case["status"] == "RUN"
+                name = f"{suite['name']}.{case['name']}"
+                ran += [name] if case["status"] == "RUN" else []
                 skipped += case.get("result") == "SKIPPED"
                 if failures := case.get("failures"):
-                    name = f"{suite['name']}.{case['name']}"
                     failed.setdefault(path.stem, []).append(name)
                     if all(TIME_BOUND.match(each["failure"]) for each in failures):
                         late.add(name)
     return Counts(ran, skipped, failed, late)
+
+
+def wrong_times(found: Counts, wanted: Sequence[str]) -> list[str]:
+    """Tests that did not run, that ran more than once, or that nobody asked for."""
+    ran, asked = collections.Counter(found.tests), collections.Counter(wanted)
+    return sorted((ran - asked) + (asked - ran))
 
 
 def may_run_again(found: Counts, folder: Path) -> bool:
@@ -211,8 +223,8 @@ def build(flavour: str, cmake_arguments: Sequence[str] = (), target: str = "all"
     return folder
 
 
-def in_shares(folder: Path, prefix: Sequence[str]) -> tuple[dict[str, str], int]:
-    """Chooses today's share; returns the environment that runs it, and how many tests that are."""
+def in_shares(folder: Path, prefix: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Chooses today's share; returns the environment that runs it, and those tests."""
     shares.choose()
     today = os.environ["SHARE"]
     every = cpp_shares.names(folder, prefix)
@@ -226,7 +238,7 @@ def in_shares(folder: Path, prefix: Sequence[str]) -> tuple[dict[str, str], int]
     if folder.name == "cpp-asan" and (gone := cpp_shares.unmatched(every)):
         raise SystemExit(f"{cpp_shares.LISTED} names tests that do not exist: {', '.join(gone)}")
     filters = {"GTEST_FILTER": f"*-{':'.join(later)}"} if later else {}
-    return os.environ | filters, len(every) - len(later)
+    return os.environ | filters, sorted(set(every) - set(later))
 
 
 def main() -> int:
@@ -241,12 +253,12 @@ def main() -> int:
     shutil.rmtree(results, ignore_errors=True)
     prefix = test_prefix(flavour)
     ctest = [*prefix, "ctest", "--test-dir", str(folder), "--output-on-failure", "-j", jobs]
-    chosen, wanted = dict(os.environ), 0
+    chosen, wanted = dict(os.environ), list[str]()
     # A filter of the caller's own chooses, whatever the share.
     if flavour in IN_SHARES and "--all-cases" not in options and "GTEST_FILTER" not in os.environ:
         chosen, wanted = in_shares(folder, prefix)
     elif "GTEST_FILTER" not in os.environ:
-        wanted = len(cpp_shares.names(folder, prefix))
+        wanted = sorted(cpp_shares.names(folder, prefix))
     code = subprocess.run(ctest, env=chosen, check=False).returncode
     found = counts(results)
     failed = ", ".join(found.names)
@@ -255,9 +267,8 @@ def main() -> int:
         print(f"=== too slow, run again alone: {failed}", flush=True)
         code = 0 if run_again(folder, found.failed, prefix) else code
         again = reruns.report(found.names, code == 0)
-    # Also more: then each part of a program has run all of its tests.
-    if code == 0 and wanted and found.ran != wanted:
-        print(f"C++ {flavour}: {wanted} tests are of this run, and {found.ran} ran")
+    if code == 0 and wanted and sorted(found.tests) != wanted:
+        print(f"C++ {flavour}: these should run once: {', '.join(wrong_times(found, wanted))}")
         code = 1
     if code != 0 and "--remember-failures" in options:
         log = folder / "Testing" / "Temporary" / "LastTest.log"

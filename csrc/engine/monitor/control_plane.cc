@@ -107,6 +107,7 @@ void ControlPlane::adopt(int peer, std::unique_ptr<Link> link) {
   slot = std::make_unique<ControlLink>(*this, peer, std::move(link));
   loop_.watch(slot->link->fd(), EPOLLIN, *slot);
   membership_.alive(peer, Clock::now());
+  tellNews(*slot);
   missing_.connected(peer);
   if (slot->link->buffered()) { // it came with the peer's Hello, or with its reply
     linkReady(*slot, EPOLLIN);
@@ -172,6 +173,22 @@ void ControlPlane::welcome(Accepted accepted) {
     case LinkPurpose::Bulk:
       events_.bulk_link(accepted.hello, std::move(accepted.link));
       break;
+  }
+}
+
+// While groups form, a rank may fail before it has all its links.
+void ControlPlane::tellNews(ControlLink& link) {
+  const std::vector<ErrorRecord> news = membership_.news();
+  if (news.empty()) {
+    return;
+  }
+  try {
+    for (const ErrorRecord& record : news) {
+      sendTo(link, header(FrameType::Failure), record.serialize());
+    }
+    flush(link);
+  } catch (const Error& error) {
+    linkBroke(link, error);
   }
 }
 

@@ -85,6 +85,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   void act();
   void tell(const Membership::Action& action);
   void tellFailure();
+  void tellNews(ControlLink& link);
   void sendTo(ControlLink& link, const FrameHeader& header, const std::string& payload);
   void linkReady(ControlLink& link, uint32_t events);
   /// Where a frame for `rank` goes next; it came from neighbour `from`, or from this rank itself. Null if there is nobody else.

@@ -165,6 +165,17 @@ bool Membership::doubts(int peer) const noexcept {
   });
 }
 
+std::vector<ErrorRecord> Membership::news() const {
+  if (failure_) {
+    return {*failure_};
+  }
+  std::vector<ErrorRecord> found;
+  for (const Candidate& candidate : candidates_) {
+    found.push_back(candidate.record);
+  }
+  return found;
+}
+
 void Membership::noticed(ErrorRecord record, TimePoint now) {
   learn(std::move(record), -1, now);
 }

@@ -1,5 +1,6 @@
 #include "transport/net/socket_link.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 
 #include <thread>
 
+#include "base/unique_fd.h"
 #include "transport/link_conformance.h"
 #include "transport/link_peer.h"
 #include "transport/socket_pairs.h"
@@ -166,12 +168,41 @@ TEST(StartConnect, FinishesLater) {
   EXPECT_EQ(acceptOne(listener)->remote(), link->local());
 }
 
-SocketAddress closedPort() {
-  return Listener::bind(kLoopback, {}).address(); // free again when this returns
-}
+/// A port that nobody else gets and that refuses connections, until listen().
+class ClosedPort {
+ public:
+  ClosedPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in self{};
+    socklen_t nbytes = sizeof self;
+    self.sin_family = AF_INET;
+    self.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&self), nbytes), 0);
+    EXPECT_EQ(::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&self), &nbytes), 0);
+    address_ = SocketAddress::parse("127.0.0.1", ntohs(self.sin_port));
+  }
+  [[nodiscard]] const SocketAddress& address() const {
+    return address_;
+  }
+  void listen() {
+    EXPECT_EQ(::listen(socket_.get(), 1), 0);
+  }
+  /// Of the next connection.
+  [[nodiscard]] SocketAddress acceptedFrom() const {
+    sockaddr_in peer{};
+    socklen_t nbytes = sizeof peer;
+    const UniqueFd accepted(::accept(socket_.get(), reinterpret_cast<sockaddr*>(&peer), &nbytes));
+    EXPECT_TRUE(accepted);
+    return SocketAddress::parse("127.0.0.1", ntohs(peer.sin_port));
+  }
+
+ private:
+  UniqueFd socket_;
+  SocketAddress address_;
+};
 
 TEST(StartConnect, SaysWhyItFailed) {
-  const SocketAddress remote = closedPort();
+  ClosedPort port;
+  const SocketAddress& remote = port.address();
   const ErrorRecord record = errorOf([&] {
     const auto link = startConnect(kLoopback, remote);
     for (const Deadline deadline = Deadline::after(10000); !link->finishConnect() && !deadline.expired();) {
@@ -185,19 +216,21 @@ TEST(StartConnect, SaysWhyItFailed) {
 }
 
 TEST(ConnectTcp, TriesUntilThePeerListens) {
-  const SocketAddress remote = closedPort();
+  ClosedPort port;
+  const SocketAddress& remote = port.address();
   std::unique_ptr<SocketLink> link;
   std::thread connecting([&] { link = connectSocket(kLoopback, remote, Deadline::after(20000), AbortToken()); });
   // Listen only after a refusal has surely happened.
   (void)::poll(nullptr, 0, 50);
-  Listener listener = Listener::bind(kLoopback, {remote.port(), remote.port()});
+  port.listen();
   connecting.join();
   ASSERT_TRUE(link);
-  EXPECT_EQ(acceptOne(listener)->remote(), link->local());
+  EXPECT_EQ(port.acceptedFrom(), link->local());
 }
 
 TEST(ConnectTcp, GivesUpAtTheDeadlineAndSaysWhatItTried) {
-  const SocketAddress remote = closedPort();
+  ClosedPort port;
+  const SocketAddress& remote = port.address();
   const TimePoint begin = Clock::now();
   const ErrorRecord record =
       errorOf([&] { (void)connectSocket(kLoopback, remote, Deadline::after(2000, begin), AbortToken()); });
@@ -223,7 +256,8 @@ TEST(ConnectTcp, GivesUpAtOnceWhereTryingAgainCannotHelp) {
 }
 
 TEST(ConnectTcp, EndsWhenAborted) {
-  const SocketAddress remote = closedPort();
+  ClosedPort port;
+  const SocketAddress& remote = port.address();
   AbortToken abort;
   ErrorRecord reason;
   reason.code = ErrorCode::Aborted;

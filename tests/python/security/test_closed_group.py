@@ -67,6 +67,7 @@ def test_ranks_train_as_without_a_secret(files: list[Path], transport: str) -> N
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_the_file_in_the_home_folder_is_used(tmp_path: Path) -> None:
     path = tmp_path / ".config" / "pycomm" / "secret"
     path.parent.mkdir(parents=True)
@@ -158,6 +159,7 @@ def test_another_secret_is_named(files: list[Path], tmp_path: Path, torchrun: bo
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_another_policy_is_named(files: list[Path], tmp_path: Path) -> None:
     met = _met(
         tmp_path,
@@ -172,6 +174,7 @@ def test_another_policy_is_named(files: list[Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_a_secret_that_is_not_to_be_used_is_an_error(files: list[Path], tmp_path: Path) -> None:
     """And so is one that cannot be read: never a group in plain."""
     wrong = [

@@ -48,7 +48,7 @@ def crash(rank: int, world_size: int, folder: str, keeps: bool) -> None:
 
 
 @pytest.mark.usefixtures("cores")
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.every_day), "tcp"])
 @pytest.mark.in_shares
 def test_a_core_file_has_no_byte_of_the_secret(tmp_path: Path, transport: str) -> None:
     assert _forms_found(tmp_path, transport, keeps=False) == [[], []]
@@ -56,6 +56,7 @@ def test_a_core_file_has_no_byte_of_the_secret(tmp_path: Path, transport: str) -
 
 @pytest.mark.usefixtures("cores")
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_the_search_finds_a_secret_that_a_program_keeps(tmp_path: Path) -> None:
     for found in _forms_found(tmp_path, "auto", keeps=True):
         assert found

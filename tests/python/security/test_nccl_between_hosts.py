@@ -69,6 +69,7 @@ def _run(
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_require_refuses_nccl(both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path) -> None:
     for outcome in _run(both, fake_cuda, tmp_path, "nccl", "require"):
         assert outcome.returncode == 1, outcome
@@ -89,7 +90,7 @@ def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
     assert [outcome.err.count(warned) for outcome in outcomes] == [1, 0], outcomes
 
 
-@pytest.mark.parametrize("policy", ["auto", "require"])
+@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.every_day), "require"])
 @pytest.mark.in_shares
 def test_without_a_mode_cuda_tensors_are_in_tls(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path, policy: str

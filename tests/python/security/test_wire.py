@@ -102,7 +102,7 @@ def _run(both: tuple[Host, Host], folder: Path, master: str, **variables: str) -
     [
         pytest.param("auto", False, id="auto"),
         pytest.param("tcp", False, id="tcp", marks=pytest.mark.every_day),
-        pytest.param("tcp", True, id="tcp-v6"),
+        pytest.param("tcp", True, id="tcp-v6", marks=pytest.mark.every_day),
     ],
 )
 @pytest.mark.in_shares
@@ -131,6 +131,7 @@ def test_every_byte_is_tls(
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_without_a_secret_the_same_program_is_read(both: tuple[Host, Host], tmp_path: Path) -> None:
     ran = _run(both, tmp_path, both[0].address, PYCOMM_STREAMS="2")
     assert sum(_PATTERN * 100 in stream.data for stream in ran.ours) >= 2

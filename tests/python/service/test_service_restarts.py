@@ -40,6 +40,7 @@ def make_pair() -> tuple[nn.Module, optim.Optimizer]:
 
 
 @pytest.mark.in_shares
+@pytest.mark.every_day
 def test_a_worker_that_died_while_the_server_was_down_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "state"
     options = ("--workers", "2", "--checkpoint", str(path), "--rejoin", "1")
