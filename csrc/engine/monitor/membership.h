@@ -85,7 +85,7 @@ class Membership {
     return failure_;
   }
   [[nodiscard]] std::vector<Action> takeActions();
-  /// What was flooded so far, for a neighbour whose link comes only now.
+  /// The reports that were flooded so far, for a neighbour whose link comes only now.
   [[nodiscard]] std::vector<ErrorRecord> news() const;
 
  private:
