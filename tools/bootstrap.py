@@ -9,7 +9,7 @@ of torch are never downloaded: the version asked for is `+cpu`, unless the machi
 already provide the plain one. While pip installs torch, the part of the extension that includes no
 torch compiles.
 
-PYCOMM_TORCH=2.14.1 (`make TORCH=2.14.1`) installs that release of torch. Later runs keep it.
+PYCOMM_TORCH=2.14.1 (`make venv TORCH=2.14.1`) installs that release of torch. Later runs keep it.
 """
 
 from __future__ import annotations

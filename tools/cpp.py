@@ -2,11 +2,12 @@
 
     python tools/cpp.py FLAVOUR [--all-cases] [--remember-failures] [CMake arguments]
 
-More of CMake's arguments in $CMAKE_ARGS. FLAVOURS has them all. Under a sanitizer the tests that
-tests/cpp/in_shares.txt lists come in shares, a fifth on each day: see cpp_shares.py. All of them
-run with --all-cases, and in the flavours whose names end in _full. With --remember-failures tests
-that fail are added to tests/python/always.txt: they run on every day then. Where $GTEST_FILTER
-is set, it alone chooses the tests.
+FLAVOUR is a key of FLAVOURS below. $CMAKE_ARGS may hold more arguments for CMake.
+
+Under a sanitizer the tests that tests/cpp/in_shares.txt lists come in shares, a fifth on each day:
+see cpp_shares.py. All of them run with --all-cases, and in the flavours whose names end in _full.
+With --remember-failures tests that fail are added to tests/python/always.txt: they run on every day
+then. Where $GTEST_FILTER is set, it alone chooses the tests.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def main() -> int:
         code = 0 if run_again(folder, found.failed, prefix) else code
         again = reruns.report(found.names, code == 0)
     if code == 0 and wanted and sorted(found.tests) != wanted:
-        print(f"C++ {flavour}: these should run once: {', '.join(wrong_times(found, wanted))}")
+        print(f"C++ {flavour}: did not run exactly once: {', '.join(wrong_times(found, wanted))}")
         code = 1
     if code != 0 and "--remember-failures" in options:
         log = folder / "Testing" / "Temporary" / "LastTest.log"

@@ -16,7 +16,8 @@ namespace pycomm {
 
 /// Group::join() on this process's engine. If a signal comes meanwhile, such as Ctrl-C, and Python's handler raises, the join ends on all
 /// ranks with Error(Aborted) that names this one, and here with what the handler raised. For that a thread of its own joins while the main
-/// thread runs handlers. Called on another thread, which gets no signals, it joins on that. Not with the interpreter's lock.
+/// thread runs handlers. On a thread that is not the main one, or if no thread can be started, it joins on the calling thread, and signals
+/// wait. Call it without the interpreter's lock.
 [[nodiscard]] std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config);
 
 /// Joins the native threads, if there are any. True if all ended by the deadline.

@@ -10,7 +10,8 @@ namespace pycomm {
 
 class Group;
 
-/// Ends a Group::join() that another thread runs. All ranks get the reason.
+/// Ends a Group::join() that another thread runs. All ranks that have met this one get the reason; a rank that has not met any yet leaves a
+/// notice in the store (notices.h).
 class JoinAbort {
  public:
   /// On any thread. The first reason counts. If the group is complete already, it fails with it.

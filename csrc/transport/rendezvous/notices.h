@@ -10,7 +10,7 @@
 
 namespace pycomm {
 
-/// A message from a rank that cannot join because its secret is unusable. It cannot be sealed, in a sealed store either, so anybody who reaches
+/// A message from a rank that ended before it could join: its secret is unusable, or a signal interrupted it. It cannot be sealed, in a sealed store either, so anybody who reaches
 /// the store can write one; it may also be of an earlier run on the same store. Therefore a notice never ends the wait of another rank: that
 /// rank logs it, and names it if the wait times out.
 struct Notice {
