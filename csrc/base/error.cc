@@ -260,10 +260,14 @@ Error::Error(ErrorCode code, std::string summary, std::string hint)
         return record;
       }()) {}
 
-ErrorRecord noMemoryLeft() noexcept {
+ErrorRecord noMemoryLeft(const char* hint) noexcept {
   ErrorRecord record;
   record.code = ErrorCode::OutOfMemory;
   record.summary = "No memory left."; // as long as a string can be without memory of its own
+  try {
+    record.hint = hint;
+  } catch (const std::bad_alloc&) {
+  }
   return record;
 }
 

@@ -98,8 +98,8 @@ class Error : public std::runtime_error {
   ErrorRecord record_;
 };
 
-/// OutOfMemory, with a text that needs no memory.
-[[nodiscard]] ErrorRecord noMemoryLeft() noexcept;
+/// OutOfMemory, with a text that needs no memory, and with the hint if there is memory for that.
+[[nodiscard]] ErrorRecord noMemoryLeft(const char* hint = "") noexcept;
 
 /// The record of an Error, or one of another exception: its summary is `failed` and the exception's text. noMemoryLeft() if there is
 /// none for that.

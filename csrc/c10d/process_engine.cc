@@ -2,15 +2,14 @@
 
 #include <unistd.h>
 
-#include <chrono>
-#include <condition_variable>
 #include <exception>
+#include <future>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "base/error.h"
 #include "base/native_thread.h"
+#include "c10d/interruptible.h"
 #include "c10d/python_errors.h"
 
 namespace pycomm {
@@ -18,53 +17,13 @@ namespace {
 std::mutex g_mutex; ///< guards g_engine
 Engine* g_engine = nullptr;
 
-constexpr std::chrono::milliseconds kSignalsEvery{100};
-
-/// A join on a thread of its own, and what it came to.
-class Joining {
- public:
-  void run(Engine& engine, Store& store, const Group::Config& config, JoinAbort& abort) noexcept {
-    std::shared_ptr<Group> group;
-    std::exception_ptr error;
-    try {
-      group = Group::join(engine, store, config, abort);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    group_ = std::move(group);
-    error_ = error;
-    over_ = true;
-    changed_.notify_all();
-  }
-  /// Whether it is over.
-  [[nodiscard]] bool waitFor(std::chrono::milliseconds time) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, time, [&] { return over_; });
-  }
-  /// Once it is over.
-  [[nodiscard]] std::shared_ptr<Group> result() {
-    if (error_) {
-      std::rethrow_exception(error_);
-    }
-    return std::move(group_);
-  }
-
- private:
-  std::mutex mutex_; ///< guards the others
-  std::condition_variable changed_;
-  bool over_ = false;
-  std::shared_ptr<Group> group_;
-  std::exception_ptr error_;
-};
-
 ErrorRecord interrupted(const RendezvousConfig& meeting) {
   ErrorRecord record;
   record.code = ErrorCode::Aborted;
   record.rank = record.peer = meeting.rank;
   record.host = record.peer_host = localHostName();
   record.summary = "Rank " + std::to_string(meeting.rank) + " on " + record.host +
-      " was interrupted by a signal, such as Ctrl-C, while the group was made.";
+      " was interrupted by a signal, such as Ctrl-C, while the group was made";
   record.hint = "start the job again";
   return record;
 }
@@ -85,17 +44,19 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
     return Group::join(engine, store, config);
   }
   JoinAbort abort;
-  const auto joining = std::make_shared<Joining>();
+  const auto joining = std::make_shared<std::packaged_task<std::shared_ptr<Group>()>>(
+      [&] { return Group::join(engine, store, config, abort); });
+  std::future<std::shared_ptr<Group>> joined = joining->get_future();
   std::thread thread;
   try {
-    thread = startNativeThread("pycomm-join", [&, joining] { joining->run(engine, store, config, abort); });
+    thread = startNativeThread("pycomm-join", [joining] { (*joining)(); });
   } catch (const std::exception&) { // then signals have to wait
     return Group::join(engine, store, config);
   }
   const pid_t self = ::getpid();
   std::exception_ptr raised;
   for (bool over = false; !over;) {
-    over = joining->waitFor(kSignalsEvery); // and looks once more when it is over
+    over = joined.wait_for(Interruptible::kEvery) == std::future_status::ready; // signals are looked for once more then
     try {
       checkSignals();
     } catch (...) {
@@ -106,14 +67,17 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
     }
     if (::getpid() != self) { // a handler has forked, and this is the child, which has no such thread
       thread.detach();
-      throw Error(ErrorCode::Forked, "The process was forked by a signal handler while it made a group.", "exec there");
+      throw Error(
+          ErrorCode::Forked,
+          "The process was forked by a signal handler while it made a group.",
+          "call exec() in the child");
     }
   }
   thread.join();
   if (raised) {
     std::rethrow_exception(raised);
   }
-  return joining->result();
+  return joined.get();
 }
 
 bool shutdownProcessEngine(Deadline deadline) {

@@ -10,12 +10,7 @@ namespace pycomm {
 
 /// The record for a std::bad_alloc.
 [[nodiscard]] inline ErrorRecord outOfMemory() noexcept {
-  ErrorRecord record = noMemoryLeft();
-  try {
-    record.hint = "use a smaller batch, or fewer operations at once";
-  } catch (const std::bad_alloc&) {
-  }
-  return record;
+  return noMemoryLeft("use a smaller batch, or fewer operations at once");
 }
 
 /// Runs the body of a function that torch calls; pycomm's errors leave it as Python exceptions. The caller does not hold the

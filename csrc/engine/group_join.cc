@@ -78,15 +78,6 @@ std::shared_ptr<const TlsContext> openOrPost(const Group::Config& config, Store&
   }
 }
 
-ErrorRecord noMemoryHere() noexcept {
-  ErrorRecord record = noMemoryLeft();
-  try {
-    record.hint = "free memory on this host, or start fewer ranks on it";
-  } catch (const std::bad_alloc&) {
-  }
-  return record;
-}
-
 std::vector<Listener> takeListeners(Rendezvous&& met) {
   std::vector<Listener> listeners;
   for (Listener* listener : {&met.unix_listener, &met.listener}) {
@@ -143,7 +134,7 @@ std::shared_ptr<Group> Group::join(Engine& engine, Store& store, const Config& c
   } catch (const std::exception& exception) {
     ErrorRecord record = recordOf(exception, "the group could not be made");
     if (dynamic_cast<const std::bad_alloc*>(&exception) != nullptr) {
-      record = noMemoryHere();
+      record = noMemoryLeft("free memory on this host, or start fewer ranks on it");
     }
     const ErrorPhase phase = group == nullptr ? ErrorPhase::Rendezvous : ErrorPhase::Connect;
     record = asSeenHere(std::move(record), meeting, phase, began);

@@ -237,16 +237,30 @@ class Ranks:
 
     def wait_until_asleep(self, rank: int, timeout_s: float = 100.0) -> None:
         """Waits until the rank's main thread blocks: it is inside what its last mark announced."""
-        deadline = time.monotonic() + timeout_s
         looks = 0
-        while looks < _LOOKS_ASLEEP:
-            ended = self.processes[rank].poll() is not None
-            if ended or time.monotonic() > deadline:
-                raise AssertionError(f"rank {rank} never slept\n{self.collect(1.0).describe()}")
-            stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
-            # "pid (name) state …": the name may hold anything, so look from its end.
-            looks = looks + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+
+        def sleeps() -> bool:
+            nonlocal looks
+            looks = looks + 1 if self.state(rank) == "S" else 0
+            return looks == _LOOKS_ASLEEP
+
+        self.wait_until(rank, sleeps, "never slept", timeout_s)
+
+    def wait_until(
+        self, rank: int, is_so: Callable[[], bool], otherwise: str, timeout_s: float = 100.0
+    ) -> None:
+        """Looks until ``is_so()``; AssertionError with ``otherwise`` if the rank ends before."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"rank {rank} {otherwise}\n{self.collect(1.0).describe()}")
             time.sleep(0.002)
+
+    def state(self, rank: int) -> str:
+        """The kernel's letter for the rank's main thread: "S" if asleep, "T" if stopped."""
+        stat = Path(f"/proc/{self.pid(rank)}/stat").read_text()
+        # "pid (name) state …": the name may hold anything, so look from its end.
+        return stat.rpartition(")")[2].split()[0]
 
     def marks(self, rank: int) -> list[str]:
         """All marks of a rank so far."""

@@ -66,10 +66,10 @@ UniqueFd connectTo(const Acceptor& acceptor) {
   (void)::setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
   const SocketAddress& address = acceptor.address();
   int error = 0;
+  // With thousands of connections a second there may be no free port: the kernel remembers each for a while.
   for (const Deadline end = Deadline::after(10000); !end.expired(); (void)::poll(nullptr, 0, 1)) {
     error = ::connect(socket.get(), address.raw(), address.rawLength()) == 0 ? 0 : errno;
-    if (error != EADDRNOTAVAIL &&
-        error != EINTR) { // thousands of connections a second: the kernel still remembers every port
+    if (error != EADDRNOTAVAIL && error != EINTR) {
       break;
     }
   }

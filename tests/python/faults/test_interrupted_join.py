@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from ranks import Ranks, start_ranks
 from time_bound import assert_within
 
 import pycomm
-from pycomm import _extension
+from pycomm import _extension, _secret
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.timeout(120)]
 
-KEY = "pycomm-secret-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh86oZq"
 REASON = "was interrupted by a signal, such as Ctrl-C, while the group was made"
 
 
@@ -53,22 +51,12 @@ def _join(rank: int, world_size: int, store: str) -> list[Any]:
     return [*ended, total.tolist()]
 
 
-def _wait_until(running: Ranks, rank: int, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        if running.processes[rank].poll() is not None or time.monotonic() > deadline:
-            pytest.fail(running.collect(1).describe())
-        time.sleep(0.01)
-
-
 def _wait_for_key(running: Ranks, store: Path, rank: int) -> None:
     """Until the rank has said in the store who it is, so that it waits for the others."""
     key = f"member/{rank}".encode()
-    _wait_until(running, rank, lambda: store.exists() and key in store.read_bytes())
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    running.wait_until(
+        rank, lambda: store.exists() and key in store.read_bytes(), "has not come to the store"
+    )
 
 
 def meet(rank: int, world_size: int, store: str) -> list[Any]:
@@ -79,17 +67,21 @@ def meet(rank: int, world_size: int, store: str) -> list[Any]:
 @pytest.mark.time_bound
 @pytest.mark.in_shares
 @pytest.mark.parametrize(
-    ("victim", "key"),
+    ("victim", "sealed"),
     [
-        pytest.param(0, None, id="first", marks=pytest.mark.every_day),
-        pytest.param(1, None, id="second"),
-        pytest.param(0, KEY, id="first-secret"),
-        pytest.param(1, KEY, id="second-secret"),
+        pytest.param(0, False, id="first", marks=pytest.mark.every_day),
+        pytest.param(1, False, id="second"),
+        pytest.param(0, True, id="first-secret"),
+        pytest.param(1, True, id="second-secret"),
     ],
 )
-def test_ctrl_c_while_ranks_are_missing(victim: int, key: str | None, tmp_path: Path) -> None:
+def test_ctrl_c_while_ranks_are_missing(victim: int, sealed: bool, tmp_path: Path) -> None:
     """Of three ranks the last never comes."""
-    args, env = (f"file://{tmp_path}/store",), {"PYCOMM_SECRET": key}
+    secret = tmp_path / "secret"
+    if sealed:
+        _secret.generate_file(str(secret))
+    args = (f"file://{tmp_path}/store",)
+    env = {"PYCOMM_SECRET_FILE": str(secret) if sealed else None}
     with start_ranks(2, meet, args=args, init="none", backend=None, env=env) as running:
         for rank in range(2):
             _wait_for_key(running, tmp_path / "store", rank)
@@ -118,7 +110,7 @@ def test_ctrl_c_while_a_connection_is_made(tmp_path: Path) -> None:
     args = (f"file://{tmp_path}/store",)
     with start_ranks(2, connect, args=args, init="none", backend=None) as running:
         running.wait_for_mark(0, "joining")
-        _wait_until(running, 1, lambda: _state(running.processes[1].pid) == "T")
+        running.wait_until(1, lambda: running.state(1) == "T", "did not stop")
         sent_s = running.kill(0, signal.SIGINT)
         running.wait_for_mark(0, "ended")
         running.kill(1, signal.SIGCONT)
@@ -158,8 +150,10 @@ def test_ctrl_c_under_torchrun_before_rank_0_has_come_is_known_to_it() -> None:
     options: dict[str, Any] = {"init": "none", "backend": None, "destroy": False}
     with start_ranks(2, meet_by_torchrun, args=args, ranks=[1], **options) as running:
         running.wait_for_mark(1, "joining")
-        _wait_until(
-            running, 1, lambda: any(str(key).endswith("claim/1") for key in server.list_keys())
+        running.wait_until(
+            1,
+            lambda: any(str(key).endswith("claim/1") for key in server.list_keys()),
+            "has not claimed its rank",
         )
         time.sleep(0.5)
         running.kill(1, signal.SIGINT)
