@@ -306,11 +306,11 @@ class ProtocolViolationError(PycommNetworkError):
 
 
 class DataCorruptError(PycommNetworkError):
-    """The sum of an fp16 gradient bucket is not what the ranks sent. pycomm checks only these
-    buckets beyond TCP's checksum.
+    """What arrived is not what a rank sent. With a secret all bytes between hosts are checked,
+    without one only the sums of fp16 gradient buckets are.
 
-    Try: over another backend, use pycomm or another ``wire_dtype``. Over pycomm, report it.
-    """
+    Try: look for what changes packets between the hosts: a proxy, a router, a network card. If it
+    is about a bucket, report it; over another backend use pycomm, or another ``wire_dtype``."""
 
 
 class AbortedError(PycommBackendError):

@@ -95,8 +95,8 @@ class InChannel {
   InChannel(int peer, Link& link, Receiver& receiver, size_t buffer_nbytes = 64 << 10)
       : peer_(peer), link_(link), receiver_(receiver), buffer_(buffer_nbytes) {}
 
-  /// Reads a bounded number of bytes. False once the peer has closed its side. Throws Error(ConnectionReset) or
-  /// Error(ProtocolViolation).
+  /// Reads a bounded number of bytes. False once the peer has closed its side. Throws Error(ConnectionReset),
+  /// Error(DataCorrupt) or Error(ProtocolViolation).
   [[nodiscard]] bool read();
   /// Writes no more bytes of the frame that is arriving to the place that the receiver named. The rest of its payload is read and
   /// dropped, so that the frames after it can be read.

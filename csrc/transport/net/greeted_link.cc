@@ -89,7 +89,8 @@ bool GreetedLink::finishConnect() {
     connected_ = connected_ || link_->finishConnect();
     accepted_ = connected_ && introduction_.advance(*link_);
   } catch (const Error& error) {
-    if (error.record().code != ErrorCode::ConnectionReset) {
+    const ErrorCode code = error.record().code;
+    if (code != ErrorCode::ConnectionReset && code != ErrorCode::DataCorrupt) { // a new connection may fare better
       throw;
     }
     pause();

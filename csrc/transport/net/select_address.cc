@@ -72,10 +72,14 @@ std::vector<Interface> keep(
   const std::string family = policy.family == AddressFamily::Any
       ? ""
       : std::string(" with an ") + addressFamilyName(policy.family) + " address";
+  const bool network_is_down = std::none_of(
+      network.interfaces.begin(), network.interfaces.end(), [](const Interface& interface) { return interface.up; });
   throw Error(
       ErrorCode::NoInterface,
       what + family + "; this host has " + describeInterfaces(network.interfaces),
-      "set PYCOMM_SOCKET_IFNAME to the interface that the other hosts reach");
+      network_is_down
+          ? "start the network of this host or container; a job on one host needs lo alone (ip link set lo up)"
+          : "set PYCOMM_SOCKET_IFNAME to the interface that the other hosts reach");
 }
 
 AddressChoice chosenBySpec(const AddressPolicy& policy, const HostNetwork& network) {

@@ -25,6 +25,18 @@ constexpr size_t kRecordNbytes = TlsBio::kRecordNbytes;
 constexpr size_t kTlsTurnNbytes = 1 << 20;
 constexpr const char* kReasonMark = "OpenSSL: ";
 
+// Whether an error of SSL_read() after the handshake means that bytes are not those that the peer's OpenSSL has sent. OpenSSL's numbers
+// (openssl/err.h, openssl/sslerr.h): its reasons below 1000 judge what came, others are alerts of the peer, about what it got from here.
+bool meansChangedBytes(unsigned long error) {
+  constexpr unsigned long kLibSsl = 20;
+  constexpr unsigned long kUnexpectedEof = 294;
+  constexpr unsigned long kAlerts = 1000;
+  constexpr unsigned long kAlertBadRecordMac = kAlerts + 20;
+  const unsigned long library = error >> 23U & 0xFFU;
+  const unsigned long reason = error & 0x7FFFFFU; // above 0x80000: about this process, such as a lack of memory
+  return library == kLibSsl && (reason < kAlerts ? reason != kUnexpectedEof : reason == kAlertBadRecordMac);
+}
+
 } // namespace
 
 std::unique_ptr<TlsLink> TlsLink::connect(
@@ -129,6 +141,20 @@ void TlsLink::throwBroken(const char* what) const {
   throw Error(record);
 }
 
+void TlsLink::throwUnreadable() const {
+  if (!meansChangedBytes(ssl_.ERR_peek_error())) {
+    throwBroken("reading");
+  }
+  ErrorRecord record;
+  record.code = ErrorCode::DataCorrupt;
+  record.cause = takeReason();
+  record.summary = "Bytes were changed, dropped, repeated or inserted on their way: " + describe() + ".";
+  record.hint =
+      "look for what changes packets between the two hosts: a proxy, a router or a network card; or somebody does it on "
+      "purpose";
+  throw Error(record);
+}
+
 void TlsLink::encrypt(ConstBufferView bytes) {
   ssl_.ERR_clear_error();
   if (records_ >= context_->options().records_per_key) {
@@ -192,6 +218,14 @@ Progress TlsLink::tryWrite(const ConstBufferView* views, size_t count) {
   return progress;
 }
 
+void TlsLink::answer() {
+  try {
+    bio_.flush();
+  } catch (const Error&) {
+    // The next write throws it; here there may still be something to read.
+  }
+}
+
 Progress TlsLink::tryRead(BufferView into) {
   Progress progress;
   if (into.nbytes == 0 || !up()) {
@@ -224,19 +258,16 @@ Progress TlsLink::tryRead(BufferView into) {
     ended_ = error == kErrorZeroReturn || bio_.underEnded();
     if (!ended_) {
       try {
-        throwBroken("reading");
+        throwUnreadable();
       } catch (...) {
         bio_.fail();
       }
+      answer(); // an alert
       continue; // reports it now, or in the next call if something has been read
     }
     ssl_.ERR_clear_error();
   }
-  try {
-    bio_.flush();
-  } catch (const Error&) {
-    // The next write throws it; here there may still be something to read.
-  }
+  answer();
   progress.closed = ended_ && progress.nbytes == 0;
   end_reported_ = end_reported_ || progress.closed;
   progress.would_block = progress.nbytes == 0 && !ended_;

@@ -18,8 +18,9 @@ namespace pycomm {
 /// What tryWrite() takes is encrypted at once and no longer needed, so a caller may go on with other bytes after any partial write. It
 /// takes nothing if the encrypted bytes would not fit: OpenSSL never waits in the middle of a record.
 ///
-/// A bad record, a reset and an end without a word are alike: ConnectionReset or `closed`. An end says nothing about good order; the
-/// engine's Goodbye frame does.
+/// tryRead() throws Error(DataCorrupt) if what has come is not what the peer's OpenSSL has sent, or if the peer says that of what it got.
+/// A reset and an end without a word are alike: ConnectionReset or `closed`. An end says nothing about good order; the engine's Goodbye
+/// frame does.
 ///
 /// One thread at a time, for reading and writing together. Not to be used in a forked child.
 class TlsLink final : public Link {
@@ -101,6 +102,10 @@ class TlsLink final : public Link {
   /// Throws what has nothing to do with the peer: memory that this process lacks.
   void throwOwnTrouble(const std::string& why) const;
   [[noreturn]] void throwBroken(const char* what) const;
+  /// Sends what OpenSSL has written while it read.
+  void answer();
+  /// After a SSL_read() of an open connection that found neither bytes nor an end.
+  [[noreturn]] void throwUnreadable() const;
 
   const std::shared_ptr<const TlsContext> context_;
   const OpenSsl& ssl_; ///< the context's

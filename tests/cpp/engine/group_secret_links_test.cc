@@ -278,7 +278,7 @@ class Rerouted final : public Store {
   Between& between_;
 };
 
-// Rank 0 sees the broken record, and rank 1 what becomes of its connection.
+// Rank 0 sees the broken record, and rank 1 what becomes of its connection: both name who sent it.
 TEST(GroupSecret, AChangedByteEndsTheOperationOnBothRanks) {
   SharedStore shared;
   Between between;
@@ -305,7 +305,8 @@ TEST(GroupSecret, AChangedByteEndsTheOperationOnBothRanks) {
         const TimePoint end = Clock::now();
         const auto error = operation->error();
         ASSERT_TRUE(error) << "rank " << rank;
-        EXPECT_EQ(error->code, ErrorCode::PeerDead) << error->text();
+        EXPECT_EQ(error->code, ErrorCode::DataCorrupt) << error->text();
+        EXPECT_EQ(error->peer, 1) << error->text();
         EXPECT_THAT(error->cause, HasSubstr("bad record mac"));
         EXPECT_TRUE(between.flipped());
         const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(end - between.when()).count();

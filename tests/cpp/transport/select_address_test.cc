@@ -158,6 +158,15 @@ TEST(ChooseRoute, SaysWhyASpecCannotBeObeyed) {
       errorOf([] { (void)chooseRoute(policy("10.0.0.7", "docker0", AddressFamily::IPv6), kAlpha); });
   EXPECT_EQ(family.code, ErrorCode::NoInterface);
   EXPECT_THAT(family.summary, HasSubstr("with an IPv6 address"));
+  EXPECT_THAT(family.hint, HasSubstr("PYCOMM_SOCKET_IFNAME"));
+}
+
+TEST(ChooseRoute, SaysThatTheWholeNetworkIsDown) {
+  const HostNetwork down = host({interface("lo", {}, false)}, {});
+  const ErrorRecord record = errorOf([&] { (void)chooseRoute(policy(""), down); });
+  EXPECT_EQ(record.code, ErrorCode::NoInterface);
+  EXPECT_THAT(record.summary, HasSubstr("lo (down)"));
+  EXPECT_THAT(record.hint, HasSubstr("ip link set lo up"));
 }
 
 TEST(ChooseAddress, OnOneHostIsLoopback) {

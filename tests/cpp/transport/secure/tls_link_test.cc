@@ -350,8 +350,15 @@ TEST(TlsLink, AForgedRecordEndsTheConnection) {
         (void)pair.server->tryRead({&byte, 1});
       }
     });
-    EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+    EXPECT_EQ(record.code, ErrorCode::DataCorrupt);
   }
+  const ErrorRecord other = errorOf([&] { // the alert says it to whom the forger speaks for
+    for (const Deadline deadline = soon(); !deadline.expired();) {
+      (void)pair.client->tryRead({&byte, 1});
+    }
+  });
+  EXPECT_EQ(other.code, ErrorCode::DataCorrupt);
+  EXPECT_THAT(other.cause, HasSubstr("alert bad record mac"));
 }
 
 TEST(TlsLink, APeerWithoutASecretIsNamed) {
@@ -429,7 +436,7 @@ TEST(TlsLink, LeavesNoErrorOfItsOwn) {
       (void)pair.server->tryRead({into.data(), into.size()});
     }
   });
-  EXPECT_EQ(record.code, ErrorCode::ConnectionReset);
+  EXPECT_EQ(record.code, ErrorCode::DataCorrupt);
   EXPECT_THAT(record.cause, HasSubstr("bad record mac"));
   EXPECT_EQ(openSsl().ERR_peek_error(), 0U);
 }
