@@ -95,7 +95,7 @@ TCP_TESTS = collectives/test_collectives_basic collectives/test_async_work fault
   faults/test_faults_basic collectives/test_random_programs collectives/test_support ddp/test_torch_ddp \
   faults/test_life_cycle service/test_service service/test_service_ends service/test_service_restarts \
   service/test_service_strangers
-tcp: ## today's fifth of these tests over TCP, whose ranks would share memory or connect by Unix sockets; ARGS=--all-cases: all
+tcp: ## today's fifth of twelve files of Python tests, over TCP instead of shared memory and Unix sockets; ARGS=--all-cases: all
 	$(BOOTSTRAP) --group test
 	@TEST_TRANSPORT=tcp $(BIN)/python tools/python_tests.py --all-in-shares \
 	  $(patsubst %,tests/python/%.py,$(TCP_TESTS)) $(ARGS)
@@ -134,7 +134,7 @@ torch_suite: ## torch's own DistributedTest suite, 2 ranks; ARGS=--all: 2 to 4 a
 	$(BOOTSTRAP) --group test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/torch_suite/run.py $(ARGS)
 
-other_torch: ## all of that and the Python tests with another torch, in build/: make other_torch TORCH=2.15.0
+other_torch: ## the Python tests and torch's own suite with another torch, installed into build/; TORCH=2.15.0
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/other_torch.py $(TORCH) $(ARGS)
 

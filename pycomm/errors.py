@@ -306,11 +306,11 @@ class ProtocolViolationError(PycommNetworkError):
 
 
 class DataCorruptError(PycommNetworkError):
-    """What arrived is not what a rank sent. With a secret all bytes between hosts are checked,
+    """A rank got other bytes than its peer sent. With a secret all bytes of TLS are checked;
     without one only the sums of fp16 gradient buckets are.
 
-    Try: look for what changes packets between the hosts: a proxy, a router, a network card. If it
-    is about a bucket, report it; over another backend use pycomm, or another ``wire_dtype``."""
+    Try: start again; if it comes back, look for what changes packets between the hosts. If it names
+    a bucket, report it; over another backend use pycomm, or another ``wire_dtype``."""
 
 
 class AbortedError(PycommBackendError):

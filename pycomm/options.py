@@ -277,7 +277,10 @@ def secret_file(environ: Mapping[str, str] | None = None) -> str:
     """
     environ = os.environ if environ is None else environ
     if wants_no_secret(environ):
-        raise ValueError(f"{SECRET_FILE_VARIABLE}={_NO_SECRET}: this job has no secret")
+        raise ValueError(
+            f"{SECRET_FILE_VARIABLE}={_NO_SECRET}: this job has no secret. Try: unset "
+            f"{SECRET_FILE_VARIABLE}, or let it name a file"
+        )
     named = environ.get(SECRET_FILE_VARIABLE, "").strip()
     return os.path.abspath(os.path.expanduser(named or _SECRET_FILE))
 

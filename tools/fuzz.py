@@ -1,14 +1,17 @@
 """Fuzz what reads bytes from outside, guided by coverage, under AddressSanitizer and UBSan.
 
-    python tools/fuzz.py                        # every decoder for a minute; needs clang, libFuzzer
+    python tools/fuzz.py                        # every target for a minute; needs clang, libFuzzer
     python tools/fuzz.py --seconds 3600 frames matching
     python tools/fuzz.py --keep 300            # and keep the smallest inputs that reach as much
     python tools/fuzz.py --until-dry           # each until 10^6 inputs in a row reach nothing new,
-                                               # at most 10^7 inputs or an hour of CPU time
+                                               # at most 10^7 inputs or an hour of CPU time, and
+                                               # 10^8 inputs of all targets together
     python tools/fuzz.py --until-dry --minutes 30 sealed door   # a session of half an hour
 
---until-dry continues where an earlier session has ended: its state is in build/fuzz (fuzz_dry.py).
-It prints a table of all targets, and --results FILE also writes it there.
+A target is a function that gets bytes as somebody outside may have sent them; its name is that of a
+file in tests/cpp/fuzz/corpus. --until-dry continues where an earlier session has ended: its state
+is in build/fuzz (fuzz_dry.py). A session lasts a day unless --minutes says less. It prints a table
+of all targets, and --results FILE also writes it there.
 
 The inputs that are kept, a line of hex digits each, lie in tests/cpp/fuzz/corpus; every test run
 reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says so and ends with 0.
@@ -33,9 +36,9 @@ from fuzz_dry import Found
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp-fuzz"
 CORPUS = ROOT / "tests" / "cpp" / "fuzz" / "corpus"
-DECODERS = ["hello", "reply", "error", "rank", "text", "meeting"]
-DECODERS += ["sealed", "secret", "door", "knock"]
-DECODERS += ["control", "bulk", "frames", "matching"]
+TARGETS = ["hello", "reply", "error", "rank", "text", "meeting"]
+TARGETS += ["sealed", "secret", "door", "knock"]
+TARGETS += ["control", "bulk", "frames", "matching"]
 STATE = ROOT / "build" / "fuzz"
 _MAX_NBYTES = 4096
 
@@ -100,11 +103,11 @@ def keep(program: Path, name: str, folder: Path, most: int) -> int:
 def fuzz(
     program: Path, name: str, seconds: int, work: Path, found: Found, most_inputs: int = 0
 ) -> bool:
-    """Fuzz one decoder for some seconds, from its folder in `work`. False where it found something.
+    """Fuzz one target for some seconds, from its folder in `work`. False where it found something.
 
     Adds to `found`. `most_inputs` other than 0 ends it earlier.
     """
-    limits = [f"-max_total_time={seconds}", f"-max_len={_MAX_NBYTES}", "-timeout=10"]
+    limits = [f"-max_total_time={seconds}", f"-max_len={_MAX_NBYTES}", "-timeout=60"]
     limits += ["-rss_limit_mb=2048", f"-artifact_prefix={work}/{name}-"]
     if most_inputs:  # what it reads again at its start is counted, too, and an empty input besides
         known = sum(1 for path in (work / name).iterdir() if path.is_file())
@@ -140,7 +143,7 @@ def add(found: Found, log: str, runs: int) -> None:
 
 
 def run(program: Path, name: str, options: argparse.Namespace, work: Path) -> bool:
-    """Fuzz one decoder for a while; False where it found something."""
+    """Fuzz one target for a while; False where it found something."""
     unpack(program, name, work / name)
     found = Found()
     if not fuzz(program, name, options.seconds, work, found):
@@ -154,7 +157,7 @@ def run(program: Path, name: str, options: argparse.Namespace, work: Path) -> bo
 
 
 def until_dry(program: Path, clang: str, options: argparse.Namespace) -> int:
-    """Fuzz the decoders until they are dry; 1 if one found something."""
+    """Fuzz the targets until they are dry; 1 if one found something."""
 
     def one_run(name: str, most_inputs: int, found: Found) -> bool:
         if found.inputs == 0:
@@ -162,9 +165,9 @@ def until_dry(program: Path, clang: str, options: argparse.Namespace) -> int:
             found.first_corpus = sum(1 for _ in (STATE / name).iterdir())
         return fuzz(program, name, options.seconds, STATE, found, most_inputs)
 
-    chosen, at = options.decoders or DECODERS, fuzz_dry.commit(ROOT)
+    chosen, at = options.targets or TARGETS, fuzz_dry.commit(ROOT)
     print(fuzz_dry.HEADING, flush=True)
-    counts = fuzz_dry.run_all(chosen, DECODERS, program, STATE, one_run, options.minutes)
+    counts = fuzz_dry.run_all(chosen, TARGETS, program, STATE, one_run, options.minutes)
     text = fuzz_dry.report(counts, at, clang)
     print("\n" + text, end="", flush=True)
     if options.results is not None:
@@ -178,7 +181,7 @@ def until_dry(program: Path, clang: str, options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("decoders", nargs="*", metavar="DECODER", help=f"of {', '.join(DECODERS)}")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--seconds", type=int, default=60, help="for each; default: %(default)s")
     parser.add_argument(
         "--until-dry",
@@ -194,8 +197,8 @@ def main() -> int:
         "--keep", type=int, default=0, metavar="N", help="keep up to N inputs of each"
     )
     options = parser.parse_args()
-    if unknown := set(options.decoders) - set(DECODERS):
-        parser.error(f"no decoder {', '.join(sorted(unknown))}; there are {', '.join(DECODERS)}")
+    if unknown := set(options.targets) - set(TARGETS):
+        parser.error(f"no target {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     clang = find_clang()
     if clang is None:
         print("fuzz: SKIPPED, no clang++ that links libFuzzer (apt install clang libfuzzer-14-dev)")
@@ -204,7 +207,7 @@ def main() -> int:
     if options.until_dry:
         return until_dry(program, clang, options)
     with tempfile.TemporaryDirectory() as work:
-        chosen = options.decoders or DECODERS
+        chosen = options.targets or TARGETS
         failed = [name for name in chosen if not run(program, name, options, Path(work))]
     return 1 if failed else 0
 

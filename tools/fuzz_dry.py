@@ -1,7 +1,7 @@
-"""Fuzz each decoder until it is dry, in as many sessions as that takes (fuzz.py --until-dry).
+"""Fuzz each target until it is dry, in as many sessions as that takes (fuzz.py --until-dry).
 
-After each run of libFuzzer the counts of the decoder are written to build/fuzz/<decoder>.json, and
-its inputs lie in build/fuzz/<decoder>. A later session continues there, as long as the fuzzer is
+After each run of libFuzzer the counts of the target are written to build/fuzz/<target>.json, and
+its inputs lie in build/fuzz/<target>. A later session continues there, as long as the fuzzer is
 the same program. If the program has changed, the counts begin anew, and the inputs are kept.
 """
 
@@ -26,13 +26,13 @@ MOST_CPU_SECONDS = 3600
 MOST_INPUTS_OF_ALL = 100_000_000
 DRY = "dry"
 FOUND = "FOUND SOMETHING"
-# A decoder that has one of these is done.
+# A target that has one of these is done.
 DONE = (DRY, "10^7 inputs", "60 CPU minutes", FOUND)
 
 
 @dataclasses.dataclass
 class Found:
-    """The counts of one decoder, over all its runs."""
+    """The counts of one target, over all its runs."""
 
     inputs: int = 0
     edges: int = 0
@@ -58,13 +58,13 @@ class Found:
 
 
 HEADING = (
-    f"{'target':<9}{'inputs':>12}{'CPU s':>8}{'edges':>8}{'new':>7}{'corpus':>8}{'new':>7}"
-    f"{'since new':>13}  reason for stopping"
+    f"{'target':<9}{'inputs':>12}{'CPU s':>8}{'edges':>8}{'added':>7}{'corpus':>8}{'added':>7}"
+    f"{'since added':>13}  reason for stopping"
 )
 
 
 def reason_to_stop(found: Found, inputs_of_all: int) -> str:
-    """Why the decoder gets no further run; empty if it gets one."""
+    """Why the target gets no further run; empty if it gets one."""
     if found.reason in DONE:
         return found.reason
     if found.since_new() >= DRY_INPUTS:
@@ -101,10 +101,10 @@ def run_all(
     one_run: Callable[[str, int, Found], bool],
     minutes: float,
 ) -> dict[str, Found]:
-    """Run each chosen decoder to its end, or until the minutes of this session are used.
+    """Run each chosen target to its end, or until the minutes of this session are used.
 
-    ``one_run(name, inputs, found)`` runs a decoder for at most so many inputs and adds to the
-    counts. Its result is false if it found an error. Returns the counts of every decoder.
+    ``one_run(name, inputs, found)`` runs a target for at most so many inputs and adds to the
+    counts. Its result is false if it found an error. Returns the counts of every target.
     """
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(program.read_bytes()).hexdigest()[:16]
@@ -150,15 +150,18 @@ def report(counts: dict[str, Found], at: str, clang: str) -> str:
     rows = [found.line(name) for name, found in counts.items() if found.inputs]
     missing = [name for name, found in counts.items() if not found.inputs]
     lines = [
-        f"Each fuzz target until it reaches nothing new: python {shlex.join(sys.argv)}",
+        f"Fuzz targets until they reach nothing new, or as far as they ran: "
+        f"python {shlex.join(sys.argv)}",
         f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}, {at}, "
         f"{os.cpu_count()} cores ({_processor()}), "
-        f"{_output(clang, '--version').splitlines()[0]}, AddressSanitizer and UBSan, one process.",
+        f"{_output(clang, '--version').splitlines()[0]}, AddressSanitizer and UBSan.",
         f"A target is dry if {DRY_INPUTS:,} inputs in a row reached no new edge. It ends at "
         f"{MOST_INPUTS:,} inputs or {MOST_CPU_SECONDS:,} s of CPU",
         f"time, dry or not, and all targets together end at {MOST_INPUTS_OF_ALL:,} inputs. "
         "The counts are those of all sessions with this",
-        "program. 'edges' and 'corpus' are what the kept inputs reached, and their number, before.",
+        "program. 'edges': those that the kept inputs reached before, and those added; "
+        "'corpus': the kept inputs,",
+        "and those added; 'since added': the inputs since the last new edge.",
         "",
         HEADING,
         *rows,
@@ -166,5 +169,5 @@ def report(counts: dict[str, Found], at: str, clang: str) -> str:
         f"{inputs:,} inputs in all; dry: "
         f"{', '.join(name for name, found in counts.items() if found.reason == DRY) or 'none'}.",
     ]
-    lines += [f"Not run yet: {', '.join(missing)}."] if missing else []
+    lines += [f"Not run with this program: {', '.join(missing)}."] if missing else []
     return "\n".join(lines) + "\n"

@@ -63,8 +63,8 @@ STEPS = [
         10,
     ),
     *(
-        Step(f"fuzz{number}", f"{{make}} fuzz ARGS='--seconds 600 {decoders}'", 52)
-        for number, decoders in enumerate(
+        Step(f"fuzz{number}", f"{{make}} fuzz ARGS='--seconds 600 {targets}'", 52)
+        for number, targets in enumerate(
             (
                 "hello reply error rank text",
                 "meeting sealed secret door knock",

@@ -51,13 +51,15 @@ enum class ErrorCode : uint16_t {
 /// Everything known about one failure. A plain value: copied, sent to other ranks, printed. Unknown fields keep their
 /// defaults and do not appear in the text.
 struct ErrorRecord {
+  static constexpr int kThisEnd = -2; ///< the end of a link at which the error is seen
   ErrorCode code = ErrorCode::Internal;
   std::string summary; ///< one plain sentence: what failed
   std::string hint; ///< what to try
   std::string cause; ///< errno name and text, or the text of the underlying exception
   int rank = -1; ///< the rank that noticed the failure
   std::string host;
-  int peer = -1; ///< the rank that caused it, or that this rank waited for
+  int peer =
+      -1; ///< the rank that caused it, or that this rank waited for; a link, which knows no ranks, may say kThisEnd
   std::string peer_host;
   std::string group;
   int64_t epoch = -1;

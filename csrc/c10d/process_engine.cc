@@ -55,14 +55,19 @@ std::shared_ptr<Group> joinGroup(Store& store, const Group::Config& config) {
   }
   const pid_t self = ::getpid();
   std::exception_ptr raised;
+  bool aborted = false;
   for (bool over = false; !over;) {
     over = joined.wait_for(Interruptible::kEvery) == std::future_status::ready; // signals are looked for once more then
     try {
       checkSignals();
     } catch (...) {
-      if (!raised) {
-        raised = std::current_exception();
+      raised = raised ? raised : std::current_exception();
+    }
+    if (raised && !aborted) {
+      try {
         abort.abort(interrupted(config.rendezvous));
+        aborted = true;
+      } catch (const std::bad_alloc&) { // then in 100 ms
       }
     }
     if (::getpid() != self) { // a handler has forked, and this is the child, which has no such thread

@@ -16,8 +16,7 @@ std::atomic<bool> g_warned_of_variable{false};
 constexpr const char* kSecretVariable = "PYCOMM_SECRET";
 
 constexpr const char* kHowToClose =
-    "python -m pycomm secret --generate, then copy the file to every host (scp -p); PYCOMM_SECURITY=off if nobody else reaches the "
-    "network between the hosts";
+    "on one host only, python -m pycomm secret --generate, then copy the file to every other host (scp -p); if a host has one, copy that";
 
 } // namespace
 
@@ -29,7 +28,7 @@ std::shared_ptr<const TlsContext> Security::open(const Store& store) const {
     throw Error(
         ErrorCode::InvalidArgument,
         "there is a secret (" + secret_origin + ") and PYCOMM_SECURITY=off",
-        "unset PYCOMM_SECURITY to protect the job with the secret; without the secret the job is open");
+        "on every host: unset PYCOMM_SECURITY, and the secret protects the job; or PYCOMM_SECRET_FILE=none, and it runs without TLS");
   }
   if (!store.sealed()) {
     throw Error(ErrorCode::Internal, "a group with a secret would meet in a store without seals");
@@ -55,9 +54,9 @@ void Security::checkHosts(const Roster& roster) const {
       throw Error(
           ErrorCode::InvalidArgument,
           "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +
-              " do not all reach each other by Unix sockets: that they are on one host is only what the store says",
-          "leave transport at auto and start the ranks as one user (PYCOMM_DEBUG=INFO says which rank is not reached, and why), or: python -m "
-          "pycomm secret --generate");
+              " do not all reach each other by Unix sockets: only torch's store says that they are on one host, and it is not protected",
+          "give all ranks one secret (python -m pycomm secret --generate); or leave transport at auto and start all ranks as one user: "
+          "PYCOMM_DEBUG=INFO names the rank that is not reached");
     }
     return;
   }
@@ -68,7 +67,9 @@ void Security::checkHosts(const Roster& roster) const {
     throw Error(ErrorCode::InvalidArgument, "PYCOMM_SECURITY=require, but " + what, kHowToClose);
   }
   if (roster.identity.rank == 0 && !g_warned.exchange(true)) {
-    log(LogLevel::Warn, what + ". Try: " + kHowToClose);
+    log(LogLevel::Warn,
+        what + ". Try: " + kHowToClose +
+            ". Or PYCOMM_SECURITY=off, if nobody else reaches the network between the hosts");
   }
 }
 

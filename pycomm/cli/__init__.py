@@ -29,7 +29,7 @@ _COMMANDS = {
     "trace": "report which rank was in which operation, from the flight records that ranks wrote "
     "when they failed",
     "bench": "time collectives on the ranks that a launcher has started",
-    "secret": "make the secret that the processes of a job share, or print its public id",
+    "secret": "make the secret that the processes of a job share, or print its key id",
     "serve": "keep a model's parameters for workers that push and pull (a parameter server)",
 }
 

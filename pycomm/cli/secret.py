@@ -1,4 +1,4 @@
-"""``python -m pycomm secret``: makes the secret of a job, or prints the public id of one."""
+"""``python -m pycomm secret``: makes the secret of a job, or prints the key id of one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 
 from pycomm import _secret, errors, options
+from pycomm._option_names import SECRET_FILE_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="PATH",
-        help="print 8 digits that are equal on two hosts if their secrets are",
+        help="print the key id: 8 hexadecimal digits, equal on two hosts if their secrets are",
     )
 
 
@@ -55,12 +56,14 @@ def _generate(path: str) -> str:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     key_id = _secret.generate_file(path).key_id
-    there, source, target = folder, path, path
+    there, source, target, how = folder, path, path, ""
     if path == options.secret_file({}):  # another host may have another home folder
         there = ".config/pycomm"
         source, target = f"~/{there}/secret", f"{there}/"
+    else:
+        how = f"\nJobs find it there with this, on every host: export {SECRET_FILE_VARIABLE}={path}"
     return f"""wrote {path}, key id {key_id}
-Copy it to every host of the job; -p keeps it private:
-  ssh HOST mkdir -p -m 700 {there} && scp -p {source} HOST:{target}
-Every job that finds it on all its hosts has its connections between them in TLS.
-One secret per user or per job, not one per cluster: who has it can read the job."""
+Run this here, once for each other host of the job (scp -p keeps the file private):
+  ssh HOST mkdir -p -m 700 {there} && scp -p {source} HOST:{target}{how}
+Jobs that find it on all their hosts have the connections between them in TLS.
+Anybody who has the file can read them: one per user or per job, not one per cluster."""

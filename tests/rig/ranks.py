@@ -251,8 +251,11 @@ class Ranks:
     ) -> None:
         """Looks until ``is_so()``; AssertionError with ``otherwise`` if the rank ends before."""
         deadline = time.monotonic() + timeout_s
-        while not is_so():
-            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
+        while True:
+            ended = self.processes[rank].poll() is not None
+            if not ended and is_so():
+                return
+            if ended or time.monotonic() > deadline:
                 raise AssertionError(f"rank {rank} {otherwise}\n{self.collect(1.0).describe()}")
             time.sleep(0.002)
 

@@ -89,7 +89,8 @@ bool InLinks::read(InPort& port) {
       port.watch(loop_);
     }
   } catch (const Error& error) {
-    if (error.record().code != ErrorCode::ConnectionReset) {
+    const ErrorCode code = error.record().code;
+    if (code != ErrorCode::ConnectionReset && code != ErrorCode::DataCorrupt) {
       endReading(
           port); // in the middle of a frame: its rest would be taken for a header, and its sender for the culprit
       throw;

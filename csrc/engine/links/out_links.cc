@@ -239,13 +239,12 @@ void OutLinks::broke(OutPort& port, const Error& error) {
   port.become(OutPort::State::Broken);
   port.unwatch(loop_);
   const ErrorCode code = error.record().code;
-  const bool wrong_bytes = code == ErrorCode::ProtocolViolation || code == ErrorCode::DataCorrupt;
-  if (!port.needed && (before == OutPort::State::Connecting || !wrong_bytes)) {
+  if (!port.needed && (before == OutPort::State::Connecting || code != ErrorCode::ProtocolViolation)) {
     askFailed(port.peer, error);
   } else if (
       before == OutPort::State::Connecting && code != ErrorCode::ConnectFailed && code != ErrorCode::ConnectionReset) {
     owner_.onThrown(port.peer, std::make_exception_ptr(Error(refusedBy(port.peer, error.record(), identity_))));
-  } else if (wrong_bytes) { // blames this port's peer, not the one that the loop serves
+  } else if (code == ErrorCode::ProtocolViolation) { // blames this port's peer, not the one that the loop serves
     owner_.onThrown(port.peer, std::make_exception_ptr(error));
   } else {
     owner_.onWritingBroke(port.peer, error);

@@ -232,14 +232,17 @@ void ControlPlane::writingBroke(ControlLink& link, const Error& error) {
 }
 
 void ControlPlane::linkBroke(ControlLink& link, const Error& error) {
-  if (error.record().code == ErrorCode::ConnectionReset) {
+  const ErrorCode code = error.record().code;
+  const bool corrupt = code == ErrorCode::DataCorrupt;
+  if (code == ErrorCode::ConnectionReset || (corrupt && membership_.hasLeft(link.peer))) {
     dropLink(link, error.record().cause.empty() ? error.record().summary : error.record().cause, true);
     return;
   }
   link.down = true;
   loop_.unwatch(link.link->fd());
-  ErrorRecord record = ownTrouble(std::make_exception_ptr(error), identity_);
-  if (!isOwnTrouble(record.code)) { // bytes that no pycomm sends
+  ErrorRecord record = corrupt ? changedOnTheWay(link.peer, error.record(), identity_)
+                               : ownTrouble(std::make_exception_ptr(error), identity_);
+  if (!corrupt && !isOwnTrouble(record.code)) { // bytes that no pycomm sends
     record.peer = link.peer;
     record.peer_host = identity_.host(link.peer);
   }

@@ -243,7 +243,30 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
   return record;
 }
 
+ErrorRecord changedOnTheWay(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  const bool was_sent_here = what.peer == ErrorRecord::kThisEnd;
+  const int sender = was_sent_here ? identity.rank : peer;
+  ErrorRecord record = what;
+  record.rank = identity.rank;
+  record.host = identity.host(identity.rank);
+  record.peer = sender;
+  record.peer_host = identity.host(sender);
+  record.group = identity.name;
+  record.epoch = identity.epoch;
+  record.summary = "Bytes from " + identity.rankText(sender) + " to " +
+      identity.rankText(was_sent_here ? peer : identity.rank) +
+      " were changed, dropped, repeated or inserted on their way.";
+  record.cause = what.summary + (what.cause.empty() ? "" : ": " + what.cause);
+  record.hint =
+      "start the job again; if it comes back, look for what changes packets between the two hosts: a proxy, a router, a "
+      "network card, or somebody on purpose";
+  return record;
+}
+
 ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  if (what.code == ErrorCode::DataCorrupt) {
+    return changedOnTheWay(peer, what, identity);
+  }
   ErrorRecord record = what;
   record.rank = identity.rank;
   record.host = identity.host(identity.rank);
@@ -282,6 +305,9 @@ ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& ide
 }
 
 ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
+  if (what.code == ErrorCode::DataCorrupt) {
+    return changedOnTheWay(peer, what, identity);
+  }
   ErrorRecord record = what;
   if (what.code == ErrorCode::ConfigMismatch || what.code == ErrorCode::VersionMismatch ||
       what.code == ErrorCode::ProtocolViolation) {

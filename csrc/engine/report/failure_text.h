@@ -72,13 +72,16 @@ template <typename Make>
   }
 }
 
-/// A link to `peer` ended without a goodbye, or broke.
+/// A link to `peer` ended without a goodbye, or broke. Of DataCorrupt: changedOnTheWay().
 [[nodiscard]] ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& identity);
+
+/// DataCorrupt of a link to `peer`: names the rank that sent the bytes, which is this one if `what` names this end.
+[[nodiscard]] ErrorRecord changedOnTheWay(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
 /// A link to `peer` broke although that rank is still there: as peerGone() tells it, `what`, for another reason.
 [[nodiscard]] ErrorRecord linkLost(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
-/// A connection to `peer` did not come about. A refusal, or a reply that is not valid, names that rank; another error stays as it is.
+/// A connection to `peer` did not come about. A refusal, or a reply that is not valid, names that rank, and a changed one its sender; another error stays as it is.
 [[nodiscard]] ErrorRecord refusedBy(int peer, const ErrorRecord& what, const GroupIdentity& identity);
 
 /// `peer` closed its group in order although this operation still needs it.

@@ -287,7 +287,7 @@ Acceptor::Verdict Acceptor::judge(Stranger& stranger) {
       return Verdict::Wait;
     case State::ProtocolViolation:
       return stranger.bytes[0] == kFirstTls
-          ? refuse(stranger, ErrorCode::ConfigMismatch, "the connecting rank has a secret, and this job has none")
+          ? refuse(stranger, ErrorCode::ConfigMismatch, "the rank that connects has a secret, this one has none")
           : giveUp(reading.why);
     case State::VersionMismatch:
       return refuse(stranger, ErrorCode::VersionMismatch, reading.why);
@@ -342,9 +342,9 @@ Acceptor::Verdict Acceptor::refuse(Stranger& stranger, ErrorCode code, const std
   reason.code = code;
   reason.summary = listener_.address().text() + " refused a connection: " + why;
   reason.phase = ErrorPhase::Connect;
-  if (code == ErrorCode::VersionMismatch) {
-    reason.hint = "install the same pycomm on all hosts";
-  }
+  reason.hint = code == ErrorCode::VersionMismatch
+      ? "install the same pycomm on all hosts"
+      : "give each job its own port; start all ranks alike, with one secret file";
   const std::string reply = encodeHelloRefused(reason);
   (void)giveUp(why);
   if (!stranger.send(reply)) {

@@ -89,8 +89,9 @@ bool GreetedLink::finishConnect() {
     connected_ = connected_ || link_->finishConnect();
     accepted_ = connected_ && introduction_.advance(*link_);
   } catch (const Error& error) {
-    const ErrorCode code = error.record().code;
-    if (code != ErrorCode::ConnectionReset && code != ErrorCode::DataCorrupt) { // a new connection may fare better
+    const ErrorRecord& record = error.record();
+    const bool hello_was_changed = record.code == ErrorCode::DataCorrupt && record.peer == ErrorRecord::kThisEnd;
+    if (record.code != ErrorCode::ConnectionReset && !hello_was_changed) {
       throw;
     }
     pause();

@@ -50,7 +50,7 @@ Error badSeal(ErrorCode code, const std::string& key, const std::string& who_and
   record.code = code;
   record.peer = writerOf(key);
   const std::string who = record.peer < 0 ? "another process" : "rank " + std::to_string(record.peer);
-  record.summary = who + who_and_what + " (key " + printable(key, kMaxShownKeyNbytes) + " in the store)";
+  record.summary = who + who_and_what + " (entry " + printable(key, kMaxShownKeyNbytes) + " of the store)";
   record.hint = hint;
   return Error(record);
 }
@@ -85,13 +85,13 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
         ErrorCode::ConfigMismatch,
         key,
         " has no secret, and this process has one (key id " + key_id_ + ")",
-        "give every rank the same secret file; if all have it, somebody else writes to the store");
+        "give every rank the same secret file; if all have it, somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT)");
   }
   if (key_id != key_id_) {
     throw badSeal(
         ErrorCode::ConfigMismatch,
         key,
-        " has another secret (key id " + key_id + ", here " + key_id_ + ")",
+        " has a different secret (key id " + key_id + ", here " + key_id_ + ")",
         "copy one secret file to every host; \"python -m pycomm secret --id\" shows which one a host has");
   }
   const std::string_view value = std::string_view(text).substr(kSealNbytes);
@@ -101,7 +101,7 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
         ErrorCode::ProtocolViolation,
         key,
         "'s record was changed by somebody who does not have the secret",
-        "somebody else writes to the store: choose a port that only the hosts of the job reach");
+        "somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT), and start the job again");
   }
   return std::string(value);
 }

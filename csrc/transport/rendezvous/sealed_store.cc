@@ -43,7 +43,7 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
       throw; // not about the value
     }
     if (!warned_.exchange(true)) {
-      log(LogLevel::Warn, "ignored in the store: " + error.record().summary);
+      log(LogLevel::Warn, "an entry of the store is ignored: " + error.record().summary);
     }
     return std::nullopt;
   }

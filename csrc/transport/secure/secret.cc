@@ -116,7 +116,9 @@ Error notOpened(const std::string& path, int error_number) {
   if (error_number == EACCES && ::geteuid() == 0) {
     hint = "NFS does not let root read a user's file (root_squash): copy it to a local disk";
   } else if (error_number == EACCES) {
-    hint = "the file must belong to the user of the job; chmod 600 " + path + "; in Kubernetes: " + kFsGroup;
+    hint = "see ls -l " + path +
+        ": it must belong to the user of the job and have mode 0600, or to root and have mode 0640 and a group of that user; in Kubernetes: " +
+        kFsGroup;
   }
   ErrorRecord record =
       systemError(ErrorCode::InvalidArgument, "the secret file " + path + " cannot be read", error_number);
@@ -175,7 +177,8 @@ NotPrivate whyNotPrivate(const std::string& path, const FileFacts& facts, uid_t 
   if (facts.owner != user && facts.owner != 0) {
     return {
         "belongs to user " + std::to_string(facts.owner) + ", and this process is user " + std::to_string(user),
-        "the owner must be the user of the job, or root"};
+        "as root: chown " + std::to_string(user) + " " + path +
+            "; in Docker: start the container with --user $(id -u):$(id -g)"};
   }
   if (facts.owner == 0) {
     if ((facts.mode & (S_IWGRP | S_IWOTH)) != 0) {
@@ -262,7 +265,7 @@ void Secret::writeFile(const std::string& path) const {
     throw refused(
         "the secret file " + path,
         "exists already, and is left as it is",
-        "delete it first, if no job needs that secret any more");
+        "copy it to the hosts that lack it (scp -p). For a new secret, delete it on every host first, and generate on one");
   }
   Wiped line = textOf(key_);
   line.text += '\n';

@@ -105,9 +105,10 @@ Error TlsLink::handshakeFailed(const std::string& why) const {
     record.summary +=
         ": process " + identity_.server + " with the secret of key id " + identity_.key_id + " does not listen there";
     record.hint =
-        "another process has taken its port, or one with another secret: \"python -m pycomm secret --id\" on both hosts";
+        "run \"python -m pycomm secret --id\" on both hosts; if they print the same, another process has taken the port: start the job again";
   } else {
     record.summary += ": the peer does not prove that it has the secret";
+    record.hint = "see which program listens there, or stands between the hosts (python -m pycomm doctor)";
   }
   return Error(record);
 }
@@ -117,7 +118,8 @@ SslSession* TlsLink::sessionFor(std::string_view identity) {
   if (!theirs) {
     refusal_ = "it came from no process of pycomm";
   } else if (theirs->key_id != context_->secret().keyId()) {
-    refusal_ = "the peer has another secret (key id " + theirs->key_id + ", here " + context_->secret().keyId() + ")";
+    refusal_ =
+        "the peer has a different secret (key id " + theirs->key_id + ", here " + context_->secret().keyId() + ")";
   } else if (theirs->server != context_->self()) {
     refusal_ = "the peer looks for process " + theirs->server + ", and this is " + context_->self();
   } else if (theirs->client == context_->self()) {

@@ -25,16 +25,27 @@ constexpr size_t kRecordNbytes = TlsBio::kRecordNbytes;
 constexpr size_t kTlsTurnNbytes = 1 << 20;
 constexpr const char* kReasonMark = "OpenSSL: ";
 
-// Whether an error of SSL_read() after the handshake means that bytes are not those that the peer's OpenSSL has sent. OpenSSL's numbers
-// (openssl/err.h, openssl/sslerr.h): its reasons below 1000 judge what came, others are alerts of the peer, about what it got from here.
-bool meansChangedBytes(unsigned long error) {
+enum class Changed { Nothing, Received, Sent };
+
+// What an error of SSL_read() after the handshake says of bytes on their way. OpenSSL's numbers (openssl/err.h, openssl/sslerr.h): its
+// reasons below 1000 judge what came, and those above are the peer's alerts, about what it got from here.
+Changed whatWasChanged(unsigned long error) {
   constexpr unsigned long kLibSsl = 20;
   constexpr unsigned long kUnexpectedEof = 294;
   constexpr unsigned long kAlerts = 1000;
-  constexpr unsigned long kAlertBadRecordMac = kAlerts + 20;
+  // RFC 8446, 6.2: unexpected_message, bad_record_mac, record_overflow, illegal_parameter, decode_error, protocol_version.
+  constexpr std::array<unsigned long, 6> kOfABadRecord = {10, 20, 22, 47, 50, 70};
   const unsigned long library = error >> 23U & 0xFFU;
   const unsigned long reason = error & 0x7FFFFFU; // above 0x80000: about this process, such as a lack of memory
-  return library == kLibSsl && (reason < kAlerts ? reason != kUnexpectedEof : reason == kAlertBadRecordMac);
+  if (library != kLibSsl || reason == kUnexpectedEof) {
+    return Changed::Nothing;
+  }
+  if (reason < kAlerts) {
+    return Changed::Received;
+  }
+  const bool bad_record =
+      std::find(kOfABadRecord.begin(), kOfABadRecord.end(), reason - kAlerts) != kOfABadRecord.end();
+  return bad_record ? Changed::Sent : Changed::Nothing;
 }
 
 } // namespace
@@ -142,16 +153,15 @@ void TlsLink::throwBroken(const char* what) const {
 }
 
 void TlsLink::throwUnreadable() const {
-  if (!meansChangedBytes(ssl_.ERR_peek_error())) {
+  const Changed changed = whatWasChanged(ssl_.ERR_peek_error());
+  if (changed == Changed::Nothing) {
     throwBroken("reading");
   }
   ErrorRecord record;
   record.code = ErrorCode::DataCorrupt;
+  record.peer = changed == Changed::Sent ? ErrorRecord::kThisEnd : -1;
   record.cause = takeReason();
-  record.summary = "Bytes were changed, dropped, repeated or inserted on their way: " + describe() + ".";
-  record.hint =
-      "look for what changes packets between the two hosts: a proxy, a router or a network card; or somebody does it on "
-      "purpose";
+  record.summary = "bytes were changed on their way over " + describe();
   throw Error(record);
 }
 

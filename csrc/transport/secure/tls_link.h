@@ -18,8 +18,8 @@ namespace pycomm {
 /// What tryWrite() takes is encrypted at once and no longer needed, so a caller may go on with other bytes after any partial write. It
 /// takes nothing if the encrypted bytes would not fit: OpenSSL never waits in the middle of a record.
 ///
-/// tryRead() throws Error(DataCorrupt) if what has come is not what the peer's OpenSSL has sent, or if the peer says that of what it got.
-/// A reset and an end without a word are alike: ConnectionReset or `closed`. An end says nothing about good order; the engine's Goodbye
+/// tryRead() throws Error(DataCorrupt) if what has come is not what the peer's OpenSSL has sent; or, with `peer` kThisEnd, if the peer says
+/// that of what it got. Later writes throw it, too. A reset and an end without a word are alike: ConnectionReset or `closed`. An end says nothing about good order; the engine's Goodbye
 /// frame does.
 ///
 /// One thread at a time, for reading and writing together. Not to be used in a forked child.
@@ -99,7 +99,7 @@ class TlsLink final : public Link {
   /// Why the last call of OpenSSL failed. Leaves nothing in this thread's queue: the next user of OpenSSL on it may be Python's ssl.
   [[nodiscard]] std::string takeReason() const;
   [[nodiscard]] Error handshakeFailed(const std::string& why) const;
-  /// Throws what has nothing to do with the peer: memory that this process lacks.
+  /// Throws a lack of memory, and what an earlier read has thrown if it was no reset.
   void throwOwnTrouble(const std::string& why) const;
   [[noreturn]] void throwBroken(const char* what) const;
   /// Sends what OpenSSL has written while it read.

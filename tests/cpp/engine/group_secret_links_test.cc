@@ -164,9 +164,11 @@ TEST(GroupSecret, KeysChangeInEveryCollective) {
   }
 }
 
-/// Somebody on the network between rank 1 and rank 0: he has rank 1 connect to him, and passes all on.
+/// Somebody on the network between two ranks: he has the first connect to him, and passes all on to the second.
 class Between {
  public:
+  enum class Flip { Nothing, DataThere, HeartbeatThere, HeartbeatBack };
+
   ~Between() {
     stop_ = true;
     if (thread_.joinable()) {
@@ -174,15 +176,17 @@ class Between {
     }
   }
 
-  /// Instead of rank 0's address, from the text that holds it.
+  /// Instead of the second rank's address, from the text that holds it.
   std::string insteadOf(const std::string& address) {
-    target_ = SocketAddress::fromWireText(address).value();
-    thread_ = std::thread([this] { run(); });
+    if (!thread_.joinable()) {
+      target_ = SocketAddress::fromWireText(address).value();
+      thread_ = std::thread([this] { run(); });
+    }
     return listener_.address().wireText();
   }
-  /// The next record of data that rank 1 sends is changed.
-  void flipNext() {
-    armed_ = true;
+  /// The next such record is changed: of those that the first rank sends (There), or of the second's (Back).
+  void flipNext(Flip what) {
+    armed_ = what;
   }
   [[nodiscard]] bool flipped() const {
     return flipped_;
@@ -203,10 +207,12 @@ class Between {
     std::unique_ptr<RecordPump> back;
   };
 
-  void change(PassedRecord& record) {
+  void change(PassedRecord& record, Flip heartbeat, bool there) {
     constexpr size_t kData = 1000; // heartbeats are smaller
-    if (record.bytes.size() > kData && armed_.exchange(false)) {
-      record.bytes[kData] ^= 1;
+    const bool is_data = record.bytes.size() > kData;
+    Flip wanted = is_data ? Flip::DataThere : heartbeat;
+    if ((there || !is_data) && armed_.compare_exchange_strong(wanted, Flip::Nothing)) {
+      record.bytes.back() ^= 1;
       when_ = Clock::now();
       flipped_ = true;
     }
@@ -219,9 +225,10 @@ class Between {
         Passed passed;
         passed.near = std::make_unique<SocketLink>(std::move(incoming->fd));
         passed.far = connectSocket({}, target_, Deadline::after(5000), kNoAbort);
-        passed.there =
-            std::make_unique<RecordPump>(*passed.near, *passed.far, [this](PassedRecord& record) { change(record); });
-        passed.back = std::make_unique<RecordPump>(*passed.far, *passed.near, [](PassedRecord&) {});
+        passed.there = std::make_unique<RecordPump>(
+            *passed.near, *passed.far, [this](PassedRecord& record) { change(record, Flip::HeartbeatThere, true); });
+        passed.back = std::make_unique<RecordPump>(
+            *passed.far, *passed.near, [this](PassedRecord& record) { change(record, Flip::HeartbeatBack, false); });
         all.push_back(std::move(passed));
         ++connections_;
       }
@@ -237,28 +244,27 @@ class Between {
   SocketAddress target_;
   std::thread thread_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> armed_{false};
+  std::atomic<Flip> armed_{Flip::Nothing};
   std::atomic<bool> flipped_{false};
   std::atomic<size_t> connections_{0};
   TimePoint when_{};
 };
 
-/// The store as rank 1 reads it. It is above the seal, so that the address can be another one; on a network a route would be.
+/// The store as one rank reads it: `to` has another address. It is above the seal, so that it can; on a network a route would.
 class Rerouted final : public Store {
  public:
-  Rerouted(Store& store, Between& between) : store_(store), between_(between) {}
+  Rerouted(Store& store, Between& between, size_t to) : store_(store), between_(between), to_(to) {}
   void set(const std::string& key, const std::string& value) override {
-    store_.set(key, value);
+    store_.set(key, isAbout(key, "/address/all") ? withAddress(value, true_address_) : value);
   }
   std::string get(const std::string& key, Deadline deadline) override {
     const std::string value = store_.get(key, deadline);
-    const std::string end = "/address/all";
-    if (key.size() < end.size() || key.compare(key.size() - end.size(), end.size(), end) != 0) {
-      return value;
+    if (isAbout(key, "/address/" + std::to_string(to_))) { // rank 0 reads each, and makes the list that the others read
+      true_address_ = value;
+      return between_.insteadOf(value);
     }
-    std::vector<std::string> addresses = splitTexts(value).value();
-    addresses[0] = between_.insteadOf(addresses[0]);
-    return joinTexts(addresses);
+    return isAbout(key, "/address/all") ? withAddress(value, between_.insteadOf(splitTexts(value).value()[to_]))
+                                        : value;
   }
   bool has(const std::string& key) override {
     return store_.has(key);
@@ -274,30 +280,45 @@ class Rerouted final : public Store {
   }
 
  private:
+  static bool isAbout(const std::string& key, const std::string& end) {
+    return key.size() > end.size() && key.compare(key.size() - end.size(), end.size(), end) == 0;
+  }
+  [[nodiscard]] std::string withAddress(const std::string& list, const std::string& address) const {
+    std::vector<std::string> addresses = splitTexts(list).value();
+    addresses[to_] = address;
+    return joinTexts(addresses);
+  }
+
   Store& store_;
   Between& between_;
+  const size_t to_;
+  std::string true_address_;
 };
 
-// Rank 0 sees the broken record, and rank 1 what becomes of its connection: both name who sent it.
-TEST(GroupSecret, AChangedByteEndsTheOperationOnBothRanks) {
+/// Ranks of which one, `from`, reaches another, `to`, through somebody who changes a record: all of them name `sender`.
+void expectTheSenderIsNamed(int size, int from, int to, Between::Flip what, int sender) {
   SharedStore shared;
   Between between;
   std::vector<std::thread> threads;
   std::atomic<int> ended{0};
-  for (int rank = 0; rank < 2; ++rank) {
+  for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
         Engine engine;
-        Group::Config config = groupConfig(rank, 2);
+        Group::Config config = groupConfig(rank, size);
         withSecret(config);
         SealedStore sealed(shared, *theSecret());
-        Rerouted rerouted(sealed, between);
-        const auto group = Group::join(engine, rank == 1 ? static_cast<Store&>(rerouted) : sealed, config);
-        Rank self{rank, 2, engine, *group};
+        Rerouted rerouted(sealed, between, static_cast<size_t>(to));
+        const auto group = Group::join(engine, rank == from ? static_cast<Store&>(rerouted) : sealed, config);
+        Rank self{rank, size, engine, *group};
         sumEverySize(self); // what nobody changes arrives
         expectDone(group->start(barrierCall()));
-        if (rank == 1) {
-          between.flipNext();
+        if (rank == from) {
+          between.flipNext(what);
+        }
+        const Deadline patience = Deadline::after(20000);
+        while (what != Between::Flip::DataThere && !between.flipped() && !patience.expired()) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
         std::vector<float> values = operandOf(rank, 3000000);
         const auto operation = group->start(allReduceCall(values));
@@ -306,7 +327,8 @@ TEST(GroupSecret, AChangedByteEndsTheOperationOnBothRanks) {
         const auto error = operation->error();
         ASSERT_TRUE(error) << "rank " << rank;
         EXPECT_EQ(error->code, ErrorCode::DataCorrupt) << error->text();
-        EXPECT_EQ(error->peer, 1) << error->text();
+        EXPECT_EQ(error->peer, sender) << error->text();
+        EXPECT_THAT(error->summary, HasSubstr("Bytes from rank " + std::to_string(sender) + " on"));
         EXPECT_THAT(error->cause, HasSubstr("bad record mac"));
         EXPECT_TRUE(between.flipped());
         const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(end - between.when()).count();
@@ -321,8 +343,23 @@ TEST(GroupSecret, AChangedByteEndsTheOperationOnBothRanks) {
   for (std::thread& thread : threads) {
     thread.join();
   }
-  EXPECT_EQ(ended, 2);
-  EXPECT_GE(between.connections(), 1U) << "rank 1 has gone another way";
+  EXPECT_EQ(ended, size);
+  EXPECT_GE(between.connections(), 1U) << "rank " << from << " has gone another way";
+}
+
+// Rank 0 sees the broken record, and the others what becomes of their connections, or its report.
+TEST(GroupSecret, AChangedByteEndsTheOperationOnAllRanks) {
+  for (const int size : {2, 3}) { // in a ring
+    expectTheSenderIsNamed(size, size - 1, 0, Between::Flip::DataThere, size - 1);
+  }
+}
+
+// The lower rank opens the control link. Of two ranks, neither can then say to the other what it has seen: TLS's alert does.
+TEST(GroupSecret, AChangedHeartbeatEndsTheGroupAndAllRanksNameItsSender) {
+  for (const int size : {2, 3}) {
+    expectTheSenderIsNamed(size, size - 2, size - 1, Between::Flip::HeartbeatThere, size - 2);
+    expectTheSenderIsNamed(size, size - 2, size - 1, Between::Flip::HeartbeatBack, size - 1);
+  }
 }
 
 } // namespace

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 
 #include "engine/ranks.h"
@@ -13,6 +15,8 @@
 #include "transport/directory_store.h"
 #include "transport/error_matchers.h"
 #include "transport/process.h"
+#include "transport/rendezvous/sealed_store.h"
+#include "transport/secure/tls_contexts.h"
 
 namespace pycomm::testing {
 namespace {
@@ -90,15 +94,21 @@ double secondsOver(
     int rank,
     const std::string& name,
     const std::string& spec,
-    const std::string& expected) {
+    const std::string& expected,
+    const std::shared_ptr<const Secret>& secret = nullptr) {
   Engine engine;
   Group::Config config;
+  config.security.secret = secret;
   config.rendezvous.rank = rank;
   config.rendezvous.size = 2;
   config.rendezvous.group_name = name;
   config.rendezvous.spec = InterfaceSpec::parse(spec);
   config.rendezvous.deadline = Deadline::after(30000);
-  const auto group = Group::join(engine, store, config);
+  std::optional<SealedStore> sealed;
+  if (secret != nullptr) {
+    sealed.emplace(store, *secret);
+  }
+  const auto group = Group::join(engine, sealed ? static_cast<Store&>(*sealed) : store, config);
   std::string interfaces = group->identity().interface_name;
   for (const GroupIdentity::Path& path : group->identity().further) {
     interfaces += "," + path.interface_name;
@@ -162,6 +172,7 @@ TEST(Streams, TwoInterfacesCarryTwiceTheBytes) {
   if (::geteuid() != 0 || !Process(allowed).join()) {
     GTEST_SKIP() << "network namespaces need root, `ip`, `tc` and veth pairs";
   }
+  (void)theSecret(); // the same for both hosts
   DirectoryStore store;
   SharedFlag wired;
   SharedFlag isolated;
@@ -181,6 +192,7 @@ TEST(Streams, TwoInterfacesCarryTwiceTheBytes) {
     }
     // One rank lists an interface that it does not have: all use what every rank has.
     static_cast<void>(secondsOver(store, rank, "uneven", rank == 0 ? "wire0,nothing" : "wire0,wire1", "wire0"));
+    static_cast<void>(secondsOver(store, rank, "closed", "wire0,wire1", "wire0,wire1", theSecret()));
     expectTheSilentInterfaceIsNamed(store, rank);
     EXPECT_TRUE(twice) << one << " s over one wire, " << two << " s over two";
     return !::testing::Test::HasFailure();

@@ -1,5 +1,5 @@
-// Every decoder on mutated samples, and on the inputs that coverage-guided runs have kept (tools/fuzz.py). PYCOMM_FUZZ_INPUTS in the
-// environment says how many inputs a decoder gets, PYCOMM_FUZZ_SEED replays a run.
+// Every target on mutated samples, and on the inputs that coverage-guided runs have kept (tools/fuzz.py). PYCOMM_FUZZ_INPUTS in the
+// environment says how many inputs a target gets, PYCOMM_FUZZ_SEED replays a run.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <random>
 #include <string>
 
-#include "fuzz/decoders.h"
+#include "fuzz/targets.h"
 
 namespace pycomm::fuzz {
 namespace {
@@ -85,7 +85,7 @@ class Mutator {
   std::mt19937_64 dice_;
 };
 
-class Fuzz : public ::testing::TestWithParam<Decoder> {};
+class Fuzz : public ::testing::TestWithParam<Target> {};
 
 TEST_P(Fuzz, MutatedSamples) {
   const uint64_t inputs = fromEnvironment("PYCOMM_FUZZ_INPUTS", 20000);
@@ -119,7 +119,7 @@ TEST_P(Fuzz, KeptInputs) {
   EXPECT_GT(inputs, 10U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Decoders, Fuzz, ::testing::ValuesIn(decoders()), [](const auto& param) {
+INSTANTIATE_TEST_SUITE_P(Targets, Fuzz, ::testing::ValuesIn(targets()), [](const auto& param) {
   return param.param.name;
 });
 

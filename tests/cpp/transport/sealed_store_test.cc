@@ -193,7 +193,8 @@ TEST(SealedStore, TellsAMissingSealAnotherSecretAndAForgeryApart) {
   EXPECT_THAT(
       record.summary,
       HasSubstr(
-          "rank 3 has no secret, and this process has one (key id " + secretOfTheJob().keyId() + ") (key g/member/3 "));
+          "rank 3 has no secret, and this process has one (key id " + secretOfTheJob().keyId() +
+          ") (entry g/member/3 "));
 
   const Secret other = Secret::generate();
   SealedStore(store, other).set("g/member/4", "pycomm 2\nrank=4\n");
@@ -201,7 +202,7 @@ TEST(SealedStore, TellsAMissingSealAnotherSecretAndAForgeryApart) {
   EXPECT_EQ(record.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       record.summary,
-      HasSubstr("rank 4 has another secret (key id " + other.keyId() + ", here " + secretOfTheJob().keyId() + ")"));
+      HasSubstr("rank 4 has a different secret (key id " + other.keyId() + ", here " + secretOfTheJob().keyId() + ")"));
 
   mine.set("g/member/all", "a list");
   const std::string good = store.get("g/member/all", Deadline::after(1000));
@@ -243,7 +244,7 @@ TEST(SealedStore, PassesOverAForgedHintWithOneWarning) {
     EXPECT_FALSE(mine.find("g/error"));
   }
   ASSERT_EQ(warnings().size(), 1U);
-  EXPECT_THAT(warnings().front(), HasSubstr("ignored in the store: another process has no secret"));
+  EXPECT_THAT(warnings().front(), HasSubstr("an entry of the store is ignored: another process has no secret"));
   EXPECT_EQ(warnings().front().find('\x1b'), std::string::npos);
 }
 
@@ -521,8 +522,8 @@ TEST(SealedRendezvous, NamesTheRankWithAnotherSecret) {
   OpenStore store;
   const Secret other = Secret::generate();
   const auto outcomes = meetAll(store, {&secretOfTheJob(), &secretOfTheJob(), &other});
-  EXPECT_THAT(outcomes[0].error.summary, HasSubstr("rank 2 has another secret (key id " + other.keyId()));
-  EXPECT_THAT(outcomes[2].error.summary, HasSubstr("has another secret (key id " + secretOfTheJob().keyId()));
+  EXPECT_THAT(outcomes[0].error.summary, HasSubstr("rank 2 has a different secret (key id " + other.keyId()));
+  EXPECT_THAT(outcomes[2].error.summary, HasSubstr("has a different secret (key id " + secretOfTheJob().keyId()));
   for (const Outcome& outcome : outcomes) {
     EXPECT_EQ(outcome.error.code, ErrorCode::ConfigMismatch);
     EXPECT_WITHIN_MS(outcome.elapsed_ms, kSoonMs);
@@ -533,7 +534,7 @@ TEST(SealedRendezvous, NamesTheRankWithAnotherSecret) {
 TEST(SealedRendezvous, NamesDifferingSecretsAlsoOnAStoreThatIsUsedAgain) {
   const Secret other = Secret::generate();
   const Secret* const job = &secretOfTheJob();
-  const std::string key_ids = "another secret (key id ";
+  const std::string key_ids = "a different secret (key id ";
   const struct {
     std::vector<const Secret*> secrets;
     std::vector<std::string> summaries; ///< a part of each rank's

@@ -50,6 +50,7 @@ def test_generate_writes_a_private_file_that_id_reads(tmp_path: Path) -> None:
     key_id = _key_id(base64.urlsafe_b64decode(line.strip()[16:59] + "="))
     assert f"wrote {path}, key id {key_id}" in made.stdout
     assert f"ssh HOST mkdir -p -m 700 {path.parent} && scp -p {path} HOST:{path}\n" in made.stdout
+    assert f"export PYCOMM_SECRET_FILE={path}\n" in made.stdout
     assert line.strip()[16:] not in made.stdout
     shown = run_python(["-m", "pycomm", "secret", "--id", str(path)])
     assert (shown.stdout, shown.stderr) == (f"{key_id}  {path}\n", "")
@@ -73,6 +74,7 @@ def test_the_place_is_the_variable_then_the_home(tmp_path: Path) -> None:
         "  ssh HOST mkdir -p -m 700 .config/pycomm && "
         "scp -p ~/.config/pycomm/secret HOST:.config/pycomm/\n" in made.stdout
     )
+    assert "export" not in made.stdout
     default = tmp_path / ".config" / "pycomm" / "secret"
     assert str(default) in run_python(["-m", "pycomm", "secret", "--id"], env=home).stdout
     named = _file(tmp_path)

@@ -391,6 +391,28 @@ def test_the_wrappers_limits_are_those_of_the_code() -> None:
     ]
 
 
+def test_attacks_name_tests_that_exist() -> None:
+    native = {
+        f"{suite}.{name}"
+        for path in (ROOT / "tests" / "cpp").rglob("*.cc")
+        for suite, name in re.findall(
+            r"^TEST(?:_F|_P)?\(\s*(\w+),\s*(\w+)\)", path.read_text(), re.MULTILINE
+        )
+    }
+    python = {
+        f"{path.name}::{name}"
+        for path in (ROOT / "tests" / "python").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    header = ("what was tried", "what happens", "test")
+    _, *sections = re.split(r"^## ", read("docs/attacks.md"), flags=re.MULTILINE)
+    rows = [row for text in sections if "\n|" in text for row in table(text, *header)]
+    assert len(rows) >= 40
+    for tried, happens, tests in rows:
+        assert tried and happens and code(tests), tried
+        assert set(code(tests)) <= native | python, set(code(tests)) - native - python
+
+
 # Figures
 
 FIGURES = [
@@ -417,7 +439,12 @@ FIGURES = [
     ("options", "up to 32 KiB", "schedule", "kSmallAllReduceNbytes = 32 << 10"),
     ("options", "3 to 64", "schedule", "key.size > 2 && key.size <= kMaxDirectSize"),
     ("errors", "silent for 3 s", "engine", "dead_after_ms = 3000"),
-    ("troubleshooting", "has another secret (", "transport", '" has another secret (key id "'),
+    (
+        "troubleshooting",
+        "has a different secret (",
+        "transport",
+        '" has a different secret (key id "',
+    ),
     ("troubleshooting", "has no secret, and", "transport", '" has no secret, and this process'),
     ("troubleshooting", "this process has none", "transport", '"), and this process has none"'),
     ("ddp", "beyond 64 ranks", "schedule", "kMaxDirectSize = 64"),

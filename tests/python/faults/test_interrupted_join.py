@@ -55,7 +55,7 @@ def _wait_for_key(running: Ranks, store: Path, rank: int) -> None:
     """Until the rank has said in the store who it is, so that it waits for the others."""
     key = f"member/{rank}".encode()
     running.wait_until(
-        rank, lambda: store.exists() and key in store.read_bytes(), "has not come to the store"
+        rank, lambda: store.exists() and key in store.read_bytes(), "is not in the store", 50.0
     )
 
 
@@ -81,7 +81,7 @@ def test_ctrl_c_while_ranks_are_missing(victim: int, sealed: bool, tmp_path: Pat
     if sealed:
         _secret.generate_file(str(secret))
     args = (f"file://{tmp_path}/store",)
-    env = {"PYCOMM_SECRET_FILE": str(secret) if sealed else None}
+    env = {"PYCOMM_SECRET": None, "PYCOMM_SECRET_FILE": str(secret) if sealed else "none"}
     with start_ranks(2, meet, args=args, init="none", backend=None, env=env) as running:
         for rank in range(2):
             _wait_for_key(running, tmp_path / "store", rank)

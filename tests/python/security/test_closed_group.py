@@ -152,7 +152,7 @@ def test_a_rank_without_the_secret_is_named(
 def test_another_secret_is_named(files: list[Path], tmp_path: Path, torchrun: bool) -> None:
     met = _met(tmp_path, lambda rank: {"PYCOMM_SECRET_FILE": str(files[rank])}, torchrun=torchrun)
     for rank, one in enumerate(met):
-        assert f"rank {1 - rank} has another secret" in one["text"]
+        assert f"rank {1 - rank} has a different secret" in one["text"]
         assert one["type"] == "ConfigMismatchError", one
         assert _key_id(files[0]) in one["text"] and _key_id(files[1]) in one["text"]
         assert "copy one secret file to every host" in one["text"]

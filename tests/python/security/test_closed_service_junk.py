@@ -18,7 +18,7 @@ from pycomm.service.session import PREFIX, SESSIONS
 __all__ = ["secret"]  # a fixture
 pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 
-REFUSAL = json.dumps({"refused": "worker 0 has another secret"})
+REFUSAL = json.dumps({"refused": "worker 0 has a different secret"})
 
 
 def sealed_refusal(secret: Any, number: int) -> str:
@@ -85,7 +85,7 @@ def test_what_is_refused_until_the_end_is_named(
     with Serving() as serving, monkeypatch.context() as patched:
         patched.setattr(TCPStore, "get", gets)
         begin = time.monotonic()
-        with pytest.raises(RefusedError, match=r"server 0 at .*: worker 0 has another secret"):
+        with pytest.raises(RefusedError, match=r"server 0 at .*: worker 0 has a different secret"):
             ParameterClient(model, servers=serving.server.address, worker=0, reconnect=1.0)
         assert time.monotonic() - begin >= 1
 

@@ -101,7 +101,11 @@ def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     assert counts["a"].inputs == 9 * M + 1
     at = fuzz_dry.commit(ROOT)
     text = fuzz_dry.report({**counts, "b": fuzz_dry.Found()}, at, sys.executable)
-    assert "dry: a.\nNot run yet: b.\n" in text and "commit " in text and "cores (" in text
+    assert (
+        "dry: a.\nNot run with this program: b.\n" in text
+        and "commit " in text
+        and "cores (" in text
+    )
     program.write_bytes(b"another fuzzer")
     assert counts_of(program, quiet, ["a"], 0.0)["a"].inputs == 0  # begun anew
 

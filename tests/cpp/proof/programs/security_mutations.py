@@ -183,7 +183,7 @@ MUTATIONS = [
         "tls_link.cc",
         "ended_ = error == kErrorZeroReturn || bio_.underEnded();",
         "ended_ = true;",
-        "GroupSecret.AChangedByteEndsTheOperationOnBothRanks",
+        "GroupSecret.AChangedByteEndsTheOperationOnAllRanks",
         "engine",
     ),
     # ---- the door

@@ -317,5 +317,25 @@ TEST(TlsHandshakeAttacks, EachOrderedPairOfProcessesHasAKeyOfItsOwn) {
   EXPECT_EQ(std::set<std::string>(keysUsed().begin(), keysUsed().end()).size(), 4U);
 }
 
+// A client offers one group with its share of the key, so that no server has a reason to ask for another hello (RFC 8446, 4.1.4).
+TEST(TlsHandshakeAttacks, AClientIsNotAskedForASecondHello) {
+  constexpr std::string_view kAskAgain(
+      "\x16\x03\x03\x00\x38" // a record of 56 bytes
+      "\x02\x00\x00\x34\x03\x03" // ServerHello
+      "\xcf\x21\xad\x74\xe5\x9a\x61\x11\xbe\x1d\x8c\x02\x1e\x65\xb8\x91" // the random number of a HelloRetryRequest
+      "\xc2\xa2\x11\x16\x7a\xbb\x8c\x5e\x07\x9e\x09\xe2\xc8\xa8\x33\x9c"
+      "\x00\x13\x01\x00\x00\x0c" // no session, TLS_AES_128_GCM_SHA256, no compression, 12 bytes of extensions
+      "\x00\x2b\x00\x02\x03\x04" // TLS 1.3
+      "\x00\x33\x00\x02\x00\x17", // P-256
+      61);
+  SocketPair under = tcpPair();
+  const auto client = TlsLink::connect(newContext(), std::move(under.first), newProcessId());
+  EXPECT_FALSE(client->finishConnect());
+  send(*under.second, kAskAgain);
+  const ErrorRecord record = errorOf([&] { (void)waitConnected(*client, soon(), kNoAbort); });
+  EXPECT_EQ(record.code, ErrorCode::ProtocolViolation) << record.text();
+  EXPECT_THAT(record.cause, HasSubstr("OpenSSL: "));
+}
+
 } // namespace
 } // namespace pycomm::testing::handshake_attacks

@@ -30,21 +30,26 @@ bool mayRead(const Link& link) {
 
 struct Result {
   bool up = false;
-  bool closed = false; ///< the server has seen the end of the client's side
-  Bytes got; ///< by the server
-  ErrorRecord error; ///< of the server, or of a handshake
+  bool closed = false; ///< the receiver has seen the end of the sender's side
+  Bytes got; ///< by the receiver
+  ErrorRecord error; ///< of the receiver, or of a handshake
 };
 
-/// The client sends kSentNbytes to the server, through somebody who changes what the client sends.
-Result through(RecordPump::Change change) {
+using Role = TlsContext::Role;
+
+/// One end sends kSentNbytes to the other, through somebody who changes what it sends.
+Result through(Role sender, RecordPump::Change change) {
   const Context near = newContext();
   const Context far = newContext();
   auto [client_socket, proxy_near] = tcpPair();
   auto [proxy_far, server_socket] = tcpPair();
   const auto client = TlsLink::connect(near, std::move(client_socket), far->self());
   const auto server = TlsLink::accept(far, std::move(server_socket));
-  RecordPump there(*proxy_near, *proxy_far, std::move(change));
-  RecordPump back(*proxy_far, *proxy_near, [](PassedRecord&) {});
+  TlsLink& writer = sender == Role::Client ? *client : *server;
+  TlsLink& reader = sender == Role::Client ? *server : *client;
+  const RecordPump::Change none = [](PassedRecord&) {};
+  RecordPump there(*proxy_near, *proxy_far, sender == Role::Client ? change : none);
+  RecordPump back(*proxy_far, *proxy_near, sender == Role::Client ? none : change);
 
   Result result;
   result.error.code = ErrorCode::Ok;
@@ -61,12 +66,12 @@ Result through(RecordPump::Change change) {
       server_up = server_up || server->finishConnect();
       back.run();
       result.up = client_up && server_up;
-      if (client_up) {
+      if (sender == Role::Client ? client_up : server_up) {
         const ConstBufferView rest(sent.data() + written, sent.size() - written);
-        written += client->tryWrite(&rest, 1).nbytes;
+        written += writer.tryWrite(&rest, 1).nbytes;
       }
-      if (server_up && mayRead(*server)) {
-        const Progress progress = server->tryRead({into.data(), into.size()});
+      if ((sender == Role::Client ? server_up : client_up) && mayRead(reader)) {
+        const Progress progress = reader.tryRead({into.data(), into.size()});
         result.got.insert(result.got.end(), into.begin(), into.begin() + static_cast<std::ptrdiff_t>(progress.nbytes));
         result.closed = progress.closed;
         if (progress.closed) {
@@ -85,7 +90,7 @@ bool isPrefix(const Bytes& got) {
   return got.size() <= sent.size() && std::equal(got.begin(), got.end(), sent.begin());
 }
 
-// Records 0 and 1 are the client's handshake; then come full records of data.
+// The first two records of the client are its handshake, and the first three of the server; then come full records of data.
 constexpr size_t kVictim = 4;
 
 /// Changes one record.
@@ -97,13 +102,15 @@ RecordPump::Change atVictim(const std::function<void(PassedRecord&)>& change) {
   };
 }
 
-TEST(TlsLinkAttacks, NobodyInTheMiddleIsHeard) {
-  const Result result = through([](PassedRecord&) {});
+class TlsLinkAttacks : public ::testing::TestWithParam<Role> {};
+
+TEST_P(TlsLinkAttacks, NobodyInTheMiddleIsHeard) {
+  const Result result = through(GetParam(), [](PassedRecord&) {});
   EXPECT_TRUE(result.up);
   EXPECT_EQ(result.got, pattern(kSentNbytes, 1)) << result.error.text();
 }
 
-TEST(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
+TEST_P(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
   std::string kept;
   const std::vector<std::pair<std::string, RecordPump::Change>> attacks = {
       {"flip of the first byte", atVictim([](PassedRecord& record) { record.bytes[kHeaderNbytes] ^= 1; })},
@@ -129,7 +136,7 @@ TEST(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
        })},
   };
   for (const auto& [name, change] : attacks) {
-    const Result result = through(change);
+    const Result result = through(GetParam(), change);
     EXPECT_TRUE(result.up) << name;
     EXPECT_EQ(result.error.code, ErrorCode::DataCorrupt) << name << ": " << result.error.text();
     EXPECT_TRUE(isPrefix(result.got)) << name;
@@ -138,12 +145,12 @@ TEST(TlsLinkAttacks, RecordsThatAreChangedRepeatedSwappedOrLeftOutEndTheLink) {
 }
 
 // It looks like the peer's end, and only a goodbye inside TLS is one in order: a group whose link ends without one fails.
-TEST(TlsLinkAttacks, ACutBringsABeginningAndNoMore) {
+TEST_P(TlsLinkAttacks, ACutBringsABeginningAndNoMore) {
   for (const bool whole : {true, false}) { // between two records, or in the middle of one
-    const Result result = through(atVictim([whole](PassedRecord& record) {
-      record.bytes.resize(whole ? record.bytes.size() : 100);
-      record.last = true;
-    }));
+    const Result result = through(GetParam(), atVictim([whole](PassedRecord& record) {
+                                    record.bytes.resize(whole ? record.bytes.size() : 100);
+                                    record.last = true;
+                                  }));
     EXPECT_TRUE(result.up);
     EXPECT_TRUE(result.closed) << result.error.text();
     EXPECT_TRUE(isPrefix(result.got));
@@ -151,37 +158,59 @@ TEST(TlsLinkAttacks, ACutBringsABeginningAndNoMore) {
   }
 }
 
-TEST(TlsLinkAttacks, ADelayChangesNothing) {
+TEST_P(TlsLinkAttacks, ADelayChangesNothing) {
   const TimePoint begin = Clock::now();
-  const Result result = through([](PassedRecord& record) { record.delay_ms = record.number < kVictim ? 50 : 0; });
+  const Result result =
+      through(GetParam(), [](PassedRecord& record) { record.delay_ms = record.number < kVictim ? 50 : 0; });
   EXPECT_TRUE(result.up);
   EXPECT_EQ(result.got, pattern(kSentNbytes, 1)) << result.error.text();
   EXPECT_GE(elapsedMs(begin), 200);
 }
 
+INSTANTIATE_TEST_SUITE_P(From, TlsLinkAttacks, ::testing::Values(Role::Client, Role::Server), [](const auto& param) {
+  return param.param == Role::Client ? "TheClient" : "TheServer";
+});
+
+/// The bytes of an end's first records whose change does no harm. Any other ends the handshake, or the first read behind it.
+std::vector<std::string> harmlessBytes(Role sender, size_t records) {
+  std::vector<size_t> nbytes(records);
+  (void)through(sender, [&](PassedRecord& record) {
+    if (record.number < records) {
+      nbytes[record.number] = record.bytes.size();
+    }
+  });
+  std::vector<std::string> harmless;
+  for (size_t number = 0; number < records; ++number) {
+    EXPECT_GT(nbytes[number], kHeaderNbytes);
+    for (size_t at = 0; at < nbytes[number]; ++at) {
+      const Result result = through(sender, [&](PassedRecord& record) {
+        if (record.number == number && at < record.bytes.size()) {
+          record.bytes[at] ^= 0x20;
+        }
+      });
+      const std::string name = std::to_string(number) + "." + std::to_string(at);
+      if (result.up && result.error.code == ErrorCode::Ok) {
+        harmless.push_back(name);
+        EXPECT_EQ(result.got, pattern(kSentNbytes, 1)) << name;
+      } else {
+        EXPECT_TRUE(result.got.empty()) << name;
+        EXPECT_NE(result.error.code, ErrorCode::DataCorrupt) << name << ": " << result.error.text();
+      }
+    }
+  }
+  return harmless;
+}
+
 // A client's first record. The binder and the transcript cover its content: any changed byte there ends the handshake. They do not
 // cover the record's header of five bytes (RFC 8446, 4.2.11.2 and 4.4.1). Its type and length must be right, or the record cannot
 // be read. Receivers shall ignore its version: OpenSSL compares the first byte of that, and not the second.
-TEST(TlsLinkAttacks, AChangedByteOfTheFirstMessageEndsTheHandshakeOrChangesNothing) {
-  constexpr size_t kLowVersion = 2;
-  size_t nbytes = 0;
-  (void)through([&](PassedRecord& record) { nbytes += record.number == 0 ? record.bytes.size() : 0; });
-  ASSERT_GT(nbytes, 200U);
-  std::vector<size_t> harmless;
-  for (size_t at = 0; at < nbytes; ++at) {
-    const Result result = through([&](PassedRecord& record) {
-      if (record.number == 0 && at < record.bytes.size()) {
-        record.bytes[at] ^= 0x20;
-      }
-    });
-    if (result.up && result.error.code == ErrorCode::Ok) {
-      harmless.push_back(at);
-      EXPECT_EQ(result.got, pattern(kSentNbytes, 1));
-    } else {
-      EXPECT_TRUE(result.got.empty()) << at;
-    }
-  }
-  EXPECT_EQ(harmless, std::vector<size_t>{kLowVersion});
+TEST(TlsLinkHandshake, AChangedByteOfTheFirstMessageEndsItOrChangesNothing) {
+  EXPECT_EQ(harmlessBytes(Role::Client, 1), std::vector<std::string>{"0.2"});
+}
+
+// The server's hello, in plain, and the two encrypted records behind it.
+TEST(TlsLinkHandshake, AChangedByteOfTheServersAnswerEndsItOrChangesNothing) {
+  EXPECT_EQ(harmlessBytes(Role::Server, 3), std::vector<std::string>{"0.2"});
 }
 
 } // namespace

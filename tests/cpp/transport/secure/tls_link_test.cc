@@ -111,7 +111,7 @@ TEST(TlsLink, AnotherSecretIsRefusedAndNamed) {
   EXPECT_EQ(result.server.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.server.summary,
-      HasSubstr("the peer has another secret (key id " + other->keyId() + ", here " + theSecret()->keyId() + ")"));
+      HasSubstr("the peer has a different secret (key id " + other->keyId() + ", here " + theSecret()->keyId() + ")"));
   EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
   EXPECT_THAT(
       result.client.summary, HasSubstr("with the secret of key id " + other->keyId() + " does not listen there"));
@@ -359,6 +359,85 @@ TEST(TlsLink, AForgedRecordEndsTheConnection) {
   });
   EXPECT_EQ(other.code, ErrorCode::DataCorrupt);
   EXPECT_THAT(other.cause, HasSubstr("alert bad record mac"));
+}
+
+// OpenSSL's numbers of errors (openssl/err.h, openssl/sslerr.h). Only those that judge the peer's bytes say that they were changed.
+TEST(TlsLink, AnErrorThatIsNotAboutTheBytesIsAReset) {
+  static unsigned long error = 0;
+  static bool broken = false;
+  const OpenSsl* const ssl = misbehaving([](OpenSsl& table) {
+    table.SSL_read = [](Ssl* handle, void* into, int nbytes) {
+      return broken ? -1 : openSsl().SSL_read(handle, into, nbytes);
+    };
+    table.SSL_get_error = [](const Ssl* handle, int result) {
+      return broken ? 1 : openSsl().SSL_get_error(handle, result);
+    };
+    table.ERR_peek_error = []() { return broken ? error : openSsl().ERR_peek_error(); };
+  });
+  constexpr unsigned long kLibSsl = 20UL << 23U;
+  constexpr unsigned long kLibEvp = 6UL << 23U;
+  const std::vector<std::pair<unsigned long, ErrorCode>> cases = {
+      {kLibSsl | 281, ErrorCode::DataCorrupt}, // decryption failed or bad record mac
+      {kLibSsl | 443, ErrorCode::DataCorrupt}, // bad record type
+      {kLibSsl | 1020, ErrorCode::DataCorrupt}, // the peer's alert: bad record mac
+      {kLibSsl | 1010, ErrorCode::DataCorrupt}, // the peer's alert: unexpected message
+      {kLibSsl | 294, ErrorCode::ConnectionReset}, // unexpected eof while reading
+      {kLibSsl | 1080, ErrorCode::ConnectionReset}, // the peer's alert: internal error
+      {kLibSsl | 0xC0103, ErrorCode::ConnectionReset}, // internal error
+      {kLibEvp | 100, ErrorCode::ConnectionReset},
+      {0x80000000UL | ECONNRESET, ErrorCode::ConnectionReset}, // a system call
+      {0, ErrorCode::ConnectionReset}};
+  for (const auto& [number, code] : cases) {
+    TlsPair pair = unconnected(newContext(), contextWith(ssl));
+    ASSERT_TRUE(shake(*pair.client, *pair.server).good());
+    error = number;
+    broken = true;
+    std::byte byte{};
+    const ErrorRecord record = errorOf([&] { (void)pair.server->tryRead({&byte, 1}); });
+    EXPECT_EQ(record.code, code) << number;
+    const bool alert = code == ErrorCode::DataCorrupt && (number & 0xFFFFU) > 1000;
+    EXPECT_EQ(record.peer, alert ? ErrorRecord::kThisEnd : -1) << number;
+    broken = false;
+  }
+}
+
+// A server of pycomm sends no tickets, and asks for no new key of the other direction. Other servers may.
+TEST(TlsLink, AClientTakesTicketsAndGivesTheNewKeyThatIsAskedFor) {
+  constexpr int kNewSessionTicket = 4; // RFC 8446, B.3
+  constexpr int kKeyUpdate = 24;
+  constexpr int kHandshake = 22;
+  using OnMessage = void(int written, int version, int type, const void* bytes, size_t nbytes, Ssl*, void*);
+  static int tickets = 0;
+  static int answers = 0;
+  const OpenSsl* const watched = misbehaving([](OpenSsl& table) {
+    table.SSL_new = [](SslContext* context) {
+      Ssl* const handle = openSsl().SSL_new(context);
+      libssl<void(Ssl*, OnMessage*)>("SSL_set_msg_callback")(
+          handle, [](int written, int, int type, const void* bytes, size_t, Ssl*, void*) {
+            const int message = type == kHandshake ? *static_cast<const unsigned char*>(bytes) : 0;
+            tickets += written == 0 && message == kNewSessionTicket ? 1 : 0;
+            answers += written == 1 && message == kKeyUpdate ? 1 : 0;
+          });
+      return handle;
+    };
+  });
+  const OpenSsl* const generous = misbehaving([](OpenSsl& table) {
+    table.SSL_CTX_set_num_tickets = [](SslContext*, size_t) { return 1; }; // as many as OpenSSL sends by default
+    table.SSL_key_update = [](Ssl* handle, int) { return openSsl().SSL_key_update(handle, 1); }; // requested
+  });
+  TlsOptions options;
+  options.records_per_key = 2;
+  TlsPair pair = unconnected(contextWith(watched), contextWith(generous, options));
+  ASSERT_TRUE(shake(*pair.client, *pair.server).good());
+  for (int round = 0; round < 5; ++round) {
+    const Bytes sent = pattern(40000, round);
+    writeAll(*pair.server, testing::view(sent), soon(), testing::kNoAbort);
+    EXPECT_EQ(readExactly(*pair.client, sent.size()), sent);
+    writeAll(*pair.client, testing::view(sent), soon(), testing::kNoAbort);
+    EXPECT_EQ(readExactly(*pair.server, sent.size()), sent);
+  }
+  EXPECT_GE(tickets, 1);
+  EXPECT_GE(answers, 5);
 }
 
 TEST(TlsLink, APeerWithoutASecretIsNamed) {

@@ -9,7 +9,7 @@ namespace pycomm::fuzz {
 /// What reads bytes that a stranger, or a broken peer, may have written, and what is then done with them. One input is any bytes.
 /// Nothing may be read out of bounds (AddressSanitizer looks), nothing but pycomm::Error may be thrown inside, and what was understood
 /// must survive being written again. A broken promise is thrown as std::logic_error.
-struct Decoder {
+struct Target {
   const char* name;
   /// Returns true where the input, or some of it, was understood.
   bool (*read)(const uint8_t* bytes, size_t nbytes);
@@ -19,6 +19,6 @@ struct Decoder {
 
 /// Connections into the acceptor and replies to them; error records, rank records and other texts of the store, and a whole rendezvous;
 /// frames of a connection, into the planes of a group, and into the matching of operations.
-[[nodiscard]] const std::vector<Decoder>& decoders();
+[[nodiscard]] const std::vector<Target>& targets();
 
 } // namespace pycomm::fuzz

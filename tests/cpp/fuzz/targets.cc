@@ -1,4 +1,4 @@
-#include "fuzz/decoders.h"
+#include "fuzz/targets.h"
 
 #include <string>
 
@@ -124,8 +124,8 @@ bool readText(const uint8_t* bytes, size_t nbytes) {
 
 } // namespace
 
-const std::vector<Decoder>& decoders() {
-  static const std::vector<Decoder> all = {
+const std::vector<Target>& targets() {
+  static const std::vector<Target> all = {
       {"hello", readHello, helloSample},
       {"reply", readReply, replySample},
       {"error", readError, errorSample},
