@@ -186,6 +186,21 @@ MUTATIONS = [
         "GroupSecret.AChangedByteEndsTheOperationOnAllRanks",
         "engine",
     ),
+    Mutation(
+        "the sender of changed bytes names their receiver",
+        "tls_link.cc",
+        "changed == Changed::Sent ? ErrorRecord::kThisEnd : -1",
+        "-1",
+        "GroupSecret.AChangedHeartbeatEndsTheGroupAndAllRanksNameItsSender",
+        "engine",
+    ),
+    Mutation(
+        "any error of OpenSSL's means changed bytes",
+        "tls_link.cc",
+        "library != kLibSsl || reason == kUnexpectedEof",
+        "false",
+        "TlsLink.AnErrorThatIsNotAboutTheBytesIsAReset",
+    ),
     # ---- the door
     Mutation(
         "first messages may be repeated",
