@@ -54,7 +54,7 @@ cuda: ## libpycomm_cuda.so for every architecture; skips where there is no nvcc
 	@$(BIN)/python tools/cuda_library.py $(ARGS)
 
 # Without .venv too: a machine with a GPU may have a torch of its own, and nothing to download from.
-gpu: ## what needs a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
+gpu: ## the checks that need a GPU: tests, sanitizer, bandwidths; results under benchmarks/results
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") tools/gpu_checks.py $(ARGS)
 
 strict: ## C++ tests file by file, without precompiled headers, so that a missing include shows; warnings are errors
@@ -79,7 +79,7 @@ seam_all: ## all Python tests that are not listed, under the same sanitizers
 	$(BOOTSTRAP) --group test --no-build
 	@$(BIN)/python tools/seam.py --all $(ARGS)
 
-fuzz: ## what reads bytes from outside, guided by coverage, with clang; ARGS="--seconds 3600 frames"
+fuzz: ## fuzz the code that reads bytes from outside, guided by coverage, with clang; ARGS="--seconds 3600 frames"
 	$(BOOTSTRAP) --no-torch
 	@$(BIN)/python tools/fuzz.py $(ARGS)
 
@@ -108,7 +108,7 @@ fault_build: ## the extension with fault points, in build/faults: what the fault
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/fault_build.py
 
-nightly: ## what takes hours; PART=2 runs an hour of it, STEPS="fuzz1 tests" these, ARGS=--list names them
+nightly: ## the steps that take hours; PART=2 runs an hour of it, STEPS="fuzz1 tests" these, ARGS=--list names them
 	$(BOOTSTRAP) --group test
 	@$(BIN)/python tools/nightly.py $(if $(PART),--part $(PART)) $(STEPS) $(ARGS)
 
@@ -142,11 +142,11 @@ lint: ## formatting and ruff
 	$(BOOTSTRAP) --group lint --no-build
 	@$(BIN)/python tools/lint.py
 
-format: ## mend what lint complains about, where that can be done by machine
+format: ## fix what lint reports, where a tool can
 	$(BOOTSTRAP) --group lint --no-build
 	@$(BIN)/python tools/lint.py --fix
 
-layers: ## which floor includes or imports which
+layers: ## check which floor includes or imports which
 	@"$(PYTHON)" tools/check_layers.py
 
 typecheck: ## mypy --strict

@@ -14,7 +14,7 @@ is in build/fuzz (fuzz_dry.py). A session lasts a day unless --minutes says less
 of all targets, and --results FILE also writes it there.
 
 The inputs that are kept, a line of hex digits each, lie in tests/cpp/fuzz/corpus; every test run
-reads them again (tests/cpp/fuzz/fuzz_test.cc). Where clang is not there it says so and ends with 0.
+reads them again (tests/cpp/fuzz/fuzz_test.cc). Without clang it prints SKIPPED and exits with 0.
 """
 
 from __future__ import annotations

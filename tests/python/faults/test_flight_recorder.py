@@ -49,9 +49,14 @@ def findings_in(folder: Path) -> dict[str, Finding]:
 
 
 def wait_for_failure() -> None:
-    """Does nothing of pycomm's until the group has failed."""
+    """Does nothing of pycomm's until the group has failed.
+
+    An operation that starts in the same moment can still complete in shared memory, on all ranks:
+    the failure is known some microseconds before the group ends its operations.
+    """
     while pycomm.last_error() is None:
         threading.Event().wait(0.02)
+    threading.Event().wait(0.2)
 
 
 # In the process

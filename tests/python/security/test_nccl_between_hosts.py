@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hosts import Host, Outcome, alpha_and_beta, run_on_both, wire
 from processes import child_environment
+from sniffer import not_tls, recorded
 
 from pycomm import _secret
 
@@ -22,7 +23,11 @@ pytestmark = [
     pytest.mark.timeout(600),  # the first test compiles the library
 ]
 
-PROGRAM = """
+_STORE_PORT = 29500
+_NUMEL = 10_000
+_NBYTES = 4 * _NUMEL
+
+PROGRAM = f"""
 import sys
 from pathlib import Path
 import numpy as np
@@ -32,8 +37,8 @@ import torch.distributed as dist, pycomm
 try:
     dist.init_process_group("pycomm", pg_options=pycomm.Options(cuda_mode=sys.argv[2]))
 except (ValueError, pycomm.errors.PycommError) as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-array = np.full(1000, float(dist.get_rank() + 1), "float32")
+    sys.exit(f"{{type(error).__name__}}: {{error}}")
+array = np.full({_NUMEL}, float(dist.get_rank() + 1), "float32")
 dist.all_reduce(device.tensor(array))
 device.synchronize()
 assert (array == 3).all(), array
@@ -59,7 +64,7 @@ def _run(
             "PYCOMM_SECURITY": policy,
             "PYCOMM_DEBUG": "INFO",
             "MASTER_ADDR": both[0].address,
-            "MASTER_PORT": "29500",
+            "MASTER_PORT": str(_STORE_PORT),
             "WORLD_SIZE": "2",
         }
     )
@@ -95,8 +100,12 @@ def test_auto_lets_nccl_send_in_plain_and_rank_0_warns(
 def test_without_a_mode_cuda_tensors_are_in_tls(
     both: tuple[Host, Host], fake_cuda: Path, tmp_path: Path, policy: str
 ) -> None:
-    outcomes = _run(both, fake_cuda, tmp_path, "auto", policy)
+    with recorded(both[0], tmp_path) as streams:
+        outcomes = _run(both, fake_cuda, tmp_path, "auto", policy)
     assert [outcome.returncode for outcome in outcomes] == [0, 0], outcomes
+    of_ranks = [stream for stream in streams if _STORE_PORT not in stream.ports]
+    assert sum(len(stream.data) for stream in of_ranks) > _NBYTES  # the tensors, both ways
+    assert [not_tls(stream.data) for stream in of_ranks] == [""] * len(of_ranks)
     for outcome in outcomes:
         assert "CUDA tensors do not use NCCL, which would send them in plain" in outcome.err
         assert "WARNING" not in outcome.err
