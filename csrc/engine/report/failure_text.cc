@@ -11,15 +11,21 @@ int64_t elapsedMs(const Operation& operation) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - operation.issuedAt()).count();
 }
 
-ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& identity) {
-  ErrorRecord record;
-  const Descriptor& descriptor = operation.request().descriptor;
+/// `what` knows no ranks, as of a link: with them, as this rank sees it.
+ErrorRecord seenHere(const ErrorRecord& what, int peer, const GroupIdentity& identity) {
+  ErrorRecord record = what;
   record.rank = identity.rank;
   record.host = identity.host(identity.rank);
   record.peer = peer;
   record.peer_host = identity.host(peer);
   record.group = identity.name;
   record.epoch = identity.epoch;
+  return record;
+}
+
+ErrorRecord about(const Operation& operation, int peer, const GroupIdentity& identity) {
+  ErrorRecord record = seenHere({}, peer, identity);
+  const Descriptor& descriptor = operation.request().descriptor;
   record.op = operation.name();
   record.sequence = operation.request().id.sequence;
   record.dtype = dtypeName(descriptor.dtype);
@@ -246,13 +252,7 @@ ErrorRecord unmatched(const Operation& operation, const GroupIdentity& identity)
 ErrorRecord changedOnTheWay(int peer, const ErrorRecord& what, const GroupIdentity& identity) {
   const bool was_sent_here = what.peer == ErrorRecord::kThisEnd;
   const int sender = was_sent_here ? identity.rank : peer;
-  ErrorRecord record = what;
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  record.peer = sender;
-  record.peer_host = identity.host(sender);
-  record.group = identity.name;
-  record.epoch = identity.epoch;
+  ErrorRecord record = seenHere(what, sender, identity);
   record.summary = "Bytes from " + identity.rankText(sender) + " to " +
       identity.rankText(was_sent_here ? peer : identity.rank) +
       " were changed, dropped, repeated or inserted on their way.";
@@ -267,13 +267,7 @@ ErrorRecord peerGone(int peer, const ErrorRecord& what, const GroupIdentity& ide
   if (what.code == ErrorCode::DataCorrupt) {
     return changedOnTheWay(peer, what, identity);
   }
-  ErrorRecord record = what;
-  record.rank = identity.rank;
-  record.host = identity.host(identity.rank);
-  record.peer = peer;
-  record.peer_host = identity.host(peer);
-  record.group = identity.name;
-  record.epoch = identity.epoch;
+  ErrorRecord record = seenHere(what, peer, identity);
   if (what.code == ErrorCode::ConnectFailed) { // says already which addresses, and why
     record.summary = "Rank " + std::to_string(peer) + " on " + record.peer_host + " cannot be reached: " + what.summary;
     if (record.summary.back() != '.') {
