@@ -100,8 +100,9 @@ STEPS = [
     Step(
         "faults_tls",
         f"{{make}} faults TEST_TRANSPORT=tcp TEST_SECRET={_SECRET} "
-        "ARGS='--remember-failures tests/python/faults/test_fault_matrix.py'",
-        12,
+        "ARGS='--remember-failures tests/python/faults/test_fault_matrix.py "
+        "tests/python/faults/test_fault_networks.py'",
+        16,
     ),
     Step("strict", "{make} strict", 15),
     Step("files", "{make} files", 20),

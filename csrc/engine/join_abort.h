@@ -14,7 +14,7 @@ class Group;
 /// notice in the store (notices.h).
 class JoinAbort {
  public:
-  /// On any thread. The first reason counts. If the group is complete already, it fails with it.
+  /// On any thread. The first reason counts. If the group is complete already, it fails with it. After an exception it can be called again.
   void abort(const ErrorRecord& reason);
 
   /// For the waits of the join.

@@ -57,8 +57,8 @@ class Link {
     return false;
   }
 
-  /// A tryRead() would move something although readFd() may not be readable: the bytes have been taken from the kernel. The owner looks
-  /// again before it sleeps.
+  /// A tryRead() has something to do although readFd() may not be readable: the bytes have been taken from the kernel. The owner looks
+  /// again before it sleeps. In TLS these may be bytes of no message, such as a new key: the read then would block, and this is false.
   [[nodiscard]] virtual bool buffered() const noexcept {
     return false;
   }

@@ -5,6 +5,8 @@
     for stream in streams:           # every TCP stream of every interface, whole, IPv4 and IPv6
         not_tls(stream.data)         # "" if all of it is TLS records
 
+A test that cuts the wire passes cut=True to both, and reads up to the first byte that is missing.
+
 Besides TCP, packets may be ARP, ICMP, ICMPv6 or DNS. Any other packet is an AssertionError: it
 could hold a tensor.
 
@@ -60,14 +62,16 @@ class Stream:
 
 
 @contextlib.contextmanager
-def recorded(host: Host, folder: Path) -> Iterator[list[Stream]]:
+def recorded(host: Host, folder: Path, *, cut: bool = False) -> Iterator[list[Stream]]:
     """Fills the list when the block has ended.
 
-    AssertionError if the kernel lost a packet, or if one is of a protocol that is not known here.
+    AssertionError if the kernel lost a packet, if bytes of a stream are missing, or if a packet is
+    of a protocol that is not known here.
 
     Args:
         host: Whose interfaces to listen on.
         folder: For the recording.
+        cut: Bytes may be missing. A stream then ends before the first one that is.
     """
     file = folder / "packets"
     command = [sys.executable, __file__, host.namespace, str(file)]
@@ -83,19 +87,22 @@ def recorded(host: Host, folder: Path) -> Iterator[list[Stream]]:
             recorder.kill()
     assert recorder.returncode == 0, "the recorder failed"
     assert lost == "lost 0\n", lost
-    streams += streams_of(_recording(file))
+    streams += streams_of(_recording(file), cut=cut)
 
 
-def not_tls(data: bytes) -> str:
+def not_tls(data: bytes, *, cut: bool = False) -> str:
     """Why these bytes of one direction are not TLS 1.3 records to the last byte; "" if they are.
 
     One hello comes first, in one record of at most ``LONGEST_HELLO`` bytes. Alerts in plain may
-    follow it. From the first encrypted record on, all records are encrypted.
+    follow it. From the first encrypted record on, all records are encrypted. With ``cut`` the last
+    record may be a part of one.
     """
     at = 0
     keyed = False
     while at < len(data):
         if len(data) - at < 5:
+            if cut:
+                return ""
             return f"{len(data) - at} bytes after the last record, at {at}"
         kind, version, length = struct.unpack_from("!BHH", data, at)
         body = data[at + 5 : at + 5 + length]
@@ -106,6 +113,8 @@ def not_tls(data: bytes) -> str:
         if (version != 0x0303 and not first) or not 0 < length <= longest:
             return f"a record of version {version:#x}, type {kind:#x} and {length} bytes at {at}"
         if len(body) < length:
+            if cut:
+                return ""
             return f"a record is cut off at {len(data)}: {at + 5 + length} expected"
         if kind == _HANDSHAKE and (
             body[0] not in _HELLOS or int.from_bytes(body[1:4], "big") != length - 4
@@ -116,8 +125,11 @@ def not_tls(data: bytes) -> str:
     return ""
 
 
-def streams_of(packets: Iterable[tuple[int, bytes]]) -> list[Stream]:
-    """The TCP streams of packets, each with its EtherType; AssertionError for an unknown packet."""
+def streams_of(packets: Iterable[tuple[int, bytes]], *, cut: bool = False) -> list[Stream]:
+    """The TCP streams of packets, each with its EtherType; AssertionError for an unknown packet.
+
+    Also for bytes that are missing; with ``cut`` a stream ends before them.
+    """
     starts: dict[tuple[bytes, bytes], int] = {}
     pieces: dict[tuple[bytes, bytes], dict[int, bytes]] = defaultdict(dict)
     for ether_type, packet in packets:
@@ -134,7 +146,7 @@ def streams_of(packets: Iterable[tuple[int, bytes]]) -> list[Stream]:
             earlier = pieces[key].get(sequence, b"")
             pieces[key][sequence] = max(earlier, payload, key=len)
     return [
-        Stream(_end(key[0]), _end(key[1]), _joined(starts[key], parts))
+        Stream(_end(key[0]), _end(key[1]), _joined(starts[key], parts, cut))
         for key, parts in pieces.items()
     ]
 
@@ -180,10 +192,12 @@ def _end(text: bytes) -> tuple[str, int]:
     return socket.inet_ntop(family, text[:-2]), int.from_bytes(text[-2:], "big")
 
 
-def _joined(start: int, parts: dict[int, bytes]) -> bytes:
+def _joined(start: int, parts: dict[int, bytes], cut: bool) -> bytes:
     data = bytearray()
     for sequence in sorted(parts, key=lambda one: (one - start) % (1 << 32)):
         offset = (sequence - start) % (1 << 32)
+        if cut and offset > len(data):
+            break
         assert offset <= len(data), f"bytes {len(data)} to {offset} of a stream are missing"
         data[offset : offset + len(parts[sequence])] = parts[sequence]
     return bytes(data)

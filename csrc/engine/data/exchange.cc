@@ -102,7 +102,7 @@ void Exchange::follow(const std::shared_ptr<Operation>& operation) {
 
 Sink Exchange::onHeader(int peer, const FrameHeader& header) {
   Sink sink;
-  if (!end_.running() || header.type == FrameType::Goodbye) {
+  if (!end_.running() || protocol_.failed() || header.type == FrameType::Goodbye) {
     return sink;
   }
   const TimePoint now = Clock::now();
@@ -115,6 +115,7 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
   }
   if (ours && header.kind == static_cast<uint8_t>(Collective::Send) &&
       !messages_.arrived(peer, header, transfers_.runs(header.op_id))) {
+    act();
     return sink;
   }
   if (!transfers_.runs(header.op_id)) {

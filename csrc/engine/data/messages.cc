@@ -147,11 +147,17 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
     return false; // what its receiver said when it had left here already
   }
-  const bool announces = header.type == FrameType::Data || header.type == FrameType::Waiting;
-  const bool first = !running && !protocol_.isUnexpected(header.op_id);
-  if (announces && first && header.root == peer && (!self || (header.op_id & PointToPoint::kSelfBit) != 0)) {
+  const bool answer = header.aux != 0 && header.type == FrameType::Waiting;
+  const bool announces = header.type == FrameType::Data || (header.type == FrameType::Waiting && !answer);
+  const bool known = running || protocol_.isUnexpected(header.op_id) || protocol_.hasEnded(header.op_id);
+  if (announces && !known && header.root == peer && (!self || (header.op_id & PointToPoint::kSelfBit) != 0)) {
+    const PointToPoint::Name name{header.op_id, header.digest};
+    if (!names_.isNameOf(peer, name)) {
+      protocol_.violated(peer, header, "a message that has the name of another operation");
+      return false;
+    }
     not_entered_.erase(peer);
-    names_.arrived(peer, header.tag, PointToPoint::Name{header.op_id, header.digest});
+    names_.arrived(peer, header.tag, name);
     beginMatched();
   }
   return true;

@@ -63,7 +63,7 @@ class Messages {
   /// The peer asks for messages under a tag (Waiting of PointToPoint::kAskId), or answers such a question (NotEntered).
   void asked(int peer, const FrameHeader& header);
   /// The header of a frame of a message. If a receive waits for it, that has begun by the time this returns. `running`: the owner has
-  /// that operation. False if the frame is about a message that has ended here.
+  /// that operation. False if nothing is to be done about the frame: its message has ended here, or the peer broke the protocol.
   [[nodiscard]] bool arrived(int peer, const FrameHeader& header, bool running);
   /// There may be room at that peer.
   void beginQueued(int peer);

@@ -15,14 +15,20 @@ auto takeFirst(Queues& queues, typename Queues::iterator at) {
 
 } // namespace
 
-PointToPoint::Name PointToPoint::nameSend(int to) {
-  const uint64_t count = sends_[static_cast<size_t>(to)]++;
-  const uint64_t ranks = (static_cast<uint64_t>(rank_) << 32) | static_cast<uint32_t>(to);
+uint64_t PointToPoint::idOf(int from, int to, uint32_t index) const noexcept {
+  const uint64_t ranks = (static_cast<uint64_t>(from) << 32) | static_cast<uint32_t>(to);
   const uint64_t edge = mix64(mix64(ranks) ^ group_);
-  Name name;
-  name.id = (mix64(edge + count) | kDerivedIdBit) & ~kSelfBit;
-  name.index = static_cast<uint32_t>(count);
-  return name;
+  return (mix64(edge + index) | kDerivedIdBit) & ~kSelfBit;
+}
+
+PointToPoint::Name PointToPoint::nameSend(int to) {
+  const auto index = static_cast<uint32_t>(sends_[static_cast<size_t>(to)]++);
+  return Name{idOf(rank_, to, index), index};
+}
+
+bool PointToPoint::isNameOf(int from, Name name) const noexcept {
+  const uint64_t self_bit = from == rank_ ? kSelfBit : 0;
+  return name.id == (idOf(from, rank_, name.index) | self_bit);
 }
 
 bool PointToPoint::hasSent(int to, uint32_t index) const noexcept {

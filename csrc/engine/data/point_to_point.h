@@ -41,6 +41,8 @@ class PointToPoint {
       : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size) + 1, 0) {}
 
   [[nodiscard]] Name nameSend(int to);
+  /// `from` may call a message to this rank so. Any other id could be that of another operation here.
+  [[nodiscard]] bool isNameOf(int from, Name name) const noexcept;
   /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
   void postReceive(uint64_t ticket, int from, uint32_t tag);
   /// The first frame of that message has arrived.
@@ -71,6 +73,9 @@ class PointToPoint {
   static constexpr uint64_t kAskId = kAskForMessagesId;
 
  private:
+  /// After 2^32 messages an id comes again. The first message of that id has ended long since.
+  [[nodiscard]] uint64_t idOf(int from, int to, uint32_t index) const noexcept;
+
   struct Unexpected {
     uint64_t order; ///< of arrival
     Name name;

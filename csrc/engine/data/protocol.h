@@ -67,6 +67,10 @@ class Protocol {
   void answerNotEntered(int peer, uint64_t op_id) {
     roll_call_.answerNotEntered(peer, op_id, RollCall::Way::BulkLink);
   }
+  /// See RollCall::violated.
+  void violated(int peer, const FrameHeader& header, const std::string& what) {
+    roll_call_.violated(peer, header, what);
+  }
   void tick(TimePoint now) {
     roll_call_.tick(now);
   }
@@ -84,6 +88,10 @@ class Protocol {
   }
   [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
     return roll_call_.isUnexpected(op_id);
+  }
+  /// Not long ago.
+  [[nodiscard]] bool hasEnded(uint64_t op_id) const {
+    return roll_call_.hasEnded(op_id);
   }
   [[nodiscard]] static std::string lastText(const FrameHeader& not_entered) {
     return RollCall::lastText(not_entered);

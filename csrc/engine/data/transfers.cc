@@ -41,7 +41,12 @@ Transfer& Transfers::add(const std::shared_ptr<Operation>& operation, TimePoint 
   const uint64_t op_id = request.id.id;
   auto transfer = std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, send_frame_);
   Transfer& running = *transfer;
-  transfers_.emplace(op_id, std::move(transfer));
+  if (!transfers_.emplace(op_id, std::move(transfer)).second) {
+    throw Error(
+        ErrorCode::Internal,
+        "two operations of rank " + std::to_string(identity_.rank) + " have one name",
+        "report this as a bug");
+  }
   try {
     protocol_.posted(request.id, request.descriptor, *request.schedule, now, request.deadline);
   } catch (...) { // nobody would look at its deadline

@@ -86,8 +86,9 @@ std::unique_ptr<Link> Connector::openControl(
         return link;
       }
       trouble.summary = "it has not replied on " + link->describe() + " and dropped " + std::to_string(link->drops()) +
-          " connections";
+          " connections" + (link->lastDrop().empty() ? "" : ", the last one because " + link->lastDrop());
     } catch (const Error& error) {
+      abort.throwIfAborted(); // its reason may be what was caught, and that has its own culprit
       trouble = error.record();
       if (trouble.code != ErrorCode::ConnectFailed) {
         throw Error(refusedBy(peer, trouble, identity_));

@@ -188,7 +188,8 @@ void ControlPlane::tellNews(ControlLink& link) {
     }
     flush(link);
   } catch (const Error& error) {
-    linkBroke(link, error);
+    writingBroke(link, error);
+    act();
   }
 }
 
@@ -207,11 +208,15 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
         dropLink(link, "the connection was closed", false);
       }
     }
-    if (!link.down && (events & EPOLLOUT) != 0) {
-      flush(link);
-    }
   } catch (const Error& error) {
     linkBroke(link, error);
+  }
+  if (!link.down && (events & EPOLLOUT) != 0) {
+    try {
+      flush(link);
+    } catch (const Error& error) {
+      writingBroke(link, error);
+    }
   }
   flushAll(); // what it brought may be for others
   act();

@@ -33,7 +33,9 @@ void Departures::saidGoodbye(int peer, TimePoint now) {
 }
 
 void Departures::readingEnded(int peer, ErrorRecord gone, TimePoint now) {
-  if (presence_[static_cast<size_t>(peer)] == Presence::Left) {
+  const bool lost_here = gone.code == ErrorCode::DataCorrupt && // after the peer had sent all that was due
+      (dealings_.awaiting(peer) != nullptr || dealings_.awaitingAnyone() != nullptr);
+  if (presence_[static_cast<size_t>(peer)] == Presence::Left && !lost_here) {
     saidGoodbye(peer, now); // what waited for this link waits in vain
   } else {
     notice(std::move(gone));

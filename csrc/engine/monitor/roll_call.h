@@ -104,6 +104,10 @@ class RollCall {
   [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
     return unexpected_.has(op_id);
   }
+  /// It ended here not long ago.
+  [[nodiscard]] bool hasEnded(uint64_t op_id) const {
+    return history_.find(op_id) != nullptr;
+  }
   /// The ranks whose frames of it have arrived, of an operation that is not entered here.
   [[nodiscard]] std::vector<int> unexpectedFrom(uint64_t op_id) const {
     return unexpected_.ranks(op_id);

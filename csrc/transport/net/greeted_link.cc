@@ -94,6 +94,7 @@ bool GreetedLink::finishConnect() {
     if (record.code != ErrorCode::ConnectionReset && !hello_was_changed) {
       throw;
     }
+    last_drop_ = hello_was_changed ? record.summary : "";
     pause();
   }
   if (accepted_ &&

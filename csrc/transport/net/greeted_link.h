@@ -61,6 +61,10 @@ class GreetedLink final : public Link {
   [[nodiscard]] int drops() const noexcept {
     return drops_;
   }
+  /// Why it dropped the last one, if it has said so.
+  [[nodiscard]] const std::string& lastDrop() const noexcept {
+    return last_drop_;
+  }
 
  private:
   void connect();
@@ -78,6 +82,7 @@ class GreetedLink final : public Link {
   bool connected_ = false;
   bool accepted_ = false;
   int drops_ = 0;
+  std::string last_drop_;
 };
 
 } // namespace pycomm

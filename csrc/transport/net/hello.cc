@@ -119,7 +119,11 @@ std::optional<ErrorRecord> decodeHelloReply(ConstBufferView payload, int size) {
     return std::nullopt;
   }
   const std::string bytes(reinterpret_cast<const char*>(payload.ptr), payload.nbytes);
-  if (std::optional<ErrorRecord> reason = ErrorRecord::deserialize(bytes, size)) {
+  std::optional<ErrorRecord> reason = ErrorRecord::deserialize(bytes, size);
+  // An acceptor gives no other reasons. One such as DataCorrupt would be taken for this rank's own finding.
+  if (reason &&
+      (reason->code == ErrorCode::ConfigMismatch || reason->code == ErrorCode::VersionMismatch ||
+       reason->code == ErrorCode::ProtocolViolation)) {
     return reason;
   }
   ErrorRecord broken;

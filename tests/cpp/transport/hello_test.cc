@@ -142,6 +142,12 @@ TEST(HelloReply, AcceptsOrSaysWhyNot) {
   EXPECT_EQ(read->code, ErrorCode::VersionMismatch);
   EXPECT_EQ(read->summary, "too old");
   EXPECT_EQ(decodeHelloReply(view("garbage"), 1)->code, ErrorCode::ProtocolViolation);
+
+  for (const ErrorCode code : {ErrorCode::DataCorrupt, ErrorCode::ConnectionReset, ErrorCode::Ok}) {
+    reason.code = code;
+    const auto no_reason = decodeHelloReply(view(encodeHelloRefused(reason).substr(sizeof(FrameHeader))), 1);
+    EXPECT_EQ(no_reason->code, ErrorCode::ProtocolViolation) << static_cast<int>(code);
+  }
 }
 
 } // namespace

@@ -2,11 +2,13 @@
 
 Two network namespaces are two hosts; nft and tbf are the trouble. Needs root, `ip`, `nft` and `tc`;
 skipped, with the reason, where that is not allowed. Today's share of the cases runs (shares.py),
-every case with ``--all-faults``.
+every case with ``--all-faults``. With TEST_SECRET the packets of the first host are recorded, and
+what is there of each stream is read as TLS records (`make nightly`, step ``faults_tls``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +27,7 @@ from fault_ranks import patience
 from fault_report import agreement, took
 from hosts import Host, alpha_and_beta, connect, make, remove, run
 from processes import child_environment
+from sniffer import not_tls, recorded
 from time_bound import assert_within
 
 pytestmark = [pytest.mark.needs_native, pytest.mark.faults, pytest.mark.namespaces]
@@ -34,7 +37,8 @@ import json, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist, pycomm
-folder, timeout_s, enough_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+folder = Path(sys.argv[1])
+timeout_s, enough_s, pause_s = (float(word) for word in sys.argv[2:5])
 met, rank, step = {"error": None}, int(os.environ["RANK"]), 0
 (folder / f"here-{rank}").touch()
 while len(list(folder.glob("here-*"))) < int(os.environ["WORLD_SIZE"]):
@@ -51,6 +55,7 @@ try:
         assert float(tensor[-1]) == size * (size - 1) / 2, "a wrong sum"
         if float(over):
             break
+        time.sleep(pause_s)
         if step == 3:
             (folder / f"middle-{rank}").touch()
             end_s = time.monotonic() + enough_s
@@ -111,8 +116,12 @@ class Trouble:
     timeout_s: float = 60.0
 
 
+SECRET = bool(os.environ.get("TEST_SECRET"))
+STORE_PORT = 29500
 SILENCE = ("PEER_UNRESPONSIVE",)
-NO_OTHER_PORT = "tcp dport 29500 accept; tcp sport 29500 accept; meta l4proto tcp drop"
+NO_OTHER_PORT = (
+    f"tcp dport {STORE_PORT} accept; tcp sport {STORE_PORT} accept; meta l4proto tcp drop"
+)
 RESET = _filter("meta l4proto tcp reject with tcp reset", "accept")
 TROUBLES = (
     Trouble("silent drop", _filter("drop", "drop"), _heal, SILENCE),
@@ -179,30 +188,9 @@ def test_networks(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    _, beta = wired
     world_size = 2 * ranks_a_host
-    children: dict[int, subprocess.Popen[bytes]] = {}
-    struck_s = time.monotonic()
-    try:
-        if trouble.before:
-            trouble.act(beta)
-        for rank in range(world_size):
-            children[rank] = start(wired[rank // ranks_a_host], rank, world_size, trouble, tmp_path)
-        if not trouble.before:
-            wait_for([tmp_path / f"middle-{rank}" for rank in range(world_size)], children)
-            struck_s = time.monotonic()
-            trouble.act(beta)
-        if trouble.heal_after_s is not None:
-            time.sleep(trouble.heal_after_s)
-            trouble.heal(beta)
-        wait_for([tmp_path / f"{rank}.json" for rank in range(world_size)], children)
-    finally:
-        if trouble.heal_after_s is None:
-            trouble.heal(beta)
-        for host in wired:
-            host.kill_all()
-        for child in children.values():
-            child.wait(20)
+    with read_as_tls(wired[0], tmp_path, enough=0 if trouble.before else 3 << 18):
+        struck_s = make_trouble(wired, trouble, ranks_a_host, tmp_path)
     met = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world_size)]
     name = _name((trouble, ranks_a_host))
     for rank, each in enumerate(met):
@@ -218,6 +206,54 @@ def test_networks(
         assert_within(each["monotonic_s"] - struck_s, trouble.bound_s * patience(), each["text"])
 
 
+@contextlib.contextmanager
+def read_as_tls(host: Host, folder: Path, enough: int) -> Iterator[None]:
+    """With TEST_SECRET: what passes this host's interfaces, but to torch's store, is TLS.
+
+    At least ``enough`` bytes of it have passed.
+    """
+    if not SECRET:
+        yield
+        return
+    with recorded(host, folder, cut=True) as streams:
+        yield
+    ours = [stream for stream in streams if STORE_PORT not in stream.ports]
+    assert sum(len(stream.data) for stream in ours) >= enough
+    for stream in ours:
+        assert not_tls(stream.data, cut=True) == "", stream.ports
+
+
+def make_trouble(
+    wired: tuple[Host, Host], trouble: Trouble, ranks_a_host: int, folder: Path
+) -> float:
+    """Runs the ranks and the trouble to their ends; returns when the trouble began, in seconds."""
+    _, beta = wired
+    world_size = 2 * ranks_a_host
+    children: dict[int, subprocess.Popen[bytes]] = {}
+    struck_s = time.monotonic()
+    try:
+        if trouble.before:
+            trouble.act(beta)
+        for rank in range(world_size):
+            children[rank] = start(wired[rank // ranks_a_host], rank, world_size, trouble, folder)
+        if not trouble.before:
+            wait_for([folder / f"middle-{rank}" for rank in range(world_size)], children)
+            struck_s = time.monotonic()
+            trouble.act(beta)
+        if trouble.heal_after_s is not None:
+            time.sleep(trouble.heal_after_s)
+            trouble.heal(beta)
+        wait_for([folder / f"{rank}.json" for rank in range(world_size)], children)
+    finally:
+        if trouble.heal_after_s is None:
+            trouble.heal(beta)
+        for host in wired:
+            host.kill_all()
+        for child in children.values():
+            child.wait(20)
+    return struck_s
+
+
 def start(
     host: Host, rank: int, world_size: int, trouble: Trouble, folder: Path
 ) -> subprocess.Popen[bytes]:
@@ -226,10 +262,11 @@ def start(
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "192.168.1.10",
-            "MASTER_PORT": "29500",
+            "MASTER_PORT": str(STORE_PORT),
         }
     )
-    arguments = [sys.executable, "-c", RANK, str(folder), str(trouble.timeout_s), "3"]
+    pause_s = "0.02" if SECRET else "0"  # so that a recording stays small
+    arguments = [sys.executable, "-c", RANK, str(folder), str(trouble.timeout_s), "3", pause_s]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
             host.command(*arguments),

@@ -161,6 +161,13 @@ def test_the_parser_sees_one_byte_too_many() -> None:
     assert "type 0x63" in not_tls(hello + b"cy" + _RECORD)
 
 
+def test_the_parser_takes_a_part_of_a_record_only_where_the_wire_was_cut() -> None:
+    whole = _hello(1, 100) + 2 * _RECORD
+    assert all(not_tls(whole[:end], cut=True) == "" for end in range(len(whole) + 1))
+    assert "type 0x63" in not_tls(_hello(1, 100) + b"cyphr", cut=True)
+    assert "type 0x63" in not_tls(_hello(1, 100) + _RECORD + b"cyphr", cut=True)
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
@@ -214,3 +221,9 @@ def test_the_reader_passes_over_no_unknown_packet(v6: bool) -> None:
         streams_of([(0x88CC, b"LLDP")])
     with pytest.raises(AssertionError, match="are missing"):
         streams_of([_ip(6, _segment(*each), v6) for each in ((9, 2, b""), (11, 0, b"b"))])
+
+
+def test_a_stream_of_a_cut_wire_ends_before_what_is_missing() -> None:
+    packets = [_segment(9, 2, b""), _segment(10, 0, b"ab"), _segment(13, 0, b"d")]
+    (stream,) = streams_of([_ip(6, packet, False) for packet in packets], cut=True)
+    assert stream.data == b"ab"

@@ -46,6 +46,23 @@ TEST(PointToPoint, NamesDifferByRankAndCount) {
   EXPECT_NE(id, elsewhere.nameSend(2).id);
 }
 
+TEST(PointToPoint, OnlyTheNameOfAMessageToThisRankIsOne) {
+  PointToPoint sender(0, 3, kGroup);
+  PointToPoint receiver(2, 3, kGroup);
+  for (int k = 0; k < 3; ++k) {
+    const PointToPoint::Name sent = sender.nameSend(2);
+    EXPECT_TRUE(receiver.isNameOf(0, sent));
+    EXPECT_FALSE(receiver.isNameOf(1, sent)) << "another sender's";
+    EXPECT_FALSE(sender.isNameOf(0, sent)) << "to another rank";
+    EXPECT_FALSE(receiver.isNameOf(0, {sent.id, sent.index + 1}));
+    EXPECT_FALSE(receiver.isNameOf(0, {sent.id ^ PointToPoint::kSelfBit, sent.index}));
+  }
+  EXPECT_FALSE(receiver.isNameOf(0, {9, 0})) << "a collective's";
+  const PointToPoint::Name own = receiver.nameSend(2); // its receive's differs in one bit
+  EXPECT_TRUE(receiver.isNameOf(2, {own.id | PointToPoint::kSelfBit, own.index}));
+  EXPECT_FALSE(receiver.isNameOf(2, own));
+}
+
 TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {
   PointToPoint receiver(2, 4, kGroup);
   receiver.arrived(3, 7, named(30));

@@ -227,6 +227,27 @@ TEST_F(DeparturesTest, AGoodbyeDoesNotEndWhatThePeersLinkStillBrings) {
   EXPECT_EQ(action().record.code, ErrorCode::PeerLeft);
 }
 
+TEST_F(DeparturesTest, BytesThatAreChangedOnTheWayOfAPeerThatLeftAreNotItsFault) {
+  ErrorRecord changed = peerDead(1);
+  changed.code = ErrorCode::DataCorrupt;
+  open.links[1] = Reading::Open;
+  open.receives[1] = first.get();
+  departures.saidGoodbye(1, at(0));
+  ASSERT_TRUE(quiet());
+  open.links[1] = Reading::Ended;
+  departures.readingEnded(1, changed, at(5));
+  EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt);
+
+  open.receives.clear();
+  open.from_anyone = first.get();
+  departures.readingEnded(1, changed, at(6));
+  EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt) << "perhaps it was what a receive from any rank waits for";
+
+  open.from_anyone = nullptr;
+  departures.readingEnded(1, changed, at(7));
+  EXPECT_TRUE(quiet()) << "nobody needs what was changed";
+}
+
 TEST_F(DeparturesTest, AGoodbyeMayOvertakeTheHelloOfTheLinkThatTheBytesComeOn) {
   open.receives[1] = first.get();
   departures.saidGoodbye(1, at(0));

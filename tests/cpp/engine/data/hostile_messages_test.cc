@@ -1,0 +1,182 @@
+// A member of the group that gives its messages names which are not theirs.
+#include <gtest/gtest.h>
+#include <sys/epoll.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/data/data_plane.h"
+#include "fuzz/bytes_link.h"
+#include "schedule/make_schedule.h"
+
+namespace pycomm::testing {
+namespace {
+
+constexpr int kPeer = 0;
+constexpr int kSelf = 1;
+constexpr int kFd = 1000;
+constexpr uint32_t kTag = 3;
+constexpr int64_t kNumel = 5;
+
+struct HostileMessages : ::testing::Test {
+  static GroupIdentity identityOf() {
+    GroupIdentity identity;
+    identity.rank = kSelf;
+    identity.size = 2;
+    identity.name = "test";
+    identity.hash = 7;
+    identity.hosts = {"alpha", "beta"};
+    return identity;
+  }
+
+  HostileMessages() {
+    DataPlane::Events events;
+    events.noticed = [this](const ErrorRecord& record) { noticed.push_back(record); };
+    events.left = [](int) {};
+    events.doubted = events.noticed;
+    events.ask = [](const std::vector<Question>&) {};
+    DataPlane::Options options;
+    options.connect = [this](int) { return std::make_unique<fuzz::BytesLink>(nullptr, 0, 1, --next_fd_); };
+    plane = std::make_unique<DataPlane>(identity, loop, std::move(events), std::move(options));
+  }
+
+  std::shared_ptr<Operation> post(Operation::Request&& request) {
+    auto& memory = memory_.emplace_back(std::make_unique<float[]>(kNumel));
+    request.input = request.output = {reinterpret_cast<std::byte*>(memory.get()), kNumel * sizeof(float)};
+    operations.push_back(std::make_shared<Operation>(std::move(request)));
+    plane->post(operations.back());
+    return operations.back();
+  }
+
+  static Operation::Request request(Collective kind) {
+    ScheduleRequest wish;
+    wish.kind = kind;
+    wish.dtype = DType::Float32;
+    wish.rank = kSelf;
+    wish.size = 2;
+    wish.root = kPeer;
+    wish.numel = kNumel;
+    Operation::Request request;
+    request.schedule = prepare(makeSchedule(wish));
+    request.descriptor = Descriptor::of(wish, request.schedule->schedule.algorithm);
+    return request;
+  }
+
+  std::shared_ptr<Operation> receive() {
+    Operation::Request wish = request(Collective::Recv);
+    wish.descriptor = descriptorOf(-1);
+    wish.receives = true;
+    wish.peer = kPeer;
+    return post(std::move(wish));
+  }
+
+  static Descriptor descriptorOf(int root) {
+    Descriptor descriptor;
+    descriptor.kind = Collective::Send;
+    descriptor.dtype = DType::Float32;
+    descriptor.algorithm = Algorithm::Direct;
+    descriptor.numel = kNumel;
+    descriptor.tag = kTag;
+    descriptor.root = root;
+    return descriptor;
+  }
+
+  /// A frame of a message from kPeer; Data brings all of it.
+  std::string frame(FrameType type, PointToPoint::Name name, uint64_t aux) {
+    FrameHeader header;
+    descriptorOf(kPeer).writeTo(header);
+    header.type = type;
+    header.group = identity.hash;
+    header.op_id = name.id;
+    header.digest = name.index;
+    header.aux = aux;
+    const std::string payload(type == FrameType::Data ? kNumel * sizeof(float) : 0, '\0');
+    header.payload_nbytes = static_cast<uint32_t>(payload.size());
+    return std::string(reinterpret_cast<const char*>(&header), sizeof header) + payload;
+  }
+
+  void arrive(std::string bytes) {
+    bytes_ = std::move(bytes);
+    const auto* const begin = reinterpret_cast<const uint8_t*>(bytes_.data());
+    plane->adopt(kPeer, std::make_unique<fuzz::BytesLink>(begin, bytes_.size(), bytes_.size(), kFd));
+    while (loop.ready(kFd, EPOLLIN)) {
+    }
+  }
+
+  /// What the group fails with. All operations have ended afterwards.
+  ErrorRecord end() {
+    ErrorRecord cause;
+    cause.code = ErrorCode::Aborted;
+    plane->fail(noticed.empty() ? cause : noticed.front());
+    for (const auto& operation : operations) {
+      EXPECT_TRUE(operation->done()) << operation->label();
+    }
+    return noticed.empty() ? cause : noticed.front();
+  }
+
+  const GroupIdentity identity = identityOf();
+  fuzz::HandLoop loop;
+  std::vector<ErrorRecord> noticed;
+  std::unique_ptr<DataPlane> plane;
+  std::vector<std::shared_ptr<Operation>> operations;
+  PointToPoint peers_names{kPeer, 2, identity.hash};
+
+ private:
+  std::vector<std::unique_ptr<float[]>> memory_;
+  std::string bytes_;
+  int next_fd_ = -1;
+};
+
+TEST_F(HostileMessages, OneIsReceivedUnderItsOwnName) {
+  const auto received = receive();
+  arrive(frame(FrameType::Data, peers_names.nameSend(kSelf), kEagerFlag));
+  EXPECT_TRUE(received->done());
+  EXPECT_FALSE(received->error());
+}
+
+TEST_F(HostileMessages, TheNameOfACollectiveIsRefused) {
+  arrive(frame(FrameType::Waiting, {1, 0}, 0));
+  receive(); // would run under the collective's name
+  Operation::Request broadcast = request(Collective::Broadcast);
+  broadcast.id = {1, 1};
+  post(std::move(broadcast));
+  const ErrorRecord error = end();
+  EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
+  EXPECT_EQ(error.peer, kPeer);
+  EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos) << error.summary;
+}
+
+TEST_F(HostileMessages, AnAnswerAnnouncesNothing) {
+  const PointToPoint::Name name = peers_names.nameSend(kSelf);
+  arrive(frame(FrameType::Waiting, name, 1) + frame(FrameType::Waiting, name, 1));
+  const auto first = receive();
+  const auto second = receive(); // would run under the name of the first
+  EXPECT_FALSE(first->identified());
+  EXPECT_FALSE(second->identified());
+  end();
+}
+
+TEST_F(HostileMessages, OneThatIsAnnouncedTwiceIsOne) {
+  const PointToPoint::Name name = peers_names.nameSend(kSelf);
+  arrive(frame(FrameType::Waiting, name, 0) + frame(FrameType::Waiting, name, 0));
+  const auto first = receive();
+  const auto second = receive();
+  EXPECT_TRUE(first->identified());
+  EXPECT_FALSE(second->identified());
+  end();
+}
+
+TEST_F(HostileMessages, OneThatHasEndedIsNotAnnouncedAgain) {
+  const PointToPoint::Name name = peers_names.nameSend(kSelf);
+  const auto first = receive();
+  const std::string again = frame(FrameType::Waiting, name, 0);
+  arrive(frame(FrameType::Data, name, kEagerFlag) + again + again);
+  EXPECT_TRUE(first->done());
+  const auto second = receive();
+  EXPECT_FALSE(second->identified());
+  end();
+}
+
+} // namespace
+} // namespace pycomm::testing
