@@ -336,10 +336,11 @@ SETTINGS: tuple[Setting, ...] = (
         _one_of("auto", "require", "off"),
         "auto",
         "PYCOMM_SECURITY",
-        "What the [secret](security.md) of the job is for. `auto`: with a secret, every TCP "
-        "connection is in TLS; without one, connections are plain, and a job on several hosts logs "
-        "a warning. `require`: without a secret, a job whose ranks do not all reach each other by "
-        "Unix sockets is an error. `off`: no warning; with a secret, an error.",
+        "`auto`: use TLS if there is a [secret](security.md), else warn if there are several "
+        "hosts. `require`: raise an error instead of connecting by TCP without a secret (a job of "
+        "one user on one host needs none). `off`: do not warn that there is no secret; it does not "
+        "turn TLS off, and with a secret it is an error. To run without TLS although there is a "
+        "secret file: `PYCOMM_SECRET_FILE=none`.",
         same_on_all_ranks=True,
     ),
     Setting(

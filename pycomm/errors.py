@@ -60,8 +60,7 @@ __all__ = [
 
 
 class TorchVersionError(ImportError):
-    """The extension is not built, or was built for another minor version of torch than is
-    installed.
+    """The extension is not built, or not for the minor version of torch that is installed.
 
     Try: what the text says.
     """
@@ -72,8 +71,7 @@ class PycommError(DistError):
 
     Args:
         text: The whole message.
-        record: The known facts, by the names of ``ErrorRecord``'s fields. ``code`` is that of the
-            class if it is left out.
+        record: The known facts, by ``ErrorRecord``'s fields. ``code`` defaults to the class's own.
     """
 
     record: ErrorRecord
@@ -169,7 +167,9 @@ class ResourceError(PycommError):
 
 
 class InvalidArgumentError(PycommBackendError, ValueError):
-    """An argument that no rank can serve; nothing was sent.
+    """An argument that no rank can serve, or a setting that cannot hold: a secret file that others
+    may read, ``PYCOMM_SECURITY=off`` with a secret, ``PYCOMM_SECURITY=require`` without one. No
+    tensor was sent.
 
     Try: read what stands behind "Try:" in the error.
     """
@@ -177,7 +177,7 @@ class InvalidArgumentError(PycommBackendError, ValueError):
 
 class UnsupportedError(PycommBackendError, NotImplementedError):
     """pycomm does not do this: a CUDA tensor without the CUDA library, a sparse CUDA tensor, an
-    integer AVG, an option of DDP.
+    integer AVG, an option of DDP, a secret without OpenSSL 3.
 
     Try: the alternative in the hint.
     """
@@ -258,16 +258,14 @@ class CollectiveTimeoutError(PycommBackendError, TimeoutError):
     """An operation's deadline has passed. The text names the rank that was waited for and, if it
     has not entered the operation, what it did last.
 
-    Try: look at that rank: uneven data, a slow loader, an exception. Set a longer timeout if it is
-    only slow.
+    Try: look at that rank for uneven data, a slow loader or an exception, or set a longer timeout.
     """
 
 
 class PeerDeadError(PeerError):
     """A rank's process ended without a goodbye.
 
-    Try: look for the first error in that rank's output. Run ``dmesg`` on its host, for the
-    out-of-memory killer.
+    Try: look for that rank's first error, and in its host's ``dmesg`` for the out-of-memory killer.
     """
 
 
@@ -292,8 +290,7 @@ class ConnectionBrokenError(PeerError):
     """A connection between two ranks broke although both are still there. One that breaks before
     the peer has accepted it is retried and is no error.
 
-    Try: find what resets connections between these hosts: a firewall, a proxy, an address used
-    twice.
+    Try: find the firewall, proxy or duplicate address that resets connections between these hosts.
     """
 
 
@@ -302,15 +299,18 @@ class ProtocolViolationError(PycommNetworkError):
     never writes.
 
     Try: run one build on all ranks and nothing else on pycomm's ports and store; else report it.
+    With a secret, somebody without it may have written to torch's store or to a rank's port: let
+    only the hosts of the job reach both (docs/security.md#close-the-ports).
     """
 
 
 class DataCorruptError(PycommNetworkError):
-    """A rank got other bytes than its peer sent. With a secret all bytes of TLS are checked;
-    without one only the sums of fp16 gradient buckets are.
+    """Bytes changed on the way. With a secret pycomm checks all bytes between hosts; without one,
+    only fp16 gradient buckets.
 
-    Try: start again; if it comes back, look for what changes packets between the hosts. If it names
-    a bucket, report it; over another backend use pycomm, or another ``wire_dtype``."""
+    Try: start again. If it comes back, try another cable and switch port, then look for a proxy or
+    router in between. If the text names a bucket, report it; over another backend, use pycomm or
+    another ``wire_dtype``."""
 
 
 class AbortedError(PycommBackendError):

@@ -95,11 +95,12 @@ class Options:
             ``COLLECTIVE_MISMATCH``, which names both lines. A correct program whose ranks issue one
             operation from different lines fails with it, so use it only to find mistakes.
             ``PYCOMM_CHECK_CALL_SITES``; default: False.
-        security: What the secret (docs/security.md) of the job is for. ``auto``: with a secret,
-            every TCP connection is in TLS; without one, connections are plain, and a job on several
-            hosts logs a warning. ``require``: without a secret, a job whose ranks do not all reach
-            each other by Unix sockets is an error. ``off``: no warning; with a secret, an error.
-            ``PYCOMM_SECURITY``; default: auto.
+        security: ``auto``: use TLS if there is a secret (docs/security.md), else warn if there are
+            several hosts. ``require``: raise an error instead of connecting by TCP without a secret
+            (a job of one user on one host needs none). ``off``: do not warn that there is no
+            secret; it does not turn TLS off, and with a secret it is an error. To run without TLS
+            although there is a secret file: ``PYCOMM_SECRET_FILE=none``. ``PYCOMM_SECURITY``;
+            default: auto.
         preflight: ``1`` (in Python ``True``): rank 0 compares the hosts when the default group is
             made, and logs what differs. Set it on all hosts; each sends about 1 KB. Preflight
             (docs/doctor.md). ``PYCOMM_PREFLIGHT``; default: False.

@@ -10,8 +10,9 @@
 
 A target is a function that gets bytes as somebody outside may have sent them; its name is that of a
 file in tests/cpp/fuzz/corpus. --until-dry continues where an earlier session has ended: its state
-is in build/fuzz (fuzz_dry.py). A session lasts a day unless --minutes says less. It prints a table
-of all targets, and --results FILE also writes it there.
+is in build/fuzz (fuzz_dry.py), and the CPU time of earlier programs counts. A session lasts a day
+unless --minutes says less. It prints a table of all targets, and --results FILE also writes it
+there.
 
 The inputs that are kept, a line of hex digits each, lie in tests/cpp/fuzz/corpus; every test run
 reads them again (tests/cpp/fuzz/fuzz_test.cc). Without clang it prints SKIPPED and exits with 0.

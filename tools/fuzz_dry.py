@@ -1,8 +1,9 @@
 """Fuzz each target until it is dry, in as many sessions as that takes (fuzz.py --until-dry).
 
 After each run of libFuzzer the counts of the target are written to build/fuzz/<target>.json, and
-its inputs lie in build/fuzz/<target>. A later session continues there, as long as the fuzzer is
-the same program. If the program has changed, the counts begin anew, and the inputs are kept.
+its inputs lie in build/fuzz/<target>. A later session continues there. If the program has changed,
+the counts begin anew, and the inputs are kept. The CPU time of earlier programs still counts: with
+each change of the sources an hour would begin anew, and no target that is not dry would end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Found:
     edges: int = 0
     last_new: int = 0  # the input that reached an edge for the first time, counted over all runs
     cpu_seconds: float = 0.0
+    cpu_before: float = 0.0  # seconds of earlier programs
     first_edges: int = 0  # those of the inputs that it began with
     first_corpus: int = 0
     corpus: int = 0
@@ -50,7 +52,7 @@ class Found:
     def line(self, name: str) -> str:
         """A row of the table."""
         return (
-            f"{name:<9}{self.inputs:>12,}{self.cpu_seconds:>8.0f}"
+            f"{name:<9}{self.inputs:>12,}{self.cpu_seconds:>8.0f}{self.cpu_before:>8.0f}"
             f"{self.first_edges:>8}{self.edges - self.first_edges:>+7}"
             f"{self.first_corpus:>8}{self.corpus - self.first_corpus:>+7}"
             f"{self.since_new():>13,}  {self.reason or 'the session ended; not dry yet'}"
@@ -58,8 +60,8 @@ class Found:
 
 
 HEADING = (
-    f"{'target':<9}{'inputs':>12}{'CPU s':>8}{'edges':>8}{'added':>7}{'corpus':>8}{'added':>7}"
-    f"{'since added':>13}  reason for stopping"
+    f"{'target':<9}{'inputs':>12}{'CPU s':>8}{'before':>8}{'edges':>8}{'added':>7}{'corpus':>8}"
+    f"{'added':>7}{'since added':>13}  reason for stopping"
 )
 
 
@@ -71,18 +73,19 @@ def reason_to_stop(found: Found, inputs_of_all: int) -> str:
         return DRY
     if found.inputs >= MOST_INPUTS:
         return "10^7 inputs"
-    if found.cpu_seconds >= MOST_CPU_SECONDS:
+    if found.cpu_seconds + found.cpu_before >= MOST_CPU_SECONDS:
         return "60 CPU minutes"
     return "10^8 inputs of all targets" if inputs_of_all >= MOST_INPUTS_OF_ALL else ""
 
 
 def load(folder: Path, name: str, program: str) -> Found:
-    """The counts of earlier sessions; new ones if the fuzzer was another program."""
+    """The counts of earlier sessions; of another program's only the CPU time."""
     path = folder / f"{name}.json"
     if path.is_file():
         found = Found(**json.loads(path.read_text()))
         if found.program == program:
             return found
+        return Found(program=program, cpu_before=found.cpu_seconds + found.cpu_before)
     return Found(program=program)
 
 
@@ -159,9 +162,10 @@ def report(counts: dict[str, Found], at: str, clang: str) -> str:
         f"{MOST_INPUTS:,} inputs or {MOST_CPU_SECONDS:,} s of CPU",
         f"time, dry or not, and all targets together end at {MOST_INPUTS_OF_ALL:,} inputs. "
         "The counts are those of all sessions with this",
-        "program. 'edges': those that the kept inputs reached before, and those added; "
-        "'corpus': the kept inputs,",
-        "and those added; 'since added': the inputs since the last new edge.",
+        "program; 'before': CPU seconds of earlier programs, which count, too. 'edges': those that "
+        "the kept inputs reached before,",
+        "and those added; 'corpus': the kept inputs, and those added; 'since added': the inputs "
+        "since the last new edge.",
         "",
         HEADING,
         *rows,

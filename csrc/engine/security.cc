@@ -15,8 +15,10 @@ std::atomic<bool> g_warned_of_variable{false};
 
 constexpr const char* kSecretVariable = "PYCOMM_SECRET";
 
-constexpr const char* kHowToClose =
-    "on one host only, python -m pycomm secret --generate, then copy the file to every other host (scp -p); if a host has one, copy that";
+std::string howToClose() {
+  return std::string("if no host has a secret, run on one of them: python -m pycomm secret --generate. Then ") +
+      kHowToCopySecret;
+}
 
 } // namespace
 
@@ -64,11 +66,11 @@ void Security::checkHosts(const Roster& roster) const {
       std::to_string(roster.topology.hosts()) +
       " hosts and there is no secret: anybody on the network between them can read and change what they send";
   if (policy == SecurityPolicy::Require) {
-    throw Error(ErrorCode::InvalidArgument, "PYCOMM_SECURITY=require, but " + what, kHowToClose);
+    throw Error(ErrorCode::InvalidArgument, "PYCOMM_SECURITY=require, but " + what, howToClose());
   }
   if (roster.identity.rank == 0 && !g_warned.exchange(true)) {
     log(LogLevel::Warn,
-        what + ". Try: " + kHowToClose +
+        what + ". Try: " + howToClose() +
             ". Or PYCOMM_SECURITY=off, if nobody else reaches the network between the hosts");
   }
 }

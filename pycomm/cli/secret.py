@@ -65,5 +65,7 @@ def _generate(path: str) -> str:
     return f"""wrote {path}, key id {key_id}
 Run this here, once for each other host of the job (scp -p keeps the file private):
   ssh HOST mkdir -p -m 700 {there} && scp -p {source} HOST:{target}{how}
-Jobs that find it on all their hosts have the connections between them in TLS.
-Anybody who has the file can read them: one per user or per job, not one per cluster."""
+If the hosts share this folder, do not copy: the file is there already.
+Then start your jobs as before. "python -m pycomm secret --id" must print {key_id} on every host.
+Anybody who has this file can read your jobs' traffic.
+Make one per user or per job, not one per cluster."""

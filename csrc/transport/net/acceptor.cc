@@ -272,7 +272,9 @@ Acceptor::Verdict Acceptor::readTls(Stranger& stranger) {
       }
     }
   } catch (const Error& error) {
-    return giveUp(error.record().summary, error.record().code == ErrorCode::ConnectionReset);
+    const ErrorRecord& record = error.record();
+    const std::string hint = record.hint.empty() ? "" : ". Try: " + record.hint;
+    return giveUp(record.summary + hint, record.code == ErrorCode::ConnectionReset);
   } catch (const std::exception& error) { // no memory: a peer tries again
     return giveUp(error.what());
   }

@@ -61,8 +61,8 @@ void Notices::poll(const IsMissing& is_missing, TimePoint now) {
       ++lines_;
       log(LogLevel::Warn,
           notice->text() +
-              ". Anybody who reaches the store can write this, so this rank waits on. If it is true, stop the job, mend that, and start "
-              "it again");
+              ". Anybody who reaches the store can write this, so this rank waits on. If it is true, stop the job, do what "
+              "follows \"Try there\", and start it again");
     }
   }
 }

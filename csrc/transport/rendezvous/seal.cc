@@ -85,14 +85,16 @@ std::string Seal::opened(const std::string& key, const std::string& text) const 
         ErrorCode::ConfigMismatch,
         key,
         " has no secret, and this process has one (key id " + key_id_ + ")",
-        "give every rank the same secret file; if all have it, somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT)");
+        std::string("give every rank the same secret file; ") + kHowToCopySecret +
+            ". If all have it, somebody else writes to torch's store: let only the hosts of the job reach its port (MASTER_PORT)");
   }
   if (key_id != key_id_) {
     throw badSeal(
         ErrorCode::ConfigMismatch,
         key,
         " has a different secret (key id " + key_id + ", here " + key_id_ + ")",
-        "copy one secret file to every host; \"python -m pycomm secret --id\" shows which one a host has");
+        std::string("copy one secret file to every host; ") + kHowToCopySecret +
+            ". \"python -m pycomm secret --id\" shows which one a host has");
   }
   const std::string_view value = std::string_view(text).substr(kSealNbytes);
   const std::string_view mac = std::string_view(text).substr(kSealNbytes - 1 - kMacChars, kMacChars);
@@ -112,7 +114,7 @@ void refuseSealed(const std::string& key, const std::string& value) {
         ErrorCode::ConfigMismatch,
         key,
         " has a secret (key id " + key_id + "), and this process has none",
-        "give every rank the same secret file: PYCOMM_SECRET_FILE, or ~/.config/pycomm/secret");
+        std::string("give every rank the same secret file; ") + kHowToCopySecret);
   }
 }
 

@@ -2,8 +2,14 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/printable.h"
 
 namespace pycomm {
+namespace {
+
+constexpr size_t kMaxLoggedKeyNbytes = 256;
+
+} // namespace
 
 SealedStore::SealedStore(Store& store, const Secret& secret) : store_(store), seal_(secret) {}
 
@@ -43,7 +49,13 @@ std::optional<std::string> SealedStore::find(const std::string& key) {
       throw; // not about the value
     }
     if (!warned_.exchange(true)) {
-      log(LogLevel::Warn, "an entry of the store is ignored: " + error.record().summary);
+      const int rank = error.record().peer;
+      log(LogLevel::Warn,
+          "ignored the entry " + printable(key, kMaxLoggedKeyNbytes) +
+              " of torch's store, which does not have the seal of this job" +
+              (rank < 0 ? "" : " (its name says that rank " + std::to_string(rank) + " wrote it)") +
+              ". Somebody without the secret may have written it. Try: nothing, if the job starts; otherwise do what its "
+              "error says, or let only the hosts of the job reach MASTER_PORT");
     }
     return std::nullopt;
   }

@@ -14,7 +14,8 @@ namespace {
 constexpr const char* kLibraryName = "libssl.so.3"; // libssl3.so is Mozilla's NSS
 constexpr unsigned long kOldestVersion = 0x30000000;
 constexpr const char* kInstallHint =
-    "apt install libssl3, or dnf install openssl-libs, or conda install \"openssl>=3\"; without a secret, pycomm needs no OpenSSL";
+    "apt install libssl3, or dnf install openssl-libs, or conda install \"openssl>=3\"; "
+    "or run without a secret: PYCOMM_SECRET_FILE=none on every host";
 
 template <class Function>
 void findFunction(void* library, const char* name, Function& function, std::string& missing) {

@@ -31,9 +31,6 @@ constexpr size_t kCheckChars = 4;
 constexpr size_t kSecretChars = kSecretMark.size() + kKeyChars + kCheckChars;
 constexpr size_t kMaxFileNbytes = 4096;
 constexpr size_t kKeyIdNbytes = 4;
-// The copy comes first: a second secret would lock this host out of the job.
-constexpr const char* kCopyOrGenerate =
-    "copy the secret file from a host of the job that has it (scp -p); only if no host has one: python -m pycomm secret --generate";
 constexpr const char* kFsGroup = "\"fsGroup: 1000\" under the pod's \"securityContext:\"";
 
 /// A text that is wiped at the end.
@@ -99,7 +96,16 @@ std::string_view stripped(std::string_view text) {
   return first == std::string_view::npos ? "" : text.substr(first, text.find_last_not_of(kSpace) - first + 1);
 }
 
-Error refused(const std::string& where, const std::string& why, const std::string& hint = kCopyOrGenerate) {
+// The copy comes first: a second secret would lock this host out of the job.
+std::string copyOrGenerate() {
+  return std::string(kHowToCopySecret) + ". Only if no host has one: python -m pycomm secret --generate";
+}
+
+std::string copyAgain() {
+  return std::string("copy the file again; ") + kHowToCopySecret;
+}
+
+Error refused(const std::string& where, const std::string& why, const std::string& hint = copyOrGenerate()) {
   return {ErrorCode::InvalidArgument, where + " " + why, hint};
 }
 
@@ -112,7 +118,7 @@ std::string octal(mode_t mode) {
 }
 
 Error notOpened(const std::string& path, int error_number) {
-  std::string hint = kCopyOrGenerate;
+  std::string hint = copyOrGenerate();
   if (error_number == EACCES && ::geteuid() == 0) {
     hint = "NFS does not let root read a user's file (root_squash): copy it to a local disk";
   } else if (error_number == EACCES) {
@@ -158,7 +164,7 @@ Secret Secret::parse(std::string_view text, const std::string& where) {
         where,
         not_one + " (line 1, " + counted() +
             (line.size() < kSecretChars ? ": cut off in copying?)" : ": something was added)"),
-        "copy the file again: scp -p");
+        copyAgain());
   }
   Key key;
   const std::string_view key_chars = line.substr(kSecretMark.size(), kKeyChars);
@@ -167,7 +173,7 @@ Secret Secret::parse(std::string_view text, const std::string& where) {
     throw refused(
         where,
         not_one + " (line 1, " + counted() + ", but the last four, which check the others, do not fit)",
-        "copy the file again: scp -p");
+        copyAgain());
   }
   return Secret(std::move(key));
 }
@@ -265,7 +271,7 @@ void Secret::writeFile(const std::string& path) const {
     throw refused(
         "the secret file " + path,
         "exists already, and is left as it is",
-        "copy it to the hosts that lack it (scp -p). For a new secret, delete it on every host first, and generate on one");
+        std::string(kHowToCopySecret) + ". For a new secret, first delete the old one on every host");
   }
   Wiped line = textOf(key_);
   line.text += '\n';

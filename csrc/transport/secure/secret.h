@@ -43,6 +43,12 @@ class Secret {
   std::string key_id_;
 };
 
+/// What an error says to try if a host lacks the secret.
+inline constexpr const char* kHowToCopySecret =
+    "on a host that has the file, run for each HOST that needs it: ssh HOST mkdir -p -m 700 .config/pycomm && "
+    "scp -p ~/.config/pycomm/secret HOST:.config/pycomm/ (if PYCOMM_SECRET_FILE names another file, copy that one). "
+    "Do not generate a second one";
+
 /// What fstat() and fstatfs() say of a file.
 struct FileFacts {
   uid_t owner = 0;

@@ -44,7 +44,8 @@ void demand(bool good, const char* what) {
     throw Error(
         ErrorCode::Unsupported,
         std::string("OpenSSL refused ") + what + ", which the connections of a job with a secret need",
-        "does this host's OpenSSL policy (openssl.cnf, crypto-policies) forbid TLS 1.3, P-256 or AES-128-GCM?");
+        "allow TLS 1.3, P-256 and AES-128-GCM in this host's OpenSSL settings (/etc/ssl/openssl.cnf; on Fedora and RHEL "
+        "sudo update-crypto-policies --set DEFAULT), or run without a secret: PYCOMM_SECRET_FILE=none on every host");
   }
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kHandshakeWantsRead = 2; // SSL_ERROR_WANT_READ
 constexpr std::string_view kPlainFirst = "cy"; // FrameHeader::kMagic: a pycomm that speaks without TLS
+constexpr const char* kPeerHasEnded = "look into the log of the rank at the other end: it has probably ended";
 
 } // namespace
 
@@ -55,7 +56,9 @@ void TlsLink::checkHandshake() const {
       ssl_.SSL_CIPHER_get_protocol_id(cipher) != kTlsCipher) {
     throw Error(
         ErrorCode::ProtocolViolation,
-        "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted");
+        "the TLS connection " + under_->describe() + " does not use the secret: it is not trusted",
+        "start the job again; if it comes back, somebody between the hosts interferes, or another program has that port "
+        "(ss -ltnp on its host)");
   }
 }
 
@@ -72,7 +75,8 @@ void TlsLink::refuseRepeated() {
   if (!context_->seenHellos().add(random)) {
     throw Error(
         ErrorCode::ProtocolViolation,
-        "the client on " + under_->describe() + " repeats the first message of another connection");
+        "the client on " + under_->describe() + " repeats the first message of another connection",
+        "nothing: the connection was dropped, and a rank connects again; if it goes on, somebody between the hosts interferes");
   }
 }
 
@@ -88,27 +92,30 @@ Error TlsLink::handshakeFailed(const std::string& why) const {
       record.code = ErrorCode::ConnectionReset;
       record.summary += ": " + error.record().summary;
       record.cause = error.record().cause;
+      record.hint = kPeerHasEnded;
     }
   } else if (bio_.first() == kPlainFirst) {
     record.code = ErrorCode::ConfigMismatch;
     record.summary += ": the peer has no secret, and this process has one (key id " + context_->secret().keyId() + ")";
-    record.hint = "give every rank the same secret file";
+    record.hint = std::string("give every rank the same secret file; ") + kHowToCopySecret;
   } else if (!refusal_.empty()) {
     record.code = ErrorCode::ConfigMismatch;
     record.summary += ": " + refusal_;
-    record.hint = "give every rank the same secret file, and each job its own port";
+    record.hint = refusal_hint_;
   } else if (bio_.underEnded()) {
     record.code = ErrorCode::ConnectionReset;
     record.summary += ": the peer closed the connection";
+    record.hint = kPeerHasEnded;
   } else if (role_ == TlsContext::Role::Client && why.find(" alert ") != std::string::npos) {
     record.code = ErrorCode::ConfigMismatch;
-    record.summary +=
-        ": process " + identity_.server + " with the secret of key id " + identity_.key_id + " does not listen there";
+    record.summary += ": the rank with the secret of key id " + identity_.key_id +
+        " does not listen there; something else does, or that rank has another secret";
     record.hint =
         "run \"python -m pycomm secret --id\" on both hosts; if they print the same, another process has taken the port: start the job again";
   } else {
     record.summary += ": the peer does not prove that it has the secret";
-    record.hint = "see which program listens there, or stands between the hosts (python -m pycomm doctor)";
+    record.hint =
+        "if the job runs, ignore it; otherwise see which program has that port (ss -ltnp on its host), or which one between the hosts changes bytes";
   }
   return Error(record);
 }
@@ -116,14 +123,18 @@ Error TlsLink::handshakeFailed(const std::string& why) const {
 SslSession* TlsLink::sessionFor(std::string_view identity) {
   const auto theirs = PskIdentity::parse(identity);
   if (!theirs) {
-    refusal_ = "it came from no process of pycomm";
+    refusal_ = "the program that connected is not pycomm";
+    refusal_hint_ = "if the job runs, ignore it; otherwise see who connects: ss -tnp";
   } else if (theirs->key_id != context_->secret().keyId()) {
     refusal_ =
         "the peer has a different secret (key id " + theirs->key_id + ", here " + context_->secret().keyId() + ")";
+    refusal_hint_ = std::string("copy one secret file to every host; ") + kHowToCopySecret;
   } else if (theirs->server != context_->self()) {
-    refusal_ = "the peer looks for process " + theirs->server + ", and this is " + context_->self();
+    refusal_ = "the peer wanted another process than this one: an earlier run, or another job, used this port";
+    refusal_hint_ = "start the job again; give each job its own port";
   } else if (theirs->client == context_->self()) {
     refusal_ = "this process connected to itself";
+    refusal_hint_ = "start the job again";
   } else {
     identity_ = *theirs;
     return context_->newSession(handle_, identity_);

@@ -120,6 +120,7 @@ class TlsLink final : public Link {
   uint64_t records_ = 0; ///< written with the present key
   ProcessId peer_;
   std::string refusal_; ///< why this server knows no key for the client
+  std::string refusal_hint_; ///< and what to try
   bool under_up_ = false; ///< the link below is connected
   bool remembered_ = false; ///< a server's: the context has seen the first message of the client
   bool ended_ = false; ///< the peer has ended its side

@@ -61,14 +61,18 @@ class LoggedLines {
   }
 };
 
-/// Ranks 0 and 1 of a world of three meet, with the secret if there is one, until their timeout. Rank 2 has posted `notice`.
-std::vector<Outcome> waitForThird(Store& store, const Secret* secret, Takeover takeover = Takeover::Never) {
+/// Ranks 0 and 1 of a larger world meet, with the secret if there is one, until their timeout.
+std::vector<Outcome> waitForOthers(
+    Store& store,
+    const Secret* secret,
+    Takeover takeover = Takeover::Never,
+    int size = 3) {
   std::vector<Outcome> outcomes(2);
   std::vector<std::thread> ranks;
   const TimePoint begin = Clock::now();
   for (int rank = 0; rank < 2; ++rank) {
     ranks.emplace_back([&, rank] {
-      RendezvousConfig config = configOf(rank, 3, kShortMs);
+      RendezvousConfig config = configOf(rank, size, kShortMs);
       config.takeover = takeover;
       SealedStore sealed(store, secret == nullptr ? jobsSecret() : *secret);
       Outcome& outcome = outcomes[static_cast<size_t>(rank)];
@@ -89,21 +93,46 @@ TEST(Notices, AreLoggedAndNamedAtTheTimeoutAndEndNoWaitBefore) {
       const LoggedLines collected;
       MemoryStore store; // the rank that posts has no secret
       postNotice(store, "world", {2, "b", kReason});
-      for (const Outcome& outcome : waitForThird(store, secret, takeover)) {
+      for (const Outcome& outcome : waitForOthers(store, secret, takeover)) {
         EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
         EXPECT_EQ(outcome.error.peer, 2);
         EXPECT_THAT(
             outcome.error.summary,
-            HasSubstr(std::string("rank 2 on b has written into the store that it cannot join: ") + kReason));
+            HasSubstr(std::string("rank 2 on b has written into the store that it cannot join: ").append(kReason)));
         EXPECT_GE(outcome.elapsed_ms, kShortMs) << "an unsealed notice ended the wait";
       }
       const std::vector<std::string> lines = LoggedLines::all();
       ASSERT_EQ(lines.size(), 2U) << "one for each rank";
       for (const std::string& line : lines) {
         EXPECT_THAT(
-            line, HasSubstr(std::string("rank 2 on b has written into the store that it cannot join: ") + kReason));
+            line,
+            HasSubstr(std::string("rank 2 on b has written into the store that it cannot join: ").append(kReason)));
       }
     }
+  }
+}
+
+// A stranger has written one for each rank of a large world, while two ranks of it wait for the others.
+TEST(Notices, AThousandEndNoWaitAndFillNoLog) {
+  constexpr int kSize = 1000;
+  const LoggedLines collected;
+  MemoryStore store;
+  for (int rank = 0; rank < kSize; ++rank) {
+    postNotice(store, "world", {rank, "b", std::string("\x1b[2J") + kReason});
+  }
+  for (const Outcome& outcome : waitForOthers(store, &jobsSecret(), Takeover::Never, kSize)) {
+    EXPECT_EQ(outcome.error.code, ErrorCode::RendezvousTimeout);
+    EXPECT_GE(outcome.elapsed_ms, kShortMs) << "an unsealed notice ended the wait";
+    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 2 on b has written"));
+    EXPECT_THAT(outcome.error.summary, HasSubstr("rank 3 on b has written"));
+    EXPECT_THAT(outcome.error.summary, Not(HasSubstr("rank 4 on b"))) << "two are quoted";
+    EXPECT_EQ(outcome.error.summary.find('\x1b'), std::string::npos);
+  }
+  const std::vector<std::string> lines = LoggedLines::all();
+  EXPECT_EQ(lines.size(), 32U) << "16 for each of the ranks that wait";
+  for (const std::string& line : lines) {
+    EXPECT_THAT(line, HasSubstr("on b has written into the store that it cannot join: "));
+    EXPECT_EQ(line.find_first_of("\x1b\n"), std::string::npos) << line;
   }
 }
 
@@ -124,7 +153,7 @@ TEST(Notices, OfRankZeroAreNamedByRanksThatFollowIt) {
 TEST(Notices, OfARankThatIsThereAreNotNamed) {
   MemoryStore store;
   postNotice(store, "world", {1, "b", kReason});
-  for (const Outcome& outcome : waitForThird(store, nullptr)) {
+  for (const Outcome& outcome : waitForOthers(store, nullptr)) {
     EXPECT_EQ(outcome.error.peer, 2);
     EXPECT_THAT(outcome.error.summary, Not(HasSubstr("has written")));
   }

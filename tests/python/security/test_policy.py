@@ -6,6 +6,7 @@ Connections to torch's own store are left out. test_closed_group.py tests ranks 
 secret, a different one or a different policy.
 
 With -n 0 -s, each case prints a row of the table. PYCOMM_POLICY_TABLE=FILE writes all rows there.
+A row is shorter than the output of the ranks: see _error() and _links().
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ def table() -> Iterator[list[str]]:
 
 
 def _error(outcome: Outcome) -> str:
-    """The error of a rank up to its first colon, and the command that it says to try.
+    """The error of a rank up to its first colon, and one command of its hint.
 
-    A rank may get the error of the other one before it finds its own.
+    A rank may get the error of the other one before it finds its own. "Rank 0 on HOST cannot join:"
+    in front of it is left out.
     """
     found = re.search(
         r"^pycomm\.errors\.InvalidArgumentError: (?:Rank \d on \S+ cannot join: )?(.*?)(?:: .*)?"
@@ -135,6 +137,15 @@ def _bytes(streams: Sequence[Stream]) -> str:
     return "all bytes plain"
 
 
+def _links(line: str) -> str:
+    """Rank 0's line about its links without addresses, and without what it says of shared memory.
+
+    Before "Unix sockets" that is "shared memory, and ", and behind other links all from ";" on.
+    """
+    short = re.sub(r" \(.*?\)", "", line).partition(";")[0]
+    return short.removeprefix("shared memory, and ")
+
+
 def _happened(outcomes: Sequence[Outcome], streams: Sequence[Stream]) -> str:
     """The last cell of the row: of what the ranks logged and sent, not of what is expected."""
     ours = [stream for stream in streams if _STORE_PORT not in stream.ports]
@@ -149,8 +160,7 @@ def _happened(outcomes: Sequence[Outcome], streams: Sequence[Stream]) -> str:
         assert codes == [0, 0], outcomes
         said = [re.findall(r"pycomm INFO: 2 ranks over (.*)", outcome.err) for outcome in outcomes]
         assert [len(each) for each in said] == [1, 0], outcomes
-        links = re.sub(r" \(.*?\)", "", said[0][0]).partition(";")[0]
-        what = f"{links.removeprefix('shared memory, and ')}: {_bytes(ours)}"
+        what = f"{_links(said[0][0])}: {_bytes(ours)}"
     if warnings == [0, 0]:
         return what
     assert warnings == [1, 0], outcomes

@@ -241,7 +241,7 @@ def test_a_server_in_the_place_of_a_rank_needs_the_key(tmp_path: Path, right: bo
     assert ("binder does not verify" in served) == (not right), served
     refused = re.match(
         r"ConfigMismatchError: Rank 1 on \S+ cannot be reached: the TLS handshake failed on .*: "
-        r"process [0-9a-f]{32} with the secret of key id [0-9a-f]{8} does not listen there .*"
+        r"the rank with the secret of key id [0-9a-f]{8} does not listen there; .*"
         r"if they print the same, another process has taken the port",
         error,
     )

@@ -110,6 +110,24 @@ def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     assert counts_of(program, quiet, ["a"], 0.0)["a"].inputs == 0  # begun anew
 
 
+def test_the_time_of_earlier_programs_counts(program: Path) -> None:
+    busy, ran = runs_of(M, new_at=M // 2, cpu_seconds=1200.0)
+    state = program.parent / "state"
+    counts_of(program, busy, ["a"], 0.0)
+    digest = fuzz_dry.load(state, "a", "").program
+    for second in (b"a second fuzzer", b"a third one"):
+        found = fuzz_dry.load(state, "a", digest)
+        found.cpu_seconds += 1000.0
+        fuzz_dry.save(state, "a", found)
+        program.write_bytes(second)
+        digest = counts_of(program, busy, ["a"], 0.0)["a"].program
+    assert ran == []
+    found = counts_of(program, busy, ["a"])["a"]
+    assert (found.reason, found.cpu_before) == ("60 CPU minutes", 2000.0)
+    assert (found.cpu_seconds, found.inputs, len(ran)) == (2400.0, 2 * M, 2)
+    assert " 2400    2000 " in found.line("a")
+
+
 def test_counts_are_those_that_libfuzzer_logs() -> None:
     log = (
         "#2\tINITED cov: 40 ft: 80 corp: 2/9b\n"

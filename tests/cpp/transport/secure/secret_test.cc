@@ -155,7 +155,7 @@ TEST(SecretFile, RefusesWhatIsNoPrivateRegularFile) {
   // Not to make a second secret where another host has one.
   EXPECT_EQ(
       errorOf([&] { (void)Secret::readFile(missing); }).hint,
-      "copy the secret file from a host of the job that has it (scp -p); only if no host has one: python -m pycomm secret --generate");
+      std::string(kHowToCopySecret) + ". Only if no host has one: python -m pycomm secret --generate");
   EXPECT_WITHIN_MS(testing::elapsedMs(begin), 5000);
 }
 

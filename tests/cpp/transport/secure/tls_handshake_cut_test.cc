@@ -20,8 +20,8 @@ enum class Cut { Fin, Reset, Silence };
 
 /// A handshake of which one end gets the first `nbytes` only.
 struct CutShort {
-  bool up = false;
-  ErrorRecord error;
+  bool up = false; ///< the end that was cut off; the other end may come up
+  ErrorRecord error; ///< the first one, of either end; Ok: none
   size_t whole_nbytes = 0; ///< that it would have got, if nothing was cut
 };
 

@@ -126,13 +126,12 @@ TEST(TlsLink, AServerTakesItsOwnIdOnlyAndNeverItself) {
     const auto far = TlsLink::accept(to, std::move(under.second));
     const Handshake result = shake(*near, *far);
     EXPECT_EQ(result.client.code, ErrorCode::ConfigMismatch);
-    return result.server.summary;
+    return result.server;
   };
-  const ProcessId gone = newProcessId();
-  EXPECT_THAT(
-      refusal(client, server, gone),
-      HasSubstr("the peer looks for process " + gone + ", and this is " + server->self()));
-  EXPECT_THAT(refusal(server, server, server->self()), HasSubstr("this process connected to itself"));
+  const ErrorRecord gone = refusal(client, server, newProcessId());
+  EXPECT_THAT(gone.summary, HasSubstr("the peer wanted another process than this one"));
+  EXPECT_THAT(gone.hint, HasSubstr("give each job its own port"));
+  EXPECT_THAT(refusal(server, server, server->self()).summary, HasSubstr("this process connected to itself"));
 }
 
 TEST(PskIdentity, ReadsItsOwnTextAndNoOther) {
