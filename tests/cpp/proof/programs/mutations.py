@@ -273,8 +273,8 @@ MUTATIONS = [
     Mutation(
         "a message counts for each of its frames",
         "messages.cc",
-        "const bool first = !running && !protocol_.isUnexpected(header.op_id);",
-        "const bool first = true;",
+        "const bool known = running || ",
+        "const bool known = false && ",
     ),
     Mutation(
         "credit for what has ended is kept",
