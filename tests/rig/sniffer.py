@@ -71,7 +71,8 @@ def recorded(host: Host, folder: Path, *, cut: bool = False) -> Iterator[list[St
     Args:
         host: Whose interfaces to listen on.
         folder: For the recording.
-        cut: Bytes may be missing. A stream then ends before the first one that is.
+        cut: Bytes may be missing. A stream then ends before the first one that is. Connections that
+            were opened earlier, and whose last bytes the kernel still sends, are left out.
     """
     file = folder / "packets"
     command = [sys.executable, __file__, host.namespace, str(file)]
@@ -128,7 +129,8 @@ def not_tls(data: bytes, *, cut: bool = False) -> str:
 def streams_of(packets: Iterable[tuple[int, bytes]], *, cut: bool = False) -> list[Stream]:
     """The TCP streams of packets, each with its EtherType; AssertionError for an unknown packet.
 
-    Also for bytes that are missing; with ``cut`` a stream ends before them.
+    Also for bytes that are missing; with ``cut`` a stream ends before them, and one whose opening
+    is missing is left out.
     """
     starts: dict[tuple[bytes, bytes], int] = {}
     pieces: dict[tuple[bytes, bytes], dict[int, bytes]] = defaultdict(dict)
@@ -148,6 +150,7 @@ def streams_of(packets: Iterable[tuple[int, bytes]], *, cut: bool = False) -> li
     return [
         Stream(_end(key[0]), _end(key[1]), _joined(starts[key], parts, cut))
         for key, parts in pieces.items()
+        if key in starts or not cut
     ]
 
 

@@ -227,3 +227,6 @@ def test_a_stream_of_a_cut_wire_ends_before_what_is_missing() -> None:
     packets = [_segment(9, 2, b""), _segment(10, 0, b"ab"), _segment(13, 0, b"d")]
     (stream,) = streams_of([_ip(6, packet, False) for packet in packets], cut=True)
     assert stream.data == b"ab"
+    assert streams_of([_ip(6, _segment(10, 0, b"ab"), False)], cut=True) == []  # opened earlier
+    with pytest.raises(KeyError):
+        streams_of([_ip(6, _segment(10, 0, b"ab"), False)])
