@@ -147,8 +147,8 @@ bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
     return false; // what its receiver said when it had left here already
   }
-  const bool answer = header.aux != 0 && header.type == FrameType::Waiting;
-  const bool announces = header.type == FrameType::Data || (header.type == FrameType::Waiting && !answer);
+  const bool asks = header.type == FrameType::Waiting && header.aux == 0; // else it answers
+  const bool announces = header.type == FrameType::Data || asks;
   const bool known = running || protocol_.isUnexpected(header.op_id) || protocol_.hasEnded(header.op_id);
   if (announces && !known && header.root == peer && (!self || (header.op_id & PointToPoint::kSelfBit) != 0)) {
     const PointToPoint::Name name{header.op_id, header.digest};

@@ -212,11 +212,7 @@ void ControlPlane::linkReady(ControlLink& link, uint32_t events) {
     linkBroke(link, error);
   }
   if (!link.down && (events & EPOLLOUT) != 0) {
-    try {
-      flush(link);
-    } catch (const Error& error) {
-      writingBroke(link, error);
-    }
+    flushOrDrop(link);
   }
   flushAll(); // what it brought may be for others
   act();

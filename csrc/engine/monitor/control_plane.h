@@ -92,6 +92,7 @@ class ControlPlane final : public Loop::Handler, public Loop::Ticker {
   [[nodiscard]] ControlLink* towards(int rank, int from);
   void passOn(Route route, const FrameHeader& question, int from);
   void flushAll();
+  void flushOrDrop(ControlLink& link);
   void flush(ControlLink& link);
   void writingBroke(ControlLink& link, const Error& error);
   void linkBroke(ControlLink& link, const Error& error);

@@ -138,14 +138,17 @@ void ControlPlane::passOn(Route route, const FrameHeader& question, int from) {
 void ControlPlane::flushAll() {
   for (const auto& entry : links_) {
     ControlLink& link = *entry.second;
-    if (link.down || link.waits_for_room || link.out.empty()) {
-      continue;
+    if (!link.down && !link.waits_for_room && !link.out.empty()) {
+      flushOrDrop(link);
     }
-    try {
-      flush(link);
-    } catch (const Error& error) {
-      writingBroke(link, error);
-    }
+  }
+}
+
+void ControlPlane::flushOrDrop(ControlLink& link) {
+  try {
+    flush(link);
+  } catch (const Error& error) {
+    writingBroke(link, error);
   }
 }
 

@@ -384,8 +384,8 @@ MUTATIONS = [
     Mutation(
         "an answer announces a message",
         "messages.cc",
-        "(header.type == FrameType::Waiting && !answer)",
-        "header.type == FrameType::Waiting",
+        "header.type == FrameType::Waiting && header.aux == 0; // else it answers",
+        "header.type == FrameType::Waiting;",
         "HostileMessages.AnAnswerAnnouncesNothing",
         "engine",
     ),
