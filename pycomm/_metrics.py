@@ -124,7 +124,9 @@ class _Writer:
                     identity, began = self.identity, time.thread_time()
                     self.write(running=True)
                     took = time.thread_time() - began
-                    due = time.monotonic() + max(PERIOD_S, took / _SHARE)
+                    # The record says so last, once all operations have ended.
+                    complete = failed <= self._content.failed
+                    due = time.monotonic() + max(PERIOD_S if complete else 0.0, took / _SHARE)
                 known = failed
                 self._wake.wait(_POLL_S)
                 self._wake.clear()
@@ -151,7 +153,7 @@ class _Writer:
                 )
                 if self._written not in (None, identity.path):
                     self._remove()
-                if running or self._content.any_failed:
+                if running or self._content.failed:
                     replace(identity.path, text)
                     self._written = identity.path
                 else:

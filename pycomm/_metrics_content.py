@@ -26,8 +26,8 @@ class MetricsContent:
     """
 
     def __init__(self) -> None:
-        self.any_failed = False
-        """Whether the last text had a group that has failed."""
+        self.failed: frozenset[str] = frozenset()
+        """The names of the groups that have failed, as the last text says."""
         self.reader: threading.Thread | None = None
         """Reads the wrappers' counters, which may block."""
         self._counts: dict[tuple[str, str], OperationCounts] = {}
@@ -70,7 +70,7 @@ class MetricsContent:
         newest = {group["name"]: group for group in record["groups"]}
         closed = {name for name, group in newest.items() if "closed" in group["phases_ns"]}
         out.add("pycomm_groups", len(newest) - len(closed))
-        self.any_failed = any("failure" in group for group in newest.values())
+        self.failed = frozenset(name for name, group in newest.items() if "failure" in group)
         counts = {}
         for name, group in newest.items():
             if name not in closed or "failure" in group:

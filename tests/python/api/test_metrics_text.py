@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from pycomm import _metrics
 from pycomm._metrics_content import MetricsContent
 from pycomm._metrics_file import Identity, check_folder, remove_old, replace
 from pycomm._metrics_text import METRICS, MetricsText
@@ -163,13 +166,41 @@ def test_groups_of_one_name_and_groups_that_were_destroyed() -> None:
     got = values(text)
     assert got["pycomm_groups", ""] == 1
     failed = {name: value for (metric, name), value in got.items() if "group_failed" in metric}
-    assert failed == {"0": 0, "2": 1} and content.any_failed
+    assert failed == {"0": 0, "2": 1} and content.failed == {"2"}
     assert 'pycomm_group_failure_info{group="2",code="PEER_DEAD",peer="6"} 1\n' in text
     content.text(record(groups[1]), {}, world_size=8, running=True)
-    assert not content.any_failed
+    assert not content.failed
 
 
 # The file
+
+
+def test_a_failure_that_the_record_has_later_is_written_when_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [record({"name": "0"})] * 3 + [record({"name": "0", "failure": {"code": "PEER_DEAD"}})]
+    read = []
+
+    def next_record(*_: Any) -> dict[str, Any]:
+        read.append(time.monotonic())
+        return known[min(len(read), len(known)) - 1]
+
+    monkeypatch.setattr(_metrics, "read_some", next_record)
+    monkeypatch.setattr(_metrics, "open_record", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(_metrics, "PERIOD_S", 60.0)
+    identity = Identity(str(tmp_path), rank=0, run=1, world_size=2)
+    # The group has failed from the beginning, so the first look finds it.
+    writer = _metrics._Writer(types.ModuleType("native"), identity, lambda: frozenset({"0"}))
+    try:
+        deadline = time.monotonic() + 30
+        while len(read) < len(known) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(3 * _metrics._POLL_S)
+        assert len(read) == len(known)  # and no more: once it is written, the period is long
+    finally:
+        writer.stop()
+        writer.join(30)
+    assert values(identity.path.read_text())["pycomm_group_failed", "0"] == 1
 
 
 def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
