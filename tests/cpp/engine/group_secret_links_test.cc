@@ -300,6 +300,7 @@ void expectTheSenderIsNamed(int size, int from, int to, Between::Flip what, int 
   SharedStore shared;
   Between between;
   std::vector<std::thread> threads;
+  std::atomic<int> past_barrier{0};
   std::atomic<int> ended{0};
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -313,10 +314,13 @@ void expectTheSenderIsNamed(int size, int from, int to, Between::Flip what, int 
         Rank self{rank, size, engine, *group};
         sumEverySize(self); // what nobody changes arrives
         expectDone(group->start(barrierCall()));
+        const Deadline patience = Deadline::after(20000);
+        for (++past_barrier; past_barrier < size && !patience.expired();) { // it ends on one rank before another
+          std::this_thread::sleep_for(std::chrono::microseconds(100));
+        }
         if (rank == from) {
           between.flipNext(what);
         }
-        const Deadline patience = Deadline::after(20000);
         while (what != Between::Flip::DataThere && !between.flipped() && !patience.expired()) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
