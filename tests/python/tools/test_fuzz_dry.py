@@ -47,8 +47,8 @@ def counts_of(program: Path, one_run: object, names: list[str], minutes: float =
     return fuzz_dry.run_all(names, names, program, program.parent / "state", one_run, minutes)
 
 
-def test_a_target_is_dry_after_a_million_inputs_that_reach_nothing_new(program: Path) -> None:
-    one_run, ran = runs_of(M // 4)
+def test_a_target_is_dry_after_ten_million_inputs_that_reach_nothing_new(program: Path) -> None:
+    one_run, ran = runs_of(10 * M // 4)
     counts = counts_of(program, one_run, ["a", "b"])
     assert [found.reason for found in counts.values()] == ["dry", "dry"]
     assert ran == ["a"] * 4 + ["b"] * 4
@@ -59,8 +59,8 @@ def test_a_target_is_dry_after_a_million_inputs_that_reach_nothing_new(program: 
 @pytest.mark.parametrize(
     ("more", "reason", "runs"),
     [
-        ({"new_at": M // 2}, "10^7 inputs", 10),
-        ({"new_at": M // 2, "cpu_seconds": 1200.0}, "60 CPU minutes", 3),
+        ({"new_at": M // 2, "cpu_seconds": 300.0}, "60 CPU minutes", 12),
+        ({"new_at": M, "cpu_seconds": 1200.0}, "60 CPU minutes", 3),
         ({"good": False}, "FOUND SOMETHING", 1),
     ],
 )
@@ -75,13 +75,27 @@ def test_a_target_that_does_not_become_dry_ends(
 
 
 def test_all_targets_together_have_a_budget(program: Path) -> None:
-    one_run, ran = runs_of(10 * M, new_at=10 * M - 1)
+    one_run, ran = runs_of(10 * M)
     names = [f"t{number:02}" for number in range(12)]
     counts = counts_of(program, one_run, names)
-    assert [found.reason for found in counts.values()] == ["10^7 inputs"] * 10 + [
+    assert [found.reason for found in counts.values()] == ["dry"] * 10 + [
         "10^8 inputs of all targets"
     ] * 2
     assert ran == names[:10]
+
+
+def test_a_run_gets_as_many_inputs_as_its_target_lacks(program: Path) -> None:
+    asked = []
+
+    def one_run(name: str, most_inputs: int, found: Any) -> bool:
+        asked.append(most_inputs)
+        if len(asked) == 1:
+            found.last_new = 4 * M
+        found.inputs += min(9 * M, most_inputs)
+        return True
+
+    found = counts_of(program, one_run, ["a"])["a"]
+    assert (found.reason, found.inputs, asked) == ("dry", 14 * M, [10 * M, 5 * M])
 
 
 def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
@@ -90,7 +104,7 @@ def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     fuzz_dry.run_all(["a"], ["a", "b"], program, state, one_run, 0.0)
     assert ran == []
     state_of_a = fuzz_dry.Found(
-        inputs=9 * M, last_new=8 * M + 1, program=fuzz_dry.load(state, "a", "").program
+        inputs=19 * M, last_new=9 * M + 1, program=fuzz_dry.load(state, "a", "").program
     )
     digest = counts_of(program, one_run, ["a"], 0.0)["a"].program
     state_of_a.program = digest
@@ -98,7 +112,7 @@ def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     quiet, ran = runs_of(1)
     counts = counts_of(program, quiet, ["a"])
     assert counts["a"].reason == "dry" and ran == ["a"]
-    assert counts["a"].inputs == 9 * M + 1
+    assert counts["a"].inputs == 19 * M + 1
     at = fuzz_dry.commit(ROOT)
     text = fuzz_dry.report({**counts, "b": fuzz_dry.Found()}, at, sys.executable)
     assert (
