@@ -93,7 +93,7 @@ def sealed(key: str, value: str) -> str:
 
     Raises what ``find`` raises.
     """
-    secret = in_use()
+    secret, _ = find()
     return value if secret is None else secret.seal(key, value)
 
 
@@ -106,16 +106,11 @@ def opened(key: str, text: str) -> str:
 
     And what ``find`` raises.
     """
-    secret = in_use()
+    secret, _ = find()
     if secret is not None:
         return secret.open(key, text)
     _extension.load().refuse_sealed(key, text)
     return text
-
-
-def in_use() -> _C.Secret | None:
-    """The secret, unless ``PYCOMM_SECURITY`` is off. Raises what ``find`` raises."""
-    return None if options.Options().resolve().security == "off" else find()[0]
 
 
 def _utf8(path: str) -> str:

@@ -23,6 +23,7 @@ from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, as_received, printable
 from pycomm.service.notices import cause_of
 from pycomm.service.placement import first_difference, in_words
+from pycomm.service.policy import check_policy
 from pycomm.service.session import MOST_NUMBERS, PREFIX, SESSIONS, WORKER, Session
 from pycomm.service.shard import Layout
 
@@ -97,7 +98,8 @@ class ParameterClient:
         reconnect: Seconds for which a server that is gone is tried again.
 
     Raises:
-        ValueError: An argument is wrong.
+        ValueError: An argument is wrong, or ``PYCOMM_SECURITY`` forbids it, as ``require`` without
+            a secret does.
         RefusedError: A server has other settings or another model.
         ConnectionError: A server cannot be reached.
     """
@@ -114,6 +116,7 @@ class ParameterClient:
         reconnect: float = 60.0,
     ) -> None:
         endpoints = parse_endpoints(servers)
+        check_policy(host for host, _ in endpoints)
         self._worker = number_from(
             worker, "PADDLE_TRAINER_ID", os.environ.get("PADDLE_TRAINER_ID"), "worker"
         )

@@ -16,13 +16,14 @@ from typing import Any
 from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from pycomm._secret import in_use, opened, sealed
+from pycomm._secret import opened, sealed
 from pycomm.service.checkpoint import CheckpointFile
 from pycomm.service.core import ServerCore, ServerStats
 from pycomm.service.door import Door, value_now
 from pycomm.service.endpoint import listening_socket, parse_endpoint, workers_from
 from pycomm.service.frames import Frame, Hello, Kind, decode_hello
 from pycomm.service.notices import RareWarnings, WaitNotices, cause_of, gone
+from pycomm.service.policy import check_policy
 from pycomm.service.schedule import StaleWorkerError
 from pycomm.service.session import MEETING_S, PREFIX, SERVER, Session
 from pycomm.service.terms import UnfitWorkerError
@@ -56,7 +57,8 @@ class ParameterServer:
         timeout: Seconds that a worker may be silent between two calls.
 
     Raises:
-        ValueError: An argument is wrong, or the checkpoint is of something else.
+        ValueError: An argument is wrong, the checkpoint is of something else, or
+            ``PYCOMM_SECURITY`` forbids it, as ``require`` without a secret does.
         BlockingIOError: Another server uses the checkpoint.
         OSError: The address cannot be listened on.
     """
@@ -76,6 +78,7 @@ class ParameterServer:
     ) -> None:
         self._workers = workers_from(workers, "workers")
         host, port = parse_endpoint(listen)
+        self._is_open = check_policy([host]) != ""
         if min(checkpoint_every, rejoin, timeout) <= 0:
             raise ValueError("checkpoint_every, rejoin and timeout must be more than 0 seconds")
         self._core = ServerCore(model, optimizer, scheduler, self._workers)
@@ -126,10 +129,12 @@ class ParameterServer:
             OSError: The checkpoint could not be written.
             RuntimeError: The optimizer or its schedule failed in a step. The last checkpoint stays.
         """
-        if in_use() is None and not self.address.startswith(("127.", "[::1]", "localhost")):
+        if self._is_open:
             logger.warning(
                 "the parameter service listens on %s without encryption: anybody who reaches it "
-                "can read and change the model. Keep it on a private network",
+                "can read and change the model. Try: one secret for all servers and workers "
+                "(python -m pycomm secret --generate); or PYCOMM_SECURITY=off, if nobody else "
+                "reaches this network",
                 self.address,
             )
         write_at = time.monotonic() + self._checkpoint_every

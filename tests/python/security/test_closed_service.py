@@ -15,6 +15,7 @@ from torch import nn, optim
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm import ParameterClient, ParameterServer, _extension, _secret
+from pycomm.errors import InvalidArgumentError
 from pycomm.service import RefusedError
 from pycomm.service.endpoint import parse_endpoint
 from pycomm.service.frames import Hello
@@ -31,14 +32,17 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     return _secret.generate_file(str(tmp_path / "secret"))
 
 
+def one_weight_server(listen: str) -> ParameterServer:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    return ParameterServer(model, optimizer, listen=listen, workers=1)
+
+
 class Serving:
     """A server of one weight on a thread."""
 
     def __enter__(self) -> Serving:
-        model = nn.Linear(1, 1, bias=False)
-        self.server = ParameterServer(
-            model, optim.SGD(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=1
-        )
+        self.server = one_weight_server("127.0.0.1:0")
         self._thread = threading.Thread(target=self.server.serve, name="the server")
         self._thread.start()
         return self
@@ -225,21 +229,57 @@ def test_a_refusal_names_no_parameter_in_the_open_store(
     assert not [each for each in values if "weight" in each or "float32" in each]
 
 
-def test_the_warning_of_plain_connections_is_for_servers_without_a_secret(
+@pytest.mark.parametrize(
+    ("security", "listen", "warns"),
+    [
+        ("auto", "0.0.0.0:0", True),
+        ("auto", "127.0.0.1:0", False),
+        ("off", "0.0.0.0:0", False),
+        ("require", "127.0.0.1:0", False),
+        ("require", "localhost:0", False),
+    ],
+)
+def test_a_server_without_a_secret_warns_that_it_is_open(
+    security: str,
+    listen: str,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYCOMM_SECRET_FILE", "none")
+    monkeypatch.setenv("PYCOMM_SECURITY", security)
+    server = one_weight_server(listen)
+    server.stop()
+    server.serve()
+    assert ("without encryption" in caplog.text) == warns
+
+
+def test_require_without_a_secret_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_SECRET_FILE", "none")
+    monkeypatch.setenv("PYCOMM_SECURITY", "require")
+    said = r"PYCOMM_SECURITY=require, but there is no secret, and \S+ may be reached from other"
+    with pytest.raises(InvalidArgumentError, match=said):
+        one_weight_server("0.0.0.0:0")
+    with pytest.raises(InvalidArgumentError, match=said):
+        # Nothing answers there: it would try for a minute.
+        ParameterClient(nn.Linear(1, 1), servers="127.0.0.1:1,192.0.2.1:6170", worker=0)
+
+
+def test_off_with_a_secret_is_an_error(secret: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYCOMM_SECURITY", "off")
+    said = r"there is a secret \(.+\) and PYCOMM_SECURITY=off"
+    with pytest.raises(InvalidArgumentError, match=said):
+        one_weight_server("127.0.0.1:0")
+    with pytest.raises(InvalidArgumentError, match=said):
+        ParameterClient(nn.Linear(1, 1), servers="127.0.0.1:1", worker=0)
+
+
+def test_a_server_with_a_secret_does_not_warn(
     secret: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for security, address, warns in (
-        ("auto", "10.0.0.1:6170", False),
-        ("off", "10.0.0.1:6170", True),
-        ("off", "127.0.0.1:6170", False),
-    ):
-        caplog.clear()
+    for security in ("auto", "require"):
         monkeypatch.setenv("PYCOMM_SECURITY", security)
-        model = nn.Linear(1, 1, bias=False)
-        server = ParameterServer(
-            model, optim.SGD(model.parameters(), lr=1.0), listen="127.0.0.1:0", workers=1
-        )
-        server.address = address
+        server = one_weight_server("0.0.0.0:0")
         server.stop()
         server.serve()
-        assert ("without encryption" in caplog.text) == warns
+    assert "without encryption" not in caplog.text

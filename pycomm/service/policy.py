@@ -1,0 +1,50 @@
+"""``PYCOMM_SECURITY`` for servers and workers, before anything listens or connects.
+
+A session would obey it, too, but a worker tries a session again for a minute before it tells.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from pycomm import options
+from pycomm._secret import find
+from pycomm.errors import InvalidArgumentError
+
+
+def check_policy(hosts: Iterable[str]) -> str:
+    """Returns one of ``hosts`` to which everything goes in plain, and that is not this host.
+
+    "" if there is none, or ``PYCOMM_SECURITY=off`` says that this is known.
+
+    Raises:
+        pycomm.errors.InvalidArgumentError: There is one, and ``PYCOMM_SECURITY=require``; or a
+            secret, and ``off``.
+        ValueError: The secret cannot be used.
+    """
+    policy = options.Options().resolve().security
+    secret, origin = find()
+    if secret is not None and policy == "off":
+        raise InvalidArgumentError(
+            f"there is a secret ({origin}) and PYCOMM_SECURITY=off. Try: for all servers and "
+            "workers, unset PYCOMM_SECURITY, and the secret protects them; or "
+            "PYCOMM_SECRET_FILE=none, and they run without TLS"
+        )
+    if secret is not None or policy == "off":
+        return ""
+    far = next((host for host in hosts if not _is_loopback(host)), "")
+    if far and policy == "require":
+        raise InvalidArgumentError(
+            f"PYCOMM_SECURITY=require, but there is no secret, and {far} may be reached from "
+            "other hosts. Try: give all servers and workers one secret (python -m pycomm secret "
+            "--generate); or use 127.0.0.1, if all run on one host"
+        )
+    return far
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
