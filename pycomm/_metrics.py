@@ -122,15 +122,15 @@ class _Writer:
                 failed = self._look(known)
                 if failed - known or identity != self.identity or time.monotonic() >= due:
                     identity, began = self.identity, time.thread_time()
-                    self.write(running=True)
+                    written = self.write(running=True)
                     took = time.thread_time() - began
-                    # The record says so last, once all operations have ended.
-                    complete = failed <= self._content.failed
-                    due = time.monotonic() + max(PERIOD_S if complete else 0.0, took / _SHARE)
+                    # The record has a failure last, once all operations have ended.
+                    lacks = written and not failed <= self._content.failed
+                    due = time.monotonic() + max(0.0 if lacks else PERIOD_S, took / _SHARE)
                 known = failed
                 self._wake.wait(_POLL_S)
                 self._wake.clear()
-            self.write(running=False)
+            self.write(running=False, any_failed=bool(self._look(known)))
         finally:
             _exit.running.discard(self)
 
@@ -141,8 +141,11 @@ class _Writer:
             self._warn(error)
             return known
 
-    def write(self, *, running: bool) -> None:
-        """Writes the file, or removes it after a good end. Never raises."""
+    def write(self, *, running: bool, any_failed: bool = False) -> bool:
+        """Writes the file, or removes it after a good end; False if it could not. Never raises.
+
+        ``any_failed``: a group has, also if the record does not know it yet.
+        """
         with self._lock:
             try:
                 identity = self.identity
@@ -153,16 +156,18 @@ class _Writer:
                 )
                 if self._written not in (None, identity.path):
                     self._remove()
-                if running or self._content.failed:
+                if running or any_failed or self._content.failed:
                     replace(identity.path, text)
                     self._written = identity.path
                 else:
                     self._remove()
+                return True
             except Exception as error:
                 self._warn(error)
                 if not running:  # better no file than one that says that this process runs
                     with contextlib.suppress(OSError):
                         self._remove()
+                return False
 
     def _remove(self) -> None:
         if self._written is not None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pycomm._secret import opened, sealed
-from pycomm.errors import ConfigMismatchError
+from pycomm.errors import ConfigMismatchError, InvalidArgumentError
 from pycomm.service.endpoint import number_from, parse_endpoints
 from pycomm.service.frames import FRAME_NBYTES, Frame, Hello, Kind, as_received, printable
 from pycomm.service.notices import cause_of
@@ -251,7 +251,7 @@ class ParameterClient:
                 if server.session is None:
                     server.session = self._connect(server, left)
                 return call(server.session)
-            except RefusedError:
+            except (RefusedError, InvalidArgumentError):  # it would be the same again
                 server.drop()
                 raise
             except Exception as error:
@@ -259,10 +259,12 @@ class ParameterClient:
                 first = until is None
                 if until is None:
                     until = time.monotonic() + seconds
-                if isinstance(error, (ValueError, TypeError)) or time.monotonic() > until:
+                final = isinstance(error, (ValueError, TypeError))
+                if final or time.monotonic() > until:
                     if isinstance(error, _DoubtfulRefusalError):
                         raise RefusedError(f"{server.name}: {error}") from None
-                    raise ConnectionError(self._why_lost(server, error)) from error
+                    retried = "" if final else f", and retried for {seconds:g} s"
+                    raise ConnectionError(self._why_lost(server, error, retried)) from error
                 if first:
                     logger.warning(
                         "worker %d %s %s, and retries for %g s: %s",
@@ -274,18 +276,18 @@ class ParameterClient:
                     )
                 time.sleep(_AGAIN_S)
 
-    def _why_lost(self, server: _Server, error: Exception) -> str:
+    def _why_lost(self, server: _Server, error: Exception, retried: str) -> str:
         cause = cause_of(error)
         if not server.reached:
             return (
-                f"worker {self._worker} cannot reach {server.name} of the parameter service, and "
-                f"retried for {self._reconnect:g} s: {cause}. Try: check that `python -m pycomm "
-                "serve` runs there and prints this address"
+                f"worker {self._worker} cannot reach {server.name} of the parameter "
+                f"service{retried}: {cause}. Try: check that `python -m pycomm serve` runs there "
+                "and prints this address"
             )
         return (
-            f"worker {self._worker} has lost {server.name} of the parameter service, and retried "
-            f"for {self._reconnect:g} s: {cause}. Try: look at the server's output; a worker made "
-            "after its restart goes on from its checkpoint"
+            f"worker {self._worker} has lost {server.name} of the parameter service{retried}: "
+            f"{cause}. Try: look at the server's output; a worker made after its restart goes on "
+            "from its checkpoint"
         )
 
     def _connect(self, server: _Server, seconds: float) -> Session:

@@ -1,6 +1,6 @@
 """``PYCOMM_SECURITY`` for servers and workers, before anything listens or connects.
 
-A session would obey it, too, but a worker tries a session again for a minute before it tells.
+A session obeys it, too, but it comes after the first words to a server.
 """
 
 from __future__ import annotations

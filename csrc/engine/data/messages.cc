@@ -143,19 +143,24 @@ void Messages::ended(const Operation& message) {
 bool Messages::arrived(int peer, const FrameHeader& header, bool running) {
   const bool self = peer == identity_.rank;
   const bool reply = header.type == FrameType::Waiting || header.type == FrameType::Credit;
+  if (!reply && header.type != FrameType::Data) {
+    return true; // it is not about the message that it describes
+  }
   const bool mine = self ? (header.op_id & PointToPoint::kSelfBit) == 0 : header.root == identity_.rank;
+  const int from = mine ? identity_.rank : peer;
+  const int to = mine ? peer : identity_.rank;
+  const PointToPoint::Name name{header.op_id, header.digest};
+  if (header.root != from || !names_.isNameOf(from, to, name)) {
+    protocol_.violated(peer, header, "a message that has the name of another operation");
+    return false;
+  }
   if (reply && mine && !running && names_.hasSent(peer, header.digest)) {
     return false; // what its receiver said when it had left here already
   }
   const bool asks = header.type == FrameType::Waiting && header.aux == 0; // else it answers
   const bool announces = header.type == FrameType::Data || asks;
-  const bool known = running || protocol_.isUnexpected(header.op_id) || protocol_.hasEnded(header.op_id);
-  if (announces && !known && header.root == peer && (!self || (header.op_id & PointToPoint::kSelfBit) != 0)) {
-    const PointToPoint::Name name{header.op_id, header.digest};
-    if (!names_.isNameOf(peer, name)) {
-      protocol_.violated(peer, header, "a message that has the name of another operation");
-      return false;
-    }
+  const bool known = running || protocol_.hasSpoken(peer, header.op_id) || protocol_.hasEnded(header.op_id);
+  if (announces && !known && !mine) {
     not_entered_.erase(peer);
     names_.arrived(peer, header.tag, name);
     beginMatched();

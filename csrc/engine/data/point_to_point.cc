@@ -26,9 +26,9 @@ PointToPoint::Name PointToPoint::nameSend(int to) {
   return Name{idOf(rank_, to, index), index};
 }
 
-bool PointToPoint::isNameOf(int from, Name name) const noexcept {
-  const uint64_t self_bit = from == rank_ ? kSelfBit : 0;
-  return name.id == (idOf(from, rank_, name.index) | self_bit);
+bool PointToPoint::isNameOf(int from, int to, Name name) const noexcept {
+  const uint64_t id = from == to ? name.id & ~kSelfBit : name.id;
+  return id == idOf(from, to, name.index);
 }
 
 bool PointToPoint::hasSent(int to, uint32_t index) const noexcept {

@@ -41,8 +41,8 @@ class PointToPoint {
       : rank_(rank), group_(group), sends_(static_cast<size_t>(size), 0), receives_(static_cast<size_t>(size) + 1, 0) {}
 
   [[nodiscard]] Name nameSend(int to);
-  /// `from` may call a message to this rank so. Any other id could be that of another operation here.
-  [[nodiscard]] bool isNameOf(int from, Name name) const noexcept;
+  /// A message between these two has that name, but for kSelfBit. Any other id could be that of another operation here.
+  [[nodiscard]] bool isNameOf(int from, int to, Name name) const noexcept;
   /// `ticket` comes back in a Match; tickets rise. `from` may be kAnyRank.
   void postReceive(uint64_t ticket, int from, uint32_t tag);
   /// The first frame of that message has arrived.

@@ -86,8 +86,9 @@ class Protocol {
   [[nodiscard]] bool hasRoom(int peer, int64_t nbytes, size_t frames) const {
     return credits_.hasRoom(peer, nbytes, frames);
   }
-  [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
-    return roll_call_.isUnexpected(op_id);
+  /// That peer has said something of an operation that is not entered here; or it is entered, also if no frames carry it.
+  [[nodiscard]] bool hasSpoken(int peer, uint64_t op_id) const {
+    return roll_call_.isUnexpected(op_id, peer) || roll_call_.isEntered(op_id);
   }
   /// Not long ago.
   [[nodiscard]] bool hasEnded(uint64_t op_id) const {

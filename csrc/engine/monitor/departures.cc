@@ -33,13 +33,14 @@ void Departures::saidGoodbye(int peer, TimePoint now) {
 }
 
 void Departures::readingEnded(int peer, ErrorRecord gone, TimePoint now) {
-  const bool lost_here = gone.code == ErrorCode::DataCorrupt && // after the peer had sent all that was due
-      (dealings_.awaiting(peer) != nullptr || dealings_.awaitingAnyone() != nullptr);
-  if (presence_[static_cast<size_t>(peer)] == Presence::Left && !lost_here) {
-    saidGoodbye(peer, now); // what waited for this link waits in vain
-  } else {
+  if (presence_[static_cast<size_t>(peer)] != Presence::Left) {
     notice(std::move(gone));
+    return;
   }
+  if (gone.code == ErrorCode::DataCorrupt) { // the peer had sent all that was due
+    changed_.emplace(peer, std::move(gone));
+  }
+  saidGoodbye(peer, now); // what waited for this link waits in vain
 }
 
 void Departures::writingBroke(int peer, ErrorRecord gone, TimePoint now) {
@@ -85,7 +86,10 @@ void Departures::check(int peer, TimePoint now) {
     notice(lost->second); // the peer is still there: the link broke
   } else if (owing != nullptr || missed) {
     const bool later = owing != nullptr && missed && awaiting->issuedAt() < owing->issuedAt();
-    notice(peerLeftUs(peer, owing == nullptr || later ? *awaiting : *owing, identity_));
+    const auto changed = owing == nullptr || later ? changed_.find(peer) : changed_.end();
+    notice(
+        changed != changed_.end() ? changed->second
+                                  : peerLeftUs(peer, owing == nullptr || later ? *awaiting : *owing, identity_));
   } else if (awaiting != nullptr && reading == Reading::NotOpened) {
     suspicions_.emplace(
         peer, Suspicion{Suspicion::State::AwaitsLink, peerLeftUs(peer, *awaiting, identity_), now + kLinkWithin});
@@ -95,6 +99,10 @@ void Departures::check(int peer, TimePoint now) {
 // A receive from any rank can be served as long as a rank is there, or a link may bring a message that was sent before its sender left:
 // a goodbye on the control link may even arrive before the Hello of that link.
 void Departures::checkAnyone(int left, TimePoint now) {
+  if (!changed_.empty() && dealings_.awaitingAnyone() != nullptr) { // perhaps for what was changed
+    notice(changed_.begin()->second);
+    return;
+  }
   const Operation* const receive = withoutSenders();
   if (receive == nullptr) {
     return;

@@ -31,6 +31,7 @@ inline constexpr std::chrono::milliseconds kGoodbyeWithin(40);
 ///     (PeerDead) if bytes still have to go out on the link. If this rank only waits for bytes, they come on the peer's own link,
 ///     which has 3 s. If nothing is due in either direction, the rank is lost: it fails only operations that need it later.
 ///   - The end of the link that the peer opened, without a goodbye, is a failure at once.
+///   - If the peer had left, and its last bytes were changed on their way, the first operation that may need them fails with that.
 /// Example, rank 0 of 2: the write to rank 1 fails at 0 ms. Rank 1's goodbye arrives on the control link at 3 ms: rank 1 has left, and
 /// no operation needs it, so nothing fails. Without the goodbye, rank 0 reports rank 1 as dead at 40 ms.
 ///
@@ -118,6 +119,7 @@ class Departures {
   std::vector<Presence> presence_; ///< by rank
   size_t away_ = 0; ///< ranks that are not Here
   std::unordered_map<int, ErrorRecord> lost_; ///< by rank, of those that are Lost: what broke
+  std::map<int, ErrorRecord> changed_; ///< by rank, of those that have Left: bytes of it came changed
   std::map<int, Suspicion> suspicions_; ///< by rank
   std::vector<Action> actions_;
 };

@@ -104,6 +104,10 @@ class RollCall {
   [[nodiscard]] bool isUnexpected(uint64_t op_id) const {
     return unexpected_.has(op_id);
   }
+  /// The same, of that peer.
+  [[nodiscard]] bool isUnexpected(uint64_t op_id, int peer) const {
+    return unexpected_.has(op_id, peer);
+  }
   /// It ended here not long ago.
   [[nodiscard]] bool hasEnded(uint64_t op_id) const {
     return history_.find(op_id) != nullptr;

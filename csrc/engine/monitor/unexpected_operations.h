@@ -47,6 +47,11 @@ class UnexpectedOperations {
   [[nodiscard]] bool has(uint64_t op_id) const {
     return entries_.count(op_id) != 0;
   }
+  /// Frames of this peer's have arrived for it.
+  [[nodiscard]] bool has(uint64_t op_id, int peer) const {
+    const auto found = entries_.find(op_id);
+    return found != entries_.end() && found->second.ranks.count(peer) != 0;
+  }
   /// The ranks whose frames of it have arrived.
   [[nodiscard]] std::vector<int> ranks(uint64_t op_id) const;
   [[nodiscard]] size_t size() const noexcept {

@@ -221,11 +221,17 @@ TEST(Group, DeadlineNamesWhoHasNotEntered) {
 }
 
 TEST(Group, AbortReachesEveryRankAndSticks) {
-  runRanks(4, [](Rank& self) {
+  std::atomic<int> summed{0};
+  runRanks(4, [&](Rank& self) {
     std::vector<float> values(1000000);
     std::vector<float> joined(1);
     expectDone(self.group.start(allReduceCall(joined))); // an abort before that would end another rank's join instead
+    ++summed;
     if (self.rank == 1) {
+      for (const Deadline most = Deadline::after(20000);
+           summed < 4 && !most.expired();) { // it ends on one rank before another
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
       ErrorRecord reason;
       reason.code = ErrorCode::Aborted;
       reason.peer = 1;

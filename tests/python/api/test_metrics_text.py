@@ -203,6 +203,21 @@ def test_a_failure_that_the_record_has_later_is_written_when_it_has(
     assert values(identity.path.read_text())["pycomm_group_failed", "0"] == 1
 
 
+def test_the_file_of_a_group_that_has_failed_stays_though_the_record_does_not_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_metrics, "read_some", lambda *_: record({"name": "0"}))
+    monkeypatch.setattr(_metrics, "open_record", lambda *_: contextlib.nullcontext())
+    for failed in (frozenset({"0"}), frozenset[str]()):
+        identity = Identity(str(tmp_path), rank=len(failed), run=1, world_size=2)
+        writer = _metrics._Writer(types.ModuleType("native"), identity, lambda: failed)  # noqa: B023
+        writer.stop()
+        writer.join(30)
+        assert identity.path.exists() == bool(failed)
+        if failed:
+            assert values(identity.path.read_text())["pycomm_running", ""] == 0
+
+
 def test_old_files_are_removed_and_no_others(tmp_path: Path) -> None:
     run = "0123456789abcdef"
     old = [f"pycomm_rank_0_{run}.prom", f"pycomm_rank_17_{run}.prom.99.tmp"]

@@ -139,6 +139,7 @@ def off(path: Path) -> str:
 
 
 @pytest.mark.in_shares
+@pytest.mark.time_bound
 def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     _secret.generate_file(str(path))
@@ -156,7 +157,11 @@ def test_the_reason_of_a_policy_reaches_them_too(tmp_path: Path) -> None:
         },
     ).values()
     assert f"{WROTE}{off(path)}" in waited["text"]
+    assert waited["type"] == "RendezvousTimeoutError"
+    assert waited["took"] > TIMEOUT_S - 0.5
     assert off(path) in refused["text"]
+    assert refused["type"] == "InvalidArgumentError"
+    assert_within(refused["took"], TIMEOUT_S - 1)
 
 
 # Not bad, but worth a line: root's file in memory that every user may read, as Kubernetes mounts it

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import free_port_range, run_ranks
+from time_bound import assert_within
 
 from pycomm import _secret
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.needs_native, pytest.mark.timeout(120)]
 SIZE = 3
 CROWD = 1000
 FEWEST_PER_S = CROWD / 4
-"""Connections per second, on a busy machine, too."""
+"""Connections per second."""
 
 
 class Crowd:
@@ -73,6 +74,9 @@ class Crowd:
 
 def form(rank: int, world_size: int, folder: str) -> float:
     """Seconds until the ranks have met and every pair has spoken."""
+    Path(f"{folder}/here-{rank}").touch()
+    while len(list(Path(folder).glob("here-*"))) < world_size:
+        time.sleep(0.01)  # the time is for meeting, not for importing torch
     begin = time.monotonic()
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
@@ -99,6 +103,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.alone
+@pytest.mark.time_bound
 @pytest.mark.usefixtures("many_files")
 def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_path: Path) -> None:
     _secret.generate_file(str(tmp_path / "secret"))
@@ -125,8 +130,8 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
     assert crowd.opened >= CROWD / 2, "it filled all places, many times"
     print(f"{crowd.per_s:.0f} strangers per second")
-    assert crowd.per_s >= FEWEST_PER_S
-    assert beside <= alone + 1
+    assert_within(1 / crowd.per_s, 1 / FEWEST_PER_S, "for each stranger")
+    assert_within(beside, alone + 1)
 
 
 # Another user of the host at the ranks' Unix sockets, whose names are no secret (/proc/net/unix)
@@ -248,6 +253,7 @@ class UnixCrowd:
 
 
 @pytest.mark.alone
+@pytest.mark.time_bound
 @pytest.mark.usefixtures("many_files")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_another_users_crowd_at_unix_sockets_delays_a_group_by_less_than_a_second(
@@ -275,6 +281,7 @@ def test_another_users_crowd_at_unix_sockets_delays_a_group_by_less_than_a_secon
     print(f"alone {alone:.2f} s, beside {crowd.did} {beside:.2f} s")
     assert len(list((tmp_path / "beside").glob("name-*"))) >= SIZE
     assert crowd.did["opened"] >= CROWD / 4
-    assert crowd.did["opened"] / crowd.did["seconds"] >= FEWEST_PER_S
     assert crowd.did["answered"] == 0
-    assert beside <= alone + 1
+    took_s = crowd.did["seconds"] / crowd.did["opened"]
+    assert_within(took_s, 1 / FEWEST_PER_S, "for each stranger")
+    assert_within(beside, alone + 1)

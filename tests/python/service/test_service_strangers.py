@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import threading
 import time
@@ -239,7 +240,7 @@ def test_a_hello_that_is_refused_costs_no_connection_to_the_store(
         for text in ("", "no hello", "[1]"):
             number = stranger.add(SESSIONS, 1)
             stranger.set(f"{PREFIX}/{number}/hello", text)
-            assert b"refused" in stranger.get(f"{PREFIX}/{number}/answer")
+            assert json.loads(stranger.get(f"{PREFIX}/{number}/answer"))["refused"]
         assert "refuses a worker" in caplog.text
         assert store.clones == 0
         model = Counter()

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <sys/epoll.h>
 
+#include <algorithm>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,22 +17,25 @@ namespace {
 
 constexpr int kPeer = 0;
 constexpr int kSelf = 1;
+constexpr int kOther = 2;
+constexpr int kRanks = 3;
 constexpr int kFd = 1000;
 constexpr uint32_t kTag = 3;
 constexpr int64_t kNumel = 5;
 
-struct HostileMessages : ::testing::Test {
+/// A rank of three; the test is the other two.
+struct AttackedRank {
   static GroupIdentity identityOf() {
     GroupIdentity identity;
     identity.rank = kSelf;
-    identity.size = 2;
+    identity.size = kRanks;
     identity.name = "test";
     identity.hash = 7;
-    identity.hosts = {"alpha", "beta"};
+    identity.hosts = {"alpha", "beta", "gamma"};
     return identity;
   }
 
-  HostileMessages() {
+  AttackedRank() {
     DataPlane::Events events;
     events.noticed = [this](const ErrorRecord& record) { noticed.push_back(record); };
     events.left = [](int) {};
@@ -54,7 +59,7 @@ struct HostileMessages : ::testing::Test {
     wish.kind = kind;
     wish.dtype = DType::Float32;
     wish.rank = kSelf;
-    wish.size = 2;
+    wish.size = kRanks;
     wish.root = kPeer;
     wish.numel = kNumel;
     Operation::Request request;
@@ -83,9 +88,10 @@ struct HostileMessages : ::testing::Test {
   }
 
   /// A frame of a message from kPeer; Data brings all of it.
-  std::string frame(FrameType type, PointToPoint::Name name, uint64_t aux) {
+  std::string frame(FrameType type, PointToPoint::Name name, uint64_t aux, Collective kind = Collective::Send) {
     FrameHeader header;
     descriptorOf(kPeer).writeTo(header);
+    header.kind = static_cast<uint8_t>(kind);
     header.type = type;
     header.group = identity.hash;
     header.op_id = name.id;
@@ -96,11 +102,13 @@ struct HostileMessages : ::testing::Test {
     return std::string(reinterpret_cast<const char*>(&header), sizeof header) + payload;
   }
 
-  void arrive(std::string bytes) {
-    bytes_ = std::move(bytes);
-    const auto* const begin = reinterpret_cast<const uint8_t*>(bytes_.data());
-    plane->adopt(kPeer, std::make_unique<fuzz::BytesLink>(begin, bytes_.size(), bytes_.size(), kFd));
-    while (loop.ready(kFd, EPOLLIN)) {
+  /// All that ever comes from that rank.
+  void arrive(const std::string& text, int from = kPeer) {
+    const std::string& bytes = bytes_.emplace_back(text);
+    const auto* const begin = reinterpret_cast<const uint8_t*>(bytes.data());
+    const int fd = kFd + from;
+    plane->adopt(from, std::make_unique<fuzz::BytesLink>(begin, bytes.size(), bytes.size(), fd));
+    while (loop.ready(fd, EPOLLIN)) {
     }
   }
 
@@ -120,13 +128,15 @@ struct HostileMessages : ::testing::Test {
   std::vector<ErrorRecord> noticed;
   std::unique_ptr<DataPlane> plane;
   std::vector<std::shared_ptr<Operation>> operations;
-  PointToPoint peers_names{kPeer, 2, identity.hash};
+  PointToPoint peers_names{kPeer, kRanks, identity.hash};
 
  private:
   std::vector<std::unique_ptr<float[]>> memory_;
-  std::string bytes_;
+  std::deque<std::string> bytes_;
   int next_fd_ = -1;
 };
+
+struct HostileMessages : ::testing::Test, AttackedRank {};
 
 TEST_F(HostileMessages, OneIsReceivedUnderItsOwnName) {
   const auto received = receive();
@@ -145,6 +155,36 @@ TEST_F(HostileMessages, TheNameOfACollectiveIsRefused) {
   EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
   EXPECT_EQ(error.peer, kPeer);
   EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos) << error.summary;
+}
+
+// It would hold up the message of the rank whose name that is.
+TEST_F(HostileMessages, TheNameOfAnotherRanksMessageIsRefused) {
+  const PointToPoint::Name name = peers_names.nameSend(kSelf);
+  for (const FrameType type : {FrameType::Waiting, FrameType::Data, FrameType::Credit}) {
+    AttackedRank group;
+    group.arrive(frame(type, name, 0), kOther);
+    ASSERT_FALSE(group.noticed.empty()) << static_cast<int>(type);
+    const ErrorRecord error = group.end();
+    EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
+    EXPECT_EQ(error.peer, kOther);
+    EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
+        << error.summary;
+  }
+}
+
+// In a collective's frame: the message comes all the same, and whose frame did not fit is named.
+TEST_F(HostileMessages, ACollectiveThatHasTheNameOfAMessageDoesNotHoldItUp) {
+  const PointToPoint::Name name = peers_names.nameSend(kSelf);
+  arrive(
+      frame(FrameType::Waiting, name, 0, Collective::Broadcast), kOther); // one issued in a callback may have that id
+  receive();
+  arrive(frame(FrameType::Data, name, kEagerFlag));
+  const auto mismatch = std::find_if(noticed.begin(), noticed.end(), [](const ErrorRecord& each) {
+    return each.code == ErrorCode::CollectiveMismatch; // the others say that the links have ended
+  });
+  ASSERT_NE(mismatch, noticed.end()) << "it waits for what is here";
+  EXPECT_EQ(mismatch->peer, kOther) << mismatch->text();
+  end();
 }
 
 TEST_F(HostileMessages, AnAnswerAnnouncesNothing) {

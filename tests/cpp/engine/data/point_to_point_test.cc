@@ -51,16 +51,20 @@ TEST(PointToPoint, OnlyTheNameOfAMessageToThisRankIsOne) {
   PointToPoint receiver(2, 3, kGroup);
   for (int k = 0; k < 3; ++k) {
     const PointToPoint::Name sent = sender.nameSend(2);
-    EXPECT_TRUE(receiver.isNameOf(0, sent));
-    EXPECT_FALSE(receiver.isNameOf(1, sent)) << "another sender's";
-    EXPECT_FALSE(sender.isNameOf(0, sent)) << "to another rank";
-    EXPECT_FALSE(receiver.isNameOf(0, {sent.id, sent.index + 1}));
-    EXPECT_FALSE(receiver.isNameOf(0, {sent.id ^ PointToPoint::kSelfBit, sent.index}));
+    for (const PointToPoint& either : {sender, receiver}) {
+      EXPECT_TRUE(either.isNameOf(0, 2, sent));
+      EXPECT_FALSE(either.isNameOf(1, 2, sent)) << "another sender's";
+      EXPECT_FALSE(either.isNameOf(0, 1, sent)) << "to another rank";
+      EXPECT_FALSE(either.isNameOf(2, 0, sent)) << "the other way";
+      EXPECT_FALSE(either.isNameOf(0, 2, {sent.id, sent.index + 1}));
+      EXPECT_FALSE(either.isNameOf(0, 2, {sent.id ^ PointToPoint::kSelfBit, sent.index}));
+    }
   }
-  EXPECT_FALSE(receiver.isNameOf(0, {9, 0})) << "a collective's";
+  EXPECT_FALSE(receiver.isNameOf(0, 2, {9, 0})) << "a collective's";
   const PointToPoint::Name own = receiver.nameSend(2); // its receive's differs in one bit
-  EXPECT_TRUE(receiver.isNameOf(2, {own.id | PointToPoint::kSelfBit, own.index}));
-  EXPECT_FALSE(receiver.isNameOf(2, own));
+  EXPECT_TRUE(receiver.isNameOf(2, 2, {own.id | PointToPoint::kSelfBit, own.index}));
+  EXPECT_TRUE(receiver.isNameOf(2, 2, own));
+  EXPECT_FALSE(receiver.isNameOf(2, 2, {own.id, own.index + 1}));
 }
 
 TEST(PointToPoint, AnyRankTakesWhatWasHeardFirst) {

@@ -237,15 +237,27 @@ TEST_F(DeparturesTest, BytesThatAreChangedOnTheWayOfAPeerThatLeftAreNotItsFault)
   open.links[1] = Reading::Ended;
   departures.readingEnded(1, changed, at(5));
   EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt);
+}
 
+TEST_F(DeparturesTest, ChangedBytesOfAPeerThatLeftEndTheFirstOperationThatMayNeedThem) {
+  ErrorRecord changed = peerDead(1);
+  changed.code = ErrorCode::DataCorrupt;
+  departures.saidGoodbye(1, at(0));
+  open.links[1] = Reading::Ended;
+  departures.readingEnded(1, changed, at(5));
+  EXPECT_TRUE(quiet()) << "nobody needs them yet";
+
+  open.sends[1] = first.get();
+  departures.posted(&with_rank_1, false, at(6));
+  EXPECT_EQ(action().record.code, ErrorCode::PeerLeft) << "a send to it does not";
+  open.sends.clear();
+  open.receives[1] = first.get();
+  departures.posted(&with_rank_1, false, at(7));
+  EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt);
   open.receives.clear();
   open.from_anyone = first.get();
-  departures.readingEnded(1, changed, at(6));
-  EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt) << "perhaps it was what a receive from any rank waits for";
-
-  open.from_anyone = nullptr;
-  departures.readingEnded(1, changed, at(7));
-  EXPECT_TRUE(quiet()) << "nobody needs what was changed";
+  departures.posted(nullptr, true, at(8));
+  EXPECT_EQ(action().record.code, ErrorCode::DataCorrupt) << "perhaps it waits for what was changed";
 }
 
 TEST_F(DeparturesTest, AGoodbyeMayOvertakeTheHelloOfTheLinkThatTheBytesComeOn) {

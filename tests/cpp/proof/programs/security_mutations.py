@@ -376,9 +376,25 @@ MUTATIONS = [
     Mutation(
         "a message may have any name",
         "messages.cc",
-        "if (!names_.isNameOf(peer, name)) {",
-        "if (false) {",
+        " || !names_.isNameOf(from, to, name)) {",
+        ") {",
         "HostileMessages.TheNameOfACollectiveIsRefused",
+        "engine",
+    ),
+    Mutation(
+        "a rank may name messages of another one",
+        "messages.cc",
+        "header.root != from || ",
+        "header.root == from && ",
+        "HostileMessages.TheNameOfAnotherRanksMessageIsRefused",
+        "engine",
+    ),
+    Mutation(
+        "a frame of any rank announces a message",
+        "roll_call.h",
+        "return unexpected_.has(op_id, peer);",
+        "return unexpected_.has(op_id);",
+        "HostileMessages.ACollectiveThatHasTheNameOfAMessageDoesNotHoldItUp",
         "engine",
     ),
     Mutation(

@@ -153,7 +153,8 @@ TEST(TlsHandshakeAttacks, AClientWithTheKeyGetsWhatPycommOffersAndNothingElse) {
     } else {
       EXPECT_EQ(reception.error.code, ErrorCode::ProtocolViolation) << each.name;
       EXPECT_THAT(reception.error.cause, HasSubstr(each.cause)) << each.name;
-      EXPECT_LE(reception.answer.size(), 7U) << each.name << ": an alert and no more";
+      EXPECT_EQ(reception.answer.size(), 7U) << each.name << ": an alert and no more";
+      EXPECT_EQ(reception.answer.substr(0, 1), "\x15") << each.name;
     }
   }
 }
