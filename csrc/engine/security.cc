@@ -44,7 +44,8 @@ void Security::checkHosts(const Roster& roster) const {
     if (far && roster.identity.rank == 0 && !g_warned_of_variable.exchange(true)) {
       log(LogLevel::Warn,
           std::string("the secret is in the environment (") + kSecretVariable +
-              "), where /proc, docker inspect and Slurm's records show it. Try: a file, with PYCOMM_SECRET_FILE");
+              "), where /proc, docker inspect and Slurm's records show it. Try: write its text into a file, run chmod 600 on that, set "
+              "PYCOMM_SECRET_FILE to its path, and unset PYCOMM_SECRET");
     }
     return;
   }
@@ -57,8 +58,8 @@ void Security::checkHosts(const Roster& roster) const {
           ErrorCode::InvalidArgument,
           "PYCOMM_SECURITY=require, but there is no secret and the ranks of group " + roster.identity.name +
               " do not all reach each other by Unix sockets: only torch's store says that they are on one host, and it is not protected",
-          "give all ranks one secret (python -m pycomm secret --generate); or leave transport at auto and start all ranks as one user: "
-          "PYCOMM_DEBUG=INFO names the rank that is not reached");
+          "leave transport at auto and start all ranks as one user; or give the user of each rank the same secret (python -m pycomm "
+          "secret --generate, once, and copy the file). PYCOMM_DEBUG=INFO names the rank that is not reached");
     }
     return;
   }
@@ -71,7 +72,7 @@ void Security::checkHosts(const Roster& roster) const {
   if (roster.identity.rank == 0 && !g_warned.exchange(true)) {
     log(LogLevel::Warn,
         what + ". Try: " + howToClose() +
-            ". Or PYCOMM_SECURITY=off, if nobody else reaches the network between the hosts");
+            ". Or PYCOMM_SECURITY=off, if nobody else reaches any network of these hosts");
   }
 }
 

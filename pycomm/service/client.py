@@ -282,7 +282,8 @@ class ParameterClient:
             return (
                 f"worker {self._worker} cannot reach {server.name} of the parameter "
                 f"service{retried}: {cause}. Try: check that `python -m pycomm serve` runs there "
-                "and prints this address"
+                "and prints this address; if it does, open that port and PYCOMM_PORT_RANGE in the "
+                "firewalls of both hosts"
             )
         return (
             f"worker {self._worker} has lost {server.name} of the parameter service{retried}: "

@@ -37,8 +37,9 @@ def check_policy(hosts: Iterable[str]) -> str:
     if far and policy == "require":
         raise InvalidArgumentError(
             f"PYCOMM_SECURITY=require, but there is no secret, and {far} may be reached from "
-            "other hosts. Try: give all servers and workers one secret (python -m pycomm secret "
-            "--generate); or use 127.0.0.1, if all run on one host"
+            "other hosts. Try: on one host only, run python -m pycomm secret --generate, and copy "
+            "the file to the others as it says. Do not generate a second one. Or use 127.0.0.1 in "
+            "--listen and on the workers, if all run on one host"
         )
     return far
 

@@ -15,7 +15,7 @@ constexpr const char* kLibraryName = "libssl.so.3"; // libssl3.so is Mozilla's N
 constexpr unsigned long kOldestVersion = 0x30000000;
 constexpr const char* kInstallHint =
     "apt install libssl3, or dnf install openssl-libs, or conda install \"openssl>=3\"; "
-    "or run without a secret: PYCOMM_SECRET_FILE=none on every host";
+    "or run without a secret: PYCOMM_SECRET_FILE=none and no PYCOMM_SECURITY=require, on every host";
 
 template <class Function>
 void findFunction(void* library, const char* name, Function& function, std::string& missing) {

@@ -45,7 +45,7 @@ void demand(bool good, const char* what) {
         ErrorCode::Unsupported,
         std::string("OpenSSL refused ") + what + ", which the connections of a job with a secret need",
         "allow TLS 1.3, P-256 and AES-128-GCM in this host's OpenSSL settings (/etc/ssl/openssl.cnf; on Fedora and RHEL "
-        "sudo update-crypto-policies --set DEFAULT), or run without a secret: PYCOMM_SECRET_FILE=none on every host");
+        "sudo update-crypto-policies --set DEFAULT), or run without a secret: PYCOMM_SECRET_FILE=none and no PYCOMM_SECURITY=require, on every host");
   }
 }
 
