@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 DRY_INPUTS = 10_000_000
+FEWEST_INPUTS = 1000  # of a run: libFuzzer counts what it reads again, and may do none besides
 MOST_CPU_SECONDS = 3600
 MOST_INPUTS_OF_ALL = 100_000_000
 DRY = "dry"
@@ -116,7 +117,8 @@ def run_all(
             found.reason = reason_to_stop(found, sum(each.inputs for each in counts.values()))
             if found.reason:
                 break
-            if not one_run(name, DRY_INPUTS - found.since_new(), found):
+            lacks = max(DRY_INPUTS - found.since_new(), FEWEST_INPUTS)
+            if not one_run(name, lacks, found):
                 found.reason = FOUND
             save(folder, name, found)
         else:

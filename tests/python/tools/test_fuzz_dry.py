@@ -98,6 +98,16 @@ def test_a_run_gets_as_many_inputs_as_its_target_lacks(program: Path) -> None:
     assert (found.reason, found.inputs, asked) == ("dry", 14 * M, [10 * M, 5 * M])
 
 
+def test_a_run_is_not_so_short_that_it_does_nothing(program: Path) -> None:
+    def one_run(name: str, most_inputs: int, found: Any) -> bool:
+        found.inputs += most_inputs - 1 if most_inputs > 1 else 0
+        found.cpu_seconds += 1.0
+        return True
+
+    found = counts_of(program, one_run, ["a"])["a"]
+    assert found.reason == "dry" and found.cpu_seconds == 2.0
+
+
 def test_a_session_continues_where_the_last_has_ended(program: Path) -> None:
     one_run, ran = runs_of(M // 2, new_at=1)
     state = program.parent / "state"
