@@ -251,11 +251,13 @@ class ParameterClient:
                 if server.session is None:
                     server.session = self._connect(server, left)
                 return call(server.session)
-            except (RefusedError, InvalidArgumentError):  # it would be the same again
+            except RefusedError:
                 server.drop()
                 raise
             except Exception as error:
                 server.drop()
+                if isinstance(error, InvalidArgumentError) and not server.reached:
+                    raise  # of a setting
                 first = until is None
                 if until is None:
                     until = time.monotonic() + seconds
@@ -263,7 +265,8 @@ class ParameterClient:
                 if final or time.monotonic() > until:
                     if isinstance(error, _DoubtfulRefusalError):
                         raise RefusedError(f"{server.name}: {error}") from None
-                    retried = "" if final else f", and retried for {seconds:g} s"
+                    tried_s = time.monotonic() - (until - seconds)
+                    retried = "" if first else f", and retried for {tried_s:.0f} s"
                     raise ConnectionError(self._why_lost(server, error, retried)) from error
                 if first:
                     logger.warning(

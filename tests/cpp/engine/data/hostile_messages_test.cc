@@ -87,10 +87,15 @@ struct AttackedRank {
     return descriptor;
   }
 
-  /// A frame of a message from kPeer; Data brings all of it.
-  std::string frame(FrameType type, PointToPoint::Name name, uint64_t aux, Collective kind = Collective::Send) {
+  /// A frame of a message from `sender`; Data brings all of it.
+  std::string frame(
+      FrameType type,
+      PointToPoint::Name name,
+      uint64_t aux,
+      Collective kind = Collective::Send,
+      int sender = kPeer) {
     FrameHeader header;
-    descriptorOf(kPeer).writeTo(header);
+    descriptorOf(sender).writeTo(header);
     header.kind = static_cast<uint8_t>(kind);
     header.type = type;
     header.group = identity.hash;
@@ -167,6 +172,22 @@ TEST_F(HostileMessages, TheNameOfAnotherRanksMessageIsRefused) {
     const ErrorRecord error = group.end();
     EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
     EXPECT_EQ(error.peer, kOther);
+    EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
+        << error.summary;
+  }
+}
+
+// Of a message from this rank, which it has not sent.
+TEST_F(HostileMessages, AnAnswerToAMessageThatHasNoSuchNameIsRefused) {
+  for (const FrameType type : {FrameType::Waiting, FrameType::Credit}) {
+    AttackedRank group;
+    PointToPoint::Name name = PointToPoint(kSelf, kRanks, group.identity.hash).nameSend(kPeer);
+    name.id += 2; // keeps the bit of messages to oneself
+    group.arrive(frame(type, name, 1, Collective::Send, kSelf));
+    ASSERT_FALSE(group.noticed.empty()) << static_cast<int>(type);
+    const ErrorRecord error = group.end();
+    EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
+    EXPECT_EQ(error.peer, kPeer);
     EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
         << error.summary;
   }
