@@ -13,14 +13,14 @@ from pycomm._secret import find
 from pycomm.errors import InvalidArgumentError
 
 
-def check_policy(hosts: Iterable[str]) -> str:
-    """Returns one of ``hosts`` to which everything goes in plain, and that is not this host.
+def check_policy(hosts: Iterable[str]) -> bool:
+    """Returns whether it deserves a warning that there is no secret.
 
-    "" if there is none, or ``PYCOMM_SECURITY=off`` says that this is known.
+    False if there is one, if all ``hosts`` are loopback, or if ``PYCOMM_SECURITY=off``.
 
     Raises:
-        pycomm.errors.InvalidArgumentError: There is one, and ``PYCOMM_SECURITY=require``; or a
-            secret, and ``off``.
+        pycomm.errors.InvalidArgumentError: It would be True, and ``PYCOMM_SECURITY=require``; or
+            there is a secret, and ``off``.
         ValueError: The secret cannot be used.
     """
     policy = options.Options().resolve().security
@@ -32,7 +32,7 @@ def check_policy(hosts: Iterable[str]) -> str:
             "PYCOMM_SECRET_FILE=none, and they run without TLS"
         )
     if secret is not None or policy == "off":
-        return ""
+        return False
     far = next((host for host in hosts if not _is_loopback(host)), "")
     if far and policy == "require":
         raise InvalidArgumentError(
@@ -41,7 +41,7 @@ def check_policy(hosts: Iterable[str]) -> str:
             "the file to the others as it says. Do not generate a second one. Or use 127.0.0.1 in "
             "--listen and on the workers, if all run on one host"
         )
-    return far
+    return far != ""
 
 
 def _is_loopback(host: str) -> bool:

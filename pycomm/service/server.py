@@ -78,7 +78,7 @@ class ParameterServer:
     ) -> None:
         self._workers = workers_from(workers, "workers")
         host, port = parse_endpoint(listen)
-        self._is_open = check_policy([host]) != ""
+        self._is_open = check_policy([host])
         if min(checkpoint_every, rejoin, timeout) <= 0:
             raise ValueError("checkpoint_every, rejoin and timeout must be more than 0 seconds")
         self._core = ServerCore(model, optimizer, scheduler, self._workers)

@@ -88,11 +88,10 @@ void Departures::check(int peer, TimePoint now) {
   if (owing != nullptr && lost != lost_.end()) {
     notice(lost->second); // the peer is still there: the link broke
   } else if (owing != nullptr || missed) {
-    const bool later = owing != nullptr && missed && awaiting->issuedAt() < owing->issuedAt();
-    const auto changed = owing == nullptr || later ? changed_.find(peer) : changed_.end();
+    const bool missed_first = missed && (owing == nullptr || awaiting->issuedAt() < owing->issuedAt());
+    const auto changed = missed_first ? changed_.find(peer) : changed_.end();
     notice(
-        changed != changed_.end() ? changed->second
-                                  : peerLeftUs(peer, owing == nullptr || later ? *awaiting : *owing, identity_));
+        changed != changed_.end() ? changed->second : peerLeftUs(peer, missed_first ? *awaiting : *owing, identity_));
   } else if (awaiting != nullptr && reading == Reading::NotOpened) {
     suspicions_.emplace(
         peer, Suspicion{Suspicion::State::AwaitsLink, peerLeftUs(peer, *awaiting, identity_), now + kLinkWithin});

@@ -228,8 +228,8 @@ TEST(Group, AbortReachesEveryRankAndSticks) {
     expectDone(self.group.start(allReduceCall(joined))); // an abort before that would end another rank's join instead
     ++summed;
     if (self.rank == 1) {
-      for (const Deadline most = Deadline::after(20000);
-           summed < 4 && !most.expired();) { // it ends on one rank before another
+      // The sum ends on one rank before another.
+      for (const Deadline most = Deadline::after(20000); summed < 4 && !most.expired();) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       ErrorRecord reason;

@@ -258,24 +258,25 @@ def test_a_server_without_a_secret_warns_that_it_is_open(
     assert ("without encryption" in caplog.text) == warns
 
 
+def expect_both_end(said: str, listen: str, servers: str) -> None:
+    """A server and a worker; nothing answers the worker, which would try for a minute."""
+    with pytest.raises(InvalidArgumentError, match=said):
+        one_weight_server(listen)
+    with pytest.raises(InvalidArgumentError, match=said):
+        ParameterClient(nn.Linear(1, 1), servers=servers, worker=0)
+
+
 def test_require_without_a_secret_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOMM_SECRET_FILE", "none")
     monkeypatch.setenv("PYCOMM_SECURITY", "require")
     said = r"PYCOMM_SECURITY=require, but there is no secret, and \S+ may be reached from other"
-    with pytest.raises(InvalidArgumentError, match=said):
-        one_weight_server("0.0.0.0:0")
-    with pytest.raises(InvalidArgumentError, match=said):
-        # Nothing answers there: it would try for a minute.
-        ParameterClient(nn.Linear(1, 1), servers="127.0.0.1:1,192.0.2.1:6170", worker=0)
+    expect_both_end(said, "0.0.0.0:0", "127.0.0.1:1,192.0.2.1:6170")
 
 
 def test_off_with_a_secret_is_an_error(secret: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYCOMM_SECURITY", "off")
     said = r"there is a secret \(.+\) and PYCOMM_SECURITY=off"
-    with pytest.raises(InvalidArgumentError, match=said):
-        one_weight_server("127.0.0.1:0")
-    with pytest.raises(InvalidArgumentError, match=said):
-        ParameterClient(nn.Linear(1, 1), servers="127.0.0.1:1", worker=0)
+    expect_both_end(said, "127.0.0.1:0", "127.0.0.1:1")
 
 
 def test_a_server_with_a_secret_does_not_warn(

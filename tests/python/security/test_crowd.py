@@ -81,7 +81,7 @@ def form(rank: int, world_size: int, folder: str) -> float:
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("pycomm", store=store, rank=rank, world_size=world_size)
     met = time.monotonic() - begin
-    time.sleep(1.5)  # the ports are open: the crowd is there before the first connection is
+    time.sleep(3.0)  # the ports are open: the crowd is there before the first connection is
     begin = time.monotonic()
     outputs = [torch.empty(1) for _ in range(world_size)]
     dist.all_to_all(outputs, [torch.full((1,), float(rank)) for _ in range(world_size)])
@@ -128,7 +128,7 @@ def test_a_thousand_slow_connections_delay_a_group_by_less_than_a_second(tmp_pat
     with Crowd(range(first, last + 1)) as crowd:
         beside = seconds("beside", first, last)
     print(f"alone {alone:.2f} s, beside {crowd.opened} strangers {beside:.2f} s")
-    assert crowd.opened >= CROWD / 4, "it filled all places, many times"
+    assert crowd.opened >= CROWD / 2, "it filled all places, many times"
     print(f"{crowd.per_s:.0f} strangers per second")
     assert_within(1 / crowd.per_s, 1 / FEWEST_PER_S, "for each stranger")
     assert_within(beside, alone + 1)

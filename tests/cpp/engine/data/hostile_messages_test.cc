@@ -128,6 +128,15 @@ struct AttackedRank {
     return noticed.empty() ? cause : noticed.front();
   }
 
+  void expectNameRefused(int peer) {
+    EXPECT_FALSE(noticed.empty());
+    const ErrorRecord error = end();
+    EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
+    EXPECT_EQ(error.peer, peer);
+    EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
+        << error.summary;
+  }
+
   const GroupIdentity identity = identityOf();
   fuzz::HandLoop loop;
   std::vector<ErrorRecord> noticed;
@@ -156,10 +165,7 @@ TEST_F(HostileMessages, TheNameOfACollectiveIsRefused) {
   Operation::Request broadcast = request(Collective::Broadcast);
   broadcast.id = {1, 1};
   post(std::move(broadcast));
-  const ErrorRecord error = end();
-  EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
-  EXPECT_EQ(error.peer, kPeer);
-  EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos) << error.summary;
+  expectNameRefused(kPeer);
 }
 
 // It would hold up the message of the rank whose name that is.
@@ -168,12 +174,7 @@ TEST_F(HostileMessages, TheNameOfAnotherRanksMessageIsRefused) {
   for (const FrameType type : {FrameType::Waiting, FrameType::Data, FrameType::Credit}) {
     AttackedRank group;
     group.arrive(frame(type, name, 0), kOther);
-    ASSERT_FALSE(group.noticed.empty()) << static_cast<int>(type);
-    const ErrorRecord error = group.end();
-    EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
-    EXPECT_EQ(error.peer, kOther);
-    EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
-        << error.summary;
+    group.expectNameRefused(kOther);
   }
 }
 
@@ -184,20 +185,15 @@ TEST_F(HostileMessages, AnAnswerToAMessageThatHasNoSuchNameIsRefused) {
     PointToPoint::Name name = PointToPoint(kSelf, kRanks, group.identity.hash).nameSend(kPeer);
     name.id += 2; // keeps the bit of messages to oneself
     group.arrive(frame(type, name, 1, Collective::Send, kSelf));
-    ASSERT_FALSE(group.noticed.empty()) << static_cast<int>(type);
-    const ErrorRecord error = group.end();
-    EXPECT_EQ(error.code, ErrorCode::ProtocolViolation);
-    EXPECT_EQ(error.peer, kPeer);
-    EXPECT_NE(error.summary.find("a message that has the name of another operation"), std::string::npos)
-        << error.summary;
+    group.expectNameRefused(kPeer);
   }
 }
 
 // In a collective's frame: the message comes all the same, and whose frame did not fit is named.
 TEST_F(HostileMessages, ACollectiveThatHasTheNameOfAMessageDoesNotHoldItUp) {
   const PointToPoint::Name name = peers_names.nameSend(kSelf);
-  arrive(
-      frame(FrameType::Waiting, name, 0, Collective::Broadcast), kOther); // one issued in a callback may have that id
+  // A broadcast that is issued in a callback may have that id.
+  arrive(frame(FrameType::Waiting, name, 0, Collective::Broadcast), kOther);
   receive();
   arrive(frame(FrameType::Data, name, kEagerFlag));
   const auto mismatch = std::find_if(noticed.begin(), noticed.end(), [](const ErrorRecord& each) {
