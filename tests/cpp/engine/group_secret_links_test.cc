@@ -314,13 +314,11 @@ void expectTheSenderIsNamed(int size, int from, int to, Between::Flip what, int 
         Rank self{rank, size, engine, *group};
         sumEverySize(self); // what nobody changes arrives
         expectDone(group->start(barrierCall()));
-        const Deadline patience = Deadline::after(20000);
-        for (++past_barrier; past_barrier < size && !patience.expired();) { // it ends on one rank before another
-          std::this_thread::sleep_for(std::chrono::microseconds(100));
-        }
+        waitForAll(past_barrier, size);
         if (rank == from) {
           between.flipNext(what);
         }
+        const Deadline patience = Deadline::after(20000);
         while (what != Between::Flip::DataThere && !between.flipped() && !patience.expired()) {
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }

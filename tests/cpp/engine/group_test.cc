@@ -226,12 +226,8 @@ TEST(Group, AbortReachesEveryRankAndSticks) {
     std::vector<float> values(1000000);
     std::vector<float> joined(1);
     expectDone(self.group.start(allReduceCall(joined))); // an abort before that would end another rank's join instead
-    ++summed;
+    waitForAll(summed, 4);
     if (self.rank == 1) {
-      // The sum ends on one rank before another.
-      for (const Deadline most = Deadline::after(20000); summed < 4 && !most.expired();) {
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-      }
       ErrorRecord reason;
       reason.code = ErrorCode::Aborted;
       reason.peer = 1;
@@ -263,10 +259,7 @@ TEST(Group, BulkLinksOutliveAFailureUntilTheNewsIsEverywhere) {
     Group::Call call = allReduceCall(values);
     call.schedule.algorithm = Algorithm::Ring; // over links
     expectDone(self.group.start(call));
-    ++summed;
-    for (const Deadline most = Deadline::after(20000); summed < 2 && !most.expired();) {
-      std::this_thread::yield(); // an abort may end a sum that the other rank has not finished
-    }
+    waitForAll(summed, 2); // an abort may end a sum that the other rank has not finished
     const TimePoint begin = Clock::now();
     ErrorRecord reason;
     reason.code = ErrorCode::Aborted;

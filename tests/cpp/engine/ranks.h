@@ -125,6 +125,14 @@ inline void runRanks(
   }
 }
 
+/// Waits until `size` ranks are here, 20 s at most: an operation ends on one rank before another.
+inline void waitForAll(std::atomic<int>& here, int size) {
+  const Deadline most = Deadline::after(20000);
+  for (++here; here < size && !most.expired();) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
 /// A float32 all_reduce(SUM) in place.
 inline Group::Call allReduceCall(std::vector<float>& values, Deadline deadline = Deadline::after(20000)) {
   Group::Call call;
