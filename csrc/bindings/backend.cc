@@ -311,6 +311,13 @@ void bindBackend(py::module_& m) {
       [](const std::string& path) { raising([&] { processEngine().recorder().write(path); }); },
       py::arg("path"),
       py::call_guard<py::gil_scoped_release>());
+  m.def( // for tests: what an idle group keeps in vain; empty if nothing
+      "held_text",
+      [](const c10::intrusive_ptr<c10d::Backend>& backend) {
+        return raising([&] { return heldText(asPycomm(backend).group().usage()); });
+      },
+      py::arg("backend"),
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "codec_stats",
       [](const c10::intrusive_ptr<c10d::Backend>& backend) {

@@ -12,13 +12,14 @@ bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
   return sharesMemory() && HostPlane::serves(schedule, roster_.identity.size);
 }
 
-size_t Group::sharedLinks() {
-  size_t links = 0;
+Usage Group::usage() {
+  Usage usage;
   engine_.lane().run([&] {
     const DataPlane* const data = planes_.data();
-    links = data == nullptr ? 0 : data->usage().shared_links;
+    usage = data == nullptr ? usage : data->usage();
   });
-  return links;
+  usage.host_pending = sharesMemory() ? planes_.host()->pending() : 0;
+  return usage;
 }
 
 bool Group::reachesTensors() const noexcept {

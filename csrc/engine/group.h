@@ -132,8 +132,8 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   [[nodiscard]] bool sharesMemory() const noexcept {
     return planes_.host() != nullptr;
   }
-  /// How many links this rank has whose bytes go through shared memory, of both directions. Not on a native thread.
-  [[nodiscard]] size_t sharedLinks();
+  /// What it keeps for operations, and its links in shared memory. Not on a native thread.
+  [[nodiscard]] Usage usage();
   /// Tensors in the ranks' heaps (Engine::heap) are reached in place.
   [[nodiscard]] bool reachesTensors() const noexcept;
   /// Why they share no memory, although transport="tcp" was not asked for; empty otherwise.

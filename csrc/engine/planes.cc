@@ -64,10 +64,12 @@ void Planes::openHost(std::shared_ptr<const SharedArena> arena, HostHeaps heaps,
   events.notice = [this](ErrorRecord record) {
     onControl([record = std::move(record)](ControlPlane& control) { control.notice(record); });
   };
-  events.stuck = [this](std::shared_ptr<Operation> operation) {
-    onData([operation = std::move(operation)](DataPlane& data) { data.hostStuck(operation); });
+  events.stuck = [this](std::shared_ptr<Operation> operation, uint64_t lacking) {
+    onData([operation = std::move(operation), lacking](DataPlane& data) { data.hostStuck(operation, lacking); });
   };
-  events.unstuck = [this](uint64_t op_id) { onData([op_id](DataPlane& data) { data.hostUnstuck(op_id); }); };
+  events.ended = [this](const OperationId& id, const Descriptor& descriptor) {
+    onData([id, descriptor](DataPlane& data) { data.hostEnded(id, descriptor); });
+  };
   auto host = std::make_unique<HostPlane>(identity_, std::move(arena), std::move(heaps), config, std::move(events));
   data_->accompany(host.get());
   host_ = std::move(host);

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collective_calls import ALIKE, Call, Launched, bits, difference, launch
+from idle import check_idle
 from ranks import Ranks, start_ranks
 
 WORLD = 5
@@ -103,6 +104,7 @@ def run_program(rank: int, program: Program, groups: dict[Any, Any]) -> list[Out
                     pending.append((index + call.waits[rank % 2], index, launched))
         wait_for_due(index)
     wait_for_due(1 << 30)
+    check_idle()
     return outcomes
 
 

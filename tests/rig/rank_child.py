@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from idle import check_idle
 from processes import thread_names
 
 _PR_SET_PDEATHSIG = 1
@@ -126,6 +127,7 @@ def _run_as_rank(folder: Path, rank: int) -> int:
         if spec.init_method:
             _join_group(spec, rank)
         value = target(rank, spec.world_size, *spec.args)
+        check_idle()
         if spec.init_method and spec.destroy and spec.backend != "gloo":
             import torch.distributed as dist
 

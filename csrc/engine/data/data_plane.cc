@@ -48,15 +48,15 @@ void DataPlane::release(const std::shared_ptr<Operation>& operation) {
   exchange_.guarded(-1, [&] { exchange_.inputArrived(operation->request().id.id); });
 }
 
-void DataPlane::hostStuck(std::shared_ptr<Operation> operation) {
+void DataPlane::hostStuck(const std::shared_ptr<Operation>& operation, uint64_t lacking) {
   if (end_.running()) {
-    exchange_.guarded(-1, [&] { exchange_.stuck(std::move(operation)); });
+    exchange_.guarded(-1, [&] { exchange_.stuck(operation, lacking); });
   }
 }
 
-void DataPlane::hostUnstuck(uint64_t op_id) {
-  if (exchange_.watched().unstuck(op_id)) {
-    exchange_.ends().endInProtocol(op_id);
+void DataPlane::hostEnded(const OperationId& id, const Descriptor& descriptor) {
+  if (end_.running()) {
+    exchange_.guarded(-1, [&] { exchange_.hostEnded(id, descriptor); });
   }
 }
 

@@ -50,11 +50,11 @@ class DataPlane final : public Loop::Ticker {
   void hold(const std::shared_ptr<Operation>& operation);
   void release(const std::shared_ptr<Operation>& operation);
   /// See WatchedOperations, as for the next two.
-  void accompany(const HostPlane* host) noexcept {
+  void accompany(HostPlane* host) noexcept {
     exchange_.watched().accompany(host);
   }
-  void hostStuck(std::shared_ptr<Operation> operation);
-  void hostUnstuck(uint64_t op_id);
+  void hostStuck(const std::shared_ptr<Operation>& operation, uint64_t lacking);
+  void hostEnded(const OperationId& id, const Descriptor& descriptor);
   /// Of an operation that another library runs: it is compared and watched over, and ends when it is said to have, or with the group.
   void follow(const std::shared_ptr<Operation>& operation);
   void followedEnded(uint64_t op_id, std::optional<ErrorRecord> error);

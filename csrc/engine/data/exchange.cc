@@ -86,8 +86,13 @@ void Exchange::hold(const std::shared_ptr<Operation>& operation) {
   orRefuse(operation, [&] { watched_.hold(operation); });
 }
 
-void Exchange::stuck(std::shared_ptr<Operation> operation) {
-  watched_.stuck(std::move(operation));
+void Exchange::stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking) {
+  watched_.stuck(operation, lacking);
+  act();
+}
+
+void Exchange::hostEnded(const OperationId& id, const Descriptor& descriptor) {
+  watched_.hostEnded(id, descriptor);
   act();
 }
 
@@ -119,7 +124,7 @@ Sink Exchange::onHeader(int peer, const FrameHeader& header) {
     return sink;
   }
   if (!transfers_.runs(header.op_id)) {
-    watched_.recall(header.op_id);
+    watched_.recall(header);
   }
   const Protocol::Verdict verdict = protocol_.arrived(peer, header, now);
   act();
@@ -256,9 +261,12 @@ void Exchange::tick(TimePoint now) {
 
 Exchange::Usage Exchange::usage() const {
   Usage usage;
+  static_cast<Messages::Usage&>(usage) = messages_.usage();
+  static_cast<WatchedOperations::Usage&>(usage) = watched_.usage();
   usage.transfers = transfers_.size();
   usage.unexpected_frames = transfers_.unexpectedFrames();
-  usage.queued_sends = messages_.queued();
+  usage.frames = outgoing_.frames();
+  usage.refused = ends_.refused();
   usage.shared_links = links_.sharedLinks();
   usage.staging_nbytes = staging_.takenNbytes();
   usage.protocol = protocol_.usage();

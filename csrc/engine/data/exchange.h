@@ -15,6 +15,7 @@
 #include "engine/data/protocol.h"
 #include "engine/data/reporter.h"
 #include "engine/data/transfers.h"
+#include "engine/data/usage.h"
 #include "engine/data/watched_operations.h"
 #include "engine/links/peer_links.h"
 #include "engine/loop/loop.h"
@@ -41,15 +42,7 @@ namespace pycomm {
 /// Thread: the lane's.
 class Exchange final : private PeerLinks::Owner, private Messages::Owner {
  public:
-  /// The state kept for operations. All of it is zero when no operation is under way, here or at peers that are ahead.
-  struct Usage {
-    size_t transfers = 0;
-    size_t unexpected_frames = 0;
-    size_t queued_sends = 0; ///< messages that wait for room at their receiver
-    size_t staging_nbytes = 0;
-    size_t shared_links = 0; ///< open ones, of both directions
-    Protocol::Usage protocol;
-  };
+  using Usage = pycomm::Usage;
 
   /// All of these outlive this. `limits`: of flow control; who takes part is filled in from the identity.
   Exchange(
@@ -79,7 +72,8 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   void inputArrived(uint64_t op_id);
   /// See WatchedOperations, as for the next two.
   void hold(const std::shared_ptr<Operation>& operation);
-  void stuck(std::shared_ptr<Operation> operation);
+  void stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking);
+  void hostEnded(const OperationId& id, const Descriptor& descriptor);
   void follow(const std::shared_ptr<Operation>& operation);
   /// A question or an answer has arrived on a control link.
   void heardQuestion(int peer, const FrameHeader& question) {

@@ -269,12 +269,15 @@ bool Messages::has(const Operation& operation) const noexcept {
       std::any_of(sends_.begin(), sends_.end(), queues);
 }
 
-size_t Messages::queued() const noexcept {
-  size_t queued = 0;
+Messages::Usage Messages::usage() const noexcept {
+  Usage usage;
   for (const auto& entry : sends_) {
-    queued += entry.second.size();
+    usage.queued_sends += entry.second.size();
   }
-  return queued;
+  usage.receives = unmatched_.size();
+  usage.asks = asks_.size();
+  usage.tags = names_.tags();
+  return usage;
 }
 
 } // namespace pycomm

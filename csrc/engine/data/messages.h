@@ -88,8 +88,13 @@ class Messages {
     return !unmatched_.empty();
   }
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
-  /// Sends that wait for room.
-  [[nodiscard]] size_t queued() const noexcept;
+  struct Usage {
+    size_t queued_sends = 0; ///< messages that wait for room at their receiver
+    size_t receives = 0; ///< without a message yet
+    size_t asks = 0; ///< for messages
+    size_t tags = 0; ///< under which something waits
+  };
+  [[nodiscard]] Usage usage() const noexcept;
 
  private:
   /// There is one entry for all receives from one rank, or from any, under one tag: the oldest of them asks.

@@ -72,6 +72,10 @@ class OperationEnds {
       const;
   /// The same of the operation or message that was issued first; nothing if there is none.
   [[nodiscard]] std::optional<ErrorRecord> errorOfOldest(const ErrorRecord& cause) const;
+  /// How many operations cannot begin.
+  [[nodiscard]] size_t refused() const noexcept {
+    return refused_.size();
+  }
   /// An operation in which other ranks expect this one; null if there is none.
   [[nodiscard]] const Operation* unfinished() const noexcept;
 

@@ -32,6 +32,11 @@ class Outgoing {
   /// Those that ask() has for control links.
   void sendQuestions();
 
+  // ---- questions
+  [[nodiscard]] size_t frames() const noexcept {
+    return to_self_.size() + questions_.size();
+  }
+
   // ---- frames from this rank to itself
   [[nodiscard]] bool hasOwn() const noexcept {
     return !to_self_.empty();

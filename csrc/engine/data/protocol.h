@@ -49,6 +49,10 @@ class Protocol {
       TimePoint now,
       Deadline deadline = Deadline::never());
   void ended(uint64_t op_id);
+  /// See RollCall::asksOnly.
+  void asksOnly(uint64_t op_id, const std::vector<int>& ranks, TimePoint now) {
+    roll_call_.asksOnly(op_id, ranks, now);
+  }
   /// See RollCall::passed.
   void passed(const OperationId& id, const Descriptor& descriptor);
   [[nodiscard]] Verdict arrived(int peer, const FrameHeader& header, TimePoint now);

@@ -33,6 +33,9 @@ class RefusedOperations {
   // ---- questions
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   [[nodiscard]] TimePoint nextDeadline() const noexcept;
+  [[nodiscard]] size_t size() const noexcept {
+    return operations_.size();
+  }
 
  private:
   void end(Operation& operation, const std::exception_ptr& exception) const noexcept;

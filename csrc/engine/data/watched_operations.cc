@@ -3,62 +3,74 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/host/host_layout.h"
 #include "engine/host/host_plane.h"
 #include "engine/report/failure_text.h"
 
 namespace pycomm {
-namespace {
-
-// Without bytes, between this rank and all others: so that the roll call asks all of them.
-PreparedSchedule withEveryone(int rank, int size) {
-  PreparedSchedule schedule;
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer != rank) {
-      Edge edge;
-      edge.peer = peer;
-      schedule.incoming.push_back(edge);
-    }
-  }
-  return schedule;
-}
-
-} // namespace
-
 void WatchedOperations::hold(const std::shared_ptr<Operation>& operation) {
   held_.insert(operation);
   next_deadline_ = std::min(next_deadline_, operation->request().deadline.instant());
 }
 
-void WatchedOperations::stuck(std::shared_ptr<Operation> operation) {
-  const OperationId id = operation->request().id;
-  if (operation->done() || stuck_.count(id.id) != 0) {
-    return;
-  }
-  const Descriptor& descriptor = operation->request().descriptor;
-  const Deadline deadline = operation->request().deadline;
-  stuck_.emplace(id.id, std::move(operation));
+void WatchedOperations::watch(const std::shared_ptr<Operation>& operation) {
+  const Operation::Request& request = operation->request();
+  host_->tellEnd(*operation); // first: if it ends meanwhile, the lane runs hostEnded() after this
+  stuck_.emplace(request.id.id, operation);
   try {
-    protocol_.posted(id, descriptor, withEveryone(identity_.rank, identity_.size), Clock::now(), deadline);
+    protocol_.posted(request.id, request.descriptor, PreparedSchedule(), Clock::now(), request.deadline);
+    protocol_.asksOnly(request.id.id, {}, Clock::now());
   } catch (...) { // nobody would look at its deadline
-    stuck_.erase(id.id);
+    stuck_.erase(request.id.id);
     throw;
   }
 }
 
-void WatchedOperations::recall(uint64_t op_id) {
+void WatchedOperations::stuck(const std::shared_ptr<Operation>& operation, uint64_t lacking) {
+  if (operation->done()) {
+    return;
+  }
+  const uint64_t op_id = operation->request().id.id;
+  if (stuck_.count(op_id) == 0) {
+    watch(operation);
+  }
+  std::vector<int> ranks;
+  for (int rank = 0; rank < identity_.size; ++rank) {
+    if ((lacking & hostBit(rank)) != 0) {
+      ranks.push_back(rank);
+    }
+  }
+  protocol_.asksOnly(op_id, ranks, Clock::now());
+}
+
+void WatchedOperations::hostEnded(const OperationId& id, const Descriptor& descriptor) {
+  if (stuck_.erase(id.id) != 0) {
+    protocol_.ended(id.id);
+  } else {
+    protocol_.passed(id, descriptor);
+  }
+}
+
+// A question is kept until its operation is entered here. If that will be in shared memory, its end tells.
+void WatchedOperations::recall(const FrameHeader& header) {
+  const uint64_t op_id = header.op_id;
   if (host_ == nullptr || op_id == 0 || (op_id & kDerivedIdBit) != 0 || stuck_.count(op_id) != 0) {
     return;
   }
-  for (std::shared_ptr<Operation>& operation : host_->recent()) {
+  if (header.type == FrameType::Waiting && static_cast<int64_t>(op_id) > told_up_to_) {
+    told_up_to_ = static_cast<int64_t>(op_id);
+    host_->tellEndsUpTo(told_up_to_);
+  }
+  for (const std::shared_ptr<Operation>& operation : host_->recent()) {
     const OperationId id = operation->request().id;
-    if (id.sequence <= recalled_) {
+    if (id.sequence <= recalled_ || stuck_.count(id.id) != 0) {
       continue;
     }
     if (operation->done()) {
       protocol_.passed(id, operation->request().descriptor);
       recalled_ = id.sequence;
     } else {
-      stuck(std::move(operation));
+      watch(operation);
     }
   }
 }
@@ -100,9 +112,14 @@ bool WatchedOperations::has(const Operation& operation) const noexcept {
       std::any_of(held_.begin(), held_.end(), [&](const auto& entry) { return entry.get() == &operation; });
 }
 
-std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) const {
+std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) {
   if (const auto found = stuck_.find(op_id); found != stuck_.end()) {
-    return overdueOnHost(*found->second);
+    const std::shared_ptr<Operation> operation = found->second;
+    if (!operation->done()) {
+      return overdueOnHost(*operation);
+    }
+    hostEnded(operation->request().id, operation->request().descriptor); // there may have been no memory to tell it
+    return std::nullopt;
   }
   if (const auto found = followed_.find(op_id); found != followed_.end()) {
     return timedOut(*found->second, 0, 0, -1, protocol_.missing(op_id), identity_);
@@ -111,9 +128,6 @@ std::optional<ErrorRecord> WatchedOperations::overdue(uint64_t op_id) const {
 }
 
 std::optional<ErrorRecord> WatchedOperations::overdueOnHost(const Operation& operation) const {
-  if (operation.done()) {
-    return std::nullopt; // unstuck() is on its way
-  }
   const PieceFlow* const pieces = operation.request().extras().pieces.get();
   if (operation.shared().held.load(std::memory_order_relaxed) || (pieces != nullptr && !pieces->allArrived())) {
     return inputLate(operation, operation.shared().bytes_total, identity_);

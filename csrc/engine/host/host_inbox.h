@@ -34,7 +34,10 @@ class HostInbox {
     pending_.fetch_sub(1, std::memory_order_seq_cst);
   }
   [[nodiscard]] bool allEnded() const noexcept {
-    return pending_.load(std::memory_order_seq_cst) == 0;
+    return pending() == 0;
+  }
+  [[nodiscard]] uint64_t pending() const noexcept {
+    return pending_.load(std::memory_order_seq_cst);
   }
 
   /// The last 64 that were posted, oldest first, whether or not they have ended.

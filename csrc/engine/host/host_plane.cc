@@ -71,11 +71,24 @@ bool HostPlane::post(
   if (!inbox_.post(make, made)) {
     return false;
   }
+  if (made->request().id.sequence <= tell_up_to_.load(std::memory_order_relaxed)) {
+    try {
+      tellEnd(*made);
+    } catch (...) { // not the caller's: the operation is posted
+      events_.noticeException(identity_);
+    }
+  }
   bell_.ringSelf(); // another thread of this process may run operations, and sleep
   if (!waits) {
     wakeWorker();
   }
   return true;
+}
+
+void HostPlane::tellEnd(Operation& operation) const {
+  const Operation::Request& request = operation.request();
+  // This outlives its operations: close() ends them.
+  operation.onDone([this, id = request.id, descriptor = request.descriptor] { events_.ended(id, descriptor); });
 }
 
 void HostPlane::release(Operation& operation) noexcept {

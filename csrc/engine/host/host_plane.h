@@ -91,6 +91,17 @@ class HostPlane {
   [[nodiscard]] std::vector<std::shared_ptr<Operation>> recent() const {
     return inbox_.recent();
   }
+  /// The lane keeps something of this operation: Events::ended is called when it has ended; at once if it has.
+  void tellEnd(Operation& operation) const;
+  /// The same of each operation up to this number that is posted from now on. One that was posted before is among recent(), unless 64
+  /// others came after it.
+  void tellEndsUpTo(int64_t sequence) noexcept {
+    tell_up_to_.store(sequence, std::memory_order_relaxed); // the inbox's mutex is between this and recent()
+  }
+  /// Operations that were posted and have not ended.
+  [[nodiscard]] uint64_t pending() const noexcept {
+    return inbox_.pending();
+  }
   /// Whom an operation waits for.
   struct WaitsFor {
     int not_entered = -1; ///< a rank that has not entered it
@@ -115,6 +126,7 @@ class HostPlane {
   const HostBell bell_;
   HostInbox inbox_;
   HostWorker worker_;
+  std::atomic<int64_t> tell_up_to_{0}; ///< see tellEndsUpTo()
   std::atomic<bool> ending_{false}; ///< the thread that holds run_mutex_ must leave, for good
 
   std::mutex run_mutex_; ///< guards queue_

@@ -63,10 +63,8 @@ void HostQueue::takeInbox() {
     const Deadline deadline = operation->request().deadline;
     const uint64_t ticket = operation->shared().ticket;
     operation->mark().running(issued, operation->shared().bytes_total);
-    TimePoint tell_at = issued + std::chrono::milliseconds(tell_after_ms_);
-    if (!deadline.isNever()) { // early enough for the others' answers
-      tell_at = std::min(tell_at, issued + (deadline.instant() - issued) / 4);
-    }
+    const TimePoint tell_at = // early enough for the others' answers
+        deadline.isNever() ? TimePoint::max() : issued + (deadline.instant() - issued) / 4 * 3;
     queue_.emplace_back(parts_.memory, std::move(operation), ticket, tell_at);
   }
   taken_.clear();
@@ -81,6 +79,7 @@ void HostQueue::enter(uint64_t& blocked, bool& moved) {
     }
     transfer.enter();
     parts_.bell.ringOthers();
+    moves_ += entered_ == head_ ? 1 : 0;
     ++entered_;
     moved = true;
   }
@@ -89,14 +88,17 @@ void HostQueue::enter(uint64_t& blocked, bool& moved) {
 void HostQueue::run(uint64_t& blocked, bool& moved) {
   while (head_ < entered_) {
     HostTransfer& transfer = queue_[head_].transfer;
+    const bool was_astray = transfer.astray();
     const HostTransfer::AdvanceResult result = transfer.advance(rounds_, blocked);
     if (result == HostTransfer::AdvanceResult::Differs) {
       throwDiffers(transfer);
     }
     if (result == HostTransfer::AdvanceResult::Blocked) {
+      moves_ += transfer.astray() != was_astray ? 1 : 0;
       break;
     }
     moved = true;
+    ++moves_;
     if (result == HostTransfer::AdvanceResult::Moved) {
       if (transfer.large()) {
         parts_.bell.ringOthers();
@@ -139,24 +141,42 @@ void HostQueue::finish(const Entry& entry) {
   view.progress(view.rank).done.store(entry.transfer.ticket(), std::memory_order_seq_cst);
   parts_.bell.ringOthers();
   operation.mark().received(operation.shared().bytes_total);
-  if (entry.told) {
-    parts_.events.unstuck(operation.request().id.id);
-  }
   parts_.inbox.ended();
   operation.finish(std::nullopt);
 }
 
+// When the oldest operation, which has moved since the last look, is to be reported.
+TimePoint HostQueue::stuckAt(TimePoint now) const noexcept {
+  if (head_ == entered_) {
+    return TimePoint::max(); // none runs: this rank waits for its own input, or for slots of operations that have ended here
+  }
+  const HostTransfer& oldest = queue_[head_].transfer;
+  if (oldest.astray()) {
+    return now;
+  }
+  Clock::duration patience = std::chrono::milliseconds(tell_after_ms_);
+  const Deadline deadline = oldest.operation()->request().deadline;
+  if (!deadline.isNever()) { // early enough for the others' answers
+    patience = std::min(patience, (deadline.instant() - oldest.operation()->issuedAt()) / 4);
+  }
+  return now + patience;
+}
+
 TimePoint HostQueue::reportStuck(TimePoint now) noexcept {
+  if (std::exchange(looked_, moves_) != moves_) {
+    stuck_at_ = stuckAt(now);
+  }
   TimePoint next = TimePoint::max();
   for (size_t i = head_; i < queue_.size(); ++i) {
     Entry& entry = queue_[i];
-    if (entry.tell_at <= now || (!entry.told && entry.transfer.astray())) {
-      entry.told = said([&] { parts_.events.stuck(entry.transfer.operation()); }) || entry.told;
-      entry.tell_at = now + kReportAgain; // the lane may have had no memory for it
+    if (entry.tell_at <= now || (i == head_ && stuck_at_ <= now)) {
+      static_cast<void>(said([&] { parts_.events.stuck(entry.transfer.operation(), entry.transfer.lacking()); }));
+      entry.tell_at = now + kReportAgain; // the ranks that lack may be others then; or there was no memory for it
+      stuck_at_ = i == head_ ? TimePoint::max() : stuck_at_;
     }
     next = std::min(next, entry.tell_at);
   }
-  return next;
+  return std::min(next, stuck_at_);
 }
 
 void HostQueue::reportLeft(uint64_t ranks) noexcept {

@@ -29,8 +29,10 @@ class HostQueue {
   struct Events {
     /// Any thread, with run_mutex_ held: must not block.
     std::function<void(ErrorRecord)> notice;
-    std::function<void(std::shared_ptr<Operation>)> stuck; ///< again each second while it waits
-    std::function<void(uint64_t op_id)> unstuck; ///< one that was stuck has ended
+    /// Again each second while it waits. `lacking`: the ranks (bits) whose slots do not show that they have entered it.
+    std::function<void(std::shared_ptr<Operation>, uint64_t lacking)> stuck;
+    /// An operation has ended that HostPlane::tellEnd() was called for.
+    std::function<void(const OperationId& id, const Descriptor& descriptor)> ended;
 
     /// The exception that is being handled, to `notice`. Without run_mutex_ as well.
     void noticeException(const GroupIdentity& identity) const noexcept;
@@ -45,13 +47,14 @@ class HostQueue {
     const std::atomic<bool>& ending; ///< nothing is entered any more
   };
 
-  /// An operation that has waited for so long is reported as stuck.
+  /// An operation that runs and has not moved for so long is reported as stuck.
   HostQueue(const Parts& parts, int tell_after_ms) : parts_(parts), tell_after_ms_(tell_after_ms) {}
 
   /// Takes posted operations, enters those whose slots are free, and runs the oldest by one step. True if something moved; else `blocked`
   /// gets the ranks that must go on first. An exception is reported to `notice`, and stops the queue.
   bool step(uint64_t& blocked) noexcept;
-  /// Reports to the lane which operations wait for longer than they should. Returns when it wants to be called again.
+  /// Reports to the lane the oldest operation if it runs and does not move, and each whose deadline comes near. Returns when it wants to be
+  /// called again.
   [[nodiscard]] TimePoint reportStuck(TimePoint now) noexcept;
   /// Reports that the oldest operation waits for these ranks (bits), which have left.
   void reportLeft(uint64_t ranks) noexcept;
@@ -81,14 +84,14 @@ class HostQueue {
         : transfer(memory.view(), memory.heap(), std::move(operation), ticket), tell_at(when) {}
 
     HostTransfer transfer;
-    TimePoint tell_at; ///< when it is reported as stuck, or again
-    bool told = false;
+    TimePoint tell_at; ///< when it is reported whether or not it moves: once its deadline comes near, or again
   };
 
   void takeInbox();
   void run(uint64_t& blocked, bool& moved);
   void enter(uint64_t& blocked, bool& moved);
   void dropEnded();
+  [[nodiscard]] TimePoint stuckAt(TimePoint now) const noexcept;
   [[noreturn]] void throwDiffers(const HostTransfer& transfer) const;
   void finish(const Entry& entry);
   void takeAwayAll() const noexcept;
@@ -100,6 +103,9 @@ class HostQueue {
   size_t head_ = 0;
   size_t entered_ = 0;
   uint64_t rounds_ = 0; ///< of all large operations that were matched
+  uint64_t moves_ = 0; ///< steps of the oldest operation, of all that were the oldest
+  uint64_t looked_ = 0; ///< moves_ when reportStuck() was last called
+  TimePoint stuck_at_ = TimePoint::max(); ///< when the oldest is reported if it has not moved until then
   bool stopped_ = false; ///< for good, or something was noticed: then until the group's failure is known
 };
 

@@ -49,6 +49,17 @@ void HostTransfer::withdraw() const noexcept {
   op_.view.slot(op_.view.rank, op_.ticket).ticket.store(op_.ticket | kHostWithdrawn, std::memory_order_seq_cst);
 }
 
+uint64_t HostTransfer::lacking() const noexcept {
+  uint64_t ranks = 0;
+  for (int rank = 0; rank < op_.view.size; ++rank) {
+    const HostSlot& slot = op_.view.slot(rank, op_.ticket);
+    const bool entered = slot.ticket.load(std::memory_order_seq_cst) == op_.ticket && // then the slot stays as it is
+        slot.header.op_id == op_.request().id.id;
+    ranks |= rank == op_.view.rank || entered ? 0 : hostBit(rank);
+  }
+  return ranks;
+}
+
 HostTransfer::AdvanceResult HostTransfer::match(uint64_t& blocked) {
   for (; matched_ < op_.view.size; ++matched_) {
     const HostSlot& slot = op_.view.slot(matched_, op_.ticket);

@@ -65,6 +65,8 @@ class HostTransfer {
   [[nodiscard]] bool astray() const noexcept {
     return astray_;
   }
+  /// The ranks (bits) whose slots do not show that they have entered it. Not once this rank has ended it.
+  [[nodiscard]] uint64_t lacking() const noexcept;
   /// What peers may be reading or writing.
   [[nodiscard]] HostInPlace::Published published() const noexcept {
     return in_place_.published();

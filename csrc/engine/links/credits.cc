@@ -361,6 +361,9 @@ Credits::Usage Credits::usage() const {
     usage.past += entry.past.size();
     usage.ahead += entry.ahead;
   }
+  usage.most_past = peers_.size() * static_cast<size_t>(config_.eager_pool_nbytes / config_.frame_nbytes + 1);
+  usage.with_credit = ops_.size();
+  usage.unexpected_credit = unexpected_.size();
   return usage;
 }
 

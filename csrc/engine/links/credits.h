@@ -97,7 +97,10 @@ class Credits {
   struct Usage {
     int64_t eager_in = 0; ///< bytes in the pools of all peers
     size_t past = 0; ///< see Peer::past
+    size_t most_past = 0; ///< where operations end before the next ones begin
     size_t ahead = 0; ///< see Peer::ahead
+    size_t with_credit = 0; ///< operations
+    size_t unexpected_credit = 0; ///< operations that are not posted here, and have credit or frames
   };
   [[nodiscard]] Usage usage() const;
   [[nodiscard]] std::vector<Action> takeActions() {

@@ -64,6 +64,17 @@ std::optional<NotEntered> EnteredOperation::missing(int peer) const {
   return std::nullopt;
 }
 
+bool EnteredOperation::asksOnly(const std::vector<int>& ranks, TimePoint now) {
+  asks_only_.emplace(ranks.begin(), ranks.end());
+  told_waiting_ = true; // it has no edges
+  if (asked_them_ || ranks.empty()) {
+    return false;
+  }
+  since_ = now;
+  asked_them_ = true;
+  return true;
+}
+
 bool EnteredOperation::takeFirstQuestion(TimePoint now, const RollCallConfig& config) noexcept {
   if (told_waiting_ || waited(now) < std::chrono::milliseconds(config.waiting_after_ms)) {
     return false;
@@ -89,7 +100,7 @@ TimePoint EnteredOperation::nextQuestion(const RollCallConfig& config) const noe
 }
 
 bool EnteredOperation::asksEveryone(const RollCallConfig& config) const noexcept {
-  return rounds_ < kRounds && config.mayAskEveryone() && !isMessage();
+  return asks() && rounds_ < kRounds && config.mayAskEveryone() && !isMessage();
 }
 
 std::chrono::milliseconds EnteredOperation::nextRound(const RollCallConfig& config) const noexcept {

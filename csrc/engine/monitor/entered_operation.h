@@ -56,6 +56,15 @@ class EnteredOperation {
   [[nodiscard]] std::optional<NotEntered> missing(int peer) const;
 
   // ---- questions
+  /// Only these ranks are asked. True if some are, and none was before: the wait begins now.
+  [[nodiscard]] bool asksOnly(const std::vector<int>& ranks, TimePoint now);
+  /// Whether it asks anybody.
+  [[nodiscard]] bool asks() const noexcept {
+    return !asks_only_ || !asks_only_->empty();
+  }
+  [[nodiscard]] bool mayAsk(int peer) const {
+    return !asks_only_ || asks_only_->count(peer) != 0;
+  }
   /// How long it has waited: since it was entered, or a byte moved.
   [[nodiscard]] Clock::duration waited(TimePoint now) const noexcept {
     return now - since_;
@@ -89,6 +98,8 @@ class EnteredOperation {
   TimePoint since_; ///< entered, or last byte moved
   bool told_waiting_ = false; ///< the ranks on unfinished edges know
   int rounds_ = 0; ///< how often all ranks have been asked
+  std::optional<std::set<int>> asks_only_; ///< none: all
+  bool asked_them_ = false; ///< those of asks_only_
   std::set<int> came_;
   std::vector<NotEntered> missing_; ///< each rank once
 };

@@ -3,11 +3,6 @@
 #include <algorithm>
 
 namespace pycomm {
-namespace {
-
-constexpr size_t kRecent = 256;
-
-} // namespace
 
 void EntryHistory::entered(const OperationId& id, const Descriptor& descriptor) {
   last_entered_ = id;

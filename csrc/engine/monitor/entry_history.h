@@ -15,6 +15,8 @@ namespace pycomm {
 /// Thread: the RollCall's owner's.
 class EntryHistory {
  public:
+  static constexpr size_t kRecent = 256;
+
   void entered(const OperationId& id, const Descriptor& descriptor);
   void ended(uint64_t op_id, const Descriptor& descriptor);
   /// One that went another way, and is over: it may be reported late, and out of order.
@@ -25,6 +27,9 @@ class EntryHistory {
   /// A counted id that this rank has passed: it ended here, maybe long ago. (Or it is under way.)
   [[nodiscard]] bool isBehind(uint64_t op_id) const noexcept {
     return (op_id & kDerivedIdBit) == 0 && static_cast<int64_t>(op_id) <= highest_sequence_;
+  }
+  [[nodiscard]] size_t size() const noexcept {
+    return recent_order_.size();
   }
   /// Writes the last operation into an answer: its descriptor, and its id as `aux`.
   void writeLast(FrameHeader& header) const;

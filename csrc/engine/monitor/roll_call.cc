@@ -157,6 +157,9 @@ void RollCall::tick(TimePoint now) {
   }
   size_t asking = 0;
   for (auto at = ops_.begin(); at != ops_.end(); ++at) {
+    if (!at->second.asks()) {
+      continue;
+    }
     if ((at->first & kDerivedIdBit) == 0 && asking++ == config_.max_asking) {
       next_asks_ = at->second.firstQuestion(config_);
       at = ops_.lower_bound(kDerivedIdBit); // these do not wait for each other in order

@@ -65,6 +65,9 @@ class RollCall {
   void forget(uint64_t op_id) noexcept {
     ops_.erase(op_id);
   }
+  /// Of an operation in shared memory, which shows there who has entered it: only these ranks, which lack, are asked about it, or nobody.
+  /// They are asked at once if none was before.
+  void asksOnly(uint64_t op_id, const std::vector<int>& ranks, TimePoint now);
   /// An operation of this rank's that went another way, and is over. Reported late, and only if another rank asks.
   void passed(const OperationId& id, const Descriptor& descriptor);
   /// A frame about an operation has arrived: compares its descriptor.
@@ -128,9 +131,12 @@ class RollCall {
   struct Usage {
     size_t operations = 0;
     size_t unexpected = 0; ///< operations that are not entered here
+    size_t places_taken = 0; ///< of unexpected operations
+    size_t history = 0; ///< operations that have ended and are kept
+    size_t most_history = 0;
   };
   [[nodiscard]] Usage usage() const noexcept {
-    return {ops_.size(), unexpected_.size()};
+    return {ops_.size(), unexpected_.size(), unexpected_.placesTaken(), history_.size(), EntryHistory::kRecent};
   }
   [[nodiscard]] std::vector<Action> takeActions() {
     return output_.take();

@@ -126,6 +126,19 @@ RollCall::Way RollCall::wayOfQuestions() const noexcept {
   return config_.mayAskEveryone() ? Way::OpenLink : Way::BulkLink;
 }
 
+void RollCall::asksOnly(uint64_t op_id, const std::vector<int>& ranks, TimePoint now) {
+  const auto found = ops_.find(op_id);
+  if (found == ops_.end()) {
+    return;
+  }
+  Op& op = found->second;
+  const bool first = op.asksOnly(ranks, now);
+  next_tick_ = std::min(next_tick_, op.nextQuestion(config_));
+  for (size_t i = 0; first && i < ranks.size(); ++i) {
+    ask(op, ranks[i]);
+  }
+}
+
 void RollCall::tellWaiting(Op& op, TimePoint now) {
   if (op.takeFirstQuestion(now, config_)) {
     for (const int peer : credits_.unfinished(op.id().id)) {
@@ -135,7 +148,7 @@ void RollCall::tellWaiting(Op& op, TimePoint now) {
   if (op.takeRound(now, config_)) {
     for (int peer = 0; peer < config_.size; ++peer) {
       const bool known = op.roundLeavesOutKnown() && hasCome(op, peer); // to have entered it
-      if (peer != config_.rank && !known) {
+      if (peer != config_.rank && !known && op.mayAsk(peer)) {
         ask(op, peer);
       }
     }

@@ -36,6 +36,14 @@ bool UnexpectedOperations::hasPlace(int peer, uint64_t op_id, bool message) cons
   return has(op_id) || (message ? asks.messages < places_ + asks.asked : asks.collectives < places_);
 }
 
+size_t UnexpectedOperations::placesTaken() const noexcept {
+  size_t taken = 0;
+  for (const Peer& peer : peers_) {
+    taken += peer.collectives + peer.messages;
+  }
+  return taken;
+}
+
 std::vector<int> UnexpectedOperations::ranks(uint64_t op_id) const {
   std::vector<int> ranks;
   const auto found = entries_.find(op_id);

@@ -57,6 +57,8 @@ class UnexpectedOperations {
   [[nodiscard]] size_t size() const noexcept {
     return entries_.size();
   }
+  /// By all peers; one operation may take several.
+  [[nodiscard]] size_t placesTaken() const noexcept;
   /// Calls visit(op_id, entry, descriptor) for each operation of which this peer's frames have arrived, until it returns false.
   template <typename Visit>
   void forEachOf(int peer, const Visit& visit) {

@@ -70,18 +70,15 @@ class Checks {
         checkSuccess(what, rank, outcome);
       }
     }
-    const auto& usage = state.user->usageAtEnd();
+    std::optional<Usage> usage = state.user->usageAtEnd();
     const bool clean = run_.faults().empty();
     // Hellos to ranks that this one only wanted to query, and that have not accepted yet.
     const size_t greetings = kHelloPayloadNbytes * static_cast<size_t>(run_.plan().size - 1);
-    if (clean && usage &&
-        (usage->transfers != 0 || usage->unexpected_frames != 0 || usage->staging_nbytes > greetings ||
-         usage->protocol.operations != 0 || usage->protocol.unexpected != 0 || usage->protocol.eager_in != 0)) {
-      add(who + " keeps something although every operation has ended: " + std::to_string(usage->transfers) +
-          " transfers, " + std::to_string(usage->unexpected_frames) + " unexpected frames, " +
-          std::to_string(usage->staging_nbytes) + " B of staging, " + std::to_string(usage->protocol.operations) +
-          " operations, " + std::to_string(usage->protocol.unexpected) + " unexpected, " +
-          std::to_string(usage->protocol.eager_in) + " B in pools");
+    if (clean && usage) {
+      usage->staging_nbytes = usage->staging_nbytes > greetings ? usage->staging_nbytes : 0;
+      if (const std::string held = heldText(*usage); !held.empty()) {
+        add(who + " keeps something although every operation has ended: " + held);
+      }
     }
   }
 

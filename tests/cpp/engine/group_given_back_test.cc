@@ -110,7 +110,7 @@ Found endInTheMiddle(const Case& tried, size_t numel) {
   const auto body = [&](Rank& self) {
     std::vector<Received> all = startAll(self, numel);
     if (self.rank == 1) {
-      EXPECT_EQ(self.group.sharedLinks() > 0, tried.links == Links::SharedMemory);
+      EXPECT_EQ(self.group.usage().shared_links > 0, tried.links == Links::SharedMemory);
       if (tried.end == End::PeerLeaves) {
         EXPECT_EQ(bytes_arrive.wait_for(std::chrono::seconds(50)), std::future_status::ready);
         self.group.close();

@@ -312,7 +312,7 @@ TEST(GroupUnixSockets, BellsRingOverTcpWithoutThem) {
         ASSERT_TRUE(self.group.wait(*operation, Deadline::after(20000)));
         ASSERT_FALSE(operation->error()) << operation->error()->text();
         EXPECT_EQ(values[7], 3.0F);
-        EXPECT_GT(self.group.sharedLinks(), 0U);
+        EXPECT_GT(self.group.usage().shared_links, 0U);
         sumEverySize(self);
       },
       [](Group::Config& config) { withSecret(config, 1, Transport::Auto); });

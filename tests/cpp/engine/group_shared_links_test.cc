@@ -51,7 +51,7 @@ TEST(SharedLinks, CarryWhatHasAnAlgorithmByName) {
   runRanks(3, [](Rank& self) {
     sumsOfManySizes(self);
     EXPECT_GE(
-        self.group.sharedLinks(),
+        self.group.usage().shared_links,
         2U); // to the next rank, and from the one before; more where a rank asked what another is in
   });
 }
@@ -93,7 +93,7 @@ TEST(SharedLinks, AreWhatARankAnswersByThatLearnsLastThatItHasThem) {
     const auto group = Group::join(engine, own, groupConfig(rank, 2));
     Rank self{rank, 2, engine, *group};
     sumsOfManySizes(self);
-    EXPECT_EQ(group->sharedLinks(), 2U) << "rank " << rank;
+    EXPECT_EQ(group->usage().shared_links, 2U) << "rank " << rank;
     EXPECT_EQ(late.late > 0, rank == 1);
     group->close();
   };
@@ -105,7 +105,7 @@ TEST(SharedLinks, AreWhatARankAnswersByThatLearnsLastThatItHasThem) {
 TEST(SharedLinks, AreNotThereWhereTcpIsAskedFor) {
   const auto body = [](Rank& self) {
     sumsOfManySizes(self);
-    EXPECT_EQ(self.group.sharedLinks(), 0U);
+    EXPECT_EQ(self.group.usage().shared_links, 0U);
   };
   runRanks(3, body, [](Group::Config& config) { config.transport = Transport::Tcp; });
 }
@@ -117,7 +117,7 @@ TEST(SharedLinks, GoByTcpWhereThereIsNoRoomForTheirPages) {
   armFaultPoints("ring.commit:1:errno=ENOSPC");
   runRanks(2, [](Rank& self) {
     sumsOfManySizes(self);
-    EXPECT_EQ(self.group.sharedLinks(), 1U); // one of the two ranks found no room
+    EXPECT_EQ(self.group.usage().shared_links, 1U); // one of the two ranks found no room
   });
   armFaultPoints("");
 }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -77,6 +79,17 @@ struct Rank {
   Group& group;
 };
 
+/// After each test: a group that has not failed keeps nothing for operations that have ended. A peer's last frames may be on their way.
+inline void expectIdle(Group& group) {
+  const Deadline most = Deadline::after(5000);
+  std::string held;
+  while (!group.failure() && !(held = heldText(group.usage())).empty() && !most.expired()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_TRUE(group.failure() || held.empty())
+      << "rank " << group.identity().rank << " of an idle group keeps " << held;
+}
+
 /// Runs `body` on `size` ranks, each a thread with its own Engine. Rethrows the first exception. No rank begins before all have
 /// joined: if a group fails before that, the join of a late rank fails, too.
 inline void runRanks(
@@ -108,6 +121,7 @@ inline void runRanks(
         }
         Rank self{rank, size, engine, *group};
         body(self);
+        expectIdle(*group);
         group->close();
       } catch (...) {
         errors[static_cast<size_t>(rank)] = std::current_exception();

@@ -62,13 +62,12 @@ class Host {
         }
         changed_.notify_all();
       };
-      events.stuck = [this, rank](const std::shared_ptr<Operation>&) {
+      events.stuck = [this, rank](const std::shared_ptr<Operation>&, uint64_t /*lacking*/) {
         takeMemory();
         const std::lock_guard<std::mutex> lock(mutex_);
         ++stuck_[rank];
         changed_.notify_all();
       };
-      events.unstuck = [](uint64_t) {};
       HostHeaps mine = shared;
       mine.own = heaps ? heaps_[static_cast<size_t>(rank)] : nullptr;
       planes_.push_back(std::make_unique<HostPlane>(identity, arena_, std::move(mine), config, std::move(events)));

@@ -1,0 +1,39 @@
+#include "engine/data/usage.h"
+
+namespace pycomm {
+
+std::string heldText(const Usage& usage) {
+  std::string text;
+  const auto check = [&](const char* name, uint64_t is, uint64_t most = 0) {
+    if (is > most) {
+      text += std::string(text.empty() ? "" : ", ") + name + ": " + std::to_string(is) +
+          (most == 0 ? "" : " (at most " + std::to_string(most) + ")");
+    }
+  };
+  check("transfers", usage.transfers);
+  check("unexpected frames", usage.unexpected_frames);
+  check("queued sends", usage.queued_sends);
+  check("receives", usage.receives);
+  check("questions for messages", usage.asks);
+  check("tags", usage.tags);
+  check("frames that have not left", usage.frames);
+  check("bytes of staging", usage.staging_nbytes);
+  check("held operations", usage.held);
+  check("watched operations in shared memory", usage.on_host);
+  check("followed operations", usage.followed);
+  check("refused operations", usage.refused);
+  check("operations in shared memory", usage.host_pending);
+  const Protocol::Usage& protocol = usage.protocol;
+  check("operations in the roll call", protocol.operations);
+  check("unexpected operations", protocol.unexpected);
+  check("places of unexpected operations", protocol.places_taken);
+  check("operations with credit", protocol.with_credit);
+  check("credit of unexpected operations", protocol.unexpected_credit);
+  check("bytes in pools", static_cast<uint64_t>(protocol.eager_in));
+  check("operations ahead", protocol.ahead);
+  check("history", protocol.history, protocol.most_history);
+  check("past operations of peers", protocol.past, protocol.most_past);
+  return text;
+}
+
+} // namespace pycomm

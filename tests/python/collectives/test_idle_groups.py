@@ -1,0 +1,40 @@
+"""An idle group holds nothing of the operations that have ended, whichever way they went."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from idle import check_idle
+from ranks import run_ranks
+
+import pycomm
+
+pytestmark = pytest.mark.needs_native
+
+ROUNDS = 100
+
+
+def alternates(rank: int, world_size: int) -> float:
+    tensor, few = torch.zeros(1 << 20), torch.zeros(world_size)
+    for _ in range(ROUNDS):  # more than the operations in which a rank asks at a time
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.all_to_all_single(torch.empty(world_size), few)  # over links, beside shared memory
+        assert work is not None
+        work.wait()
+    check_idle()
+    dist.barrier()
+    began_s = time.monotonic()
+    with pytest.raises(pycomm.errors.CollectiveMismatchError):
+        if rank == 0:
+            dist.all_reduce(few)
+        else:
+            dist.reduce(few, dst=1)
+    return time.monotonic() - began_s
+
+
+def test_a_mismatch_is_found_after_many_operations_of_both_ways() -> None:
+    for took_s in run_ranks(2, alternates, init_timeout_s=20.0).values():
+        assert took_s < 5.0

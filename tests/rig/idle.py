@@ -1,0 +1,33 @@
+"""What an idle group holds: nothing, but for what has a bound."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_PATIENCE_S = 5.0
+"""The last frames of a peer, and what a thread of the group's has still to drop."""
+
+
+def check_idle() -> None:
+    """Raises AssertionError if a group of this process keeps anything of operations that have ended.
+
+    Every operation of every group must have ended; groups that have failed are left out.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or "pycomm._backend" not in sys.modules:
+        return
+    from pycomm import _backend, _extension
+
+    deadline = time.monotonic() + _PATIENCE_S
+    for group in list(dist.distributed_c10d._world.pg_map):
+        try:
+            backend = _backend.native_backend(group)
+        except (ValueError, RuntimeError):  # another backend's
+            continue
+        while held := _extension.native.held_text(backend):
+            if _extension.native.last_error(backend) is not None:
+                break
+            assert time.monotonic() < deadline, f"idle group {group.group_name!r} keeps {held}"
+            time.sleep(0.001)
