@@ -14,7 +14,18 @@ namespace {
 // How many operations under way a newer one passes over before it takes the next slot all the same.
 constexpr int kPassOver = 16;
 
-// The ticket of a slot while it is given to another operation.
+// Slot::life: 56 bits of ticket, 8 of state.
+constexpr int kStateBits = 8;
+constexpr uint64_t lifeOf(uint64_t ticket, OperationState state) noexcept {
+  return ticket << kStateBits | static_cast<uint64_t>(state);
+}
+constexpr uint64_t ticketIn(uint64_t life) noexcept {
+  return life >> kStateBits;
+}
+constexpr OperationState stateIn(uint64_t life) noexcept {
+  return static_cast<OperationState>(life & 0xff);
+}
+// That of a slot while it is given to another operation.
 constexpr uint64_t kWriting = ~uint64_t{0};
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
@@ -35,19 +46,14 @@ uint32_t high(uint64_t both) noexcept {
   return static_cast<uint32_t>(both >> 32);
 }
 
-uint64_t outcomeOf(OperationState state, ErrorCode code, int blamed) noexcept {
-  return pair(static_cast<uint32_t>(state) | static_cast<uint32_t>(code) << 16, static_cast<uint32_t>(blamed));
-}
-constexpr uint64_t kNobody = ~uint64_t{0} << 32; // blamed: -1
-
 uint32_t callingThread() noexcept {
   // A system call the first time; the number stays a thread's own, in a child of fork() only that of the parent's thread.
   thread_local const auto number = static_cast<uint32_t>(::syscall(SYS_gettid));
   return number;
 }
 
-bool ended(uint64_t outcome) noexcept {
-  return (outcome & 0xff) >= static_cast<uint64_t>(OperationState::Done);
+bool isOver(OperationState state) noexcept {
+  return state == OperationState::Done || state == OperationState::Failed;
 }
 
 bool byTicket(const FlightLog::Entry& a, const FlightLog::Entry& b) {
@@ -117,12 +123,12 @@ FlightLog::Mark FlightLog::issued(
   for (int passed = 0; passed <= kPassOver && !claimed; ++passed) {
     ticket = log->next_.fetch_add(1, kRelaxed) + 1;
     slot = log->slots_ + (ticket - 1) % log->slot_count_;
-    uint64_t before = slot->ticket.load(kRelaxed);
-    const bool free = before == 0 || ended(slot->outcome.load(kRelaxed)) || passed == kPassOver;
+    uint64_t before = slot->life.load(kRelaxed);
+    const bool free = before == 0 || isOver(stateIn(before)) || passed == kPassOver;
     // An exchange, so that two writers that have come round to the same slot cannot both have it. Every store below is a release,
     // so that a reader which finds one of them also finds the slot closed, or given to another ticket.
     claimed = before != kWriting && free &&
-        slot->ticket.compare_exchange_strong(before, kWriting, std::memory_order_acq_rel, kRelaxed);
+        slot->life.compare_exchange_strong(before, kWriting, std::memory_order_acq_rel, kRelaxed);
   }
   if (!claimed) { // others write in every slot that was tried
     return {};
@@ -138,15 +144,26 @@ FlightLog::Mark FlightLog::issued(
       kRelease);
   slot->root_and_tag.store(pair(static_cast<uint32_t>(descriptor.root), descriptor.tag), kRelease);
   slot->digest_and_thread.store(pair(descriptor.digest, callingThread()), kRelease);
-  slot->outcome.store(kNobody | static_cast<uint64_t>(OperationState::Queued), kRelease);
+  slot->outcome.store(0, kRelease);
   slot->issued_ns.store(nanoseconds(now), kRelease);
   slot->started_ns.store(0, kRelease);
   slot->first_byte_ns.store(0, kRelease);
   slot->ended_ns.store(0, kRelease);
   slot->bytes_done.store(0, kRelease);
   slot->bytes_total.store(0, kRelease);
-  slot->ticket.store(ticket, kRelease);
+  slot->life.store(lifeOf(ticket, OperationState::Queued), kRelease);
   return {std::shared_ptr<Slot>(log, slot), ticket};
+}
+
+bool FlightLog::Mark::owns() const noexcept {
+  return slot_ != nullptr && ticketIn(slot_->life.load(kRelaxed)) == ticket_;
+}
+
+void FlightLog::Mark::become(OperationState state) const noexcept {
+  uint64_t life = slot_->life.load(kRelaxed);
+  while (ticketIn(life) == ticket_ &&
+         !slot_->life.compare_exchange_weak(life, lifeOf(ticket_, state), kRelease, kRelaxed)) {
+  }
 }
 
 void FlightLog::Mark::from(int sender) const noexcept {
@@ -160,7 +177,7 @@ void FlightLog::Mark::running(TimePoint now, int64_t bytes_total) const noexcept
   if (owns()) {
     slot_->started_ns.store(nanoseconds(now), kRelaxed);
     slot_->bytes_total.store(bytes_total, kRelaxed);
-    slot_->outcome.store(kNobody | static_cast<uint64_t>(OperationState::Running), kRelaxed);
+    become(OperationState::Running);
   }
 }
 
@@ -182,10 +199,10 @@ void FlightLog::Mark::received(int64_t bytes_done) const noexcept {
 void FlightLog::Mark::ended(const std::optional<ErrorRecord>& error) const noexcept {
   if (owns()) {
     slot_->ended_ns.store(nanoseconds(Clock::now()), kRelaxed);
-    slot_->outcome.store(
-        error ? outcomeOf(OperationState::Failed, error->code, error->peer)
-              : kNobody | static_cast<uint64_t>(OperationState::Done),
-        kRelaxed);
+    if (error) {
+      slot_->outcome.store(pair(static_cast<uint32_t>(error->code), static_cast<uint32_t>(error->peer)), kRelaxed);
+    }
+    become(error ? OperationState::Failed : OperationState::Done);
   }
 }
 
@@ -211,10 +228,12 @@ void FlightLog::met(std::vector<std::string> hosts, uint64_t run) {
 
 bool FlightLog::readSlot(const Slot& slot, Entry& entry) noexcept {
   // Each load stays before the next one, so the last tells whether all others are of one operation.
-  entry.ticket = slot.ticket.load(kAcquire);
-  if (entry.ticket == 0 || entry.ticket == kWriting) {
+  const uint64_t life = slot.life.load(kAcquire);
+  if (life == 0 || life == kWriting) {
     return false;
   }
+  entry.ticket = ticketIn(life);
+  entry.state = stateIn(life);
   entry.id.id = slot.id.load(kAcquire);
   entry.id.sequence = slot.sequence.load(kAcquire);
   const uint64_t kinds = slot.kinds.load(kAcquire);
@@ -232,17 +251,18 @@ bool FlightLog::readSlot(const Slot& slot, Entry& entry) noexcept {
   descriptor.digest = low(digest_and_thread);
   entry.thread = static_cast<int>(high(digest_and_thread));
   const uint64_t outcome = slot.outcome.load(kAcquire);
-  entry.state = static_cast<OperationState>(outcome & 0xff);
-  entry.code = static_cast<ErrorCode>(low(outcome) >> 16);
-  entry.blamed = static_cast<int>(high(outcome));
+  if (entry.state == OperationState::Failed) {
+    entry.code = static_cast<ErrorCode>(low(outcome));
+    entry.blamed = static_cast<int>(high(outcome));
+  }
   entry.issued_ns = slot.issued_ns.load(kAcquire);
   entry.started_ns = slot.started_ns.load(kAcquire);
   entry.first_byte_ns = slot.first_byte_ns.load(kAcquire);
-  entry.ended_ns = slot.ended_ns.load(kAcquire);
+  entry.ended_ns = isOver(entry.state) ? slot.ended_ns.load(kAcquire) : 0;
   entry.bytes_done = slot.bytes_done.load(kAcquire);
   entry.bytes_total = slot.bytes_total.load(kAcquire);
   // Given to another operation meanwhile: then what was read is of two.
-  return slot.ticket.load(kAcquire) == entry.ticket;
+  return ticketIn(slot.life.load(kAcquire)) == entry.ticket;
 }
 
 FlightLog::Snapshot FlightLog::read() const {
@@ -288,7 +308,7 @@ FlightLog::Snapshot FlightLog::readBrief(size_t pending, size_t ended) const {
     if (entry.id.sequence >= 0 && (!newest || newest->ticket < entry.ticket)) {
       newest = entry;
     }
-    if (entry.state == OperationState::Done || entry.state == OperationState::Failed) {
+    if (isOver(entry.state)) {
       keep(over, entry, ended, later);
     } else {
       keep(waiting, entry, pending, byTicket);

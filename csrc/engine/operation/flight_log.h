@@ -30,7 +30,8 @@ inline constexpr size_t kGroupPhases = 5;
 /// It is written all the time and read almost never, so writing takes no lock, allocates nothing, and asks for the time only where
 /// nobody else has: an operation claims a slot when it is issued (any thread), and the lane adds to it while it runs. All fields
 /// are atomics, written with release and read with acquire, so a reader beside them may see an operation between two states, never a torn number. A slot is found again
-/// by its ticket: a late writer whose slot has been given to a newer operation leaves it alone.
+/// by its ticket, which is one word with the state: a late writer whose slot has been given to a newer operation does not change its
+/// state. Its other numbers may be of both for that moment.
 /// Operations under way keep their slots as long as ended ones can be overwritten instead: the one that hangs is what is looked for.
 class FlightLog {
  public:
@@ -63,14 +64,14 @@ class FlightLog {
 
  private:
   struct alignas(64) Slot {
-    std::atomic<uint64_t> ticket; ///< 0: empty
+    std::atomic<uint64_t> life; ///< ticket and state; 0: empty
     std::atomic<uint64_t> id;
     std::atomic<int64_t> sequence;
     std::atomic<int64_t> numel;
     std::atomic<uint64_t> kinds; ///< kind, dtype, reduce op, codec, algorithm
     std::atomic<uint64_t> root_and_tag;
     std::atomic<uint64_t> digest_and_thread;
-    std::atomic<uint64_t> outcome; ///< state, code, blamed rank
+    std::atomic<uint64_t> outcome; ///< of a failed one: code, blamed rank
     std::atomic<int64_t> issued_ns;
     std::atomic<int64_t> started_ns;
     std::atomic<int64_t> first_byte_ns;
@@ -103,9 +104,9 @@ class FlightLog {
    private:
     friend class FlightLog;
     Mark(std::shared_ptr<Slot> slot, uint64_t ticket) : slot_(std::move(slot)), ticket_(ticket) {}
-    [[nodiscard]] bool owns() const noexcept {
-      return slot_ != nullptr && slot_->ticket.load(std::memory_order_relaxed) == ticket_;
-    }
+    [[nodiscard]] bool owns() const noexcept;
+    /// Gives the slot this state if it is still this operation's.
+    void become(OperationState state) const noexcept;
     std::shared_ptr<Slot> slot_; ///< keeps the whole log, whose it is
     uint64_t ticket_ = 0;
   };

@@ -54,6 +54,36 @@ std::vector<int64_t> sequencesOf(const FlightLog& log) {
   return out;
 }
 
+// Its slot is given away while it ends: to an operation under way, which must not look as if it had ended.
+TEST(FlightLog, AnOldOperationDoesNotEndANewerOne) {
+  constexpr int kRounds = 20000;
+  const auto log = logOf(1);
+  FlightLog::Mark old;
+  std::atomic<int> turn{0};
+  std::thread ends([&] {
+    for (int round = 1; round <= kRounds; ++round) {
+      while (turn.load() != 2 * round - 1) {
+        std::this_thread::yield();
+      }
+      old.ended(std::nullopt);
+      turn = 2 * round;
+    }
+  });
+  int wrong = 0;
+  for (int round = 1; round <= kRounds; ++round) {
+    old = issue(log, 2 * round);
+    turn = 2 * round - 1;
+    const FlightLog::Mark newer = issue(log, 2 * round + 1);
+    while (turn.load() != 2 * round) {
+      std::this_thread::yield();
+    }
+    wrong += newer.address() != nullptr && log->read().entries.at(0).state != OperationState::Queued ? 1 : 0;
+    newer.ended(std::nullopt);
+  }
+  ends.join();
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST(FlightLog, KeepsEverythingAboutAnOperation) {
   const auto log = logOf(4);
   const FlightLog::Mark mark = issue(log, 7);
