@@ -45,11 +45,10 @@ typename Map::iterator keepAndWatch(
   return at;
 }
 
-// The words, or nothing if this is no greeting.
-UniqueFd readGreeting(int socket, Greeting& greeting) {
-  UniqueFd words;
-  const bool whole = takeMessage(socket, &greeting, sizeof greeting, words) == static_cast<ssize_t>(sizeof greeting);
-  return whole && greeting.magic == Greeting::kMagic ? std::move(words) : UniqueFd();
+/// Whether a greeting has come, and its words: none if this process could not open their descriptor.
+bool readGreeting(int socket, Greeting& greeting, UniqueFd& words) {
+  return takeMessage(socket, &greeting, sizeof greeting, words) == static_cast<ssize_t>(sizeof greeting) &&
+      greeting.magic == Greeting::kMagic;
 }
 
 } // namespace
@@ -269,6 +268,9 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
     return interest;
   }
   auto found = watched_.find(name);
+  if (found != watched_.end() && !found->second->socket && found->second->watch == 0 && !found->second->dead) {
+    connectAgain(*found->second); // there may be a descriptor now, or the process has ended: then nothing changes
+  }
   if (found == watched_.end()) {
     auto watched = std::make_unique<Watched>(*this);
     watched->name = name;
@@ -299,6 +301,19 @@ uint64_t HostMates::watch(const std::string& name, Died died) {
   return interest;
 }
 
+void HostMates::connectAgain(Watched& watched) {
+  watched.socket = connectToMate(watched.name);
+  if (!watched.socket) {
+    return;
+  }
+  try {
+    loop_.watch(watched.socket.get(), EPOLLIN, watched);
+  } catch (const std::exception& error) {
+    watched.socket.reset();
+    tell(error.what());
+  }
+}
+
 void HostMates::unwatch(uint64_t interest) noexcept {
   for (auto watched = watched_.begin(); watched != watched_.end(); ++watched) {
     if (watched->second->interests.erase(interest) != 0) {
@@ -323,12 +338,15 @@ void HostMates::forget(WatchedByName::iterator watched) noexcept {
 void HostMates::heard(Watched& watched) {
   if (watched.watch == 0) {
     Greeting greeting;
+    UniqueFd words;
     errno = 0;
-    const UniqueFd words = readGreeting(watched.socket.get(), greeting);
-    if (!words && errno == EAGAIN) {
+    const bool greeted = readGreeting(watched.socket.get(), greeting, words);
+    if (!greeted && errno == EAGAIN) {
       return;
     }
-    if (words) {
+    if (greeted && !words) { // the kernel drops what the process has no room for
+      tell("no descriptor was free for it, in this process or that one (ulimit -n); the next group tries again");
+    } else if (greeted) {
       try {
         watched.watch = deathWatch().watch(words, greeting.word);
         return;
