@@ -14,19 +14,20 @@ bool Group::servedByHost(const ScheduleRequest& schedule) const noexcept {
 
 Usage Group::usage() {
   Usage usage;
-  engine_.lane().run([&] {
+  lane().run([&] {
     const DataPlane* const data = planes_.data();
     usage = data == nullptr ? usage : data->usage();
   });
-  usage.host_pending = sharesMemory() ? planes_.host()->pending() : 0;
+  usage.host_pending = sharesMemory() ? planes().host()->pending() : 0;
   return usage;
 }
 
 bool Group::reachesTensors() const noexcept {
-  return sharesMemory() && planes_.host()->reachesTensors();
+  return sharesMemory() && planes_.host()->reachesTensors(); // memory of this process
 }
 
 bool Group::keepsParts(const ScheduleRequest& schedule) {
+  refuseInChild();
   if (servedByHost(schedule)) {
     return schedule.kind == Collective::AllGather || schedule.kind == Collective::ReduceScatter;
   }
@@ -58,7 +59,7 @@ std::shared_ptr<Operation> Group::start(const Call& call) {
 }
 
 std::shared_ptr<Operation> Group::startChecked(const Call& call) {
-  refuseInChild();
+  refuseInChild(); // before it takes a number
   if (servedByHost(call.schedule)) {
     return startOnHost(call);
   }
@@ -78,7 +79,7 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
   Operation::Request request = issuer_.requestOnHost(call);
   std::shared_ptr<Operation> operation;
   const auto make = [&] { return issuer_.onHost(std::move(request), call.held); };
-  if (!planes_.host()->post(std::cref(make), call.waits, operation)) {
+  if (!planes().host()->post(std::cref(make), call.waits, operation)) {
     onLane(
         &DataPlane::post, operation, call.waits ? RunOn::NextDriver : RunOn::LaneThread); // which knows why it is over
   }
@@ -86,14 +87,14 @@ std::shared_ptr<Operation> Group::startOnHost(const Call& call) {
 }
 
 std::shared_ptr<Operation> Group::follow(const Call& call) {
-  refuseInChild();
+  refuseInChild(); // before it takes a number
   std::shared_ptr<Operation> operation = issuer_.followed(call);
   onLane(&DataPlane::follow, operation, RunOn::LaneThread);
   return operation;
 }
 
 void Group::followedEnded(const std::shared_ptr<Operation>& operation, const std::optional<ErrorRecord>& error) {
-  planes_.onData([self = shared_from_this(), operation, error](DataPlane& data) {
+  planes().onData([self = shared_from_this(), operation, error](DataPlane& data) {
     data.followedEnded(operation->request().id.id, error);
   });
 }
@@ -102,45 +103,47 @@ void Group::release(const std::shared_ptr<Operation>& operation, size_t pieces) 
   if (operation->done()) {
     return; // with the group, which the engine may not have outlived
   }
+  refuseInChild(); // before a piece counts
   if (PieceFlow* const flow = operation->request().extras().pieces.get()) {
     flow->arrive(std::min(pieces, flow->arriving().size()));
   }
   if (operation->shared().ticket != 0) {
-    planes_.host()->release(*operation);
+    planes().host()->release(*operation);
   } else {
     onLane(&DataPlane::release, operation, RunOn::LaneThread);
   }
 }
 
 void Group::onLane(Planes::DataStep step, const std::shared_ptr<Operation>& operation, RunOn thread) {
+  EventLoop& lane = this->lane();
   auto begin =
       Loop::owned(planes_, [self = shared_from_this(), step, operation] { self->planes_.run(step, operation); });
   switch (thread) {
     case RunOn::LaneThread:
-      engine_.lane().post(std::move(begin));
+      lane.post(std::move(begin));
       return;
     case RunOn::NextDriver:
-      engine_.lane().postQuietly(std::move(begin));
+      lane.postQuietly(std::move(begin));
       return;
     case RunOn::Caller:
     case RunOn::CallerPatiently:
-      engine_.lane().postHere(std::move(begin), thread == RunOn::CallerPatiently);
+      lane.postHere(std::move(begin), thread == RunOn::CallerPatiently);
       return;
   }
 }
 
 bool Group::wait(const Operation& operation, Deadline deadline) {
-  if (!operation.done()) {
-    refuseInChild();
+  if (operation.done()) {
+    return true;
   }
   if (operation.shared().ticket != 0) {
-    if (!operation.done() && !planes_.host()->drive(operation, deadline)) {
+    if (!planes().host()->drive(operation, deadline)) {
       return operation.wait(deadline);
     }
     return operation.done();
   }
-  EventLoop& lane = engine_.lane();
-  if (operation.done() || lane.drive([&] { return operation.done(); }, deadline)) {
+  EventLoop& lane = this->lane();
+  if (lane.drive([&] { return operation.done(); }, deadline)) {
     return operation.done();
   }
   lane.nudge();

@@ -150,6 +150,16 @@ class Group final : public Engine::Closable, public std::enable_shared_from_this
   void watchMates(const std::vector<int>& neighbours);
   void waitForNeighbours(Deadline deadline);
   void refuseInChild() const; ///< throws Error(Forked) in a child of fork()
+  /// The door to what a child of fork() does not have, threads and shared memory: every public entry reaches it through one of these. They
+  /// throw Error(Forked) there.
+  [[nodiscard]] Planes& planes() {
+    refuseInChild();
+    return planes_;
+  }
+  [[nodiscard]] EventLoop& lane() {
+    refuseInChild();
+    return engine_.lane();
+  }
   [[nodiscard]] Planes::Events planeEvents();
   [[nodiscard]] std::shared_ptr<Operation> startChecked(const Call& call);
   [[nodiscard]] bool servedByHost(const ScheduleRequest& schedule) const noexcept;

@@ -1,0 +1,67 @@
+// A child of fork() has neither the threads of its parent's groups nor their shared memory: every entry of Group refuses, or does nothing.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+
+#include "ranks.h"
+#include "transport/process.h"
+
+namespace pycomm::testing {
+namespace {
+
+bool refuses(const std::function<void()>& entry) {
+  try {
+    entry();
+  } catch (const Error& error) {
+    return error.record().code == ErrorCode::Forked;
+  }
+  return false;
+}
+
+class GroupInAChild : public ::testing::TestWithParam<Transport> {};
+
+TEST_P(GroupInAChild, EveryEntryRefuses) {
+  runRanks(
+      2,
+      [](Rank& self) {
+        std::vector<float> values(8, 1);
+        Group::Call call = allReduceCall(values);
+        call.held = true;
+        const auto held = self.group.start(call);
+        Group& group = self.group;
+        const std::vector<std::pair<std::string, std::function<void()>>> entries{
+            {"start", [&] { static_cast<void>(group.start(barrierCall())); }},
+            {"release", [&] { group.release(held); }},
+            {"release of pieces", [&] { group.release(held, 1); }},
+            {"follow", [&] { static_cast<void>(group.follow(barrierCall())); }},
+            {"followedEnded", [&] { group.followedEnded(held, std::nullopt); }},
+            {"keepsParts", [&] { static_cast<void>(group.keepsParts(call.schedule)); }},
+            {"wait", [&] { static_cast<void>(group.wait(*held, Deadline::after(100))); }},
+            {"usage", [&] { static_cast<void>(group.usage()); }},
+        };
+        for (const auto& entry : entries) {
+          EXPECT_TRUE(Process([&] { return refuses(entry.second); }).join(5000)) << entry.first;
+        }
+        ErrorRecord reason;
+        EXPECT_TRUE(Process([&] {
+                      group.abort(reason);
+                      group.close();
+                      return true;
+                    }).join(5000))
+            << "abort and close do nothing";
+        group.release(held);
+        EXPECT_TRUE(group.wait(*held, Deadline::after(20000)));
+        EXPECT_FALSE(held->error());
+      },
+      [](Group::Config& config) { config.transport = GetParam(); });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Transports,
+    GroupInAChild,
+    ::testing::Values(Transport::SharedMemory, Transport::Tcp),
+    [](const auto& each) { return each.param == Transport::Tcp ? "Tcp" : "SharedMemory"; });
+
+} // namespace
+} // namespace pycomm::testing
