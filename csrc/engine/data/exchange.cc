@@ -207,10 +207,10 @@ void Exchange::act() {
     for (Protocol::Action& action : actions) {
       switch (action.kind) {
         case Protocol::Action::Kind::Send:
-          if (action.way == RollCall::Way::BulkLink) {
-            outgoing_.send(action.peer, action.header);
-          } else {
+          if (action.way == RollCall::Way::OpenLink) {
             outgoing_.ask(action.peer, action.header);
+          } else {
+            outgoing_.send(action.peer, action.header, action.way == RollCall::Way::Needed);
           }
           break;
         case Protocol::Action::Kind::MaySend:

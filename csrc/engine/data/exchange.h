@@ -132,8 +132,8 @@ class Exchange final : private PeerLinks::Owner, private Messages::Owner {
   void cannotBegin(const std::shared_ptr<Operation>& operation) noexcept override {
     ends_.cannotBegin(operation);
   }
-  void send(int peer, const FrameHeader& header) override {
-    outgoing_.send(peer, header);
+  void ask(int peer, const FrameHeader& question) override {
+    outgoing_.send(peer, question, false);
   }
   [[nodiscard]] bool hasOpenedLink(int peer) const noexcept override {
     return links_.isOpened(peer);

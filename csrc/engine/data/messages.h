@@ -36,8 +36,8 @@ class Messages {
     virtual void begin(const std::shared_ptr<Operation>& message) = 0;
     /// A message that is out of its queue cannot begin, because of the exception that is being handled: the owner ends it.
     virtual void cannotBegin(const std::shared_ptr<Operation>& message) noexcept = 0;
-    /// Sends a frame without payload.
-    virtual void send(int peer, const FrameHeader& header) = 0;
+    /// Sends a question over the bulk link. It may be lost: the receive asks again.
+    virtual void ask(int peer, const FrameHeader& question) = 0;
     /// Whether a receive from any rank asks this one: a rank that has never opened a link to this one is not asked.
     [[nodiscard]] virtual bool hasOpenedLink(int peer) const noexcept = 0;
     [[nodiscard]] virtual bool isAway(int peer) const noexcept = 0;

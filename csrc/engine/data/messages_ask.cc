@@ -70,7 +70,7 @@ void Messages::ask(int peer, uint32_t tag) {
   question.root = peer;
   question.tag = tag;
   protocol_.asked(peer);
-  owner_.send(peer, question);
+  owner_.ask(peer, question);
 }
 
 // Also if an earlier receive from that rank under that tag has waited for long: its pause is not that of the next.

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "engine/operation/descriptor.h"
-
 namespace pycomm {
 
 void Outgoing::push(int peer, OutFrame&& frame) {
@@ -17,17 +15,10 @@ void Outgoing::push(int peer, OutFrame&& frame) {
   }
 }
 
-// Ranks ask each other what they wait in so that an error can name who has not entered it. Nothing else depends on that; but it does on a
-// message that is announced.
-bool Outgoing::isQuestion(const FrameHeader& header) const noexcept {
-  const bool announces = header.kind == static_cast<uint8_t>(Collective::Send) && header.root == rank_;
-  return header.type == FrameType::NotEntered || (header.type == FrameType::Waiting && !announces);
-}
-
-void Outgoing::send(int peer, const FrameHeader& header) {
+void Outgoing::send(int peer, const FrameHeader& header, bool needs) {
   OutFrame frame;
   frame.header = header;
-  if (!isQuestion(header) || peer == rank_) {
+  if (needs || peer == rank_) {
     push(peer, std::move(frame));
   } else if (end_.running()) {
     links_.ask(peer, std::move(frame));

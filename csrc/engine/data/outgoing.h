@@ -25,8 +25,8 @@ class Outgoing {
 
   /// A frame of an operation.
   void push(int peer, OutFrame&& frame);
-  /// A frame without payload, of an operation or a question.
-  void send(int peer, const FrameHeader& header);
+  /// A frame without payload. If an operation `needs` it, it fails the group if it cannot be sent; else that is logged.
+  void send(int peer, const FrameHeader& header, bool needs);
   /// Over the bulk link if there is one, else over control links: see RollCall::Way.
   void ask(int peer, const FrameHeader& question);
   /// Those that ask() has for control links.
@@ -48,8 +48,6 @@ class Outgoing {
   }
 
  private:
-  [[nodiscard]] bool isQuestion(const FrameHeader& header) const noexcept;
-
   const int rank_;
   PeerLinks& links_;
   const PlaneEnd& end_;

@@ -31,7 +31,8 @@ std::string heldText(const Usage& usage) {
   check("credit of unexpected operations", protocol.unexpected_credit);
   check("bytes in pools", static_cast<uint64_t>(protocol.eager_in));
   check("operations ahead", protocol.ahead);
-  check("history", protocol.history, protocol.most_history);
+  check("history", protocol.history, EntryHistory::kRecent);
+  check("forgotten operations", protocol.forgotten, EntryHistory::kForgotten);
   check("past operations of peers", protocol.past, protocol.most_past);
   return text;
 }

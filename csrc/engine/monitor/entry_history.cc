@@ -14,9 +14,27 @@ void EntryHistory::ended(uint64_t op_id, const Descriptor& descriptor) {
   recent_[op_id] = descriptor;
   recent_order_.push_back(op_id);
   if (recent_order_.size() > kRecent) {
+    forget(recent_order_.front());
     recent_.erase(recent_order_.front());
     recent_order_.pop_front();
   }
+}
+
+void EntryHistory::forget(uint64_t op_id) {
+  if ((op_id & kDerivedIdBit) == 0) {
+    return; // its number says when it was
+  }
+  if (forgotten_.size() < kForgotten) {
+    forgotten_.push_back(op_id);
+  } else {
+    forgotten_[next_forgotten_] = op_id;
+    next_forgotten_ = (next_forgotten_ + 1) % kForgotten;
+  }
+}
+
+bool EntryHistory::isBehind(uint64_t op_id) const noexcept {
+  return (op_id & kDerivedIdBit) == 0 ? static_cast<int64_t>(op_id) <= highest_sequence_
+                                      : std::find(forgotten_.begin(), forgotten_.end(), op_id) != forgotten_.end();
 }
 
 void EntryHistory::passed(const OperationId& id, const Descriptor& descriptor) {

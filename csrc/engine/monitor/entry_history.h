@@ -4,6 +4,7 @@
 #include <deque>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include "engine/operation/descriptor.h"
 #include "engine/operation/issue_context.h"
@@ -12,10 +13,14 @@
 namespace pycomm {
 
 /// What this rank has entered so far: the last operation, which it names to ranks that ask, and the last 256 that have ended.
+///
+/// Of older ones it knows that they have ended: of counted ones by their order, of derived ones by their ids, the last 32,768. That is more
+/// than a peer's pool takes frames for and may have credit for, so more than this rank can be ahead of a peer that receives from it.
 /// Thread: the RollCall's owner's.
 class EntryHistory {
  public:
   static constexpr size_t kRecent = 256;
+  static constexpr size_t kForgotten = 32768;
 
   void entered(const OperationId& id, const Descriptor& descriptor);
   void ended(uint64_t op_id, const Descriptor& descriptor);
@@ -24,19 +29,25 @@ class EntryHistory {
 
   /// The descriptor of an operation that ended here not long ago; null of any other.
   [[nodiscard]] const Descriptor* find(uint64_t op_id) const;
-  /// A counted id that this rank has passed: it ended here, maybe long ago. (Or it is under way.)
-  [[nodiscard]] bool isBehind(uint64_t op_id) const noexcept {
-    return (op_id & kDerivedIdBit) == 0 && static_cast<int64_t>(op_id) <= highest_sequence_;
-  }
+  /// It ended here long ago; or it is under way, of a counted one.
+  [[nodiscard]] bool isBehind(uint64_t op_id) const noexcept;
   [[nodiscard]] size_t size() const noexcept {
     return recent_order_.size();
+  }
+  /// Derived ids of older operations.
+  [[nodiscard]] size_t forgotten() const noexcept {
+    return forgotten_.size();
   }
   /// Writes the last operation into an answer: its descriptor, and its id as `aux`.
   void writeLast(FrameHeader& header) const;
 
  private:
+  void forget(uint64_t op_id);
+
   std::unordered_map<uint64_t, Descriptor> recent_; ///< operations that have ended
   std::deque<uint64_t> recent_order_; ///< their ids, oldest first
+  std::vector<uint64_t> forgotten_; ///< derived ids of those that were in it before; from some size on a ring
+  size_t next_forgotten_ = 0; ///< the oldest of a full forgotten_
   OperationId last_entered_;
   int64_t highest_sequence_ = 0; ///< of the counted operations
   std::optional<Descriptor> last_descriptor_;

@@ -133,10 +133,10 @@ class RollCall {
     size_t unexpected = 0; ///< operations that are not entered here
     size_t places_taken = 0; ///< of unexpected operations
     size_t history = 0; ///< operations that have ended and are kept
-    size_t most_history = 0;
+    size_t forgotten = 0; ///< derived ids of older ones
   };
   [[nodiscard]] Usage usage() const noexcept {
-    return {ops_.size(), unexpected_.size(), unexpected_.placesTaken(), history_.size(), EntryHistory::kRecent};
+    return {ops_.size(), unexpected_.size(), unexpected_.placesTaken(), history_.size(), history_.forgotten()};
   }
   [[nodiscard]] std::vector<Action> takeActions() {
     return output_.take();
@@ -157,7 +157,7 @@ class RollCall {
   [[nodiscard]] bool hasCome(const Op& op, int peer) const {
     return op.hasCome(peer) || credits_.hasShown(op.id().id, peer);
   }
-  [[nodiscard]] Way wayOfQuestions() const noexcept;
+  [[nodiscard]] Way wayOfAnswers() const noexcept;
   void tellWaiting(Op& op, TimePoint now);
   void checkDeadlines(TimePoint now);
   void standOff(const Op& op, int peer, TimePoint now);

@@ -19,7 +19,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
     if (header.aux == 0 && credits_.lacksCredit(header.op_id, peer)) {
       FrameHeader answer = headerFor(header.op_id, FrameType::Waiting, peer);
       answer.aux = 1;
-      output_.send(peer, answer, Way::BulkLink);
+      output_.send(peer, answer, Way::Needed);
     }
     return;
   }
@@ -43,7 +43,7 @@ void RollCall::asked(int peer, const FrameHeader& header, TimePoint now) {
   if (has_place && !message) {
     unexpected_.refused(peer, header.op_id);
   }
-  answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfQuestions());
+  answerNotEntered(peer, header.op_id, message ? Way::BulkLink : wayOfAnswers());
 }
 
 void RollCall::answered(int peer, const FrameHeader& header, TimePoint now) {
@@ -70,7 +70,7 @@ void RollCall::correct(uint64_t op_id, const std::set<int>& refused) {
   for (const int peer : refused) {
     FrameHeader came = headerFor(op_id, FrameType::Waiting, peer);
     came.aux = 1;
-    output_.send(peer, came, wayOfQuestions());
+    output_.send(peer, came, wayOfAnswers());
   }
 }
 
@@ -101,7 +101,7 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
     if (now - entry.last > kLately) {
       // Once for each question: two ranks that both have only old questions would answer each other without end.
       if (entry.answered_late.insert(peer).second) {
-        answerNotEntered(peer, op_id, wayOfQuestions());
+        answerNotEntered(peer, op_id, wayOfAnswers());
       }
       return true;
     }
@@ -115,14 +115,17 @@ void RollCall::standOff(const Op& op, int peer, TimePoint now) {
   });
 }
 
-// An edge that cannot go on without credit needs its own link; and the peer grants that once it knows that this rank waits.
+// An edge that cannot go on without credit needs its own link; and the peer grants that once it knows that this rank waits. The receiver of
+// a message that is announced waits for that. And in a group so large that nobody asks all ranks, an operation asks once, and only along its
+// edges.
 void RollCall::ask(const Op& op, int peer) {
-  const bool needed = op.isMessage() || credits_.lacksCredit(op.id().id, peer);
-  output_.send(peer, headerFor(op.id().id, FrameType::Waiting, peer), needed ? Way::BulkLink : wayOfQuestions());
+  const bool announces = op.isMessage() && op.descriptor().root == config_.rank;
+  const bool needed = announces || credits_.lacksCredit(op.id().id, peer) || !config_.mayAskEveryone();
+  const Way otherwise = op.isMessage() ? Way::BulkLink : Way::OpenLink;
+  output_.send(peer, headerFor(op.id().id, FrameType::Waiting, peer), needed ? Way::Needed : otherwise);
 }
 
-// In a group so large that nobody asks all ranks, an operation asks once, and only along its edges: that question must not be lost.
-RollCall::Way RollCall::wayOfQuestions() const noexcept {
+RollCall::Way RollCall::wayOfAnswers() const noexcept {
   return config_.mayAskEveryone() ? Way::OpenLink : Way::BulkLink;
 }
 

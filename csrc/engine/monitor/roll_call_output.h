@@ -17,8 +17,9 @@ class RollCallOutput {
  public:
   /// How a frame travels.
   enum class Way {
-    BulkLink, ///< opened if there is none. Messages: both ranks have or need it. And an edge that cannot go on without credit
-    OpenLink, ///< any way that needs no new connection, over control links if need be; it may be lost, since nothing depends on it
+    Needed, ///< over the bulk link, opened if there is none: an operation cannot go on without it
+    BulkLink, ///< the same, but it may be lost: nothing depends on it
+    OpenLink, ///< any way that needs no new connection, over control links if need be; it may be lost, too
   };
 
   struct Action {
@@ -30,7 +31,7 @@ class RollCallOutput {
     };
     Kind kind = Kind::Send;
     int peer = -1;
-    Way way = Way::BulkLink;
+    Way way = Way::Needed;
     uint64_t op_id = 0;
     FrameHeader header;
     ErrorRecord record;

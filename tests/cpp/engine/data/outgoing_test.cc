@@ -171,14 +171,11 @@ TEST_F(OutgoingTest, QuestionsTakeControlLinksUntilThereIsABulkLink) {
   EXPECT_EQ(asked, std::vector<int>{1});
 }
 
-TEST_F(OutgoingTest, OnlyAQuestionMayBeLost) {
+TEST_F(OutgoingTest, OnlyAFrameThatNoOperationNeedsMayBeLost) {
   refuses = true;
-  EXPECT_NO_THROW(outgoing->send(1, headerOf(FrameType::Waiting))) << "nothing depends on a question";
+  EXPECT_NO_THROW(outgoing->send(1, headerOf(FrameType::Waiting), false));
   EXPECT_EQ(connections, 1);
-  FrameHeader announcement = headerOf(FrameType::Waiting);
-  announcement.kind = static_cast<uint8_t>(Collective::Send);
-  announcement.root = 0;
-  EXPECT_THROW(outgoing->send(1, announcement), Error) << "its receiver waits for a message that is announced";
+  EXPECT_THROW(outgoing->send(1, headerOf(FrameType::Waiting), true), Error) << "say, a question for credit";
 }
 
 TEST_F(OutgoingTest, NothingLeavesOnceThePlaneEnds) {
@@ -188,7 +185,7 @@ TEST_F(OutgoingTest, NothingLeavesOnceThePlaneEnds) {
   ASSERT_TRUE(end.fail(cause, Clock::now()));
   outgoing->push(0, OutFrame{});
   outgoing->push(1, OutFrame{});
-  outgoing->send(1, headerOf(FrameType::NotEntered));
+  outgoing->send(1, headerOf(FrameType::NotEntered), false);
   outgoing->sendQuestions();
   flush();
   EXPECT_FALSE(outgoing->hasOwn());

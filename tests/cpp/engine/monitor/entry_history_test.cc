@@ -43,6 +43,19 @@ TEST(EntryHistory, AnIdIsBehindOnceALaterOneWasEntered) {
   EXPECT_FALSE(history.isBehind(kDerivedIdBit | 5)) << "these have no order";
 }
 
+TEST(EntryHistory, RemembersThatOlderOnesHaveEndedToo) {
+  EntryHistory history;
+  const size_t ended = EntryHistory::kRecent + EntryHistory::kForgotten + 1;
+  for (uint64_t i = 0; i < ended; ++i) {
+    history.ended(kDerivedIdBit | i, descriptorOf(1));
+  }
+  EXPECT_FALSE(history.isBehind(kDerivedIdBit | 0)) << "the bound";
+  EXPECT_TRUE(history.isBehind(kDerivedIdBit | 1));
+  EXPECT_FALSE(history.isBehind(kDerivedIdBit | ended));
+  EXPECT_EQ(history.size(), EntryHistory::kRecent);
+  EXPECT_EQ(history.forgotten(), EntryHistory::kForgotten);
+}
+
 TEST(EntryHistory, OneThatIsReportedLateIsTheLastOnlyIfNoneIsLater) {
   EntryHistory history;
   history.entered(counted(5), descriptorOf(1));

@@ -202,7 +202,7 @@ TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
     ways[action.peer].insert(action.way);
   }
   EXPECT_EQ(ways[1], std::set<RollCall::Way>{RollCall::Way::OpenLink});
-  EXPECT_EQ(ways[2], std::set<RollCall::Way>{RollCall::Way::BulkLink});
+  EXPECT_EQ(ways[2], std::set<RollCall::Way>{RollCall::Way::Needed}) << "it sends credit when it knows";
   EXPECT_EQ(ways[3], std::set<RollCall::Way>{RollCall::Way::OpenLink});
 
   roll.asked(1, rollFrame(7, barrierOf()), at(200));
@@ -214,7 +214,7 @@ TEST_F(RollCallTest, OnlyAnEdgeThatWaitsForCreditNeedsALinkForItsQuestion) {
 }
 
 // Nobody asks a second time there.
-TEST(RollCallOfALargeGroup, QuestionsAndAnswersAreNotLost) {
+TEST(RollCallOfALargeGroup, QuestionsAreNotLost) {
   for (const int size : {256, 257}) {
     Credits credits{Credits::Config(), size};
     RollCall roll{rollConfig(size), credits, kPlaces};
@@ -229,10 +229,58 @@ TEST(RollCallOfALargeGroup, QuestionsAndAnswersAreNotLost) {
     roll.asked(1, rollFrame(7, barrierOf()), start + milliseconds(2));
     const std::vector<RollCall::Action> actions = roll.takeActions();
     ASSERT_EQ(actions.size(), 2U);
-    for (const RollCall::Action& action : actions) {
-      EXPECT_EQ(action.way, size > 256 ? RollCall::Way::BulkLink : RollCall::Way::OpenLink) << size;
-    }
+    EXPECT_EQ(actions[0].header.type, FrameType::Waiting);
+    EXPECT_EQ(actions[0].way, size > 256 ? RollCall::Way::Needed : RollCall::Way::OpenLink) << size;
+    EXPECT_EQ(actions[1].header.type, FrameType::NotEntered);
+    EXPECT_EQ(actions[1].way, size > 256 ? RollCall::Way::BulkLink : RollCall::Way::OpenLink) << size;
   }
+}
+
+// As of operations in shared memory, whose slots say who lacks.
+TEST_F(RollCallTest, OneThatAsksOnlySomeRanksAsksNoOthers) {
+  enter(1);
+  roll.asksOnly(1, {}, at(0));
+  roll.tick(at(250));
+  EXPECT_TRUE(taken(Kind::Send).empty());
+  for (const int ms : {300, 400, 500}) { // it is said again while it lasts
+    roll.asksOnly(1, {2}, at(ms));
+    roll.tick(at(ms));
+  }
+  std::vector<int> asked;
+  for (const RollCall::Action& action : taken(Kind::Send)) {
+    asked.push_back(action.peer);
+  }
+  EXPECT_EQ(asked, (std::vector<int>{2, 2})) << "at once, and 200 ms later";
+}
+
+TEST_F(RollCallTest, OnlyOperationsThatAskKeepLaterOnesFromAsking) {
+  const auto many = static_cast<int64_t>(rollConfig(4).max_asking);
+  for (int64_t sequence = 1; sequence <= many; ++sequence) {
+    enter(sequence);
+    roll.asksOnly(static_cast<uint64_t>(sequence), {}, at(0));
+  }
+  enter(many + 1);
+  roll.tick(at(2));
+  const std::vector<RollCall::Action> asked = taken(Kind::Send);
+  ASSERT_EQ(asked.size(), 1U);
+  EXPECT_EQ(asked[0].header.op_id, static_cast<uint64_t>(many + 1));
+}
+
+// Rank 1 waits in an operation that this rank has ended, and forgotten since; this rank waits for rank 1 in another one.
+TEST_F(RollCallTest, WhatWasForgottenIsNotSaidToBeMissing) {
+  const uint64_t forgotten = kDerivedIdBit | 1;
+  for (uint64_t i = 1; i <= 300; ++i) {
+    roll.entered(OperationId{kDerivedIdBit | i, -1}, barrierOf(), Deadline::never(), at(0));
+    end(kDerivedIdBit | i);
+  }
+  enter(1);
+  for (const int ms : {200, 10250}) {
+    roll.asked(1, rollFrame(forgotten, barrierOf()), at(ms));
+  }
+  EXPECT_TRUE(taken(Kind::Send).empty());
+  EXPECT_EQ(roll.usage().unexpected, 0U);
+  roll.answered(1, rollFrame(1, barrierOf(), FrameType::NotEntered), at(10300));
+  EXPECT_FALSE(roll.failed());
 }
 
 /// Two ranks in operations of two names: rank 0 waits in #1 and gets questions about rank 1's operation.
