@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from idle import check_idle
+from mixed_rounds import mixed_rounds
 from ranks import run_ranks
 
 import pycomm
@@ -38,3 +39,11 @@ def alternates(rank: int, world_size: int) -> float:
 def test_a_mismatch_is_found_after_many_operations_of_both_ways() -> None:
     for took_s in run_ranks(2, alternates, init_timeout_s=20.0).values():
         assert took_s < 5.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rounds_of_all_ways_leave_nothing(world_size: int) -> None:
+    """The short version of tests/soak/rounds.py."""
+    for looks in run_ranks(world_size, mixed_rounds, args=(400,)).values():
+        for name in ("files", "threads"):
+            assert looks[-1][name] <= looks[1][name]

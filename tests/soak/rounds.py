@@ -1,0 +1,46 @@
+"""Rounds of mixed operations in one group, 100,000 of them: are memory and descriptors flat?
+
+    python tests/soak/rounds.py --rounds 100000
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rig"))
+
+from ranks import run_ranks
+
+RSS_LIMIT_KB = 512
+"""Between the median of the third quarter of the looks and that of the last: the first half warms up."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    began_s = time.monotonic()
+    results = run_ranks(
+        arguments.ranks,
+        "mixed_rounds:mixed_rounds",
+        args=(arguments.rounds,),
+        timeout_s=60.0 + arguments.rounds * 0.05,
+    )
+    good = True
+    for rank, looks in enumerate(results.values()):
+        half, last = looks[len(looks) // 2 : -len(looks) // 4], looks[-len(looks) // 4 :]
+        grown = {name: last[-1][name] - looks[0][name] for name in looks[0]}
+        early, late = (round(statistics.median(look["rss_kb"] for look in part)) for part in (half, last))
+        print(f"rank {rank}: grown since the first look {grown}; median rss_kb {early}, then {late}")
+        good = good and grown["files"] <= 0 and grown["threads"] <= 0 and late - early <= RSS_LIMIT_KB
+    print(f"{arguments.rounds} rounds in {time.monotonic() - began_s:.0f} s: {'flat' if good else 'NOT FLAT'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
