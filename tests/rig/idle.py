@@ -12,7 +12,8 @@ _PATIENCE_S = 5.0
 def check_idle() -> None:
     """Raises AssertionError if a group of this process keeps anything of operations that have ended.
 
-    Every operation of every group must have ended; groups that have failed are left out.
+    Every operation of every group must have ended, and no other rank may begin one meanwhile. Groups that have failed are
+    left out.
     """
     import torch.distributed as dist
 
@@ -30,4 +31,19 @@ def check_idle() -> None:
             if _extension.native.last_error(backend) is not None:
                 break
             assert time.monotonic() < deadline, f"idle group {group.group_name!r} keeps {held}"
+            time.sleep(0.001)
+
+
+def check_idle_together(key: str) -> None:
+    """The same between operations of the default group: no rank goes on before all have looked."""
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    for step in ("ended", "looked"):
+        if step == "looked":
+            check_idle()
+        store.add(f"{key}/{step}", 1)
+        deadline = time.monotonic() + 60.0
+        while store.add(f"{key}/{step}", 0) < dist.get_world_size():
+            assert time.monotonic() < deadline, f"a rank did not come to {key}/{step}"
             time.sleep(0.001)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from idle import check_idle
+from idle import check_idle_together
 
 LOOKS = 20
 _LARGE_EACH = 50
@@ -65,7 +65,6 @@ def mixed_rounds(rank: int, world_size: int, rounds: int) -> list[dict[str, int]
     for number in range(1, rounds + 1):
         one_round(rank, world_size, dice, number)
         if number % max(1, rounds // LOOKS) == 0:
-            dist.barrier()
-            check_idle()
+            check_idle_together(f"round {number}")
             looks.append(held_now())
     return looks

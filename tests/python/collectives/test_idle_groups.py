@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from idle import check_idle
 from mixed_rounds import mixed_rounds
 from ranks import run_ranks
 
@@ -25,7 +24,6 @@ def alternates(rank: int, world_size: int) -> float:
         dist.all_to_all_single(torch.empty(world_size), few)  # over links, beside shared memory
         assert work is not None
         work.wait()
-    check_idle()
     dist.barrier()
     began_s = time.monotonic()
     with pytest.raises(pycomm.errors.CollectiveMismatchError):
