@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <fstream>
-#include <sstream>
 #include <thread>
+
+#include "base/control_groups.h"
 
 namespace pycomm {
 namespace {
@@ -40,38 +41,16 @@ unsigned affinityCores() {
 
 unsigned quotaCores(const std::string& memberships, const std::string& root) {
   unsigned fewest = 0;
-  std::istringstream lines(memberships);
-  for (std::string line; std::getline(lines, line);) { // "0::/path" of version 2, "4:cpu,cpuacct:/path" of version 1
-    const size_t first = line.find(':');
-    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) {
-      continue;
-    }
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    if (!controllers.empty() && ("," + controllers + ",").find(",cpu,") == std::string::npos) {
-      continue;
-    }
-    const std::string mount = root + (controllers.empty() ? "" : "/" + controllers);
-    // Each group above has its own quota. In a container the path may be the host's; then only the root of the mount is
-    // found.
-    for (std::string path = line.substr(second + 1);; path.erase(path.rfind('/'))) {
-      path.erase(path.find_last_not_of('/') + 1);
-      const unsigned cores = quotaOf(mount + path);
-      fewest = cores == 0 ? fewest : (fewest == 0 ? cores : std::min(fewest, cores));
-      if (path.empty()) {
-        break;
-      }
-    }
-  }
+  forEachControlGroup(memberships, "cpu", root, [&](const std::string& folder) {
+    const unsigned cores = quotaOf(folder);
+    fewest = cores == 0 ? fewest : (fewest == 0 ? cores : std::min(fewest, cores));
+  });
   return fewest;
 }
 
 unsigned usableCores() {
-  std::ifstream file("/proc/self/cgroup");
-  std::ostringstream memberships;
-  memberships << file.rdbuf();
   const unsigned allowed = affinityCores();
-  const unsigned granted = quotaCores(memberships.str(), "/sys/fs/cgroup");
+  const unsigned granted = quotaCores(ownControlGroups(), "/sys/fs/cgroup");
   return granted == 0 ? allowed : std::min(allowed, granted);
 }
 

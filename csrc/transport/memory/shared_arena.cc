@@ -5,12 +5,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/memory_headroom.h"
 #include "transport/socket_error.h"
 
 #ifndef MFD_NOEXEC_SEAL
@@ -21,6 +23,20 @@ namespace pycomm {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+constexpr size_t kPieceNbytes = 4 << 20; // takes the kernel a millisecond or two
+constexpr size_t kReserveNbytes = 32 << 20; // a piece of each of eight ranks
+
+[[noreturn]] void throwNoRoom(size_t nbytes, int error_number, const std::string& left) {
+  ErrorRecord record = systemError(ErrorCode::NoSharedMemory, "", error_number);
+  record.code = ErrorCode::NoSharedMemory;
+  record.summary = "There is no room for " + std::to_string(nbytes >> 10) + " KiB of shared memory" +
+      (left.empty() ? "." : ": " + left + ".");
+  record.hint =
+      "give the container or the host more memory (shared memory counts against the limit), or set "
+      "PYCOMM_TRANSPORT=tcp";
+  throw Error(record);
+}
 
 } // namespace
 
@@ -77,21 +93,26 @@ SharedArena SharedArena::attach(UniqueFd fd, std::optional<size_t> nbytes) {
 }
 
 void SharedArena::commit(size_t offset, size_t nbytes) const {
-  const Fault fault = PYCOMM_FAULT("arena.commit");
-  int error_number = fault.error_number;
-  while (error_number == 0 || error_number == EINTR) {
-    error_number = ::posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+  const size_t end = offset + nbytes;
+  // All ranks of a host may want the same at the same time: so each looks before every piece, and leaves the others some room.
+  const size_t reserve = std::min(nbytes, kReserveNbytes);
+  while (offset < end) {
+    const size_t wanted = end - offset + reserve;
+    const MemoryHeadroom headroom = memoryHeadroom(wanted);
+    if (!headroom.has(wanted)) {
+      throwNoRoom(nbytes, ENOMEM, headroom.limit + " leaves " + std::to_string(headroom.nbytes >> 10) + " KiB");
+    }
+    const size_t piece = std::min(kPieceNbytes, end - offset);
+    const int injected = PYCOMM_FAULT("arena.commit").error_number;
+    const int error_number =
+        injected != 0 ? injected : ::posix_fallocate(fd_.get(), static_cast<off_t>(offset), static_cast<off_t>(piece));
     if (error_number == 0) {
-      return;
+      offset += piece;
+    } else if (
+        error_number != EINTR) { // older kernels take back what an interrupted call has done: a piece, and no more
+      throwNoRoom(nbytes, error_number, "");
     }
   }
-  ErrorRecord record = systemError(ErrorCode::NoSharedMemory, "", error_number);
-  record.code = ErrorCode::NoSharedMemory;
-  record.summary = "There is no room for " + std::to_string(nbytes >> 10) + " KiB of shared memory.";
-  record.hint =
-      "give the container or the host more memory (shared memory counts against the limit), or set "
-      "PYCOMM_TRANSPORT=tcp";
-  throw Error(record);
 }
 
 } // namespace pycomm

@@ -90,9 +90,11 @@ void* SharedHeap::allocate(size_t nbytes) {
     lock.lock();
     blocks_[offset] = Block{nbytes, room, false};
   } catch (...) {
-    if (!lock.owns_lock()) {
-      lock.lock();
+    if (lock.owns_lock()) {
+      lock.unlock();
     }
+    freePages(offset, room); // those that there was room for
+    lock.lock();
     giveRoom(offset, room);
     throw;
   }
@@ -115,11 +117,7 @@ void SharedHeap::release(void* begin) noexcept {
   live_.fetch_sub(1, std::memory_order_relaxed);
   lock.unlock();
   // The pages go back at once: freed tensors must not count against the container's limit.
-  (void)::fallocate(
-      arena_.fd(),
-      FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-      static_cast<off_t>(offset),
-      static_cast<off_t>(block.room));
+  freePages(offset, block.room);
   if (block.detached) {
     // Never used again: a sleeping peer may still write there. Only address space is lost, and only after a failure.
     (void)::mmap(begin, block.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
@@ -130,6 +128,11 @@ void SharedHeap::release(void* begin) noexcept {
     giveRoom(offset, block.room);
   } catch (const std::bad_alloc&) { // the room is lost, nothing else
   }
+}
+
+void SharedHeap::freePages(size_t offset, size_t nbytes) noexcept {
+  (void)::fallocate(
+      arena_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
 }
 
 SharedHeap::Blocks::const_iterator SharedHeap::blockOf(const void* buffer, size_t nbytes) const {

@@ -65,6 +65,7 @@ class SharedHeap {
 
   [[nodiscard]] size_t takeRoom(size_t room);
   void giveRoom(size_t offset, size_t room);
+  void freePages(size_t offset, size_t nbytes) noexcept;
   [[nodiscard]] Blocks::const_iterator blockOf(const void* buffer, size_t nbytes) const;
 
   const SharedArena arena_;

@@ -2,14 +2,18 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstring>
+#include <string>
 
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "core_file.h"
+#include "memory_limit.h"
 #include "transport/process.h"
 
 namespace pycomm::testing {
@@ -58,6 +62,51 @@ TEST(SharedArena, AnythingElseIsRefused) {
 TEST(SharedArena, NoRoomIsAnError) {
   const SharedArena arena = SharedArena::create(kNbytes);
   EXPECT_EQ(codeOf([&] { arena.commit(kNbytes, kNbytes); }), ErrorCode::NoSharedMemory);
+}
+
+// At a limit the kernel would end a process of the group.
+TEST(SharedArena, NoRoomBelowAMemoryLimitIsAnErrorAndNoSignal) {
+  const MemoryLimit limit(64 << 20);
+  if (!limit.made()) {
+    GTEST_SKIP() << "no control group with a memory limit can be made here";
+  }
+  int status = 0;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    constexpr size_t kLarge = size_t{256} << 20;
+    const SharedArena arena = SharedArena::create(kLarge);
+    std::string summary;
+    try {
+      arena.commit(0, limit.join() ? kLarge : 0);
+    } catch (const Error& error) {
+      summary = error.record().code == ErrorCode::NoSharedMemory ? error.record().summary : "";
+    }
+    const bool both =
+        summary.find("262144 KiB of shared memory: the memory limit in /sys/fs/cgroup") != std::string::npos;
+    arena.commit(0, 16 << 20); // for which there is room
+    ::_exit(both && summary.find(" KiB.") != std::string::npos ? 0 : 1);
+  }
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_FALSE(WIFSIGNALED(status)) << "signal " << WTERMSIG(status);
+  EXPECT_EQ(status, 0);
+}
+
+// Kernels before 6.9 take back what an interrupted call has allocated. So a call that takes longer than the time between two signals (of
+// a profiler) would never end.
+TEST(SharedArena, ASignalCostsAPieceAndNotTheWhole) {
+  if (!faultPointsBuiltIn()) {
+    GTEST_SKIP() << "needs fault points";
+  }
+  constexpr size_t kLarge = size_t{16} << 20;
+  const SharedArena arena = SharedArena::create(kLarge);
+  armFaultPoints("arena.commit:3:errno=EINTR");
+  arena.commit(0, kLarge);
+  const int64_t calls = faultPointTallies().front().visits;
+  armFaultPoints("");
+  struct stat status{};
+  ASSERT_EQ(::fstat(arena.fd(), &status), 0);
+  EXPECT_EQ(status.st_blocks * 512, static_cast<int64_t>(kLarge));
+  EXPECT_EQ(calls, 5) << "four pieces, one of them twice";
 }
 
 TEST(SharedArena, AChildOfForkDoesNotInheritIt) {
