@@ -67,7 +67,6 @@ void MemorySharing::logWithout(const std::string& why) const {
 }
 
 // First has ready what others ask for, then asks: so nobody waits for somebody who waits.
-// `opened` outlives what is offered here, also if this throws: the offers are of its descriptors.
 void MemorySharing::open(Deadline deadline, Opened& opened) {
   const Deadline patience = Deadline::at(std::min(deadline.instant(), Deadline::after(kAskMs).instant()));
   const bool one_host = roster_.topology.hosts() == 1;
@@ -95,9 +94,10 @@ void MemorySharing::open(Deadline deadline, Opened& opened) {
   }
   engine_.control().run([&] {
     HostMates& mates = engine_.hostMates();
-    mates.offer(heapKey(identity_.rank), opened.heaps.own == nullptr ? -1 : opened.heaps.own->fd());
+    const std::shared_ptr<SharedHeap>& heap = opened.heaps.own;
+    mates.offer(heapKey(identity_.rank), {heap, heap == nullptr ? nullptr : &heap->arena()});
     if (first) {
-      mates.offer(identity_.memory_key, opened.arena == nullptr ? -1 : opened.arena->fd());
+      mates.offer(identity_.memory_key, opened.arena);
     }
   });
   if (!first) {

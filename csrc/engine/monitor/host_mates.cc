@@ -231,19 +231,20 @@ void HostMates::hearWatcher(Watcher& watcher) {
 }
 
 void HostMates::answer(Watcher& watcher) noexcept {
-  const std::optional<int> memory = offers_.find(*watcher.asks);
-  if (!memory) {
+  const MemoryOffers::Memory* const memory = offers_.find(*watcher.asks);
+  if (memory == nullptr) {
     return; // the group is not so far yet here
   }
   Ask reply;
   reply.key = *watcher.asks;
-  reply.there = *memory >= 0 ? 1 : 0;
+  reply.there = *memory != nullptr ? 1 : 0;
   watcher.asks.reset();
-  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, *memory); // a watcher may miss it
+  const int fd = *memory == nullptr ? -1 : (*memory)->fd();
+  (void)passMessage(watcher.socket.get(), &reply, sizeof reply, fd); // a watcher may miss it
 }
 
-void HostMates::offer(const MemoryKey& key, int memory) {
-  offers_.set(key, memory);
+void HostMates::offer(const MemoryKey& key, MemoryOffers::Memory memory) {
+  offers_.set(key, std::move(memory));
   for (const auto& entry : watchers_) {
     if (entry.second->asks == key) {
       answer(*entry.second);

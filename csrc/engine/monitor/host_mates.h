@@ -45,9 +45,9 @@ class HostMates final : Loop::Ticker {
   uint64_t watch(const std::string& name, Died died);
   void unwatch(uint64_t interest) noexcept;
 
-  /// Has memory of a group ready for processes that ask for it by `key`, or -1: there is none. The descriptor stays the caller's, until
-  /// withdraw().
-  void offer(const MemoryKey& key, int memory);
+  /// Has memory of a group ready for processes that ask for it by `key`, or null: there is none. Keeps it until withdraw(), so that a
+  /// descriptor of it is never that of something else.
+  void offer(const MemoryKey& key, MemoryOffers::Memory memory);
   void withdraw(const MemoryKey& key) noexcept;
   /// Asks the process of that name for the memory of a group, and waits until it has it to offer. On the calling thread, which is not
   /// the control loop's. Throws Error saying why there is none, or the token's reason.

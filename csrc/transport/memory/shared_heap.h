@@ -51,8 +51,9 @@ class SharedHeap {
   [[nodiscard]] BufferView range() const noexcept {
     return {arena_.at(0), arena_.nbytes()};
   }
-  [[nodiscard]] int fd() const noexcept {
-    return arena_.fd();
+  /// What peers map.
+  [[nodiscard]] const SharedArena& arena() const noexcept {
+    return arena_;
   }
 
  private:

@@ -24,7 +24,7 @@ constexpr size_t kPage = 4096;
 class SharedHeapTest : public ::testing::Test {
  protected:
   SharedHeap heap_{SharedArena::create(16 * kPage)};
-  SharedArena peer_ = SharedArena::attach(UniqueFd(::dup(heap_.fd())), std::nullopt);
+  SharedArena peer_ = SharedArena::attach(UniqueFd(::dup(heap_.arena().fd())), std::nullopt);
 
   std::byte* allocate(size_t nbytes) {
     return static_cast<std::byte*>(heap_.allocate(nbytes));
@@ -34,7 +34,7 @@ class SharedHeapTest : public ::testing::Test {
   }
   int64_t committed() {
     struct stat status{};
-    EXPECT_EQ(::fstat(heap_.fd(), &status), 0);
+    EXPECT_EQ(::fstat(heap_.arena().fd(), &status), 0);
     return status.st_blocks * 512;
   }
 };

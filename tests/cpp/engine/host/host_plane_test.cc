@@ -605,7 +605,7 @@ TEST(HostPlane, AfterAFailureASleepingPeerReachesNothing) {
   constexpr size_t kNumel = 100000;
   Host host(2, {}, true);
   HeapTensor values(host.heap(0), std::vector<float>(kNumel, 1.0F));
-  const SharedArena peer = SharedArena::attach(UniqueFd(::dup(host.heap(0).fd())), std::nullopt);
+  const SharedArena peer = SharedArena::attach(UniqueFd(::dup(host.heap(0).arena().fd())), std::nullopt);
   auto* seen = reinterpret_cast<float*>(peer.at(host.heap(0).placeOf(&values[0], kNumel * sizeof(float)).value()));
   std::atomic<int64_t> counter{0};
   const auto operation =

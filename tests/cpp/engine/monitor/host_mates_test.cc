@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <string>
 #include <thread>
@@ -22,6 +23,7 @@
 #include "engine/monitor/host_greeting.h"
 #include "sanitized.h"
 #include "transport/error_matchers.h"
+#include "transport/memory/shared_arena.h"
 #include "transport/memory/unix_passing.h"
 #include "transport/net/address.h"
 #include "transport/process.h"
@@ -90,12 +92,33 @@ TEST(HostMates, TellsAProcessThatAsksWhatThisOneIsDoing) {
   loop.stop();
 }
 
+std::shared_ptr<const SharedArena> someMemory() {
+  return std::make_shared<const SharedArena>(SharedArena::create(4096));
+}
+
+// A group that finds no memory to withdraw an offer: the number of its descriptor is that of another file before long.
+TEST(HostMates, WhatIsOfferedStaysWhatItIs) {
+  EventLoop loop("test");
+  HostMates mates(loop);
+  const std::string name = mates.name();
+  auto memory = someMemory();
+  const int number = memory->fd();
+  loop.run([&] { mates.offer(kKey, memory); });
+  memory.reset();
+  const UniqueFd other(::memfd_create("other", MFD_CLOEXEC));
+  EXPECT_NE(other.get(), number);
+  const AbortToken none;
+  const UniqueFd got = HostMates::ask(name, kKey, Deadline::after(10000), none);
+  EXPECT_NO_THROW((void)SharedArena::attach(UniqueFd(::dup(got.get())), 4096));
+  mates.close();
+  loop.stop();
+}
+
 TEST(HostMates, GivesMemoryForItsKeyOnly) {
   EventLoop loop("test");
   HostMates mates(loop);
   const std::string name = mates.name();
-  const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
-  loop.run([&] { mates.offer(kKey, memory.get()); });
+  loop.run([&] { mates.offer(kKey, someMemory()); });
   for (const MemoryKey& wrong :
        {MemoryKey{}, MemoryKey{kKey.high, kKey.low + 1}, MemoryKey{kKey.high ^ 1, kKey.low}, MemoryKey{0, kKey.low}}) {
     const ErrorRecord record = errorOf([&] { (void)asks(name, wrong, 200); });
@@ -116,8 +139,7 @@ TEST(HostMates, HangsUpOnAQuestionOfAnotherLength) {
   EventLoop loop("test");
   HostMates mates(loop);
   const std::string name = mates.name();
-  const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
-  loop.run([&] { mates.offer({0, 0}, memory.get()); });
+  loop.run([&] { mates.offer({0, 0}, someMemory()); });
   for (const size_t nbytes : {sizeof(Greeting), sizeof(AskReport), sizeof(Ask) + 8}) {
     const UniqueFd socket = connectToMate(name);
     std::array<char, 64> question{};
@@ -194,13 +216,13 @@ TEST(HostMates, ServesProcessesThatCameWhileItHadNoFiles) {
                 HostMates mates(loop);
                 const std::string own = mates.name();
                 std::copy(own.begin(), own.end(), name->begin());
-                const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
-                loop.run([&] { mates.offer(kKey, memory.get()); });
+                const auto memory = someMemory();
+                loop.run([&] { mates.offer(kKey, memory); });
                 std::vector<UniqueFd> hoard;
                 const rlimit limit{64, 64};
                 ::setrlimit(RLIMIT_NOFILE, &limit);
                 while (hoard.empty() || hoard.back()) {
-                  hoard.emplace_back(::fcntl(memory.get(), F_DUPFD_CLOEXEC, 0));
+                  hoard.emplace_back(::fcntl(memory->fd(), F_DUPFD_CLOEXEC, 0));
                 }
                 named.raise();
                 const bool asked = asking.wait();

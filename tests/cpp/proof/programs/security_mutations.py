@@ -335,8 +335,8 @@ MUTATIONS = [
     Mutation(
         "memory is given for any key",
         "memory_offers.h",
-        "found = offered == key ? memory : found;",
-        "found = memory;\n      static_cast<void>(offered == key);",
+        "found = offered == key ? &memory : found;",
+        "found = &memory;\n      static_cast<void>(offered == key);",
         "HostMates.GivesMemoryForItsKeyOnly",
         "engine",
     ),
