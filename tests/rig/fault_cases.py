@@ -155,6 +155,7 @@ def _in_shared_memory() -> Iterator[Case]:
                 ("host.stage:3", "large"),
                 ("host.collect:3", "large"),
                 ("reduce.step:4", "in place"),
+                ("host.write:4", "in place"),
                 ("operation.finish:2", "large"),
             ):
                 case = _killed(phase, world_size, victim, **shared, program=program)
@@ -164,6 +165,7 @@ def _in_shared_memory() -> Iterator[Case]:
             ("host.enter:2", "small"),
             ("host.collect:3", "large"),
             ("reduce.step:2", "in place"),
+            ("host.write:2", "in place"),
         ):
             yield Case(
                 "stopped in shared memory",

@@ -10,7 +10,7 @@
 namespace pycomm {
 namespace {
 
-constexpr int64_t kStepNbytes = 1 << 20; // between two looks whether to stop
+constexpr int64_t kStepNbytes = 1 << 20; // between two looks whether to stop; a stopped rank writes no more
 constexpr int64_t kBlockNbytes =
     16 << 10; // of all ranks together it stays in the first caches between being made and being written
 
@@ -20,11 +20,14 @@ size_t inputNbytes(const HostOperation& op) {
   return parts * op.nbytesOf(op.numel);
 }
 
+int64_t stepNumel(const HostOperation& op) {
+  return std::max<int64_t>(kStepNbytes / static_cast<int64_t>(op.element_nbytes), 1);
+}
+
 } // namespace
 
 void HostInPlace::publish(const HostOperation& op, const SharedHeap* heap, HostSlot& slot) {
   slot.input_place = slot.output_place = 0;
-  published_ = {};
   const Operation::Request& request = op.request();
   if (heap == nullptr || op.view.heaps == nullptr || !request.extras().input_parts.empty() ||
       request.extras().pieces != nullptr) { // whose bytes come later
@@ -33,15 +36,9 @@ void HostInPlace::publish(const HostOperation& op, const SharedHeap* heap, HostS
   const bool sends = op.kind != Collective::Broadcast || op.isRoot();
   const size_t nbytes = op.nbytesOf(op.numel);
   const auto input = sends ? heap->placeOf(request.input.ptr, inputNbytes(op)) : std::nullopt;
-  if (input) {
-    published_.input = {request.input.ptr, inputNbytes(op)};
-    slot.input_place = *input + 1;
-  }
+  slot.input_place = input ? *input + 1 : 0;
   const auto output = op.kind == Collective::AllReduce ? heap->placeOf(request.output.ptr, nbytes) : std::nullopt;
-  if (output) {
-    published_.output = {request.output.ptr, nbytes};
-    slot.output_place = *output + 1;
-  }
+  slot.output_place = output ? *output + 1 : 0;
 }
 
 bool HostInPlace::reach(const HostOperation& op) {
@@ -128,7 +125,21 @@ bool HostInPlace::operandsLasted(const HostOperation& op, uint64_t& blocked) noe
   return true;
 }
 
-HostInPlace::AdvanceResult HostInPlace::advance(const HostOperation& op, uint64_t& blocked) {
+// A rank runs its operations in the order of their tickets, so `done` says which one it is in.
+BufferView HostInPlace::writtenBy(const HostOperation& op, int peer) noexcept {
+  const HostProgress& progress = op.view.progress(peer);
+  const uint64_t writes = progress.writes.load(std::memory_order_seq_cst);
+  if (writes == 0 || writes > static_cast<uint64_t>(op.numel) ||
+      progress.done.load(std::memory_order_seq_cst) + 1 != op.ticket ||
+      op.view.slot(op.view.rank, op.ticket).output_place == 0) {
+    return {};
+  }
+  const auto first = static_cast<int64_t>(writes - 1);
+  const int64_t numel = std::min(stepNumel(op), op.numel - first);
+  return {op.request().output.ptr + op.nbytesOf(first), op.nbytesOf(numel)};
+}
+
+HostInPlace::AdvanceResult HostInPlace::advance(const HostOperation& op, bool ending, uint64_t& blocked) {
   HostProgress& own = op.view.progress(op.view.rank);
   Run work{0, op.numel};
   if (op.kind == Collective::AllReduce) {
@@ -139,17 +150,30 @@ HostInPlace::AdvanceResult HostInPlace::advance(const HostOperation& op, uint64_
     work.numel = 0;
   }
   if (position_ < work.numel) {
+    if (ending) {
+      return AdvanceResult::Blocked;
+    }
     PYCOMM_FAULT_POINT("reduce.step");
-    const auto element_nbytes = static_cast<int64_t>(op.element_nbytes);
-    const int64_t step = std::max<int64_t>(kStepNbytes / element_nbytes, 1);
-    const int64_t count = std::min(step, work.numel - position_);
+    // First says what it will write, then looks whether a rank has given up. That rank first sets `left`, then looks who writes. So one of
+    // the two sees the other: either nothing is written here, or that rank knows what is.
+    if (op.kind == Collective::AllReduce) {
+      own.writes.store(1 + static_cast<uint64_t>(work.offset + position_), std::memory_order_seq_cst);
+    }
+    if (!operandsLasted(op, blocked)) {
+      own.writes.store(0, std::memory_order_seq_cst);
+      return AdvanceResult::Blocked;
+    }
+    static_cast<void>(PYCOMM_FAULT("host.write"));
+    const int64_t count = std::min(stepNumel(op), work.numel - position_);
     if (op.kind == Collective::AllReduce) {
       allReduce(op, work.offset + position_, count);
+      own.writes.store(0, std::memory_order_seq_cst);
     } else {
       read(op, position_, count);
     }
     position_ += count;
-    op.operation->shared().bytes_done.fetch_add(count * element_nbytes, std::memory_order_relaxed);
+    op.operation->shared().bytes_done.fetch_add(
+        count * static_cast<int64_t>(op.element_nbytes), std::memory_order_relaxed);
     return AdvanceResult::Moved;
   }
   if (!finished_) {

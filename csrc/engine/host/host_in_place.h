@@ -30,17 +30,13 @@ class HostInPlace {
   void begin(uint64_t earlier) noexcept {
     base_ = earlier;
   }
-  /// About 1 MiB of this rank's work, or one step to the end of the operation.
-  [[nodiscard]] AdvanceResult advance(const HostOperation& op, uint64_t& blocked);
+  /// About 1 MiB of this rank's work, or one step to the end of the operation. `ending`: nothing but the end, since a rank that has work
+  /// left keeps all others from ending this operation well.
+  [[nodiscard]] AdvanceResult advance(const HostOperation& op, bool ending, uint64_t& blocked);
 
-  /// Memory that peers may be reading or writing: nothing unless published.
-  struct Published {
-    ConstBufferView input;
-    BufferView output;
-  };
-  [[nodiscard]] Published published() const noexcept {
-    return published_;
-  }
+  /// What `peer` writes in this rank's output at this moment. Once this rank has set `left`, no peer begins to write, and so this
+  /// becomes empty for good as soon as that peer has ended the step that it is in.
+  [[nodiscard]] static BufferView writtenBy(const HostOperation& op, int peer) noexcept;
 
  private:
   [[nodiscard]] static bool operandsLasted(const HostOperation& op, uint64_t& blocked) noexcept;
@@ -53,7 +49,6 @@ class HostInPlace {
     std::byte* output = nullptr;
   };
   std::vector<Operands> operands_; ///< by rank
-  Published published_;
   uint64_t base_ = 0; ///< rounds of earlier operations
   int64_t position_ = 0; ///< elements that this rank has made, or copied
   bool finished_ = false; ///< this rank has said that its part is done

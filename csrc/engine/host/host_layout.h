@@ -21,6 +21,7 @@ struct alignas(256) HostProgress {
   std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
   std::atomic<uint64_t> collected; ///< it has read what it needs of the others' stages
   std::atomic<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
+  std::atomic<uint64_t> writes; ///< 1 + the first element of the step that it writes into all ranks' outputs; 0: none
   alignas(64)
       std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
   std::atomic<uint32_t> bell; ///< a futex: a rank that makes progress rings it

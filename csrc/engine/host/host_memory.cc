@@ -17,15 +17,4 @@ void HostMemory::commitStage() {
   }
 }
 
-bool HostMemory::takeAway(const HostInPlace::Published& published) const noexcept {
-  bool taken = true;
-  if (published.output.ptr != nullptr) {
-    taken = heaps_.own->detach(published.output.ptr, published.output.nbytes);
-  }
-  if (published.input.ptr != nullptr && published.input.ptr != published.output.ptr) {
-    taken = heaps_.own->detach(published.input.ptr, published.input.nbytes) && taken;
-  }
-  return taken;
-}
-
 } // namespace pycomm

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "base/buffer_view.h"
-#include "engine/host/host_in_place.h"
 #include "engine/host/host_layout.h"
 #include "transport/memory/shared_arena.h"
 #include "transport/memory/shared_heap.h"
@@ -36,9 +35,11 @@ class HostMemory {
   }
   /// Commits this rank's stage, once. Throws what SharedArena::commit() throws. With the plane's run_mutex_ held.
   void commitStage();
-  /// Replaces published pages by private copies, so that a stopped peer that resumes later cannot read or write the user's tensors.
-  /// Returns false if memory is short. With the plane's run_mutex_ held; copies.
-  [[nodiscard]] bool takeAway(const HostInPlace::Published& published) const noexcept;
+  /// Moves a part of a tensor of this rank's heap to pages that no peer reaches. Returns false if memory is short. With the plane's
+  /// run_mutex_ held.
+  [[nodiscard]] bool takeAway(BufferView part) const noexcept {
+    return heaps_.own->detach(part.ptr, part.nbytes);
+  }
 
  private:
   const std::shared_ptr<const SharedArena> arena_;

@@ -23,6 +23,12 @@ inline void pauseCore() noexcept {
 #endif
 }
 
+/// The rank (a bit) whose process has ended, and so writes nothing any more. A connection that was reset proves no end.
+uint64_t diedFirst(const ErrorRecord& cause) noexcept {
+  const bool died = cause.code == ErrorCode::PeerDead && cause.phase != ErrorPhase::Reset && cause.peer >= 0;
+  return died && cause.peer < kMaxHostRanks ? hostBit(cause.peer) : 0;
+}
+
 } // namespace
 
 HostPlane::HostPlane(
@@ -234,6 +240,7 @@ void HostPlane::fail(
       queue_.stop();
       view.progress(view.rank).left.store(kGaveUp, std::memory_order_seq_cst); // before operands are let go of
       queue_.withdrawAll();
+      queue_.takeAwayAll(diedFirst(why));
       queue_.endAll([&](const Operation& operation) { return errorOf(operation, why, identity_); }, oldest);
     }
     try {
@@ -272,6 +279,7 @@ void HostPlane::close(const ErrorRecord& reason) {
     bell_.ringOthers();
   }
   queue_.stop();
+  queue_.takeAwayAll(0);
   queue_.endAll([&](const Operation& operation) { return errorOf(operation, reason, identity_); }, nullptr);
 }
 

@@ -77,7 +77,7 @@ class HostPlane {
   bool drive(const Operation& operation, Deadline deadline);
 
   /// The group has failed: every operation ends; nothing is read or written any more. Returns at once: the plane's own thread does it,
-  /// because it copies each tensor that peers could still write, and the lane has other groups to serve. It calls `told` before that with
+  /// because it waits until no peer writes into a tensor, and the lane has other groups to serve. It calls `told` before that with
   /// the error that the oldest operation will end with, and `ended` when all have ended. Both may be null, and are called before close()
   /// returns. Not with run_mutex_ held.
   void fail(

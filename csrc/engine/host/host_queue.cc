@@ -4,6 +4,8 @@
 #include <chrono>
 #include <exception>
 #include <new>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "base/fault_point.h"
@@ -15,6 +17,9 @@ namespace pycomm {
 namespace {
 
 constexpr size_t kCompactAt = 256;
+// Several times what a step takes, also on cores that ranks share. Less than anybody notices when a group fails.
+constexpr int kStepMs = 20;
+constexpr std::chrono::microseconds kStepPause{50};
 
 /// False if there is no memory to say it: then the next sleep, a second later at the most, is for saying it again.
 template <typename Say>
@@ -89,7 +94,8 @@ void HostQueue::run(uint64_t& blocked, bool& moved) {
   while (head_ < entered_) {
     HostTransfer& transfer = queue_[head_].transfer;
     const bool was_astray = transfer.astray();
-    const HostTransfer::AdvanceResult result = transfer.advance(rounds_, blocked);
+    const HostTransfer::AdvanceResult result =
+        transfer.advance(rounds_, parts_.ending.load(std::memory_order_seq_cst), blocked);
     if (result == HostTransfer::AdvanceResult::Differs) {
       throwDiffers(transfer);
     }
@@ -208,23 +214,49 @@ void HostQueue::withdrawAll() const noexcept {
   }
 }
 
-void HostQueue::takeAwayAll() const noexcept {
+BufferView HostQueue::writtenBy(int peer) const noexcept {
   for (size_t i = head_; i < entered_; ++i) {
-    if (!parts_.memory.takeAway(queue_[i].transfer.published())) {
-      try {
-        log(LogLevel::Warn,
-            "no memory to take a tensor away from the other ranks of " + parts_.identity.name +
-                ": if one of them is stopped and goes on later, it may still write into that tensor");
-      } catch (const std::bad_alloc&) { // nor for that line
-      }
+    const BufferView part = queue_[i].transfer.writtenBy(peer);
+    if (part.nbytes > 0) {
+      return part;
     }
+  }
+  return {};
+}
+
+void HostQueue::takeAwayAll(uint64_t dead) const noexcept {
+  const Deadline patience = Deadline::after(kStepMs);
+  for (int peer = 0; peer < parts_.identity.size; ++peer) {
+    if (peer == parts_.identity.rank || (dead & hostBit(peer)) != 0) {
+      continue;
+    }
+    BufferView part = writtenBy(peer);
+    while (part.nbytes > 0 && !patience.expired()) {
+      std::this_thread::sleep_for(kStepPause);
+      part = writtenBy(peer);
+    }
+    if (part.nbytes > 0) {
+      takeAway(peer, part);
+    }
+  }
+}
+
+void HostQueue::takeAway(int peer, BufferView part) const noexcept {
+  const bool taken = parts_.memory.takeAway(part);
+  try {
+    const std::string who = "rank " + std::to_string(peer) + " of group " + parts_.identity.name +
+        " stopped while it wrote into a tensor of rank " + std::to_string(parts_.identity.rank);
+    log(LogLevel::Warn,
+        taken ? who + ": from now on operations copy that tensor. Make a new one if they shall be fast again"
+              : who + ", and there is no memory to take it away: if that rank goes on, it may write " +
+                std::to_string(part.nbytes >> 10) + " KiB into it");
+  } catch (const std::bad_alloc&) { // nor for that line
   }
 }
 
 void HostQueue::endAll(
     const std::function<ErrorRecord(const Operation&)>& why,
     const std::function<void(const ErrorRecord&)>& told) noexcept {
-  takeAwayAll(); // copies, so not with the lock that all threads take to issue operations
   std::vector<Entry> queued;
   std::vector<std::shared_ptr<Operation>> posted[2];
   queued.swap(queue_);

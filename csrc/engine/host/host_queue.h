@@ -61,7 +61,8 @@ class HostQueue {
   /// The oldest operation that has not ended; null if there is none, or this has stopped.
   [[nodiscard]] const Operation* running() const noexcept;
 
-  // ---- the end: finishAll() first; running() only before stop(), after which it has nothing; endAll() last
+  // ---- the end: finishAll() first; running() only before stop(), after which it has nothing; then `left` is set in this rank's
+  // progress; endAll() last
   /// Ends well what all ranks have done their part for, although this one comes late to it: with a barrier that is over elsewhere, a peer
   /// may have gone on and left long ago.
   void finishAll() noexcept;
@@ -71,6 +72,9 @@ class HostQueue {
   }
   /// Other ranks find that this rank has not entered what it has not ended.
   void withdrawAll() const noexcept;
+  /// No peer writes into a tensor of this rank any more when this returns: waits for those that do, for 20 ms at the most, and not for
+  /// `dead` ones (bits). Takes what one that was stopped may still write away from it. Takes no time if nobody writes.
+  void takeAwayAll(uint64_t dead) const noexcept;
   /// Ends every operation, also those in the inbox, which takes no more. Takes no memory until all have ended. `told`, if not null, is
   /// called before with what the oldest ends with.
   void endAll(
@@ -94,7 +98,8 @@ class HostQueue {
   [[nodiscard]] TimePoint stuckAt(TimePoint now) const noexcept;
   [[noreturn]] void throwDiffers(const HostTransfer& transfer) const;
   void finish(const Entry& entry);
-  void takeAwayAll() const noexcept;
+  [[nodiscard]] BufferView writtenBy(int peer) const noexcept;
+  void takeAway(int peer, BufferView part) const noexcept;
 
   const Parts parts_;
   const int tell_after_ms_;

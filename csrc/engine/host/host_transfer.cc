@@ -104,12 +104,12 @@ HostTransfer::AdvanceResult HostTransfer::matched(uint64_t& rounds) {
   return AdvanceResult::Moved;
 }
 
-HostTransfer::AdvanceResult HostTransfer::advance(uint64_t& rounds, uint64_t& blocked) {
+HostTransfer::AdvanceResult HostTransfer::advance(uint64_t& rounds, bool ending, uint64_t& blocked) {
   switch (phase_) {
     case Phase::InRounds:
       return rounds_.advance(op_, blocked);
     case Phase::InPlace:
-      return in_place_.advance(op_, blocked);
+      return in_place_.advance(op_, ending, blocked);
     case Phase::Matching:
       break;
   }

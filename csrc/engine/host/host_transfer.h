@@ -45,7 +45,8 @@ class HostTransfer {
 
   /// Goes on by one step where it can. `rounds` counts those of all operations of the group, and is raised when this one has all
   /// descriptors. Where it cannot, `blocked` gets a bit for each rank that must go on first.
-  [[nodiscard]] AdvanceResult advance(uint64_t& rounds, uint64_t& blocked);
+  /// `ending`: this rank gives up, and does no work that keeps all others from ending the operation well.
+  [[nodiscard]] AdvanceResult advance(uint64_t& rounds, bool ending, uint64_t& blocked);
 
   [[nodiscard]] const std::shared_ptr<Operation>& operation() const noexcept {
     return op_.operation;
@@ -67,9 +68,9 @@ class HostTransfer {
   }
   /// The ranks (bits) whose slots do not show that they have entered it. Not once this rank has ended it.
   [[nodiscard]] uint64_t lacking() const noexcept;
-  /// What peers may be reading or writing.
-  [[nodiscard]] HostInPlace::Published published() const noexcept {
-    return in_place_.published();
+  /// What a peer writes in this rank's output: see HostInPlace.
+  [[nodiscard]] BufferView writtenBy(int peer) const noexcept {
+    return HostInPlace::writtenBy(op_, peer);
   }
 
  private:

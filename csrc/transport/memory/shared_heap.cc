@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/fault_point.h"
+#include "base/memory_headroom.h"
 
 namespace pycomm {
 namespace {
@@ -88,7 +89,7 @@ void* SharedHeap::allocate(size_t nbytes) {
     lock.unlock();
     arena_.commit(offset, room);
     lock.lock();
-    blocks_[offset] = Block{nbytes, room, false};
+    blocks_[offset] = Block{nbytes, room, {}};
   } catch (...) {
     if (lock.owns_lock()) {
       lock.unlock();
@@ -112,20 +113,27 @@ void SharedHeap::release(void* begin) noexcept {
   if (found == blocks_.end()) {
     return;
   }
-  const Block block = found->second;
+  Block block = std::move(found->second);
   blocks_.erase(found);
   live_.fetch_sub(1, std::memory_order_relaxed);
   lock.unlock();
   // The pages go back at once: freed tensors must not count against the container's limit.
   freePages(offset, block.room);
-  if (block.detached) {
-    // Never used again: a sleeping peer may still write there. Only address space is lost, and only after a failure.
-    (void)::mmap(begin, block.room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
-    return;
+  std::sort(block.detached.begin(), block.detached.end());
+  for (const auto& [from, to] : block.detached) {
+    (void)::mmap(arena_.at(from), to - from, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
   }
+  block.detached.emplace_back(offset + block.room, offset + block.room);
   lock.lock();
   try {
-    giveRoom(offset, block.room);
+    // Pages that a stopped peer may still write are never used again: that costs address space, and only after a failure.
+    size_t free_from = offset;
+    for (const auto& [from, to] : block.detached) {
+      if (from > free_from) {
+        giveRoom(free_from, from - free_from);
+      }
+      free_from = std::max(free_from, to);
+    }
   } catch (const std::bad_alloc&) { // the room is lost, nothing else
   }
 }
@@ -155,34 +163,46 @@ std::optional<uint64_t> SharedHeap::placeOf(const void* buffer, size_t nbytes) c
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto block = blockOf(buffer, nbytes);
-  if (block == blocks_.end() || block->second.detached) {
+  if (block == blocks_.end()) {
     return std::nullopt;
   }
   const auto begin = static_cast<size_t>(static_cast<const std::byte*>(buffer) - arena_.at(0));
   const size_t end = begin + nbytes;
+  const auto& detached = block->second.detached;
+  if (std::any_of(detached.begin(), detached.end(), [&](const auto& pages) {
+        return pages.first < end && begin < pages.second;
+      })) {
+    return std::nullopt;
+  }
   const bool own_pages =
       begin % pageNbytes() == 0 && (end % pageNbytes() == 0 || end == block->first + block->second.nbytes);
   return own_pages ? std::optional<uint64_t>(begin) : std::nullopt;
 }
 
 bool SharedHeap::detach(const void* buffer, size_t nbytes) noexcept {
-  {
+  const auto offset = static_cast<size_t>(static_cast<const std::byte*>(buffer) - arena_.at(0));
+  const size_t from = offset / pageNbytes() * pageNbytes();
+  const size_t room = wholePages(offset + nbytes) - from;
+  try {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = blockOf(buffer, nbytes);
     if (found == blocks_.end()) {
       return true; // not in this heap, so no peer reaches it
     }
-    blocks_.find(found->first)->second.detached = true;
+    blocks_.find(found->first)->second.detached.emplace_back(from, from + room);
+    if (PYCOMM_FAULT("heap.detach").error_number != 0 || !memoryHeadroom(room).has(room)) {
+      return false;
+    }
+  } catch (const std::bad_alloc&) {
+    return false;
   }
-  const size_t room = wholePages(nbytes);
-  void* begin = const_cast<void*>(buffer);
-  void* fresh = PYCOMM_FAULT("heap.detach").error_number != 0
-      ? MAP_FAILED
-      : ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* begin = arena_.at(from);
+  void* fresh = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fresh == MAP_FAILED) {
     return false;
   }
-  std::memcpy(fresh, begin, nbytes); // a peer may write meanwhile: of a failed operation the output is undefined
+  // A peer may write meanwhile: of a failed operation the output is undefined.
+  std::memcpy(fresh, begin, room);
   if (::mremap(fresh, room, room, MREMAP_MAYMOVE | MREMAP_FIXED, begin) == MAP_FAILED) {
     ::munmap(fresh, room);
     return false;

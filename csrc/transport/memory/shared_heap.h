@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/buffer_view.h"
@@ -39,9 +40,9 @@ class SharedHeap {
   /// data: its pages must be removable from peers without touching anything else.
   [[nodiscard]] std::optional<uint64_t> placeOf(const void* buffer, size_t nbytes) const;
 
-  /// Moves the buffer to new pages and keeps its contents; peers keep the old pages mapped. For a buffer that a silent
-  /// peer could still write into. Returns false if there is no memory for the copy. placeOf() never again finds a
-  /// buffer of this allocation.
+  /// Moves the pages of this buffer to new memory and keeps their contents; peers keep the old pages mapped, which exist
+  /// until release(). For the few pages that a stopped peer could still write into. Returns false if there is no memory
+  /// for the copy. placeOf() never again finds a buffer that has one of these pages.
   bool detach(const void* buffer, size_t nbytes) noexcept;
 
   [[nodiscard]] std::byte* base() const noexcept {
@@ -60,7 +61,7 @@ class SharedHeap {
   struct Block {
     size_t nbytes = 0; ///< the requested size
     size_t room = 0; ///< rounded up to whole pages
-    bool detached = false;
+    std::vector<std::pair<size_t, size_t>> detached; ///< pages that a stopped peer may write: offsets of begin and end
   };
   using Blocks = std::map<size_t, Block>;
 

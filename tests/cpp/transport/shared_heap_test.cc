@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "base/deadline.h"
@@ -77,19 +78,28 @@ TEST_F(SharedHeapTest, WhatIsReleasedGoesBackAndIsFoundAgain) {
 }
 
 TEST_F(SharedHeapTest, WhatIsDetachedKeepsItsBytesAndIsNobodyElses) {
-  std::byte* block = allocate(2 * kPage);
-  std::memset(block, 1, 2 * kPage);
-  std::byte* seen = asPeersSeeIt(block, 2 * kPage);
-  ASSERT_TRUE(heap_.detach(block, 2 * kPage));
-  std::memset(seen, 2, 2 * kPage); // a peer that was stopped, later
-  for (size_t i = 0; i < 2 * kPage; ++i) {
+  std::byte* block = allocate(4 * kPage);
+  std::memset(block, 1, 4 * kPage);
+  std::byte* seen = asPeersSeeIt(block, 4 * kPage);
+  ASSERT_TRUE(heap_.detach(block + kPage + 8, kPage)); // which lies on two pages
+  std::memset(seen + kPage, 2, 2 * kPage); // a peer that was stopped, later
+  for (size_t i = 0; i < 4 * kPage; ++i) {
     ASSERT_EQ(block[i], std::byte{1});
   }
-  EXPECT_FALSE(heap_.placeOf(block, 2 * kPage));
+  EXPECT_FALSE(heap_.placeOf(block, 4 * kPage));
+  EXPECT_FALSE(heap_.placeOf(block + 2 * kPage, 2 * kPage));
+  EXPECT_TRUE(heap_.placeOf(block, kPage));
+  EXPECT_TRUE(heap_.placeOf(block + 3 * kPage, kPage));
+  ASSERT_TRUE(heap_.detach(block + 2 * kPage, 8)); // again, by a second peer
   heap_.release(block);
+  std::set<const void*> pages;
   for (int i = 0; i < 14; ++i) { // all that is left: never the pages that the peer may write
-    EXPECT_NE(allocate(kPage), block);
+    pages.insert(allocate(kPage));
   }
+  EXPECT_EQ(pages.size(), 14U);
+  EXPECT_EQ(pages.count(block), 1U);
+  EXPECT_EQ(pages.count(block + kPage), 0U);
+  EXPECT_EQ(pages.count(block + 2 * kPage), 0U);
 }
 
 // Every large collective asks for a place; to make the pages of a large tensor takes the kernel long.

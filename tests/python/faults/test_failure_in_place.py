@@ -1,0 +1,161 @@
+"""A failure costs neither memory nor time that depends on the size of a tensor.
+
+Two ranks add up tensors of ``pycomm.empty`` in place, and one of them is killed, stopped or late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from memory_limit import join, memory_limit
+from rank_child import describe_exception, mark
+from ranks import RankError, Ranks, start_ranks
+from signals import CaughtSignal
+from time_bound import assert_within
+
+import pycomm
+
+GIB = 1 << 30
+VICTIM = 1
+AGREED_S = 0.05
+"""A death is noticed within about a millisecond, and causes are merged for 5 ms."""
+SILENCE_S = 4.2
+"""What docs/errors.md promises for a rank that is stopped."""
+LATE_S = 1.0
+OWN_NBYTES = 32 << 20
+"""What a rank may take for its error, and for the step that a stopped rank was in."""
+
+pytestmark = [
+    pytest.mark.needs_native,
+    pytest.mark.faults,
+    pytest.mark.alone,
+    pytest.mark.time_bound,
+]
+
+sizes = pytest.mark.parametrize(
+    "gib",
+    [
+        1,
+        pytest.param(2, marks=pytest.mark.slow),
+        pytest.param(8, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
+)
+
+
+def own_nbytes() -> int:
+    """This process's memory without that which others share, where a copy would lie."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) << 10
+
+
+def reduce_until_it_fails(
+    rank: int, world_size: int, gib: int, late: bool = False, limit: Path | None = None
+) -> tuple[RankError, int, float]:
+    """The error, how much memory it took, and how long the operation that failed."""
+    go_on = CaughtSignal(signal.SIGTERM)
+    if limit is not None:
+        join(limit)
+    tensor = pycomm.empty(gib * GIB // 4)
+    group = dist.new_group(timeout=timedelta(seconds=LATE_S if late else 60))
+    dist.barrier(group)
+    for step in itertools.count(int(late)):
+        if step == 1:
+            mark("in the middle")
+            if late and rank == VICTIM:
+                go_on.wait()
+        before, began_s = own_nbytes(), time.monotonic()
+        try:
+            dist.all_reduce(tensor, group=group)
+        except pycomm.errors.PycommError as error:
+            said, grown = describe_exception(error), own_nbytes() - before
+            break
+    if rank != VICTIM:
+        tensor.fill_(-1.0)
+        mark("failed")
+        go_on.wait()  # and the victim with it
+        assert (float(tensor.min()), float(tensor.max())) == (-1.0, -1.0), "somebody wrote into it"
+    return said, grown, said.monotonic_s - began_s
+
+
+def needs(nbytes: int) -> None:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if free < nbytes:
+        pytest.skip(f"needs {nbytes >> 20} MiB of free memory, and {free >> 20} are")
+
+
+def both_in_the_middle(running: Ranks) -> None:
+    for rank in range(2):
+        running.wait_for_mark(rank, "in the middle")
+
+
+def check(running: Ranks, code: str) -> tuple[RankError, float]:
+    """What the rank that was left has to say."""
+    running.kill(1 - VICTIM, signal.SIGTERM)
+    result = running.collect(60)[1 - VICTIM]
+    assert result.value is not None, result.describe()
+    error, grown, took_s = result.value
+    assert (error.code, error.record["peer"]) == (code, VICTIM), error.text
+    assert grown < OWN_NBYTES, f"the error took {grown >> 20} MiB"
+    return error, took_s
+
+
+@sizes
+def test_a_rank_is_killed(gib: int) -> None:
+    needs(3 * gib * GIB)
+    with start_ranks(2, reduce_until_it_fails, args=(gib,), destroy=False) as running:
+        both_in_the_middle(running)
+        killed_s = running.kill(VICTIM)
+        running.wait_for_mark(1 - VICTIM, "failed")
+        error, _ = check(running, "PEER_DEAD")
+    assert_within(error.monotonic_s - killed_s, AGREED_S)
+
+
+@sizes
+def test_a_rank_is_stopped_and_goes_on(gib: int) -> None:
+    needs(3 * gib * GIB)
+    with start_ranks(2, reduce_until_it_fails, args=(gib,), destroy=False) as running:
+        both_in_the_middle(running)
+        stopped_s = running.kill(VICTIM, signal.SIGSTOP)
+        running.wait_for_mark(1 - VICTIM, "failed")
+        running.kill(VICTIM, signal.SIGCONT)
+        running.processes[VICTIM].wait(60)
+        error, _ = check(running, "PEER_UNRESPONSIVE")
+    assert_within(error.monotonic_s - stopped_s, SILENCE_S)
+
+
+@sizes
+def test_a_rank_is_late(gib: int) -> None:
+    needs(3 * gib * GIB)
+    with start_ranks(2, reduce_until_it_fails, args=(gib, True), destroy=False) as running:
+        both_in_the_middle(running)
+        running.wait_for_mark(1 - VICTIM, "failed")
+        running.kill(VICTIM, signal.SIGTERM)
+        running.processes[VICTIM].wait(60)
+        _, took_s = check(running, "TIMEOUT")
+    assert took_s > LATE_S - 0.1
+    assert_within(took_s, LATE_S + AGREED_S)
+
+
+def test_no_rank_dies_where_there_is_no_room_for_a_copy() -> None:
+    """The two tensors and a fifth more: as a container with a limit that fits its program."""
+    needs(3 * GIB)
+    with memory_limit(12 * 2 * GIB // 10) as limit:
+        if limit is None:
+            pytest.skip("no control group with a memory limit can be made here")
+        args = (1, False, limit)
+        with start_ranks(2, reduce_until_it_fails, args=args, destroy=False) as running:
+            both_in_the_middle(running)
+            stopped_s = running.kill(VICTIM, signal.SIGSTOP)
+            running.wait_for_mark(1 - VICTIM, "failed")
+            running.kill(VICTIM, signal.SIGCONT)
+            running.processes[VICTIM].wait(60)
+            error, _ = check(running, "PEER_UNRESPONSIVE")
+    assert_within(error.monotonic_s - stopped_s, SILENCE_S)
