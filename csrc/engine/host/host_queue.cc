@@ -244,12 +244,12 @@ void HostQueue::takeAwayAll(uint64_t dead) const noexcept {
 void HostQueue::takeAway(int peer, BufferView part) const noexcept {
   const bool taken = parts_.memory.takeAway(part);
   try {
-    const std::string who = "rank " + std::to_string(peer) + " of group " + parts_.identity.name +
-        " stopped while it wrote into a tensor of rank " + std::to_string(parts_.identity.rank);
+    const std::string what = "rank " + std::to_string(peer) + " of group " + parts_.identity.name +
+        " stopped in the middle of a write into a tensor of rank " + std::to_string(parts_.identity.rank);
     log(LogLevel::Warn,
-        taken ? who + ": from now on operations copy that tensor. Make a new one if they shall be fast again"
-              : who + ", and there is no memory to take it away: if that rank goes on, it may write " +
-                std::to_string(part.nbytes >> 10) + " KiB into it");
+        taken ? what + ": from now on, operations copy that tensor; allocate a new one to avoid this"
+              : what + ", and there is no memory to protect the tensor: if that rank continues, it may still write " +
+                std::to_string(part.nbytes >> 10) + " KiB there");
   } catch (const std::bad_alloc&) { // nor for that line
   }
 }

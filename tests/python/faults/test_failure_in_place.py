@@ -109,7 +109,7 @@ def check(running: Ranks, code: str) -> tuple[RankError, float]:
 
 @sizes
 def test_a_rank_is_killed(gib: int) -> None:
-    needs(3 * gib * GIB)
+    needs(2 * gib * GIB + GIB)
     with start_ranks(2, reduce_until_it_fails, args=(gib,), destroy=False) as running:
         both_in_the_middle(running)
         killed_s = running.kill(VICTIM)
@@ -120,7 +120,7 @@ def test_a_rank_is_killed(gib: int) -> None:
 
 @sizes
 def test_a_rank_is_stopped_and_goes_on(gib: int) -> None:
-    needs(3 * gib * GIB)
+    needs(2 * gib * GIB + GIB)
     with start_ranks(2, reduce_until_it_fails, args=(gib,), destroy=False) as running:
         both_in_the_middle(running)
         stopped_s = running.kill(VICTIM, signal.SIGSTOP)
@@ -133,7 +133,7 @@ def test_a_rank_is_stopped_and_goes_on(gib: int) -> None:
 
 @sizes
 def test_a_rank_is_late(gib: int) -> None:
-    needs(3 * gib * GIB)
+    needs(2 * gib * GIB + GIB)
     with start_ranks(2, reduce_until_it_fails, args=(gib, True), destroy=False) as running:
         both_in_the_middle(running)
         running.wait_for_mark(1 - VICTIM, "failed")
