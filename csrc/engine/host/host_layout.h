@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/buffer_view.h"
+#include "engine/host/host_word.h"
 #include "transport/frame_header.h"
 
 namespace pycomm {
@@ -16,21 +17,21 @@ namespace pycomm {
 /// others may now read), with sequential consistency, which includes release; a reader that loads it with sequential consistency,
 /// which includes acquire, sees those bytes. Why not release and acquire alone: see HostBell.
 struct alignas(256) HostProgress {
-  std::atomic<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
-  std::atomic<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
-  std::atomic<uint64_t> reduced; ///< its slice of the result lies in its stage
-  std::atomic<uint64_t> collected; ///< it has read what it needs of the others' stages
-  std::atomic<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
-  std::atomic<uint64_t> writes; ///< 1 + the first element of the step that it writes into all ranks' outputs; 0: none
+  HostWord<uint64_t> done; ///< tickets that are over here: this rank reads nothing of them any more
+  HostWord<uint64_t> staged; ///< rounds of large operations: its part lies in its stage
+  HostWord<uint64_t> reduced; ///< its slice of the result lies in its stage
+  HostWord<uint64_t> collected; ///< it has read what it needs of the others' stages
+  HostWord<uint32_t> left; ///< kLeftInOrder, kGaveUp: of what is not done here, it keeps nothing ready any more
+  HostWord<uint64_t> writes; ///< 1 + the first element of the step that it writes into all ranks' outputs; 0: none
   alignas(64)
-      std::atomic<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
-  std::atomic<uint32_t> bell; ///< a futex: a rank that makes progress rings it
+      HostWord<uint64_t> waits_for; ///< it sleeps, or is about to, until one of these ranks (bits) goes on; 0: awake
+  HostWord<uint32_t> bell; ///< a futex: a rank that makes progress rings it
 };
 static_assert(sizeof(HostProgress) == 256 && std::atomic<uint64_t>::is_always_lock_free, "shared between processes");
 
 /// One rank's entry for one operation: its descriptor and, if small, its payload.
 struct alignas(64) HostSlot {
-  std::atomic<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
+  HostWord<uint64_t> ticket; ///< stored last: everything below belongs to this ticket
   FrameHeader header; ///< the descriptor and the operation's id, as a frame on the wire has them
   uint64_t input_place; ///< 1 + where the input lies in the rank's SharedHeap; 0: others cannot reach it
   uint64_t output_place; ///< the same of the output, which others may then write
@@ -41,10 +42,6 @@ inline constexpr uint32_t kLeftInOrder = 1;
 inline constexpr uint32_t kGaveUp = 2; ///< its group has failed: the others learn why, and nobody is to blame for it
 inline constexpr uint64_t kHostWithdrawn = uint64_t{1} << 63; ///< in HostSlot::ticket: entered, and given up since
 inline constexpr int kMaxHostRanks = 64; ///< bits of HostProgress::waits_for
-inline constexpr uint64_t kHostSlots = 16; ///< operations that a rank may be ahead of another
-inline constexpr size_t kHostInlineNbytes = 8 << 10; ///< what goes in a slot
-inline constexpr size_t kHostStageNbytes = 1 << 20; ///< of one round
-inline constexpr uint64_t kHostStages = 2; ///< rounds that a rank may be ahead of another
 
 /// A rank in HostProgress::waits_for.
 [[nodiscard]] constexpr uint64_t hostBit(int rank) noexcept {
@@ -73,7 +70,7 @@ struct HostView {
   }
 
   /// Whether this counter of every other rank is at least `count`. Else `blocked` gets the bit of the lowest rank whose is not.
-  [[nodiscard]] bool allHave(std::atomic<uint64_t> HostProgress::* counter, uint64_t count, uint64_t& blocked)
+  [[nodiscard]] bool allHave(HostWord<uint64_t> HostProgress::* counter, uint64_t count, uint64_t& blocked)
       const noexcept {
     for (int other = 0; other < size; ++other) {
       if (other != rank && (progress(other).*counter).load(std::memory_order_seq_cst) < count) {

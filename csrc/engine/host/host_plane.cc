@@ -264,7 +264,7 @@ void HostPlane::close(const ErrorRecord& reason) {
   bell_.ringSelf();
   worker_.stop(); // first: a failure that came before ends all with its cause there
   const std::lock_guard<std::mutex> lock(run_mutex_);
-  std::atomic<uint32_t>& left = memory_.view().progress(identity_.rank).left;
+  HostWord<uint32_t>& left = memory_.view().progress(identity_.rank).left;
   if (left.load(std::memory_order_seq_cst) != kGaveUp) {
     queue_.finishAll();
     const Operation* const under_way = queue_.running();

@@ -72,6 +72,9 @@ bool HostRounds::mayStage(const HostOperation& op, uint64_t& blocked) const noex
   if (pieces != nullptr && pieces->arrived() < pieces->neededInRound(staged_)) {
     return false; // the thread that releases it wakes this one
   }
+  if (staged_ - collected_ == kHostStages) {
+    return false; // this rank reads its own stage as well
+  }
   const uint64_t round = base_ + staged_; // its stage was last read for round - kHostStages
   return round < kHostStages || op.view.allHave(&HostProgress::collected, round - kHostStages + 1, blocked);
 }

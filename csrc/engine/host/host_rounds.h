@@ -16,8 +16,20 @@ namespace pycomm {
 ///   reduce   once all have staged: folds its slice of all, lowest rank first, into the output, and copies that to the place of
 ///            its slice in its stage, which is free                           reduced = g + 1
 ///   collect  once all have reduced: copies the other slices from their owners' stages to the output      collected = g + 1
-/// A stage is written again for round g + 2 once all have collected round g. One rank makes each sum, so all have the same bits.
-/// all_gather and broadcast stage and collect; reduce_scatter stages and reduces.
+/// One rank makes each sum, so all have the same bits. all_gather and broadcast stage and collect; reduce_scatter stages and reduces.
+///
+/// A stage is written again for round g + 2 once all ranks, its own among them, have collected round g. Who reads what lies in rank r's stage
+/// of round g, and the counter that says that it has been read:
+///
+///                        its parts for others                 its own part                        the sum of its own part
+///   all_reduce           each other one folds its: reduced    nobody; if scaled r: reduced        the others copy it: collected
+///   reduce_scatter       each other one folds its: reduced    nobody; if scaled r: reduced        (lies in no stage)
+///   all_gather           the others copy it: collected        nobody                              (none)
+///   broadcast, r: root   the others copy it: collected        nobody                              (none)
+///
+/// "Scaled" is PREMUL_SUM: only the stage has the scaled operand; without a factor `fold` takes this rank's from its input. Every rank
+/// stores `collected` after it has read all of these, also where it copies nothing, so that one counter answers for each kind.
+/// tests/cpp/host_walk tries all orders of all loads and stores of these counters.
 ///
 /// Rounds are counted over all operations of the group, in HostProgress; here from the first of this operation.
 /// Thread: the one that runs the operation.

@@ -1,0 +1,381 @@
+#include "host_walk/scene.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace pycomm {
+namespace testing {
+namespace {
+
+constexpr float kOverwritten = -77777;
+constexpr double kFactor = 0.5;
+
+float valueOf(int rank, size_t act, size_t i) {
+  return static_cast<float>(1 + i + 512 * static_cast<size_t>(rank) + 2048 * act);
+}
+
+uint64_t bit(size_t act) {
+  return uint64_t{1} << act;
+}
+
+bool holdsBack(const HostScene::Word& word) {
+  return word.owner != Walk::current().rank() && (!word.wakes || HostScene::current().sleeps());
+}
+
+} // namespace
+
+void beforeLoad(const void* word) {
+  const HostScene::Word which = HostScene::current().wordAt(word);
+  if (holdsBack(which)) {
+    Walk::current().pause(which.name);
+  }
+}
+
+void afterLoad(const void* word, uint64_t value) {
+  const HostScene::Word which = HostScene::current().wordAt(word);
+  if (which.owner != Walk::current().rank() || which.wakes) {
+    Walk::current().saw(value);
+  }
+  if (which.slot && which.owner != Walk::current().rank()) {
+    Walk::current().pause("reads a slot"); // what it finds there has no fault point of its own
+  }
+}
+
+void beforeStore(const void* word) {
+  const HostScene::Word which = HostScene::current().wordAt(word);
+  if (!which.wakes || HostScene::current().sleeps()) {
+    Walk::current().pause(which.name);
+  }
+}
+
+void afterStore() {
+  Walk::current().wrote();
+}
+
+void beforeBytes(const char* site) {
+  if (std::strcmp(site, "operation.post") != 0) { // this rank's own
+    Walk::current().pause(site);
+  }
+}
+
+HostScene* HostScene::current_ = nullptr;
+
+HostScene::HostScene(Plot plot)
+    : plot_(std::move(plot)),
+      arena_(std::make_shared<SharedArena>(SharedArena::create(HostView::totalNbytes(plot_.size)))) {
+  current_ = this;
+  arena_->commit(0, HostView::totalNbytes(plot_.size));
+  for (int rank = 0; rank < plot_.size; ++rank) {
+    heaps_.push_back(std::make_shared<SharedHeap>(SharedArena::create(4 << 20)));
+    ranges_.push_back(heaps_.back()->range());
+    for (const Act& act : plot_.acts) {
+      const auto make = [&](size_t numel) {
+        if (act.in_place) {
+          return static_cast<float*>(heaps_.back()->allocate(numel * sizeof(float)));
+        }
+        return ordinary_.emplace_back(std::max<size_t>(numel, 1)).data();
+      };
+      Tensors tensors;
+      tensors.input = make(inputNumel(act));
+      const bool one = act.kind == Collective::AllReduce || act.kind == Collective::Broadcast;
+      tensors.output = one ? tensors.input : make(outputNumel(act));
+      tensors_.push_back(tensors);
+    }
+  }
+}
+
+int64_t HostScene::numelOf(const Act& act) const noexcept {
+  if (act.kind == Collective::Barrier) {
+    return 0;
+  }
+  const size_t parts = act.kind == Collective::ReduceScatter ? static_cast<size_t>(plot_.size) : 1;
+  const auto round = static_cast<int64_t>(kHostStageNbytes / sizeof(float) / parts);
+  return act.rounds == 0 ? 3 : static_cast<int64_t>(act.rounds) * round - 2; // a crooked end
+}
+
+size_t HostScene::inputNumel(const Act& act) const noexcept {
+  const size_t parts = act.kind == Collective::ReduceScatter ? static_cast<size_t>(plot_.size) : 1;
+  return static_cast<size_t>(numelOf(act)) * parts;
+}
+
+size_t HostScene::outputNumel(const Act& act) const noexcept {
+  const size_t parts = act.kind == Collective::AllGather ? static_cast<size_t>(plot_.size) : 1;
+  return static_cast<size_t>(numelOf(act)) * parts;
+}
+
+float HostScene::expected(size_t act, int rank, size_t i) const {
+  const Act& what = plot_.acts[act];
+  const auto numel = static_cast<size_t>(numelOf(what));
+  if (what.kind == Collective::Broadcast) {
+    return valueOf(what.root, act, i);
+  }
+  if (what.kind == Collective::AllGather) {
+    return valueOf(static_cast<int>(i / numel), act, i % numel);
+  }
+  const size_t at = what.kind == Collective::ReduceScatter ? static_cast<size_t>(rank) * numel + i : i;
+  float sum = 0;
+  for (int peer = 0; peer < plot_.size; ++peer) {
+    sum += valueOf(peer, act, at);
+  }
+  if (what.op == ReduceOp::Avg) {
+    return sum / static_cast<float>(plot_.size);
+  }
+  return what.op == ReduceOp::PremulSum ? sum * static_cast<float>(kFactor) : sum;
+}
+
+HostScene::Word HostScene::wordAt(const void* word) const {
+  static constexpr const char* kNames[] = {"done", "staged", "reduced", "collected", "left"};
+  const auto at = static_cast<size_t>(static_cast<const std::byte*>(word) - arena_->at(0));
+  const auto size = static_cast<size_t>(plot_.size);
+  if (at < size * sizeof(HostProgress)) {
+    const size_t field = at % sizeof(HostProgress) / sizeof(uint64_t);
+    const bool wakes = at % sizeof(HostProgress) >= offsetof(HostProgress, waits_for);
+    return {
+        wakes ? "waits_for, bell" : kNames[std::min<size_t>(field, 4)],
+        static_cast<int>(at / sizeof(HostProgress)),
+        wakes,
+        false};
+  }
+  const size_t slot = (at - HostView::slotsOffset(plot_.size)) / HostView::kSlotNbytes;
+  return {"ticket", static_cast<int>(slot / kHostSlots), false, true};
+}
+
+void HostScene::reset() {
+  const auto size = static_cast<size_t>(plot_.size);
+  std::memset(arena_->at(0), 0, size * sizeof(HostProgress));
+  std::memset(arena_->at(HostView::slotsOffset(plot_.size)), 0, size * kHostSlots * HostView::kSlotNbytes);
+  const size_t stages = HostView::stageOffset(plot_.size, 0);
+  std::memset(arena_->at(stages), 0, HostView::totalNbytes(plot_.size) - stages);
+  selves_.assign(size, {});
+  for (int rank = 0; rank < plot_.size; ++rank) {
+    for (size_t act = 0; act < plot_.acts.size(); ++act) {
+      const Tensors& tensors = tensorsOf(rank, act);
+      std::fill_n(tensors.output, outputNumel(plot_.acts[act]), 0.0F);
+      for (size_t i = 0; i < inputNumel(plot_.acts[act]); ++i) {
+        tensors.input[i] = valueOf(rank, act, i);
+      }
+    }
+  }
+}
+
+Operation::Request HostScene::requestOf(size_t act, int rank) {
+  const Act& what = plot_.acts[act];
+  const Tensors& tensors = tensorsOf(rank, act);
+  Operation::Request request;
+  request.id.id = 100 + act;
+  request.descriptor.kind = what.kind;
+  request.descriptor.dtype = DType::Float32;
+  request.descriptor.reduce_op = what.op;
+  request.descriptor.numel = numelOf(what) - (rank == plot_.differs ? 1 : 0);
+  request.descriptor.root = what.root;
+  request.descriptor.algorithm = Algorithm::SharedMemory;
+  request.extras().premul_factor = kFactor;
+  request.input = {reinterpret_cast<std::byte*>(tensors.input), inputNumel(what) * sizeof(float)};
+  request.output = {reinterpret_cast<std::byte*>(tensors.output), outputNumel(what) * sizeof(float)};
+  return request;
+}
+
+uint64_t HostScene::stateOf(int rank) const {
+  const HostPlane& plane = *selves_[static_cast<size_t>(rank)].plane;
+  const HostQueue& queue = plane.queue_;
+  uint64_t state = mixed(queue.rounds_, queue.head_ << 32 | queue.entered_ << 16 | queue.queue_.size());
+  state = mixed(state, static_cast<uint64_t>(queue.stopped_) | static_cast<uint64_t>(plane.ending_.load()) << 1);
+  for (size_t i = queue.head_; i < queue.queue_.size(); ++i) {
+    const HostTransfer& transfer = queue.queue_[i].transfer;
+    state = mixed(state, static_cast<uint64_t>(transfer.phase_) << 8 | static_cast<uint64_t>(transfer.matched_));
+    state = mixed(state, transfer.ticket() << 1 | static_cast<uint64_t>(transfer.astray_));
+    const HostRounds& rounds = transfer.rounds_;
+    state = mixed(state, rounds.base_ << 48 | rounds.staged_ << 32 | rounds.reduced_ << 16 | rounds.collected_);
+    const HostInPlace& in_place = transfer.in_place_;
+    state = mixed(state, in_place.base_ << 1 | static_cast<uint64_t>(in_place.finished_));
+    state = mixed(state, static_cast<uint64_t>(in_place.position_));
+  }
+  return state;
+}
+
+uint64_t HostScene::hash() const {
+  const auto size = static_cast<size_t>(plot_.size);
+  uint64_t hash = mixed(1, arena_->at(0), size * sizeof(HostProgress));
+  const size_t slots = HostView::slotsOffset(plot_.size);
+  hash = mixed(hash, arena_->at(slots), size * kHostSlots * HostView::kSlotNbytes);
+  const size_t stages = HostView::stageOffset(plot_.size, 0);
+  hash = mixed(hash, arena_->at(stages), HostView::totalNbytes(plot_.size) - stages);
+  for (size_t rank = 0; rank < size; ++rank) {
+    for (size_t act = 0; act < plot_.acts.size(); ++act) {
+      const Tensors& tensors = tensors_[rank * plot_.acts.size() + act];
+      hash = mixed(hash, tensors.input, inputNumel(plot_.acts[act]) * sizeof(float));
+      hash = mixed(hash, tensors.output, outputNumel(plot_.acts[act]) * sizeof(float));
+    }
+    const Self& self = selves_[rank];
+    hash = mixed(hash, self.ended << 1 | static_cast<uint64_t>(self.left));
+    hash = mixed(hash, self.ended_well << 32 | self.must_end_well << 16 | self.must_fail);
+  }
+  return hash;
+}
+
+int HostScene::waysOf(int rank) const noexcept {
+  bool another = false;
+  for (const Self& self : selves_) {
+    another = another || self.left;
+  }
+  if (another) {
+    return 2; // on, or fail
+  }
+  return rank == plot_.leaver ? 3 : 1;
+}
+
+// At those that have ended since. The tensors are the rank's own again.
+void HostScene::look(int rank) {
+  Self& self = selves_[static_cast<size_t>(rank)];
+  for (; self.ended < self.operations.size() && self.operations[self.ended]->done(); ++self.ended) {
+    const size_t act = self.ended;
+    const Tensors& tensors = tensorsOf(rank, act);
+    const std::string name = "operation " + std::to_string(act);
+    const auto error = self.operations[act]->error();
+    if (!error) {
+      self.ended_well |= bit(act);
+      for (size_t i = 0; i < outputNumel(plot_.acts[act]); ++i) {
+        if (std::abs(tensors.output[i] - expected(act, rank, i)) > 0.01F) {
+          Walk::current().wrong(
+              name + " has " + std::to_string(tensors.output[i]) + " at " + std::to_string(i) + ", not " +
+              std::to_string(expected(act, rank, i)));
+          break;
+        }
+      }
+      if ((self.must_fail & bit(act)) != 0) {
+        Walk::current().wrong(name + " ended well, and had failed on another rank before it was matched here");
+      }
+    } else if ((self.must_end_well & bit(act)) != 0) {
+      Walk::current().wrong(name + " failed, and had ended well on another rank");
+    } else if (plot_.leaver < 0 && plot_.differs < 0) {
+      Walk::current().wrong(name + " failed: " + error->text());
+    }
+    if (plot_.differs >= 0) {
+      for (size_t i = 0; i < outputNumel(plot_.acts[act]); ++i) {
+        const bool one = tensors.input == tensors.output;
+        if (tensors.output[i] != (one ? valueOf(rank, act, i) : 0.0F)) {
+          Walk::current().wrong(name + " was written to, and the ranks differ");
+          break;
+        }
+      }
+    }
+    std::fill_n(tensors.input, inputNumel(plot_.acts[act]), kOverwritten);
+    std::fill_n(tensors.output, outputNumel(plot_.acts[act]), kOverwritten);
+  }
+}
+
+void HostScene::leave(int rank, bool fails) {
+  Self& self = selves_[static_cast<size_t>(rank)];
+  self.left = true;
+  Walk::current().wrote(); // the others have another way now
+  for (const Self& other : selves_) {
+    self.must_end_well |= other.ended_well;
+  }
+  ErrorRecord cause;
+  cause.code = fails ? ErrorCode::Aborted : ErrorCode::ShutDown;
+  if (fails) {
+    self.plane->fail(cause, nullptr, nullptr);
+  } else {
+    self.plane->close(cause);
+  }
+  look(rank);
+  for (int other = 0; other < plot_.size; ++other) {
+    Self& its = selves_[static_cast<size_t>(other)];
+    if (other == rank || its.plane == nullptr || !Walk::current().between(other)) {
+      continue;
+    }
+    const HostQueue& queue = its.plane->queue_;
+    for (size_t act = its.ended; act < plot_.acts.size(); ++act) {
+      const bool running = act == its.ended && queue.head_ < queue.queue_.size();
+      if (!running || queue.queue_[queue.head_].transfer.phase_ == HostTransfer::Phase::Matching) {
+        its.must_fail |= ~self.ended_well & bit(act);
+      }
+    }
+  }
+}
+
+void HostScene::body(int rank) {
+  Walk& walk = Walk::current();
+  Self& self = selves_[static_cast<size_t>(rank)];
+  GroupIdentity identity;
+  identity.rank = rank;
+  identity.size = plot_.size;
+  identity.hosts.resize(static_cast<size_t>(plot_.size));
+  HostHeaps heaps{heaps_[static_cast<size_t>(rank)], {}, ranges_};
+  bool noticed = false;
+  HostPlane::Events events;
+  events.notice = [&](const ErrorRecord& record) {
+    noticed = true;
+    if (plot_.differs < 0 && plot_.leaver < 0) {
+      walk.wrong("noticed: " + record.text());
+    }
+  };
+  events.stuck = [](const std::shared_ptr<Operation>&) {};
+  events.unstuck = [](uint64_t) {};
+  HostPlane::Config config;
+  config.tell_after_ms = 1 << 30;
+  HostPlane plane(identity, arena_, std::move(heaps), config, std::move(events));
+  self.plane = &plane;
+  for (size_t act = 0; act < plot_.acts.size(); ++act) {
+    std::shared_ptr<Operation> made;
+    (void)plane.post([&] { return std::make_shared<Operation>(requestOf(act, rank)); }, true, made);
+    self.operations.push_back(std::move(made));
+  }
+  uint64_t before = 0;
+  bool first = true;
+  while (self.ended < self.operations.size()) {
+    const uint64_t state = stateOf(rank);
+    if (!first && state == before) {
+      walk.didNothing();
+    }
+    const int way = walk.choose(noticed ? 2 : waysOf(rank), state);
+    if (walk.draining()) {
+      break;
+    }
+    if (way > 0) {
+      leave(rank, way == 2 || waysOf(rank) == 2 || noticed);
+      break;
+    }
+    first = false;
+    before = state;
+    (void)plane.drive(*self.operations[self.ended], Deadline::after(0));
+    if (plot_.sleeps && stateOf(rank) == before) {
+      plane.sleep(Deadline::never());
+    }
+    look(rank);
+  }
+  ErrorRecord reason;
+  reason.code = ErrorCode::ShutDown;
+  plane.close(reason);
+  self.plane = nullptr;
+}
+
+void HostScene::ended() {
+  for (int rank = 0; rank < plot_.size; ++rank) {
+    const Self& self = selves_[static_cast<size_t>(rank)];
+    for (size_t act = 0; act < plot_.acts.size(); ++act) {
+      const Tensors& tensors = tensorsOf(rank, act);
+      const float* const end = tensors.output + outputNumel(plot_.acts[act]);
+      if ((self.ended_well & bit(act)) != 0 &&
+          std::any_of<const float*>(tensors.output, end, [](float value) { return value != kOverwritten; })) {
+        Walk::current().wrong(
+            "operation " + std::to_string(act) + " of rank " + std::to_string(rank) + " was written to after its end");
+      }
+    }
+  }
+}
+
+} // namespace testing
+
+void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t /*timeout_us*/) noexcept {
+  if (word.load(std::memory_order_seq_cst) == seen) {
+    testing::Walk::current().sleep(&word);
+  }
+}
+
+void futexWake(const WalkedWord<uint32_t>& word) noexcept {
+  testing::Walk::current().wake(&word);
+}
+
+} // namespace pycomm

@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/operation/operation.h"
+#include "host_walk/walk.h"
+#include "host_walk/walked_host.h"
+
+namespace pycomm::testing {
+
+/// One operation of all ranks.
+struct Act {
+  Collective kind = Collective::Barrier;
+  uint64_t rounds = 0; ///< 0: it fits the slots
+  ReduceOp op = ReduceOp::None;
+  bool in_place = false; ///< its tensors lie where all ranks reach them
+  int root = -1;
+};
+
+/// What the ranks of a group do.
+struct Plot {
+  int size = 2;
+  std::vector<Act> acts;
+  int leaver =
+      -1; ///< this rank may leave, or fail, between any two of its steps, and then the others may at any time fail
+  bool sleeps = false; ///< ranks that wait sleep until another rings
+  int differs = -1; ///< this rank asks for other operations than all others do
+};
+
+/// Runs a Plot on HostPlanes, one for each rank, over one memory. Every element of every operation has a value of its own, and when an operation has
+/// ended well on a rank, that rank looks at all elements of its result at once, and then has its tensors for itself: it writes over them.
+class HostScene : public Scene {
+ public:
+  explicit HostScene(Plot plot);
+
+  void reset() override;
+  void body(int rank) override;
+  [[nodiscard]] uint64_t hash() const override;
+  void ended() override;
+
+  /// Whose word it is, and whether others look at it.
+  struct Word {
+    const char* name;
+    int owner;
+    bool wakes; ///< only ranks that sleep need it
+    bool slot;
+  };
+  [[nodiscard]] Word wordAt(const void* word) const;
+  [[nodiscard]] bool sleeps() const noexcept {
+    return plot_.sleeps;
+  }
+  [[nodiscard]] static HostScene& current() noexcept {
+    return *current_;
+  }
+
+ private:
+  struct Tensors {
+    float* input = nullptr;
+    float* output = nullptr;
+  };
+  struct Self {
+    HostPlane* plane = nullptr;
+    std::vector<std::shared_ptr<Operation>> operations;
+    size_t ended = 0; ///< of them
+    uint64_t ended_well = 0; ///< bits
+    uint64_t must_end_well = 0;
+    uint64_t must_fail = 0;
+    bool left = false;
+  };
+
+  [[nodiscard]] int64_t numelOf(const Act& act) const noexcept;
+  [[nodiscard]] size_t inputNumel(const Act& act) const noexcept;
+  [[nodiscard]] size_t outputNumel(const Act& act) const noexcept;
+  [[nodiscard]] Tensors& tensorsOf(int rank, size_t act) noexcept {
+    return tensors_[static_cast<size_t>(rank) * plot_.acts.size() + act];
+  }
+  [[nodiscard]] float expected(size_t act, int rank, size_t i) const;
+  [[nodiscard]] Operation::Request requestOf(size_t act, int rank);
+  [[nodiscard]] uint64_t stateOf(int rank) const;
+  [[nodiscard]] int waysOf(int rank) const noexcept;
+  void look(int rank);
+  void leave(int rank, bool fails);
+
+  static HostScene* current_;
+  const Plot plot_;
+  std::shared_ptr<SharedArena> arena_;
+  std::vector<std::shared_ptr<SharedHeap>> heaps_;
+  std::vector<BufferView> ranges_;
+  std::vector<std::vector<float>> ordinary_;
+  std::vector<Tensors> tensors_; ///< by rank and act
+  std::vector<Self> selves_;
+};
+
+} // namespace pycomm::testing

@@ -1,0 +1,228 @@
+#include "host_walk/walk.h"
+
+#include <cstring>
+#include <utility>
+
+namespace pycomm::testing {
+namespace {
+
+constexpr size_t kStackNbytes = 256 << 10;
+
+} // namespace
+
+uint64_t mixed(uint64_t hash, uint64_t value) noexcept {
+  hash = (hash ^ value) * 0x9E3779B97F4A7C15;
+  return hash ^ (hash >> 29);
+}
+
+uint64_t mixed(uint64_t hash, const void* bytes, size_t nbytes) noexcept {
+  const auto* from = static_cast<const std::byte*>(bytes);
+  for (size_t at = 0; at < nbytes; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, from + at, nbytes - at < sizeof(word) ? nbytes - at : sizeof(word));
+    hash = mixed(hash, word);
+  }
+  return hash;
+}
+
+Walk* Walk::current_ = nullptr;
+
+Walk::Walk(Scene& scene, int size) : scene_(scene), ranks_(static_cast<size_t>(size)) {
+  for (Rank& rank : ranks_) {
+    rank.stack.resize(kStackNbytes);
+  }
+}
+
+void Walk::enter() {
+  Walk& walk = current();
+  walk.scene_.body(walk.running_);
+  walk.now().ended = true;
+  walk.swap();
+}
+
+void Walk::begin() {
+  scene_.reset();
+  draining_ = false;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    Rank& rank = ranks_[i];
+    rank.ended = rank.between = rank.did_nothing = rank.news = false;
+    rank.asleep = nullptr;
+    rank.ways = 1;
+    rank.log = 0;
+    rank.what = "begins";
+    ::getcontext(&rank.context);
+    rank.context.uc_stack.ss_sp = rank.stack.data();
+    rank.context.uc_stack.ss_size = rank.stack.size();
+    rank.context.uc_link = nullptr;
+    ::makecontext(&rank.context, &Walk::enter, 0);
+    go({static_cast<int>(i), 0}); // to its first choice
+  }
+}
+
+void Walk::swap() {
+  ::swapcontext(&now().context, &main_);
+}
+
+void Walk::go(Step step) {
+  running_ = step.rank;
+  now().chosen = step.way;
+  ::swapcontext(&main_, &now().context);
+}
+
+void Walk::pause(const char* what) {
+  if (!draining_) {
+    now().what = what;
+    now().log = mixed(now().log, 1);
+    swap();
+  }
+}
+
+int Walk::choose(int ways, uint64_t state) {
+  if (draining_) {
+    return 0;
+  }
+  Rank& me = now();
+  me.ways = ways;
+  me.between = true;
+  me.log = state;
+  me.what = "goes on";
+  swap();
+  me.between = me.did_nothing = me.news = false;
+  me.ways = 1;
+  return me.chosen;
+}
+
+void Walk::wrote() noexcept {
+  for (Rank& rank : ranks_) {
+    rank.news = rank.news || &rank != &now();
+  }
+}
+
+void Walk::sleep(const void* word) {
+  if (!draining_) {
+    now().asleep = word;
+    now().what = "wakes up";
+    now().log = mixed(now().log, 2);
+    swap();
+  }
+}
+
+void Walk::wake(const void* word) noexcept {
+  for (Rank& rank : ranks_) {
+    rank.asleep = rank.asleep == word ? nullptr : rank.asleep;
+  }
+}
+
+void Walk::wrong(const std::string& what) {
+  if (!draining_ && wrong_.empty()) {
+    wrong_ = "rank " + std::to_string(running_) + ": " + what;
+  }
+}
+
+void Walk::drain() {
+  draining_ = true;
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (!ranks_[i].ended) {
+      go({static_cast<int>(i), 0});
+    }
+  }
+}
+
+std::vector<Walk::Step> Walk::possible() const {
+  std::vector<Step> steps;
+  for (size_t next = 0; next < ranks_.size(); ++next) {
+    const size_t i = (static_cast<size_t>(running_) + next) % ranks_.size(); // the same one first: fewer swaps
+    const Rank& rank = ranks_[i];
+    if (rank.ended || rank.asleep != nullptr) {
+      continue;
+    }
+    const bool first = !rank.between || !rank.did_nothing || rank.news;
+    for (int way = first ? 0 : 1; way < rank.ways; ++way) {
+      steps.push_back({static_cast<int>(i), way});
+    }
+  }
+  return steps;
+}
+
+uint64_t Walk::hash() const {
+  uint64_t hash = scene_.hash();
+  for (const Rank& rank : ranks_) {
+    hash = mixed(hash, rank.log);
+    hash = mixed(
+        hash,
+        static_cast<uint64_t>(rank.ended) | static_cast<uint64_t>(rank.between) << 1 |
+            static_cast<uint64_t>(rank.did_nothing) << 2 | static_cast<uint64_t>(rank.news) << 3 |
+            static_cast<uint64_t>(rank.asleep != nullptr) << 4 | static_cast<uint64_t>(rank.ways) << 8);
+  }
+  return hash;
+}
+
+std::string Walk::told(const std::vector<Step>& path) {
+  std::string text;
+  begin();
+  for (const Step& step : path) {
+    const Rank& rank = ranks_[static_cast<size_t>(step.rank)];
+    text += "\n  rank " + std::to_string(step.rank) + " " + rank.what;
+    text += step.way > 0 ? " (way " + std::to_string(step.way) + ")" : "";
+    go(step);
+  }
+  drain();
+  return text;
+}
+
+Walk::Found Walk::all(size_t most) {
+  current_ = this;
+  Found found;
+  std::vector<Step> path;
+  std::vector<std::vector<Step>> untried;
+  do {
+    begin();
+    for (const Step& step : path) {
+      go(step);
+    }
+    for (;;) {
+      const std::vector<Step> steps = possible();
+      if (steps.empty()) {
+        bool all_ended = true;
+        for (const Rank& rank : ranks_) {
+          all_ended = all_ended && rank.ended;
+        }
+        if (all_ended) {
+          scene_.ended();
+        } else {
+          wrong("nobody can go on");
+        }
+        ++found.runs;
+      }
+      if (!wrong_.empty() || steps.empty() || !seen_.insert(hash()).second) {
+        break;
+      }
+      if (seen_.size() > most) {
+        wrong("too many states");
+        break;
+      }
+      untried.push_back(steps);
+      path.push_back(steps.front());
+      go(steps.front());
+    }
+    drain();
+    if (!wrong_.empty()) {
+      found.wrong = std::exchange(wrong_, {});
+      found.wrong += told(path);
+      break;
+    }
+    while (!untried.empty() && untried.back().size() == 1) {
+      untried.pop_back();
+      path.pop_back();
+    }
+    if (!untried.empty()) {
+      untried.back().erase(untried.back().begin());
+      path.back() = untried.back().front();
+    }
+  } while (!untried.empty());
+  found.states = seen_.size();
+  current_ = nullptr;
+  return found;
+}
+
+} // namespace pycomm::testing

@@ -1,0 +1,120 @@
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+namespace pycomm::testing {
+
+[[nodiscard]] uint64_t mixed(uint64_t hash, uint64_t value) noexcept;
+[[nodiscard]] uint64_t mixed(uint64_t hash, const void* bytes, size_t nbytes) noexcept;
+
+/// What a Walk walks through: programs that run at the same time, one for each rank, over memory that they share.
+class Scene {
+ public:
+  virtual ~Scene() = default;
+  /// Puts everything back to how it was at the beginning.
+  virtual void reset() = 0;
+  /// The program of a rank. It ends soon once Walk::draining().
+  virtual void body(int rank) = 0;
+  /// Of everything that a rank can see of what others did, and of what it has made of it.
+  [[nodiscard]] virtual uint64_t hash() const = 0;
+  /// All programs have ended.
+  virtual void ended() = 0;
+};
+
+/// All orders in which the programs of a Scene can take their steps. A program is a fiber, which stops (pause) before each step that others
+/// can see or that sees others. A state that was reached before, by whatever way, is not gone on from again. Nothing can be copied in the middle of a
+/// program, so to try another step the programs are run again from the beginning.
+///
+/// The order is sequentially consistent: what one step writes, all see after it.
+class Walk {
+ public:
+  struct Found {
+    size_t states = 0;
+    size_t runs = 0; ///< to the end
+    std::string wrong; ///< the first thing that should not be, and the steps to it
+  };
+
+  Walk(Scene& scene, int size);
+  /// `most`: states. Reaching it is wrong as well.
+  [[nodiscard]] Found all(size_t most);
+
+  /// The one that runs. The rest is for programs.
+  [[nodiscard]] static Walk& current() noexcept {
+    return *current_;
+  }
+  [[nodiscard]] int rank() const noexcept {
+    return running_;
+  }
+  /// What the program does after this happens at once, up to the next pause.
+  void pause(const char* what);
+  /// Between two calls of what is walked through: the choice of one of so many ways to go on. `state`: of the rank, all that is not in Scene::hash().
+  [[nodiscard]] int choose(int ways, uint64_t state);
+  /// The last call did nothing: the first way is closed until another rank writes.
+  void didNothing() noexcept {
+    now().did_nothing = true;
+  }
+  /// Has read this where others write.
+  void saw(uint64_t value) noexcept {
+    now().log = mixed(now().log, value);
+  }
+  void wrote() noexcept;
+  /// Until wake() with the same word.
+  void sleep(const void* word);
+  void wake(const void* word) noexcept;
+  [[nodiscard]] bool draining() const noexcept {
+    return draining_;
+  }
+  void wrong(const std::string& what);
+  /// Between two calls, and not in the middle of one.
+  [[nodiscard]] bool between(int rank) const noexcept {
+    return ranks_[static_cast<size_t>(rank)].between;
+  }
+
+ private:
+  struct Rank {
+    ucontext_t context{};
+    std::vector<std::byte> stack;
+    bool ended = false;
+    bool between = false;
+    bool did_nothing = false;
+    bool news = false; ///< another rank has written since its last call began
+    const void* asleep = nullptr;
+    int ways = 1;
+    int chosen = 0;
+    uint64_t log = 0; ///< since its last call began
+    const char* what = "begins";
+  };
+  struct Step {
+    int rank;
+    int way;
+  };
+
+  Rank& now() noexcept {
+    return ranks_[static_cast<size_t>(running_)];
+  }
+  static void enter();
+  void begin();
+  void go(Step step);
+  void swap();
+  void drain();
+  [[nodiscard]] std::vector<Step> possible() const;
+  [[nodiscard]] uint64_t hash() const;
+  [[nodiscard]] std::string told(const std::vector<Step>& path);
+
+  static Walk* current_;
+  Scene& scene_;
+  std::vector<Rank> ranks_;
+  ucontext_t main_{};
+  int running_ = 0;
+  bool draining_ = false;
+  std::string wrong_;
+  std::unordered_set<uint64_t> seen_;
+};
+
+} // namespace pycomm::testing

@@ -1,0 +1,102 @@
+#pragma once
+
+// csrc/engine/host as it is, compiled once more, under other names: with words (HostWord) whose loads and stores a Walk puts in order, and with
+// slots and stages of a few elements. Each fault point is a pause before what it stands at: that is where ranks read and write memory that others
+// write and read.
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/fault_point.h"
+#include "engine/host/host_inbox.h"
+#include "engine/host/host_word.h"
+#include "engine/operation/group_identity.h"
+#include "engine/operation/operation.h"
+#include "transport/frame_header.h"
+#include "transport/memory/futex.h"
+#include "transport/memory/shared_arena.h"
+#include "transport/memory/shared_heap.h"
+
+namespace pycomm {
+namespace testing {
+
+void beforeLoad(const void* word);
+void afterLoad(const void* word, uint64_t value);
+void beforeStore(const void* word);
+void afterStore();
+void beforeBytes(const char* site);
+
+} // namespace testing
+
+template <typename T>
+class WalkedWord {
+ public:
+  T load(std::memory_order) const noexcept {
+    testing::beforeLoad(this);
+    const T value = value_;
+    testing::afterLoad(this, value);
+    return value;
+  }
+  void store(T value, std::memory_order) noexcept {
+    testing::beforeStore(this);
+    value_ = value;
+    testing::afterStore();
+  }
+  T fetch_add(T by, std::memory_order) noexcept {
+    testing::beforeStore(this);
+    const T before = value_;
+    value_ += by;
+    testing::afterStore();
+    return before;
+  }
+
+ private:
+  T value_;
+};
+
+void futexWait(const WalkedWord<uint32_t>& word, uint32_t seen, int64_t timeout_us) noexcept;
+void futexWake(const WalkedWord<uint32_t>& word) noexcept;
+
+inline constexpr uint64_t kWalkedSlots = 2;
+inline constexpr size_t kWalkedInlineNbytes = 64;
+inline constexpr size_t kWalkedStageNbytes = 96;
+inline constexpr uint64_t kWalkedStages = 2;
+
+} // namespace pycomm
+
+#define HostWord WalkedWord
+#define kHostSlots kWalkedSlots
+#define kHostInlineNbytes kWalkedInlineNbytes
+#define kHostStageNbytes kWalkedStageNbytes
+#define kHostStages kWalkedStages
+
+#define HostBell WalkedBell
+#define HostHeaps WalkedHeaps
+#define HostInPlace WalkedInPlace
+#define HostMemory WalkedMemory
+#define HostOperation WalkedOperation
+#define HostPlane WalkedPlane
+#define HostProgress WalkedProgress
+#define HostQueue WalkedQueue
+#define HostRounds WalkedRounds
+#define HostSlot WalkedSlot
+#define HostTransfer WalkedTransfer
+#define HostView WalkedView
+#define HostWorker WalkedWorker
+
+#undef PYCOMM_FAULT_POINT
+#define PYCOMM_FAULT_POINT(site) ::pycomm::testing::beforeBytes(site)
+
+#define private public // what a rank remembers is a part of the state
+#include "engine/host/host_plane.h"
+#undef private
