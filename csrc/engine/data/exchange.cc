@@ -172,14 +172,26 @@ void Exchange::onSent(const std::vector<OutFrame>& frames) {
   act();
 }
 
+// Frames first: other ranks wait for them.
 void Exchange::flush() {
-  while (!end_.failed()) {
-    if (outgoing_.hasOwn()) {
-      deliverToSelf();
-    } else if (!links_.flush()) {
-      return;
-    }
+  while (!end_.failed() && (links_.flush() || work())) {
   }
+}
+
+bool Exchange::work() {
+  if (turn_left_ <= 0 || !hasWork()) {
+    return false;
+  }
+  if (outgoing_.hasOwn()) {
+    deliverToSelf();
+  }
+  if (transfers_.hasWork()) {
+    const Transfers::Worked worked = transfers_.work(static_cast<size_t>(std::max<int64_t>(turn_left_, 0)));
+    turn_left_ -= static_cast<int64_t>(worked.nbytes);
+    act();
+    finishIfComplete(worked.op_id);
+  }
+  return true;
 }
 
 void Exchange::deliverToSelf() {
@@ -191,6 +203,7 @@ void Exchange::deliverToSelf() {
   Sink sink = onHeader(identity_.rank, header);
   if (sink.into.nbytes > 0) {
     std::memcpy(sink.into.ptr, frame.payload.ptr, sink.into.nbytes);
+    turn_left_ -= 2 * static_cast<int64_t>(sink.into.nbytes);
   }
   onFrame(identity_.rank, header, std::move(sink));
   if (transfers_.sent(frame)) {
@@ -247,6 +260,7 @@ void Exchange::overdue(uint64_t op_id) {
 }
 
 void Exchange::tick(TimePoint now) {
+  turn_left_ = kTurnNbytes;
   protocol_.tick(now);
   act();
   messages_.tick(now);
@@ -274,6 +288,9 @@ Exchange::Usage Exchange::usage() const {
 }
 
 TimePoint Exchange::nextTick() const noexcept {
+  if (hasWork()) {
+    return Loop::Ticker::kAtOnce;
+  }
   return std::min(
       {protocol_.nextTick(),
        messages_.nextTick(),

@@ -35,7 +35,7 @@ void LocalSteps::countSent(const Step& step) const {
   counters.saved_nbytes.fetch_add(plain_nbytes - step.src.numel, std::memory_order_relaxed);
 }
 
-void LocalSteps::runCodec(const Step& step) const {
+void LocalSteps::runCodec(const Step& step, Slice slice) const {
   const Codec codec = prepared_.schedule.codec;
   const DType to = prepared_.dtypeOf(step.dst.buffer);
   const Operation::Request& request = operation_.request();
@@ -71,7 +71,7 @@ void LocalSteps::runCodec(const Step& step) const {
   PYCOMM_FAULT_POINT("reduce.step");
   std::vector<const void*> sources;
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
-    sources.push_back(at(prepared_.schedule.sources[i]));
+    sources.push_back(at(cut(prepared_.schedule.sources[i], slice)));
   }
   const int64_t divisor = operation_.request().descriptor.reduce_op == ReduceOp::Avg ? size_ : 1;
   if (to != DType::UInt8) {

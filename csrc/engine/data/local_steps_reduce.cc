@@ -24,12 +24,12 @@ void LocalSteps::combine(const Step& step, void* dst, const void* arriving) cons
   reduce(dtype, op, dst, lower, higher, numel);
 }
 
-void LocalSteps::reduceSources(const Step& step) const {
+void LocalSteps::reduceSources(const Step& step, Slice slice) const {
   PYCOMM_FAULT_POINT("reduce.step");
   const Operation::Request& request = operation_.request();
   std::vector<const void*> sources;
   for (uint32_t i = step.sources_begin; i < step.sources_end; ++i) {
-    sources.push_back(at(prepared_.schedule.sources[i]));
+    sources.push_back(at(cut(prepared_.schedule.sources[i], slice)));
   }
   const ReduceOp op = request.descriptor.reduce_op;
   const bool divides = step.final && op == ReduceOp::Avg;

@@ -1,7 +1,6 @@
 #include "engine/data/transfer.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -24,7 +23,8 @@ Transfer::Transfer(
     int size,
     Protocol& protocol,
     StagingPool& staging,
-    SendFrame send_frame)
+    SendFrame send_frame,
+    Working& working)
     : operation_(std::move(operation)),
       prepared_(*operation_->request().schedule),
       protocol_(protocol),
@@ -35,6 +35,7 @@ Transfer::Transfer(
       states_(prepared_.schedule.steps.size()),
       next_incoming_(prepared_.incoming.size(), 0),
       leaving_(prepared_.outgoing.size()),
+      working_(working),
       steps_left_(prepared_.schedule.steps.size()) {
   const Schedule& schedule = prepared_.schedule;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -77,9 +78,38 @@ void Transfer::inputArrived() {
 }
 
 void Transfer::becomeReady(uint32_t step) {
-  if (prepared_.incoming_of_step[step] < 0 || states_[step].arrived) {
-    ready_.push_back(step);
+  if (prepared_.incoming_of_step[step] >= 0 && !states_[step].arrived) {
+    return;
   }
+  if (local_.valuesOf(prepared_.schedule.steps[step], arriving(step)) == 0) {
+    ready_.push_back(step);
+    return;
+  }
+  work_.push_back(step);
+  if (work_.size() == 1) {
+    working_.push_back(this);
+  }
+}
+
+size_t Transfer::work(size_t nbytes) {
+  const uint32_t index = work_.front();
+  const Step& step = prepared_.schedule.steps[index];
+  const size_t values = local_.valuesOf(step, arriving(index));
+  const auto [slice, touched] = local_.sliceOf(step, values, worked_, nbytes);
+  local_.run(step, slice, arriving(index));
+  worked_ += slice.numel;
+  if (worked_ == values) {
+    worked_ = 0;
+    work_.pop_front();
+  }
+  if (!work_.empty()) {
+    working_.push_back(this);
+  }
+  if (worked_ == 0) {
+    computed(index);
+    runReady();
+  }
+  return touched;
 }
 
 void Transfer::runReady() {
@@ -157,13 +187,26 @@ void Transfer::arrived(int peer, const FrameHeader& header, Sink sink) {
   state.eager = (header.aux & kEagerFlag) != 0;
   state.staging = std::move(sink.staging);
   bytes_arrived_ += header.payload_nbytes;
-  if (state.deps_left == 0) {
-    ready_.push_back(index);
-    runReady();
+  if (state.deps_left > 0) {
+    return;
   }
+  if (sink.unexpected) {
+    becomeReady(index);
+  } else {
+    ready_.push_back(index);
+  }
+  runReady();
 }
 
 void Transfer::execute(uint32_t index) {
+  const Step& step = prepared_.schedule.steps[index];
+  if (const size_t values = local_.valuesOf(step, arriving(index)); values > 0) {
+    local_.run(step, {0, values}, arriving(index));
+  }
+  computed(index);
+}
+
+void Transfer::computed(uint32_t index) {
   const Step& step = prepared_.schedule.steps[index];
   StepState& state = states_[index];
   switch (step.kind) {
@@ -173,22 +216,13 @@ void Transfer::execute(uint32_t index) {
       break;
     case StepKind::Recv:
     case StepKind::RecvCopySend:
-      if (state.staging) {
-        std::memcpy(local_.at(step.dst), state.staging.view().ptr, state.staging.view().nbytes);
-      }
-      state.staging.release();
-      consumed(index);
-      state.outgoing = local_.view(step.dst);
-      break;
     case StepKind::RecvReduce:
     case StepKind::RecvReduceCopySend:
-      local_.combine(step, local_.at(step.dst), state.staging.view().ptr);
       state.staging.release();
       consumed(index);
       state.outgoing = local_.view(step.dst);
       break;
     case StepKind::RecvReduceSend:
-      local_.combine(step, state.staging.view().ptr, state.staging.view().ptr);
       state.outgoing = state.staging.view();
       break; // consumed only when its memory is free again: that is what bounds the memory of a slow next rank
     case StepKind::ReduceMany:
@@ -197,7 +231,6 @@ void Transfer::execute(uint32_t index) {
     case StepKind::Encode:
     case StepKind::Decode:
     case StepKind::ReduceEncoded:
-      local_.run(step);
       break;
   }
   if (!sends(step.kind)) {

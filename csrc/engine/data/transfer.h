@@ -20,28 +20,36 @@ namespace pycomm {
 /// A step runs once its dependencies have ended and, if it receives, its frame has arrived. Frames of an edge arrive and leave in
 /// listed order, so one cursor per edge says which step a frame belongs to. Example, rank 1 of a 3-rank ring, one segment per chunk:
 ///   frame from 0 arrives -> RecvReduceSend: staging = staging op own chunk, goes on to 2 -> frame taken by the kernel -> ended.
+/// Steps that only send run at once, and so do those whose frame has just arrived: a link brings a bounded number of bytes per turn. All
+/// other steps are work, which their owner calls for in slices. So a large copy holds up neither frames nor other operations.
 /// One thread: the lane's.
 class Transfer {
  public:
   /// Queues a frame to a peer.
   using SendFrame = std::function<void(int peer, OutFrame&& frame)>;
+  /// The transfers that have work, in the order in which they get their turn.
+  using Working = std::deque<Transfer*>;
 
+  /// It adds itself to `working` when it has work. The owner takes it out for work(), and if it ends before.
   Transfer(
       std::shared_ptr<Operation> operation,
       int size,
       Protocol& protocol,
       StagingPool& staging,
-      SendFrame send_frame);
+      SendFrame send_frame,
+      Working& working);
 
-  /// Runs what needs nothing from anybody.
+  /// Sends what needs nothing from anybody.
   void start();
+  /// Copies and computes: a slice of the step that has waited longest, of about so many bytes read and written. Returns how many.
+  size_t work(size_t nbytes);
 
   /// Throws Error unless this data frame is the next one due from `peer` (ProtocolViolation) and of the size of its part
   /// (CollectiveMismatch).
   void expect(int peer, const FrameHeader& header) const;
   /// The same, and says where its payload goes.
   [[nodiscard]] Sink place(int peer, const FrameHeader& header);
-  /// That payload is complete.
+  /// That payload is complete. `sink.unexpected`: not just now, and others with it.
   void arrived(int peer, const FrameHeader& header, Sink sink);
   /// The kernel has taken the frame of this step.
   void sent(uint32_t step);
@@ -85,9 +93,13 @@ class Transfer {
 
   [[nodiscard]] uint32_t dueStep(int peer, const FrameHeader& header) const;
   [[nodiscard]] ErrorRecord refused(ErrorCode code, int peer, std::string summary, std::string hint) const;
+  [[nodiscard]] std::byte* arriving(uint32_t step) const noexcept {
+    return states_[step].staging.view().ptr;
+  }
   void becomeReady(uint32_t step);
   void runReady();
   void execute(uint32_t step);
+  void computed(uint32_t step);
   void ended(uint32_t step);
   void consumed(uint32_t step);
   void sendFramesOf(size_t edge);
@@ -107,7 +119,10 @@ class Transfer {
     size_t sent = 0; ///< taken by the kernel
   };
   std::vector<Leaving> leaving_; ///< by outgoing edge
-  std::deque<uint32_t> ready_; ///< in the order in which they became ready
+  std::deque<uint32_t> ready_; ///< to run at once, in the order in which they became ready
+  std::deque<uint32_t> work_; ///< the same of those that wait for work()
+  size_t worked_ = 0; ///< values of the first of these that are done
+  Working& working_; ///< the owner's; has this transfer while work_ has steps
   size_t steps_left_;
   int64_t bytes_arrived_ = 0;
 };

@@ -39,7 +39,7 @@ Transfers::Transfers(
 Transfer& Transfers::add(const std::shared_ptr<Operation>& operation, TimePoint now) {
   const Operation::Request& request = operation->request();
   const uint64_t op_id = request.id.id;
-  auto transfer = std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, send_frame_);
+  auto transfer = std::make_unique<Transfer>(operation, identity_.size, protocol_, staging_, send_frame_, working_);
   Transfer& running = *transfer;
   if (!transfers_.emplace(op_id, std::move(transfer)).second) {
     throw Error(
@@ -70,6 +70,7 @@ void Transfers::replayUnexpected(Transfer& transfer) {
     Sink sink;
     sink.into = frame.staging.view();
     sink.staging = std::move(frame.staging);
+    sink.unexpected = true;
     transfer.arrived(frame.peer, frame.header, std::move(sink));
     transfer.operation().mark().received(transfer.bytesArrived());
   }
@@ -134,6 +135,13 @@ bool Transfers::inputArrived(uint64_t op_id) {
   return true;
 }
 
+Transfers::Worked Transfers::work(size_t nbytes) {
+  Transfer& transfer = *working_.front();
+  working_.pop_front();
+  const size_t touched = transfer.work(nbytes);
+  return {transfer.operation().request().id.id, touched};
+}
+
 std::unique_ptr<Transfer> Transfers::takeComplete(uint64_t op_id) {
   const auto found = transfers_.find(op_id);
   if (found == transfers_.end() || !found->second->complete()) {
@@ -148,6 +156,7 @@ std::unique_ptr<Transfer> Transfers::takeComplete(uint64_t op_id) {
 
 void Transfers::endAll(const std::function<void(const Transfer&)>& end) noexcept {
   unexpected_.clear();
+  working_.clear();
   const auto transfers = std::exchange(transfers_, {});
   lane_.addBusy(-static_cast<int>(transfers.size()));
   for (const auto& entry : transfers) {

@@ -55,6 +55,12 @@ class Transfers {
   void sendFrames(uint64_t op_id, int peer);
   /// More of its input is here: whether the operation is under way.
   [[nodiscard]] bool inputArrived(uint64_t op_id);
+  /// A slice of one operation's work; each gets its turn. Requires hasWork().
+  struct Worked {
+    uint64_t op_id = 0;
+    size_t nbytes = 0;
+  };
+  Worked work(size_t nbytes);
   /// Takes the operation if all its steps have ended; else null.
   [[nodiscard]] std::unique_ptr<Transfer> takeComplete(uint64_t op_id);
   /// Takes all operations, for `end`, and drops all unexpected frames.
@@ -63,6 +69,9 @@ class Transfers {
   // ---- questions
   [[nodiscard]] bool runs(uint64_t op_id) const noexcept {
     return transfers_.count(op_id) != 0;
+  }
+  [[nodiscard]] bool hasWork() const noexcept {
+    return !working_.empty();
   }
   [[nodiscard]] bool has(const Operation& operation) const noexcept;
   [[nodiscard]] size_t size() const noexcept {
@@ -95,6 +104,7 @@ class Transfers {
   StagingPool& staging_;
   Loop& lane_;
   const Transfer::SendFrame send_frame_;
+  Transfer::Working working_; ///< of transfers_
   std::map<uint64_t, std::unique_ptr<Transfer>> transfers_; ///< oldest first: its deadline names who has not entered
   std::unordered_map<uint64_t, std::vector<UnexpectedFrame>> unexpected_; ///< by operation
 };

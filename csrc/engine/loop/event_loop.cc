@@ -124,6 +124,10 @@ void EventLoop::turn(Deadline deadline) noexcept {
     tickers_.tick(Clock::now());
     return;
   }
+  if (tickers_.haveWork()) {
+    dispatch(0);
+    return;
+  }
   const int spin_us = spin_us_.load(std::memory_order_relaxed);
   if (spin_us > 0 && spin(std::chrono::microseconds(spin_us))) {
     return;

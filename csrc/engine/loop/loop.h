@@ -31,7 +31,9 @@ class Loop {
   /// Told when time has passed.
   class Ticker : public Owner {
    public:
-    /// When `tick` wants to be called next; TimePoint::max() for never.
+    /// When `tick` wants to be called next; TimePoint::max() for never. kAtOnce if it has work that it does in slices, one in each tick: of
+    /// the tickers that have some, one gets a tick in each turn of the loop.
+    static constexpr TimePoint kAtOnce = TimePoint::min();
     [[nodiscard]] virtual TimePoint nextTick() const noexcept = 0;
     virtual void tick(TimePoint now) = 0;
 

@@ -21,12 +21,27 @@ TimePoint Tickers::nextTick() const noexcept {
 
 bool Tickers::tick(TimePoint now) noexcept {
   bool any = false;
+  size_t worker = tickers_.size();
+  size_t workers = 0;
   for (size_t i = 0; i < tickers_.size(); ++i) {
-    if (tickers_[i] != nullptr && tickers_[i]->nextTick() <= now) {
+    const TimePoint next = tickers_[i] == nullptr ? TimePoint::max() : tickers_[i]->nextTick();
+    if (next == Loop::Ticker::kAtOnce) {
+      if (workers++ == 0 || (worker < next_worker_ && i >= next_worker_)) {
+        worker = i;
+      }
+    } else if (next <= now) {
       Loop::Ticker& ticker = *tickers_[i];
       Loop::guarded(ticker, [&] { ticker.tick(now); });
       any = true;
     }
+  }
+  have_work_ = workers > 1;
+  if (workers > 0 && tickers_[worker] != nullptr) {
+    Loop::Ticker& ticker = *tickers_[worker];
+    Loop::guarded(ticker, [&] { ticker.tick(now); });
+    next_worker_ = worker + 1;
+    have_work_ = have_work_ || (tickers_[worker] != nullptr && ticker.nextTick() == Loop::Ticker::kAtOnce);
+    any = true;
   }
   tickers_.erase(std::remove(tickers_.begin(), tickers_.end(), nullptr), tickers_.end());
   return any;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "base/deadline.h"
@@ -23,8 +24,12 @@ class Tickers final {
 
   /// When the first wants to be called; TimePoint::max() for never.
   [[nodiscard]] TimePoint nextTick() const noexcept;
-  /// Calls those whose time has come. Whether there were any.
+  /// Calls those whose time has come, and one of those that have work. Whether there were any.
   bool tick(TimePoint now) noexcept;
+  /// The last tick() has left work.
+  [[nodiscard]] bool haveWork() const noexcept {
+    return have_work_;
+  }
 
   // All of them as one, for the rest of Loop::Ticker:
   [[nodiscard]] Loop::Ticker::Look look() noexcept;
@@ -34,6 +39,8 @@ class Tickers final {
 
  private:
   std::vector<Loop::Ticker*> tickers_; ///< each alive until remove(); null: removed, until the end of tick()
+  size_t next_worker_ = 0; ///< the first place to look for one that has work
+  bool have_work_ = false;
 };
 
 } // namespace pycomm

@@ -116,7 +116,9 @@ void SimLoop::turn() {
     return;
   }
   const TimePoint next = tickers_.nextTick();
-  if (next != TimePoint::max()) {
+  if (next == Ticker::kAtOnce) {
+    wake(now);
+  } else if (next != TimePoint::max()) {
     wake(next + Nanos(random_.below(pace_.oversleep.count() + 1)));
   }
 }

@@ -107,7 +107,7 @@ TEST_F(LocalStepsTest, StepsThatMoveNothingBetweenRanks) {
   Operation operation(std::move(request));
   const LocalSteps steps(operation, 2, pool);
   for (const Step& step : of) {
-    steps.run(step);
+    steps.run(step, {0, steps.valuesOf(step, nullptr)}, nullptr);
   }
   EXPECT_EQ(output, (Values{2, 9, 12, 12})); // (1 + 3) / 2, then what the last copy has moved
 }
@@ -122,11 +122,11 @@ TEST_F(LocalStepsTest, AnAverageIsDividedOnlyWhenItIsFinal) {
   request.output = partOf(output);
   Operation operation(std::move(request));
   const LocalSteps steps(operation, 2, pool);
-  const Values four = {4};
-  steps.combine(step, steps.at(step.dst), four.data());
+  Values four = {4};
+  steps.run(step, {0, 1}, partOf(four).ptr);
   EXPECT_EQ(output[0], 4);
   step.final = true;
-  steps.combine(step, steps.at(step.dst), four.data());
+  steps.run(step, {0, 1}, partOf(four).ptr);
   EXPECT_EQ(output[0], 2);
 }
 

@@ -125,6 +125,10 @@ TEST_F(TransfersTest, FramesThatCameBeforeTheirOperationAreReplayed) {
   EXPECT_EQ(transfers.takeComplete(1), nullptr);
   transfers.replayUnexpected(transfer);
   EXPECT_EQ(transfers.unexpectedFrames(), 0U);
+  EXPECT_EQ(transfers.takeComplete(1), nullptr) << "many may be copied, so that is work";
+  ASSERT_TRUE(transfers.hasWork());
+  EXPECT_EQ(transfers.work(1).nbytes, 2 * output.size() * sizeof(float));
+  EXPECT_FALSE(transfers.hasWork());
   EXPECT_NE(transfers.takeComplete(1), nullptr);
   EXPECT_EQ(output, values);
   EXPECT_EQ(staging.takenNbytes(), 0U);
@@ -139,6 +143,7 @@ TEST_F(TransfersTest, AFrameWhoseOperationIsPostedBeforeItsLastByteIsNotHeld) {
   transfers.add(operation, now).start();
   EXPECT_TRUE(transfers.arrived(0, header, std::move(sink)));
   EXPECT_EQ(transfers.unexpectedFrames(), 0U);
+  static_cast<void>(transfers.work(1));
   EXPECT_NE(transfers.takeComplete(1), nullptr);
   EXPECT_EQ(output, values);
 }

@@ -68,6 +68,28 @@ TEST(Tickers, CallsThoseThatAreDue) {
   EXPECT_EQ(late.ticks, 0);
 }
 
+TEST(Tickers, OfThoseThatHaveWorkEachGetsItsTurn) {
+  Tickers tickers;
+  FakeTicker first(Loop::Ticker::kAtOnce);
+  FakeTicker due(at(0));
+  FakeTicker second(Loop::Ticker::kAtOnce);
+  for (FakeTicker* ticker : {&first, &due, &second}) {
+    tickers.add(*ticker);
+  }
+  for (int turn = 1; turn <= 3; ++turn) {
+    EXPECT_TRUE(tickers.tick(at(0)));
+    EXPECT_EQ(first.ticks, (turn + 1) / 2);
+    EXPECT_EQ(second.ticks, turn / 2);
+    EXPECT_EQ(due.ticks, turn) << "nobody's work delays it";
+    EXPECT_TRUE(tickers.haveWork());
+  }
+  first.next_tick = TimePoint::max();
+  second.on_tick = [&] { second.next_tick = TimePoint::max(); };
+  EXPECT_TRUE(tickers.tick(at(0)));
+  EXPECT_EQ(second.ticks, 2);
+  EXPECT_FALSE(tickers.haveWork());
+}
+
 TEST(Tickers, OneMayLeaveWhileItIsCalledAndRemoveAnother) {
   Tickers tickers;
   FakeTicker first(at(0));
