@@ -29,22 +29,35 @@ uint64_t namespaceInode(const char* path) {
   return ::stat(path, &status) == 0 ? static_cast<uint64_t>(status.st_ino) : 0;
 }
 
-// Field 22 of /proc/<pid>/stat. The second field is the program's name in brackets and may hold anything, so counting
-// starts behind the last bracket, at field 3. 0 if there is no such process.
-uint64_t startTicks(const std::string& pid) {
+struct ProcessStat {
+  char state = 0; ///< 0: /proc does not show the process
+  uint64_t start_ticks = 0;
+};
+
+// Fields 3 and 22 of /proc/<pid>/stat. The second field is the program's name in brackets and may hold anything, so counting
+// starts behind the last bracket, at field 3.
+ProcessStat statOf(const std::string& pid) {
   const std::string line = firstLine(("/proc/" + pid + "/stat").c_str());
   const size_t bracket = line.rfind(')');
+  ProcessStat stat;
   if (bracket == std::string::npos) {
-    return 0;
+    return stat;
   }
   std::istringstream fields(line.substr(bracket + 1));
   std::string field;
-  for (int index = 3; index <= 22; ++index) {
+  fields >> stat.state;
+  for (int index = 4; index <= 22; ++index) {
     fields >> field;
   }
-  uint64_t ticks = 0;
-  std::istringstream(field) >> ticks;
-  return ticks;
+  std::istringstream(field) >> stat.start_ticks;
+  return stat;
+}
+
+// In a new pid namespace, /proc may still show the pids of the outer one.
+bool procShowsOwnPids() {
+  char self[32] = {};
+  const ssize_t length = ::readlink("/proc/self", self, sizeof self - 1);
+  return length > 0 && std::string(self, static_cast<size_t>(length)) == std::to_string(::getpid());
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -108,19 +121,23 @@ ProcessIdentity ProcessIdentity::ofThisProcess() {
   ProcessIdentity identity;
   identity.pid = ::getpid();
   identity.pid_namespace = namespaceInode("/proc/self/ns/pid");
-  identity.start_ticks = startTicks("self");
+  identity.start_ticks = statOf("self").start_ticks;
   return identity;
 }
 
-bool ProcessIdentity::mayBeAlive() const {
+Life ProcessIdentity::life() const {
   if (pid_namespace != namespaceInode("/proc/self/ns/pid") || pid <= 0) {
-    return true; // its pid has no meaning here
+    return Life::Unknown; // its pid has no meaning here
   }
   if (::kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH) {
-    return false;
+    return Life::Ended;
   }
-  const uint64_t ticks = startTicks(std::to_string(pid));
-  return ticks == 0 || ticks == start_ticks; // another start: the pid was reused
+  const ProcessStat stat = procShowsOwnPids() ? statOf(std::to_string(pid)) : ProcessStat();
+  if (stat.state == 0 || stat.start_ticks == 0 || start_ticks == 0) {
+    return Life::Unknown;
+  }
+  const bool is_zombie = stat.state == 'Z' || stat.state == 'X';
+  return is_zombie || stat.start_ticks != start_ticks ? Life::Ended : Life::Lives; // another start: the pid was reused
 }
 
 std::string ProcessIdentity::wireText() const {

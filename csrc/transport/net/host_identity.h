@@ -29,6 +29,13 @@ struct HostIdentity {
   }
 };
 
+/// What this process can know about another one.
+enum class Life : uint8_t {
+  Lives,
+  Ended, ///< also if its parent has not reaped it yet
+  Unknown, ///< it has another pid namespace, or /proc does not show it
+};
+
 /// Identifies one process of a host, also against a later one with the same pid.
 struct ProcessIdentity {
   int64_t pid = 0;
@@ -36,8 +43,8 @@ struct ProcessIdentity {
   uint64_t start_ticks = 0; ///< since boot, from /proc/self/stat
 
   [[nodiscard]] static ProcessIdentity ofThisProcess();
-  /// False only if the process has certainly ended. Call for processes of this host.
-  [[nodiscard]] bool mayBeAlive() const;
+  /// Call for processes of this host.
+  [[nodiscard]] Life life() const;
 
   [[nodiscard]] std::string wireText() const;
   [[nodiscard]] static std::optional<ProcessIdentity> fromWireText(const std::string& text);

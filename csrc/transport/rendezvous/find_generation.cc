@@ -13,43 +13,81 @@
 namespace pycomm {
 namespace {
 
-constexpr int kRestartMs = 10000; // by which the ranks of a new run may start before its rank 0
-constexpr int kOtherSecretMs = 3000; // the same, if all that is there of rank 0 has another secret, or none
 constexpr int kLongestPauseMs = 100;
 
-// The generation of rank 0's last claim, if this rank has waited long enough for a newer one: it ended with an error before all ranks knew
-// each other, or rank 0 has another secret, or none. A rank that joins it finds that error, or that record, and rank 0 finds this rank's.
-std::optional<Generation> lastResort(Store& store, const std::string& prefix, int64_t waited_ms) {
-  if (waited_ms < std::min(kOtherSecretMs, kRestartMs)) {
+class Search {
+ public:
+  Search(const StoreRound& round, const std::string& prefix)
+      : round_(round), store_(round.store), prefix_(prefix), newest_before_(lastClaimOfRankZero(store_, prefix)) {}
+
+  [[nodiscard]] std::optional<Generation> look() {
+    const int64_t claimed = claimOfRankZero(store_, prefix_);
+    if (claimed > 0 && !isComplete(claimed) && !store_.find(keyOf(claimed, "error"))) {
+      return Generation{
+          claimed, [&store = store_, &prefix = prefix_, claimed] { return claimOfRankZero(store, prefix) != claimed; }};
+    }
+    last_ = lastClaimOfRankZero(store_, prefix_);
+    if (last_ == 0 || isComplete(last_)) {
+      return std::nullopt;
+    }
+    if (store_.find(keyOf(last_, "error"))) {
+      const bool took_part = store_.has(keyOf(last_, "member/" + std::to_string(round_.rank))); // once is enough
+      const bool of_this_run = last_ > newest_before_ || knownToLive(store_, prefix_, last_);
+      return of_this_run && !took_part ? std::optional<Generation>(Generation{last_, nullptr}) : std::nullopt;
+    }
+    if (isOfAnotherSecret(last_) && !store_.has(keyOf(last_, "error"))) {
+      return Generation{last_, [&store = store_, &prefix = prefix_, last = last_] {
+                          return claimOfRankZero(store, prefix) > last || lastClaimOfRankZero(store, prefix) != last;
+                        }};
+    }
     return std::nullopt;
   }
-  const int64_t number = lastClaimOfRankZero(store, prefix);
-  const std::string keys = prefix + std::to_string(number) + "/";
-  if (number == 0 || store.find(keys + "member/all")) {
-    return std::nullopt;
+
+  /// Of a rank 0 that failed, or that has another secret, but maybe in an earlier run.
+  [[nodiscard]] std::string lastAttempt() const {
+    if (last_ == 0 || isComplete(last_)) {
+      return "";
+    }
+    StoreRound last{store_, round_.abort, prefix_ + std::to_string(last_) + "/"};
+    try {
+      last.throwIfFailed();
+      if (isOfAnotherSecret(last_)) {
+        (void)store_.get(keyOf(last_, "member/0"), Deadline::after(Store::kReadTimeoutMs));
+      }
+    } catch (const Error& error) {
+      return "; the last attempt of rank 0, maybe in an earlier run, ended with: " + error.record().summary;
+    }
+    return "";
   }
-  const bool other_secret = store.sealed() && store.has(keys + "member/0") && !store.find(keys + "member/0");
-  if (waited_ms < (other_secret ? kOtherSecretMs : kRestartMs) || !(other_secret || store.find(keys + "error"))) {
-    return std::nullopt;
+
+ private:
+  [[nodiscard]] std::string keyOf(int64_t number, const std::string& key) const {
+    return prefix_ + std::to_string(number) + "/" + key;
   }
-  return Generation{number, false};
-}
+  [[nodiscard]] bool isComplete(int64_t number) const {
+    return store_.find(keyOf(number, "member/all")).has_value();
+  }
+  [[nodiscard]] bool isOfAnotherSecret(int64_t number) const {
+    const std::string key = keyOf(number, "member/0");
+    return store_.sealed() && store_.has(key) && !store_.find(key);
+  }
+
+  const StoreRound& round_;
+  Store& store_;
+  const std::string& prefix_;
+  const int64_t newest_before_; ///< the last claim of rank 0 when this rank came
+  int64_t last_ = 0; ///< and now
+};
 
 } // namespace
 
 Generation findGeneration(const StoreRound& round, const std::string& prefix) {
-  const TimePoint begin = Clock::now();
-  SlowWait slow(begin);
+  SlowWait slow(Clock::now());
+  Search search(round, prefix);
   for (int pause_ms = 1;; pause_ms = std::min(2 * pause_ms, kLongestPauseMs)) {
     round.abort.throwIfAborted();
-    const int64_t number = claimOfRankZero(round.store, prefix);
-    const std::string keys = prefix + std::to_string(number) + "/";
-    if (number > 0 && !round.store.find(keys + "member/all") && !round.store.find(keys + "error")) {
-      return Generation{number};
-    }
-    const int64_t waited_ms = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
-    if (const auto last = lastResort(round.store, prefix, round.deadline.expired() ? kRestartMs : waited_ms)) {
-      return *last;
+    if (const auto found = search.look()) {
+      return *found;
     }
     const std::string rank = std::to_string(round.rank);
     if (round.notices != nullptr) {
@@ -59,7 +97,7 @@ Generation findGeneration(const StoreRound& round, const std::string& prefix) {
       const std::optional<Notice> notice = round.notices == nullptr ? std::nullopt : round.notices->of(0);
       throw Error(
           ErrorCode::RendezvousTimeout,
-          "The rendezvous timed out: rank " + rank + " waited for rank 0, which did not come" +
+          "The rendezvous timed out: rank " + rank + " waited for rank 0, which did not come" + search.lastAttempt() +
               (notice ? "; " + notice->text() : ""),
           "did rank 0 start? Its own output says why it ended; a longer timeout helps slow starters");
     }

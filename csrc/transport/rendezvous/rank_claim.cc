@@ -70,15 +70,13 @@ std::string keyOf(const RankClaim& claim, const char* what, int64_t number) {
   return keyOf(claim.prefix, claim.rank, what, number);
 }
 
-bool hasEnded(const Owner& owner, const Owner& me) {
-  return owner.host == me.host && !owner.process.mayBeAlive();
+Life lifeOf(const Owner& owner) {
+  return owner.host == HostIdentity::ofThisProcess() ? owner.process.life() : Life::Unknown;
 }
 
-bool mayTake(const std::optional<Owner>& holder, const Owner& me, Takeover takeover) {
-  if (takeover == Takeover::Never) {
-    return false;
-  }
-  return !holder || holder->host != me.host || hasEnded(*holder, me);
+// The launcher promises that it has ended the last run, so what cannot be known counts as ended.
+bool mayTake(const std::optional<Owner>& holder, Takeover takeover) {
+  return takeover == Takeover::FromEndedRun && (!holder || lifeOf(*holder) != Life::Lives);
 }
 
 // The state of an earlier claim, once it is known.
@@ -116,7 +114,7 @@ Error duplicate(const RankClaim& claim, const Owner& me, const std::optional<Own
   record.host = me.host.hostname;
   record.peer = claim.rank;
   const std::string rank = "rank " + std::to_string(claim.rank);
-  if (holder && hasEnded(*holder, me)) {
+  if (holder && lifeOf(*holder) == Life::Ended) {
     record.summary = "the store still holds " + rank + " of an earlier run, " + holder->who() +
         ", which ended without leaving; " + me.who() + " cannot take it over";
     record.hint = "delete the store's file, or use a new one or a new port";
@@ -147,7 +145,7 @@ Owner ownerOf(Store& store, const RankClaim& claim, Takeover takeover, Deadline 
     }
     const bool mine = before.owner && before.owner->host == me.host && before.owner->process == me.process;
     const bool free = before.owner && (before.left || mine);
-    if (!free && !mayTake(before.owner, me, takeover)) {
+    if (!free && !mayTake(before.owner, takeover)) {
       throw duplicate(claim, me, before.owner);
     }
     me.generation = before.owner ? before.owner->generation + 1 : 1;
@@ -221,6 +219,12 @@ int64_t claimOfRankZero(Store& store, const std::string& prefix) {
 
 int64_t lastClaimOfRankZero(Store& store, const std::string& prefix) {
   return newestOfRankZero(store, prefix, [&](const std::string& owner) { return !store.sealed() || store.has(owner); });
+}
+
+bool knownToLive(Store& store, const std::string& prefix, int64_t claim_of_rank_zero) {
+  const auto text = store.find(keyOf(prefix, 0, "owner", claim_of_rank_zero));
+  const auto owner = text ? Owner::fromWireText(*text) : std::nullopt;
+  return owner && lifeOf(*owner) == Life::Lives;
 }
 
 void leave(Store& store, const RankClaim& claim) noexcept {

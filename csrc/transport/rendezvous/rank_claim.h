@@ -22,7 +22,7 @@ struct RankClaim {
 enum class Takeover : uint8_t {
   Never, ///< the ranks of an earlier run may still be there
   /// A launcher has started this run on the store of an earlier one, after it ended all processes of that one (torchrun's restarts). So a
-  /// rank is free unless its holder is on this host and alive.
+  /// rank is free unless its holder is known to live: on this host, in this pid namespace.
   FromEndedRun,
 };
 
@@ -45,6 +45,9 @@ enum class Takeover : uint8_t {
 /// The newest claim of rank 0 that was not refused, also if it was given back, or if its owner's record has no seal or another secret's. 0
 /// if there is none.
 [[nodiscard]] int64_t lastClaimOfRankZero(Store& store, const std::string& prefix);
+
+/// Whether the process that made this claim of rank 0 is known to live. No statement about processes of other hosts or pid namespaces.
+[[nodiscard]] bool knownToLive(Store& store, const std::string& prefix, int64_t claim_of_rank_zero);
 
 /// Gives the rank back in good order, so that a later process or group may take it on the same store.
 void leave(Store& store, const RankClaim& claim) noexcept;

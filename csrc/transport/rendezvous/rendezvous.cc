@@ -311,17 +311,13 @@ Rendezvous meet(Store& store, const RendezvousConfig& config, const AbortToken& 
   StoreRound round{store, abort, keysOf(claim), config.rank, config.size, config.deadline, begin};
   round.notices = &notices;
   const bool follows = config.takeover == Takeover::FromEndedRun && config.rank != 0;
-  const auto is_over = [&] { return claimOfRankZero(store, prefix) != claim.generation; };
   try {
     for (;;) {
       try {
         if (follows) {
           const Generation found = findGeneration(round, prefix);
           claim.generation = found.number;
-          round.over = nullptr;
-          if (found.may_be_over) {
-            round.over = is_over;
-          }
+          round.over = found.over;
           round.prefix = keysOf(claim);
           round.binding.clear();
           round.members.clear();

@@ -49,6 +49,7 @@ std::vector<std::string> StoreRound::gather(
   store.set(keyOf(prefix, key, static_cast<size_t>(rank)), mine);
   PYCOMM_FAULT_POINT("rendezvous.published");
   size_t next = 0;
+  const bool had_error = over && store.has(prefix + "error");
   const TimePoint entered = Clock::now();
   SlowWait slow(entered);
   for (int pause_ms = kFirstRoundPauseMs;; pause_ms = std::min(pause_ms * 2, kLastRoundPauseMs)) {
@@ -64,8 +65,14 @@ std::vector<std::string> StoreRound::gather(
     if (rank != 0 && takeAll(key, texts, judge)) {
       return texts;
     }
-    if (is_over) {
+    const bool has_new_error = over && !had_error && store.has(prefix + "error");
+    if (is_over || has_new_error) {
       throwIfFailed();
+    }
+    if (has_new_error) { // of a rank with another secret, and of this run
+      look(key, size, next, texts, judge);
+    }
+    if (is_over) {
       throw GenerationOver{};
     }
     if (!over) {

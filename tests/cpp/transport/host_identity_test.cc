@@ -1,6 +1,7 @@
 #include "transport/net/host_identity.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <string>
@@ -55,7 +56,8 @@ TEST(ProcessIdentity, TellsProcessesApart) {
   EXPECT_EQ(mine.pid, ::getpid());
   EXPECT_GT(mine.start_ticks, 0U);
   EXPECT_TRUE(mine == ProcessIdentity::ofThisProcess());
-  EXPECT_TRUE(Process([&] { return !(ProcessIdentity::ofThisProcess() == mine) && mine.mayBeAlive(); }).join());
+  EXPECT_TRUE(
+      Process([&] { return !(ProcessIdentity::ofThisProcess() == mine) && mine.life() == Life::Lives; }).join());
   const auto read = ProcessIdentity::fromWireText(mine.wireText());
   ASSERT_TRUE(read);
   EXPECT_TRUE(*read == mine);
@@ -69,14 +71,41 @@ TEST(ProcessIdentity, KnowsThatAProcessEnded) {
   ProcessIdentity identity = ProcessIdentity::ofThisProcess();
   identity.pid = child.pid();
   ASSERT_TRUE(child.join());
-  EXPECT_FALSE(identity.mayBeAlive());
+  EXPECT_EQ(identity.life(), Life::Ended);
   // The pid of a living process that started at another time: it was given out again.
   identity.pid = ::getpid();
   identity.start_ticks += 1;
-  EXPECT_FALSE(identity.mayBeAlive());
+  EXPECT_EQ(identity.life(), Life::Ended);
   // A pid of another namespace says nothing.
   identity.pid_namespace += 1;
-  EXPECT_TRUE(identity.mayBeAlive());
+  EXPECT_EQ(identity.life(), Life::Unknown);
+  // A sandbox that hides when processes started.
+  identity = ProcessIdentity::ofThisProcess();
+  identity.start_ticks = 0;
+  EXPECT_EQ(identity.life(), Life::Unknown);
+}
+
+TEST(ProcessIdentity, KnowsThatAProcessEndedWhichNobodyHasReaped) {
+  testing::SharedFlag start_ticks;
+  const Process zombie([&] {
+    start_ticks.raise(static_cast<int64_t>(ProcessIdentity::ofThisProcess().start_ticks));
+    return true;
+  });
+  ASSERT_FALSE(zombie.runsOn(10000));
+  ProcessIdentity identity = ProcessIdentity::ofThisProcess();
+  identity.pid = zombie.pid();
+  identity.start_ticks = static_cast<uint64_t>(start_ticks.value());
+  EXPECT_EQ(identity.life(), Life::Ended);
+}
+
+// Until somebody mounts it anew, /proc shows the pids of the outer namespace.
+TEST(ProcessIdentity, DoesNotTakeItsPidForOneOfAnOuterNamespace) {
+  EXPECT_TRUE(Process([] {
+                if (::unshare(CLONE_NEWPID) != 0) {
+                  return true; // needs root
+                }
+                return Process([] { return ProcessIdentity::ofThisProcess().life() == Life::Unknown; }).join();
+              }).join());
 }
 
 } // namespace

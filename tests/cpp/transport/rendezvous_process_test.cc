@@ -178,7 +178,7 @@ TEST(MeetAfterARestart, TellsAllRanksOfAFailure) {
   EXPECT_TRUE(two.join());
 }
 
-// Rank 0 has left by then.
+// Rank 0 has left by then, but its process lives: so the failure is of this run.
 TEST(MeetAfterARestart, TellsAFailureToARankThatComesAfterIt) {
   DirectoryStore store;
   expectRunOf(store, {0, 1, 2});
@@ -190,7 +190,44 @@ TEST(MeetAfterARestart, TellsAFailureToARankThatComesAfterIt) {
   const Outcome late = tryToMeet(store, restarted(2, 3));
   EXPECT_EQ(late.error.code, ErrorCode::ConfigMismatch) << late.error.text();
   EXPECT_EQ(late.error.rank, 0) << "the rank whose error it is";
+  EXPECT_WITHIN_MS(late.elapsed_ms, 5000);
   expectRunOf(store, {1, 2, 0}, 100);
+}
+
+// Rank 0 alone, whose deadline passed. It is gone, so nobody can know of which run that was.
+void failARun(Store& store) {
+  EXPECT_TRUE(Process([&] {
+                return tryToMeet(store, restarted(0, 2, 100)).error.code == ErrorCode::RendezvousTimeout;
+              }).join());
+}
+
+TEST(MeetAfterARestart, NeverBelievesAFailureOfARankZeroThatIsGone) {
+  DirectoryStore store;
+  failARun(store);
+  const Outcome waited = tryToMeet(store, restarted(1, 2, 500));
+  EXPECT_THAT(
+      waited.error.summary,
+      HasSubstr(
+          "rank 1 waited for rank 0, which did not come; the last attempt of rank 0, maybe in an earlier run, "
+          "ended with: The rendezvous timed out: rank 0 waited "));
+  EXPECT_EQ(waited.error.rank, 1);
+  EXPECT_GE(waited.elapsed_ms, 490);
+  expectRunOf(store, {1, 0}, 100);
+}
+
+// The same processes, which did not end in between.
+TEST(MeetAfterARestart, ARankThatTriesAgainIsNotToldOfItsFirstAttempt) {
+  DirectoryStore store;
+  RendezvousConfig other = restarted(1, 2);
+  other.config_digest = 7;
+  Process one([&] {
+    return tryToMeet(store, other).error.code == ErrorCode::ConfigMismatch && tryToMeet(store, restarted(1, 2)).good();
+  });
+  EXPECT_EQ(tryToMeet(store, restarted(0, 2)).error.code, ErrorCode::ConfigMismatch);
+  (void)store.get("pycomm/world/owner/1/2", Deadline::after(10000));
+  (void)::poll(nullptr, 0, 200); // it has looked by then
+  EXPECT_TRUE(tryToMeet(store, restarted(0, 2)).good());
+  EXPECT_TRUE(one.join());
 }
 
 TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
@@ -204,16 +241,39 @@ TEST(MeetAfterARestart, RefusesARankThatIsAliveOnThisHost) {
   EXPECT_TRUE(first.join());
 }
 
+/// Claims ranks 0 and 1, as a process of an earlier run that did not give them back.
+void holdRanks(Store& store, const HostIdentity& host, const ProcessIdentity& process) {
+  for (const int rank : {0, 1}) {
+    (void)store.add("pycomm/world/claim/" + std::to_string(rank), 1);
+    store.set("pycomm/world/owner/" + std::to_string(rank) + "/1", "1 " + host.wireText() + " " + process.wireText());
+  }
+}
+
 TEST(MeetAfterARestart, TakesARankFromAnotherHost) {
   DirectoryStore store;
   HostIdentity far = HostIdentity::ofThisProcess();
   far.hostname = "far";
   far.boot_id = "another";
-  for (const int rank : {0, 1}) {
-    (void)store.add("pycomm/world/claim/" + std::to_string(rank), 1);
-    const std::string owner = "1 " + far.wireText() + " " + ProcessIdentity::ofThisProcess().wireText();
-    store.set("pycomm/world/owner/" + std::to_string(rank) + "/1", owner);
-  }
+  holdRanks(store, far, ProcessIdentity::ofThisProcess());
+  expectRunOf(store, {1, 0}, 100);
+}
+
+// A container that was restarted: the same host and network, other pids.
+TEST(MeetAfterARestart, TakesARankFromAnotherPidNamespaceOfThisHost) {
+  DirectoryStore store;
+  ProcessIdentity gone = ProcessIdentity::ofThisProcess();
+  gone.pid_namespace += 1;
+  holdRanks(store, HostIdentity::ofThisProcess(), gone);
+  expectRunOf(store, {1, 0}, 100);
+}
+
+TEST(MeetAfterARestart, TakesARankFromAProcessThatNobodyHasReaped) {
+  DirectoryStore store;
+  const Process zombie([&] {
+    holdRanks(store, HostIdentity::ofThisProcess(), ProcessIdentity::ofThisProcess());
+    return true;
+  });
+  ASSERT_FALSE(zombie.runsOn(10000));
   expectRunOf(store, {1, 0}, 100);
 }
 

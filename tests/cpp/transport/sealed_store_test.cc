@@ -554,6 +554,31 @@ TEST(SealedRendezvous, NamesDifferingSecretsAlsoOnAStoreThatIsUsedAgain) {
   }
 }
 
+// The secret was changed between two runs. The other ranks wait for the new rank 0, however late it comes.
+TEST(SealedRendezvous, AnOldRankZeroWithAnotherSecretEndsNobody) {
+  const Secret other = Secret::generate();
+  OpenStore store;
+  SealedStore old(store, other);
+  auto config = configOf(0, 2, 100);
+  config.takeover = Takeover::FromEndedRun;
+  ASSERT_EQ(tryToMeet(old, config).error.code, ErrorCode::RendezvousTimeout);
+  OpenStore left; // as if it had been killed
+  for (const auto& [key, value] : store.written()) {
+    if (key.find("/error") == std::string::npos && key.find("/end/") == std::string::npos) {
+      left.set(key, value);
+    }
+  }
+  (void)left.add("pycomm/world/claim/0", 1);
+  config.rank = 1;
+  config.deadline = Deadline::after(300);
+  SealedStore fresh(left, secretOfTheJob());
+  const Outcome early = tryToMeet(fresh, config);
+  EXPECT_EQ(early.error.code, ErrorCode::RendezvousTimeout) << early.error.text();
+  const auto outcomes =
+      meetAll(left, std::vector<const Secret*>(3, &secretOfTheJob()), Takeover::FromEndedRun, kTimeoutMs, 300);
+  EXPECT_TRUE(allGood(outcomes)) << summaries(outcomes);
+}
+
 TEST(SealedRendezvous, AStrangersClaimOfRankZeroIsPassedOverOnAStoreThatIsUsedAgain) {
   OpenStore store;
   (void)store.add("pycomm/world/claim/0", 1);
