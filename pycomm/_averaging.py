@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -77,14 +77,3 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 def host_identity() -> str:
     """Equal on two ranks when they run on one host, in one network namespace."""
     return _extension.native.host_identity()
-
-
-def host_group(group: Any) -> Any:
-    """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, host_identity(), group=group)
-    ranks: Sequence[int] = dist.get_process_group_ranks(group)
-    mine = hosts[dist.get_rank(group)]
-    members = [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine]
-    backend = dist.get_backend(group)
-    return dist.new_group(members, backend=backend, use_local_synchronization=True)

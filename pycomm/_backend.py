@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +39,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pycomm")
 
 _default_group_options: Options | None = None
-_timeouts_ms: dict[str, int] = {}
+_made_with: dict[str, _MadeWith] = {}
 """By the group's name; torch has no way to ask a plugin's group for it."""
-_wire_dtypes: dict[str, str] = {}
-"""Likewise."""
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter[str]] = (
+    weakref.WeakKeyDictionary()
+)
+_counts_lock = threading.Lock()
 _told = False
 _level_set_here: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _MadeWith:
+    """What a group of pycomm was made with."""
+
+    options: Options
+    timeout_ms: int
+    wire_dtype: str
 
 
 def register() -> None:
@@ -83,8 +98,7 @@ def create_group(
         extension.arm_fault_points(faults)
     _set_up_logging(extension, resolved, rank)
     timeout_ms = _timeout_ms(resolved, group.timeout)
-    _timeouts_ms[str(group.group_id)] = timeout_ms
-    _wire_dtypes[str(group.group_id)] = resolved.wire_dtype
+    _made_with[str(group.group_id)] = _MadeWith(options, timeout_ms, resolved.wire_dtype)
     store = group.store
     if size == 1 and dist.is_initialized():
         # No other rank to meet. And torch, if new_subgroups(1, group=...) is called in different
@@ -248,12 +262,33 @@ def native_backend(group: dist.ProcessGroup | None = None) -> Any:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout that a group of pycomm was made with."""
-    return timedelta(milliseconds=_timeouts_ms[group.group_name])
+    return timedelta(milliseconds=_made_with[group.group_name].timeout_ms)
+
+
+def group_options(group: dist.ProcessGroup) -> Options:
+    """The options that a group of pycomm was made with."""
+    return _made_with[group.group_name].options
 
 
 def group_wire_dtype(group: dist.ProcessGroup) -> str:
     """The ``wire_dtype`` of a group; "fp32" for one that is not pycomm's."""
-    return _wire_dtypes.get(group.group_name, "fp32")
+    try:
+        native_backend(group)  # another library's group may have the name of a former one
+    except ValueError:
+        return "fp32"
+    return _made_with[group.group_name].wire_dtype
+
+
+def next_number(group: dist.ProcessGroup, what: str) -> int:
+    """Counts this process's calls for a group, from 1: equal on all ranks that call alike.
+
+    Only per group. The process may be in other groups than the other ranks are; and in a former one
+    of this name, when some of the others did not run yet.
+    """
+    with _counts_lock:
+        counts = _counts.setdefault(group, collections.Counter())
+        counts[what] += 1
+        return counts[what]
 
 
 def _options_of(group: Any, pg_options: object) -> Options:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pycomm import _extension
-from pycomm._backend import group_timeout, last_error, native_backend
+from pycomm._backend import group_timeout, last_error, native_backend, next_number
 from pycomm._settings import timeout_seconds
 from pycomm.errors import BY_CODE, PycommError
 
@@ -19,9 +19,6 @@ _LOOK_S = 0.25
 _PASSED = "passed"
 _REFUSED = "refused "
 _CAME = "came"
-
-# How often each group's barrier was entered, by the group's name; the same on all ranks that agree.
-_rounds: dict[str, int] = {}
 
 
 def monitored_barrier(
@@ -62,8 +59,7 @@ def monitored_barrier(
         timeout_s = group_timeout(group).total_seconds()
     else:
         timeout_s = timeout_seconds("monitored_barrier: timeout", timeout)
-    number = _rounds.get(group.group_name, 0) + 1
-    _rounds[group.group_name] = number
+    number = next_number(group, "monitored_barrier")
     _Round(group, backend, number, timeout_s, wait_all_ranks).run()
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
-from pycomm import _extension
-from pycomm._backend import group_wire_dtype, native_backend
+from pycomm import _averaging, _extension
+from pycomm._backend import (
+    group_options,
+    group_timeout,
+    group_wire_dtype,
+    native_backend,
+    next_number,
+)
 from pycomm._wire_patterns import ENCODED, Named
 from pycomm.errors import UnsupportedError
 
 logger = logging.getLogger("pycomm")
 _codecs_reported: set[str] = set()
-# Stores handed out, by group: the same on all ranks, which make wrappers together.
-_stores: collections.Counter[str] = collections.Counter()
 
 
 def pycomm_backend(group: Any) -> Any:
@@ -98,6 +103,49 @@ def wrapper_store(group: Any) -> Any:
         store = dist.distributed_c10d._get_process_group_store(group)
     except KeyError:
         return None
-    _stores[group.group_name] += 1
-    prefix = f"pycomm/ddp/{_stores[group.group_name]}"
+    backend = pycomm_backend(group)
+    # A store may outlive its ranks: what ranks of another run left is not for this group.
+    run = 0 if backend is None else _extension.native.group_run(backend)
+    prefix = f"pycomm/ddp/{run}/{next_number(group, 'wrapper')}"
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def host_group(group: Any) -> Any:
+    """A group of the ranks of ``group`` that share this rank's host. Collective over ``group``.
+
+    It has the group's backend, options and timeout.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, _averaging.host_identity(), group=group)
+    ranks: Sequence[int] = dist.get_process_group_ranks(group)
+    mine = hosts[dist.get_rank(group)]
+    members = [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine]
+    # Not new_group(): ranks that are not in the group do not call this. And with local
+    # synchronization torch takes the name from the number of this rank's groups, which may be
+    # another on the other ranks.
+    name = f"{group.group_name}_host{hosts.index(mine)}_{next_number(group, 'host group')}"
+    c10d: Any = dist.distributed_c10d
+    world: Any = dist.group.WORLD
+    options, timeout = _made_with(group)
+    made, _ = c10d._new_process_group_helper(
+        len(members),
+        members.index(dist.get_rank()),
+        members,
+        dist.get_backend(group),
+        c10d._world.pg_map[world][1],
+        name,
+        backend_options=options,
+        timeout=timeout,
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
+    return made
+
+
+def _made_with(group: Any) -> tuple[Any, timedelta]:
+    """The options, of a group of pycomm's only, and the timeout that a group was made with."""
+    with contextlib.suppress(ValueError):
+        native_backend(group)
+        return group_options(group), group_timeout(group)
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return None, getattr(options, "_timeout", default_pg_timeout)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
-import itertools
 import queue
 import threading
 import warnings
@@ -20,14 +20,12 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from pycomm import _exit, _extension
+from pycomm._backend import next_number
 from pycomm._compression import Int8, TopK
 from pycomm._ddp_group import by_nccl
 
 _State = TypeVar("_State")
 _Hook = Callable[[_State, GradBucket], Future[torch.Tensor]]
-
-# Counts wrapped hooks, which every rank wraps in the same order: part of the operations' identity.
-_ordinals = itertools.count()
 
 
 def ordered(
@@ -42,8 +40,8 @@ def ordered(
     A hook that issues collectives from the callbacks of its futures, as torch's PowerSGD hook does,
     races with the backward pass: while a callback issues the second collective of bucket 0,
     autograd issues the first of bucket 1, and each rank may have another order. Here the chain of
-    bucket 1 starts when that of bucket 0 has ended, so that every rank issues in the same order, on
-    any backend. The backward pass goes on meanwhile.
+    bucket 1 starts when that of bucket 0 has ended, so that every rank issues the collectives of a
+    hook in the same order, on any backend. The backward pass goes on meanwhile.
 
     Buckets on a device whose collectives NCCL runs need no thread: futures are complete, and
     callbacks run, as soon as a collective is on its stream. NCCL matches collectives by their
@@ -51,13 +49,15 @@ def ordered(
 
         model.register_comm_hook(state, pycomm.comm_hooks.ordered(powerSGD_hook))
 
-    Wrap the hook once and on all ranks in the same order. The chain must end: a hook whose future
-    never completes holds up all later buckets, until the timeout of its collectives.
+    Wrap the hook once, and on all ranks of its group in the same order as the group's other hooks.
+    The chain must end: a hook whose future never completes holds up all later buckets, until the
+    timeout of its collectives.
 
     Args:
         hook: ``hook(state, bucket)`` returning a future of the bucket's tensor.
         group: The group of the hook's collectives. None: the state, or its ``process_group``,
-            if that is a group; else the default group.
+            if that is a group; else the default group. Then hooks are in the order of their first
+            buckets, not in that of these calls. pycomm matches collectives of hooks by this order.
         describe: The name of a bucket in a note to the exceptions that ``hook`` raises.
         codec_of: The name of the codec for the sums that ``hook`` issues for a bucket over pycomm;
             None for that of the group's options.
@@ -65,7 +65,7 @@ def ordered(
     Returns:
         A hook for ``register_comm_hook``. The backward pass raises the exceptions of ``hook``.
     """
-    worker = _Worker(hook, next(_ordinals), group, describe, codec_of)
+    worker = _Worker(hook, group, describe, codec_of)
 
     @functools.wraps(hook)
     def ordered_hook(state: _State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -205,11 +205,11 @@ def _known(hook: object) -> bool:
 class _Job:
     """One bucket: the hook's call, its context, and the future for the result."""
 
-    def __init__(self, state: Any, bucket: GradBucket, index: int) -> None:
+    def __init__(self, state: Any, bucket: GradBucket, chain: tuple[int, int]) -> None:
         buffer = bucket.buffer()
         self.state = state
         self.bucket = bucket
-        self.index = index
+        self.chain = chain
         self.grad_enabled = torch.is_grad_enabled()
         self.filled = None
         if buffer.is_cuda:
@@ -261,13 +261,30 @@ def _value_or_raise(future: Future[Any]) -> Any:
     return value
 
 
+class _Chains:
+    """What one hook runs over one group. A chain's name is the same on all ranks of the group.
+
+    Hooks and buckets are counted per group, as a rank may have hooks that others do not have; and
+    the name has the group in it, as a hook may issue over another group than this one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        text = f"{group.group_name} {next_number(group, 'hook')}"
+        self._hook = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        self._buckets = 0
+
+    def begin(self) -> tuple[int, int]:
+        """The name of the next bucket's chain."""
+        self._buckets += 1
+        return self._hook, self._buckets
+
+
 class _Worker:
     """The thread of one wrapped hook: started by the first bucket, ended with the hook."""
 
     def __init__(
         self,
         hook: _Hook[Any],
-        ordinal: int,
         group: dist.ProcessGroup | None,
         describe: Callable[[GradBucket], str] | None,
         codec_of: Callable[[GradBucket], str | None] | None,
@@ -277,12 +294,15 @@ class _Worker:
         self._streams: dict[torch.device, torch.Stream] = {}  # the thread's
         self._describe = describe
         self._codec_of = codec_of
-        self._ordinal = ordinal
-        self._count = 0
-        self._lock = threading.Lock()  # guards _count, _thread, _stopped and the order of _jobs
+        self._chains: weakref.WeakKeyDictionary[dist.ProcessGroup, _Chains] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()  # guards _chains, _thread, _stopped and the order of _jobs
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        if group is not None:
+            self._chains[group] = _Chains(group)
 
     def submit(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         group = self._group or group_of(state) or dist.group.WORLD
@@ -290,8 +310,8 @@ class _Worker:
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the interpreter is ending: no more buckets are reduced")
-            job = _Job(state, bucket, self._count)
-            self._count += 1
+            chain = (0, 0) if group is None else self._chains_of(group).begin()
+            job = _Job(state, bucket, chain)
             if not inline:
                 self._jobs.put(job)
             if not inline and self._thread is None:
@@ -303,11 +323,16 @@ class _Worker:
                 _exit.running.add(self)
         return self._issue(job) if inline else job.outcome.future
 
+    def _chains_of(self, group: dist.ProcessGroup) -> _Chains:
+        if group not in self._chains:
+            self._chains[group] = _Chains(group)
+        return self._chains[group]
+
     def _issue(self, job: _Job) -> Future[torch.Tensor]:
         """Runs the hook here; its future ends when the streams have been ordered."""
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
-            with _issue_chain(self._ordinal, job.index, codec):
+            with _issue_chain(job.chain, codec):
                 # torch's reducer needs a Python value, and that of Work.get_future() is none.
                 return self._hook(job.state, job.bucket).then(_value)
         except BaseException as error:
@@ -337,7 +362,7 @@ class _Worker:
         try:
             codec = None if self._codec_of is None else self._codec_of(job.bucket)
             stream = self._stream(job.bucket.buffer())
-            with job.surroundings(stream), _issue_chain(self._ordinal, job.index, codec):
+            with job.surroundings(stream), _issue_chain(job.chain, codec):
                 job.outcome.succeed(self._hook(job.state, job.bucket).wait())
         except BaseException as error:
             # The thread goes on: the next bucket's waiters need an answer, too.
@@ -366,8 +391,8 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _issue_chain(
-    ordinal: int, index: int, codec: str | None
+    chain: tuple[int, int], codec: str | None
 ) -> contextlib.AbstractContextManager[object]:
     if _extension.loaded() is None:
         return contextlib.nullcontext()
-    return _extension.native.IssueChain(ordinal, index, codec)
+    return _extension.native.IssueChain(*chain, codec)

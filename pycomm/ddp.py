@@ -17,8 +17,15 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
 from pycomm import _extension
-from pycomm._averaging import average_, host_group, ring_nbytes
-from pycomm._ddp_group import by_nccl, check_group, need_pycomm, pycomm_backend, wrapper_store
+from pycomm._averaging import average_, ring_nbytes
+from pycomm._ddp_group import (
+    by_nccl,
+    check_group,
+    host_group,
+    need_pycomm,
+    pycomm_backend,
+    wrapper_store,
+)
 from pycomm._ddp_options import (
     EndsByItself,
     bucket_caps,
@@ -251,15 +258,10 @@ class DistributedDataParallel(EndsByItself, _TorchDDP):
         group = group_of_hook(hook, state, self._reducing_group())
         if self._wire_dtype is not None:
             need_pycomm(group, f"wire_dtype={self._wire_dtype!r} together with a comm hook")
-        self.reducer._register_comm_hook(
-            state,
-            ordered(
-                hook,
-                group=group,
-                describe=self._describe_bucket,
-                codec_of=self._codec_of,
-            ),
+        wrapped = ordered(
+            hook, group=group, describe=self._describe_bucket, codec_of=self._codec_of
         )
+        self.reducer._register_comm_hook(state, wrapped)
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks.append((hook, state))
 

@@ -18,11 +18,11 @@ namespace {
 /// sums travel as that codec; None: as the group's.
 class IssueChain {
  public:
-  IssueChain(uint32_t hook_ordinal, uint32_t index, const std::optional<std::string>& codec)
+  IssueChain(uint64_t hook, uint32_t bucket, const std::optional<std::string>& codec)
       : context_(
             std::make_shared<IssueContext>(
                 IssueContext::Kind::Chain,
-                mix64((uint64_t{hook_ordinal} << 32) | index) ^ 0x636861696eULL,
+                mix64(mix64(hook) + bucket) ^ 0x636861696eULL,
                 codec ? codecNamed(*codec) : std::nullopt)) {}
 
   void enter() {
@@ -42,9 +42,9 @@ class IssueChain {
 void bindFutures(py::module_& m) {
   py::class_<IssueChain>(m, "IssueChain")
       .def(
-          py::init<uint32_t, uint32_t, const std::optional<std::string>&>(),
-          py::arg("hook_ordinal"),
-          py::arg("index"),
+          py::init<uint64_t, uint32_t, const std::optional<std::string>&>(),
+          py::arg("hook"),
+          py::arg("bucket"),
           py::arg("codec") = py::none())
       .def(
           "__enter__",
