@@ -59,12 +59,13 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: The shape does not fit, or all ranks together have only one value per
                 channel.
         """
-        group = None
-        if self.training and input.device.type == "cpu" and dist.is_initialized():
-            group = self.process_group or dist.group.WORLD
-        if group is None or dist.get_world_size(group) == 1:
-            # It uses nothing of itself but what is here, too.
+        if not self.training or input.device.type != "cpu" or not dist.is_initialized():
+            # It uses nothing of itself but what is here, too. Not so for a group of one rank: torch
+            # refuses CPU tensors there as well.
             return TorchSyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
+        group = self.process_group or dist.group.WORLD
+        if dist.get_world_size(group) < 1:
+            raise ValueError("SyncBatchNorm: this rank is not in the layer's process_group")
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.size(1) != self.num_features:

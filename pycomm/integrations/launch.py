@@ -116,6 +116,8 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     names = next((each for each in _LAUNCHERS if environ.get(each.rank, "").strip()), None)
     if names is None:
         return None
+    if names.launcher == "MPICH" and _is_srun(environ):
+        names = _LAUNCHERS[-1]
     if names.launcher == "Slurm" and not environ.get("SLURM_STEP_NUM_TASKS", "").strip():
         # A batch script's own process: SLURM_PROCID is 0 there, and the other ranks do not exist.
         return None
@@ -146,6 +148,19 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
         port=_port(environ, names, job),
         job=job,
     )
+
+
+def _is_srun(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm itself has set PMI's variables, as its plugins for PMI2 and Cray's PMI do.
+
+    In mpirun's ranks inside a Slurm job, Slurm's variables are those of mpirun's daemon, so that
+    the ranks differ in general, and Hydra has set variables of its own.
+    """
+    if any(name.startswith(("HYDI_", "MPI_LOCAL")) for name in environ):
+        return False
+    of_slurm = [environ.get(name, "").strip() for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]
+    of_pmi = [environ.get(name, "").strip() for name in ("PMI_RANK", "PMI_SIZE")]
+    return bool(environ.get("SLURM_STEP_ID", "").strip()) and of_slurm == of_pmi
 
 
 def env_from_launcher() -> Launch | None:

@@ -107,6 +107,20 @@ def test_mpirun_inside_a_slurm_job_is_mpiruns() -> None:
     assert result.launcher == "Open MPI" and result.address == "login"
 
 
+def test_srun_with_pmi_is_slurms() -> None:
+    # Slurm's plugin for PMI2, and Cray's PMI, set these for every task of srun.
+    assert found(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}) == found(SLURM)
+
+
+def test_mpich_inside_a_slurm_job_is_mpichs() -> None:
+    # One daemon in a step of its own: its SLURM_PROCID is 0, and so may be a rank.
+    daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for rank in ("0", "1"):
+        assert found(daemon | MPICH | {"PMI_RANK": rank}).launcher == "MPICH"
+        one_host = {"PMI_RANK": rank, "PMI_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+        assert found(daemon | one_host).launcher == "MPICH"
+
+
 def test_the_batch_script_itself_is_no_rank() -> None:
     batch = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_JOB_NODELIST")}
     assert launch.find_launch(batch | {"SLURM_NTASKS": "7"}) is None

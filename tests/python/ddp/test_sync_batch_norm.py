@@ -125,6 +125,26 @@ def test_convert() -> None:
     run_ranks(2, converted)
 
 
+def groups_of_one(rank: int, size: int) -> None:
+    import pycomm
+
+    single = dist.new_group([0])
+    layer = pycomm.SyncBatchNorm(CHANNELS, process_group=single)
+    if rank != 0:
+        with pytest.raises(ValueError, match="not in the layer's process_group"):
+            layer(torch.randn(4, CHANNELS))
+        return
+    reference = torch.nn.BatchNorm1d(CHANNELS)
+    batch = torch.randn(4, CHANNELS)
+    torch.testing.assert_close(layer(batch), reference(batch))
+    torch.testing.assert_close(layer.running_var, reference.running_var)
+
+
+def test_a_group_of_one_rank() -> None:
+    run_ranks(2, groups_of_one)
+    run_ranks(1, like_one_process, args=({}, [4]))
+
+
 def nothing_to_normalize(rank: int, size: int) -> None:
     import pycomm
 
